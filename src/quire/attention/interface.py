@@ -1,0 +1,150 @@
+"""The attention contract: declared once a layer, planned once a step, run once a layer and step.
+
+K and V of a step's tokens are written into the blocks first; attention then reads only what is
+stored, even for the token itself, so a compact KV format gives the same result however a prompt
+was chunked. A backend owns the inside of a page and nobody else looks into it.
+
+To add a backend: one file here that implements `AttentionBackend`, one line in `registry.py`.
+
+Shapes: T tokens of the step, S sequences of the step, Hq query heads, Hkv KV heads, D head size,
+N blocks, B block size.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What attention is in one layer.
+
+    scale: multiplies q·k. soft_cap: scores become cap * tanh(score / cap).
+    window: how many keys a query sees, itself included; None: all before it.
+    has_sinks: a learned logit per query head joins the softmax and its value is zero.
+    causal: False lets each query see all tokens of its sequence (encoders).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    causal: bool = True
+
+
+@dataclass(slots=True)
+class GroupBatch:
+    """Where one KV group's memory of this step lies.
+
+    block_tables: [S, max blocks of the step] int32, rows as in AttentionBatch; entries beyond a
+        sequence's last block are 0 and never read.
+    slot_mapping: [T] int64, block id * B + offset, where each token's K and V are written.
+    """
+
+    block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """One step as attention sees it. Decoding sequences (one token each) come first.
+
+    query_start: [S + 1] int32, first token of each sequence in the step; query_start[S] == T.
+    context_lens: [S] int32, tokens of each sequence whose K and V exist after this step's write.
+    query_lens_list, context_lens_list: the same as Python numbers, for planning without a copy.
+    num_decodes: the first so many sequences have exactly one query token.
+    groups: one entry per KV group.
+
+    The queries of sequence s stand at positions context_lens[s] - query_len[s] onward.
+    """
+
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    query_lens_list: list[int]
+    context_lens_list: list[int]
+    num_decodes: int
+    groups: tuple[GroupBatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVPageFormat:
+    """How a backend lays out one layer's K and V inside a block.
+
+    bytes_per_layer: of one block of one layer, scales and alignment included.
+    """
+
+    block_size: int
+    dtype: torch.dtype
+    bytes_per_layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """Where one layer's K and V lie: `pages[block]` is that layer's part of the block, as bytes.
+
+    pages: [N, bytes_per_layer] uint8, a strided view into the pool's storage.
+    group: index of the layer's KV group.
+    """
+
+    pages: torch.Tensor
+    group: int
+
+
+class AttentionBackend(ABC):
+    """Attention over paged memory. One object serves all layers of a model."""
+
+    @staticmethod
+    @abstractmethod
+    def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
+        """The page format for a layer. Raises ConfigurationError for what it can't serve."""
+
+    @abstractmethod
+    def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
+        """Attach the memory, once, after it was allocated. `layers[i]` belongs to `specs[i]`."""
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare for a step: all work that does not depend on the layer's q, k and v."""
+
+    @abstractmethod
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write k, v [T, Hkv, D] into the blocks, then attend with q [T, Hq, D].
+
+        sinks: [Hq], for specs with has_sinks. Returns [T, Hq, D] in q's dtype.
+        """
+
+    @abstractmethod
+    def run_with_lse(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `run`, and the natural-log-sum-exp of the scores, [T, Hq] fp32, for merging parts."""
+
+
+class AttentionCall(Protocol):
+    """What a model is given to attend with: `AttentionBackend.run` of the planned step."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...

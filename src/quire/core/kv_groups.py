@@ -1,0 +1,28 @@
+"""KV groups: layers whose attention memory behaves alike share one block table."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class KVKind(Enum):
+    """How the memory of a group's layers grows and may be forgotten."""
+
+    FULL = "full"  # every token is kept
+    WINDOW = "window"  # only the last `window` tokens are ever read
+    LATENT = "latent"  # one compressed vector per token (MLA)
+    STATE = "state"  # a fixed-size state per sequence (linear attention)
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share one block table.
+
+    layers: indices of the model's attention layers, ascending.
+    bytes_per_block: of one page, padding included; equal for all groups of a model.
+    window: for KVKind.WINDOW, how many keys a query sees, itself included; else None.
+    """
+
+    layers: tuple[int, ...]
+    kind: KVKind
+    bytes_per_block: int
+    window: int | None = None

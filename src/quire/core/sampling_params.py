@@ -1,0 +1,313 @@
+"""What a client may ask of a generation, and what of it reaches the scheduler and the sampler.
+
+`SamplingParams` is the client's wish, with the field's usual names; a bad value is refused by name
+and bound when the object is made. `DecodingParams` is the same wish resolved against a model: every
+field has a value and everything is in token ids. Only the latter crosses into the engine.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from quire.errors import InvalidRequestError
+
+MAX_BRANCHES = 1024
+MAX_STOP_STRINGS = 64
+SEED_LIMIT = 1 << 64
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """A model's own sampling options (`generation_config.json`), used where the caller set none."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Options of one generation. None in a field typed `... | None` means what its line says.
+
+    n: parallel samples of the same prompt.
+    temperature: 0 is greedy; None, like the other None of this group: the model's default.
+    top_p, top_k, min_p: keep the smallest set of tokens whose probabilities reach top_p; the top_k
+        most likely (0 or -1: all); those at least min_p times as likely as the most likely one.
+        Applied after temperature, in the order min_p, top_k, top_p.
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens already generated,
+        once, or once per occurrence (OpenAI's definition).
+    repetition_penalty: divides positive and multiplies negative logits of all tokens seen, the
+        prompt's included (CTRL, arXiv:1909.05858).
+    seed: makes sampling reproducible; None draws one from the engine's own seed.
+    stop: strings that end the generation; the text before the first of them is kept
+        (the string too with include_stop_str_in_output).
+    stop_token_ids: token ids that end the generation. ignore_eos: the model's own end tokens don't.
+    max_tokens: at most so many are generated; None: as many as max_model_len leaves room for.
+    min_tokens: no end token, stop token or stop string counts before so many were generated.
+    logprobs, prompt_logprobs: log-probabilities of so many most likely tokens (and of the token
+        itself) for each generated, each prompt token; of the model's distribution before any option.
+    logit_bias: token id -> number added to its logit.
+    bad_words: strings that are never generated. allowed_token_ids: only these are generated.
+    skip_special_tokens: leave special tokens out of the text.
+
+    Raises InvalidRequestError (a ValueError) that names the field, its value and the bound.
+    """
+
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_flags()
+        self._normalise_lists()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}", "min_tokens"
+            )
+
+    def _check_numbers(self) -> None:
+        _integer("n", self.n, 1, MAX_BRANCHES)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
+        _integer("top_k", self.top_k, -1, None)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True)
+        _integer("seed", self.seed, -(SEED_LIMIT >> 1), SEED_LIMIT - 1)
+        _integer("max_tokens", self.max_tokens, 1, None)
+        _integer("min_tokens", self.min_tokens, 0, None)
+        _integer("logprobs", self.logprobs, 0, None)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, None)
+        for name in ("n", "presence_penalty", "frequency_penalty", "min_tokens"):
+            if getattr(self, name) is None:
+                raise InvalidRequestError(f"{name} is None, but must be a number", name)
+
+    def _check_flags(self) -> None:
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InvalidRequestError(f"{name} is {value!r}, but must be True or False", name)
+
+    def _normalise_lists(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = _strings("stop", stop)
+        if len(stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(
+                f"stop has {len(stop)} strings, above the bound of {MAX_STOP_STRINGS}", "stop"
+            )
+        set_field = object.__setattr__  # frozen: the normalised values go in the dataclass's own way
+        set_field(self, "stop", stop)
+        set_field(self, "bad_words", _strings("bad_words", self.bad_words))
+        set_field(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise InvalidRequestError(
+                    "allowed_token_ids is empty, so no token could be generated; name at least one",
+                    "allowed_token_ids",
+                )
+            set_field(self, "allowed_token_ids", allowed)
+        set_field(self, "logit_bias", _logit_bias(self.logit_bias))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingParams:
+    """SamplingParams resolved against a model: every field a value, everything in token ids.
+
+    What the scheduler reads: max_tokens, min_tokens, end_token_ids, stop_token_ids. The sampler
+    reads the rest, and the two kinds of end tokens to suppress them before min_tokens.
+
+    seed: 64 unsigned bits. end_token_ids: the model's end tokens, empty under ignore_eos.
+    bad_words: token sequences whose last token is suppressed where the others precede it.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    min_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What resolving a wish needs to know of the model and the engine.
+
+    max_logprobs: the most `logprobs` or `prompt_logprobs` that one request may ask for.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    end_token_ids: tuple[int, ...] = ()
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    max_logprobs: int = 20
+
+
+def resolve(
+    params: SamplingParams,
+    limits: ModelLimits,
+    *,
+    num_prompt_tokens: int,
+    seed: int,
+    bad_words: Sequence[Sequence[int]] = (),
+) -> DecodingParams:
+    """Fill in what the caller left open and check what only the model can tell.
+
+    seed: used where params.seed is None. bad_words: params.bad_words as token ids.
+    Raises InvalidRequestError for token ids beyond the vocabulary and for too many logprobs. Does
+    not check that the prompt fits (`Engine.add` does).
+    """
+    vocab_size, defaults = limits.vocab_size, limits.defaults
+    _check_vocabulary("stop_token_ids", params.stop_token_ids or (), vocab_size)
+    _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    _check_vocabulary("logit_bias", tuple(params.logit_bias or {}), vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(params, name)
+        if asked is not None and asked > limits.max_logprobs:
+            raise InvalidRequestError(
+                f"{name} is {asked}, above the bound of {limits.max_logprobs}", name
+            )
+    room = limits.max_model_len - num_prompt_tokens
+    top_k = _or_default(params.top_k, defaults.top_k)
+    return DecodingParams(
+        max_tokens=params.max_tokens if params.max_tokens is not None else max(1, room),
+        temperature=_or_default(params.temperature, defaults.temperature),
+        top_p=_or_default(params.top_p, defaults.top_p),
+        top_k=top_k if 0 < top_k < vocab_size else 0,
+        min_p=_or_default(params.min_p, defaults.min_p),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=_or_default(params.repetition_penalty, defaults.repetition_penalty),
+        seed=(seed if params.seed is None else params.seed) % SEED_LIMIT,
+        min_tokens=params.min_tokens,
+        end_token_ids=() if params.ignore_eos else limits.end_token_ids,
+        stop_token_ids=tuple(params.stop_token_ids or ()),
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        logit_bias=tuple((params.logit_bias or {}).items()),
+        bad_words=tuple(tuple(word) for word in bad_words),
+        allowed_token_ids=(
+            None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
+        ),
+    )
+
+
+def _or_default(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _bounds(low: float | None, high: float | None, above_low: bool) -> str:
+    parts = []
+    if low is not None:
+        parts.append(f"above {low:g}" if above_low else f"at least {low:g}")
+    if high is not None:
+        parts.append(f"at most {high:g}")
+    return " and ".join(parts)
+
+
+def _number(
+    name: str, value: Any, low: float, high: float, *, above_low: bool = False
+) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidRequestError(f"{name} is {value!r}, but must be a number", name)
+    too_low = value <= low if above_low else value < low
+    if not math.isfinite(value) or too_low or value > high:
+        raise InvalidRequestError(
+            f"{name} is {value!r}, but must be {_bounds(low, high, above_low)}", name
+        )
+
+
+def _integer(name: str, value: Any, low: int, high: int | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} is {value!r}, but must be a whole number", name)
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" + (f" and at most {high}" if high is not None else "")
+        raise InvalidRequestError(f"{name} is {value!r}, but must be {bound}", name)
+
+
+def _strings(name: str, values: Any) -> tuple[str, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise InvalidRequestError(f"{name} is {values!r}, but must be a list of strings", name)
+    for value in values:
+        if not isinstance(value, str) or not value:
+            raise InvalidRequestError(
+                f"{name} contains {value!r}, but each must be a non-empty string", name
+            )
+    return tuple(values)
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise InvalidRequestError(f"{name} is {values!r}, but must be a list of token ids", name)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InvalidRequestError(
+                f"{name} contains {value!r}, but each must be a token id (0 or more)", name
+            )
+    return tuple(values)
+
+
+def _logit_bias(values: Any) -> Mapping[int, float]:
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise InvalidRequestError(
+            f"logit_bias is {values!r}, but must map token ids to numbers", "logit_bias"
+        )
+    for token_id, bias in values.items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise InvalidRequestError(
+                f"logit_bias has the key {token_id!r}, but keys must be token ids", "logit_bias"
+            )
+        _number("logit_bias", bias, -100.0, 100.0)
+    return dict(values)
+
+
+def _check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise InvalidRequestError(
+                f"{name} contains {token_id}, beyond the vocabulary of {vocab_size} tokens", name
+            )

@@ -1,0 +1,167 @@
+"""The contract between the scheduler and the runner: plain data in, plain data out.
+
+The engine repeats: `plan = scheduler.schedule(now_s)`, `runner.execute(plan)`,
+`result = runner.sample(masks)`, `outputs = scheduler.apply(result)`. The simulator, the step trace
+and a remote worker all stand on this seam.
+
+The runner keeps one permanent *row* per live sequence. A plan says only what changed: nothing in it
+grows with the context. A row that is live and not named in `chunks` decodes one token: its input is
+the last token that the runner itself sampled for it (or the last token of its admission), so the
+token ids of decoding rows never travel.
+
+    row state in the runner      token_ids[0:num_tokens], num_computed_tokens, block tables by group
+    a step computes              positions [num_computed_tokens, num_computed_tokens + num_new_tokens)
+    a row samples                if and only if that reaches num_tokens: the gap is closed
+
+A plan is carried out in this order: release, admit, table_edits, copies, moves, the forward pass.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from quire.core.sampling_params import DecodingParams
+
+
+class RowAdmission(NamedTuple):
+    """The full state of a sequence that enters `row`.
+
+    token_ids: prompt and, after a preemption or a resumption, what was generated so far. The
+        scheduler lends the list for the duration of `execute`; the runner copies it.
+    num_prompt_tokens: how many of token_ids came from the client (penalties tell them apart).
+    num_computed_tokens: tokens whose K and V already lie in the block tables (prefix hits).
+    block_tables: for each KV group, the physical block ids in logical order.
+    branch_index: which of a request's parallel samples this is; enters the random numbers.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_tables: tuple[tuple[int, ...], ...]
+    params: DecodingParams
+    branch_index: int = 0
+
+
+class EditKind(Enum):
+    """What a TableEdit does to a row's block table of one KV group."""
+
+    APPEND = "append"  # block_ids follow the table's end; first_logical_block is its length
+    REPLACE = "replace"  # block_ids take the place of those at first_logical_block onward
+    CUT = "cut"  # the table ends before first_logical_block
+    HOLE = "hole"  # len(block_ids) entries become unreadable (out of a window); ids are HOLE_BLOCK
+
+
+HOLE_BLOCK = -1
+
+
+class TableEdit(NamedTuple):
+    """One change to the block table of `row` in KV group `group`."""
+
+    row: int
+    group: int
+    kind: EditKind
+    first_logical_block: int
+    block_ids: tuple[int, ...] = ()
+
+
+class Chunk(NamedTuple):
+    """A row that computes more or other than one decode token.
+
+    num_new_tokens: tokens to compute from the row's num_computed_tokens on; 0 pauses the row.
+    """
+
+    row: int
+    num_new_tokens: int
+
+
+class BlockCopy(NamedTuple):
+    """Copy all bytes of one device block to another (copy on write)."""
+
+    source: int
+    target: int
+
+
+class BlockMove(NamedTuple):
+    """Move a block's bytes between tiers; ids count within their tier."""
+
+    source_tier: str
+    source: int
+    target_tier: str
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step changes and computes. See the module's text for order and meaning.
+
+    num_rows: live rows after `release` and `admit`; lets the runner check that both sides agree.
+    num_tokens: tokens computed in this step, over all rows.
+    """
+
+    step_id: int
+    num_rows: int
+    num_tokens: int
+    release: tuple[int, ...] = ()
+    admit: tuple[RowAdmission, ...] = ()
+    table_edits: tuple[TableEdit, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    moves: tuple[BlockMove, ...] = ()
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position, of the model's distribution before any sampling option.
+
+    rank: 1 for the most likely token of the vocabulary.
+    top_token_ids, top_logprobs: the k most likely tokens, best first (k as requested).
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled.
+
+    rows, token_ids: parallel; the tokens sampled for each row that closed its gap, in order (one
+        each, more where drafts were accepted).
+    logprobs: for the rows that asked, one entry per sampled token.
+    prompt_logprobs: for the rows that asked, entries for the prompt positions that follow those
+        computed in this step: computing positions [a, b) yields entries for tokens a+1 .. b, as far
+        as they belong to the prompt.
+    failed: rows whose own computation failed (a NaN in their logits), with a sentence; they sample
+        nothing and their sequences end alone.
+    """
+
+    step_id: int
+    rows: Sequence[int]
+    token_ids: Sequence[Sequence[int]]
+    logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)
+
+
+TokenMasks = Mapping[int, bytes]
+"""Row -> bitmask over the vocabulary: bit (t % 8) of byte t // 8 set means token t is allowed."""
+
+
+class Runner(Protocol):
+    """Executes plans. `runtime.model_runner` does it on a model, `simulation.fake_runner` without."""
+
+    def execute(self, plan: StepPlan) -> None:
+        """Carry out `plan` up to and including the forward pass. May return before it ended."""
+        ...
+
+    def sample(self, masks: TokenMasks | None = None) -> StepResult:
+        """Sample the rows of the oldest executed step; waits for the device."""
+        ...
+
+    def reset(self) -> None:
+        """Drop all rows (after a failed step). Block contents written so far stay valid."""
+        ...
