@@ -1,17 +1,17 @@
 """The exception tree. Every error a user can meet is one of these, with its HTTP status.
 
-    QuireError                      500
-    ├── InvalidRequestError         400  a request that can't be served as asked (also a ValueError)
-    │   ├── PromptTooLongError      400  prompt, or prompt + max_tokens, beyond max_model_len
-    │   └── RequestNeverFitsError   400  needs more KV blocks than the whole pool has
-    ├── ConfigurationError          500  an engine option that can't be obeyed (also a ValueError)
-    │   ├── UnsupportedModelError   500  an architecture or config field that is not understood
-    │   ├── CheckpointError         500  a model folder that can't be read: missing, corrupt, pickled
-    │   └── InsufficientMemoryError 500  not enough memory for what the options ask
-    ├── OverloadedError             429  a bounded queue is full; `retry_after_s` says when to retry
-    ├── EngineDeadError             503  the engine process is gone or shutting down
-    ├── StepFailedError             500  a forward pass failed; ends the requests that were in it
-    └── SchedulerStalledError       500  a step can make no progress: a bug, never a user's mistake
+QuireError                      500
+├── InvalidRequestError         400  a request that can't be served as asked (also a ValueError)
+│   ├── PromptTooLongError      400  the prompt leaves no room for a token within max_model_len
+│   └── RequestNeverFitsError   400  needs more KV blocks than the whole pool has
+├── ConfigurationError          500  an engine option that can't be obeyed (also a ValueError)
+│   ├── UnsupportedModelError   500  an architecture or config field that is not understood
+│   ├── CheckpointError         500  a model folder that can't be read: missing, corrupt, pickled
+│   └── InsufficientMemoryError 500  not enough memory for what the options ask
+├── OverloadedError             429  a bounded queue is full; `retry_after_s` says when to retry
+├── EngineDeadError             503  the engine process is gone or shutting down
+├── StepFailedError             500  a forward pass failed; ends the requests that were in it
+└── SchedulerStalledError       500  a step can make no progress: a bug, never a user's mistake
 """
 
 
@@ -34,7 +34,7 @@ class InvalidRequestError(QuireError, ValueError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """The prompt, or the prompt with max_tokens, goes beyond max_model_len."""
+    """The prompt leaves no room for a generated token within max_model_len."""
 
     code = "context_length_exceeded"
 

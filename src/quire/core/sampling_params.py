@@ -86,7 +86,8 @@ class SamplingParams:
         self._normalise_lists()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}", "min_tokens"
+                f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}",
+                "min_tokens",
             )
 
     def _check_numbers(self) -> None:
@@ -120,7 +121,9 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"stop has {len(stop)} strings, above the bound of {MAX_STOP_STRINGS}", "stop"
             )
-        set_field = object.__setattr__  # frozen: the normalised values go in the dataclass's own way
+        set_field = (
+            object.__setattr__
+        )  # frozen: the normalised values go in the dataclass's own way
         set_field(self, "stop", stop)
         set_field(self, "bad_words", _strings("bad_words", self.bad_words))
         set_field(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
@@ -241,9 +244,7 @@ def _bounds(low: float | None, high: float | None, above_low: bool) -> str:
     return " and ".join(parts)
 
 
-def _number(
-    name: str, value: Any, low: float, high: float, *, above_low: bool = False
-) -> None:
+def _number(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -1,0 +1,437 @@
+"""Who computes what in the next step.
+
+One rule: close the gap between a sequence's computed tokens and its tokens, within the step's token
+budget. Prefill, chunked prefill, decode and resumption after preemption are all that rule. A policy
+orders and does nothing else; budget, admission, allocation and preemption are written here, once.
+
+    schedule(now_s) -> StepPlan      what to compute, from the state of all sequences
+    apply(StepResult) -> outputs     what came of it; sequences grow and end
+    add, abort                       at any moment, in any state
+
+A plan may be made while an earlier step runs (overlap): counts run ahead of the tokens, and blocks
+that a step in flight may read stay referenced until its result was applied.
+
+Progress: ranks are a total order that never changes. The first-ranked sequence may take from all
+others, none is admitted in a step that preempts, and `add` refuses what would not fit alone; so the
+first-ranked sequence always ends, and then the next one is first.
+"""
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from quire.core.kv_cache_manager import KVCacheManager, append_edits
+from quire.core.policy import Policy, fcfs
+from quire.core.request import FinishReason, SequenceOutput
+from quire.core.sequence import Sequence, SequenceState
+from quire.core.step import Chunk, RowAdmission, StepPlan, StepResult, TableEdit, TokenLogprobs
+from quire.errors import ConfigurationError, RequestNeverFitsError, SchedulerStalledError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """max_num_seqs: rows of the runner. max_num_batched_tokens: tokens that one step computes at
+    most; at least max_num_seqs, so that every running sequence can always decode."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ConfigurationError(f"max_num_seqs is {self.max_num_seqs}, but must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigurationError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs,"
+                f" {self.max_num_seqs}: a step could not decode every running sequence"
+            )
+
+
+@dataclass(slots=True)
+class _StepInFlight:
+    """What `apply` needs to know of a step.
+
+    rows: row -> (who was in it, its num_admissions then, tokens written when the step has ended).
+    """
+
+    step_id: int
+    rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counts and sums since the start.
+
+    num_recomputed_tokens: computed again after a preemption. queue_s: waiting before first admission.
+    """
+
+    num_steps: int = 0
+    num_admissions: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_failed_steps: int = 0
+    queue_s: float = 0.0
+
+
+class Scheduler:
+    """Continuous batching over one pool of KV blocks.
+
+    Invariant: `running` and `waiting` are sorted by rank and disjoint; a sequence is RUNNING if and
+    only if it is in `running`, has a row, and its tables cover its computed tokens; a row has one
+    running sequence, or is free (and named in the next plan's `release` if it had one).
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, memory: KVCacheManager, policy: Policy = fcfs
+    ) -> None:
+        self.config = config
+        self.memory = memory
+        self.stats = SchedulerStats()
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self._policy = policy
+        self._free_rows = list(range(config.max_num_seqs))
+        self._released_rows: list[int] = []
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._num_added = 0
+        self._next_step_id = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def free_rows(self) -> list[int]:
+        """Rows without a sequence; for checks."""
+        return list(self._free_rows)
+
+    def add(self, sequence: Sequence, now_s: float = 0.0) -> None:
+        """Take a new sequence in. Raises RequestNeverFitsError where it could never end."""
+        needed = self.memory.blocks_for(sequence.max_num_tokens)
+        if needed > self.memory.pool.num_blocks:
+            raise RequestNeverFitsError(
+                f"request {sequence.request_id!r} may grow to {sequence.max_num_tokens} tokens and"
+                f" so need {needed} KV blocks, but the pool has {self.memory.pool.num_blocks};"
+                " lower max_tokens, or give the engine more kv_cache_memory"
+            )
+        sequence.arrival_s = now_s
+        sequence.order = self._num_added
+        sequence.rank = (*self._policy(sequence), sequence.order)
+        self._num_added += 1
+        insort(self.waiting, sequence, key=_rank)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence in whatever state it is; no later step computes or holds it."""
+        if not sequence.is_finished:
+            self._finish(sequence, FinishReason.ABORT)
+
+    # ---- planning ---------------------------------------------------------------------------
+
+    def schedule(self, now_s: float) -> StepPlan | None:
+        """The next step, or None if nothing can be computed until a step in flight has ended.
+
+        now_s: the engine's clock, seconds from any fixed point.
+        Raises SchedulerStalledError if there is work, nothing is in flight and nothing is possible.
+        """
+        num_preemptions = self.stats.num_preemptions
+        self._yield_to_outranking()
+        chunks: dict[Sequence, int] = {}
+        edits: list[TableEdit] = []
+        budget = self._plan_running(chunks, edits)
+        admissions: list[RowAdmission] = []
+        if self.stats.num_preemptions == num_preemptions:
+            budget = self._admit_waiting(chunks, admissions, budget, now_s)
+        num_tokens = self.config.max_num_batched_tokens - budget
+        if num_tokens == 0:
+            if self.has_unfinished and not self._in_flight:
+                raise SchedulerStalledError(self._describe())
+            return None
+        released, self._released_rows = self._released_rows, []
+        return StepPlan(
+            step_id=self._next_step_id,
+            num_rows=len(self.running),
+            num_tokens=num_tokens,
+            release=tuple(released),
+            admit=tuple(admissions),
+            table_edits=tuple(edits),
+            chunks=self._launch(chunks),
+        )
+
+    def _yield_to_outranking(self) -> None:
+        """Preempt from the end of `running` while the first waiting sequence outranks it."""
+        while self.waiting and self.running:
+            head, last = self.waiting[0], self.running[-1]
+            if head.rank > last.rank or not self._is_admissible(head):
+                return
+            if self._free_rows:
+                match = self.memory.match(head)
+                if self.memory.can_admit(head, match, num_spare_blocks=0):
+                    return
+            if self.memory.num_blocks_held_by_steps:
+                return  # what a step in flight gives back may be enough
+            self._preempt(last)
+
+    def _plan_running(self, chunks: dict[Sequence, int], edits: list[TableEdit]) -> int:
+        """Tokens for running sequences: one for each that decodes, then chunks by rank.
+
+        Decodes come first whatever their rank: they cost one token each and the budget has room for
+        all of them, while one long prompt would take the whole budget from everyone.
+        """
+        partial: list[Sequence] = []
+        budget = self.config.max_num_batched_tokens
+        index = 0
+        while index < len(self.running):  # _grow may shorten the list from its end
+            sequence = self.running[index]
+            index += 1
+            gap = sequence.num_tokens - sequence.num_computed_tokens
+            if gap > 1:
+                partial.append(sequence)
+            elif gap and sequence.num_tokens < sequence.max_num_tokens:
+                has_slot = sequence.num_computed_tokens < sequence.num_slots
+                if has_slot or self._grow(sequence, edits):
+                    chunks[sequence] = 1
+                    budget -= 1
+        for sequence in partial:
+            if budget and sequence.state is SequenceState.RUNNING:
+                chunk = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
+                chunks[sequence] = chunk
+                budget -= chunk
+        return budget
+
+    def _grow(self, sequence: Sequence, edits: list[TableEdit]) -> bool:
+        """One more block in each group, taken from the least important sequence if need be."""
+        while True:
+            grown = self.memory.grow(sequence, sequence.num_computed_tokens + 1)
+            if grown is not None:
+                assert sequence.row is not None
+                edits.extend(append_edits(sequence.row, grown))
+                return True
+            if self.memory.num_blocks_held_by_steps:
+                return False  # what a step in flight gives back may be enough: pause this row
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+
+    def _admit_waiting(
+        self,
+        chunks: dict[Sequence, int],
+        admissions: list[RowAdmission],
+        budget: int,
+        now_s: float,
+    ) -> int:
+        """Admit in rank order while rows, blocks and budget last; returns the budget left."""
+        while self.waiting and self._free_rows and budget:
+            sequence = self.waiting[0]
+            if not self._is_admissible(sequence):
+                break
+            match = self.memory.match(sequence)
+            # Leave each running sequence room to grow once, or the newcomer is soon preempted.
+            num_spare_blocks = len(self.running) * self.memory.num_groups
+            if not self.memory.can_admit(sequence, match, num_spare_blocks):
+                break
+            del self.waiting[0]
+            self._count_admission(sequence, match.num_tokens, now_s)
+            self.memory.admit(sequence, match)
+            sequence.row = heapq.heappop(self._free_rows)
+            sequence.move_to(SequenceState.RUNNING)
+            insort(self.running, sequence, key=_rank)
+            admissions.append(_admission(sequence))
+            chunks[sequence] = min(budget, sequence.num_tokens - match.num_tokens)
+            budget -= chunks[sequence]
+        return budget
+
+    def _is_admissible(self, sequence: Sequence) -> bool:
+        """Its tokens are known, and it is not a second suspect beside a running one."""
+        if sequence.num_pending_tokens:
+            return False
+        return not (sequence.is_suspect and any(other.is_suspect for other in self.running))
+
+    def _count_admission(self, sequence: Sequence, num_cached_tokens: int, now_s: float) -> None:
+        self.stats.num_admissions += 1
+        if sequence.num_admissions == 0:
+            self.stats.queue_s += now_s - sequence.arrival_s
+        else:
+            self.stats.num_recomputed_tokens += sequence.num_tokens - num_cached_tokens
+        if sequence.needs_prompt_logprobs:
+            sequence.prompt_logprobs.clear()  # computed again from the first position
+
+    def _launch(self, chunks: dict[Sequence, int]) -> tuple[Chunk, ...]:
+        """Count the planned tokens as computed and remember the step until its result comes."""
+        step = _StepInFlight(self._next_step_id)
+        self._next_step_id += 1
+        named: list[Chunk] = []
+        for sequence in self.running:
+            num_new_tokens = chunks.get(sequence, 0)
+            row = sequence.row
+            assert row is not None
+            if num_new_tokens != 1:
+                named.append(Chunk(row, num_new_tokens))
+                if num_new_tokens == 0:
+                    continue
+            computed = sequence.num_computed_tokens + num_new_tokens
+            sequence.num_computed_tokens = computed
+            sequence.last_step_id = step.step_id
+            step.rows[row] = (sequence, sequence.num_admissions, computed)
+            if computed == sequence.num_tokens:
+                sequence.num_pending_tokens += 1
+        self._in_flight.append(step)
+        return tuple(named)
+
+    # ---- results ----------------------------------------------------------------------------
+
+    def apply(self, result: StepResult) -> list[SequenceOutput]:
+        """Take in what the oldest step in flight sampled; ended sequences give all back."""
+        step = self._in_flight.popleft()
+        assert step.step_id == result.step_id, f"step {step.step_id} is before {result.step_id}"
+        self.stats.num_steps += 1
+        self.memory.end_step(step.step_id)
+        self._take_in_prompts(step, result)
+        outputs: list[SequenceOutput] = []
+        for row, token_ids in zip(result.rows, result.token_ids, strict=True):
+            sequence = step.rows[row][0]
+            if not sequence.is_finished:
+                sequence.num_pending_tokens -= 1
+                outputs.append(self._extend(sequence, token_ids, result.logprobs.get(row)))
+        for row, message in result.failed.items():
+            sequence = step.rows[row][0]
+            if not sequence.is_finished:
+                outputs.append(self._fail(sequence, message))
+        return outputs
+
+    def _take_in_prompts(self, step: _StepInFlight, result: StepResult) -> None:
+        """Publish the blocks that the step filled, and keep the log-probabilities of prompts."""
+        block_size = self.memory.block_size
+        for row, (sequence, num_admissions, num_written) in step.rows.items():
+            sequence.is_suspect = False
+            if sequence.num_admissions != num_admissions:
+                continue
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            if num_written >= (sequence.num_published_blocks + 1) * block_size:
+                self.memory.publish(sequence, num_written)
+            if row in result.prompt_logprobs:
+                sequence.prompt_logprobs.extend(result.prompt_logprobs[row])
+
+    def _extend(
+        self,
+        sequence: Sequence,
+        token_ids: Tokens[int],
+        logprobs: Tokens[TokenLogprobs] | None,
+    ) -> SequenceOutput:
+        is_first = sequence.num_output_tokens == 0
+        num_taken = 0
+        for token_id in token_ids:
+            num_taken += 1
+            if sequence.append(token_id):
+                break
+        stop_reason = None
+        if sequence.finish_reason is not None:
+            last = sequence.token_ids[-1]
+            is_clients = last in sequence.params.stop_token_ids
+            if sequence.finish_reason is FinishReason.STOP and is_clients:
+                stop_reason = last
+            self._finish(sequence, sequence.finish_reason)
+        wants_prompt = is_first and sequence.params.prompt_logprobs is not None
+        return SequenceOutput(
+            sequence.request_id,
+            sequence.branch_index,
+            token_ids[:num_taken],
+            sequence.num_cached_tokens,
+            sequence.finish_reason,
+            stop_reason,
+            None if logprobs is None else logprobs[:num_taken],
+            tuple(sequence.prompt_logprobs) if wants_prompt else None,
+        )
+
+    def _fail(self, sequence: Sequence, message: str) -> SequenceOutput:
+        self._finish(sequence, FinishReason.ERROR)
+        return SequenceOutput(
+            sequence.request_id,
+            sequence.branch_index,
+            (),
+            sequence.num_cached_tokens,
+            FinishReason.ERROR,
+            error=message,
+        )
+
+    def recover(self, message: str) -> list[SequenceOutput]:
+        """After a step that failed as a whole and a runner that dropped all rows: start again.
+
+        Who is to blame shows itself: all who were in the step become suspects, suspects run one at
+        a time, and a step that fails with a suspect in it ends that one, with `message`. A step
+        that succeeds clears those in it.
+        """
+        self.stats.num_failed_steps += 1
+        in_flight = {entry[0] for step in self._in_flight for entry in step.rows.values()}
+        self._in_flight.clear()
+        self.memory.end_step(self._next_step_id)
+        blamed = [one for one in in_flight if one.is_suspect and not one.is_finished]
+        outputs = [self._fail(sequence, message) for sequence in blamed]
+        for sequence in [*self.running, *self.waiting]:
+            sequence.num_pending_tokens = 0
+            if not blamed and sequence in in_flight:
+                sequence.is_suspect = True
+        for sequence in list(self.running):
+            self._requeue(sequence)
+        self._released_rows.clear()
+        return outputs
+
+    # ---- rows and blocks --------------------------------------------------------------------
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.stats.num_preemptions += 1
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """RUNNING -> PREEMPTED: row and blocks go back, tokens stay."""
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        sequence.move_to(SequenceState.PREEMPTED)
+        insort(self.waiting, sequence, key=_rank)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+            self._give_back(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.finish_reason = reason
+        sequence.move_to(SequenceState.FINISHED)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        assert sequence.row is not None
+        self._released_rows.append(sequence.row)
+        heapq.heappush(self._free_rows, sequence.row)
+        sequence.row = None
+        is_in_flight = bool(self._in_flight) and sequence.last_step_id >= self._in_flight[0].step_id
+        self.memory.free(sequence, sequence.last_step_id if is_in_flight else None)
+
+    def _describe(self) -> str:
+        pool = self.memory.pool
+        return (
+            f"no progress is possible: {len(self.running)} running, {len(self.waiting)} waiting,"
+            f" {pool.num_free} of {pool.num_blocks} blocks free, first running"
+            f" {self.running[:1]}, first waiting {self.waiting[:1]}"
+        )
+
+
+def _rank(sequence: Sequence) -> tuple[float, ...]:
+    return sequence.rank
+
+
+def _admission(sequence: Sequence) -> RowAdmission:
+    assert sequence.row is not None
+    return RowAdmission(
+        sequence.row,
+        sequence.token_ids,
+        sequence.num_prompt_tokens,
+        sequence.num_computed_tokens,
+        tuple(tuple(table) for table in sequence.block_tables),
+        sequence.params,
+        sequence.branch_index,
+    )
