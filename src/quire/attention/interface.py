@@ -89,10 +89,12 @@ class LayerKV:
 
     pages: [N, bytes_per_layer] uint8, a strided view into the pool's storage.
     group: index of the layer's KV group.
+    format: what the backend's `page_format` said for this layer.
     """
 
     pages: torch.Tensor
     group: int
+    format: KVPageFormat
 
 
 class AttentionBackend(ABC):

@@ -1,0 +1,67 @@
+"""The oracle: attention over dense q, k, v of one sequence at a time, in float64, one formula.
+
+Slow and obvious on purpose; knows nothing of blocks, pages or batches. Called by the tests of the
+backends, and read by whoever wants to know what an `AttentionSpec` means.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.attention.interface import AttentionSpec
+
+
+def visible_keys(spec: AttentionSpec, num_queries: int, num_keys: int) -> torch.Tensor:
+    """[num_queries, num_keys] bool: which keys each query sees. The queries stand at the end.
+
+    A window of w lets a query see the keys less than w before it; without causality it looks as
+    far ahead as back.
+    """
+    queries = torch.arange(num_keys - num_queries, num_keys)[:, None]
+    keys = torch.arange(num_keys)[None, :]
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    if spec.causal:
+        visible &= keys <= queries
+    if spec.window is not None:
+        visible &= (queries - keys).abs() < spec.window
+    return visible
+
+
+def attend_dense(
+    spec: AttentionSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence: q [Tq, Hq, D], k and v [Tk, Hkv, D] -> out [Tq, Hq, D], lse [Tq, Hq], float64.
+
+    lse is the natural log of the sum of exp(score) over visible keys, and sink where there is one.
+    """
+    group_size = spec.num_heads // spec.num_kv_heads
+    k = k.double().repeat_interleave(group_size, dim=1)
+    v = v.double().repeat_interleave(group_size, dim=1)
+    scores = torch.einsum("qhd,khd->qhk", q.double(), k) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    hidden = ~visible_keys(spec, q.shape[0], k.shape[0])
+    scores = scores.masked_fill(hidden[:, None, :], float("-inf"))
+    if spec.has_sinks:
+        assert sinks is not None, "a layer with sinks is called with them"
+        sink_column = sinks.double().expand(q.shape[0], -1)[..., None]
+        scores = torch.cat([scores, sink_column], dim=-1)
+    lse = torch.logsumexp(scores, dim=-1)
+    probs = torch.exp(scores - lse[..., None])[..., : k.shape[0]]
+    return torch.einsum("qhk,khd->qhd", probs, v), lse
+
+
+def attend_sequences(
+    spec: AttentionSpec,
+    qs: Sequence[torch.Tensor],
+    ks: Sequence[torch.Tensor],
+    vs: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_dense` for each sequence, results one after the other: [T, Hq, D] and [T, Hq]."""
+    parts = [attend_dense(spec, q, k, v, sinks) for q, k, v in zip(qs, ks, vs, strict=True)]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])

@@ -1,0 +1,186 @@
+"""User options -> one validated object, once. Read by the command line, the benchmarks and the
+composition root (`engine/build.py`), by nobody else: components declare what they need themselves.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from quire.errors import ConfigurationError
+
+DEVICES = ("auto", "cpu")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEFAULT_BATCHED_TOKENS = 2048
+ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
+}
+
+
+class EngineOptionsDict(TypedDict, total=False):
+    """The options beside `model` by name; see EngineOptions for their meaning."""
+
+    tokenizer: str | None
+    revision: str | None
+    skip_tokenizer_init: bool
+    device: str
+    dtype: str
+    max_model_len: int | None
+    block_size: int
+    kv_cache_memory: int | str | None
+    kv_cache_memory_bytes: int | str | None
+    num_blocks: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    enable_prefix_caching: bool
+    scheduling_policy: str
+    seed: int
+    gpu_memory_utilization: float | None
+    enforce_eager: bool
+    disable_log_stats: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Everything a user may say about an engine.
+
+    model: a local folder or a hub id in Hugging Face format; None is the embedded model.
+    tokenizer: a folder or hub id to take the tokenizer from instead. revision: of the hub id.
+    skip_tokenizer_init: take and give token ids only.
+    dtype: "auto" is the checkpoint's own, or float32 where this processor only emulates that.
+    max_model_len: prompt and output together; None: the model's, or what fits the KV cache.
+    block_size: tokens in a KV block, a power of two from 8 to 2048.
+    kv_cache_memory: bytes for the KV cache, or text like "2GiB"; num_blocks says the same in
+        blocks. With neither: what max_num_seqs full-length sequences need, within 30% of the memory
+        that is free, or within gpu_memory_utilization.
+    gpu_memory_utilization: share (0 to 1] of the device's memory, on the CPU of the machine's, that
+        weights and KV cache fill together when neither of the two options above is given.
+    max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens that a step computes at
+        most; None: 2048, or max_num_seqs if that is more.
+    enforce_eager: never capture graphs. This version has none to capture, so both values run eagerly.
+    disable_log_stats: no line with throughput and memory use in the log every ten seconds.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    revision: str | None = None
+    skip_tokenizer_init: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+    num_blocks: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    seed: int = 0
+    gpu_memory_utilization: float | None = None
+    enforce_eager: bool = False
+    disable_log_stats: bool = True
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> "EngineOptions":
+        """Check names, types and bounds; every name that is not known is refused."""
+        known = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in options.items():
+            target = ALIASES.get(name, name)
+            if target not in known:
+                raise ConfigurationError(unknown_option(name, known | set(ALIASES)))
+            if target in values:
+                raise ConfigurationError(f"{name} is given twice, also as {target}; give it once")
+            values[target] = value
+        if values.get("kv_cache_memory") is not None:
+            values["kv_cache_memory"] = parse_bytes("kv_cache_memory", values["kv_cache_memory"])
+        if values.get("max_num_batched_tokens") is None:
+            values.pop("max_num_batched_tokens", None)
+            max_num_seqs = values.get("max_num_seqs")
+            if isinstance(max_num_seqs, int) and max_num_seqs > DEFAULT_BATCHED_TOKENS:
+                values["max_num_batched_tokens"] = max_num_seqs
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "revision"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigurationError(f"{name} is {value!r}, but must be a folder or a hub id")
+        for name in (
+            "skip_tokenizer_init",
+            "enable_prefix_caching",
+            "enforce_eager",
+            "disable_log_stats",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)!r}, but must be True or False"
+                )
+        self._check_choices()
+        self._check_numbers()
+        if self.kv_cache_memory is not None and self.num_blocks is not None:
+            raise ConfigurationError(
+                "kv_cache_memory and num_blocks both set the size of the KV cache; give one of them"
+            )
+
+    def _check_choices(self) -> None:
+        if self.device not in DEVICES:
+            raise ConfigurationError(
+                f"device is {self.device!r}, but this version runs on 'cpu' only (or 'auto')"
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigurationError(f"dtype is {self.dtype!r}, but must be one of {DTYPES}")
+
+    def _check_numbers(self) -> None:
+        _whole("max_model_len", self.max_model_len, 2, optional=True)
+        _whole("num_blocks", self.num_blocks, 1, optional=True)
+        _whole("kv_cache_memory", self.kv_cache_memory, 1, optional=True)
+        _whole("max_num_seqs", self.max_num_seqs, 1)
+        _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _whole("seed", self.seed, 0)
+        _whole("block_size", self.block_size, 8)
+        if self.block_size > 2048 or self.block_size & (self.block_size - 1):
+            raise ConfigurationError(
+                f"block_size is {self.block_size}, but must be a power of two from 8 to 2048"
+            )
+        share: object = self.gpu_memory_utilization
+        if share is None:
+            return
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigurationError(
+                f"gpu_memory_utilization is {share!r}, but must be above 0 and at most 1"
+            )
+
+
+def unknown_option(name: str, known: set[str]) -> str:
+    """The sentence for an option that does not exist, with the nearest that does."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return f"unknown option {name}{hint} Known options: {', '.join(sorted(known))}"
+
+
+def parse_bytes(name: str, value: Any) -> int:
+    """2147483648, "2GiB", "500 MB" -> bytes. Raises ConfigurationError naming the option."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if found and found[2].lower() in _UNITS:
+            return int(float(found[1]) * _UNITS[found[2].lower()])
+    raise ConfigurationError(
+        f'{name} is {value!r}, but must be a number of bytes or text like "2GiB" or "500MB"'
+    )
+
+
+def _whole(name: str, value: Any, low: int, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigurationError(f"{name} is {value!r}, but must be a whole number")
+    if value < low:
+        raise ConfigurationError(f"{name} is {value}, but must be at least {low}")

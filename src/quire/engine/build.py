@@ -1,0 +1,197 @@
+"""The composition root: the one file that knows every class. Options in, an engine out."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.attention.interface import AttentionBackend
+from quire.attention.registry import select
+from quire.config import EngineOptions
+from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.policy import find_policy
+from quire.core.sampling_params import ModelLimits
+from quire.core.scheduler import Scheduler, SchedulerConfig
+from quire.engine.engine import Engine
+from quire.engine.stats import StatsLog
+from quire.errors import ConfigurationError, InsufficientMemoryError
+from quire.models.config import DecoderConfig
+from quire.models.generation_config import load_generation_config
+from quire.models.hub import resolve_model_folder
+from quire.models.loader import load_model
+from quire.models.registry import load_config
+from quire.observability.log import get_logger
+from quire.runtime.batch import RowBatch
+from quire.runtime.kv_cache import KVCache, KVCacheLayout, plan_layout
+from quire.runtime.memory import available_memory_bytes, total_memory_bytes
+from quire.runtime.model_runner import ModelRunner
+from quire.sampling.sampler import Sampler, SamplingRows
+
+# With no size given, the KV cache takes at most this share of the memory that is free.
+DEFAULT_FREE_SHARE = 0.3
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """num_blocks: KV blocks in the pool. max_model_len: tokens of the longest sequence."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def build_engine(options: Mapping[str, Any]) -> Engine:
+    """An engine that is ready to step.
+
+    Raises ConfigurationError and its kinds: options that can't be obeyed, a model that is not
+    understood or can't be read, not enough memory.
+    """
+    checked = EngineOptions.from_mapping(options)
+    scheduler_config = SchedulerConfig(checked.max_num_seqs, checked.max_num_batched_tokens)
+    policy = find_policy(checked.scheduling_policy)
+    device = torch.device("cpu")
+    folder = resolve_model_folder(checked.model, checked.revision)
+    config = load_config(folder)
+    generation = load_generation_config(folder)
+    dtype = _choose_dtype(checked, config)
+    backend = select(device.type, None)
+    layout = plan_layout(config.attention_specs, type(backend), checked.block_size, dtype)
+    sizes = _choose_sizes(checked, config, layout, _weight_bytes(folder))
+    limits = ModelLimits(
+        vocab_size=config.vocab_size,
+        max_model_len=sizes.max_model_len,
+        end_token_ids=generation.end_token_ids,
+        defaults=generation.defaults,
+    )
+    runner = _build_runner(checked, folder, config, layout, sizes, backend, dtype)
+    memory = KVCacheManager(
+        KVCacheConfig(
+            groups=layout.groups,
+            num_blocks=sizes.num_blocks,
+            block_size=checked.block_size,
+            enable_prefix_caching=checked.enable_prefix_caching,
+            secret=secrets.token_bytes(16),
+        )
+    )
+    engine = Engine(
+        Scheduler(scheduler_config, memory, policy), runner, limits, timing=runner.timing
+    )
+    if not checked.disable_log_stats:
+        engine.stats_log = StatsLog()
+    return engine
+
+
+def _build_runner(
+    options: EngineOptions,
+    folder: Path,
+    config: DecoderConfig,
+    layout: KVCacheLayout,
+    sizes: _Sizes,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+) -> ModelRunner:
+    device = torch.device("cpu")
+    model = load_model(
+        folder, config, dtype=dtype, device=device, max_model_len=sizes.max_model_len
+    )
+    rows = RowBatch(
+        num_rows=options.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        max_num_tokens=options.max_num_batched_tokens,
+        num_groups=len(layout.groups),
+        block_size=options.block_size,
+    )
+    kv_cache = KVCache(layout, sizes.num_blocks, device)
+    sampler = Sampler(SamplingRows(options.max_num_seqs, config.vocab_size))
+    return ModelRunner(model, backend, kv_cache, rows, sampler)
+
+
+def _choose_dtype(options: EngineOptions, config: DecoderConfig) -> torch.dtype:
+    """The dtype asked for; on "auto" the checkpoint's own, where the processor computes with it."""
+    if options.dtype != "auto":
+        dtype = getattr(torch, options.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    own = config.dtype or torch.float32
+    if own is torch.float16 or (own is torch.bfloat16 and not _has_bfloat16()):
+        logger.info("this processor only emulates %s; computing in float32", own)
+        return torch.float32
+    return own
+
+
+def _has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 (AVX-512 BF16, AMX, Arm's bf16)."""
+    flags = Path("/proc/cpuinfo").read_text().lower().split()
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _choose_sizes(
+    options: EngineOptions, config: DecoderConfig, layout: KVCacheLayout, weight_bytes: int
+) -> _Sizes:
+    """How many blocks, and how long a sequence may be. The rules stand in EngineOptions."""
+    longest = config.max_position_embeddings
+    if options.max_model_len is not None and options.max_model_len > longest:
+        raise ConfigurationError(
+            f"max_model_len is {options.max_model_len}, but the model was made for at most"
+            f" {longest} positions (max_position_embeddings)"
+        )
+    wanted_len = options.max_model_len or longest
+    num_blocks = _choose_num_blocks(options, layout, wanted_len, weight_bytes)
+    fitting_len = num_blocks // len(layout.groups) * options.block_size
+    if fitting_len >= wanted_len:
+        return _Sizes(num_blocks, wanted_len)
+    there = (
+        f"{num_blocks} KV blocks of {layout.bytes_per_block} bytes hold {fitting_len} tokens"
+        f" of one sequence"
+    )
+    if options.max_model_len is not None or fitting_len < 2:
+        raise InsufficientMemoryError(
+            f"{there}, but max_model_len is {wanted_len}; raise kv_cache_memory (or num_blocks) to"
+            f" {_blocks_for(wanted_len, options, layout) * layout.bytes_per_block} bytes or more,"
+            " or lower max_model_len"
+        )
+    logger.warning("%s, so max_model_len is %d instead of %d", there, fitting_len, wanted_len)
+    return _Sizes(num_blocks, fitting_len)
+
+
+def _choose_num_blocks(
+    options: EngineOptions, layout: KVCacheLayout, model_len: int, weight_bytes: int
+) -> int:
+    page = layout.bytes_per_block
+    total = total_memory_bytes()
+    if options.num_blocks is not None:
+        num_blocks, source = options.num_blocks, f"num_blocks={options.num_blocks}"
+    elif options.kv_cache_memory is not None:
+        num_blocks = options.kv_cache_memory // page
+        source = f"kv_cache_memory={options.kv_cache_memory}"
+    elif options.gpu_memory_utilization is not None:
+        num_blocks = (int(total * options.gpu_memory_utilization) - weight_bytes) // page
+        source = f"gpu_memory_utilization={options.gpu_memory_utilization}"
+    else:
+        free = available_memory_bytes()
+        enough = _blocks_for(model_len, options, layout) * options.max_num_seqs
+        num_blocks = min(enough, int((free - weight_bytes) * DEFAULT_FREE_SHARE) // page)
+        source = f"{free} bytes of free memory"
+    if num_blocks < len(layout.groups):
+        raise InsufficientMemoryError(
+            f"{source} leaves no room for one KV block of each of the model's"
+            f" {len(layout.groups)} KV groups ({page} bytes each); give the KV cache more memory"
+        )
+    if num_blocks * page > total:
+        raise InsufficientMemoryError(
+            f"{source} asks for {num_blocks * page / 2**30:.1f} GiB of KV cache, but the machine"
+            f" has {total / 2**30:.1f} GiB; ask for less"
+        )
+    return num_blocks
+
+
+def _blocks_for(num_tokens: int, options: EngineOptions, layout: KVCacheLayout) -> int:
+    return -(-num_tokens // options.block_size) * len(layout.groups)

@@ -1,0 +1,181 @@
+"""The synchronous loop: add, step, abort. Token ids in, token ids out; no text, no asyncio."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from quire.core.request import Request, SequenceOutput
+from quire.core.sampling_params import ModelLimits
+from quire.core.scheduler import Scheduler
+from quire.core.sequence import Sequence
+from quire.core.step import Runner, StepPlan
+from quire.errors import InvalidRequestError, PromptTooLongError
+from quire.engine.stats import EngineStats, StatsLog
+from quire.observability.log import get_logger
+from quire.observability.step_trace import StepRecord, StepTrace
+from quire.runtime.model_runner import StepTiming
+
+logger: logging.Logger = get_logger(__name__)
+
+
+class Engine:
+    """One scheduler and one runner.
+
+    Invariant: every accepted request is answered: its last output for each branch has a
+    finish_reason, unless it was aborted.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        limits: ModelLimits,
+        *,
+        timing: StepTiming | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """timing: where the runner says how long the parts of its last step took, if it does."""
+        self.scheduler = scheduler
+        self.limits = limits
+        self.trace: StepTrace | None = None
+        self.stats_log: StatsLog | None = None
+        self._runner = runner
+        self._timing = timing or StepTiming()
+        self._clock = clock
+        self._requests: dict[str, list[Sequence]] = {}
+        self._num_traced_preemptions = 0
+
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return self.scheduler.has_unfinished
+
+    def add(self, request: Request) -> None:
+        """Accept a request, all its branches or none.
+
+        Raises InvalidRequestError (and its kinds PromptTooLongError, RequestNeverFitsError).
+        """
+        self._check(request)
+        root = self.scheduler.memory.start_chain(request.cache_domain)
+        branches = [
+            Sequence(
+                request.request_id,
+                list(request.prompt_token_ids),
+                request.params,
+                branch_index=index,
+                priority=request.priority,
+                max_num_tokens=self.limits.max_model_len,
+                chain_root=root,
+            )
+            for index in range(request.n)
+        ]
+        now_s = self._clock()
+        for sequence in branches:  # equal in all that `add` checks: the first raises, or none
+            self.scheduler.add(sequence, now_s)
+        self._requests[request.request_id] = branches
+
+    def abort(self, request_id: str, branch_index: int | None = None) -> None:
+        """End a request, or one branch of it; unknown and finished ones are left alone.
+
+        The blocks are free when this returns, unless a step in flight still reads them.
+        """
+        for sequence in self._requests.get(request_id, ()):
+            if branch_index is None or sequence.branch_index == branch_index:
+                self.scheduler.abort(sequence)
+        self._forget_if_finished(request_id)
+
+    def step(self) -> list[SequenceOutput]:
+        """One forward pass over what the scheduler chose; the new tokens of each sequence.
+
+        A pass that fails as a whole is tried again without the requests that it fails with.
+        """
+        started_s = time.perf_counter()
+        plan = self.scheduler.schedule(self._clock())
+        if plan is None:
+            return []
+        scheduled_s = time.perf_counter()
+        try:
+            self._runner.execute(plan)
+            result = self._runner.sample()
+        except (RuntimeError, ValueError, IndexError, MemoryError, FloatingPointError) as error:
+            outputs = self._recover(error)
+        else:
+            sampled_s = time.perf_counter()
+            outputs = self.scheduler.apply(result)
+            if self.trace is not None:
+                apply_s = time.perf_counter() - sampled_s
+                self._record(self.trace, plan, scheduled_s - started_s, apply_s)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._forget_if_finished(output.request_id)
+        if self.stats_log is not None:
+            self.stats_log.observe(plan.num_tokens, len(outputs), self.stats, self._clock())
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        scheduler, memory = self.scheduler, self.scheduler.memory
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=memory.pool.num_blocks,
+            num_held_blocks=memory.pool.num_held,
+            num_cached_blocks=len(memory.cache),
+            num_steps=scheduler.stats.num_steps,
+            num_preemptions=scheduler.stats.num_preemptions,
+            num_recomputed_tokens=scheduler.stats.num_recomputed_tokens,
+            num_failed_steps=scheduler.stats.num_failed_steps,
+            num_query_tokens=memory.num_query_tokens,
+            num_hit_tokens=memory.num_hit_tokens,
+        )
+
+    def _check(self, request: Request) -> None:
+        prompt, limits = request.prompt_token_ids, self.limits
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
+        if len(prompt) >= limits.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} tokens, but max_model_len is {limits.max_model_len}"
+                " and at least one token must be left to generate; shorten the prompt",
+                "prompt",
+            )
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= limits.vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequestError(
+                f"the prompt contains token id {wrong}, but the vocabulary has"
+                f" {limits.vocab_size} tokens (0 to {limits.vocab_size - 1})",
+                "prompt",
+            )
+
+    def _recover(self, error: Exception) -> list[SequenceOutput]:
+        logger.exception("a step failed; its sequences start again")
+        self._runner.reset()
+        return self.scheduler.recover(f"the forward pass failed: {error}")
+
+    def _forget_if_finished(self, request_id: str) -> None:
+        branches = self._requests.get(request_id)
+        if branches is not None and all(sequence.is_finished for sequence in branches):
+            del self._requests[request_id]
+
+    def _record(self, trace: StepTrace, plan: StepPlan, schedule_s: float, apply_s: float) -> None:
+        stats = self.stats()
+        num_chunked = sum(chunk.num_new_tokens for chunk in plan.chunks)
+        trace.write(
+            StepRecord(
+                step_id=plan.step_id,
+                num_rows=plan.num_rows,
+                num_tokens=plan.num_tokens,
+                num_prefill_tokens=num_chunked,
+                num_waiting=stats.num_waiting,
+                schedule_s=schedule_s,
+                build_s=self._timing.build_s,
+                forward_s=self._timing.forward_s,
+                sample_s=self._timing.sample_s,
+                apply_s=apply_s,
+                num_blocks_used=stats.num_held_blocks,
+                num_preemptions=stats.num_preemptions - self._num_traced_preemptions,
+            )
+        )
+        self._num_traced_preemptions = stats.num_preemptions

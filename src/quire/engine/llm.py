@@ -1,0 +1,258 @@
+"""The offline API: `LLM(...).generate(...)`, with the names that people know.
+
+    from quire import LLM, SamplingParams
+    for output in LLM().generate(["import os"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+
+The engine runs in this process, inside the calls. Not for several threads at once.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+from tqdm import tqdm
+
+from quire.config import EngineOptions, EngineOptionsDict
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.engine.build import build_engine
+from quire.engine.inputs import InputProcessor, read_prompt
+from quire.engine.outputs import RequestAssembler, RequestOutput
+from quire.errors import InvalidRequestError
+from quire.models.hub import resolve_model_folder
+from quire.text.chat_template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+# Work that takes less than this needs no progress bar.
+PROGRESS_DELAY_S = 1.0
+
+
+class LLM:
+    """A model, its KV cache and an engine."""
+
+    def __init__(self, model: str | None = None, **options: Unpack[EngineOptionsDict]) -> None:
+        """Load a model: a local folder, a hub id, or None for the embedded one.
+
+        Options: see `quire.config.EngineOptions`. Raises ConfigurationError (a ValueError) for an
+        option that does not exist or can't be obeyed and for a model that can't be loaded.
+        """
+        given: dict[str, Any] = {**options, "model": model}
+        checked = EngineOptions.from_mapping(given)
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_folder: Path | None = None
+        if not checked.skip_tokenizer_init:
+            source = checked.tokenizer or checked.model
+            revision = None if checked.tokenizer else checked.revision
+            self._tokenizer_folder = resolve_model_folder(source, revision)
+            self._tokenizer = Tokenizer.from_folder(self._tokenizer_folder)
+        self._chat_template: ChatTemplate | None = None
+        self.engine = build_engine(given)
+        self._inputs = InputProcessor(self._tokenizer, self.engine.limits)
+        self._seeds = random.Random(checked.seed)
+        self._open: dict[str, RequestAssembler] = {}
+        self._num_requests = 0
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises InvalidRequestError under skip_tokenizer_init."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("this LLM was made with skip_tokenizer_init: it has none")
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; results in the order of the prompts.
+
+        prompts: text, {"prompt_token_ids": [...]}, or a list of these. sampling_params: one for
+        all, or one each; None: the model's defaults. use_tqdm: a progress bar, if it takes long.
+        Raises InvalidRequestError; then no prompt of this call was run.
+        """
+        single = isinstance(prompts, (str, Mapping))
+        listed: list[Any] = [prompts] if single else list(prompts)
+        return self._run([read_prompt(prompt) for prompt in listed], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them; a conversation is a list of
+        {"role": ..., "content": ...}. Otherwise as `generate`; so are the errors."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: list[Any] = list(messages) if several else [messages]
+        prompts = [
+            self._render(
+                conversation, add_generation_prompt, continue_final_message, chat_template_kwargs
+            )
+            for conversation in conversations
+        ]
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """Continue one prompt; yields text as it comes. Closing the iterator aborts the request."""
+        return self._stream(read_prompt(prompt), sampling_params or SamplingParams())
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[str]:
+        """Answer one conversation; otherwise as `stream`."""
+        prompt = self._render(messages, True, False, chat_template_kwargs)
+        return self._stream(prompt, sampling_params or SamplingParams())
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> list[int]:
+        """The token ids of a conversation; its special tokens come from the template alone."""
+        tokenizer = self.get_tokenizer()
+        if self._chat_template is None:
+            assert self._tokenizer_folder is not None
+            self._chat_template = ChatTemplate.from_folder(self._tokenizer_folder)
+        text = self._chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def _run(
+        self,
+        prompts: Sequence[str | list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        assemblers: list[RequestAssembler] = []
+        try:
+            for prompt, params in zip(
+                prompts, _one_each(sampling_params, len(prompts)), strict=True
+            ):
+                assemblers.append(self._open_request(prompt, params))
+            with _Progress(len(assemblers), disable=not use_tqdm) as progress:
+                unfinished = {assembler.request.request_id for assembler in assemblers}
+                while unfinished:
+                    num_tokens, finished = self._step()
+                    progress.advance(len(unfinished & finished), num_tokens)
+                    unfinished -= finished
+        finally:
+            for assembler in assemblers:
+                self._close_request(assembler)
+        return [assembler.output for assembler in assemblers]
+
+    def _stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[str]:
+        if params.n != 1:
+            raise InvalidRequestError(f"n is {params.n}, but a stream has one branch", "n")
+        assembler = self._open_request(prompt, params)
+        try:
+            while not assembler.finished:
+                self._step()
+                if text := assembler.take_delta(0).text:
+                    yield text
+        finally:
+            self._close_request(assembler)
+
+    def _open_request(self, prompt: str | list[int], params: SamplingParams) -> RequestAssembler:
+        request: Request = self._inputs.make_request(
+            str(self._num_requests), prompt, params, seed=self._seeds.getrandbits(64)
+        )
+        self._num_requests += 1
+        text = prompt if isinstance(prompt, str) else None
+        assembler = RequestAssembler(request, params, self._tokenizer, text)
+        self.engine.add(request)
+        self._open[request.request_id] = assembler
+        return assembler
+
+    def _close_request(self, assembler: RequestAssembler) -> None:
+        request_id = assembler.request.request_id
+        self.engine.abort(request_id)  # does nothing where all branches have finished
+        self._open.pop(request_id, None)
+
+    def _step(self) -> tuple[int, set[str]]:
+        """One step for all open requests: how many tokens it brought, which requests it ended."""
+        num_tokens = 0
+        finished: set[str] = set()
+        for output in self.engine.step():
+            num_tokens += len(output.token_ids)
+            assembler = self._open.get(output.request_id)
+            if assembler is None:
+                continue
+            for branch_index in assembler.push(output):
+                self.engine.abort(output.request_id, branch_index)
+            if assembler.finished:
+                finished.add(output.request_id)
+        return num_tokens, finished
+
+
+class _Progress:
+    """A bar over requests that also says tokens per second."""
+
+    def __init__(self, num_requests: int, *, disable: bool) -> None:
+        self._bar = tqdm(
+            total=num_requests,
+            disable=disable,
+            delay=PROGRESS_DELAY_S,
+            unit="request",
+            desc="generating",
+            dynamic_ncols=True,
+        )
+        self._num_tokens = 0
+
+    def advance(self, num_requests: int, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        elapsed_s = self._bar.format_dict["elapsed"]
+        if elapsed_s:
+            rate = self._num_tokens / elapsed_s
+            self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+        self._bar.update(num_requests)
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    listed: list[Any] = list(params)
+    if len(listed) != count:
+        raise InvalidRequestError(
+            f"there are {count} prompts, but {len(listed)} sampling_params; give one, or one each",
+            "sampling_params",
+        )
+    for entry in listed:
+        if not isinstance(entry, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params contains {entry!r:.80}, but each must be a SamplingParams",
+                "sampling_params",
+            )
+    return listed

@@ -1,0 +1,69 @@
+"""What the engine tells about itself, and the log line that repeats it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.observability.log import get_logger
+
+LOG_INTERVAL_S = 10.0
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Where the engine stands. Blocks: held by sequences, of all; the rest is free or cached.
+
+    num_query_tokens, num_hit_tokens: prompt tokens looked up in, and served from, the prefix cache.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_held_blocks: int
+    num_cached_blocks: int
+    num_steps: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+    num_failed_steps: int
+    num_query_tokens: int
+    num_hit_tokens: int
+
+
+class StatsLog:
+    """A line at level info every LOG_INTERVAL_S seconds while there is work."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._num_computed_tokens = 0
+        self._num_output_tokens = 0
+
+    def observe(
+        self,
+        num_computed_tokens: int,
+        num_output_tokens: int,
+        stats: Callable[[], EngineStats],
+        now_s: float,
+    ) -> None:
+        """Count one step; log and start anew when the interval has passed."""
+        if self._since_s is None:
+            self._since_s = now_s
+        self._num_computed_tokens += num_computed_tokens
+        self._num_output_tokens += num_output_tokens
+        elapsed_s = now_s - self._since_s
+        if elapsed_s < LOG_INTERVAL_S:
+            return
+        at = stats()
+        hit_rate = at.num_hit_tokens / at.num_query_tokens if at.num_query_tokens else 0.0
+        logger.info(
+            "%.0f tokens/s computed, %.0f tokens/s generated, %d running, %d waiting,"
+            " KV %.1f%% in use, prefix hits %.1f%%, %d preemptions",
+            self._num_computed_tokens / elapsed_s,
+            self._num_output_tokens / elapsed_s,
+            at.num_running,
+            at.num_waiting,
+            100 * at.num_held_blocks / at.num_blocks,
+            100 * hit_rate,
+            at.num_preemptions,
+        )
+        self._since_s, self._num_computed_tokens, self._num_output_tokens = now_s, 0, 0

@@ -1,0 +1,20 @@
+"""The gate of a SwiGLU MLP (arXiv:2002.05202), from the fused gate and up projections.
+
+    y = silu(gate) * up,  silu(x) = x / (1 + exp(-x))
+
+silu is rounded to the input's dtype before the product, as in transformers. Called by `layers.mlp`.
+
+Shapes: ... any leading dimensions, F intermediate size.
+"""
+
+import torch
+from torch.nn import functional
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [..., 2F], gate first -> [..., F]."""
+    size = gate_up.shape[-1]
+    if size % 2:
+        raise ValueError(f"gate_up is {tuple(gate_up.shape)}, but its last dimension must be even")
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)

@@ -1,0 +1,83 @@
+"""The attention block around the attention call: projections, q/k norm, rotary.
+
+Called by the models. Where K and V are kept is the business of the `attention` callable alone.
+
+Shapes: T tokens, H hidden size, Hq query heads, Hkv KV heads, D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.kernels.rotary import rotary
+from quire.layers.linear import Linear, LinearKind
+from quire.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBias:
+    """Which projections have a bias."""
+
+    qkv: bool = False
+    output: bool = False
+
+
+class Attention(nn.Module):
+    """One layer's attention block; `layer` is its index in the attention call.
+
+    qk_norm_eps: normalise each head of q and k before the rotation; None: don't.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        spec: AttentionSpec,
+        *,
+        bias: AttentionBias,
+        qk_norm_eps: float | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.spec = spec
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.part_sizes = (q_size, kv_size, kv_size)
+        self.qkv_proj = Linear(
+            hidden_size,
+            self.part_sizes,
+            LinearKind.COLUMN,
+            bias=bias.qkv,
+            dtype=dtype,
+            device=device,
+        )
+        self.o_proj = Linear(
+            q_size, (hidden_size,), LinearKind.ROW, bias=bias.output, dtype=dtype, device=device
+        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(spec.head_dim, qk_norm_eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(spec.head_dim, qk_norm_eps, dtype=dtype, device=device)
+
+    def forward(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionCall
+    ) -> torch.Tensor:
+        """hidden [T, H], cos and sin [T, D] -> [T, H].
+
+        The attention call may get q and k, and always gets v, as strided views of the fused output.
+        """
+        head_dim = self.spec.head_dim
+        q, k, v = (
+            part.unflatten(-1, (-1, head_dim))
+            for part in self.qkv_proj(hidden).split(self.part_sizes, dim=-1)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        # q and k are ours: views of the projection's output, or the norms' outputs.
+        rotary(q, k, cos, sin, in_place=True)
+        output: torch.Tensor = self.o_proj(attention(self.layer, q, k, v).flatten(-2))
+        return output

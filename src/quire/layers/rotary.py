@@ -1,0 +1,216 @@
+"""Rope types and the table of cosines and sines; looked up once a step, used by every layer.
+
+Each rope type is a small dataclass whose fields are the parameters that its formula needs, and
+whose `frequencies` follows transformers' function for it (`modeling_rope_utils.py`), since
+checkpoints are tuned to that. Where a formula depends on the length of the context, the length is
+the resolved max_model_len: a cached K then means the same however long its sequence grows.
+
+Knows no config.json (`models.rope_config` reads it). Called by the models.
+
+Shapes: T tokens, D head size.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_LENGTHS_PER_TURN = 2 * math.pi
+
+
+@dataclass(frozen=True, slots=True)
+class RopeLimits:
+    """What a formula may need beside its own parameters.
+
+    max_position_embeddings: as the checkpoint says. max_model_len: as this engine runs it.
+    """
+
+    head_dim: int
+    max_position_embeddings: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rope(ABC):
+    """A rope type with its parameters."""
+
+    rope_theta: float
+
+    @abstractmethod
+    def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
+        """([D/2] fp32 angles per position, the factor on cosines and sines)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultRope(Rope):
+    """arXiv:2104.09864."""
+
+    def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
+        return 1.0 / _wavelengths(self.rope_theta, limits.head_dim), 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRope(Rope):
+    """Position interpolation, arXiv:2306.15595."""
+
+    factor: float
+
+    def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
+        return 1.0 / _wavelengths(self.rope_theta, limits.head_dim) / self.factor, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicRope(Rope):
+    """NTK-aware interpolation for the length at hand, here always max_model_len."""
+
+    factor: float
+
+    def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
+        trained, dim = limits.max_position_embeddings, limits.head_dim
+        length = max(limits.max_model_len, trained)
+        stretch = (self.factor * length / trained) - (self.factor - 1)
+        return 1.0 / _wavelengths(self.rope_theta * stretch ** (dim / (dim - 2)), dim), 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope(Rope):
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between interpolated."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
+        length, low, high = (
+            self.original_max_position_embeddings,
+            self.low_freq_factor,
+            self.high_freq_factor,
+        )
+        plain = 1.0 / _wavelengths(self.rope_theta, limits.head_dim)
+        wavelength = _LENGTHS_PER_TURN / plain
+        is_long, is_short = wavelength > length / low, wavelength < length / high
+        smooth = (length / wavelength - low) / (high - low)
+        between = (1 - smooth) * plain / self.factor + smooth * plain
+        stretched = torch.where(is_long, plain / self.factor, plain)
+        return torch.where(is_long | is_short, stretched, between), 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRope(Rope):
+    """YaRN, arXiv:2309.00071.
+
+    factor: None: max_position_embeddings over the original one. attention_factor: None: from the
+    factor, and from mscale and mscale_all_dim where both are given (DeepSeek).
+    """
+
+    original_max_position_embeddings: int
+    factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32
+    beta_slow: float = 1
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
+        dim = limits.head_dim
+        factor = self.factor or (
+            limits.max_position_embeddings / self.original_max_position_embeddings
+        )
+        low = self._correction_dim(self.beta_fast, dim)
+        high = self._correction_dim(self.beta_slow, dim)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        if low == high:
+            high += 0.001  # no division by zero
+        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        # Kept as transformers has it, `1 - (1 - ramp)`: it rounds.
+        extrapolated = 1 - ramp
+        wavelengths = _wavelengths(self.rope_theta, dim)
+        blend = 1.0 / (factor * wavelengths) * (1 - extrapolated) + 1.0 / wavelengths * extrapolated
+        return blend, self._attention_factor(factor)
+
+    def _correction_dim(self, num_rotations: float, dim: int) -> float:
+        """The dimension that turns so many times over the original context."""
+        turns = self.original_max_position_embeddings / (num_rotations * _LENGTHS_PER_TURN)
+        return (dim * math.log(turns)) / (2 * math.log(self.rope_theta))
+
+    def _attention_factor(self, factor: float) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _yarn_mscale(factor, self.mscale) / _yarn_mscale(factor, self.mscale_all_dim)
+        return _yarn_mscale(factor, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LongRope(Rope):
+    """LongRoPE, arXiv:2402.13753: the long factors when max_model_len goes beyond the original one.
+
+    short_factor, long_factor: D/2 numbers. factor: as in YarnRope.
+    """
+
+    original_max_position_embeddings: int
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    factor: float | None = None
+    attention_factor: float | None = None
+
+    def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
+        original = self.original_max_position_embeddings
+        is_long = limits.max_model_len > original
+        factors = torch.tensor(self.long_factor if is_long else self.short_factor)
+        scaled = 1.0 / (factors * _wavelengths(self.rope_theta, limits.head_dim))
+        if self.attention_factor is not None:
+            return scaled, self.attention_factor
+        factor = self.factor or limits.max_position_embeddings / original
+        if factor <= 1.0:
+            return scaled, 1.0
+        return scaled, math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+ROPE_TYPES: dict[str, type[Rope]] = {
+    "default": DefaultRope,
+    "linear": LinearRope,
+    "dynamic": DynamicRope,
+    "llama3": Llama3Rope,
+    "yarn": YarnRope,
+    "longrope": LongRope,
+}
+
+
+def _wavelengths(theta: float, dim: int) -> torch.Tensor:
+    """[dim/2] fp32: positions per radian."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    return torch.pow(theta, exponents)
+
+
+def _yarn_mscale(scale: float, mscale: float) -> float:
+    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of all positions below max_model_len, fp32, computed once."""
+
+    table: torch.Tensor  # [max_model_len, D]: D/2 cosines, then D/2 sines
+
+    def __init__(
+        self, rope: Rope, limits: RopeLimits, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype
+        frequencies, factor = rope.frequencies(limits)
+        positions = torch.arange(limits.max_model_len, dtype=torch.float32)
+        angles = torch.outer(positions, frequencies)
+        table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+        self.register_buffer("table", table.to(device), persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [T] int64 below max_model_len -> cos, sin [T, D] in the model's dtype."""
+        rows = self.table.index_select(0, positions).to(self.dtype)
+        cos, sin = rows.chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)

@@ -1,0 +1,161 @@
+"""What the configs of the Llama family's decoders have in common, and how it is read.
+
+Each model file derives its config from `DecoderConfig` and says its difference in `from_hf`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from quire.attention.interface import AttentionSpec
+from quire.errors import CheckpointError, UnsupportedModelError
+from quire.layers.rotary import Rope
+from quire.models.config_fields import ConfigFields
+from quire.models.rope_config import read_rope
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig(ABC):
+    """A decoder of the Llama family.
+
+    dtype: the checkpoint's own, as its config says; None: it doesn't say.
+    windows: for each layer, how many keys a query sees, itself included; None: all before it.
+    qkv_bias, output_bias, mlp_bias: which projections have a bias.
+    qk_norm: each head of q and k is normalised before the rotation.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope: Rope
+    dtype: torch.dtype | None
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @classmethod
+    @abstractmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """From the contents of config.json. Raises UnsupportedModelError for a field, or a value,
+        that is not understood, and CheckpointError for one that is missing or malformed."""
+
+    @classmethod
+    def read(cls, fields: ConfigFields, **difference: Any) -> Self:
+        """Read the fields that all models share, then refuse what is left.
+
+        difference: values of the dataclass's own fields that win over those read here.
+        """
+        num_heads = fields.integer("num_attention_heads")
+        hidden_size = fields.integer("hidden_size")
+        max_position_embeddings = fields.integer("max_position_embeddings")
+        num_layers = fields.integer("num_hidden_layers")
+        head_dim = fields.integer("head_dim", hidden_size // num_heads)
+        fields.choice("hidden_act", "silu", ("silu",))
+        shared: dict[str, Any] = {
+            "architecture": _read_architecture(fields),
+            "vocab_size": fields.integer("vocab_size"),
+            "hidden_size": hidden_size,
+            "intermediate_size": fields.integer("intermediate_size"),
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": fields.integer("num_key_value_heads", num_heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": max_position_embeddings,
+            "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+            "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+            "rope": read_rope(
+                fields, head_dim=head_dim, max_position_embeddings=max_position_embeddings
+            ),
+            "dtype": _read_dtype(fields),
+            "windows": (None,) * num_layers,
+        }
+        fields.finish()
+        config = cls(**(shared | difference))
+        config._check_heads()
+        return config
+
+    def _check_heads(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"config.json: num_attention_heads is {self.num_heads}, but must be a multiple of "
+                f"num_key_value_heads, {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise UnsupportedModelError(
+                f"config.json: the head size is {self.head_dim}, but only even ones can rotate"
+            )
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """One for each layer, in order."""
+        return tuple(
+            AttentionSpec(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                scale=self.head_dim**-0.5,
+                window=window,
+            )
+            for window in self.windows
+        )
+
+
+def read_window_layers(fields: ConfigFields) -> tuple[int | None, ...]:
+    """Qwen's windows: `layer_types` names each layer's kind; without it, the layers from
+    `max_window_layers` on have the window, if `use_sliding_window` is on at all."""
+    num_layers = fields.integer("num_hidden_layers")
+    first_window_layer = fields.integer("max_window_layers", num_layers, minimum=0)
+    window = fields.optional_integer("sliding_window")
+    if not fields.flag("use_sliding_window", False):
+        window = None
+    kinds = fields.value("layer_types")
+    if kinds is None:
+        return tuple(window if layer >= first_window_layer else None for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types is {kinds!r}, but must be a list of num_hidden_layers, "
+            f"{num_layers}, names"
+        )
+    for kind in kinds:
+        if kind not in (_FULL, _SLIDING) or (kind == _SLIDING and window is None):
+            raise UnsupportedModelError(
+                f"config.json: layer_types has {kind!r}; understood are {_FULL} and, with "
+                f"use_sliding_window and a sliding_window, {_SLIDING}"
+            )
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _read_architecture(fields: ConfigFields) -> str:
+    names = fields.value("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise CheckpointError(
+            f"config.json: architectures is {names!r}, but must be a list of one name"
+        )
+    return names[0]
+
+
+def _read_dtype(fields: ConfigFields) -> torch.dtype | None:
+    name = fields.value("dtype") or fields.value("torch_dtype")
+    if name is None or name == "auto":
+        return None
+    if name not in _DTYPES:
+        raise UnsupportedModelError(
+            f"config.json: dtype is {name!r}, but only {', '.join(_DTYPES)} are understood"
+        )
+    return _DTYPES[name]

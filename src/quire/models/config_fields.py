@@ -1,0 +1,171 @@
+"""Hands out the fields of a config.json one by one, and refuses those that nobody asked for.
+
+A field that nobody reads may change what the model computes, so an unknown one is an error, not a
+silent difference. Called by the models' `from_hf`; knows no model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import CheckpointError, UnsupportedModelError
+
+# Fields that change no logit: bookkeeping, training, and what transformers' own classes ignore.
+_BOOKKEEPING = {
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_commit_hash",
+    "_name_or_path",
+    "architectures",
+    "attention_dropout",  # applied in training only, as is everything named dropout
+    "attn_implementation",
+    "chunk_size_feed_forward",  # how the same MLP is cut up
+    "dtype",
+    "finetuning_task",
+    "id2label",
+    "initializer_range",
+    "is_llama_config",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "output_hidden_states",
+    "prefix",
+    "problem_type",
+    "return_dict",
+    "task_specific_params",
+    "tf_legacy_loss",
+    "tokenizer_class",
+    "torch_dtype",
+    "torchscript",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_bfloat16",
+    "use_cache",
+}
+# Options of generation that transformers once kept in config.json and now ignores there.
+_GENERATION = {
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+}
+HARMLESS_FIELDS = frozenset(_BOOKKEEPING | _GENERATION)
+HARMLESS_SUFFIX = "_token_id"
+
+# Fields with one value that means "nothing special".
+_PLAIN_VALUES: dict[str, Any] = {
+    "add_cross_attention": False,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "partial_rotary_factor": 1.0,
+    "pretraining_tp": 1,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_mrope": False,
+}
+
+
+class ConfigFields:
+    """The fields of one config. Reading a field marks it as understood; null means not set."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self._raw = raw
+        self._read: set[str] = set()
+
+    def value(self, name: str) -> Any:
+        """The field as it stands; None where it is absent or null."""
+        self._read.add(name)
+        return self._raw.get(name)
+
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer. Without a default the field must be there."""
+        value = self.optional_integer(name, minimum=minimum)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"config.json has no {name}; the model can't be built without it")
+        return value
+
+    def optional_integer(self, name: str, *, minimum: int = 1) -> int | None:
+        """An integer, or None where the field is absent or null."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise CheckpointError(
+                f"config.json: {name} is {value!r}, but must be an integer of at least {minimum}"
+            )
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A positive number."""
+        value = self.value(name)
+        return default if value is None else positive_number(f"config.json: {name}", value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.value(name)
+        if value is not None and not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {name} is {value!r}, but must be true or false")
+        return default if value is None else value
+
+    def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
+        """One of a few words."""
+        value = self.value(name)
+        if value is None:
+            return default
+        if value not in choices:
+            raise UnsupportedModelError(
+                f"config.json: {name} is {value!r}, but only {', '.join(choices)} is understood"
+            )
+        return str(value)
+
+    def finish(self) -> None:
+        """Raises UnsupportedModelError for a field that is set, and neither read nor harmless."""
+        for name, value in self._raw.items():
+            if name in self._read or name in HARMLESS_FIELDS or name.endswith(HARMLESS_SUFFIX):
+                continue
+            if name in _PLAIN_VALUES:
+                if value is not None and value != _PLAIN_VALUES[name]:
+                    raise UnsupportedModelError(
+                        f"config.json: {name} is {value!r}, but only {_PLAIN_VALUES[name]!r} is "
+                        "understood"
+                    )
+            elif value is not None:
+                raise UnsupportedModelError(
+                    f"config.json: the field {name} is {value!r}, which quire does not understand "
+                    "and which may change the model's results. Understood for this architecture: "
+                    f"{', '.join(sorted(self._read | _PLAIN_VALUES.keys()))}. Ignored as harmless: "
+                    f"{', '.join(sorted(HARMLESS_FIELDS))}, *{HARMLESS_SUFFIX}"
+                )
+
+
+def positive_number(what: str, value: Any) -> float:
+    """value as a float, or CheckpointError that begins with `what`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"{what} is {value!r}, but must be a number above 0")
+    return float(value)

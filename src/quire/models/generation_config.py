@@ -1,0 +1,64 @@
+"""A model's own end tokens and sampling defaults, from `generation_config.json`.
+
+Read by the engine and by the server's front, so it imports no torch. Of the file's many options
+only those that quire's sampling has are taken; the others (beams, length penalties) concern
+strategies that a caller would have to ask for.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.core.sampling_params import SamplingDefaults, SamplingParams
+from quire.errors import CheckpointError, InvalidRequestError
+from quire.models.model_files import read_json_object
+
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """defaults: used where a caller leaves an option open. end_token_ids: each ends a sequence."""
+
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    end_token_ids: tuple[int, ...] = ()
+
+
+def load_generation_config(folder: Path) -> GenerationConfig:
+    """Of a model folder; without a generation_config.json, defaults and config.json's end tokens.
+
+    Raises CheckpointError for a file that can't be read and for a value out of its bounds.
+    """
+    path = folder / "generation_config.json"
+    raw = read_json_object(path) if path.exists() else {}
+    end_tokens = raw.get("eos_token_id")
+    if end_tokens is None:
+        path_of_end_tokens = folder / "config.json"
+        end_tokens = read_json_object(path_of_end_tokens).get("eos_token_id")
+    else:
+        path_of_end_tokens = path
+    return GenerationConfig(_read_defaults(path, raw), _token_ids(path_of_end_tokens, end_tokens))
+
+
+def _read_defaults(path: Path, raw: dict[str, Any]) -> SamplingDefaults:
+    chosen = {name: raw[name] for name in _SAMPLING_FIELDS if raw.get(name) is not None}
+    do_sample = raw.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise CheckpointError(f"{path}: do_sample is {do_sample!r}, but must be true or false")
+    try:
+        SamplingParams(**chosen)  # the same bounds as for a caller
+    except InvalidRequestError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if do_sample is False:
+        chosen["temperature"] = 0.0
+    return SamplingDefaults(**chosen)
+
+
+def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise CheckpointError(
+                f"{path}: eos_token_id is {value!r}, but must be a token id or a list of them"
+            )
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,25 @@
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671, arXiv:2412.15115): Llama with
+
+- a bias on q, k and v, none elsewhere;
+- a sliding window on some layers, where `use_sliding_window` is on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.models.config import DecoderConfig, read_window_layers
+from quire.models.config_fields import ConfigFields
+
+# transformers' values for fields that a config leaves out.
+DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2Config(DecoderConfig):
+    """Which layers have the window is told by `layer_types` or by `max_window_layers`."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields({**DEFAULTS, **raw})
+        return cls.read(fields, qkv_bias=True, windows=read_window_layers(fields))

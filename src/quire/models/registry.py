@@ -1,0 +1,55 @@
+"""Which architectures there are, and the config of a model folder.
+
+To add a model: its file, and one line in `MODELS`. Called by `models.loader` and `engine.build`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import UnsupportedModelError
+from quire.models.config import DecoderConfig
+from quire.models.llama import CHECKPOINT_PARTS, LlamaConfig, LlamaForCausalLM
+from quire.models.mistral import MistralConfig
+from quire.models.model_files import read_json_object
+from quire.models.qwen2 import Qwen2Config
+from quire.models.qwen3 import Qwen3Config
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """The classes of an architecture.
+
+    checkpoint_parts: our fused linears' names -> their parts' names in the checkpoint.
+    embedding, head: the checkpoint's names of the two tensors that may be tied.
+    """
+
+    config: type[DecoderConfig]
+    model: type[LlamaForCausalLM]
+    checkpoint_parts: Mapping[str, tuple[str, ...]]
+    embedding: str = "model.embed_tokens.weight"
+    head: str = "lm_head.weight"
+
+
+MODELS: dict[str, ModelEntry] = {
+    "LlamaForCausalLM": ModelEntry(LlamaConfig, LlamaForCausalLM, CHECKPOINT_PARTS),
+    "MistralForCausalLM": ModelEntry(MistralConfig, LlamaForCausalLM, CHECKPOINT_PARTS),
+    "Qwen2ForCausalLM": ModelEntry(Qwen2Config, LlamaForCausalLM, CHECKPOINT_PARTS),
+    "Qwen3ForCausalLM": ModelEntry(Qwen3Config, LlamaForCausalLM, CHECKPOINT_PARTS),
+}
+
+
+def load_config(folder: Path) -> DecoderConfig:
+    """The config of a model folder in Hugging Face's format.
+
+    Raises CheckpointError where config.json can't be read or lacks something, and
+    UnsupportedModelError for an architecture, or a field, that is not understood.
+    """
+    path = folder / "config.json"
+    raw = read_json_object(path)
+    names = raw.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in MODELS:
+        raise UnsupportedModelError(
+            f"{path}: architectures is {names!r}, but must be one of {', '.join(MODELS)}"
+        )
+    return MODELS[names[0]].config.from_hf(raw)

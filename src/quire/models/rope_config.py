@@ -1,0 +1,86 @@
+"""Reads the rope type of a config.json, in the form of transformers 4 (`rope_scaling` beside
+`rope_theta`) or 5 (`rope_parameters`).
+
+What a type needs is read off its dataclass in `layers.rotary`, so a new type needs nothing here.
+"""
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from quire.errors import CheckpointError, UnsupportedModelError
+from quire.layers.rotary import ROPE_TYPES, Rope
+from quire.models.config_fields import ConfigFields, positive_number
+
+_DEFAULT_THETA = 10000.0
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+_FACTOR_LISTS = ("short_factor", "long_factor")
+
+
+def read_rope(config: ConfigFields, *, head_dim: int, max_position_embeddings: int) -> Rope:
+    """Raises UnsupportedModelError for an unknown rope type or parameter, CheckpointError for a
+    parameter that is missing or malformed."""
+    theta = config.number("rope_theta", _DEFAULT_THETA)
+    original_length = config.optional_integer(_ORIGINAL_LENGTH)
+    scaling, parameters = config.value("rope_scaling"), config.value("rope_parameters")
+    raw = _without_nulls(scaling or parameters or {})
+    rope_type = raw.pop("rope_type", None) or raw.get("type", "default")
+    raw.pop("type", None)
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"config.json: the rope type is {rope_type!r}, but only {', '.join(ROPE_TYPES)} are "
+            "understood"
+        )
+    if raw.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(
+            "config.json: partial_rotary_factor is below 1, but only heads that rotate as a whole "
+            "are understood"
+        )
+    raw.setdefault("rope_theta", theta)
+    known = {field.name: field for field in fields(ROPE_TYPES[rope_type])}
+    if _ORIGINAL_LENGTH in known:
+        # As in transformers: a field of the config itself goes first (Phi-3 has it there).
+        inner = raw.get(_ORIGINAL_LENGTH, max_position_embeddings)
+        raw[_ORIGINAL_LENGTH] = original_length or inner
+    _check_names(rope_type, set(raw), known)
+    values = {name: _value(rope_type, name, value, head_dim) for name, value in raw.items()}
+    return ROPE_TYPES[rope_type](**values)
+
+
+def _without_nulls(raw: Any) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise CheckpointError(
+            f"config.json: the rope parameters are {raw!r}, but must be an object"
+        )
+    return {name: value for name, value in raw.items() if value is not None}
+
+
+def _check_names(rope_type: str, given: set[str], known: dict[str, Any]) -> None:
+    unknown = sorted(given - known.keys())
+    if unknown:
+        raise UnsupportedModelError(
+            f"config.json: the rope type {rope_type!r} has {', '.join(unknown)}, but only "
+            f"{', '.join(known)} are understood"
+        )
+    required = {name for name, field in known.items() if field.default is MISSING}
+    missing = sorted(required - given)
+    if missing:
+        raise CheckpointError(
+            f"config.json: the rope type {rope_type!r} needs {', '.join(missing)}, but has only "
+            f"{', '.join(sorted(given))}"
+        )
+
+
+def _value(rope_type: str, name: str, value: Any, head_dim: int) -> Any:
+    what = f"config.json: {name} of the rope type {rope_type!r}"
+    if name == "truncate":
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{what} is {value!r}, but must be true or false")
+        return value
+    if name in _FACTOR_LISTS:
+        if not isinstance(value, list) or len(value) != head_dim // 2:
+            raise CheckpointError(
+                f"{what} is {value!r}, but must be a list of {head_dim // 2} numbers, half of the "
+                "head size"
+            )
+        return tuple(positive_number(f"an entry of {what}", entry) for entry in value)
+    return positive_number(what, value)

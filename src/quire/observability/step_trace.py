@@ -1,0 +1,100 @@
+"""The step trace: one line of JSON per engine step, to a file.
+
+The engine fills a StepRecord a step and hands it over; `quire bench --trace` and tests read the
+file. Knows nothing of plans or results. Writing is buffered: a line reaches the file when the
+buffer is full, at `flush`, or at `close`.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from io import TextIOWrapper
+from pathlib import Path
+from types import TracebackType
+
+from quire.errors import ConfigurationError
+
+BUFFER_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step, as counts and times.
+
+    num_rows: live rows of the step; num_tokens: tokens computed, of which num_prefill_tokens were
+        not decode tokens. num_waiting: requests without a row after scheduling.
+    schedule_s .. apply_s: wall-clock time of each part; build_s is batch building, forward_s the
+        forward pass without it.
+    num_blocks_used: KV blocks held after the step. num_preemptions: in this step.
+    """
+
+    step_id: int
+    num_rows: int
+    num_tokens: int
+    num_prefill_tokens: int
+    num_waiting: int
+    schedule_s: float
+    build_s: float
+    forward_s: float
+    sample_s: float
+    apply_s: float
+    num_blocks_used: int
+    num_preemptions: int
+
+
+_FIELDS = tuple(field.name for field in fields(StepRecord))
+
+
+class StepTrace:
+    """Writes StepRecords to `path`, replacing what was there. Use as a context manager or close it.
+
+    Invariant: the file holds whole lines, in the order of `write`, once flushed or closed.
+    Raises ConfigurationError where the file can't be opened.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self._file: TextIOWrapper | None = open(  # noqa: SIM115 - closed by `close`
+                path, "w", buffering=BUFFER_BYTES, encoding="utf-8"
+            )
+        except OSError as error:
+            raise ConfigurationError(
+                f"the step trace can't be written to {str(path)!r} ({error.strerror}); "
+                "name a file in a folder that exists and is writable"
+            ) from error
+
+    def write(self, record: StepRecord) -> None:
+        """Add one line."""
+        assert self._file is not None, "the step trace is closed"
+        # Not `asdict`, which copies deeply and takes longer than the encoding.
+        line = {name: getattr(record, name) for name in _FIELDS}
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def flush(self) -> None:
+        """Bring all lines so far to the file."""
+        assert self._file is not None, "the step trace is closed"
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close; does nothing the second time."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> "StepTrace":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_step_trace(path: str | Path) -> Iterator[StepRecord]:
+    """The records of a file that StepTrace wrote."""
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            yield StepRecord(**json.loads(line))

@@ -1,0 +1,101 @@
+"""The tensors behind the block ids: how layers form groups, bytes per block, storage, copies.
+
+    storage   [num_blocks, bytes_per_block] uint8, one contiguous page per block:
+
+        block i | layer 0 of its group | layer 1 | ... | padding to 64 bytes |
+
+A page belongs to whichever KV group holds its id at the moment; all groups see the same storage and
+give their layers the same places in a page. What lies inside a layer's part is the backend's own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.attention.interface import AttentionBackend, AttentionSpec, KVPageFormat, LayerKV
+from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.step import BlockCopy
+from quire.errors import InsufficientMemoryError
+
+PAGE_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheLayout:
+    """Where each layer's part of a block lies.
+
+    bytes_per_block: of a page; equal for all groups.
+    layer_places: for each layer, (group, first byte in the page).
+    formats: for each layer, what the backend puts there.
+    """
+
+    groups: tuple[KVGroup, ...]
+    bytes_per_block: int
+    layer_places: tuple[tuple[int, int], ...]
+    formats: tuple[KVPageFormat, ...]
+
+
+def plan_layout(
+    specs: Sequence[AttentionSpec],
+    backend: type[AttentionBackend],
+    block_size: int,
+    dtype: torch.dtype,
+) -> KVCacheLayout:
+    """Form KV groups of layers that behave alike, as many layers to a group as the rarest kind has.
+
+    With one kind of layer that is one group. With several, the rarest kind fills one group, the
+    others as many as they need; the last of each may leave places of its pages unused.
+    """
+    formats = tuple(backend.page_format(spec, block_size, dtype) for spec in specs)
+    kinds: dict[tuple[int | None, int], list[int]] = {}
+    for layer, spec in enumerate(specs):
+        kinds.setdefault((spec.window, formats[layer].bytes_per_layer), []).append(layer)
+    width = min(len(layers) for layers in kinds.values())
+    page = max(width * size for _, size in kinds)
+    page += -page % PAGE_ALIGNMENT_BYTES
+    groups: list[KVGroup] = []
+    places: dict[int, tuple[int, int]] = {}
+    for (window, size), layers in kinds.items():
+        kind = KVKind.FULL if window is None else KVKind.WINDOW
+        for start in range(0, len(layers), width):
+            members = tuple(layers[start : start + width])
+            for index, layer in enumerate(members):
+                places[layer] = (len(groups), index * size)
+            groups.append(KVGroup(members, kind, page, window))
+    layer_places = tuple(places[layer] for layer in range(len(specs)))
+    return KVCacheLayout(tuple(groups), page, layer_places, formats)
+
+
+class KVCache:
+    """The storage of one device, and the copies within it."""
+
+    def __init__(self, layout: KVCacheLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        shape = (num_blocks, layout.bytes_per_block)
+        try:
+            # Not zeroed: the operating system commits a page of memory when it is first written.
+            self.storage = torch.empty(shape, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise InsufficientMemoryError(
+                f"{num_blocks} KV blocks of {layout.bytes_per_block} bytes"
+                f" ({num_blocks * layout.bytes_per_block / 2**30:.1f} GiB) can't be allocated;"
+                " lower kv_cache_memory or num_blocks"
+            ) from error
+
+    def layers(self) -> tuple[LayerKV, ...]:
+        """Each layer's view into the storage, for `AttentionBackend.bind`."""
+        return tuple(
+            LayerKV(self.storage[:, first : first + form.bytes_per_layer], group, form)
+            for (group, first), form in zip(
+                self.layout.layer_places, self.layout.formats, strict=True
+            )
+        )
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Carry out a plan's copies; no block is a target twice or both source and target."""
+        if copies:
+            sources = torch.tensor([copy.source for copy in copies], device=self.storage.device)
+            targets = torch.tensor([copy.target for copy in copies], device=self.storage.device)
+            self.storage[targets] = self.storage[sources]

@@ -1,0 +1,122 @@
+"""Executes plans on a model: forward pass, then sampling. Knows no requests and no text.
+
+Obeys the contract of `core.step.Runner`. On the CPU a forward pass has ended when `execute`
+returns, so `execute` and `sample` alternate.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from quire.attention.interface import AttentionBackend
+from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
+from quire.models.interface import CausalLM
+from quire.runtime.batch import RowBatch, StepBatch
+from quire.runtime.kv_cache import KVCache
+from quire.sampling.sampler import Sampler
+
+# Prompt log-probabilities need the whole vocabulary for each position: so many positions at once.
+PROMPT_LOGPROB_ROWS = 128
+
+
+@dataclass(slots=True)
+class StepTiming:
+    """Seconds of the last step's parts."""
+
+    build_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+
+
+class ModelRunner:
+    """One model, its rows and its KV cache on one device."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        rows: RowBatch,
+        sampler: Sampler,
+    ) -> None:
+        """backend: not yet bound; it is given kv_cache's memory here."""
+        self.timing = StepTiming()
+        self._model = model
+        self._backend = backend
+        self._kv_cache = kv_cache
+        self._rows = rows
+        self._sampler = sampler
+        self._step: tuple[StepPlan, StepBatch, torch.Tensor] | None = None
+        backend.bind(model.attention_specs, kv_cache.layers())
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> None:
+        """See `core.step.Runner`. Raises whatever the forward pass raises; then call `reset`."""
+        assert self._step is None, "the previous step was not sampled"
+        assert not plan.moves, "this runner has one tier; there is nowhere to move a block"
+        started_s = time.perf_counter()
+        self._change_rows(plan)
+        step = self._rows.build(plan)
+        self._backend.plan(step.attention)
+        built_s = time.perf_counter()
+        output = self._model(step.token_ids, step.positions, self._backend.run)
+        self._step = (plan, step, output.hidden)
+        self.timing.build_s = built_s - started_s
+        self.timing.forward_s = time.perf_counter() - built_s
+
+    @torch.inference_mode()
+    def sample(self, masks: TokenMasks | None = None) -> StepResult:
+        """See `core.step.Runner`."""
+        assert self._step is not None, "there is no executed step to sample"
+        started_s = time.perf_counter()
+        (plan, step, hidden), self._step = self._step, None
+        prompt_logprobs = self._prompt_logprobs(step, hidden)
+        rows, tokens = self._rows, step.sample_rows
+        if len(tokens) == 0:
+            self.timing.sample_s = time.perf_counter() - started_s
+            return StepResult(plan.step_id, (), (), prompt_logprobs=prompt_logprobs)
+        logits = self._model.logits(hidden[step.sample_index])
+        sampled = self._sampler.sample(logits, tokens, rows.history, masks)
+        rows.append_sampled(tokens, sampled.token_ids)
+        ids = sampled.token_ids.tolist()
+        failed = sampled.failed
+        pairs = [pair for pair in zip(tokens.tolist(), ids, strict=True) if pair[0] not in failed]
+        self.timing.sample_s = time.perf_counter() - started_s
+        return StepResult(
+            plan.step_id,
+            [row for row, _ in pairs],
+            [(token_id,) for _, token_id in pairs],
+            logprobs={row: (entry,) for row, entry in sampled.logprobs.items()},
+            prompt_logprobs=prompt_logprobs,
+            failed=failed,
+        )
+
+    def reset(self) -> None:
+        """See `core.step.Runner`."""
+        self._step = None
+        self._rows.reset()
+
+    def _change_rows(self, plan: StepPlan) -> None:
+        self._rows.change(plan)
+        for row in plan.release:
+            self._sampler.rows.clear_row(row)
+        for admission in plan.admit:
+            self._sampler.rows.set_row(
+                admission.row, admission.params, admission.branch_index, admission.num_prompt_tokens
+            )
+        self._kv_cache.copy_blocks(plan.copies)
+
+    def _prompt_logprobs(
+        self, step: StepBatch, hidden: torch.Tensor
+    ) -> dict[int, list[TokenLogprobs]]:
+        found: dict[int, list[TokenLogprobs]] = {}
+        for row, start, count, first in step.prompt_logprob_spans:
+            entries = found.setdefault(row, [])
+            num_top = self._sampler.rows.num_prompt_logprobs(row)
+            for offset in range(0, count, PROMPT_LOGPROB_ROWS):
+                size = min(PROMPT_LOGPROB_ROWS, count - offset)
+                logits = self._model.logits(hidden[start + offset : start + offset + size])
+                following = self._rows.token_ids[row, first + offset : first + offset + size]
+                entries.extend(self._sampler.prompt_logprobs(logits, following, num_top))
+        return found

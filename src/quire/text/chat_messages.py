@@ -1,0 +1,111 @@
+"""Checks chat messages and brings their contents into the form that a template takes.
+
+Knows the shape of OpenAI's messages, as far as they are text, and no template. Called by
+`text.chat_template`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.errors import InvalidRequestError
+
+# Names under which a message's reasoning is passed; the first is what most templates read.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """A plain copy of `messages`, without the fields that are None, as transformers drops them.
+
+    Raises InvalidRequestError that names the message and what is wrong with it.
+    """
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise _wrong(f"messages is a {type(messages).__name__}, but must be a list of objects")
+    if not messages:
+        raise _wrong("messages is empty; there must be at least one message")
+    return [_check_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def with_joined_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with lists of text parts joined to one string, by line breaks."""
+    return [
+        {**message, "content": "\n".join(part["text"] for part in message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def with_text_as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with each string as a list of one text part."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
+def plain_value(value: Any, param: str) -> Any:
+    """A copy of `value` out of plain JSON types, all that a template may be handed.
+
+    Other objects have methods that the template's sandbox can't judge, so they are refused.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # of an enumeration, say: the plain string
+    if isinstance(value, Mapping):
+        return {plain_value(key, param): plain_value(item, param) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(item, param) for item in value]
+    raise InvalidRequestError(
+        f"{param} contains a {type(value).__name__}, but only JSON values can go into a template",
+        param,
+    )
+
+
+def _check_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _wrong(f"{where} is a {type(message).__name__}, but must be an object with a role")
+    plain = {
+        name: plain_value(value, "messages") for name, value in message.items() if value is not None
+    }
+    role = plain.get("role")
+    if not isinstance(role, str) or not role:
+        raise _wrong(f"{where} has the role {role!r}, but a role must be a non-empty string")
+    if "content" in plain:
+        _check_content(plain["content"], where)
+    elif "tool_calls" not in plain:
+        raise _wrong(f"{where} has no content; it must be a string or a list of text parts")
+    return _with_reasoning(plain)
+
+
+def _check_content(content: Any, where: str) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise _wrong(
+            f"{where} has a content of type {type(content).__name__}, "
+            "but it must be a string or a list of text parts"
+        )
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise _wrong(
+                f"{where} has a content part of type {kind!r} at position {at}, "
+                'but only text is understood: {"type": "text", "text": ...}'
+            )
+        if not isinstance(part.get("text"), str):
+            raise _wrong(f"{where} has a text part without a string as text at position {at}")
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Pass a message's reasoning under both names that templates read, as transformers does."""
+    reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _wrong(sentence: str) -> InvalidRequestError:
+    return InvalidRequestError(sentence, "messages")

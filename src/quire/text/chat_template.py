@@ -1,0 +1,289 @@
+"""Renders a list of chat messages to the prompt text that the model was trained on.
+
+Templates are Jinja programs that come with a model. They are run as transformers runs them, with
+the same variables and in the same sandbox (`text.template_sandbox`). Knows no tokens: the caller
+encodes what comes out, without adding special tokens, since templates write their own. Called by
+the server's chat API, `LLM.chat` and `quire chat`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from quire.errors import CheckpointError, InvalidRequestError
+from quire.text.chat_messages import (
+    check_messages,
+    plain_value,
+    with_joined_parts,
+    with_text_as_parts,
+)
+from quire.text.template_sandbox import make_environment
+from quire.text.tokenizer_config import read_tokenizer_config
+
+# Arguments of `render`, and of transformers' apply_chat_template, that are no template variables.
+_RESERVED_VARIABLES = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
+# transformers' own marker; the trailing space tells whether the template strips the message.
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+# What a template, which is somebody else's program, may raise by being wrong or on odd input.
+_TEMPLATE_FAILURES = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class ChatTemplate:
+    """The chat templates of one model, compiled. A model without any refuses to render.
+
+    Immutable once made, so any number of threads may render with one.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        *,
+        origin: str = "model",
+    ) -> None:
+        """sources: template name -> Jinja source; "default" is used, "tool_use" when given tools.
+
+        special_tokens: variables of every template, such as "bos_token".
+        origin: what to call the model in error messages.
+        Raises CheckpointError for a source that is not Jinja.
+        """
+        environment = make_environment()
+        self._origin = origin
+        self._templates: dict[str, _Template] = {}
+        for name, source in sources.items():
+            try:
+                compiled = environment.from_string(source)
+            except jinja2.TemplateSyntaxError as error:
+                raise CheckpointError(
+                    f"the chat template {name!r} of {origin} is not valid Jinja: "
+                    f"line {error.lineno}: {error.message}"
+                ) from error
+            self._templates[name] = _Template(compiled, dict(special_tokens))
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ChatTemplate":
+        """The templates of the model in `folder`; none is fine, until something is rendered.
+
+        `chat_template.jinja` and `additional_chat_templates/*.jinja` take the place of those in
+        tokenizer_config.json. Raises CheckpointError for what can't be read or compiled.
+        """
+        config = read_tokenizer_config(folder)
+        sources = _file_sources(folder) or _config_sources(config.chat_template, folder)
+        return cls(sources, config.special_token_texts, origin=str(folder))
+
+    @property
+    def exists(self) -> bool:
+        """Whether the model has a template at all."""
+        return bool(self._templates)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of `messages`.
+
+        messages: mappings with a `role` and a `content`: a string, or a list of
+            {"type": "text", "text": ...} parts. A template that takes only strings gets the parts
+            joined by line breaks; one that takes only parts gets strings as one part.
+        add_generation_prompt: end with the header of the assistant's next message.
+        continue_final_message: end inside the last message, for the model to go on with it.
+        tools: JSON schemas of functions that the template may describe to the model.
+        chat_template_kwargs: further variables of the template, such as enable_thinking.
+        Raises InvalidRequestError for messages that are malformed or that the template refuses.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "add_generation_prompt and continue_final_message exclude each other: the model "
+                "either begins a message or goes on with the last one; set one of them to False",
+                "continue_final_message",
+            )
+        variables = _check_variables(chat_template_kwargs)
+        checked_tools = _check_tools(tools)
+        template = self._choose(has_tools=checked_tools is not None)
+        shaped = template.shape(check_messages(messages))
+        variables |= {"tools": checked_tools, "add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            return _render_unfinished(template, shaped, variables)
+        return template.render(shaped, variables)
+
+    def _choose(self, *, has_tools: bool) -> "_Template":
+        if not self._templates:
+            raise InvalidRequestError(
+                f"{self._origin} has no chat template, so it can't take chat messages; send a text "
+                "prompt instead (/v1/completions, LLM.generate), or put a chat_template.jinja into "
+                "the model's folder",
+                "messages",
+            )
+        if has_tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" not in self._templates:
+            raise InvalidRequestError(
+                f"{self._origin} has chat templates named {', '.join(sorted(self._templates))} but "
+                "none named default; put the wanted one into its folder as chat_template.jinja",
+                "messages",
+            )
+        return self._templates["default"]
+
+
+@dataclass
+class _Template:
+    """One compiled template and what was found out about it."""
+
+    compiled: jinja2.Template
+    special_tokens: dict[str, str]
+
+    def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+        everything = {"documents": None, **self.special_tokens, **variables, "messages": messages}
+        try:
+            return self.compiled.render(everything)
+        except _TEMPLATE_FAILURES as error:
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}", "messages"
+            ) from error
+
+    def shape(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with their contents in a form that this template understands."""
+        if self._takes_text:
+            has_parts = any(isinstance(message.get("content"), list) for message in messages)
+            return messages if not has_parts or self._takes_parts else with_joined_parts(messages)
+        return with_text_as_parts(messages) if self._takes_parts else with_joined_parts(messages)
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        return "quire-probe" in self._probe([{"role": "user", "content": "quire-probe"}])
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether lists of parts come out as their texts, for each of the usual roles.
+
+        Templates that don't know parts fail on a list, or write out its Python or JSON form.
+        """
+        roles = ("system", "user", "assistant")
+        contents = [[{"type": "text", "text": f"quire-probe-{role}"}] for role in roles]
+        rendered = self._probe(
+            [{"role": role, "content": parts} for role, parts in zip(roles, contents, strict=True)]
+        )
+        written_out = [str(parts) for parts in contents] + [json.dumps(parts) for parts in contents]
+        return all(f"quire-probe-{role}" in rendered for role in roles) and not any(
+            form in rendered for form in written_out
+        )
+
+    def _probe(self, messages: list[dict[str, Any]]) -> str:
+        try:
+            return self.render(messages, {"tools": None, "add_generation_prompt": False})
+        except InvalidRequestError:
+            return ""
+
+
+def _render_unfinished(
+    template: _Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]
+) -> str:
+    """Render with a tag at the end of the last message and cut there, as transformers does."""
+    final, text = _tag_content(messages[-1])
+    rendered = template.render([*messages[:-1], final], variables)
+    tag = _CONTINUE_TAG.strip()
+    if text.strip() not in rendered or tag not in rendered:
+        raise InvalidRequestError(
+            "continue_final_message is set, but the model's chat template does not write out the "
+            "last message as it is",
+            "continue_final_message",
+        )
+    position = rendered.rindex(tag)
+    if rendered.startswith(_CONTINUE_TAG, position):
+        return rendered[:position]
+    return rendered[:position].rstrip()  # the template strips its messages
+
+
+def _tag_content(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The message with the tag at the end of its text, and that text without the tag."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + _CONTINUE_TAG}, content
+    if not content:
+        raise InvalidRequestError(
+            "continue_final_message is set, but the last message has no text to go on with",
+            "continue_final_message",
+        )
+    text = content[-1]["text"]
+    tagged = {**content[-1], "text": text + _CONTINUE_TAG}
+    return {**message, "content": [*content[:-1], tagged]}, text
+
+
+def _check_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping):
+        raise InvalidRequestError(
+            f"chat_template_kwargs is {variables!r}, but must map names to values",
+            "chat_template_kwargs",
+        )
+    for name in variables:
+        if name in _RESERVED_VARIABLES:
+            raise InvalidRequestError(
+                f"chat_template_kwargs has {name!r}, which is an option of its own; set it there",
+                "chat_template_kwargs",
+            )
+    return {name: plain_value(value, "chat_template_kwargs") for name, value in variables.items()}
+
+
+def _check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, (list, tuple)):
+        raise InvalidRequestError(f"tools is {tools!r}, but must be a list of objects", "tools")
+    for position, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise InvalidRequestError(f"tools[{position}] is {tool!r}, not an object", "tools")
+    return [plain_value(tool, "tools") for tool in tools]
+
+
+def _file_sources(folder: Path) -> dict[str, str]:
+    paths = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    default = folder / "chat_template.jinja"
+    if default.is_file():
+        paths = {"default": default, **paths}
+    return {name: _read(path) for name, path in paths.items()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"the chat template {path} can't be read ({error})") from error
+
+
+def _config_sources(chat_template: Any, folder: Path) -> dict[str, str]:
+    if chat_template is None:
+        return {}
+    if isinstance(chat_template, str):
+        return {"default": chat_template}
+    try:
+        sources = {entry["name"]: entry["template"] for entry in chat_template}
+        if all(isinstance(text, str) for pair in sources.items() for text in pair):
+            return sources
+    except (TypeError, KeyError):
+        pass
+    raise CheckpointError(
+        f"chat_template in {folder / 'tokenizer_config.json'} must be a string, or a list of "
+        "objects with a name and a template"
+    )

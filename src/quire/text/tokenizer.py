@@ -1,0 +1,201 @@
+"""Text to token ids and back, for tokenizers in Hugging Face's tokenizer.json format.
+
+Knows nothing of models, requests or chats. Called by the server's front, the offline API, the
+command line and `text.detokenizer`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from quire.errors import CheckpointError, InvalidRequestError
+from quire.text.token_bytes import TokenBytes
+from quire.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
+
+_UNCONVERTED_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
+
+
+class Tokenizer:
+    """A vocabulary with its rules: encode, decode, and what a single token stands for.
+
+    tokenizer.json alone decides how text is split and which special tokens `encode` adds. Like
+    transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json are not read: the
+    post-processor in tokenizer.json already says it. Unlike transformers 5, which rebuilds the
+    rules of a few classes (LlamaTokenizer, Qwen2Tokenizer) from their names, the rules are always
+    those in the file. Decoding never cleans up spaces.
+
+    Immutable once made, so any number of threads may use one.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, config: TokenizerConfig | None = None
+    ) -> None:
+        """Takes `backend` over and adds to it the special tokens that only `config` names."""
+        config = config or TokenizerConfig()
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = config.split_special_tokens
+        backend.add_tokens(_missing_tokens(backend, config))
+        self._backend = backend
+        self._bytes = TokenBytes(backend)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        """How many tokens there are, added ones included; the model's vocabulary may be larger."""
+        self.special_token_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        """The tokens that decoding leaves out with skip_special_tokens."""
+        self.bos_token_id = _named_token_id(backend, config, "bos_token")
+        self.eos_token_id = _named_token_id(backend, config, "eos_token")
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer":
+        """Read the tokenizer of the model in `folder`.
+
+        Raises CheckpointError that names the file which is missing or can't be read.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(_missing_file_message(folder))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for whatever is wrong
+            raise CheckpointError(
+                f"{path} can't be read ({error}); copy it again from where the model came from"
+            ) from error
+        return cls(backend, read_tokenizer_config(folder))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`.
+
+        add_special_tokens: also those that the tokenizer puts around a text (often a BOS token). A
+            rendered chat template has its own: encode it without.
+        Raises InvalidRequestError if `text` is not a string of characters (a lone surrogate).
+        """
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:
+            raise _bad_text(text) from error
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """`encode` for many texts at once, on all processor cores."""
+        try:
+            encodings = self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        except TypeError as error:
+            raise next(map(_bad_text, filter(_is_bad_text, texts))) from error
+        return [list(encoding.ids) for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`. Ids beyond the vocabulary stand for nothing.
+
+        A character that is cut or malformed becomes U+FFFD. To decode a growing sequence, use
+        `text.detokenizer`. Raises InvalidRequestError for a number that can't be a token id.
+        """
+        try:
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < 1 << 32)
+            raise InvalidRequestError(
+                f"{wrong} is no token id; they go from 0 to {self.vocab_size - 1}"
+            ) from error
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token adds to a text, maybe only a part of a character.
+
+        Joined over the tokens of a text they are its UTF-8 encoding (but for a leading space that
+        some tokenizers add to every text and take away again). Special tokens have bytes, too; ids
+        beyond the vocabulary have none.
+        """
+        return self._bytes.following(token_id)
+
+    def first_token_bytes(self, token_id: int) -> bytes:
+        """`token_bytes` of a token that begins a text: without the space that is taken away."""
+        return self._bytes.first(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """The token as text for people: with its leading space, cut characters as U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def encode_bad_word(self, word: str) -> list[list[int]]:
+        """The token sequences that write `word`: at the start of a text, inside it, after a space.
+
+        The same letters are other tokens behind a space ("Ġword") or behind other letters; all of
+        them must be suppressed. Left out are sequences that end in another of the list, because
+        suppressing that one is enough. A word that starts with a space is meant with that space.
+        Raises InvalidRequestError for a word that has no tokens.
+        """
+        forms = (word,) if word.startswith(" ") else (word, " " + word)
+        encoded = [self.encode(form, add_special_tokens=False) for form in forms]
+        sequences = encoded + [self._encode_behind_text(form) for form in forms]
+        distinct = sorted({(len(sequence), *sequence) for sequence in sequences if sequence})
+        if not distinct:
+            raise InvalidRequestError(
+                f"bad_words contains {word!r}, which has no tokens", "bad_words"
+            )
+        kept: list[list[int]] = []
+        for _, *sequence in distinct:
+            if not any(sequence[-len(shorter) :] == shorter for shorter in kept):
+                kept.append(sequence)
+        return kept
+
+    def _encode_behind_text(self, text: str) -> list[int]:
+        """The tokens of `text` behind a line break; none if it does not begin a new token there."""
+        before = self.encode("\n", add_special_tokens=False)
+        both = self.encode("\n" + text, add_special_tokens=False)
+        return both[len(before) :] if both[: len(before)] == before else []
+
+
+def _missing_tokens(
+    backend: tokenizers.Tokenizer, config: TokenizerConfig
+) -> list[tokenizers.AddedToken]:
+    """The tokens that `config` has and the backend has not, or has with other flags."""
+    present = list(backend.get_added_tokens_decoder().values())
+    known = {repr(token) for token in present}
+    listed = [token for _, token in sorted(config.added_tokens.items())]
+    missing = [token for token in listed if repr(token) not in known]
+    contents = {token.content for token in (*present, *missing)}
+    for token in (*config.named_tokens.values(), *config.extra_special_tokens):
+        if token.content not in contents:
+            contents.add(token.content)
+            missing.append(token)
+    return missing
+
+
+def _named_token_id(
+    backend: tokenizers.Tokenizer, config: TokenizerConfig, name: str
+) -> int | None:
+    token = config.named_tokens.get(name)
+    return None if token is None else backend.token_to_id(token.content)
+
+
+def _missing_file_message(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"{folder} is not a folder, so there is no tokenizer to read"
+    found = [name for name in _UNCONVERTED_FILES if (folder / name).exists()]
+    if not found:
+        return f"{folder} has no tokenizer.json; copy it from where the model came from"
+    return (
+        f"{folder} has {' and '.join(found)} but no tokenizer.json, the only format that is read. "
+        f"Convert it once with transformers: AutoTokenizer.from_pretrained({str(folder)!r})"
+        f".save_pretrained({str(folder)!r})"
+    )
+
+
+def _is_bad_text(text: object) -> bool:
+    return not isinstance(text, str) or any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _bad_text(text: object) -> InvalidRequestError:
+    if not isinstance(text, str):
+        return InvalidRequestError(f"a text must be a string, but is a {type(text).__name__}")
+    position = next(at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff")
+    return InvalidRequestError(
+        f"the text has U+{ord(text[position]):04X} at position {position}: half of a surrogate "
+        "pair, which is no character; send well-formed Unicode"
+    )

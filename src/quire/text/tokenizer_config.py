@@ -1,0 +1,111 @@
+"""What a model folder says about its tokenizer beside tokenizer.json.
+
+Reads `tokenizer_config.json` and `special_tokens_map.json` and settles which of them counts, as
+transformers 5 does. Knows neither the vocabulary nor what a chat template means. Called by
+`text.tokenizer` and `text.chat_template`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+
+from quire.errors import CheckpointError
+
+_STANDARD_NAMES = frozenset(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """The fields of a folder's tokenizer configuration that bear on text.
+
+    named_tokens: special tokens with a name: "bos_token", "eos_token" and what else the folder
+        names; also variables of the chat template.
+    extra_special_tokens: special tokens without a name.
+    added_tokens: token id -> token, as the configuration lists them.
+    split_special_tokens: special tokens written out in a text are encoded as plain text.
+    chat_template: as it stands in the file: a string, a list of {name, template}, or None.
+    """
+
+    named_tokens: Mapping[str, AddedToken] = field(default_factory=dict)
+    extra_special_tokens: tuple[AddedToken, ...] = ()
+    added_tokens: Mapping[int, AddedToken] = field(default_factory=dict)
+    split_special_tokens: bool = False
+    chat_template: Any = None
+
+    @property
+    def special_token_texts(self) -> dict[str, str]:
+        """The named tokens' texts, by name."""
+        return {name: token.content for name, token in self.named_tokens.items()}
+
+
+def read_tokenizer_config(folder: Path) -> TokenizerConfig:
+    """Read the configuration of the tokenizer in `folder`; files that don't exist say nothing.
+
+    `special_tokens_map.json` counts only where `tokenizer_config.json` lists no added tokens: it is
+    the older way to say the same. Raises CheckpointError that names the file and the field.
+    """
+    path = folder / "tokenizer_config.json"
+    fields = _read_object(path)
+    if "added_tokens_decoder" not in fields:
+        fields = {**fields, **_read_object(folder / "special_tokens_map.json")}
+    extra = fields.get("extra_special_tokens") or fields.get("additional_special_tokens") or ()
+    named = {name: value for name, value in fields.items() if _names_token(name, value)}
+    if isinstance(extra, dict):
+        named, extra = {**named, **extra}, ()
+    try:
+        return TokenizerConfig(
+            named_tokens={name: _special_token(value) for name, value in named.items()},
+            extra_special_tokens=tuple(_special_token(value) for value in extra),
+            added_tokens=_added_tokens(fields.get("added_tokens_decoder") or {}),
+            split_special_tokens=bool(fields.get("split_special_tokens", False)),
+            chat_template=fields.get("chat_template"),
+        )
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} describes a token in a way that is not understood ({error}); "
+            "a token is a string or an object with a 'content'"
+        ) from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} can't be read ({error}); copy it again from where the model came from"
+        ) from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} holds a {type(fields).__name__}, but must hold an object")
+    return fields
+
+
+def _names_token(name: str, value: Any) -> bool:
+    if value is None or not name.endswith("_token"):
+        return False
+    has_text = isinstance(value, str) or (isinstance(value, dict) and "content" in value)
+    return name in _STANDARD_NAMES or has_text
+
+
+def _added_tokens(entries: Mapping[str, Any]) -> dict[int, AddedToken]:
+    return {int(token_id): _token(entry) for token_id, entry in entries.items()}
+
+
+def _special_token(value: Any) -> AddedToken:
+    token = _token(value)
+    token.special = True
+    return token
+
+
+def _token(value: Any) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    flags = {name: flag for name, flag in value.items() if name not in ("content", "__type")}
+    return AddedToken(value["content"], **flags)
