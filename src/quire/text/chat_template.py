@@ -6,7 +6,6 @@ encodes what comes out, without adding special tokens, since templates write the
 the server's chat API, `LLM.chat` and `quire chat`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -178,14 +177,16 @@ class _Template:
 
         Templates that don't know parts fail on a list, or write out its Python or JSON form.
         """
-        roles = ("system", "user", "assistant")
-        contents = [[{"type": "text", "text": f"quire-probe-{role}"}] for role in roles]
+        probes = {role: f"quire-probe-{role}" for role in ("system", "user", "assistant")}
         rendered = self._probe(
-            [{"role": role, "content": parts} for role, parts in zip(roles, contents, strict=True)]
+            [
+                {"role": role, "content": [{"type": "text", "text": text}]}
+                for role, text in probes.items()
+            ]
         )
-        written_out = [str(parts) for parts in contents] + [json.dumps(parts) for parts in contents]
-        return all(f"quire-probe-{role}" in rendered for role in roles) and not any(
-            form in rendered for form in written_out
+        return all(
+            text in rendered and f"'{text}'" not in rendered and f'"{text}"' not in rendered
+            for text in probes.values()
         )
 
     def _probe(self, messages: list[dict[str, Any]]) -> str:

@@ -84,6 +84,7 @@ class StopStrings:
 
     def __init__(self, stop: Sequence[str], *, include_in_output: bool) -> None:
         self._matchers = [_StopMatcher(string) for string in stop]
+        self._first_characters = frozenset(string[0] for string in stop)
         self._include_in_output = include_in_output
         self._held = ""
         self._stopped = False
@@ -101,6 +102,8 @@ class StopStrings:
             for matcher in self._matchers:
                 matcher.num_matched = 0
             return emitted, None
+        if not self._held and self._first_characters.isdisjoint(text):
+            return text, None  # most tokens
         text, num_held = self._held + text, len(self._held)
         for position in range(num_held, len(text)):
             stop = self._advance(text[position])

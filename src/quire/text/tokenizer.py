@@ -132,12 +132,12 @@ class Tokenizer:
         """
         forms = (word,) if word.startswith(" ") else (word, " " + word)
         encoded = [self.encode(form, add_special_tokens=False) for form in forms]
-        sequences = encoded + [self._encode_behind_text(form) for form in forms]
-        distinct = sorted({(len(sequence), *sequence) for sequence in sequences if sequence})
-        if not distinct:
+        if not encoded[0]:
             raise InvalidRequestError(
                 f"bad_words contains {word!r}, which has no tokens", "bad_words"
             )
+        sequences = encoded + [self._encode_behind_text(form) for form in forms]
+        distinct = sorted({(len(sequence), *sequence) for sequence in sequences if sequence})
         kept: list[list[int]] = []
         for _, *sequence in distinct:
             if not any(sequence[-len(shorter) :] == shorter for shorter in kept):

@@ -18,6 +18,7 @@ from quire.errors import CheckpointError
 _STANDARD_NAMES = frozenset(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
+_TOKEN_FLAGS = frozenset({"single_word", "lstrip", "rstrip", "normalized", "special"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,4 +109,6 @@ def _token(value: Any) -> AddedToken:
     if isinstance(value, str):
         return AddedToken(value, special=True)
     flags = {name: flag for name, flag in value.items() if name not in ("content", "__type")}
+    if unknown := sorted(flags.keys() - _TOKEN_FLAGS):
+        raise ValueError(f"{value['content']!r} has the unknown flag {unknown[0]!r}")
     return AddedToken(value["content"], **flags)

@@ -1,0 +1,81 @@
+"""Messages are checked with the position and the reason of what is wrong."""
+
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidRequestError
+from quire.text.chat_messages import (
+    check_messages,
+    plain_value,
+    with_joined_parts,
+    with_text_as_parts,
+)
+
+HI = {"role": "user", "content": "hi"}
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    "messages, words",
+    [
+        ("hi", "is a str, but must be a list"),
+        ({"role": "user"}, "is a dict, but must be a list"),
+        (None, "is a NoneType"),
+        ([], "messages is empty"),
+        ([HI, "hi"], r"messages\[1\] is a str"),
+        ([{"content": "hi"}], r"messages\[0\] has the role None"),
+        ([{"role": "", "content": "hi"}], "has the role ''"),
+        ([{"role": 3, "content": "hi"}], "has the role 3"),
+        ([{"role": "user"}], r"messages\[0\] has no content"),
+        ([{"role": "user", "content": None}], "has no content"),
+        ([{"role": "user", "content": 3}], "content of type int"),
+        ([{"role": "user", "content": {"text": "a"}}], "content of type dict"),
+        ([{"role": "user", "content": ["a"]}], "part of type 'str' at position 0"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'.*only text"),
+        ([{"role": "user", "content": [PARTS[0], {"type": "text"}]}], "at position 1"),
+        ([{"role": "user", "content": "hi", "extra": object()}], "contains a object"),
+    ],
+)
+def test_what_is_wrong_is_said(messages: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        check_messages(messages)
+    assert caught.value.param == "messages"
+
+
+def test_checked_messages_are_plain_copies() -> None:
+    message = MappingProxyType({"role": "user", "content": (MappingProxyType(PARTS[0]),)})
+    (checked,) = check_messages((message,))
+    assert checked == {"role": "user", "content": [PARTS[0]]}
+    assert type(checked["content"][0]) is dict
+
+
+def test_fields_that_are_none_are_dropped() -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    assert check_messages([called]) == [{"role": "assistant", "tool_calls": [{"id": "1"}]}]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_goes_under_the_names_that_templates_read(name: str) -> None:
+    (checked,) = check_messages([{"role": "assistant", "content": "x", name: "because"}])
+    assert checked["reasoning_content"] == checked["thinking"] == "because"
+
+
+def test_contents_change_their_form() -> None:
+    mixed = [HI, {"role": "user", "content": PARTS}, {"role": "assistant", "tool_calls": []}]
+    assert [m.get("content") for m in with_joined_parts(mixed)] == ["hi", "a\nb", None]
+    as_parts = [m.get("content") for m in with_text_as_parts(mixed)]
+    assert as_parts == [[{"type": "text", "text": "hi"}], PARTS, None]
+
+
+def test_plain_value_strips_enumerations_and_refuses_objects() -> None:
+    class Role(StrEnum):
+        USER = "user"
+
+    plain = plain_value({"a": [Role.USER, 1.5, None, True]}, "x")
+    assert plain == {"a": ["user", 1.5, None, True]} and type(plain["a"][0]) is str
+    with pytest.raises(InvalidRequestError, match="x contains a set") as caught:
+        plain_value([{"a": {1}}], "x")
+    assert caught.value.param == "x"

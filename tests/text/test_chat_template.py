@@ -1,0 +1,296 @@
+"""Rendering equals transformers' on templates as real models have them; refusals are sentences."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.text.small_tokenizers import make_byte_level
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from quire.errors import CheckpointError, InvalidRequestError
+from quire.text.chat_template import ChatTemplate
+
+CHATML = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + "
+    "message['content'] + '<|im_end|>' + '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+LLAMA3 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%Y") %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start|>system<|end|>\\n\\nToday: " + date_string + "\\n" }}
+{%- if tools is not none %}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- "\\n\\n" }}
+    {%- endfor %}
+{%- endif %}
+{{- system_message + eos_token }}
+{%- for message in messages %}
+    {{- '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant<|end|>\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL = """{{ bos_token }}{% for message in messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Conversation roles must alternate user/assistant/user/...') }}
+    {% endif %}
+    {% if message['role'] == 'user' %}{{ ' [INST] ' + message['content'] + ' [/INST]' }}
+    {% elif message['role'] == 'assistant' %}{% generation %}
+{{ ' ' + message['content'] + eos_token }}{% endgeneration %}
+    {% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}
+{% endfor %}"""
+JSON_AND_TIME = """{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}
+{% if m.content is none %}{% continue %}{% endif %}
+{{ {"role": m.role, "text": m.content, "why": m.reasoning_content or 0} | tojson }} {{ ns.n }}
+{% endfor %}{{ strftime_now('%Y') }}{{ documents | tojson }}{{ mode | default('plain') }}"""
+PARTS = """{% for message in messages %}{{ message.role }}: {% if message.content is string %}
+{{ message.content }}{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}
+{% endif %}{{ eos_token }}{% endfor %}"""
+ONLY_PARTS = """{% for message in messages %}{{ message.role }}: {% for part in message.content %}
+{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{{ eos_token }}{% endfor %}"""
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "json_and_time": JSON_AND_TIME,
+    "parts": PARTS,
+}
+
+TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": " Grüße, 世界! <|im_end|>{{ 1 }} "},
+    {"role": "assistant", "content": 'Hi "there"\n', "reasoning": "polite"},
+    {"role": "user", "content": "bye"},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"ü": [1, None]}}}]
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.fixture(scope="module")
+def peer() -> Any:
+    return PreTrainedTokenizerFast(tokenizer_object=make_byte_level(), **SPECIAL)
+
+
+def check_equal(peer: Any, source: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    theirs = peer.apply_chat_template(messages, chat_template=source, tokenize=False, **options)
+    tools = options.pop("tools", None)
+    switches = {name: options.pop(name, False) for name in list(options) if "_message" in name}
+    prompt = options.pop("add_generation_prompt", False)
+    ours = ChatTemplate({"default": source}, SPECIAL).render(
+        messages,
+        add_generation_prompt=prompt,
+        tools=tools,
+        chat_template_kwargs=options,
+        **switches,
+    )
+    assert ours == theirs
+    return ours
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_equals_transformers(
+    peer: Any, name: str, add_generation_prompt: bool, length: int
+) -> None:
+    check_equal(peer, TEMPLATES[name], TURNS[:length], add_generation_prompt=add_generation_prompt)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "json_and_time", "parts"])
+def test_system_tools_and_variables_equal_transformers(peer: Any, name: str) -> None:
+    rendered = check_equal(
+        peer, TEMPLATES[name], [SYSTEM, *TURNS], tools=TOOLS, date_string="today", mode="other"
+    )
+    assert ('"ü"' in rendered) == (name == "llama3")
+    assert ("today" in rendered) == (name == "llama3")
+    assert ("other" in rendered) == (name == "json_and_time")
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral", "parts"])
+@pytest.mark.parametrize("ending", ["I was", "I was  ", "\n I was \n"])
+def test_continued_message_equals_transformers(peer: Any, name: str, ending: str) -> None:
+    messages = [TURNS[0], {"role": "assistant", "content": ending}]
+    rendered = check_equal(peer, TEMPLATES[name], messages, continue_final_message=True)
+    assert rendered.rstrip().endswith("I was")
+
+
+def test_parts_equal_transformers(peer: Any) -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    messages = [SYSTEM, {"role": "user", "content": parts}]
+    assert "one two" in check_equal(peer, PARTS, messages)
+    assert check_equal(peer, PARTS, messages, continue_final_message=True).endswith("one two")
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral", "json_and_time"])
+def test_parts_are_joined_for_templates_that_want_a_string(name: str) -> None:
+    template = ChatTemplate({"default": TEMPLATES[name]}, SPECIAL)
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert template.render([{"role": "user", "content": parts}]) == template.render(
+        [{"role": "user", "content": "one\ntwo"}]
+    )
+
+
+def test_string_becomes_a_part_for_templates_that_want_parts(peer: Any) -> None:
+    template = ChatTemplate({"default": ONLY_PARTS}, SPECIAL)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    rendered = template.render([{"role": "user", "content": "hello"}])
+    assert rendered == template.render(parts) == check_equal(peer, ONLY_PARTS, parts)
+
+
+def test_template_may_overrule_special_tokens(peer: Any) -> None:
+    assert check_equal(peer, LLAMA3, TURNS[:1], eos_token="!").count("!") > 1
+
+
+def test_template_refusal_is_the_templates_sentence() -> None:
+    template = ChatTemplate({"default": MISTRAL}, SPECIAL)
+    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
+        template.render([TURNS[1]])
+    assert caught.value.param == "messages" and caught.value.http_status == 400
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[5].content }}",
+        "{{ unknown_token + 'x' }}",
+        "{{ 'a' + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages | tojson(indent=messages) }}",
+        "{{ strftime_now(3) }}",
+    ],
+)
+def test_template_that_fails_is_reported(source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="chat template refuses these messages"):
+        ChatTemplate({"default": source}, SPECIAL).render(TURNS)
+
+
+def test_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
+    template = ChatTemplate.from_folder(tmp_path)
+    assert not template.exists
+    with pytest.raises(InvalidRequestError, match=r"no chat template.*/v1/completions") as caught:
+        template.render(TURNS)
+    assert str(tmp_path) in str(caught.value) and caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "options, param",
+    [
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"add_generation_prompt": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": ["enable_thinking"]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": object()}}, "chat_template_kwargs"),
+        ({"tools": "search"}, "tools"),
+        ({"tools": ["search"]}, "tools"),
+    ],
+)
+def test_option_that_makes_no_sense_is_refused(options: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ChatTemplate({"default": CHATML}, SPECIAL).render(TURNS, **options)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (CHATML, {"role": "assistant", "tool_calls": []}),
+        ("{{ messages[0].content }}", {"role": "assistant", "content": "lost"}),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", TURNS[1]),
+    ],
+)
+def test_message_that_can_not_be_continued(source: str, message: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ChatTemplate({"default": source}, SPECIAL).render(
+            [TURNS[0], message], add_generation_prompt=False, continue_final_message=True
+        )
+    assert caught.value.param == "continue_final_message"
+
+
+NAMED = [{"name": "default", "template": "default"}, {"name": "tool_use", "template": "tools"}]
+
+
+@pytest.mark.parametrize(
+    "in_config, files",
+    [
+        (None, {}),
+        ("config", {}),
+        (NAMED, {}),
+        ("config", {"chat_template.jinja": "file"}),
+        (NAMED, {"chat_template.jinja": "file"}),
+        (
+            "config",
+            {"chat_template.jinja": "file", "additional_chat_templates/tool_use.jinja": "t"},
+        ),
+        (NAMED[1:], {}),
+    ],
+)
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_source_is_found_as_transformers_finds_it(
+    save_folder: Callable[..., Path], in_config: Any, files: dict[str, str], tools: Any
+) -> None:
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    folder = save_folder(
+        make_byte_level(),
+        config={"model_type": "llama"},
+        tokenizer_config=fields if in_config is None else {**fields, "chat_template": in_config},
+    )
+    for name, source in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(source)
+    peer = AutoTokenizer.from_pretrained(str(folder))
+    template = ChatTemplate.from_folder(folder)
+    try:
+        theirs = peer.apply_chat_template(TURNS, tools=tools, tokenize=False)
+    except ValueError:
+        with pytest.raises(InvalidRequestError):
+            template.render(TURNS, tools=tools)
+    else:
+        assert template.render(TURNS, tools=tools) == theirs
+
+
+def test_special_tokens_of_the_folder_are_variables(save_folder: Callable[..., Path]) -> None:
+    folder = save_folder(
+        tokenizer_config={
+            "bos_token": {"__type": "AddedToken", "content": "<b>"},
+            "image_token": "<image>",
+            "chat_template": "{{ bos_token }}{{ image_token }}{{ eos_token }}",
+        }
+    )
+    assert ChatTemplate.from_folder(folder).render(TURNS) == "<b><image>"
+
+
+def test_broken_template_is_refused_when_the_folder_is_read(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}\n{% for %}")
+    with pytest.raises(CheckpointError, match="not valid Jinja: line 2") as caught:
+        ChatTemplate.from_folder(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("in_config", [3, [3], [{"name": "default"}], [{"name": 1, "template": 2}]])
+def test_template_of_a_wrong_type_is_refused(
+    save_folder: Callable[..., Path], in_config: Any
+) -> None:
+    with pytest.raises(CheckpointError, match="must be a string, or a list"):
+        ChatTemplate.from_folder(save_folder(tokenizer_config={"chat_template": in_config}))
+
+
+def test_unreadable_template_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "chat_template.jinja"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CheckpointError) as caught:
+        ChatTemplate.from_folder(tmp_path)
+    assert str(path) in str(caught.value)
