@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from quire.core.sampling_params import DecodingParams
+from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.step import TokenLogprobs
+from quire.errors import InvalidRequestError, PromptTooLongError
 
 
 class FinishReason(str, Enum):
@@ -53,3 +54,29 @@ class SequenceOutput(NamedTuple):
     logprobs: Sequence[TokenLogprobs] | None = None
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
     error: str | None = None
+
+
+def check_prompt(prompt_token_ids: Sequence[int], limits: ModelLimits) -> None:
+    """Raise InvalidRequestError for token ids that the model can't be given, and
+    PromptTooLongError where they leave no room for one more."""
+    if not prompt_token_ids:
+        raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
+    for token_id in prompt_token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise InvalidRequestError(
+                f"the prompt contains {token_id!r}, but token ids are whole numbers", "prompt"
+            )
+    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if low < 0 or high >= limits.vocab_size:
+        raise InvalidRequestError(
+            f"the prompt contains token id {low if low < 0 else high}, but the vocabulary has"
+            f" {limits.vocab_size} tokens (0 to {limits.vocab_size - 1})",
+            "prompt",
+        )
+    if len(prompt_token_ids) >= limits.max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {len(prompt_token_ids)} tokens, but max_model_len is"
+            f" {limits.max_model_len} and at least one token must be left to generate;"
+            " shorten the prompt",
+            "prompt",
+        )

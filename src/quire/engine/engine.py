@@ -4,13 +4,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from quire.core.request import Request, SequenceOutput
+from quire.core.request import Request, SequenceOutput, check_prompt
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import Runner, StepPlan
-from quire.errors import InvalidRequestError, PromptTooLongError
 from quire.engine.stats import EngineStats, StatsLog
+from quire.errors import InvalidRequestError
 from quire.observability.log import get_logger
 from quire.observability.step_trace import StepRecord, StepTrace
 from quire.runtime.model_runner import StepTiming
@@ -129,25 +129,9 @@ class Engine:
         )
 
     def _check(self, request: Request) -> None:
-        prompt, limits = request.prompt_token_ids, self.limits
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
-        if len(prompt) >= limits.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {len(prompt)} tokens, but max_model_len is {limits.max_model_len}"
-                " and at least one token must be left to generate; shorten the prompt",
-                "prompt",
-            )
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= limits.vocab_size:
-            wrong = low if low < 0 else high
-            raise InvalidRequestError(
-                f"the prompt contains token id {wrong}, but the vocabulary has"
-                f" {limits.vocab_size} tokens (0 to {limits.vocab_size - 1})",
-                "prompt",
-            )
+        check_prompt(request.prompt_token_ids, self.limits)
 
     def _recover(self, error: Exception) -> list[SequenceOutput]:
         logger.exception("a step failed; its sequences start again")

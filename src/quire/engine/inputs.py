@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.core.request import Request
+from quire.core.request import Request, check_prompt
 from quire.core.sampling_params import ModelLimits, SamplingParams, resolve
 from quire.errors import InvalidRequestError
 from quire.text.tokenizer import Tokenizer
@@ -29,9 +29,10 @@ class InputProcessor:
     ) -> Request:
         """Tokenize (text), resolve and check. seed: used where params.seed is None.
 
-        Raises InvalidRequestError; whether the prompt fits is checked by `Engine.add`.
+        Raises InvalidRequestError; whether the KV blocks suffice is checked by `Engine.add`.
         """
         token_ids = self.tokenize(prompt)
+        check_prompt(token_ids, self._limits)
         decoding = resolve(
             params,
             self._limits,
@@ -47,7 +48,7 @@ class InputProcessor:
         return Request(request_id, token_ids, decoding, params.n, priority, cache_domain)
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        """Text with its special tokens, or token ids as they are, checked for their type."""
+        """Text with its special tokens, or token ids as they are."""
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequestError(
@@ -56,11 +57,6 @@ class InputProcessor:
                     "prompt",
                 )
             return self._tokenizer.encode(prompt)
-        for token_id in prompt:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise InvalidRequestError(
-                    f"the prompt contains {token_id!r}, but token ids are whole numbers", "prompt"
-                )
         return list(prompt)
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:

@@ -8,7 +8,7 @@ The engine runs in this process, inside the calls. Not for several threads at on
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -103,7 +103,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Continue one prompt; yields text as it comes. Closing the iterator aborts the request."""
         return self._stream(read_prompt(prompt), sampling_params or SamplingParams())
 
@@ -113,7 +113,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Answer one conversation; otherwise as `stream`."""
         prompt = self._render(messages, True, False, chat_template_kwargs)
         return self._stream(prompt, sampling_params or SamplingParams())
@@ -163,15 +163,19 @@ class LLM:
                 self._close_request(assembler)
         return [assembler.output for assembler in assemblers]
 
-    def _stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[str]:
+    def _stream(
+        self, prompt: str | list[int], params: SamplingParams
+    ) -> Generator[str, None, None]:
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but a stream has one branch", "n")
         assembler = self._open_request(prompt, params)
         try:
-            while not assembler.finished:
-                self._step()
-                if text := assembler.take_delta(0).text:
+            # Another stream's steps may bring this one's text too, its last tokens included.
+            while (text := assembler.take_delta(0).text) or not assembler.finished:
+                if text:
                     yield text
+                else:
+                    self._step()
         finally:
             self._close_request(assembler)
 

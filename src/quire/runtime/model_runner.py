@@ -114,6 +114,7 @@ class ModelRunner:
         for row, start, count, first in step.prompt_logprob_spans:
             entries = found.setdefault(row, [])
             num_top = self._sampler.rows.num_prompt_logprobs(row)
+            assert num_top is not None
             for offset in range(0, count, PROMPT_LOGPROB_ROWS):
                 size = min(PROMPT_LOGPROB_ROWS, count - offset)
                 logits = self._model.logits(hidden[start + offset : start + offset + size])

@@ -1,0 +1,87 @@
+"""The law against the outside: fp32 greedy tokens equal transformers', whatever the memory does."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tests.engine.checkpoints import CONFIGS, save_checkpoint
+from tests.engine.reference import assert_greedy
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from quire.core.sampling_params import SamplingParams
+from quire.engine.llm import LLM
+from quire.models.hub import EMBEDDED_MODEL
+
+BLOCK_EDGE_LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100)
+NUM_NEW_TOKENS = 40
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+
+SETTINGS = {
+    "whole": {},
+    "chunked": {"max_num_batched_tokens": 24, "max_num_seqs": 8},
+    # 13 prompts and their outputs need 78 blocks of 16 in each KV group.
+    "preempted": {"num_blocks": 27, "max_model_len": 144},
+    "preempted, chunked, small blocks": {
+        "num_blocks": 56,
+        "max_model_len": 144,
+        "block_size": 8,
+        "max_num_batched_tokens": 20,
+        "max_num_seqs": 12,
+    },
+    "one block each": {"block_size": 256, "enable_prefix_caching": False},
+}
+
+Family = tuple[Path, PreTrainedModel]
+
+
+@pytest.fixture(scope="module", params=[*CONFIGS, "embedded"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    torch.set_num_threads(1)
+    name = request.param
+    folder = EMBEDDED_MODEL
+    if name != "embedded":
+        folder = save_checkpoint(name, tmp_path_factory.mktemp(name))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return folder, model.eval()
+
+
+def make_prompts(seed: int) -> list[dict[str, list[int]]]:
+    rng = random.Random(seed)
+    return [
+        {"prompt_token_ids": [rng.randrange(3, 1000) for _ in range(length)]}
+        for length in BLOCK_EDGE_LENGTHS
+    ]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_greedy_tokens_equal(family: Family, setting: str) -> None:
+    folder, reference = family
+    options = SETTINGS[setting]
+    num_groups = 2 if reference.config.model_type == "qwen2" else 1
+    if "num_blocks" in options:
+        # Qwen2's window layers outnumber the others two to one: three groups of one layer.
+        options = options | {"num_blocks": options["num_blocks"] * (3 if num_groups == 2 else 1)}
+    llm = LLM(str(folder), skip_tokenizer_init=True, dtype="float32", **options)
+    prompts = make_prompts(len(setting))
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = prompt["prompt_token_ids"]
+        tokens = output.outputs[0].token_ids
+        expected = min(NUM_NEW_TOKENS, llm.engine.limits.max_model_len - len(ids))
+        assert len(tokens) == expected
+        assert_greedy(reference, ids, tokens, f"{setting}, prompt of {len(ids)}")
+    stats = llm.engine.stats()
+    assert stats.num_held_blocks == 0
+    assert (stats.num_preemptions > 0) == ("preempted" in setting)
+
+
+def test_prefix_hits_change_nothing(family: Family) -> None:
+    folder, reference = family
+    llm = LLM(str(folder), skip_tokenizer_init=True, dtype="float32")
+    shared = [random.Random(5).randrange(3, 1000) for _ in range(70)]
+    for tail in ([7], [8, 9], [], list(range(10, 40))):
+        prompt = [*shared, *tail]
+        output = llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)[0]
+        assert_greedy(reference, prompt, output.outputs[0].token_ids, f"tail of {len(tail)}")
+        assert output.num_cached_tokens == (0 if tail == [7] else 64)

@@ -1,0 +1,75 @@
+"""How layers form groups and pages, and that copies move whole blocks."""
+
+import pytest
+import torch
+
+from quire.attention.interface import AttentionSpec
+from quire.attention.torch_paged import TorchPagedAttention
+from quire.core.kv_groups import KVKind
+from quire.core.step import BlockCopy
+from quire.errors import InsufficientMemoryError
+from quire.runtime.kv_cache import KVCache, KVCacheLayout, plan_layout
+
+CPU = torch.device("cpu")
+
+
+def spec(window: int | None = None, num_kv_heads: int = 2) -> AttentionSpec:
+    return AttentionSpec(4, num_kv_heads, 16, 0.25, window)
+
+
+def layout(*specs: AttentionSpec, block_size: int = 16) -> KVCacheLayout:
+    return plan_layout(specs, TorchPagedAttention, block_size, torch.float32)
+
+
+def test_one_kind_of_layer_is_one_group() -> None:
+    found = layout(*[spec()] * 3)
+    assert [(group.layers, group.kind) for group in found.groups] == [((0, 1, 2), KVKind.FULL)]
+    bytes_per_layer = 2 * 16 * 2 * 16 * 4
+    assert found.bytes_per_block == 3 * bytes_per_layer
+    assert found.layer_places == ((0, 0), (0, bytes_per_layer), (0, 2 * bytes_per_layer))
+
+
+def test_the_rarest_kind_sets_the_width_and_pages_are_equal() -> None:
+    found = layout(spec(), *[spec(window=64)] * 5, spec())
+    assert [group.layers for group in found.groups] == [(0, 6), (1, 2), (3, 4), (5,)]
+    assert [group.window for group in found.groups] == [None, 64, 64, 64]
+    assert {group.bytes_per_block for group in found.groups} == {found.bytes_per_block}
+    assert found.layer_places[6] == (0, found.bytes_per_block // 2)
+
+
+def test_layers_of_other_sizes_are_another_kind() -> None:
+    found = layout(spec(num_kv_heads=1), spec(num_kv_heads=4))
+    assert [group.layers for group in found.groups] == [(0,), (1,)]
+    assert found.bytes_per_block == found.formats[1].bytes_per_layer
+
+
+def test_layers_of_a_block_lie_side_by_side_and_do_not_overlap() -> None:
+    cache = KVCache(layout(*[spec()] * 3), 5, CPU)
+    cache.storage.zero_()
+    for number, layer in enumerate(cache.layers(), 1):
+        layer.pages[2].fill_(number)
+    block = cache.storage[2]
+    part = cache.layout.formats[0].bytes_per_layer
+    assert [int(block[at]) for at in (0, part, 2 * part)] == [1, 2, 3]
+    assert int((block == 0).sum()) == 0
+    assert int(cache.storage.sum()) == part * (1 + 2 + 3)
+
+
+def test_groups_share_the_storage() -> None:
+    cache = KVCache(layout(spec(), spec(window=8)), 4, CPU)
+    full, window = cache.layers()
+    assert (full.group, window.group) == (0, 1)
+    assert full.pages.data_ptr() == window.pages.data_ptr()
+
+
+def test_copies_move_whole_blocks() -> None:
+    cache = KVCache(layout(spec()), 6, CPU)
+    cache.storage.copy_(torch.arange(6)[:, None].expand(cache.storage.shape))
+    cache.copy_blocks([BlockCopy(1, 4), BlockCopy(0, 5)])
+    cache.copy_blocks([])
+    assert cache.storage.float().mean(dim=1).tolist() == [0, 1, 2, 3, 1, 0]
+
+
+def test_memory_that_is_not_there() -> None:
+    with pytest.raises(InsufficientMemoryError, match="lower kv_cache_memory or num_blocks"):
+        KVCache(layout(spec()), 1 << 45, CPU)

@@ -1,0 +1,71 @@
+"""Options: names, types, bounds and sizes."""
+
+import pytest
+
+from quire.config import EngineOptions, EngineOptionsDict, parse_bytes
+from quire.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (12345, 12345),
+        ("12345", 12345),
+        ("2GiB", 2 << 30),
+        ("500 MB", 500_000_000),
+        ("1.5kib", 1536),
+        ("3b", 3),
+        ("2TB", 2 * 10**12),
+    ],
+)
+def test_parse_bytes(text: object, expected: int) -> None:
+    assert parse_bytes("kv_cache_memory", text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2 apples", "-1GiB", None, True, 1.5, "1..2MB"])
+def test_parse_bytes_refuses(text: object) -> None:
+    with pytest.raises(ConfigurationError, match="kv_cache_memory is"):
+        parse_bytes("kv_cache_memory", text)
+
+
+def test_every_option_of_the_keyword_list_exists() -> None:
+    known = {name for name in EngineOptions.__slots__} | {"kv_cache_memory_bytes"}
+    assert set(EngineOptionsDict.__annotations__) == known - {"model"}
+
+
+def test_defaults() -> None:
+    options = EngineOptions.from_mapping({})
+    assert (options.block_size, options.max_num_batched_tokens) == (16, 2048)
+    assert EngineOptions.from_mapping({"max_num_seqs": 5000}).max_num_batched_tokens == 5000
+    assert EngineOptions.from_mapping({"max_num_batched_tokens": None}) == options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blocksize": 16}, "unknown option blocksize; did you mean block_size"),
+        ({"tensor_parallel_size": 2}, "unknown option tensor_parallel_size"),
+        ({"block_size": 12}, "block_size is 12, but must be a power of two"),
+        ({"block_size": 4096}, "block_size is 4096, but must be a power of two"),
+        ({"block_size": "16"}, "block_size is '16', but must be a whole number"),
+        ({"block_size": 4}, "block_size is 4, but must be at least 8"),
+        ({"dtype": "int3"}, "dtype is 'int3'"),
+        ({"dtype": 7}, "dtype is 7"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": True}, "seed is True"),
+        ({"model": ""}, "model is ''"),
+        ({"model": 3}, "model is 3"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": None}, "max_num_seqs is None"),
+        ({"max_model_len": 1}, "max_model_len is 1, but must be at least 2"),
+        ({"enforce_eager": 1}, "enforce_eager is 1, but must be True or False"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+        ({"gpu_memory_utilization": True}, "gpu_memory_utilization is True"),
+        ({"kv_cache_memory": 1, "kv_cache_memory_bytes": 1}, "given twice"),
+        ({"kv_cache_memory": "1GiB", "num_blocks": 4}, "give one of them"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        EngineOptions.from_mapping(options)
