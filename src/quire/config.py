@@ -62,7 +62,7 @@ class EngineOptions:
         weights and KV cache fill together when neither of the two options above is given.
     max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens that a step computes at
         most; None: 2048, or max_num_seqs if that is more.
-    enforce_eager: never capture graphs. This version has none to capture, so both values run eagerly.
+    enforce_eager: never capture graphs. This version has none to capture: both values run eagerly.
     disable_log_stats: no line with throughput and memory use in the log every ten seconds.
     """
 

@@ -1,8 +1,8 @@
 """Sequence outputs -> text and results. No torch: the HTTP front uses it too.
 
 Text is made here, outside the engine, so stop strings are found here too: a branch whose text
-contains one is ended at that token, and the caller aborts it in the engine. What the engine computed
-beyond that token is dropped; nobody sees it.
+contains one is ended at that token, and the caller aborts it in the engine. What the engine
+computed beyond that token is dropped; nobody sees it.
 """
 
 from collections.abc import Sequence

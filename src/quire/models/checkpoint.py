@@ -70,8 +70,12 @@ class _MappedFile:
     def _count_bytes(self, num_bytes: int) -> None:
         self._num_read_bytes += num_bytes
         if self._num_read_bytes > RELEASE_BYTES:
-            self._handle = self._open()
-            self._num_read_bytes = 0
+            self.release()
+
+    def release(self) -> None:
+        """Give back the pages that were read."""
+        self._handle = self._open()
+        self._num_read_bytes = 0
 
 
 class Checkpoint:
@@ -80,6 +84,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError that names the file at fault."""
         self._files: dict[str, _MappedFile] = {}
+        self._last_read: _MappedFile | None = None
         for path in _weight_files(folder):
             file = _MappedFile(path)
             for name in file.names:
@@ -96,7 +101,11 @@ class Checkpoint:
 
     def copy(self, name: str, target: torch.Tensor) -> None:
         """Fill `target`, of the tensor's shape, converting to its dtype and device."""
-        for rows, chunk in self._files[name].chunks(name):
+        file = self._files[name]
+        if self._last_read is not None and self._last_read is not file:
+            self._last_read.release()  # or each shard would keep the last of its pages
+        self._last_read = file
+        for rows, chunk in file.chunks(name):
             target[rows].copy_(chunk)
 
     def equal(self, first: str, second: str) -> bool:

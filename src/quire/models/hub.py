@@ -23,7 +23,7 @@ def resolve_model_folder(name: str | None, revision: str | None = None) -> Path:
     Raises CheckpointError where `name` is neither, or can't be fetched.
     """
     folder = EMBEDDED_MODEL if name is None else Path(name).expanduser()
-    if name is not None and not folder.is_dir():
+    if name is not None and not (name and folder.is_dir()):
         return _fetch(name, revision)
     if revision is not None:
         raise ConfigurationError(

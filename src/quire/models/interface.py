@@ -25,7 +25,7 @@ class ModelOutput:
 class CausalLM(nn.Module, ABC):
     """A decoder that predicts the next token.
 
-    attention_specs: one for each attention layer, in the order of the `layer` argument of attention.
+    attention_specs: one for each attention layer, in the order of attention's `layer` argument.
     """
 
     vocab_size: int

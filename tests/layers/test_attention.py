@@ -1,0 +1,97 @@
+"""The attention block: what it hands to the attention call, and what it makes of the answer.
+
+Its numbers as a whole are compared with transformers in tests/models.
+"""
+
+import pytest
+import torch
+
+from quire.attention.interface import AttentionSpec
+from quire.layers.attention import Attention, AttentionBias
+from quire.layers.linear import LinearKind
+
+SPEC = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=4, scale=0.5)
+NUM_TOKENS, HIDDEN = 5, 10
+
+
+class Recorder:
+    """Returns q plus one and remembers what it was given."""
+
+    def __call__(self, layer, q, k, v, sinks=None):
+        self.layer, self.sinks = layer, sinks
+        self.q, self.k, self.v = q.clone(), k.clone(), v.clone()
+        return q + 1
+
+
+def _attention(qk_norm_eps=None, bias=AttentionBias()):  # noqa: B008
+    block = Attention(
+        3,
+        HIDDEN,
+        SPEC,
+        bias=bias,
+        qk_norm_eps=qk_norm_eps,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    generator = torch.Generator().manual_seed(0)
+    for parameter in block.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return block
+
+
+@pytest.fixture
+def hidden() -> torch.Tensor:
+    return torch.randn(NUM_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def _angles(turn: float) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.full((NUM_TOKENS, SPEC.head_dim), turn)
+    return angles.cos(), angles.sin()
+
+
+def test_hands_over_heads_and_projects_the_answer(hidden):
+    block, seen = _attention(), Recorder()
+    output = block(hidden, *_angles(0.0), seen)
+    q, k, v = block.qkv_proj(hidden).split((24, 8, 8), dim=-1)
+    assert (seen.layer, seen.sinks) == (3, None)
+    assert torch.equal(seen.q, q.reshape(NUM_TOKENS, 6, 4))
+    assert torch.equal(seen.k, k.reshape(NUM_TOKENS, 2, 4))
+    assert torch.equal(seen.v, v.reshape(NUM_TOKENS, 2, 4))
+    assert torch.equal(output, block.o_proj(q + 1))
+
+
+def test_turns_q_and_k_but_not_v(hidden):
+    block, still, turned = _attention(), Recorder(), Recorder()
+    block(hidden, *_angles(0.0), still)
+    block(hidden, *_angles(torch.pi), turned)
+    torch.testing.assert_close(turned.q, -still.q)
+    torch.testing.assert_close(turned.k, -still.k)
+    assert torch.equal(turned.v, still.v)
+
+
+def test_norms_each_head_of_q_and_k_before_the_turn(hidden):
+    block, seen = _attention(qk_norm_eps=1e-6), Recorder()
+    block.q_norm.weight.fill_(2.0)
+    block.k_norm.weight.fill_(3.0)
+    block(hidden, *_angles(0.7), seen)
+    # A rotation keeps lengths: root mean square = the norm's weight.
+    for heads, size in ((seen.q, 2.0), (seen.k, 3.0)):
+        lengths = heads.pow(2).mean(-1).sqrt()
+        torch.testing.assert_close(lengths, torch.full_like(lengths, size))
+    v = block.qkv_proj(hidden)[:, 32:]
+    assert torch.equal(seen.v, v.reshape(NUM_TOKENS, 2, 4))
+
+
+@pytest.mark.parametrize("qkv", [False, True])
+@pytest.mark.parametrize("output", [False, True])
+def test_biases_are_where_they_are_asked_for(qkv, output):
+    block = _attention(bias=AttentionBias(qkv=qkv, output=output))
+    assert (block.qkv_proj.bias is not None) is qkv
+    assert (block.o_proj.bias is not None) is output
+
+
+def test_is_sharded_by_heads_then_rows():
+    block = _attention()
+    assert block.qkv_proj.kind is LinearKind.COLUMN
+    assert block.qkv_proj.part_sizes == (24, 8, 8)
+    assert block.o_proj.kind is LinearKind.ROW

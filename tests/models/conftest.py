@@ -1,0 +1,145 @@
+"""Small random checkpoints made by transformers, and the comparison of our models with them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from quire.attention.interface import AttentionSpec
+from quire.models.interface import CausalLM
+from quire.models.loader import load_model
+from quire.models.registry import load_config
+
+CPU = torch.device("cpu")
+
+# The sizes of all families' test models; a test changes what it is about.
+SMALL: dict[str, Any] = {
+    "vocab_size": 1013,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+class DenseAttention:
+    """Attention over everything seen so far, by the definition. Tokens come in order, from 0."""
+
+    def __init__(self, specs: tuple[AttentionSpec, ...]) -> None:
+        self.specs = specs
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+
+    def __call__(self, layer, q, k, v, sinks=None):
+        spec = self.specs[layer]
+        assert sinks is None
+        assert q.shape[1:] == (spec.num_heads, spec.head_dim)
+        assert k.shape[1:] == v.shape[1:] == (spec.num_kv_heads, spec.head_dim)
+        keys = self.keys[layer] = torch.cat((self.keys.get(layer, k[:0]), k))
+        values = self.values[layer] = torch.cat((self.values.get(layer, v[:0]), v))
+        repeats = spec.num_heads // spec.num_kv_heads
+        scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(repeats, 1)) * spec.scale
+        key_at = torch.arange(len(keys))
+        query_at = key_at[len(keys) - len(q) :, None]
+        seen = key_at <= query_at
+        if spec.window is not None:
+            seen &= key_at > query_at - spec.window
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(repeats, 1))
+
+
+@pytest.fixture
+def dense_attention() -> Callable[[CausalLM], DenseAttention]:
+    return lambda model: DenseAttention(model.attention_specs)
+
+
+@pytest.fixture
+def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, PreTrainedModel]]:
+    """save(config class, **fields) -> (folder, the transformers model in it)."""
+
+    def save(
+        config_class: type[PreTrainedConfig], *, max_shard_size: str = "1GB", **fields: Any
+    ) -> tuple[Path, PreTrainedModel]:
+        torch.manual_seed(0)
+        config = config_class(**(SMALL | fields))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # Weights, biases and norms all differ from what an initialiser would give them.
+                parameter.normal_(0, 0.15)
+                if "norm" in name:
+                    parameter += 1
+        folder = tmp_path / "model"
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        return folder, model
+
+    return save
+
+
+@pytest.fixture
+def load() -> Callable[..., CausalLM]:
+    def load(folder: Path, dtype: torch.dtype = torch.float32, max_model_len: int = 48) -> CausalLM:
+        return load_model(
+            folder, load_config(folder), dtype=dtype, device=CPU, max_model_len=max_model_len
+        )
+
+    return load
+
+
+@pytest.fixture
+def edit_config() -> Callable[..., None]:
+    """edit(folder, remove=(names), **fields) changes its config.json."""
+
+    def edit(folder: Path, remove: tuple[str, ...] = (), **fields: Any) -> None:
+        path = folder / "config.json"
+        config = json.loads(path.read_text()) | fields
+        path.write_text(json.dumps({name: config[name] for name in config.keys() - set(remove)}))
+
+    return edit
+
+
+@pytest.fixture
+def run() -> Callable[..., torch.Tensor]:
+    """run(model, token ids, chunk lengths) -> logits at every position."""
+
+    def run(model: CausalLM, token_ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+        assert sum(chunks) == len(token_ids)
+        attention = DenseAttention(model.attention_specs)
+        positions = torch.arange(len(token_ids)).split(chunks)
+        with torch.inference_mode():
+            return torch.cat(
+                [
+                    model.logits(model(ids, at, attention).hidden)
+                    for ids, at in zip(token_ids.split(chunks), positions, strict=True)
+                ]
+            )
+
+    return run
+
+
+@pytest.fixture
+def assert_same_logits(load, run) -> Callable[..., CausalLM]:
+    """Our model of `folder` has the reference's logits: whole, in chunks, and one by one."""
+
+    def check(folder: Path, reference: PreTrainedModel, *, num_tokens: int = 48) -> CausalLM:
+        model = load(folder, max_model_len=num_tokens)
+        generator = torch.Generator().manual_seed(1)
+        token_ids = torch.randint(0, model.vocab_size, (num_tokens,), generator=generator)
+        with torch.inference_mode():
+            expected = reference(token_ids[None]).logits[0]
+        assert expected.std() > 0.5  # large enough for the tolerance to mean something
+        assert expected.argmax(-1).unique().numel() > 8
+        for chunks in ([num_tokens], [17, 1, 5, num_tokens - 23], [1] * num_tokens):
+            logits = run(model, token_ids, chunks)
+            assert logits.dtype == torch.float32
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
+            assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+        return model
+
+    return check
