@@ -14,7 +14,7 @@ from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from quire.models.interface import CausalLM
 from quire.runtime.batch import RowBatch, StepBatch
 from quire.runtime.kv_cache import KVCache
-from quire.sampling.sampler import Sampler
+from quire.sampling.sampler import NO_TOKEN, Sampler
 
 # Prompt log-probabilities need the whole vocabulary for each position: so many positions at once.
 PROMPT_LOGPROB_ROWS = 128
@@ -72,24 +72,25 @@ class ModelRunner:
         started_s = time.perf_counter()
         (plan, step, hidden), self._step = self._step, None
         prompt_logprobs = self._prompt_logprobs(step, hidden)
-        rows, tokens = self._rows, step.sample_rows
-        if len(tokens) == 0:
+        rows = step.sample_rows
+        if len(rows) == 0:
             self.timing.sample_s = time.perf_counter() - started_s
             return StepResult(plan.step_id, (), (), prompt_logprobs=prompt_logprobs)
         logits = self._model.logits(hidden[step.sample_index])
-        sampled = self._sampler.sample(logits, tokens, rows.history, masks)
-        rows.append_sampled(tokens, sampled.token_ids)
-        ids = sampled.token_ids.tolist()
-        failed = sampled.failed
-        pairs = [pair for pair in zip(tokens.tolist(), ids, strict=True) if pair[0] not in failed]
+        sampled = self._sampler.sample(logits, rows, self._rows.history, masks)
+        token_ids = sampled.token_ids
+        if sampled.failed:
+            succeeded = token_ids != NO_TOKEN
+            rows, token_ids = rows[succeeded], token_ids[succeeded]
+        self._rows.append_sampled(rows, token_ids)
         self.timing.sample_s = time.perf_counter() - started_s
         return StepResult(
             plan.step_id,
-            [row for row, _ in pairs],
-            [(token_id,) for _, token_id in pairs],
+            rows.tolist(),
+            [(token_id,) for token_id in token_ids.tolist()],
             logprobs={row: (entry,) for row, entry in sampled.logprobs.items()},
             prompt_logprobs=prompt_logprobs,
-            failed=failed,
+            failed=sampled.failed,
         )
 
     def reset(self) -> None:

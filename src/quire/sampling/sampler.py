@@ -1,0 +1,255 @@
+"""Logits in, token ids out, for rows that may differ in every option.
+
+`SamplingRows` holds what each row's request asked for; `Sampler` turns a step's logits into tokens.
+Options apply in this order, which is vLLM's:
+
+    raw log-probabilities are taken first
+    grammar masks, allowed_token_ids, bad_words, min_tokens        some tokens become impossible
+    logit_bias, repetition, frequency, presence penalties          logits change
+    temperature 0: the largest logit, of equal ones the lowest token id
+    else: divide by the temperature, min_p, top_k, top_p, sample   see `choice.py`
+
+What is sampled for a row is a function of its logits, options, tokens and mask alone, to the bit.
+The model runner calls this; it knows no requests, no text and no model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.core.sampling_params import DecodingParams
+from quire.core.step import TokenLogprobs, TokenMasks
+from quire.sampling import choice, logprobs, noise
+from quire.sampling.history import Ints, TokenHistory
+from quire.sampling.penalties import Penalties
+from quire.sampling.processors import (
+    AllowedTokens,
+    BadWords,
+    BoundProcessor,
+    LogitBias,
+    MinTokens,
+    apply_token_masks,
+)
+
+Rows = npt.NDArray[np.int64]
+
+NO_TOKEN = -1
+NOT_ASKED = -1
+
+BROKEN_LOGITS = (
+    "the model computed no usable logits for this sequence (NaN or infinity); its weights or its "
+    "number format may be damaged, or overflow with this prompt"
+)
+NO_TOKEN_LEFT = (
+    "no token is left to generate: allowed_token_ids, bad_words, min_tokens and the grammar "
+    "together exclude the whole vocabulary; relax one of them"
+)
+
+
+class SamplingRows:
+    """The sampling options of every live row, in preallocated arrays indexed by row.
+
+    `version` changes with every change, so that what was derived from a set of rows can be kept.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.version = 0
+        self.greedy = np.ones(max_rows, dtype=np.bool_)
+        self.streams = np.zeros(max_rows, dtype=np.uint64)
+        self.temperature = np.ones(max_rows, dtype=np.float32)
+        self.log_min_p = np.zeros(max_rows, dtype=np.float32)
+        self.top_k = np.zeros(max_rows, dtype=np.int64)
+        self.top_p = np.ones(max_rows, dtype=np.float64)
+        self.num_logprobs = np.full(max_rows, NOT_ASKED, dtype=np.int64)
+        self._num_prompt_logprobs = np.full(max_rows, NOT_ASKED, dtype=np.int64)
+        self.processors = (
+            AllowedTokens(),
+            BadWords(vocab_size),
+            MinTokens(vocab_size),
+            LogitBias(),
+            Penalties(vocab_size),
+        )
+
+    def set_row(
+        self, row: int, params: DecodingParams, branch_index: int, num_prompt_tokens: int
+    ) -> None:
+        """A sequence enters `row`, which need not have been cleared."""
+        self.version += 1
+        self.greedy[row] = params.temperature == 0.0
+        self.streams[row] = noise.stream(params.seed, branch_index)
+        self.temperature[row] = max(params.temperature, choice.MIN_TEMPERATURE)
+        self.log_min_p[row] = np.log(params.min_p) if params.min_p > 0.0 else choice.NEVER
+        self.top_k[row] = params.top_k if params.top_k < self.vocab_size else 0
+        self.top_p[row] = params.top_p
+        self.num_logprobs[row] = _or_not_asked(params.logprobs)
+        self._num_prompt_logprobs[row] = _or_not_asked(params.prompt_logprobs)
+        for processor in self.processors:
+            processor.set_row(row, params, num_prompt_tokens)
+
+    def clear_row(self, row: int) -> None:
+        """The sequence in `row` has left."""
+        self.version += 1
+        for processor in self.processors:
+            processor.clear_row(row)
+
+    def num_prompt_logprobs(self, row: int) -> int | None:
+        """How many best tokens `row` wants for each prompt position; None: no log-probabilities."""
+        asked = int(self._num_prompt_logprobs[row])
+        return None if asked == NOT_ASKED else asked
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What a step sampled for its rows.
+
+    token_ids: [R] int64, parallel to the rows; NO_TOKEN (-1) for those that failed.
+    logprobs: row -> entry, for the rows that asked and did not fail.
+    failed: row -> a sentence that says why nothing could be sampled for it.
+    """
+
+    token_ids: Rows
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _BoundRows:
+    """What is derived from one set of rows and their options. Lines are indices into `rows`."""
+
+    rows: Rows
+    processors: tuple[BoundProcessor, ...]
+    sampled_lines: Rows
+    logprob_lines: Rows
+    only_argmax: bool
+
+
+class Sampler:
+    """Samples the rows of a step; keeps what it derives from a set of rows while that lasts."""
+
+    def __init__(self, rows: SamplingRows) -> None:
+        self.rows = rows
+        self._bound: tuple[tuple[int, bytes, torch.device], _BoundRows] | None = None
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int] | Rows,
+        tokens: TokenHistory,
+        masks: TokenMasks | None = None,
+    ) -> SampledTokens:
+        """One token for each of `rows`, all different, at position tokens.num_tokens[row].
+
+        logits: [R, V] fp32, line i for rows[i]; overwritten. masks: the rows with a grammar.
+        Waits for the device.
+        """
+        bound = self._bind(np.asarray(rows, dtype=np.int64), logits.device)
+        if bound.only_argmax and not masks:
+            best = choice.first_argmax(logits)
+            return _result(bound.rows, best, ~_is_finite(_at(logits, best)))
+        broken = ~_is_finite(logits.amax(dim=1))
+        raw = logits[torch.from_numpy(bound.logprob_lines).to(logits.device)]
+        if masks:
+            apply_token_masks(logits, bound.rows, masks)
+        for processor in bound.processors:
+            processor(logits, tokens)
+        best = choice.first_argmax(logits)
+        largest = _at(logits, best)
+        empty = ~_is_finite(largest)
+        lines = bound.sampled_lines[~(broken | empty)[bound.sampled_lines]]
+        if len(lines):
+            best[lines] = self._draw(logits, largest, lines, bound.rows[lines], tokens)
+        result = _result(bound.rows, best, broken, empty)
+        self._add_logprobs(result, raw, bound)
+        return result
+
+    @staticmethod
+    def prompt_logprobs(logits: torch.Tensor, next_token_ids: Ints, k: int) -> list[TokenLogprobs]:
+        """Entries for the tokens that follow the positions of logits [C, V], with k best tokens."""
+        return logprobs.token_logprobs(logits, next_token_ids, [k] * len(next_token_ids))
+
+    def _bind(self, rows: Rows, device: torch.device) -> _BoundRows:
+        key = (self.rows.version, rows.tobytes(), device)
+        if self._bound is None or self._bound[0] != key:
+            self._bound = (key, self._derive(rows.copy(), device))
+        return self._bound[1]
+
+    def _derive(self, rows: Rows, device: torch.device) -> _BoundRows:
+        bound = (processor.bind(rows, device) for processor in self.rows.processors)
+        processors = tuple(processor for processor in bound if processor is not None)
+        sampled_lines = np.flatnonzero(~self.rows.greedy[rows])
+        logprob_lines = np.flatnonzero(self.rows.num_logprobs[rows] != NOT_ASKED)
+        only_argmax = not processors and len(sampled_lines) == 0 and len(logprob_lines) == 0
+        return _BoundRows(rows, processors, sampled_lines, logprob_lines, only_argmax)
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        largest: torch.Tensor,
+        lines: Rows,
+        rows: Rows,
+        tokens: TokenHistory,
+    ) -> Rows:
+        """Tokens for some lines of the processed logits, which belong to `rows`."""
+        state = self.rows
+        draw = choice.Draw(
+            keys=noise.row_keys(state.streams[rows], tokens.num_tokens[rows]),
+            temperature=state.temperature[rows],
+            log_min_p=state.log_min_p[rows],
+            top_k=state.top_k[rows],
+            top_p=state.top_p[rows],
+        )
+        if len(lines) == len(logits):
+            return choice.sample(logits, largest, draw)
+        index = torch.from_numpy(lines).to(logits.device)
+        return choice.sample(logits[index], largest[index], draw)
+
+    def _add_logprobs(self, result: SampledTokens, raw: torch.Tensor, bound: _BoundRows) -> None:
+        """Fill in result.logprobs; raw: the unprocessed logits of bound.logprob_lines."""
+        lines = bound.logprob_lines
+        succeeded = np.flatnonzero(result.token_ids[lines] != NO_TOKEN)
+        if len(succeeded) == 0:
+            return
+        lines = lines[succeeded]
+        rows = bound.rows[lines]
+        entries = logprobs.token_logprobs(
+            raw[torch.from_numpy(succeeded).to(raw.device)],
+            result.token_ids[lines],
+            self.rows.num_logprobs[rows].tolist(),
+        )
+        result.logprobs.update(zip(rows.tolist(), entries, strict=True))
+
+
+def _or_not_asked(value: int | None) -> int:
+    return NOT_ASKED if value is None else value
+
+
+def _at(logits: torch.Tensor, columns: Rows) -> torch.Tensor:
+    """One value of each line, [R]."""
+    index = torch.from_numpy(columns).to(logits.device).unsqueeze(1)
+    return logits.gather(1, index).squeeze(1)
+
+
+def _is_finite(values: torch.Tensor) -> npt.NDArray[np.bool_]:
+    finite: npt.NDArray[np.bool_] = np.isfinite(values.cpu().numpy())
+    return finite
+
+
+def _result(
+    rows: Rows,
+    token_ids: Rows,
+    broken: npt.NDArray[np.bool_],
+    empty: npt.NDArray[np.bool_] | None = None,
+) -> SampledTokens:
+    """The sampled tokens; rows with `broken` logits, or with none left by the options, failed."""
+    failed: dict[int, str] = {}
+    unusable = broken if empty is None else broken | empty
+    if unusable.any():
+        token_ids[unusable] = NO_TOKEN
+        for line in np.flatnonzero(unusable).tolist():
+            failed[int(rows[line])] = BROKEN_LOGITS if broken[line] else NO_TOKEN_LEFT
+    return SampledTokens(token_ids, failed=failed)
