@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from quire.core.sampling_params import DecodingParams, ModelLimits
@@ -10,7 +10,7 @@ from quire.core.step import TokenLogprobs
 from quire.errors import InvalidRequestError, PromptTooLongError
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a sequence ended. STOP and LENGTH are the API's words; the others are ours."""
 
     STOP = "stop"  # an end token, a stop token or a stop string

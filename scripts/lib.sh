@@ -1,0 +1,102 @@
+# Shared by the other scripts: finds Python, makes .venv, installs into it what is missing.
+#
+# A stamp in .venv holds a checksum of what was installed from, so that a second run starts at once.
+# torch goes first and by an exact version: asked for by name alone, pip brings the CUDA build.
+
+say() { printf 'quire: %s\n' "$*" >&2; }
+die() { printf 'quire: error: %s\n' "$*" >&2; exit 1; }
+
+ROOT=$(cd "$(dirname "$0")/.." && pwd)
+VENV=$ROOT/.venv
+
+is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if command -v "$candidate" >/dev/null 2>&1 && is_recent "$candidate"; then
+            PYTHON=$candidate
+            return
+        fi
+    done
+    found=$(python3 -c 'import platform; print(platform.python_version())' 2>/dev/null || true)
+    [ -n "$found" ] || die "no python3 here; on Debian: apt-get install python3 python3-venv"
+    die "Python 3.11 or newer is needed, but python3 is $found; put a newer one first on PATH" \
+        "(Debian 12 brings 3.11)"
+}
+
+make_venv() {
+    if [ -x "$VENV/bin/python" ] && is_recent "$VENV/bin/python"; then
+        # A venv that another tool made may lack pip.
+        "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$VENV/bin/python" -m ensurepip >&2
+        return
+    fi
+    find_python
+    "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
+        die "this Python can't make a virtual environment; on Debian: apt-get install python3-venv"
+    say "making .venv with $("$PYTHON" --version)"
+    "$PYTHON" -m venv --clear "$VENV"
+}
+
+pip_install() {
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --root-user-action=ignore "$@"
+}
+
+pip_locked() {
+    pip_install -c "$ROOT/constraints.txt" -c "$ROOT/requirements.lock" "$@"
+}
+
+has_gpu() { [ -e /dev/nvidiactl ] || command -v nvidia-smi >/dev/null 2>&1; }
+
+# Whether the torch that pip would take is a CUDA build. Reads its metadata only: without a recent
+# pip and fast-deps, a dry run downloads the whole wheel (half a GB).
+offers_only_cuda() {
+    pip_install --upgrade pip
+    pip_install --dry-run --no-deps --use-feature=fast-deps --report - "torch==$1" |
+        "$VENV/bin/python" -c '
+import json, sys
+report = sys.stdin.read() or sys.exit(1)
+needs = json.loads(report)["install"][0]["metadata"].get("requires_dist", [])
+sys.exit(not any(need.startswith(("nvidia-", "cuda-")) for need in needs))'
+}
+
+install_torch() {
+    version=$(sed -n 's/^torch==//p' "$ROOT/constraints.txt")
+    installed=$("$VENV/bin/python" -c '
+from importlib import metadata
+print(metadata.version("torch").partition("+")[0])' 2>/dev/null || true)
+    [ "$installed" != "$version" ] || return 0
+    say "installing torch $version"
+    if [ "$(uname -s)" = Linux ] && ! has_gpu; then
+        if pip_install "torch==$version+cpu" 2>/dev/null; then return; fi
+        if offers_only_cuda "$version"; then
+            say "note: pip finds only the CUDA build of torch $version here (several GB), and this" \
+                "machine has no GPU; to take the small CPU build instead, stop this (Ctrl-C), let" \
+                "pip find PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL; pytorch.org/get-started has" \
+                "the address), and run this again"
+        fi
+    fi
+    pip_install "torch==$version"
+}
+
+checksum() {
+    { printf '%s\n' "$ROOT" && cd "$ROOT" && cat pyproject.toml requirements.lock constraints.txt; } |
+        cksum
+}
+
+# ensure runtime|dev: after it, .venv has quire and what it (or its development) needs.
+ensure() {
+    sum=$(checksum)
+    for kind in "$1" dev; do
+        if [ -x "$VENV/bin/quire" ] && [ "$(cat "$VENV/.quire-$kind" 2>/dev/null)" = "$sum" ]; then
+            return
+        fi
+    done
+    make_venv
+    install_torch
+    say "installing quire and what it needs ($1)"
+    extras=
+    [ "$1" = runtime ] || extras="[dev]"
+    pip_locked hatchling
+    pip_locked --no-build-isolation -e "$ROOT$extras"
+    printf '%s\n' "$sum" >"$VENV/.quire-$1"
+}

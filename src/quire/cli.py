@@ -1,0 +1,119 @@
+"""The command `quire`: parse, run, and turn an error into one sentence.
+
+The only reader of environment variables. Heavy modules are imported by the command that needs
+them. Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 ended by Ctrl-C.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.cli_parser import build_parser, engine_options, sampling_options
+from quire.errors import QuireError
+
+INTERRUPTED = 130
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one command. words: the arguments, those of the process where None."""
+    words = sys.argv[1:] if words is None else words
+    args = build_parser(_bench_arguments(words)).parse_args(words)
+    # torch's threads would else spin between operators: with other work on the machine that took
+    # 21 s of processor time for an answer that needs 3 s (two cores, embedded model). Read when
+    # torch is loaded, inherited by the engine process.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    debug = args.debug or os.environ.get("QUIRE_DEBUG", "0") not in ("", "0")
+    try:
+        _configure_log(args.command)
+        return _COMMANDS[args.command](args)
+    except QuireError as error:
+        if debug:
+            raise
+        print(f"quire: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (`quire ... | head`): an end, not an error. Python
+        # would complain once more when it flushes at exit, hence the new destination.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _configure_log(command: str) -> None:
+    from quire.observability.log import configure  # `--version` and `--help` do without logging
+
+    usual = "info" if command == "serve" else "warning"
+    configure(os.environ.get("QUIRE_LOG_LEVEL") or usual)
+
+
+def _bench_arguments(words: Sequence[str]) -> dict[str, Any] | None:
+    """Benchmark -> function that adds its arguments; None unless `bench` is the command."""
+    command = next((word for word in words if not word.startswith("-")), None)
+    if command != "bench":
+        return None
+    from quire.bench import throughput  # only this command needs it
+
+    return {"throughput": throughput.add_arguments}
+
+
+def _load(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The LLM and the SamplingParams that the arguments ask for; bad sampling is refused first."""
+    from quire.core.sampling_params import SamplingParams  # light; needed by two commands
+
+    params = SamplingParams(**sampling_options(args))
+    from quire.engine.llm import LLM  # brings torch: more than a second
+
+    return LLM(**engine_options(args)), params
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    llm, params = _load(args)
+    for index, prompt in enumerate(prompts):
+        if len(prompts) > 1:
+            print(f"{chr(10) if index else ''}==> {prompt} <==")
+        for piece in llm.stream(prompt, params):
+            print(piece, end="", flush=True)
+        print(flush=True)
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from quire.cli_chat import ChatSession, load_readline  # only this command needs it
+
+    llm, params = _load(args)
+    session = ChatSession(lambda messages: llm.stream_chat(messages, params), args.system)
+    if args.prompt is not None:
+        session.ask(args.prompt)
+        return 0
+    load_readline()
+    if sys.stdin.isatty():
+        print(f"{args.model or 'the embedded model'} is ready; /help lists the commands")
+    session.run()
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from quire.server.launch import ServerConfig, serve  # brings the web framework
+
+    options = engine_options(args)
+    if args.seed is not None:
+        options["seed"] = args.seed
+    return serve(options, ServerConfig(args.host, args.port, args.served_model_name))
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from quire.bench import throughput  # only this command needs it
+
+    return throughput.main(args)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "generate": _generate,
+    "chat": _chat,
+    "serve": _serve,
+    "bench": _bench,
+}

@@ -1,0 +1,215 @@
+"""The scripts on machines that lack something, and the lock that they install from.
+
+Each test has a copy of `scripts/` in a folder of its own (with a space in its name), and a PATH of
+nothing but what the test puts there. Nothing is installed or downloaded.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOOLS = ("sh", "cat", "cksum", "dirname", "sed", "uname", "env")
+INPUTS = ("pyproject.toml", "requirements.lock", "constraints.txt")
+
+
+class Machine:
+    """A copy of the repository's scripts, and the programs that are to be found on PATH."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.bin = root.parent / "bin"
+        self.bin.mkdir()
+        shutil.copytree(ROOT / "scripts", root / "scripts")
+        for name in INPUTS:
+            shutil.copy(ROOT / name, root / name)
+        for name in TOOLS:
+            found = shutil.which(name)
+            assert found, f"this test needs {name}"
+            (self.bin / name).symlink_to(found)
+
+    def program(self, path: Path, body: str) -> None:
+        """Put a shell script there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+
+    def run(self, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(self.root / "scripts" / script), *words]
+        environment = {"PATH": str(self.bin), "LC_ALL": "C"}
+        return subprocess.run(
+            command, env=environment, cwd=self.bin, capture_output=True, text=True, timeout=30
+        )
+
+    def set_up(self, kind: str) -> None:
+        """As if `kind` had been installed: the stamp, and a quire that tells its words."""
+        self.program(self.root / ".venv" / "bin" / "quire", 'printf "<%s>" "$@"')
+        self.program(self.root / ".venv" / "bin" / "python", 'printf "<%s>" "$@"')
+        code = f'. "{self.root}/scripts/lib.sh"; checksum'
+        script = self.root / "scripts" / "stamp"
+        self.program(script, code)
+        stamp = subprocess.run([script], check=True, capture_output=True, text=True).stdout
+        (self.root / ".venv" / f".quire-{kind}").write_text(stamp)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path / "a copy")
+
+
+def test_without_python_the_way_to_get_it_is_told(machine: Machine) -> None:
+    run = machine.run("demo")
+    assert run.returncode == 1
+    assert run.stderr == (
+        "quire: error: no python3 here; on Debian: apt-get install python3 python3-venv\n"
+    )
+
+
+def test_an_old_python_is_named(machine: Machine) -> None:
+    machine.program(
+        machine.bin / "python3", 'case "$2" in *platform*) echo 3.9.2;; *) exit 1; esac'
+    )
+    run = machine.run("setup")
+    assert run.returncode == 1
+    assert "Python 3.11 or newer is needed, but python3 is 3.9.2" in run.stderr
+
+
+def test_a_newer_python_of_another_name_is_taken(machine: Machine) -> None:
+    machine.program(machine.bin / "python3", "exit 1")
+    body = 'case "$*" in *ensurepip*) exit 1; esac'
+    machine.program(machine.bin / "python3.12", body)
+    assert "can't make a virtual environment" in machine.run("setup").stderr
+
+
+def test_a_python_without_venv_is_told_what_it_lacks(machine: Machine) -> None:
+    machine.program(machine.bin / "python3", 'case "$*" in *ensurepip*) exit 1; esac')
+    run = machine.run("test")
+    assert run.returncode == 1
+    assert "on Debian: apt-get install python3-venv" in run.stderr
+
+
+@pytest.mark.parametrize("kind", ["runtime", "dev"])
+def test_set_up_once_the_demo_starts_at_once_with_its_words(machine: Machine, kind: str) -> None:
+    machine.set_up(kind)
+    run = machine.run("demo", "generate", "a b", "--max-tokens", "3")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == "<generate><a b><--max-tokens><3>"
+
+
+def test_the_demo_without_words_asks_a_question(machine: Machine) -> None:
+    machine.set_up("runtime")
+    assert machine.run("demo").stdout == "<chat><--prompt><What does os.path.join do?>"
+
+
+def test_tests_need_more_than_the_demo(machine: Machine) -> None:
+    machine.set_up("dev")
+    assert machine.run("test", "-k", "a b").stdout == "<-m><pytest><-k><a b>"
+    (machine.root / ".venv" / ".quire-dev").rename(machine.root / ".venv" / ".quire-runtime")
+    assert "(dev)" in machine.run("test").stderr
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_change_of_what_is_installed_from_sets_up_anew(machine: Machine, name: str) -> None:
+    machine.set_up("runtime")
+    with (machine.root / name).open("a") as file:
+        file.write("# changed\n")
+    assert "installing quire" in machine.run("demo").stderr
+
+
+def test_a_copied_environment_is_set_up_anew(machine: Machine, tmp_path: Path) -> None:
+    machine.set_up("runtime")
+    machine.root = machine.root.rename(tmp_path / "moved")
+    assert "installing quire" in machine.run("demo").stderr
+
+
+def test_setup_knows_two_kinds(machine: Machine) -> None:
+    machine.set_up("dev")
+    assert "ready: " in machine.run("setup").stderr
+    run = machine.run("setup", "all")
+    assert (run.returncode, run.stderr.count("\n")) == (1, 1)
+    assert "takes 'runtime' or 'dev', not 'all'" in run.stderr
+
+
+@pytest.mark.parametrize("path", ["setup", "demo", "test", "check", "lock", "../.ci/run"])
+def test_a_script_can_be_run_and_parses(path: str) -> None:
+    script = ROOT / "scripts" / path
+    assert os.access(script, os.X_OK)
+    subprocess.run(["sh", "-n", script], check=True)
+
+
+# ---- the lock -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lock_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("lock_tool", ROOT / "tools" / "lock.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _locked(text: str) -> dict[str, str]:
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    return dict(line.split("==") for line in lines)
+
+
+def test_the_lock_holds_every_direct_requirement(lock_tool: ModuleType) -> None:
+    locked = _locked((ROOT / "requirements.lock").read_text())
+    missing = [
+        requirement
+        for requirement in lock_tool.wanted()
+        if lock_tool.requirement_name(requirement) not in locked
+    ]
+    assert missing == [], "run scripts/lock"
+
+
+def test_the_lock_and_the_constraints_agree_on_torch() -> None:
+    locked = _locked((ROOT / "requirements.lock").read_text())
+    assert f"torch=={locked['torch']}" in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+def test_nothing_in_the_lock_tells_where_it_came_from() -> None:
+    text = (ROOT / "requirements.lock").read_text()
+    assert not [
+        word for word in ("://", "@", "/", "+", "--") if word in text.replace("scripts/", "")
+    ]
+
+
+def test_the_lock_names_versions_and_who_needs_them(lock_tool: ModuleType) -> None:
+    def item(name: str, version: str, *needs: str) -> dict[str, object]:
+        return {"metadata": {"name": name, "version": version, "requires_dist": list(needs)}}
+
+    report = {
+        "install": [
+            item("Torch", "2.13.0+cpu", "typing_extensions>=4", "optional; extra == 'x'"),
+            item("typing_extensions", "4.1", "absent>=1; python_version < '3'"),
+            item("optional", "1"),
+        ]
+    }
+    text = lock_tool.lock_text(report, ["torch>=2.11"])
+    assert text.removeprefix(lock_tool.HEADER) == (
+        "optional==1\ntorch==2.13.0\n    # via quire\ntyping-extensions==4.1\n    # via torch\n"
+    )
+
+
+def test_the_lock_tool_explains_itself(lock_tool: ModuleType) -> None:
+    tool = str(ROOT / "tools" / "lock.py")
+    run = subprocess.run([sys.executable, tool], capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "tools/lock.py write REPORT" in run.stderr
+    run = subprocess.run([sys.executable, tool, "wanted"], capture_output=True, text=True)
+    assert run.stdout.splitlines() == lock_tool.wanted()
+
+
+def test_the_package_takes_a_range_of_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "torch>=2.11" in project["dependencies"]
