@@ -15,8 +15,8 @@ class BlockPool:
     exactly once). A free block keeps its content key until it is taken again, so the free list
     *is* the cache's eviction order:
 
-        head [ never used, or without content ] ... [ least recently released ] ... [ last released ] tail
-              taken first                                                             taken last
+        head [ never used, or without content ] [ least recently released ... last released ] tail
+               taken first                                                      taken last
     """
 
     def __init__(self, num_blocks: int) -> None:

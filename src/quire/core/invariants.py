@@ -58,7 +58,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for ordered in (scheduler.running, scheduler.waiting):
         assert ordered == sorted(ordered, key=lambda sequence: sequence.rank)
     owned = [sequence.row for sequence in scheduler.running]
-    rows = [*owned, *scheduler.free_rows()]
+    rows = [*owned, *scheduler.free_rows]
     assert sorted(row for row in rows if row is not None) == list(
         range(scheduler.config.max_num_seqs)
     )

@@ -56,7 +56,7 @@ class KVCacheManager:
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.num_evicted_blocks = 0
-        # References that outlive their table: (the step that may still read, blocks), steps ascending.
+        # References that outlive their table: (the step that may still read, blocks).
         self._held_by_steps: deque[tuple[int, list[int]]] = deque()
         self.num_blocks_held_by_steps = 0
 

@@ -50,7 +50,8 @@ class SamplingParams:
     max_tokens: at most so many are generated; None: as many as max_model_len leaves room for.
     min_tokens: no end token, stop token or stop string counts before so many were generated.
     logprobs, prompt_logprobs: log-probabilities of so many most likely tokens (and of the token
-        itself) for each generated, each prompt token; of the model's distribution before any option.
+        itself) for each generated, each prompt token; of the model's own distribution, before any
+        option.
     logit_bias: token id -> number added to its logit.
     bad_words: strings that are never generated. allowed_token_ids: only these are generated.
     skip_special_tokens: leave special tokens out of the text.
@@ -250,7 +251,7 @@ def _number(name: str, value: Any, low: float, high: float, *, above_low: bool =
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequestError(f"{name} is {value!r}, but must be a number", name)
     too_low = value <= low if above_low else value < low
-    if not math.isfinite(value) or too_low or value > high:
+    if too_low or value > high or math.isnan(value):
         raise InvalidRequestError(
             f"{name} is {value!r}, but must be {_bounds(low, high, above_low)}", name
         )
@@ -301,6 +302,10 @@ def _logit_bias(values: Any) -> Mapping[int, float]:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
             raise InvalidRequestError(
                 f"logit_bias has the key {token_id!r}, but keys must be token ids", "logit_bias"
+            )
+        if bias is None:
+            raise InvalidRequestError(
+                f"logit_bias of token {token_id} is None, but must be a number", "logit_bias"
             )
         _number("logit_bias", bias, -100.0, 100.0)
     return dict(values)

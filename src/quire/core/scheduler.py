@@ -17,16 +17,17 @@ first-ranked sequence always ends, and then the next one is first.
 """
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from quire.core.kv_cache_manager import KVCacheManager, append_edits
+from quire.core.kv_cache_manager import KVCacheManager, PrefixMatch, append_edits
 from quire.core.policy import Policy, fcfs
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Chunk, RowAdmission, StepPlan, StepResult, TableEdit, TokenLogprobs
+from quire.core.suspects import Suspects
 from quire.errors import ConfigurationError, RequestNeverFitsError, SchedulerStalledError
 
 
@@ -63,7 +64,8 @@ class _StepInFlight:
 class SchedulerStats:
     """Counts and sums since the start.
 
-    num_recomputed_tokens: computed again after a preemption. queue_s: waiting before first admission.
+    num_preemptions: those by failed steps included. num_recomputed_tokens: computed again after a
+    preemption. queue_s: waiting before first admission.
     """
 
     num_steps: int = 0
@@ -90,8 +92,9 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.free_rows = list(range(config.max_num_seqs))  # a heap
         self._policy = policy
-        self._free_rows = list(range(config.max_num_seqs))
+        self._suspects = Suspects()
         self._released_rows: list[int] = []
         self._in_flight: deque[_StepInFlight] = deque()
         self._num_added = 0
@@ -105,13 +108,11 @@ class Scheduler:
     def num_steps_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def free_rows(self) -> list[int]:
-        """Rows without a sequence; for checks."""
-        return list(self._free_rows)
-
     def add(self, sequence: Sequence, now_s: float = 0.0) -> None:
         """Take a new sequence in. Raises RequestNeverFitsError where it could never end."""
-        needed = self.memory.blocks_for(sequence.max_num_tokens)
+        assert 0 < sequence.num_tokens < sequence.max_num_tokens, sequence
+        # The last token is sampled, but its K and V are never written.
+        needed = self.memory.blocks_for(sequence.max_num_tokens - 1)
         if needed > self.memory.pool.num_blocks:
             raise RequestNeverFitsError(
                 f"request {sequence.request_id!r} may grow to {sequence.max_num_tokens} tokens and"
@@ -137,18 +138,22 @@ class Scheduler:
         now_s: the engine's clock, seconds from any fixed point.
         Raises SchedulerStalledError if there is work, nothing is in flight and nothing is possible.
         """
-        num_preemptions = self.stats.num_preemptions
-        self._yield_to_outranking()
         chunks: dict[Sequence, int] = {}
         edits: list[TableEdit] = []
-        budget = self._plan_running(chunks, edits)
         admissions: list[RowAdmission] = []
-        if self.stats.num_preemptions == num_preemptions:
-            budget = self._admit_waiting(chunks, admissions, budget, now_s)
+        suspect = self._suspects.first()
+        if suspect is not None:
+            budget = self._plan_trial(suspect, chunks, admissions, now_s)
+        else:
+            self._yield_to_outranking()
+            num_preemptions = self.stats.num_preemptions
+            budget = self._plan_running(chunks, edits)
+            if self.stats.num_preemptions == num_preemptions:
+                budget = self._admit_waiting(chunks, admissions, budget, now_s)
         num_tokens = self.config.max_num_batched_tokens - budget
         if num_tokens == 0:
             if self.has_unfinished and not self._in_flight:
-                raise SchedulerStalledError(self._describe())
+                raise SchedulerStalledError(_describe(self))
             return None
         released, self._released_rows = self._released_rows, []
         return StepPlan(
@@ -165,15 +170,29 @@ class Scheduler:
         """Preempt from the end of `running` while the first waiting sequence outranks it."""
         while self.waiting and self.running:
             head, last = self.waiting[0], self.running[-1]
-            if head.rank > last.rank or not self._is_admissible(head):
+            if head.num_pending_tokens or head.rank > last.rank or self._find_room(head):
                 return
-            if self._free_rows:
-                match = self.memory.match(head)
-                if self.memory.can_admit(head, match, num_spare_blocks=0):
-                    return
             if self.memory.num_blocks_held_by_steps:
                 return  # what a step in flight gives back may be enough
             self._preempt(last)
+
+    def _plan_trial(
+        self,
+        suspect: Sequence,
+        chunks: dict[Sequence, int],
+        admissions: list[RowAdmission],
+        now_s: float,
+    ) -> int:
+        """A step for one suspect alone, so that nobody else is blamed for it; all others pause."""
+        budget = self.config.max_num_batched_tokens
+        if self._in_flight:
+            return budget
+        if suspect.state is not SequenceState.RUNNING:
+            while (match := self._find_room(suspect)) is None:
+                self._preempt(self.running[-1])
+            admissions.append(self._admit(suspect, match, now_s))
+        chunks[suspect] = min(budget, suspect.num_tokens - suspect.num_computed_tokens)
+        return budget - chunks[suspect]
 
     def _plan_running(self, chunks: dict[Sequence, int], edits: list[TableEdit]) -> int:
         """Tokens for running sequences: one for each that decodes, then chunks by rank.
@@ -225,40 +244,43 @@ class Scheduler:
         now_s: float,
     ) -> int:
         """Admit in rank order while rows, blocks and budget last; returns the budget left."""
-        while self.waiting and self._free_rows and budget:
+        while self.waiting and budget:
             sequence = self.waiting[0]
-            if not self._is_admissible(sequence):
+            match = None if sequence.num_pending_tokens else self._find_room(sequence)
+            if match is None:
                 break
-            match = self.memory.match(sequence)
-            # Leave each running sequence room to grow once, or the newcomer is soon preempted.
-            num_spare_blocks = len(self.running) * self.memory.num_groups
-            if not self.memory.can_admit(sequence, match, num_spare_blocks):
-                break
-            del self.waiting[0]
-            self._count_admission(sequence, match.num_tokens, now_s)
-            self.memory.admit(sequence, match)
-            sequence.row = heapq.heappop(self._free_rows)
-            sequence.move_to(SequenceState.RUNNING)
-            insort(self.running, sequence, key=_rank)
-            admissions.append(_admission(sequence))
+            admissions.append(self._admit(sequence, match, now_s))
             chunks[sequence] = min(budget, sequence.num_tokens - match.num_tokens)
             budget -= chunks[sequence]
         return budget
 
-    def _is_admissible(self, sequence: Sequence) -> bool:
-        """Its tokens are known, and it is not a second suspect beside a running one."""
-        if sequence.num_pending_tokens:
-            return False
-        return not (sequence.is_suspect and any(other.is_suspect for other in self.running))
+    def _find_room(self, sequence: Sequence) -> PrefixMatch | None:
+        """What a waiting sequence could start from, if a row and enough blocks are free.
 
-    def _count_admission(self, sequence: Sequence, num_cached_tokens: int, now_s: float) -> None:
+        Leaves each running sequence that outranks it room to grow once, or it is soon preempted.
+        """
+        if not self.free_rows:
+            return None
+        num_outranking = bisect_left(self.running, sequence.rank, key=_rank)
+        match = self.memory.match(sequence)
+        num_spare_blocks = num_outranking * self.memory.num_groups
+        return match if self.memory.can_admit(sequence, match, num_spare_blocks) else None
+
+    def _admit(self, sequence: Sequence, match: PrefixMatch, now_s: float) -> RowAdmission:
+        """Waiting -> RUNNING: a row and tables for all tokens known so far."""
         self.stats.num_admissions += 1
         if sequence.num_admissions == 0:
             self.stats.queue_s += now_s - sequence.arrival_s
         else:
-            self.stats.num_recomputed_tokens += sequence.num_tokens - num_cached_tokens
+            self.stats.num_recomputed_tokens += sequence.num_tokens - match.num_tokens
         if sequence.needs_prompt_logprobs:
             sequence.prompt_logprobs.clear()  # computed again from the first position
+        self.waiting.remove(sequence)
+        self.memory.admit(sequence, match)
+        sequence.row = heapq.heappop(self.free_rows)
+        sequence.move_to(SequenceState.RUNNING)
+        insort(self.running, sequence, key=_rank)
+        return _admission(sequence)
 
     def _launch(self, chunks: dict[Sequence, int]) -> tuple[Chunk, ...]:
         """Count the planned tokens as computed and remember the step until its result comes."""
@@ -269,15 +291,16 @@ class Scheduler:
             num_new_tokens = chunks.get(sequence, 0)
             row = sequence.row
             assert row is not None
-            if num_new_tokens != 1:
+            computed = sequence.num_computed_tokens + num_new_tokens
+            closes_gap = computed == sequence.num_tokens
+            if num_new_tokens != 1 or not closes_gap:
                 named.append(Chunk(row, num_new_tokens))
                 if num_new_tokens == 0:
                     continue
-            computed = sequence.num_computed_tokens + num_new_tokens
             sequence.num_computed_tokens = computed
             sequence.last_step_id = step.step_id
             step.rows[row] = (sequence, sequence.num_admissions, computed)
-            if computed == sequence.num_tokens:
+            if closes_gap:
                 sequence.num_pending_tokens += 1
         self._in_flight.append(step)
         return tuple(named)
@@ -296,99 +319,55 @@ class Scheduler:
             sequence = step.rows[row][0]
             if not sequence.is_finished:
                 sequence.num_pending_tokens -= 1
-                outputs.append(self._extend(sequence, token_ids, result.logprobs.get(row)))
+                outputs.append(_extend(sequence, token_ids, result.logprobs.get(row)))
+                if sequence.finish_reason is not None:
+                    self._finish(sequence, sequence.finish_reason)
         for row, message in result.failed.items():
             sequence = step.rows[row][0]
             if not sequence.is_finished:
-                outputs.append(self._fail(sequence, message))
+                self._finish(sequence, FinishReason.ERROR)
+                outputs.append(_failure(sequence, message))
+        if self._suspects.first() is not None:
+            self._suspects.clear(step.rows[row][0] for row in result.rows)
         return outputs
 
     def _take_in_prompts(self, step: _StepInFlight, result: StepResult) -> None:
         """Publish the blocks that the step filled, and keep the log-probabilities of prompts."""
         block_size = self.memory.block_size
         for row, (sequence, num_admissions, num_written) in step.rows.items():
-            sequence.is_suspect = False
-            if sequence.num_admissions != num_admissions:
+            if sequence.num_admissions != num_admissions or row in result.failed:
                 continue
+            if row in result.prompt_logprobs and sequence.needs_prompt_logprobs:
+                sequence.prompt_logprobs.extend(result.prompt_logprobs[row])
             if sequence.state is not SequenceState.RUNNING:
                 continue
             if num_written >= (sequence.num_published_blocks + 1) * block_size:
                 self.memory.publish(sequence, num_written)
-            if row in result.prompt_logprobs:
-                sequence.prompt_logprobs.extend(result.prompt_logprobs[row])
-
-    def _extend(
-        self,
-        sequence: Sequence,
-        token_ids: Tokens[int],
-        logprobs: Tokens[TokenLogprobs] | None,
-    ) -> SequenceOutput:
-        is_first = sequence.num_output_tokens == 0
-        num_taken = 0
-        for token_id in token_ids:
-            num_taken += 1
-            if sequence.append(token_id):
-                break
-        stop_reason = None
-        if sequence.finish_reason is not None:
-            last = sequence.token_ids[-1]
-            is_clients = last in sequence.params.stop_token_ids
-            if sequence.finish_reason is FinishReason.STOP and is_clients:
-                stop_reason = last
-            self._finish(sequence, sequence.finish_reason)
-        wants_prompt = is_first and sequence.params.prompt_logprobs is not None
-        return SequenceOutput(
-            sequence.request_id,
-            sequence.branch_index,
-            token_ids[:num_taken],
-            sequence.num_cached_tokens,
-            sequence.finish_reason,
-            stop_reason,
-            None if logprobs is None else logprobs[:num_taken],
-            tuple(sequence.prompt_logprobs) if wants_prompt else None,
-        )
-
-    def _fail(self, sequence: Sequence, message: str) -> SequenceOutput:
-        self._finish(sequence, FinishReason.ERROR)
-        return SequenceOutput(
-            sequence.request_id,
-            sequence.branch_index,
-            (),
-            sequence.num_cached_tokens,
-            FinishReason.ERROR,
-            error=message,
-        )
 
     def recover(self, message: str) -> list[SequenceOutput]:
         """After a step that failed as a whole and a runner that dropped all rows: start again.
 
-        Who is to blame shows itself: all who were in the step become suspects, suspects run one at
-        a time, and a step that fails with a suspect in it ends that one, with `message`. A step
-        that succeeds clears those in it.
+        Who is to blame shows itself (see `suspects`); that one ends with `message`.
         """
         self.stats.num_failed_steps += 1
         in_flight = {entry[0] for step in self._in_flight for entry in step.rows.values()}
         self._in_flight.clear()
         self.memory.end_step(self._next_step_id)
-        blamed = [one for one in in_flight if one.is_suspect and not one.is_finished]
-        outputs = [self._fail(sequence, message) for sequence in blamed]
+        blamed = self._suspects.blame(in_flight)
+        if blamed is not None:
+            self._finish(blamed, FinishReason.ERROR)
         for sequence in [*self.running, *self.waiting]:
             sequence.num_pending_tokens = 0
-            if not blamed and sequence in in_flight:
-                sequence.is_suspect = True
         for sequence in list(self.running):
-            self._requeue(sequence)
+            self._preempt(sequence)
         self._released_rows.clear()
-        return outputs
+        return [] if blamed is None else [_failure(blamed, message)]
 
     # ---- rows and blocks --------------------------------------------------------------------
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.stats.num_preemptions += 1
-        self._requeue(sequence)
-
-    def _requeue(self, sequence: Sequence) -> None:
         """RUNNING -> PREEMPTED: row and blocks go back, tokens stay."""
+        self.stats.num_preemptions += 1
         self.running.remove(sequence)
         self._give_back(sequence)
         sequence.move_to(SequenceState.PREEMPTED)
@@ -406,18 +385,10 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         assert sequence.row is not None
         self._released_rows.append(sequence.row)
-        heapq.heappush(self._free_rows, sequence.row)
+        heapq.heappush(self.free_rows, sequence.row)
         sequence.row = None
         is_in_flight = bool(self._in_flight) and sequence.last_step_id >= self._in_flight[0].step_id
         self.memory.free(sequence, sequence.last_step_id if is_in_flight else None)
-
-    def _describe(self) -> str:
-        pool = self.memory.pool
-        return (
-            f"no progress is possible: {len(self.running)} running, {len(self.waiting)} waiting,"
-            f" {pool.num_free} of {pool.num_blocks} blocks free, first running"
-            f" {self.running[:1]}, first waiting {self.waiting[:1]}"
-        )
 
 
 def _rank(sequence: Sequence) -> tuple[float, ...]:
@@ -434,4 +405,52 @@ def _admission(sequence: Sequence) -> RowAdmission:
         tuple(tuple(table) for table in sequence.block_tables),
         sequence.params,
         sequence.branch_index,
+    )
+
+
+def _extend(
+    sequence: Sequence, token_ids: Tokens[int], logprobs: Tokens[TokenLogprobs] | None
+) -> SequenceOutput:
+    """Add what a step sampled, up to the end of the sequence if it is among it."""
+    is_first = sequence.num_output_tokens == 0
+    num_taken = 0
+    for token_id in token_ids:
+        num_taken += 1
+        if sequence.append(token_id):
+            break
+    stop_reason = None
+    if sequence.finish_reason is FinishReason.STOP:
+        last = sequence.token_ids[-1]
+        stop_reason = last if last in sequence.params.stop_token_ids else None
+    wants_prompt = is_first and sequence.params.prompt_logprobs is not None
+    return SequenceOutput(
+        sequence.request_id,
+        sequence.branch_index,
+        token_ids[:num_taken],
+        sequence.num_cached_tokens,
+        sequence.finish_reason,
+        stop_reason,
+        None if logprobs is None else logprobs[:num_taken],
+        tuple(sequence.prompt_logprobs) if wants_prompt else None,
+    )
+
+
+def _failure(sequence: Sequence, message: str) -> SequenceOutput:
+    """The output of a sequence that ends with an error."""
+    return SequenceOutput(
+        sequence.request_id,
+        sequence.branch_index,
+        (),
+        sequence.num_cached_tokens,
+        FinishReason.ERROR,
+        error=message,
+    )
+
+
+def _describe(scheduler: Scheduler) -> str:
+    pool = scheduler.memory.pool
+    return (
+        f"no progress is possible: {len(scheduler.running)} running, {len(scheduler.waiting)}"
+        f" waiting, {pool.num_free} of {pool.num_blocks} blocks free, first running"
+        f" {scheduler.running[:1]}, first waiting {scheduler.waiting[:1]}"
     )

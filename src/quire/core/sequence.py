@@ -52,7 +52,6 @@ class Sequence:
         "chain_root",
         "end_token_ids",
         "finish_reason",
-        "is_suspect",
         "last_step_id",
         "max_num_tokens",
         "num_admissions",
@@ -104,7 +103,6 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_admissions = 0
         self.last_step_id = -1
-        self.is_suspect = False
         self.block_tables: tuple[list[int], ...] = ()
         self.num_slots = 0
         self.chain: list[bytes] = []

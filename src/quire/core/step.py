@@ -10,7 +10,7 @@ the last token that the runner itself sampled for it (or the last token of its a
 token ids of decoding rows never travel.
 
     row state in the runner      token_ids[0:num_tokens], num_computed_tokens, block tables by group
-    a step computes              positions [num_computed_tokens, num_computed_tokens + num_new_tokens)
+    a step computes              positions from num_computed_tokens on, num_new_tokens of them
     a row samples                if and only if that reaches num_tokens: the gap is closed
 
 A plan is carried out in this order: release, admit, table_edits, copies, moves, the forward pass.
@@ -152,7 +152,7 @@ TokenMasks = Mapping[int, bytes]
 
 
 class Runner(Protocol):
-    """Executes plans. `runtime.model_runner` does it on a model, `simulation.fake_runner` without."""
+    """Executes plans: `runtime.model_runner` on a model, `simulation.fake_runner` without one."""
 
     def execute(self, plan: StepPlan) -> None:
         """Carry out `plan` up to and including the forward pass. May return before it ended."""

@@ -1,0 +1,87 @@
+"""`python -m quire.simulation --seed N --num-steps N ...`: run one simulation, print its report.
+
+Exits with 1 and the command that replays it where a law is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+
+from quire.errors import ConfigurationError
+from quire.simulation.simulator import SimulationError, run
+from quire.simulation.workload import SimulationConfig
+
+DEFAULT = SimulationConfig()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    try:
+        config = _parse(arguments)
+        report = run(config)
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except SimulationError as error:
+        print(f"{error}\nreplay: {replay_command(config)}", file=sys.stderr)
+        return 1
+    for name, value in dataclasses.asdict(report).items():
+        print(f"{name:22} {value:.0f}" if name == "steps_per_s" else f"{name:22} {value}")
+    return 0
+
+
+def replay_command(config: SimulationConfig) -> str:
+    """The shell command that runs this very simulation again."""
+    words = ["python -m quire.simulation", f"--seed {config.seed}"]
+    for option in dataclasses.fields(SimulationConfig):
+        value = getattr(config, option.name)
+        if option.name == "seed" or value == getattr(DEFAULT, option.name):
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words.append(f"--{option.name.replace('_', '-')} {text}")
+    return " ".join(words)
+
+
+def _parse(arguments: Sequence[str] | None) -> SimulationConfig:
+    parser = argparse.ArgumentParser(
+        prog="python -m quire.simulation",
+        description=SimulationConfig.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for option in dataclasses.fields(SimulationConfig):
+        default = getattr(DEFAULT, option.name)
+        parser.add_argument(
+            f"--{option.name.replace('_', '-')}",
+            type=_reader(default),
+            default=default,
+            help=f"default: {default}",
+        )
+    return SimulationConfig(**vars(parser.parse_args(arguments)))
+
+
+def _reader(default: object) -> Callable[[str], object]:
+    if isinstance(default, bool):
+        return _bool
+    if isinstance(default, tuple):
+        return _range
+    if isinstance(default, float):
+        return float
+    return str if isinstance(default, str) else int
+
+
+def _bool(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be True or False")
+    return text == "True"
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(",")
+    return int(low), int(high or low)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

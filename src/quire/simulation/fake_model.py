@@ -1,0 +1,157 @@
+"""A "model" whose tokens are a pure function of the tokens before them, cheap to compute alone.
+
+Each prefix has a fingerprint: a rolling hash of all its tokens. The next token is a function of
+(fingerprint, seed, branch), so the expected output of any request is known without a scheduler,
+a batch or a KV cache. Knows no rows and no steps; used by `fake_runner` and the simulator.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.core.request import FinishReason, Request
+from quire.core.step import TokenLogprobs
+
+Fingerprints = npt.NDArray[np.uint64]
+
+MASK = (1 << 64) - 1
+BASE = 0x9E3779B97F4A7C15 | 1  # odd, so that it has an inverse modulo 2**64
+BASE_INVERSE = pow(BASE, -1, 1 << 64)
+END_RATE_BITS = 20
+SHIFTS_AND_FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+LAST_SHIFT = 31
+
+
+def mix(value: int) -> int:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): 64 bits in, 64 well-mixed bits out."""
+    for shift, factor in SHIFTS_AND_FACTORS:
+        value = ((value ^ (value >> shift)) * factor) & MASK
+    return value ^ (value >> LAST_SHIFT)
+
+
+def mix_array(values: Fingerprints) -> Fingerprints:
+    """`mix` of each element."""
+    for shift, factor in SHIFTS_AND_FACTORS:
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    return values ^ (values >> np.uint64(LAST_SHIFT))
+
+
+def _powers(base: int, count: int) -> Fingerprints:
+    return np.cumprod(np.array([1] + [base] * (count - 1), dtype=np.uint64), dtype=np.uint64)
+
+
+def branch_salt(seed: int, branch_index: int) -> int:
+    """What makes the draws of one branch of one request differ from all others."""
+    return mix((seed + mix(branch_index + 1)) & MASK)
+
+
+def extend(fingerprint: int, token_id: int) -> int:
+    """The fingerprint of a prefix with one more token; that of no tokens is 0."""
+    return (fingerprint * BASE + mix(token_id + 1)) & MASK
+
+
+def extend_array(fingerprints: Fingerprints, token_ids: npt.NDArray[np.int64]) -> Fingerprints:
+    """`extend` of each pair."""
+    return fingerprints * np.uint64(BASE) + mix_array(token_ids.astype(np.uint64) + np.uint64(1))
+
+
+def fingerprints_of(token_ids: Sequence[int]) -> Fingerprints:
+    """The fingerprints of all non-empty prefixes of token_ids, shortest first.
+
+    F[i] = sum over j <= i of mix(t[j] + 1) * BASE**(i - j), modulo 2**64, as one cumulative sum.
+    """
+    count = len(token_ids)
+    hashes = mix_array(np.asarray(token_ids, dtype=np.uint64) + np.uint64(1))
+    return np.cumsum(hashes * _powers(BASE_INVERSE, count), dtype=np.uint64) * _powers(BASE, count)
+
+
+def fake_logprobs(fingerprint: int, token_id: int, num_top: int) -> TokenLogprobs:
+    """Made-up, reproducible log-probabilities at the position after a prefix."""
+    draws = [mix((fingerprint + index) & MASK) for index in range(num_top + 1)]
+    return TokenLogprobs(
+        token_id,
+        -(mix(fingerprint ^ mix(token_id)) >> 32) / 2**30,
+        1 + draws[num_top] % 100,
+        tuple(draw >> 48 for draw in draws[:num_top]),
+        tuple(-(draw & 0xFFFFFFFF) / 2**30 for draw in draws[:num_top]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedOutput:
+    """What a request gets when it runs alone. logprobs are None where it asked for none."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    """The next token after any prefix.
+
+    end_rate: how often the next token is end_token_id, which is 0; all others are equally likely.
+    """
+
+    vocab_size: int = 1000
+    end_rate: float = 0.02
+
+    @property
+    def end_token_id(self) -> int:
+        return 0
+
+    def next_token(self, fingerprint: int, salt: int) -> int:
+        """The token after a prefix, for the branch with this salt."""
+        draw = mix(fingerprint ^ salt)
+        if draw >> (64 - END_RATE_BITS) < self._end_limit():
+            return self.end_token_id
+        return 1 + (draw & 0xFFFFFFFF) % (self.vocab_size - 1)
+
+    def next_tokens(self, fingerprints: Fingerprints, salts: Fingerprints) -> npt.NDArray[np.int64]:
+        """`next_token` of each pair."""
+        draws = mix_array(fingerprints ^ salts)
+        is_end = (draws >> np.uint64(64 - END_RATE_BITS)) < np.uint64(self._end_limit())
+        others = 1 + (draws & np.uint64(0xFFFFFFFF)).astype(np.int64) % (self.vocab_size - 1)
+        return np.where(is_end, self.end_token_id, others)
+
+    def expected_output(
+        self, request: Request, branch_index: int = 0, max_model_len: int | None = None
+    ) -> ExpectedOutput:
+        """All that one branch of a request must get, computed without a scheduler."""
+        params, prompt = request.params, request.prompt_token_ids
+        room = params.max_tokens
+        if max_model_len is not None:
+            room = min(room, max_model_len - len(prompt))
+        ends = {*params.end_token_ids, *params.stop_token_ids}
+        salt = branch_salt(params.seed, branch_index)
+        prefixes = [int(value) for value in fingerprints_of(prompt)]
+        fingerprint = prefixes[-1]
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        reason = FinishReason.LENGTH
+        while len(token_ids) < room:
+            token_id = self.next_token(fingerprint, salt)
+            token_ids.append(token_id)
+            if params.logprobs is not None:
+                logprobs.append(fake_logprobs(fingerprint, token_id, params.logprobs))
+            fingerprint = extend(fingerprint, token_id)
+            if token_id in ends and len(token_ids) >= params.min_tokens:
+                reason = FinishReason.STOP
+                break
+        return ExpectedOutput(
+            tuple(token_ids),
+            reason,
+            None if params.logprobs is None else tuple(logprobs),
+            None
+            if params.prompt_logprobs is None
+            else tuple(
+                fake_logprobs(prefix, token_id, params.prompt_logprobs)
+                for prefix, token_id in zip(prefixes, prompt[1:], strict=False)
+            ),
+        )
+
+    def _end_limit(self) -> int:
+        return int(self.end_rate * (1 << END_RATE_BITS))

@@ -1,0 +1,217 @@
+"""The rows and block tables of a runner, kept exactly as plans say; impossible plans are refused.
+
+Knows no forward pass: it says which slots a step writes and reads, `fake_runner` does the rest.
+A refusal is an AssertionError that tells what the last plans said of the row.
+"""
+
+from collections import deque
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.core.step import (
+    HOLE_BLOCK,
+    EditKind,
+    RowAdmission,
+    StepPlan,
+    TableEdit,
+)
+from quire.simulation.fake_model import branch_salt, fingerprints_of
+
+NUM_REMEMBERED_PLANS = 32
+
+Ints = npt.NDArray[np.int64]
+
+
+class PlanHistory:
+    """The last plans, for messages."""
+
+    def __init__(self) -> None:
+        self._plans: deque[StepPlan] = deque(maxlen=NUM_REMEMBERED_PLANS)
+
+    def add(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def refuse(self, message: str, row: int | None = None) -> NoReturn:
+        """Raise AssertionError with the message and what the last plans said of the row."""
+        told = [f"  step {plan.step_id}: {_told(plan, row)}" for plan in self._plans]
+        whose = "all rows" if row is None else f"row {row}"
+        raise AssertionError("\n".join([message, f"the last plans, for {whose}:", *told]))
+
+
+def _told(plan: StepPlan, row: int | None) -> str:
+    def concerns(other: int) -> bool:
+        return row is None or other == row
+
+    parts = [f"{plan.num_rows} rows, {plan.num_tokens} tokens"]
+    parts += [f"release {other}" for other in plan.release if concerns(other)]
+    parts += [
+        f"admit {one.row} with {one.num_computed_tokens} of {len(one.token_ids)} tokens computed,"
+        f" tables {one.block_tables}"
+        for one in plan.admit
+        if concerns(one.row)
+    ]
+    parts += [str(edit) for edit in plan.table_edits if concerns(edit.row)]
+    parts += [str(chunk) for chunk in plan.chunks if concerns(chunk.row)]
+    return "; ".join(parts)
+
+
+class FakeRows:
+    """One permanent row per live sequence, as arrays over rows.
+
+    fingerprints[row, i]: of the row's tokens [0, i]. slots[group, row, i]: where token i lives, or
+    negative where it has no slot. num_tokens counts tokens that steps in flight will append.
+    epoch[row]: changes whenever the row is admitted, so that a late token finds its owner gone.
+    table_count[block]: entries of live tables that name the block.
+    """
+
+    def __init__(
+        self,
+        history: PlanHistory,
+        num_groups: int,
+        num_blocks: int,
+        block_size: int,
+        max_num_rows: int,
+        max_num_tokens: int,
+    ) -> None:
+        num_slots = -(-max_num_tokens // block_size) * block_size
+        self.history = history
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.max_num_tokens = max_num_tokens
+        self.live = np.zeros(max_num_rows, dtype=np.bool_)
+        self.epoch: Ints = np.zeros(max_num_rows, dtype=np.int64)
+        self.num_tokens: Ints = np.zeros(max_num_rows, dtype=np.int64)
+        self.num_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
+        self.num_table_tokens: Ints = np.zeros((num_groups, max_num_rows), dtype=np.int64)
+        self.salts = np.zeros(max_num_rows, dtype=np.uint64)
+        self.fingerprints = np.zeros((max_num_rows, max_num_tokens), dtype=np.uint64)
+        self.slots: Ints = np.full((num_groups, max_num_rows, num_slots), -1, dtype=np.int64)
+        self.table_count: Ints = np.zeros(num_blocks, dtype=np.int64)
+        self.admission: list[RowAdmission | None] = [None] * max_num_rows
+        self.tables: tuple[list[list[int]], ...] = tuple(
+            [[] for _ in range(max_num_rows)] for _ in range(num_groups)
+        )
+
+    @property
+    def num_live(self) -> int:
+        return int(np.count_nonzero(self.live))
+
+    def reset(self) -> None:
+        """Drop all rows."""
+        for row in np.flatnonzero(self.live).tolist():
+            self.release(row)
+
+    def release(self, row: int) -> None:
+        self._check_live(row, "release")
+        self.live[row] = False
+        for group, tables in enumerate(self.tables):
+            self._count(tables[row], -1)
+            tables[row] = []
+            self.slots[group, row] = -1
+            self.num_table_tokens[group, row] = 0
+
+    def admit(self, admission: RowAdmission) -> list[int]:
+        """Take a row in; returns the blocks that it fills from their first token on."""
+        row, refuse = admission.row, self.history.refuse
+        num_tokens, computed = len(admission.token_ids), admission.num_computed_tokens
+        if not 0 <= row < len(self.live):
+            refuse(f"admission into row {row} of {len(self.live)}", row)
+        if self.live[row]:
+            refuse(f"admission into row {row}, which is live", row)
+        if not 0 <= computed < num_tokens <= self.max_num_tokens:
+            refuse(f"admission with {computed} of {num_tokens} tokens computed", row)
+        if not 0 < admission.num_prompt_tokens <= num_tokens:
+            refuse(f"admission with {admission.num_prompt_tokens} prompt tokens", row)
+        if len(admission.block_tables) != len(self.tables):
+            refuse(f"admission with {len(admission.block_tables)} tables", row)
+        self.live[row] = True
+        self.epoch[row] += 1
+        self.admission[row] = admission._replace(token_ids=tuple(admission.token_ids))
+        self.num_tokens[row], self.num_computed[row] = num_tokens, computed
+        self.salts[row] = branch_salt(admission.params.seed, admission.branch_index)
+        self.fingerprints[row, :num_tokens] = fingerprints_of(admission.token_ids)
+        new: list[int] = []
+        first_new = -(-computed // self.block_size)
+        for group, table in enumerate(admission.block_tables):
+            if len(table) * self.block_size < computed:
+                refuse(
+                    f"{computed} tokens are computed, but the table has {len(table)} blocks", row
+                )
+            self._put(row, group, 0, table[:first_new])
+            self._append_new(row, group, table[first_new:])
+            new += table[first_new:]
+        return new
+
+    def edit(self, edit: TableEdit) -> list[int]:
+        """Change a table; returns the blocks that became part of it and hold nothing yet."""
+        row, group, kind, first, ids = edit
+        self._check_live(row, "table edit")
+        table = self.tables[group][row]
+        if kind is EditKind.APPEND:
+            if first != len(table):
+                self.history.refuse(f"APPEND at {first} to a table of {len(table)} blocks", row)
+            self._append_new(row, group, ids)
+            return list(ids)
+        if first + len(ids) > len(table):
+            self.history.refuse(f"{kind.value} beyond a table of {len(table)} blocks", row)
+        if kind is EditKind.CUT:
+            if first * self.block_size < self.num_computed[row]:
+                self.history.refuse(f"cut before computed tokens at block {first}", row)
+            self._count(table[first:], -1)
+            del table[first:]
+            self.slots[group, row, first * self.block_size :] = -1
+            self.num_table_tokens[group, row] = first * self.block_size
+            return []
+        self._count(table[first : first + len(ids)], -1)
+        if kind is EditKind.HOLE and any(block != HOLE_BLOCK for block in ids):
+            self.history.refuse(f"a hole names blocks: {ids}", row)
+        self._put(row, group, first, ids)
+        return []
+
+    def _append_new(self, row: int, group: int, ids: tuple[int, ...]) -> None:
+        for block in ids:
+            if 0 <= block < self.num_blocks and self.table_count[block]:
+                self.history.refuse(
+                    f"block {block} is given to row {row} as new, but held: {self.holders(block)}",
+                    row,
+                )
+        self._put(row, group, len(self.tables[group][row]), ids)
+
+    def _put(self, row: int, group: int, first: int, ids: tuple[int, ...]) -> None:
+        """Write ids into a table from its logical block `first` on; HOLE_BLOCK has no slots."""
+        if not ids:
+            return
+        size = self.block_size
+        if any(not 0 <= block < self.num_blocks and block != HOLE_BLOCK for block in ids):
+            self.history.refuse(f"block ids {ids}, but the pool has {self.num_blocks}", row)
+        if (first + len(ids)) * size > self.slots.shape[2]:
+            self.history.refuse(f"a table of {first + len(ids)} blocks is beyond its bound", row)
+        table = self.tables[group][row]
+        table[first : first + len(ids)] = ids
+        self._count(ids, 1)
+        blocks = np.array(ids, dtype=np.int64)
+        slots = blocks[:, None] * size + np.arange(size)
+        slots[blocks == HOLE_BLOCK] = -1
+        self.slots[group, row, first * size : (first + len(ids)) * size] = slots.reshape(-1)
+        self.num_table_tokens[group, row] = len(table) * size
+
+    def holders(self, block: int) -> str:
+        """The (row, group) pairs whose tables name a block, for messages."""
+        found = [
+            (row, group)
+            for group, tables in enumerate(self.tables)
+            for row, table in enumerate(tables)
+            if block in table
+        ]
+        return f"the tables of (row, group) {found}"
+
+    def _count(self, ids: list[int] | tuple[int, ...], by: int) -> None:
+        for block in ids:
+            if block != HOLE_BLOCK:
+                self.table_count[block] += by
+
+    def _check_live(self, row: int, what: str) -> None:
+        if not (0 <= row < len(self.live) and self.live[row]):
+            self.history.refuse(f"{what} of row {row}, which is not live", row)

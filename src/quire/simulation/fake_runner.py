@@ -1,0 +1,430 @@
+"""A runner without a model that catches every misuse of the KV cache where it happens.
+
+Each slot stores a fingerprint of the prefix that wrote it. Before a row goes on, its whole context
+is read back through its block tables and compared, so that a block freed early, shared wrongly or
+mapped wrongly raises at once. It samples from `FakeModel`, so every output is known beforehand.
+
+To show the hazards of overlap, the forward pass of a step is put off until its `sample`, while the
+blocks that a later plan gives out are scribbled over as soon as that plan is executed.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.core.kv_groups import KVGroup
+from quire.core.step import (
+    BlockCopy,
+    RowAdmission,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenMasks,
+)
+from quire.simulation.fake_model import (
+    MASK,
+    FakeModel,
+    Fingerprints,
+    extend_array,
+    fake_logprobs,
+    mix,
+)
+from quire.simulation.fake_rows import FakeRows, Ints, PlanHistory
+
+MAX_STEPS_IN_FLIGHT = 2
+SCRIBBLE = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
+
+
+class InjectedFailureError(RuntimeError):
+    """A step failed because the test asked for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Which failures to inject; each a pure function of steps and tokens.
+
+    execute_fails_at, sample_fails_at: step ids whose `execute` or `sample` raises.
+    step_failure_rate: this share of all other steps fails too, drawn from `seed` and the step id.
+    poison_token_id: a row admitted with this token makes every step fail that it computes in.
+    nan_token_id: a row admitted with this token fails alone when it would sample.
+    """
+
+    execute_fails_at: frozenset[int] = frozenset()
+    sample_fails_at: frozenset[int] = frozenset()
+    step_failure_rate: float = 0.0
+    seed: int = 0
+    poison_token_id: int | None = None
+    nan_token_id: int | None = None
+
+    def hits_execute(self, step_id: int) -> bool:
+        return step_id in self.execute_fails_at or self._draw(2 * step_id)
+
+    def hits_sample(self, step_id: int) -> bool:
+        return step_id in self.sample_fails_at or self._draw(2 * step_id + 1)
+
+    def _draw(self, number: int) -> bool:
+        if not self.step_failure_rate:
+            return False
+        return mix((self.seed + number * 2 + 1) & MASK) / 2**64 < self.step_failure_rate / 2
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step whose forward pass is still to come. R: rows that compute, W: tokens written.
+
+    rows, starts, ends, salts: [R]. samples: [R], the gap is closed. epochs: [R], to know late
+    tokens. special: (index into rows, admission) of those that ask for more than tokens or fail.
+    write_rows, write_positions: [W]. By group: write_slots [W] and read_slots [R, longest].
+    fingerprints: [R, longest], known once the tokens of the step before are.
+    """
+
+    plan: StepPlan
+    rows: Ints
+    starts: Ints
+    ends: Ints
+    samples: npt.NDArray[np.bool_]
+    epochs: Ints
+    salts: Fingerprints
+    special: list[tuple[int, RowAdmission]]
+    write_rows: Ints
+    write_positions: Ints
+    write_slots: list[Ints] = field(default_factory=list)
+    read_slots: list[Ints] = field(default_factory=list)
+    fingerprints: Fingerprints | None = None
+    written: Fingerprints | None = None
+
+
+class FakeRunner:
+    """Implements `core.step.Runner`.
+
+    Takes no token masks and no block moves: they are refused by name.
+    max_num_tokens: the longest sequence. At most two steps may be in flight.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[KVGroup, ...],
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_num_rows: int,
+        max_num_tokens: int,
+        model: FakeModel | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        self.model = model or FakeModel()
+        self.faults = faults or Faults()
+        self.block_size = block_size
+        self.windows = tuple(group.window for group in groups)
+        self.history = PlanHistory()
+        self.rows = FakeRows(
+            self.history, len(groups), num_blocks, block_size, max_num_rows, max_num_tokens
+        )
+        self.store = np.full(num_blocks * block_size, SCRIBBLE, dtype=np.uint64)
+        self.writer: Ints = np.full(num_blocks * block_size, -1, dtype=np.int64)
+        self._group_salts = [np.uint64(mix(group + 1)) for group in range(len(groups))]
+        self._is_special = np.zeros(max_num_rows, dtype=np.bool_)
+        self._steps: deque[_Step] = deque()
+        self._last_step_id = -1
+        self._has_failed = False
+
+    # ---- the contract -----------------------------------------------------------------------
+
+    def execute(self, plan: StepPlan) -> None:
+        """Change the rows as the plan says and note what its forward pass will do."""
+        self.history.add(plan)
+        self._check_order(plan)
+        rows = self.rows
+        new_blocks: list[int] = []
+        for row in plan.release:
+            rows.release(row)
+        for admission in plan.admit:
+            new_blocks += rows.admit(admission)
+            self._is_special[admission.row] = self._asks_for_more(admission)
+        for edit in plan.table_edits:
+            new_blocks += rows.edit(edit)
+        self._give_out(new_blocks)
+        if rows.num_live != plan.num_rows:
+            self.history.refuse(f"{rows.num_live} rows live, the plan says {plan.num_rows}")
+        step = self._launch(plan)
+        self._inject_at_execute(step)
+        self._steps.append(step)
+        if len(self._steps) == 1:
+            self._resolve(step)
+
+    def sample(self, masks: TokenMasks | None = None) -> StepResult:
+        """Run the forward pass of the oldest step, check what it reads, and sample."""
+        if masks:
+            raise NotImplementedError("FakeRunner takes no token masks")
+        if self._has_failed:
+            self.history.refuse("sample after a failed step without a reset")
+        if not self._steps:
+            self.history.refuse("sample without a step in flight")
+        step = self._steps.popleft()
+        self._inject_at_sample(step)
+        self._copy(step.plan.copies)
+        self._write(step)
+        self._read_back(step)
+        result = self._sample(step)
+        if self._steps:
+            self._resolve(self._steps[0])
+        return result
+
+    def reset(self) -> None:
+        """Drop all rows and steps; the blocks keep what they have."""
+        self._steps.clear()
+        self.rows.reset()
+        self._has_failed = False
+
+    # ---- what a step will do ----------------------------------------------------------------
+
+    def _check_order(self, plan: StepPlan) -> None:
+        refuse = self.history.refuse
+        if self._has_failed:
+            refuse(f"step {plan.step_id} follows a failed one without a reset")
+        if plan.step_id <= self._last_step_id:
+            refuse(f"step {plan.step_id} after step {self._last_step_id}")
+        if len(self._steps) >= MAX_STEPS_IN_FLIGHT:
+            refuse(f"step {plan.step_id} while {len(self._steps)} are in flight")
+        if plan.moves:
+            raise NotImplementedError(f"FakeRunner has one tier and refuses {plan.moves[0]}")
+        self._last_step_id = plan.step_id
+
+    def _launch(self, plan: StepPlan) -> _Step:
+        """Who computes what: chunks by name, all other live rows one token each."""
+        rows, refuse = self.rows, self.history.refuse
+        is_implicit = rows.live.copy()
+        for chunk in plan.chunks:
+            row = chunk.row
+            if not (0 <= row < len(rows.live) and is_implicit[row]):
+                refuse(f"{chunk} names a row that is not live, or twice", row)
+            is_implicit[row] = False
+        decoding = np.flatnonzero(is_implicit)
+        gaps = rows.num_tokens[decoding] - rows.num_computed[decoding]
+        if (gaps != 1).any():
+            row = int(decoding[gaps != 1][0])
+            refuse(
+                f"row {row} decodes implicitly, but {rows.num_computed[row]} of its"
+                f" {rows.num_tokens[row]} tokens are computed",
+                row,
+            )
+        chunks = [chunk for chunk in plan.chunks if chunk.num_new_tokens]
+        computing = np.array([*decoding, *(chunk.row for chunk in chunks)], dtype=np.int64)
+        counts = np.ones(len(computing), dtype=np.int64)
+        counts[len(decoding) :] = [chunk.num_new_tokens for chunk in chunks]
+        if int(counts.sum()) != plan.num_tokens:
+            refuse(f"{counts.sum()} tokens to compute, the plan says {plan.num_tokens}")
+        if not len(computing):
+            refuse("a step that computes nothing")
+        return self._plan_accesses(plan, computing, counts)
+
+    def _plan_accesses(self, plan: StepPlan, computing: Ints, counts: Ints) -> _Step:
+        rows, refuse = self.rows, self.history.refuse
+        starts = rows.num_computed[computing]
+        ends = starts + counts
+        wrong = (ends > rows.num_tokens[computing]) | (counts < 1)
+        if wrong.any():
+            row = int(computing[wrong][0])
+            refuse(f"a chunk of row {row} ends beyond its {rows.num_tokens[row]} tokens", row)
+        offsets = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
+        step = _Step(
+            plan=plan,
+            rows=computing,
+            starts=starts,
+            ends=ends,
+            samples=ends == rows.num_tokens[computing],
+            epochs=rows.epoch[computing],
+            salts=rows.salts[computing],
+            special=self._special_rows(computing),
+            write_rows=np.repeat(computing, counts),
+            write_positions=np.repeat(starts, counts) + offsets,
+        )
+        longest = int(ends.max())
+        for group in range(len(self.windows)):
+            lacking = rows.num_table_tokens[group, computing] < ends
+            if lacking.any():
+                row = int(computing[lacking][0])
+                refuse(f"row {row} has no slot for its new tokens in group {group}", row)
+            slots = rows.slots[group, step.write_rows, step.write_positions]
+            self._check_writable(step, slots)
+            step.write_slots.append(slots)
+            step.read_slots.append(rows.slots[group, computing, :longest])
+        rows.num_computed[computing] = ends
+        rows.num_tokens[computing[step.samples]] += 1
+        return step
+
+    def _check_writable(self, step: _Step, slots: Ints) -> None:
+        if int(slots.min()) < 0:
+            row = int(step.write_rows[slots < 0][0])
+            self.history.refuse(f"row {row} would write into a hole", row)
+        shared = self.rows.table_count[slots // self.block_size] != 1
+        if shared.any():
+            row, block = int(step.write_rows[shared][0]), int(slots[shared][0]) // self.block_size
+            self.history.refuse(
+                f"row {row} would write into block {block}, which is shared:"
+                f" {self.rows.holders(block)} name it",
+                row,
+            )
+
+    def _resolve(self, step: _Step) -> None:
+        """Note the fingerprints of a step's tokens, now that all of them are known."""
+        longest = step.read_slots[0].shape[1]
+        step.fingerprints = self.rows.fingerprints[step.rows, :longest]
+        step.written = self.rows.fingerprints[step.write_rows, step.write_positions]
+
+    # ---- the forward pass -------------------------------------------------------------------
+
+    def _give_out(self, blocks: list[int]) -> None:
+        """Scribble over new blocks; those that a step in flight touches may not be given out."""
+        if not blocks:
+            return
+        for step in self._steps:
+            in_context = np.arange(step.read_slots[0].shape[1]) < step.ends[:, None]
+            for slots in step.read_slots:
+                touched = np.isin(blocks, slots[in_context] // self.block_size)
+                if touched.any():
+                    block = blocks[int(np.argmax(touched))]
+                    self.history.refuse(
+                        f"block {block} is given out, but step {step.plan.step_id}, which is in"
+                        " flight, uses it"
+                    )
+        self.store.reshape(-1, self.block_size)[blocks] = SCRIBBLE
+
+    def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
+        store = self.store.reshape(-1, self.block_size)
+        for copy in copies:
+            store[copy.target] = store[copy.source]
+
+    def _write(self, step: _Step) -> None:
+        assert step.written is not None
+        numbers = step.plan.step_id * len(self.rows.live) + step.write_rows
+        for slots, salt in zip(step.write_slots, self._group_salts, strict=True):
+            self.store[slots] = step.written ^ salt
+            self.writer[slots] = numbers
+        for slots in step.write_slots:
+            twice = self.writer[slots] != numbers
+            if twice.any():
+                slot, row = int(slots[twice][0]), int(step.write_rows[twice][0])
+                self.history.refuse(f"two rows wrote slot {slot} in step {step.plan.step_id}", row)
+
+    def _read_back(self, step: _Step) -> None:
+        """Compare the whole context of each row, as its tables find it, with what it must be."""
+        assert step.fingerprints is not None
+        positions = np.arange(step.fingerprints.shape[1])
+        in_context = positions < step.ends[:, None]
+        for group, (slots, window) in enumerate(zip(step.read_slots, self.windows, strict=True)):
+            read = self.store[slots] ^ self._group_salts[group]
+            wrong = (read != step.fingerprints) | (slots < 0)
+            wrong &= in_context
+            if window is not None:
+                wrong &= positions > step.starts[:, None] - window
+            if wrong.any():
+                self._explain(step, group, wrong)
+
+    def _explain(self, step: _Step, group: int, wrong: npt.NDArray[np.bool_]) -> None:
+        index, position = (int(found[0]) for found in np.nonzero(wrong))
+        row, slot = int(step.rows[index]), int(step.read_slots[group][index, position])
+        wrote = "nobody"
+        if slot >= 0 and self.store[slot] != SCRIBBLE:
+            step_id, writer = divmod(int(self.writer[slot]), len(self.rows.live))
+            wrote = f"row {writer} in step {step_id}"
+        self.history.refuse(
+            f"step {step.plan.step_id}: row {row} reads a wrong token {position} in group {group}"
+            f" (block {slot // self.block_size}, slot {slot}); {wrote} wrote it last",
+            row,
+        )
+
+    # ---- sampling ---------------------------------------------------------------------------
+
+    def _sample(self, step: _Step) -> StepResult:
+        assert step.fingerprints is not None
+        rows = self.rows
+        failed = _failed_rows(step, self.faults.nan_token_id)
+        who = step.samples
+        if failed:
+            who = who & ~np.isin(step.rows, list(failed))
+        sampled, ends = step.rows[who], step.ends[who]
+        last = step.fingerprints[who, ends - 1]
+        token_ids = self.model.next_tokens(last, step.salts[who])
+        still = (rows.epoch[sampled] == step.epochs[who]) & (ends < rows.max_num_tokens)
+        rows.fingerprints[sampled[still], ends[still]] = extend_array(last[still], token_ids[still])
+        row_list, token_list = sampled.tolist(), token_ids.tolist()
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        for index, admission in step.special:
+            row, params = admission.row, admission.params
+            if params.logprobs is not None and who[index]:
+                prefix = int(step.fingerprints[index, step.ends[index] - 1])
+                token_id = token_list[row_list.index(row)]
+                logprobs[row] = (fake_logprobs(prefix, token_id, params.logprobs),)
+            if params.prompt_logprobs is not None:
+                prompt_logprobs[row] = _prompt_logprobs(step, index, admission)
+        return StepResult(
+            step.plan.step_id,
+            row_list,
+            [(token_id,) for token_id in token_list],
+            logprobs,
+            {row: entries for row, entries in prompt_logprobs.items() if entries},
+            failed,
+        )
+
+    # ---- injected failures ------------------------------------------------------------------
+
+    def _asks_for_more(self, admission: RowAdmission) -> bool:
+        params, faults = admission.params, self.faults
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            return True
+        return any(
+            token_id is not None and token_id in admission.token_ids
+            for token_id in (faults.poison_token_id, faults.nan_token_id)
+        )
+
+    def _special_rows(self, computing: Ints) -> list[tuple[int, RowAdmission]]:
+        found: list[tuple[int, RowAdmission]] = []
+        for index in np.flatnonzero(self._is_special[computing]).tolist():
+            admission = self.rows.admission[computing[index]]
+            assert admission is not None
+            found.append((index, admission))
+        return found
+
+    def _inject_at_execute(self, step: _Step) -> None:
+        poison = self.faults.poison_token_id
+        is_poisoned = any(poison in admission.token_ids for _, admission in step.special)
+        if is_poisoned or self.faults.hits_execute(step.plan.step_id):
+            self._fail(step, "execute")
+
+    def _inject_at_sample(self, step: _Step) -> None:
+        if self.faults.hits_sample(step.plan.step_id):
+            self._fail(step, "sample")
+
+    def _fail(self, step: _Step, where: str) -> NoReturn:
+        """Leave half-written blocks behind, as a step that dies in the middle does."""
+        for slots in step.write_slots:
+            self.store[slots] = SCRIBBLE
+        self._has_failed = True
+        raise InjectedFailureError(f"{where} of step {step.plan.step_id} fails, as was asked")
+
+
+def _prompt_logprobs(step: _Step, index: int, admission: RowAdmission) -> tuple[TokenLogprobs, ...]:
+    """Entries for the prompt positions that follow those computed in this step."""
+    count = admission.params.prompt_logprobs
+    assert step.fingerprints is not None and count is not None
+    start, end = int(step.starts[index]), int(step.ends[index])
+    return tuple(
+        fake_logprobs(
+            int(step.fingerprints[index, position - 1]), admission.token_ids[position], count
+        )
+        for position in range(start + 1, min(end + 1, admission.num_prompt_tokens))
+    )
+
+
+def _failed_rows(step: _Step, nan_token_id: int | None) -> dict[int, str]:
+    """The rows that fail alone instead of sampling."""
+    return {
+        admission.row: f"NaN in the logits of row {admission.row}"
+        for index, admission in step.special
+        if nan_token_id in admission.token_ids and step.samples[index]
+    }

@@ -1,0 +1,264 @@
+"""Every field of SamplingParams: what it takes, what it refuses, and with which words."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import pytest
+
+from quire.core.sampling_params import (
+    MAX_BRANCHES,
+    MAX_STOP_STRINGS,
+    SEED_LIMIT,
+    DecodingParams,
+    ModelLimits,
+    SamplingDefaults,
+    SamplingParams,
+    resolve,
+)
+from quire.errors import InvalidRequestError
+
+HUGE = 10**400
+LIMITS = ModelLimits(vocab_size=100, max_model_len=64, end_token_ids=(0, 5))
+
+NUMBER_FIELDS: dict[str, tuple[list[Any], list[Any], str]] = {
+    # name: (accepted, refused for their bound, the bound in words)
+    "temperature": (
+        [0, 0.0, 1, 0.7, 100.0, None],
+        [-0.1, 100.5, HUGE],
+        "at least 0 and at most 100",
+    ),
+    "top_p": ([0.001, 1, 1.0, None], [0, 0.0, -1, 1.01], "above 0 and at most 1"),
+    "min_p": ([0, 0.5, 1, None], [-0.01, 1.5], "at least 0 and at most 1"),
+    "presence_penalty": ([-2, 0, 2.0], [-2.1, 2.1], "at least -2 and at most 2"),
+    "frequency_penalty": ([-2, 0, 2.0], [-2.1, 2.1, -HUGE], "at least -2 and at most 2"),
+    "repetition_penalty": ([0.1, 1, 100, None], [0, -1.0, 101], "above 0 and at most 100"),
+}
+WHOLE_FIELDS: dict[str, tuple[list[Any], list[Any], str]] = {
+    "n": ([1, MAX_BRANCHES], [0, -1, MAX_BRANCHES + 1], f"at least 1 and at most {MAX_BRANCHES}"),
+    "top_k": ([-1, 0, 1, HUGE, None], [-2], "at least -1"),
+    "seed": (
+        [0, -(2**63), SEED_LIMIT - 1, None],
+        [SEED_LIMIT, -(2**63) - 1],
+        f"at least {-(2**63)} and at most {SEED_LIMIT - 1}",
+    ),
+    "max_tokens": ([1, HUGE, None], [0, -1], "at least 1"),
+    "min_tokens": ([0, 16], [-1], "at least 0"),
+    "logprobs": ([0, 20, None], [-1], "at least 0"),
+    "prompt_logprobs": ([0, 20, None], [-1], "at least 0"),
+}
+FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias")
+ALL_NUMBERS = {**NUMBER_FIELDS, **WHOLE_FIELDS}
+
+
+def cases(index: int) -> list[tuple[str, Any]]:
+    return [(name, value) for name, entry in ALL_NUMBERS.items() for value in entry[index]]
+
+
+def refusal(field: str, value: Any) -> str:
+    """The message with which a value is refused; it names the field, as does `param`."""
+    with pytest.raises(InvalidRequestError, match=f"^{field} ") as caught:
+        SamplingParams(**{field: value})
+    assert isinstance(caught.value, ValueError)
+    assert (caught.value.param, caught.value.http_status) == (field, 400)
+    return str(caught.value)
+
+
+def test_every_field_is_in_these_tables() -> None:
+    named = {*ALL_NUMBERS, *FLAGS, *LISTS}
+    assert named == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(("field", "value"), cases(0))
+def test_what_is_within_its_bounds_is_kept(field: str, value: Any) -> None:
+    assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(("field", "value"), cases(1))
+def test_what_is_out_of_bounds_is_refused_with_value_and_bound(field: str, value: Any) -> None:
+    assert refusal(field, value) == f"{field} is {value}, but must be {ALL_NUMBERS[field][2]}"
+
+
+@pytest.mark.parametrize("field", NUMBER_FIELDS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_refused(field: str, value: float) -> None:
+    assert refusal(field, value) == f"{field} is {value}, but must be {NUMBER_FIELDS[field][2]}"
+
+
+@pytest.mark.parametrize("field", NUMBER_FIELDS)
+@pytest.mark.parametrize("value", ["1", True, [0.5], 1j])
+def test_what_is_no_number_is_refused(field: str, value: Any) -> None:
+    assert refusal(field, value) == f"{field} is {value!r}, but must be a number"
+
+
+@pytest.mark.parametrize("field", WHOLE_FIELDS)
+@pytest.mark.parametrize("value", ["1", True, 1.0, [1]])
+def test_what_is_no_whole_number_is_refused(field: str, value: Any) -> None:
+    assert refusal(field, value) == f"{field} is {value!r}, but must be a whole number"
+
+
+@pytest.mark.parametrize("field", ["n", "presence_penalty", "frequency_penalty", "min_tokens"])
+def test_none_is_refused_where_it_means_nothing(field: str) -> None:
+    assert refusal(field, None) == f"{field} is None, but must be a number"
+
+
+@pytest.mark.parametrize("field", FLAGS)
+@pytest.mark.parametrize("value", [None, 0, 1, "yes"])
+def test_flags_are_true_or_false(field: str, value: Any) -> None:
+    assert refusal(field, value) == f"{field} is {value!r}, but must be True or False"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("stop", 3, "stop is 3, but must be a list of strings"),
+        ("stop", ["a", ""], "stop contains '', but each must be a non-empty string"),
+        ("stop", "", "stop contains '', but each must be a non-empty string"),
+        ("stop", [b"a"], "stop contains b'a', but each must be a non-empty string"),
+        ("stop", ["a"] * 65, f"stop has 65 strings, above the bound of {MAX_STOP_STRINGS}"),
+        ("bad_words", "word", "bad_words is 'word', but must be a list of strings"),
+        ("bad_words", [1], "bad_words contains 1, but each must be a non-empty string"),
+        ("stop_token_ids", 5, "stop_token_ids is 5, but must be a list of token ids"),
+        ("stop_token_ids", "5", "stop_token_ids is '5', but must be a list of token ids"),
+        ("stop_token_ids", [-1], "stop_token_ids contains -1, but each must be a token id"),
+        ("stop_token_ids", [True], "stop_token_ids contains True, but each must be a token id"),
+        ("stop_token_ids", [1.0], "stop_token_ids contains 1.0, but each must be a token id"),
+        ("allowed_token_ids", [], "allowed_token_ids is empty"),
+        ("allowed_token_ids", [None], "allowed_token_ids contains None"),
+        ("allowed_token_ids", 7, "allowed_token_ids is 7, but must be a list of token ids"),
+        ("logit_bias", [1], "logit_bias is [1], but must map token ids to numbers"),
+        ("logit_bias", {"1": 1.0}, "logit_bias has the key '1', but keys must be token ids"),
+        ("logit_bias", {-1: 1.0}, "logit_bias has the key -1, but keys must be token ids"),
+        ("logit_bias", {1: 101}, "logit_bias is 101, but must be at least -100 and at most 100"),
+        ("logit_bias", {1: "x"}, "logit_bias is 'x', but must be a number"),
+        ("logit_bias", {1: math.nan}, "logit_bias is nan, but must be at least -100"),
+        ("logit_bias", {1: None}, "logit_bias of token 1 is None, but must be a number"),
+    ],
+)
+def test_lists_are_checked_element_by_element(field: str, value: Any, message: str) -> None:
+    assert refusal(field, value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kept"),
+    [
+        ("stop", None, ()),
+        ("stop", "end", ("end",)),
+        ("stop", ["a", "b"], ("a", "b")),
+        ("bad_words", None, ()),
+        ("bad_words", ("a",), ("a",)),
+        ("stop_token_ids", None, ()),
+        ("stop_token_ids", range(3), (0, 1, 2)),
+        ("allowed_token_ids", None, None),
+        ("allowed_token_ids", [4, 2], (4, 2)),
+        ("logit_bias", None, {}),
+        ("logit_bias", {3: -100, 4: 0.5}, {3: -100, 4: 0.5}),
+    ],
+)
+def test_lists_are_normalised(field: str, value: Any, kept: Any) -> None:
+    assert getattr(SamplingParams(**{field: value}), field) == kept
+
+
+def test_the_callers_lists_are_copied() -> None:
+    bias, stop = {1: 2.0}, ["a"]
+    params = SamplingParams(logit_bias=bias, stop=stop)
+    bias[2] = 3.0
+    stop.append("b")
+    assert (params.logit_bias, params.stop) == ({1: 2.0}, ("a",))
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="min_tokens is 5, above max_tokens, 4") as caught:
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert caught.value.param == "min_tokens"
+    assert SamplingParams(min_tokens=4, max_tokens=4).min_tokens == 4
+    assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
+
+
+def test_it_is_frozen_and_takes_keywords_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().n = 2  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        SamplingParams(1)  # type: ignore[misc]
+    with pytest.raises(TypeError, match="unknown_option"):
+        SamplingParams(unknown_option=1)  # type: ignore[call-arg]
+
+
+# ---- resolve ------------------------------------------------------------------------------------
+
+
+def resolved(limits: ModelLimits = LIMITS, prompt: int = 10, **wish: Any) -> DecodingParams:
+    return resolve(SamplingParams(**wish), limits, num_prompt_tokens=prompt, seed=77)
+
+
+def test_what_was_left_open_gets_the_plain_values() -> None:
+    assert resolved() == DecodingParams(max_tokens=16, seed=77, end_token_ids=(0, 5))
+
+
+@pytest.mark.parametrize(
+    ("wish", "field", "value"),
+    [
+        ({"max_tokens": None}, "max_tokens", 54),
+        ({"max_tokens": 5}, "max_tokens", 5),
+        ({"max_tokens": 5000}, "max_tokens", 5000),
+        ({"seed": 3}, "seed", 3),
+        ({"seed": -1}, "seed", SEED_LIMIT - 1),
+        ({"seed": 0}, "seed", 0),
+        ({"top_k": -1}, "top_k", 0),
+        ({"top_k": 99}, "top_k", 99),
+        ({"top_k": 100}, "top_k", 0),
+        ({"ignore_eos": True}, "end_token_ids", ()),
+        ({"stop_token_ids": [7]}, "stop_token_ids", (7,)),
+        ({"temperature": 0}, "temperature", 0),
+        ({"logit_bias": {3: 1.5}}, "logit_bias", ((3, 1.5),)),
+        ({"allowed_token_ids": [3]}, "allowed_token_ids", (3,)),
+        ({"logprobs": 20}, "logprobs", 20),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", 0),
+        ({"min_tokens": 4}, "min_tokens", 4),
+        ({"presence_penalty": 0.5}, "presence_penalty", 0.5),
+        ({"frequency_penalty": -0.5}, "frequency_penalty", -0.5),
+    ],
+)
+def test_what_each_wish_becomes(wish: dict[str, Any], field: str, value: Any) -> None:
+    assert getattr(resolved(**wish), field) == value
+
+
+def test_a_full_prompt_still_resolves_to_one_token() -> None:
+    assert resolved(prompt=64, max_tokens=None).max_tokens == 1
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])
+def test_the_models_defaults_count_only_where_the_caller_set_none(field: str) -> None:
+    defaults = SamplingDefaults(0.6, 0.9, 7, 0.1, 1.2)
+    limits = dataclasses.replace(LIMITS, defaults=defaults)
+    assert getattr(resolved(limits), field) == getattr(defaults, field)
+    own = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert getattr(resolved(limits, **{field: own[field]}), field) == own[field]
+
+
+def test_bad_words_arrive_as_token_ids() -> None:
+    params = resolve(
+        SamplingParams(), LIMITS, num_prompt_tokens=1, seed=0, bad_words=[[1, 2], (3,)]
+    )
+    assert params.bad_words == ((1, 2), (3,))
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        (
+            {"stop_token_ids": [99, 100]},
+            "stop_token_ids contains 100, beyond the vocabulary of 100",
+        ),
+        ({"allowed_token_ids": [100]}, "allowed_token_ids contains 100, beyond the vocabulary"),
+        ({"logit_bias": {2000: 1.0}}, "logit_bias contains 2000, beyond the vocabulary"),
+        ({"logprobs": 21}, "logprobs is 21, above the bound of 20"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21, above the bound of 20"),
+    ],
+)
+def test_what_only_the_model_can_tell(wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
+        resolved(**wish)
+    assert caught.value.param == next(iter(wish))

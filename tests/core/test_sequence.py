@@ -1,0 +1,114 @@
+"""A sequence's transitions, its counts and how it ends."""
+
+import pytest
+
+from quire.core.request import FinishReason
+from quire.core.sampling_params import DecodingParams
+from quire.core.sequence import LEGAL_TRANSITIONS, Sequence, SequenceState
+from quire.core.step import TokenLogprobs
+
+WAITING, RUNNING = SequenceState.WAITING, SequenceState.RUNNING
+PREEMPTED, FINISHED = SequenceState.PREEMPTED, SequenceState.FINISHED
+
+LEGAL = {
+    (WAITING, RUNNING),
+    (WAITING, FINISHED),
+    (RUNNING, PREEMPTED),
+    (RUNNING, FINISHED),
+    (PREEMPTED, RUNNING),
+    (PREEMPTED, FINISHED),
+}
+
+
+def make(prompt: int = 3, max_num_tokens: int | None = None, **params: object) -> Sequence:
+    decoding = DecodingParams(**{"max_tokens": 4, **params})  # type: ignore[arg-type]
+    return Sequence("r", list(range(10, 10 + prompt)), decoding, max_num_tokens=max_num_tokens)
+
+
+@pytest.mark.parametrize("before", list(SequenceState))
+@pytest.mark.parametrize("after", list(SequenceState))
+def test_the_table_of_transitions(before: SequenceState, after: SequenceState) -> None:
+    sequence = make()
+    sequence.state = before
+    if (before, after) in LEGAL:
+        sequence.move_to(after)
+        assert sequence.state is after
+    else:
+        with pytest.raises(AssertionError, match=rf"r/0 {before.value}.*become {after.value}"):
+            sequence.move_to(after)
+        assert sequence.state is before
+
+
+def test_every_state_is_in_the_table() -> None:
+    assert set(LEGAL_TRANSITIONS) == set(SequenceState)
+
+
+def test_a_new_sequence_waits_with_nothing() -> None:
+    sequence = make()
+    assert sequence.state is WAITING and not sequence.is_finished
+    assert (sequence.row, sequence.block_tables, sequence.num_slots) == (None, (), 0)
+    assert (sequence.num_tokens, sequence.num_output_tokens) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_num_tokens", "expected"), [(4, None, 7), (4, 100, 7), (4, 5, 5), (1, 7, 4)]
+)
+def test_the_length_at_which_it_ends(
+    max_tokens: int, max_num_tokens: int | None, expected: int
+) -> None:
+    assert make(3, max_num_tokens, max_tokens=max_tokens).max_num_tokens == expected
+
+
+def test_pending_tokens_count_as_tokens_but_not_as_output() -> None:
+    sequence = make()
+    sequence.num_pending_tokens = 2
+    assert (sequence.num_tokens, sequence.num_output_tokens) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "reason"),
+    [
+        ({}, [1, 2, 3, 4], FinishReason.LENGTH),
+        ({}, [1, 2, 3], None),
+        ({"end_token_ids": (2,)}, [1, 2], FinishReason.STOP),
+        ({"stop_token_ids": (9,), "end_token_ids": (2,)}, [1, 9], FinishReason.STOP),
+        ({"end_token_ids": (2,), "min_tokens": 3}, [1, 2], None),
+        ({"end_token_ids": (2,), "min_tokens": 3}, [2, 2, 2], FinishReason.STOP),
+        ({"end_token_ids": (2,), "min_tokens": 2}, [1, 2], FinishReason.STOP),
+        ({"end_token_ids": (4,)}, [1, 2, 3, 4], FinishReason.STOP),  # both: the end token counts
+        ({"end_token_ids": (10,)}, [1, 2], None),  # in the prompt only
+    ],
+)
+def test_how_it_ends(
+    params: dict[str, object], tokens: list[int], reason: FinishReason | None
+) -> None:
+    sequence = make(**params)
+    ended = [sequence.append(token_id) for token_id in tokens]
+    assert sequence.finish_reason is reason
+    assert ended == [False] * (len(tokens) - 1) + [reason is not None]
+    assert sequence.token_ids == [10, 11, 12, *tokens]
+    assert sequence.state is WAITING, "the scheduler owns the state"
+
+
+def test_it_ends_at_the_models_length() -> None:
+    sequence = make(3, max_num_tokens=5, max_tokens=100)
+    assert [sequence.append(1), sequence.append(1)] == [False, True]
+    assert sequence.finish_reason is FinishReason.LENGTH
+
+
+def test_prompt_logprobs_are_needed_until_all_but_the_first_position_are_there() -> None:
+    assert not make().needs_prompt_logprobs
+    assert not make(1, prompt_logprobs=0).needs_prompt_logprobs
+    sequence = make(3, prompt_logprobs=0)
+    entry = TokenLogprobs(1, -1.0, 1, (), ())
+    needs = []
+    for _ in range(3):
+        needs.append(sequence.needs_prompt_logprobs)
+        sequence.prompt_logprobs.append(entry)
+    assert needs == [True, True, False]
+
+
+def test_it_tells_what_it_is() -> None:
+    sequence = make()
+    sequence.num_computed_tokens = 2
+    assert repr(sequence) == "<Sequence r/0 waiting row=None computed=2/3>"

@@ -1,0 +1,129 @@
+"""The made-up model: scalar and vector forms agree, and it depends on what it should."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.core.request import FinishReason, Request
+from quire.core.sampling_params import DecodingParams
+from quire.simulation.fake_model import (
+    MASK,
+    FakeModel,
+    branch_salt,
+    extend,
+    extend_array,
+    fake_logprobs,
+    fingerprints_of,
+    mix,
+    mix_array,
+)
+
+token_lists = st.lists(st.integers(0, 2**31), min_size=1, max_size=60)
+words = st.lists(st.integers(0, MASK), min_size=1, max_size=20)
+
+
+def request(prompt: list[int], n: int = 1, **params: object) -> Request:
+    return Request("r", prompt, DecodingParams(**{"max_tokens": 12, **params}), n=n)  # type: ignore[arg-type]
+
+
+@settings(max_examples=50, deadline=None, database=None)
+@given(token_lists)
+def test_fingerprints_at_once_equal_those_one_by_one(token_ids: list[int]) -> None:
+    fingerprint, expected = 0, []
+    for token_id in token_ids:
+        fingerprint = extend(fingerprint, token_id)
+        expected.append(fingerprint)
+    assert fingerprints_of(token_ids).tolist() == expected
+
+
+@settings(max_examples=50, deadline=None, database=None)
+@given(words, st.integers(0, 2**31))
+def test_vectors_equal_scalars(values: list[int], token_id: int) -> None:
+    array = np.array(values, dtype=np.uint64)
+    assert mix_array(array).tolist() == [mix(value) for value in values]
+    ids = np.full(len(values), token_id)
+    assert extend_array(array, ids).tolist() == [extend(value, token_id) for value in values]
+    model = FakeModel(vocab_size=50, end_rate=0.3)
+    salts = mix_array(array)
+    expected = [
+        model.next_token(value, salt) for value, salt in zip(values, salts.tolist(), strict=True)
+    ]
+    assert model.next_tokens(array, salts).tolist() == expected
+
+
+@pytest.mark.parametrize("other", [[1, 2, 4], [2, 1, 3], [1, 2], [0, 1, 2, 3], [1, 2, 3, 0]])
+def test_different_prefixes_have_different_fingerprints(other: list[int]) -> None:
+    assert fingerprints_of([1, 2, 3])[-1] != fingerprints_of(other)[-1]
+
+
+def test_the_output_depends_on_prompt_seed_and_branch_only() -> None:
+    model = FakeModel(end_rate=0.0)
+    base = model.expected_output(request([1, 2, 3], seed=5))
+    assert base == model.expected_output(request([1, 2, 3], seed=5, temperature=0.3))
+    others = [
+        model.expected_output(request([1, 2, 4], seed=5)),
+        model.expected_output(request([1, 2, 3], seed=6)),
+        model.expected_output(request([1, 2, 3], seed=5), branch_index=1),
+    ]
+    assert len({one.token_ids for one in [base, *others]}) == 4
+    assert branch_salt(1, 0) != branch_salt(0, 1)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 1.0])
+def test_end_tokens_come_as_often_as_asked(rate: float) -> None:
+    model = FakeModel(vocab_size=100, end_rate=rate)
+    draws = fingerprints_of(list(range(4000)))
+    tokens = model.next_tokens(draws, np.zeros_like(draws))
+    assert abs(float((tokens == model.end_token_id).mean()) - rate) < 0.02
+    assert int(tokens.min()) >= 0 and int(tokens.max()) < 100
+
+
+@pytest.mark.parametrize(
+    ("params", "reason", "count"),
+    [
+        ({}, FinishReason.LENGTH, 12),
+        ({"end_token_ids": (0,)}, FinishReason.STOP, 1),
+        ({"stop_token_ids": (0,)}, FinishReason.STOP, 1),
+        ({"end_token_ids": (0,), "min_tokens": 4}, FinishReason.STOP, 4),
+        ({"end_token_ids": (0,), "min_tokens": 12}, FinishReason.STOP, 12),
+        ({"end_token_ids": (7,)}, FinishReason.LENGTH, 12),
+    ],
+)
+def test_how_outputs_end(params: dict[str, object], reason: FinishReason, count: int) -> None:
+    output = FakeModel(end_rate=1.0).expected_output(request([5], **params))
+    assert (output.finish_reason, len(output.token_ids)) == (reason, count)
+
+
+def test_the_models_length_ends_it_too() -> None:
+    output = FakeModel(end_rate=0.0).expected_output(request([5] * 6), max_model_len=10)
+    assert (output.finish_reason, len(output.token_ids)) == (FinishReason.LENGTH, 4)
+
+
+def test_log_probabilities_are_those_of_each_position() -> None:
+    model = FakeModel(end_rate=0.0)
+    prompt = [4, 5, 6]
+    output = model.expected_output(request(prompt, logprobs=2, prompt_logprobs=1, max_tokens=3))
+    prefixes = [int(value) for value in fingerprints_of([*prompt, *output.token_ids])]
+    assert output.prompt_logprobs == (
+        fake_logprobs(prefixes[0], 5, 1),
+        fake_logprobs(prefixes[1], 6, 1),
+    )
+    assert output.logprobs == tuple(
+        fake_logprobs(prefixes[2 + index], token_id, 2)
+        for index, token_id in enumerate(output.token_ids)
+    )
+    plain = model.expected_output(request(prompt, max_tokens=3))
+    assert (plain.logprobs, plain.prompt_logprobs) == (None, None)
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+def test_a_made_up_entry_looks_like_a_real_one(num_top: int) -> None:
+    entry = fake_logprobs(123, 7, num_top)
+    assert (entry.token_id, len(entry.top_token_ids), len(entry.top_logprobs)) == (
+        7,
+        num_top,
+        num_top,
+    )
+    assert entry.rank >= 1 and entry.logprob <= 0
+    assert entry == fake_logprobs(123, 7, num_top) != fake_logprobs(124, 7, num_top)

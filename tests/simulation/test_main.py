@@ -1,0 +1,54 @@
+"""The command line: a report, or the command that replays the failure."""
+
+import pytest
+
+from quire.core.kv_cache_manager import KVCacheManager
+from quire.simulation.__main__ import main, replay_command
+from quire.simulation.workload import SimulationConfig
+
+
+def test_it_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "4", "--num-requests", "10", "--overlap", "1"]) == 0
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert printed["seed"] == "4"
+    assert printed["num_requests"] == "10"
+    assert len(printed["digest"]) == 32
+    assert int(printed["steps_per_s"]) > 0
+
+
+def test_a_failure_prints_the_command_that_replays_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVCacheManager, "end_step", lambda self, step_id: None)
+    words = ["--seed", "4", "--overlap", "1", "--prompt-tokens", "2,9", "--num-blocks", "20"]
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert "seed 4, after " in error
+    command = error.splitlines()[-1]
+    assert command == (
+        "replay: python -m quire.simulation"
+        " --seed 4 --num-blocks 20 --prompt-tokens 2,9 --overlap 1"
+    )
+    assert main(command.split()[4:]) == 1
+    assert capsys.readouterr().err == error
+
+
+def test_a_bad_option_is_refused_with_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--overlap", "3"]) == 2
+    assert capsys.readouterr().err == "error: overlap is 3, but must be 0 or 1\n"
+
+
+@pytest.mark.parametrize("words", [["--unknown", "1"], ["--enable-prefix-caching", "maybe"]])
+def test_words_that_it_does_not_know_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+
+
+def test_the_replay_command_names_only_what_differs_from_the_defaults() -> None:
+    assert replay_command(SimulationConfig()) == "python -m quire.simulation --seed 0"
+    config = SimulationConfig(seed=2, num_steps=9, enable_prefix_caching=False, arrivals="bursts")
+    assert replay_command(config) == (
+        "python -m quire.simulation --seed 2 --num-steps 9 --enable-prefix-caching False"
+        " --arrivals bursts"
+    )

@@ -1,0 +1,81 @@
+"""What a seed draws, and which configurations are refused."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from quire.errors import ConfigurationError
+from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals
+
+
+def draw(count: int = 300, **options: Any) -> list[Arrival]:
+    return list(draw_arrivals(SimulationConfig(num_requests=count, **options)))
+
+
+def test_a_seed_draws_the_same_again_and_another_seed_others() -> None:
+    assert draw(seed=3) == draw(seed=3) != draw(seed=4)
+
+
+def test_without_a_number_it_goes_on_for_ever() -> None:
+    endless = draw_arrivals(SimulationConfig(num_steps=5))
+    assert len(list(itertools.islice(endless, 500))) == 500
+    assert len(list(draw_arrivals(SimulationConfig()))) == 100
+
+
+def test_lengths_are_within_their_bounds_and_leave_room() -> None:
+    arrivals = draw(prompt_tokens=(3, 50), output_tokens=(2, 9), max_model_len=40)
+    lengths = {len(one.request.prompt_token_ids) for one in arrivals}
+    assert (min(lengths), max(lengths)) == (3, 39)
+    assert {one.request.params.max_tokens for one in arrivals} == set(range(2, 10))
+    assert all(one.request.params.min_tokens <= one.request.params.max_tokens for one in arrivals)
+
+
+@pytest.mark.parametrize(("rate", "low", "high"), [(0.0, 0, 0), (0.5, 120, 180), (1.0, 300, 300)])
+def test_shared_prefixes_are_as_frequent_as_asked(rate: float, low: int, high: int) -> None:
+    arrivals = draw(shared_prefix_rate=rate, prompt_tokens=(8, 8))
+    heads = [tuple(one.request.prompt_token_ids[:5]) for one in arrivals]
+    shared = sum(heads.count(head) > 1 for head in heads)
+    assert low <= shared <= high
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "bursts", "at_once"])
+def test_times_go_forward(arrivals: str) -> None:
+    times = [one.at_s for one in draw(arrivals=arrivals)]
+    assert times == sorted(times)
+    distinct = {"poisson": 300, "bursts": 38, "at_once": 1}[arrivals]
+    assert len(set(times)) == distinct
+    if arrivals != "at_once":
+        assert 8 < times[-1] < 25  # 300 requests at 20 a second
+
+
+def test_faults_are_drawn_as_often_as_asked() -> None:
+    config = SimulationConfig()
+    arrivals = draw(poison_rate=0.2, nan_rate=0.3, abort_rate=0.4, logprobs_rate=0.5)
+    last = [one.request.prompt_token_ids[-1] for one in arrivals]
+    assert 40 < last.count(config.poison_token_id) < 80
+    assert 65 < last.count(config.nan_token_id) < 115
+    assert 90 < sum(one.abort_age_steps is not None for one in arrivals) < 150
+    assert 110 < sum(one.request.params.logprobs is not None for one in arrivals) < 190
+
+
+def test_domains_and_priorities_are_all_used() -> None:
+    arrivals = draw(num_cache_domains=3, num_priorities=4)
+    assert {one.request.cache_domain for one in arrivals} == {f"domain-{at}" for at in range(3)}
+    assert {one.request.priority for one in arrivals} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap": 2}, "overlap is 2, but must be 0 or 1"),
+        ({"arrivals": "never"}, "'never', but must be one of poisson, bursts, at_once"),
+        ({"arrivals": "at_once", "num_steps": 5}, "'at_once', which needs num_requests"),
+        ({"check_every": 0}, "check_every is 0, but must be at least 1"),
+        ({"prompt_tokens": (5, 4)}, r"prompt_tokens is \(5, 4\), but must be 1 <= low <= high"),
+        ({"output_tokens": (0, 4)}, r"output_tokens is \(0, 4\)"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        SimulationConfig(**options)
