@@ -54,10 +54,12 @@ class _StepInFlight:
     """What `apply` needs to know of a step.
 
     rows: row -> (who was in it, its num_admissions then, tokens written when the step has ended).
+    num_sampling: how many of them close their gap and so must come back with a token.
     """
 
     step_id: int
     rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
+    num_sampling: int = 0
 
 
 @dataclass(slots=True)
@@ -174,6 +176,8 @@ class Scheduler:
                 return
             if self.memory.num_blocks_held_by_steps:
                 return  # what a step in flight gives back may be enough
+            if not _could_make_room(self.running, self.memory, head):
+                return
             self._preempt(last)
 
     def _plan_trial(
@@ -272,7 +276,8 @@ class Scheduler:
         if sequence.num_admissions == 0:
             self.stats.queue_s += now_s - sequence.arrival_s
         else:
-            self.stats.num_recomputed_tokens += sequence.num_tokens - match.num_tokens
+            num_lost = sequence.num_lost_tokens - match.num_tokens
+            self.stats.num_recomputed_tokens += max(0, num_lost)
         if sequence.needs_prompt_logprobs:
             sequence.prompt_logprobs.clear()  # computed again from the first position
         self.waiting.remove(sequence)
@@ -302,6 +307,7 @@ class Scheduler:
             step.rows[row] = (sequence, sequence.num_admissions, computed)
             if closes_gap:
                 sequence.num_pending_tokens += 1
+                step.num_sampling += 1
         self._in_flight.append(step)
         return tuple(named)
 
@@ -311,6 +317,8 @@ class Scheduler:
         """Take in what the oldest step in flight sampled; ended sequences give all back."""
         step = self._in_flight.popleft()
         assert step.step_id == result.step_id, f"step {step.step_id} is before {result.step_id}"
+        num_answered = len(result.rows) + len(result.failed)
+        assert num_answered == step.num_sampling, f"{num_answered} of {step.num_sampling} rows came"
         self.stats.num_steps += 1
         self.memory.end_step(step.step_id)
         self._take_in_prompts(step, result)
@@ -368,6 +376,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """RUNNING -> PREEMPTED: row and blocks go back, tokens stay."""
         self.stats.num_preemptions += 1
+        sequence.num_lost_tokens = sequence.num_computed_tokens
         self.running.remove(sequence)
         self._give_back(sequence)
         sequence.move_to(SequenceState.PREEMPTED)
@@ -393,6 +402,15 @@ class Scheduler:
 
 def _rank(sequence: Sequence) -> tuple[float, ...]:
     return sequence.rank
+
+
+def _could_make_room(running: list[Sequence], memory: KVCacheManager, head: Sequence) -> bool:
+    """Whether preempting all that `head` outranks may free enough for it."""
+    outranked = running[bisect_left(running, head.rank, key=_rank) :]
+    num_theirs = sum(len(table) for one in outranked for table in one.block_tables)
+    # Blocks of the head's prefix that others hold need not become free.
+    num_shared = sum(map(len, memory.match(head).blocks))
+    return memory.blocks_for(head.num_tokens) - num_shared <= memory.pool.num_free + num_theirs
 
 
 def _admission(sequence: Sequence) -> RowAdmission:

@@ -39,6 +39,7 @@ class Sequence:
     num_published_blocks: leading blocks offered to the prefix cache (or taken from it).
     num_slots: tokens that the tables have room for.
     num_cached_tokens: prompt tokens that its first admission found in the cache.
+    num_lost_tokens: tokens that were computed when it was last preempted.
 
     Invariant: num_computed_tokens <= num_tokens, and <= num_slots; tables are empty and row is None
     unless RUNNING.
@@ -57,6 +58,7 @@ class Sequence:
         "num_admissions",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_lost_tokens",
         "num_pending_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
@@ -101,6 +103,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.num_cached_tokens = 0
+        self.num_lost_tokens = 0
         self.num_admissions = 0
         self.last_step_id = -1
         self.block_tables: tuple[list[int], ...] = ()
