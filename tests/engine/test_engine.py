@@ -1,0 +1,188 @@
+"""The loop without a model: requests in and out, failures of steps, aborts, the trace."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from quire.core.invariants import check_idle
+from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.request import FinishReason, Request, SequenceOutput
+from quire.core.sampling_params import DecodingParams, ModelLimits
+from quire.core.scheduler import Scheduler, SchedulerConfig
+from quire.engine.engine import Engine
+from quire.engine.stats import StatsLog
+from quire.errors import InvalidRequestError, PromptTooLongError, RequestNeverFitsError
+from quire.observability.step_trace import StepTrace, read_step_trace
+from quire.simulation.fake_model import FakeModel
+from quire.simulation.fake_runner import FakeRunner, Faults
+
+GROUPS = (KVGroup((0,), KVKind.FULL, 64),)
+LIMITS = ModelLimits(vocab_size=1000, max_model_len=100)
+MODEL = FakeModel(vocab_size=1000)
+
+
+def make_engine(*, num_blocks: int = 40, faults: Faults | None = None, clock=lambda: 0.0) -> Engine:
+    memory = KVCacheManager(KVCacheConfig(GROUPS, num_blocks, 8, True, b"secret"))
+    scheduler = Scheduler(SchedulerConfig(8, 64), memory)
+    runner = FakeRunner(
+        GROUPS, num_blocks, 8, max_num_rows=8, max_num_tokens=100, model=MODEL, faults=faults
+    )
+    return Engine(scheduler, runner, LIMITS, clock=clock)
+
+
+def request(
+    name: str, length: int = 10, max_tokens: int = 12, n: int = 1, start: int = 1
+) -> Request:
+    return Request(
+        name, list(range(start, start + length)), DecodingParams(max_tokens=max_tokens), n
+    )
+
+
+def run(engine: Engine) -> dict[tuple[str, int], list[SequenceOutput]]:
+    found: dict[tuple[str, int], list[SequenceOutput]] = {}
+    for _ in range(1000):
+        if not engine.has_work():
+            check_idle(engine.scheduler)
+            return found
+        for output in engine.step():
+            found.setdefault((output.request_id, output.branch_index), []).append(output)
+    raise AssertionError("the engine did not end")
+
+
+def tokens(outputs: list[SequenceOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def test_every_branch_is_answered_as_if_alone() -> None:
+    engine = make_engine()
+    requests = [request("a", n=3), request("b", 30, 40, start=200), request("c", 1, 1)]
+    for one in requests:
+        engine.add(one)
+    found = run(engine)
+    assert len(found) == 5
+    for one in requests:
+        for branch in range(one.n):
+            expected = MODEL.expected_output(one, branch, LIMITS.max_model_len)
+            assert tokens(found[one.request_id, branch]) == list(expected.token_ids)
+            assert found[one.request_id, branch][-1].finish_reason is expected.finish_reason
+
+
+def test_a_step_that_fails_once_costs_nobody_anything(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(
+        faults=Faults(execute_fails_at=frozenset({3}), sample_fails_at=frozenset({6}))
+    )
+    requests = [request("a"), request("b", 20, start=100)]
+    for one in requests:
+        engine.add(one)
+    with caplog.at_level(logging.ERROR):
+        found = run(engine)
+    assert "a step failed" in caplog.text
+    for one in requests:
+        expected = MODEL.expected_output(one, 0, LIMITS.max_model_len)
+        assert tokens(found[one.request_id, 0]) == list(expected.token_ids)
+    assert engine.stats().num_failed_steps == 2
+
+
+def test_a_request_that_makes_every_step_fail_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(faults=Faults(poison_token_id=999))
+    good = [request("a"), request("b", 20, start=100)]
+    bad = Request("bad", [5, 999, 6], DecodingParams(max_tokens=5))
+    for one in (good[0], bad, good[1]):
+        engine.add(one)
+    found = run(engine)
+    last = found["bad", 0][-1]
+    assert last.finish_reason is FinishReason.ERROR
+    assert last.error is not None and "the forward pass failed" in last.error
+    for one in good:
+        expected = MODEL.expected_output(one, 0, LIMITS.max_model_len)
+        assert tokens(found[one.request_id, 0]) == list(expected.token_ids)
+
+
+def test_an_assertion_of_ours_is_not_taken_for_a_failed_step(monkeypatch) -> None:
+    engine = make_engine()
+    engine.add(request("a"))
+
+    def broken(plan: object) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(engine._runner, "execute", broken)
+    with pytest.raises(AssertionError, match="a bug"):
+        engine.step()
+
+
+def test_abort_of_a_branch_leaves_the_others() -> None:
+    engine = make_engine()
+    engine.add(request("a", n=2, max_tokens=30))
+    engine.step()
+    engine.abort("a", 0)
+    found = run(engine)
+    assert ("a", 0) not in found
+    assert found["a", 1][-1].finish_reason is not None
+
+
+def test_abort_frees_all_at_once_and_forgets_the_id() -> None:
+    engine = make_engine()
+    engine.add(request("a", n=2))
+    engine.step()
+    assert engine.stats().num_held_blocks > 0
+    engine.abort("a")
+    assert engine.stats().num_held_blocks == 0
+    assert not engine.has_work()
+    engine.abort("a")
+    engine.abort("never heard of")
+    engine.add(request("a"))
+    assert run(engine)["a", 0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "message"),
+    [
+        (Request("x", [], DecodingParams(max_tokens=1)), InvalidRequestError, "empty"),
+        (Request("x", [1000], DecodingParams(max_tokens=1)), InvalidRequestError, "1000"),
+        (Request("x", [1] * 100, DecodingParams(max_tokens=1)), PromptTooLongError, "100 tokens"),
+        (Request("in use", [1], DecodingParams(max_tokens=1)), InvalidRequestError, "in use"),
+    ],
+)
+def test_a_refused_request_changes_nothing(bad: Request, kind: type, message: str) -> None:
+    engine = make_engine()
+    engine.add(request("in use"))
+    with pytest.raises(kind, match=message):
+        engine.add(bad)
+    assert engine.stats().num_waiting == 1
+    assert set(run(engine)) == {("in use", 0)}
+
+
+def test_a_request_too_large_for_the_pool_is_refused_with_all_its_branches() -> None:
+    engine = make_engine(num_blocks=5)
+    with pytest.raises(RequestNeverFitsError, match="7 KV blocks, but the pool has 5"):
+        engine.add(request("a", 20, 30, n=3))
+    assert not engine.has_work()
+
+
+def test_the_trace_has_a_line_per_step(tmp_path: Path) -> None:
+    engine = make_engine()
+    with StepTrace(tmp_path / "steps.jsonl") as trace:
+        engine.trace = trace
+        engine.add(request("a", 40, 6))
+        engine.add(request("b", 40, 6, start=300))
+        run(engine)
+    records = list(read_step_trace(tmp_path / "steps.jsonl"))
+    assert len(records) == engine.stats().num_steps
+    assert sum(record.num_prefill_tokens for record in records) == 80
+    assert records[0].num_tokens == 64 and records[0].num_rows == 2
+    assert all(record.schedule_s > 0 and record.apply_s > 0 for record in records)
+    assert records[-1].num_blocks_used == 0
+
+
+def test_the_log_line_comes_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    seconds = iter(range(10_000))
+    engine = make_engine(clock=lambda: float(next(seconds)))
+    engine.stats_log = StatsLog()
+    engine.add(request("a", 10, 60))
+    with caplog.at_level(logging.INFO, logger="quire"):
+        run(engine)
+    lines = [record.getMessage() for record in caplog.records]
+    assert 3 <= len(lines) <= 20
+    assert "1 running, 0 waiting" in lines[0] and "tokens/s generated" in lines[0]
