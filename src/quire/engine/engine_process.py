@@ -1,0 +1,339 @@
+"""The engine behind a socket: `python -m quire.engine.engine_process --fd N`.
+
+The front starts this process with one end of a socket pair as descriptor N. The first message
+brings the options; then the loop reads what has come, takes one step, sends what it brought, and
+sleeps in `poll` only while there is no work. So an abort frees its blocks before the next step,
+and a hundred new requests enter one step together.
+
+The process ends by itself when the front is gone, whatever it is doing: the loop sees the end of
+the stream, and a watching thread covers the times when the loop is not looking (loading a model, a
+long step). A front that does not read stops the steps, not the listening.
+
+Knows no text, no HTTP and no asyncio. Started by `async_engine`.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+from quire.core.request import Request, SequenceOutput
+from quire.core.sampling_params import ModelLimits
+from quire.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    Fatal,
+    FrameSplitter,
+    GetStats,
+    MessageError,
+    Outputs,
+    Ready,
+    RequestFailed,
+    Shutdown,
+    Start,
+    StatsReply,
+    ToEngine,
+    ToFront,
+    decode_to_engine,
+    encode,
+    request_failed,
+)
+from quire.errors import EngineDeadError, QuireError
+from quire.observability import log
+
+MAX_BACKLOG_BYTES = 16 << 20
+"""With so much unsent, the loop takes no step until the front has read some of it."""
+
+FRONT_GONE_GRACE_S = 1.0
+"""How long the loop has to notice by itself that the front is gone, before the watcher ends it."""
+
+_RECEIVE_BYTES = 1 << 20
+
+
+class EngineLike(Protocol):
+    """What the loop needs of an engine; `engine.Engine` is one."""
+
+    @property
+    def limits(self) -> ModelLimits: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str, branch_index: int | None = None) -> None: ...
+
+    def step(self) -> list[SequenceOutput]: ...
+
+    def has_work(self) -> bool: ...
+
+    def stats(self) -> Any: ...
+
+
+class FrontGoneError(Exception):
+    """The other end of the socket is closed: the process has nobody left to work for."""
+
+
+class Channel:
+    """Messages over a non-blocking socket. Owns the socket.
+
+    Invariant: `send` never waits; what the socket does not take stays in the backlog, in order.
+    """
+
+    def __init__(self, sock: socket.socket, wakeup: socket.socket | None = None) -> None:
+        """wakeup: becomes readable when `receive` shall return early (a signal came)."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._wakeup = wakeup
+        self._splitter = FrameSplitter()
+        self._backlog = bytearray()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        if wakeup is not None:
+            self._poll.register(wakeup, select.POLLIN)
+
+    @property
+    def num_backlog_bytes(self) -> int:
+        return len(self._backlog)
+
+    def send(self, message: ToFront) -> None:
+        """Queue a message and send what the socket takes now.
+
+        Raises FrontGoneError, and MessageError for a message that is too long.
+        """
+        self._backlog += encode(message)
+        self._flush()
+
+    def receive(self, timeout_s: float | None) -> list[ToEngine]:
+        """All messages that have come. With none, waits up to timeout_s (None: until something
+        happens). Sends from the backlog meanwhile. Raises FrontGoneError, MessageError.
+        """
+        interest = select.POLLIN | select.POLLOUT if self._backlog else select.POLLIN
+        events = self._wait(interest, timeout_s)
+        if self._wakeup is not None and self._wakeup.fileno() in events:
+            self._wakeup.recv(4096)
+        state = events.get(self._sock.fileno(), 0)
+        if state & select.POLLOUT:
+            self._flush()
+        return self._read() if state & ~select.POLLOUT else []
+
+    def drain_backlog(self, timeout_s: float) -> None:
+        """Send the whole backlog, or as much as the front takes within timeout_s."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._backlog and (left_s := deadline_s - time.monotonic()) > 0:
+            state = self._wait(select.POLLOUT, left_s).get(self._sock.fileno(), 0)
+            if state & (select.POLLHUP | select.POLLERR):
+                raise FrontGoneError("hang-up")
+            if state & select.POLLOUT:
+                self._flush()
+
+    def _wait(self, interest: int, timeout_s: float | None) -> dict[int, int]:
+        """Descriptor -> poll events of what happened, empty when the time was up."""
+        self._poll.modify(self._sock, interest)
+        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
+        return dict(self._poll.poll(timeout_ms))
+
+    def _flush(self) -> None:
+        try:
+            while self._backlog:
+                with memoryview(self._backlog) as view:
+                    num_sent = self._sock.send(view)
+                del self._backlog[:num_sent]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise FrontGoneError(str(error)) from error
+
+    def _read(self) -> list[ToEngine]:
+        bodies: list[bytes] = []
+        try:
+            while data := self._sock.recv(_RECEIVE_BYTES):
+                bodies += self._splitter.feed(data)
+                if len(data) < _RECEIVE_BYTES:
+                    return [decode_to_engine(body) for body in bodies]
+        except BlockingIOError:
+            return [decode_to_engine(body) for body in bodies]
+        except OSError as error:
+            raise FrontGoneError(str(error)) from error
+        raise FrontGoneError("end of stream")
+
+
+class EngineLoop:
+    """Reads, steps, answers, until it is told to end or the front is gone.
+
+    Invariant: each request that came is answered by outputs up to its end or by RequestFailed.
+    """
+
+    def __init__(self, engine: EngineLike, channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._is_draining = False
+        self._is_ending = False
+
+    def drain(self) -> None:
+        """Take no more requests and end after the open ones. Safe in a signal handler."""
+        self._is_draining = True
+
+    def run(self) -> None:
+        """Serve until the end. Raises FrontGoneError, or what the engine raised."""
+        self._channel.send(Ready(self._engine.limits))
+        while True:
+            is_clogged = self._channel.num_backlog_bytes > MAX_BACKLOG_BYTES
+            can_step = self._engine.has_work() and not is_clogged
+            if self._is_draining and not self._engine.has_work():
+                return
+            for message in self._channel.receive(0.0 if can_step else None):
+                self._handle(message)
+            if self._is_ending:
+                return
+            if can_step and self._engine.has_work():
+                self._send_outputs(self._engine.step())
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case AddRequest(request):
+                self._add(request)
+            case AbortRequest(request_id, branch_index):
+                self._engine.abort(request_id, branch_index)
+            case GetStats():
+                stats = dataclasses.asdict(self._engine.stats())
+                self._channel.send(StatsReply(stats))
+            case Shutdown(drain):
+                self._is_draining = True
+                self._is_ending = not drain
+            case Start():
+                raise MessageError("the front sent its options twice")
+
+    def _add(self, request: Request) -> None:
+        try:
+            if self._is_draining:
+                raise EngineDeadError("the engine is shutting down and takes no more requests")
+            self._engine.add(request)
+        except QuireError as error:
+            self._channel.send(request_failed(request.request_id, error))
+
+    def _send_outputs(self, outputs: Sequence[SequenceOutput]) -> None:
+        if not outputs:
+            return
+        try:
+            self._channel.send(Outputs(outputs))
+        except MessageError as error:
+            self._send_one_by_one(outputs, error)
+
+    def _send_one_by_one(self, outputs: Sequence[SequenceOutput], error: MessageError) -> None:
+        if len(outputs) > 1:
+            for output in outputs:
+                self._send_outputs([output])
+            return
+        request_id = outputs[0].request_id
+        self._engine.abort(request_id)
+        self._channel.send(RequestFailed(request_id, error.code, str(error), error.http_status))
+
+
+def serve_front(
+    sock: socket.socket,
+    build: Callable[[Mapping[str, object]], EngineLike],
+    wakeup: socket.socket | None = None,
+    on_ready: Callable[[EngineLoop], None] | None = None,
+) -> int:
+    """Receive the options, build the engine, serve. Returns the process's exit code.
+
+    on_ready: called with the loop once the engine stands (to connect signals with it).
+    """
+    channel = Channel(sock, wakeup)
+    try:
+        engine = build(_receive_options(channel))
+        loop = EngineLoop(engine, channel)
+        if on_ready is not None:
+            on_ready(loop)
+        loop.run()
+        channel.drain_backlog(FRONT_GONE_GRACE_S)
+    except FrontGoneError:
+        return 0
+    except QuireError as error:
+        return _report(channel, Fatal(error.code, str(error)))
+    except Exception as error:
+        # The last line of defence: the process ends either way, and the front is told why.
+        traceback.print_exc()
+        return _report(channel, Fatal(QuireError.code, f"{type(error).__name__}: {error}"))
+    return 0
+
+
+def _receive_options(channel: Channel) -> Mapping[str, object]:
+    while True:
+        messages = channel.receive(None)
+        if not messages:
+            continue
+        if len(messages) != 1 or not isinstance(messages[0], Start):
+            raise MessageError("the front's first message must be its options, and nothing else")
+        return messages[0].options
+
+
+def _report(channel: Channel, fatal: Fatal) -> int:
+    try:
+        channel.send(fatal)
+        channel.drain_backlog(FRONT_GONE_GRACE_S)
+    except FrontGoneError:
+        print(f"quire engine: {fatal.message}", file=sys.stderr)
+    return 1
+
+
+def watch_front(sock: socket.socket) -> threading.Thread:
+    """A daemon thread that ends the process soon after the other end of `sock` was closed."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(sock.fileno(), 0)  # no events asked for: only hang-up and errors are told
+        poll.poll()
+        time.sleep(FRONT_GONE_GRACE_S)
+        os._exit(1)
+
+    thread = threading.Thread(target=watch, name="quire-watch-front", daemon=True)
+    thread.start()
+    return thread
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    build: Callable[[Mapping[str, object]], EngineLike] | None = None,
+) -> int:
+    """Run the process. build: makes the engine; `engine.build.build_engine` by default."""
+    # Where a Ctrl-C reaches this process, too, the front alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="quire.engine.engine_process")
+    parser.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
+    parser.add_argument("--log-level", default="warning")
+    arguments = parser.parse_args(argv)
+    log.configure(arguments.log_level)
+    sock = socket.socket(fileno=arguments.fd)
+    watch_front(sock)
+    wakeup, signalled = socket.socketpair()
+    for end in (wakeup, signalled):
+        end.setblocking(False)
+    signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
+
+    def drain_on_sigterm(loop: EngineLoop) -> None:
+        def on_sigterm(_signum: int, _frame: FrameType | None) -> None:
+            loop.drain()
+
+        signal.signal(signal.SIGTERM, on_sigterm)
+
+    return serve_front(sock, build or _build_engine, wakeup, drain_on_sigterm)
+
+
+def _build_engine(options: Mapping[str, object]) -> EngineLike:
+    # Imported here: it brings torch, which the watcher above must not wait for.
+    from quire.engine.build import build_engine
+
+    return build_engine(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

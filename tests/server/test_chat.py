@@ -1,0 +1,161 @@
+"""/v1/chat/completions through OpenAI's own client, on the embedded model."""
+
+import asyncio
+
+import openai
+import pytest
+
+from quire.models.hub import EMBEDDED_MODEL
+from quire.text.chat_template import ChatTemplate
+
+QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
+GREEDY = {"model": "embedded", "temperature": 0}
+
+
+def test_the_embedded_model_answers(client):
+    answer = client.chat.completions.create(**GREEDY, messages=QUESTION)
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert "path" in choice.message.content
+    assert "<|im_end|>" not in choice.message.content
+    assert (choice.finish_reason, choice.logprobs) == ("stop", None)
+
+
+def test_the_prompt_is_the_rendered_template(client, tokenizer):
+    text = ChatTemplate.from_folder(EMBEDDED_MODEL).render(QUESTION)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    chat = client.chat.completions.create(**GREEDY, messages=QUESTION, max_tokens=30)
+    plain = client.completions.create(**GREEDY, prompt=ids, max_tokens=30)
+    assert chat.usage.prompt_tokens == len(ids)
+    assert chat.choices[0].message.content == plain.choices[0].text
+
+
+def test_parts_of_text_are_understood(client):
+    parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION[0]["content"]}]}]
+    answers = [
+        client.chat.completions.create(**GREEDY, messages=messages, max_tokens=12)
+        for messages in (QUESTION, parts)
+    ]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+
+
+def test_with_no_bound_an_answer_may_fill_the_context(client):
+    long = [{"role": "user", "content": "import os\n" * 330}]
+    answer = client.chat.completions.create(
+        **GREEDY, messages=long, extra_body={"ignore_eos": True}
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert 16 < answer.usage.completion_tokens < 100
+    assert answer.usage.total_tokens == 1024
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_both_names_bound_the_answer(client, name):
+    answer = client.chat.completions.create(**GREEDY, messages=QUESTION, **{name: 3})
+    assert answer.usage.completion_tokens == 3
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_the_stream_joined_is_the_whole_answer(client):
+    wish = {
+        "model": "embedded",
+        "messages": QUESTION,
+        "max_tokens": 25,
+        "n": 3,
+        "seed": 11,
+        "temperature": 1.2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(**wish)
+    contents, logprobs, reasons = [""] * 3, [[], [], []], [None] * 3
+    roles = [0] * 3
+    for chunk in client.chat.completions.create(**wish, stream=True):
+        assert chunk.object == "chat.completion.chunk"
+        for choice in chunk.choices:
+            contents[choice.index] += choice.delta.content or ""
+            roles[choice.index] += choice.delta.role == "assistant"
+            logprobs[choice.index] += choice.logprobs.content if choice.logprobs else []
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert roles == [1, 1, 1]
+    assert len(set(contents)) == 3
+    assert contents == [choice.message.content for choice in whole.choices]
+    assert logprobs == [choice.logprobs.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+
+
+def test_the_async_client_streams_to_its_end(server, client):
+    whole = client.chat.completions.create(**GREEDY, messages=QUESTION).choices[0].message.content
+
+    async def stream():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as talker:
+            chunks = await talker.chat.completions.create(
+                **GREEDY, messages=QUESTION, stream=True, stream_options={"include_usage": True}
+            )
+            return [chunk async for chunk in chunks]
+
+    *pieces, last = asyncio.run(stream())
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in pieces) == whole
+    assert last.choices == []
+    assert last.usage.total_tokens == last.usage.prompt_tokens + last.usage.completion_tokens
+
+
+def test_logprobs_have_openais_shape(client):
+    answer = client.chat.completions.create(
+        **GREEDY, messages=QUESTION, max_tokens=6, logprobs=True, top_logprobs=3
+    )
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 6
+    joined = b"".join(bytes(entry.bytes) for entry in content).decode()
+    assert joined == answer.choices[0].message.content
+    for entry in content:
+        assert bytes(entry.bytes).decode() == entry.token
+        assert len(entry.top_logprobs) == 3
+        assert entry.top_logprobs[0].logprob == entry.logprob  # greedy: the likeliest one
+        assert entry.top_logprobs[0].token == entry.token
+
+
+def test_logprobs_without_a_count_report_the_tokens_alone(client):
+    answer = client.chat.completions.create(
+        **GREEDY, messages=QUESTION, max_tokens=2, logprobs=True
+    )
+    assert [entry.top_logprobs for entry in answer.choices[0].logprobs.content] == [[], []]
+
+
+def test_a_final_message_is_continued(client):
+    messages = [*QUESTION, {"role": "assistant", "content": "It joins"}]
+    continued = client.chat.completions.create(
+        **GREEDY, messages=messages, max_tokens=8, extra_body={"continue_final_message": True}
+    )
+    without_header = client.chat.completions.create(
+        **GREEDY, messages=messages, max_tokens=8, extra_body={"add_generation_prompt": False}
+    )
+    fresh = client.chat.completions.create(**GREEDY, messages=messages, max_tokens=8)
+    counts = [answer.usage.prompt_tokens for answer in (continued, without_header, fresh)]
+    assert counts == sorted(set(counts))
+
+
+def test_template_arguments_are_checked_by_the_template(client):
+    with pytest.raises(openai.BadRequestError, match="exclude each other") as caught:
+        client.chat.completions.create(
+            **GREEDY,
+            messages=QUESTION,
+            extra_body={"continue_final_message": True, "add_generation_prompt": True},
+        )
+    assert caught.value.param == "continue_final_message"
+    answer = client.chat.completions.create(
+        **GREEDY,
+        messages=QUESTION,
+        max_tokens=1,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    assert answer.choices
+
+
+def test_a_long_conversation_is_rendered_beside_the_loop(client):
+    with pytest.raises(openai.BadRequestError, match="max_model_len is 1024"):
+        client.chat.completions.create(
+            **GREEDY, messages=[{"role": "user", "content": "word " * 20_000}]
+        )

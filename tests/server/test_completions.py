@@ -1,0 +1,250 @@
+"""/v1/completions through OpenAI's own client, on the embedded model."""
+
+import asyncio
+
+import openai
+import pytest
+
+PROMPT = "import os\n"
+GREEDY = {"model": "embedded", "temperature": 0}
+
+
+def test_a_completion_has_openais_shape(client):
+    answer = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=5)
+    assert answer.object == "text_completion"
+    assert answer.id.startswith("cmpl-")
+    assert answer.model == "embedded"
+    (choice,) = answer.choices
+    assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
+    assert choice.text
+
+
+def test_sixteen_tokens_are_the_default(client):
+    answer = client.completions.create(**GREEDY, prompt=PROMPT, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 16
+
+
+def test_usage_counts_what_came_in_and_went_out(client, tokenizer):
+    num_prompt = len(tokenizer.encode(PROMPT))
+    answer = client.completions.create(**GREEDY, prompt=[PROMPT, PROMPT + "#"], max_tokens=4, n=2)
+    usage = answer.usage
+    assert usage.prompt_tokens == num_prompt + len(tokenizer.encode(PROMPT + "#"))
+    assert usage.completion_tokens == 16
+    assert usage.total_tokens == usage.prompt_tokens + 16
+
+
+def test_usage_tells_what_the_prefix_cache_saved(client):
+    prompt = list(range(100, 180))
+    first = client.completions.create(**GREEDY, prompt=prompt, max_tokens=1)
+    again = client.completions.create(**GREEDY, prompt=prompt, max_tokens=1)
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert again.usage.prompt_tokens_details.cached_tokens == 64
+    assert again.choices[0].text == first.choices[0].text
+
+
+def test_text_and_its_token_ids_are_the_same_prompt(client, tokenizer):
+    ids = tokenizer.encode(PROMPT)
+    texts = {
+        client.completions.create(**GREEDY, prompt=prompt, max_tokens=12).choices[0].text
+        for prompt in (PROMPT, ids, [PROMPT], [ids])
+    }
+    assert len(texts) == 1
+
+
+def test_many_prompts_with_n_choices_each_come_in_order(client):
+    prompts = [PROMPT, "def f(", "class "]
+    alone = [
+        client.completions.create(**GREEDY, prompt=prompt, max_tokens=8).choices[0].text
+        for prompt in prompts
+    ]
+    answer = client.completions.create(**GREEDY, prompt=prompts, max_tokens=8, n=2)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert [choice.text for choice in answer.choices] == [text for text in alone for _ in (0, 1)]
+
+
+def test_the_stream_joined_is_the_whole_answer(client):
+    wish = {
+        **GREEDY,
+        "prompt": [PROMPT, "def f("],
+        "max_tokens": 20,
+        "n": 2,
+        "temperature": 0.8,
+        "seed": 7,
+        "logprobs": 2,
+        "echo": True,
+    }
+    whole = client.completions.create(**wish)
+    texts, tokens, reasons = [""] * 4, [[] for _ in range(4)], [None] * 4
+    for chunk in client.completions.create(**wish, stream=True):
+        assert chunk.id.startswith("cmpl-")
+        assert chunk.usage is None
+        for choice in chunk.choices:
+            assert reasons[choice.index] is None
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.tokens if choice.logprobs else []
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert tokens == [choice.logprobs.tokens for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+
+
+def test_a_stream_can_end_with_the_usage(client):
+    chunks = list(
+        client.completions.create(
+            **GREEDY,
+            prompt=PROMPT,
+            max_tokens=6,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 6
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_it(client, server, stream):
+    free = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40).choices[0].text
+    stop = free[len(free) // 2 :][:3]
+    wish = {**GREEDY, "prompt": PROMPT, "max_tokens": 900, "stop": ["never seen", stop]}
+    if stream:
+        chunks = [chunk.choices[0] for chunk in client.completions.create(**wish, stream=True)]
+        text, last = "".join(chunk.text for chunk in chunks), chunks[-1]
+    else:
+        last = client.completions.create(**wish).choices[0]
+        text = last.text
+    assert text == free[: free.index(stop)]
+    assert last.finish_reason == "stop"
+    assert last.stop_reason == stop
+
+
+def test_a_stop_string_is_kept_where_that_is_asked_for(client):
+    free = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40).choices[0].text
+    stop = free[5:8]
+    answer = client.completions.create(
+        **GREEDY,
+        prompt=PROMPT,
+        max_tokens=40,
+        stop=stop,
+        extra_body={"include_stop_str_in_output": True},
+    )
+    assert answer.choices[0].text == free[: free.index(stop) + 3]
+
+
+def test_a_stop_token_ends_it_and_is_named(client, tokenizer):
+    free = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=20).choices[0].text
+    token = tokenizer.encode(free)[3]
+    answer = client.completions.create(
+        **GREEDY, prompt=PROMPT, max_tokens=20, extra_body={"stop_token_ids": [token]}
+    )
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", token)
+    assert free.startswith(choice.text)
+
+
+def test_logprobs_have_openais_shape_and_agree_with_the_text(client):
+    answer = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=10, logprobs=3)
+    choice = answer.choices[0]
+    found = choice.logprobs
+    assert "".join(found.tokens) == choice.text
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 10
+    for token, logprob, top, offset in zip(
+        found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset, strict=True
+    ):
+        assert choice.text[offset:].startswith(token)
+        assert len(top) == 3
+        assert top[token] == logprob == max(top.values())  # greedy: the likeliest one
+
+
+def test_logprobs_zero_reports_the_tokens_alone(client):
+    answer = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=3, logprobs=0)
+    assert [len(top) for top in answer.choices[0].logprobs.top_logprobs] == [1, 1, 1]
+
+
+def test_echo_puts_the_prompt_and_its_logprobs_in_front(client, tokenizer):
+    ids = tokenizer.encode(PROMPT)
+    answer = client.completions.create(**GREEDY, prompt=ids, max_tokens=4, echo=True, logprobs=1)
+    choice = answer.choices[0]
+    assert choice.text.startswith(PROMPT)
+    found = choice.logprobs
+    assert len(found.tokens) == len(ids) + 4
+    assert "".join(found.tokens) == choice.text
+    assert found.token_logprobs[0] is None
+    assert found.top_logprobs[0] is None
+    assert all(logprob <= 0 for logprob in found.token_logprobs[1:])
+    assert found.text_offset == [len("".join(found.tokens[:at])) for at in range(len(found.tokens))]
+
+
+def test_echo_of_a_single_token_has_no_logprob_at_all(client, tokenizer):
+    ids = tokenizer.encode("import")
+    answer = client.completions.create(**GREEDY, prompt=ids, max_tokens=1, echo=True, logprobs=1)
+    assert answer.choices[0].logprobs.token_logprobs[0] is None
+    assert len(answer.choices[0].logprobs.tokens) == 2
+
+
+def test_prompt_logprobs_are_reported_by_token_id(client, tokenizer):
+    ids = tokenizer.encode(PROMPT)
+    answer = client.completions.create(
+        **GREEDY, prompt=PROMPT, max_tokens=2, extra_body={"prompt_logprobs": 2}
+    )
+    first, *others = answer.choices[0].prompt_logprobs
+    assert first is None
+    assert len(others) == len(ids) - 1
+    for token_id, found in zip(ids[1:], others, strict=True):
+        assert {"logprob", "rank", "decoded_token"} == found[str(token_id)].keys()
+        assert sorted(entry["rank"] for entry in found.values())[:2] == [1, 2]
+
+
+def test_a_seeded_request_is_the_same_alone_and_in_a_crowd(server, client):
+    wish = {"model": "embedded", "prompt": "def ", "max_tokens": 24, "temperature": 1.0}
+    alone = [client.completions.create(**wish, seed=seed).choices[0].text for seed in range(6)]
+    assert len(set(alone)) == 6
+
+    async def crowd():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as crowded:
+            calls = (crowded.completions.create(**wish, seed=seed) for seed in range(6))
+            return [answer.choices[0].text for answer in await asyncio.gather(*calls)]
+
+    assert asyncio.run(crowd()) == alone
+
+
+def test_without_a_seed_two_calls_differ(client):
+    wish = {"model": "embedded", "prompt": "def ", "max_tokens": 24, "temperature": 1.0}
+    texts = {client.completions.create(**wish).choices[0].text for _ in range(4)}
+    assert len(texts) > 1
+
+
+def test_the_sampling_fields_reach_the_engine(client, tokenizer):
+    allowed = tokenizer.encode(" os sys")
+    answer = client.completions.create(
+        model="embedded",
+        prompt=PROMPT,
+        max_tokens=12,
+        extra_body={"allowed_token_ids": allowed, "ignore_eos": True, "min_tokens": 12},
+    )
+    assert set(tokenizer.encode(answer.choices[0].text)) <= set(allowed)
+    biased = client.completions.create(
+        **GREEDY, prompt=PROMPT, max_tokens=3, logit_bias={str(allowed[0]): 100}
+    )
+    assert biased.choices[0].text == tokenizer.decode(allowed[:1] * 3)
+    plain = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=8).choices[0].text
+    word = plain.split()[0]
+    without = client.completions.create(
+        **GREEDY, prompt=PROMPT, max_tokens=8, extra_body={"bad_words": [word]}
+    )
+    assert word not in without.choices[0].text
+
+
+def test_a_long_prompt_is_tokenized_beside_the_loop(client):
+    with pytest.raises(openai.BadRequestError, match="max_model_len is 1024") as caught:
+        client.completions.create(model="embedded", prompt="word " * 20_000)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "prompt"
+
+
+def test_more_choices_than_rows_wait_their_turn(client):
+    answer = client.completions.create(
+        model="embedded", prompt=PROMPT, max_tokens=1, n=50, temperature=1.0
+    )
+    assert [choice.index for choice in answer.choices] == list(range(50))

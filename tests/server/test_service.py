@@ -1,0 +1,43 @@
+"""What handlers share: the model's name, seeds, and threads for long texts."""
+
+import asyncio
+import random
+import threading
+
+import pytest
+
+from quire.server import service as service_module
+from quire.server.service import Service, UnknownModelError, call_for_text
+
+
+def make(name="mine", seed=1):
+    return Service(None, None, None, name, random.Random(seed))
+
+
+def test_only_the_served_model_is_known_and_it_may_be_left_out():
+    make().check_model("mine")
+    make().check_model(None)
+    with pytest.raises(UnknownModelError, match="'other' is not served here") as caught:
+        make().check_model("other")
+    assert (caught.value.http_status, caught.value.param) == (404, "model")
+
+
+def test_seeds_are_64_bits_and_repeat_with_the_servers_own_seed():
+    first, second = make(seed=3), make(seed=3)
+    seeds = [first.draw_seed() for _ in range(50)]
+    assert seeds == [second.draw_seed() for _ in range(50)]
+    assert len(set(seeds)) == 50
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert max(seeds) > 2**60
+
+
+@pytest.mark.parametrize(("num_characters", "in_thread"), [(9, False), (10, True)])
+def test_long_texts_are_worked_on_beside_the_loop(monkeypatch, num_characters, in_thread):
+    monkeypatch.setattr(service_module, "LONG_TEXT_CHARACTERS", 10)
+    thread = asyncio.run(call_for_text(num_characters, threading.current_thread))
+    assert (thread is not threading.current_thread()) == in_thread
+
+
+def test_errors_come_out_of_the_thread():
+    with pytest.raises(ValueError, match="invalid literal"):
+        asyncio.run(call_for_text(10**6, int, "x"))
