@@ -5,9 +5,10 @@ without a transpose. Stored tokens are gathered into a workspace, widened to fp3
 there: scores, softmax and sums are fp32 for every KV dtype. Built by `registry.py`; how a step is
 cut, and what the words tile, piece, span and grain mean, is in `torch_plan.py`.
 
-What does not depend on the rest of the step (tested, to the bit, on the CPU): a decode row's result
-depends on its own context alone; a chunk's on its own context and length. Between a token computed
-by decode and the same token computed inside a chunk, results agree to fp32 rounding only.
+What holds on the CPU, and is tested: a decode row's result depends on its own context alone, to the
+bit, whatever decodes beside it and in whatever order. Chunks go through torch's fused attention,
+whose sums depend on the number of threads and on where its buffers lie: for them, and between a
+token computed by decode and the same token computed in a chunk, results agree to fp32 rounding.
 
 Page memory that belongs to no visible token is never multiplied: it may hold NaN.
 """
@@ -23,13 +24,17 @@ from quire.attention.interface import (
 )
 from quire.attention.torch_attend import (
     Part,
+    TileParts,
     add_sinks,
     attend_fused,
     attend_materialized,
+    attend_tiles,
     merge_tiles,
     merge_two,
+    pack_queries,
 )
 from quire.attention.torch_plan import (
+    TILE_TOKENS,
     ChunkTile,
     DecodePiece,
     GroupPlan,
@@ -85,7 +90,7 @@ class _BoundLayer:
         mask: torch.Tensor | None,
         is_causal: bool = False,
     ) -> Part:
-        """fp32 attention as the spec says, sinks aside."""
+        """A chunk's queries against one span: fp32 attention as the spec says, sinks aside."""
         if self.key.materialized:
             cap = self.spec.soft_cap
             return attend_materialized(q, k, v, self.spec.scale, is_causal, mask, cap)
@@ -172,26 +177,33 @@ class TorchPagedAttention(AttentionBackend):
         return out.to(q.dtype), lse
 
     def _decode(self, bound: _BoundLayer, plan: GroupPlan, q: torch.Tensor) -> Part:
-        """All decode rows of q [T, Hq, D] -> [num_decodes, Hq, D]. G query heads share a KV head,
-        and stand as its queries, so that K and V are read once for all of them."""
-        num_heads, num_kv_heads = bound.spec.num_heads, bound.spec.num_kv_heads
-        head_dim = bound.spec.head_dim
-        q = q[: self._num_decodes].reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        """All decode rows of q [T, Hq, D] -> [num_decodes, Hq, D], [num_decodes, Hq]."""
+        q = q[: self._num_decodes] * bound.spec.scale
+        q = pack_queries(q, bound.spec.num_kv_heads)
         parts = [self._attend_piece(bound, piece, q) for piece in plan.pieces]
-        out = torch.cat([p[0] for p in parts]) if len(parts) > 1 else parts[0][0]
-        lse = torch.cat([p[1] for p in parts]) if len(parts) > 1 else parts[0][1]
-        out = out.reshape(-1, num_heads, head_dim)
-        lse = lse.reshape(-1, num_heads)
-        if plan.one_tile_each:
-            return out, lse
-        return merge_tiles(out, lse, plan.tile_rows, self._num_decodes)
+        if len(parts) == 1:
+            tiles = parts[0]
+        else:
+            tiles = TileParts(
+                torch.cat([p.acc for p in parts]),
+                torch.cat([p.mass for p in parts]),
+                torch.cat([p.peak for p in parts]),
+            )
+        return merge_tiles(tiles, plan.tile_rows, self._num_decodes)
 
-    def _attend_piece(self, bound: _BoundLayer, piece: DecodePiece, q: torch.Tensor) -> Part:
+    def _attend_piece(self, bound: _BoundLayer, piece: DecodePiece, q: torch.Tensor) -> TileParts:
         num_tiles = piece.rows.shape[0]
-        k, v = self._gather(bound, piece.grains, num_tiles * piece.tile_tokens, piece.garbage)
-        shape = (num_tiles, piece.tile_tokens, bound.spec.num_kv_heads, bound.spec.head_dim)
-        k, v = k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
-        return bound.attend(q.index_select(0, piece.rows), k, v, piece.mask)
+        k, v = self._gather(bound, piece.grains, num_tiles * TILE_TOKENS, piece.garbage)
+        shape = (num_tiles, TILE_TOKENS, bound.key.geometry.row)
+        spec = bound.spec
+        return attend_tiles(
+            q.index_select(0, piece.rows),
+            k.view(shape),
+            v.view(shape),
+            spec.head_dim,
+            piece.mask,
+            spec.soft_cap,
+        )
 
     def _chunk(self, bound: _BoundLayer, tile: ChunkTile, q: torch.Tensor) -> Part:
         """The queries of one tile -> [m, Hq, D], [m, Hq], span merged by span."""
@@ -206,6 +218,7 @@ class TorchPagedAttention(AttentionBackend):
             k, v = self._gather(bound, span.grains, span.num_slots)
             k, v = (
                 x[span.skip : span.skip + span.num_keys]
+                .view(span.num_keys, -1, head_dim)
                 .transpose(0, 1)[:, None]
                 .expand(-1, group_size, -1, -1)
                 for x in (k, v)
@@ -225,7 +238,7 @@ class TorchPagedAttention(AttentionBackend):
         num_slots: int,
         garbage: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of `num_slots` stored slots, [num_slots, Hkv, D] fp32, valid until the next."""
+        """K and V of `num_slots` stored slots, [num_slots, Hkv * D] fp32, valid until the next."""
         row = bound.key.geometry.row
         stored = self._workspaces[bound.pool.dtype].take(2 * num_slots * row)
         torch.index_select(bound.pool, 0, grains, out=stored.view(-1, bound.pool.shape[1]))
@@ -235,5 +248,4 @@ class TorchPagedAttention(AttentionBackend):
         if stored.dtype != torch.float32:
             wide = self._workspaces[torch.float32].take(stored.numel())
             stored = wide.view_as(stored).copy_(stored)
-        k, v = stored.view(2, num_slots, bound.spec.num_kv_heads, bound.spec.head_dim).unbind(0)
-        return k, v
+        return stored[0], stored[1]

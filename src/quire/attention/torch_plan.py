@@ -6,14 +6,14 @@ once for each set of layers that see the same memory in the same way (`PlanKey`)
 How a layer's pages are addressed. `row` = Hkv * D elements is one token's K (or V):
 
     page      [K: B rows][V: B rows]        a layer's part of one block
-    unit      U rows of K or of V, U = min(B, smallest tile); never crosses a block
+    unit      U rows of K or of V, U = min(B, TILE_TOKENS); never crosses a block
     grain     the greatest range of elements that divides the unit and the distance between pages,
               so that the whole pool reads as a matrix [*, grain] of which pages take a part;
               grain == unit wherever the pool's padding allows
 
-Decode rows are cut into tiles of TILE_TOKENS, the largest that still fit first, the rest padded to
-the smallest. The cut depends on the row's own context alone, and tiles of one size from all rows
-are attended together: a short row is never padded to a long one.
+Decode rows are cut into tiles: TILE_TOKENS tokens at positions that are multiples of TILE_TOKENS.
+The tiles of all rows are attended together, so a short row is never padded to a long one: padding
+is less than a tile a row, and a step needs no buckets by length.
 """
 
 import math
@@ -23,8 +23,10 @@ import torch
 
 from quire.attention.interface import AttentionBatch, AttentionSpec, LayerKV
 
-TILE_TOKENS = (512, 128, 32)
-"""Sizes of decode tiles, each a multiple of the next. Measured in `torch_paged.py`'s text."""
+TILE_TOKENS = 32
+"""Of decode. For 48 rows around 300 tokens 32, 64 and 128 are equally fast; for 48 rows of 30
+tokens 64 costs 1.5 times and 128 2.5 times as much as 32 (AMD EPYC, 2 cores). Several sizes at
+once, the large first, save padding but cost a round of calls each."""
 
 PIECE_BYTES = 8 << 20
 """How much fp32 K and V one gather brings in: more leaves the processor's last-level cache."""
@@ -53,7 +55,7 @@ class PageGeometry:
         """The geometry of a layer bound to `layer.pages`."""
         block_size = layer.format.block_size
         row = spec.num_kv_heads * spec.head_dim
-        unit_tokens = min(block_size, TILE_TOKENS[-1])
+        unit_tokens = min(block_size, TILE_TOKENS)
         page_stride = layer.pages.stride(0) // layer.format.dtype.itemsize
         grain = math.gcd(page_stride, unit_tokens * row)
         return PageGeometry(block_size, row, unit_tokens, grain, page_stride // grain)
@@ -78,7 +80,7 @@ class PageGeometry:
 class PlanKey:
     """Layers with equal keys share a plan.
 
-    materialized: scores are held as a matrix (soft cap, or no fused kernel on the device).
+    materialized: chunks hold their scores as a matrix (soft cap, no fused kernel on the device).
     """
 
     group: int
@@ -90,15 +92,15 @@ class PlanKey:
 
 @dataclass(frozen=True, slots=True)
 class DecodePiece:
-    """Tiles of one size, gathered and attended together: n tiles of L tokens.
+    """n tiles that are gathered and attended together.
 
     rows: [n] the sequence of each tile.
-    grains: of K, then V, in tile order. garbage: the gathered slots in [0, n * L) that hold no
-        token of the sequence; they may hold anything, NaN included, and are zeroed.
-    mask: [n, 1, 1, L] fp32, 0 or -inf; None where every slot is visible.
+    grains: of K, then V, in tile order.
+    garbage: the gathered slots in [0, n * TILE_TOKENS) that hold no visible token of the sequence;
+        they may hold anything, NaN included, and are zeroed. None: there are none.
+    mask: [n, 1, TILE_TOKENS] fp32, -inf for those slots, else 0; None likewise.
     """
 
-    tile_tokens: int
     rows: torch.Tensor
     grains: torch.Tensor
     garbage: torch.Tensor | None
@@ -134,11 +136,13 @@ class ChunkTile:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """The decode rows, tile by tile in position order within a row, and the chunks."""
+    """The decode rows, tile by tile in position order within a row, and the chunks.
+
+    tile_rows: the rows of all pieces, one after the other.
+    """
 
     pieces: tuple[DecodePiece, ...]
     tile_rows: torch.Tensor
-    one_tile_each: bool
     chunks: tuple[ChunkTile, ...]
 
 
@@ -155,72 +159,59 @@ def plan_group(key: PlanKey, batch: AttentionBatch) -> GroupPlan:
         planner = _ChunkPlanner(key, block_table[seq], first, num_queries, context)
         chunks += planner.tiles()
         first += num_queries
-    one_tile_each = len(pieces) == 1 and rows.shape[0] == batch.num_decodes
-    return GroupPlan(pieces, rows, one_tile_each, tuple(chunks))
+    return GroupPlan(pieces, rows, tuple(chunks))
 
 
 def _plan_decodes(
     key: PlanKey, batch: AttentionBatch, block_table: torch.Tensor
 ) -> tuple[DecodePiece, ...]:
-    """Cut all decode rows, largest tiles first, and split tiles of one size into pieces."""
+    """Cut all decode rows into tiles, and the tiles into pieces."""
     context = torch.tensor(batch.context_lens_list[: batch.num_decodes])
     lowest = torch.zeros_like(context)
     if key.window is not None:
         lowest = (context - key.window).clamp_(min=0)
-    start = lowest // key.geometry.unit_tokens * key.geometry.unit_tokens
-    max_slots = max(TILE_TOKENS[0], PIECE_BYTES // (8 * key.geometry.row))
-    pieces: list[DecodePiece] = []
-    for size in TILE_TOKENS:
-        remaining = context - start
-        is_last = size == TILE_TOKENS[-1]
-        counts = (remaining + size - 1) // size if is_last else remaining // size
-        rows = torch.repeat_interleave(counts)
-        ordinals = torch.arange(rows.shape[0]) - (counts.cumsum(0) - counts)[rows]
-        positions = start[rows] + ordinals * size
-        start = start + counts * size
-        for i in range(0, rows.shape[0], max(1, max_slots // size)):
-            part = slice(i, i + max(1, max_slots // size))
-            tiles = _Tiles(size, rows[part], positions[part], context, lowest)
-            pieces.append(tiles.piece(key.geometry, block_table))
+    first_tile = lowest // TILE_TOKENS
+    counts = (context + TILE_TOKENS - 1) // TILE_TOKENS - first_tile
+    rows = torch.repeat_interleave(counts)
+    ordinals = torch.arange(rows.shape[0]) - (counts.cumsum(0) - counts)[rows]
+    positions = (first_tile[rows] + ordinals) * TILE_TOKENS
+    max_tiles = max(1, PIECE_BYTES // (8 * key.geometry.row * TILE_TOKENS))
+    pieces = []
+    for i in range(0, rows.shape[0], max_tiles):
+        part = rows[i : i + max_tiles]
+        visible = (lowest[part], context[part])
+        at = positions[i : i + max_tiles]
+        pieces.append(_decode_piece(key.geometry, block_table, part, at, visible))
     return tuple(pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Tiles of `size` tokens: tile i holds positions [positions[i], + size) of rows[i]."""
+def _decode_piece(
+    geometry: PageGeometry,
+    block_table: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    visible_range: tuple[torch.Tensor, torch.Tensor],
+) -> DecodePiece:
+    """The tiles at `positions` of `rows`, which see positions [low, high) of their sequences.
 
-    size: int
-    rows: torch.Tensor
-    positions: torch.Tensor
-    context: torch.Tensor
-    lowest: torch.Tensor
-
-    def piece(self, geometry: PageGeometry, block_table: torch.Tensor) -> DecodePiece:
-        device = block_table.device
-        slots = self.positions[:, None] + torch.arange(self.size)
-        exists = slots < self.context[self.rows][:, None]
-        visible = exists & (slots >= self.lowest[self.rows][:, None])
-        garbage = mask = None
-        if not bool(visible.all()):
-            zeros = torch.zeros(visible.shape)
-            mask = zeros.masked_fill_(~visible, _NEVER)[:, None, None, :].to(device)
-        if not bool(exists.all()):
-            garbage = (~exists).flatten().nonzero().flatten().to(device)
-        rows = self.rows.to(device)
-        grains = self._grains(geometry, block_table, rows)
-        return DecodePiece(self.size, rows, grains, garbage, mask)
-
-    def _grains(
-        self, geometry: PageGeometry, block_table: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """Units past the row's end repeat its last one: its block is its own, so it can be read."""
-        unit = geometry.unit_tokens
-        last_unit = (self.context[self.rows] - 1) // unit
-        units = self.positions[:, None] // unit + torch.arange(self.size // unit)
-        units = torch.minimum(units, last_unit[:, None]).to(block_table.device)
-        units_per_block = geometry.block_size // unit
-        blocks = block_table[rows[:, None], units // units_per_block]
-        return geometry.grains(blocks.flatten(), (units % units_per_block).flatten())
+    Units that hold nothing visible are not read: the nearest one that does stands in for them.
+    """
+    device = block_table.device
+    low, high = (bound[:, None] for bound in visible_range)
+    slots = positions[:, None] + torch.arange(TILE_TOKENS)
+    hidden = (slots < low) | (slots >= high)
+    garbage = mask = None
+    if bool(hidden.any()):
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, _NEVER)[:, None, :].to(device)
+        garbage = hidden.flatten().nonzero().flatten().to(device)
+    unit = geometry.unit_tokens
+    units = positions[:, None] // unit + torch.arange(TILE_TOKENS // unit)
+    units = units.clamp_(min=low // unit, max=(high - 1) // unit).to(device)
+    rows = rows.to(device)
+    units_per_block = geometry.block_size // unit
+    blocks = block_table[rows[:, None], units // units_per_block]
+    grains = geometry.grains(blocks.flatten(), (units % units_per_block).flatten())
+    return DecodePiece(rows, grains, garbage, mask)
 
 
 @dataclass(frozen=True, slots=True)

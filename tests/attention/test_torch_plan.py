@@ -1,0 +1,163 @@
+"""What a step gathers: the right grains, none that may not be read, in bounded pieces."""
+
+import pytest
+import torch
+from tests.attention.paged import make_layers, make_spec
+
+from quire.attention.interface import AttentionBatch, GroupBatch, LayerKV
+from quire.attention.torch_paged import TorchPagedAttention
+from quire.attention.torch_plan import (
+    MASKED_CHUNK_TOKENS,
+    PIECE_BYTES,
+    PLAIN_CHUNK_TOKENS,
+    TILE_TOKENS,
+    PageGeometry,
+    PlanKey,
+    plan_group,
+)
+
+
+def make_key(spec, block_size, materialized=False):
+    _, (layer,) = make_layers(TorchPagedAttention, (spec,), (0,), 4, block_size, torch.float32)
+    geometry = PageGeometry.of(spec, layer)
+    return PlanKey(0, spec.window, spec.causal, materialized, geometry)
+
+
+def make_batch(query_lens, contexts, block_size, tables=None):
+    """Sequence i owns blocks 1000 * (i + 1) onward unless `tables` says otherwise."""
+    width = max(-(-c // block_size) for c in contexts) + 2
+    if tables is None:
+        tables = torch.zeros(len(contexts), width, dtype=torch.int32)
+        for i, context in enumerate(contexts):
+            used = -(-context // block_size)
+            tables[i, :used] = torch.arange(used, dtype=torch.int32) + 1000 * (i + 1)
+    return AttentionBatch(
+        query_start=torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        query_lens_list=query_lens,
+        context_lens_list=contexts,
+        num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
+        groups=(GroupBatch(tables, torch.zeros(sum(query_lens), dtype=torch.int64)),),
+    )
+
+
+def blocks_of(grains, geometry):
+    return set((grains // geometry.grains_per_page).tolist())
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64, 512])
+@pytest.mark.parametrize("padding_bytes", [0, 64, 4 * 40 * 3, 4])
+def test_grains_are_the_units(block_size, padding_bytes):
+    """Whatever pads the distance between pages, the flat view holds the pages' own rows."""
+    spec = make_spec(2, 2, 20)
+    storage, layers = make_layers(
+        TorchPagedAttention, (spec, spec), (0, 0), 5, block_size, torch.float32, padding_bytes
+    )
+    values = torch.randn(storage.numel() // 4, generator=torch.Generator().manual_seed(0))
+    storage.view(torch.float32).copy_(values.view(5, -1))
+    for layer in layers:
+        geometry = PageGeometry.of(spec, layer)
+        assert geometry.grain == geometry.row * geometry.unit_tokens or padding_bytes
+        pages = layer.pages.view(torch.float32).view(5, 2, -1, geometry.unit_tokens, 40)
+        blocks = torch.tensor([3, 0, 4], dtype=torch.int32)
+        units = torch.tensor([0, pages.shape[2] - 1, 0])
+        gathered = geometry.flat_view(layer)[geometry.grains(blocks, units)]
+        expected = pages[blocks.long(), :, units].transpose(0, 1)
+        assert torch.equal(gathered.flatten(), expected.flatten())
+
+
+def test_one_block_pool_has_a_flat_view():
+    spec = make_spec()
+    _, (layer,) = make_layers(TorchPagedAttention, (spec,), (0,), 1, 16, torch.float32)
+    geometry = PageGeometry.of(spec, layer)
+    assert geometry.flat_view(layer).numel() * 4 == layer.format.bytes_per_layer
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 256])
+def test_decode_reads_only_own_blocks(block_size):
+    contexts = [1, block_size, block_size + 1, 700, 64, 65]
+    key = make_key(make_spec(), block_size)
+    plan = plan_group(key, make_batch([1] * 6, contexts, block_size))
+    read = set().union(*(blocks_of(p.grains, key.geometry) for p in plan.pieces))
+    counts = [-(-context // block_size) for context in contexts]
+    own = {1000 * (i + 1) + n for i, count in enumerate(counts) for n in range(count)}
+    assert read == own
+    assert plan.tile_rows.tolist() == sorted(plan.tile_rows.tolist())
+
+
+def test_decode_padding_is_less_than_a_tile_a_row():
+    contexts = [1, 63, 64, 65, 640, 5]
+    plan = plan_group(make_key(make_spec(), 16), make_batch([1] * 6, contexts, 16))
+    assert plan.tile_rows.bincount().tolist() == [-(-c // TILE_TOKENS) for c in contexts]
+
+
+def test_full_tiles_have_no_mask():
+    plan = plan_group(make_key(make_spec(), 16), make_batch([1, 1], [64, 128], 16))
+    assert [(p.mask, p.garbage) for p in plan.pieces] == [(None, None)]
+
+
+@pytest.mark.parametrize("query_len", [1, 5, 300])
+def test_out_of_window_blocks_are_not_read(query_len):
+    """Their table entries may be holes: -1."""
+    key = make_key(make_spec(window=100), 16)
+    context, block_size = 1000, 16
+    first_visible = context - query_len - 100 + 1
+    tables = torch.arange(70, dtype=torch.int32)[None] + 1000
+    tables[:, : first_visible // block_size] = -1
+    plan = plan_group(key, make_batch([query_len], [context], block_size, tables))
+    grains = [p.grains for p in plan.pieces] + [s.grains for c in plan.chunks for s in c.spans]
+    read = set().union(*(blocks_of(g, key.geometry) for g in grains))
+    assert min(read) == 1000 + first_visible // block_size
+    assert max(read) == 1000 + (context - 1) // block_size
+
+
+def test_pieces_are_bounded():
+    key = make_key(make_spec(), 16)
+    plan = plan_group(key, make_batch([1] * 8, [20_000] * 8, 16))
+    assert len(plan.pieces) > 1
+    for piece in plan.pieces:
+        assert piece.rows.shape[0] * TILE_TOKENS * key.geometry.row * 8 <= PIECE_BYTES
+    assert torch.equal(plan.tile_rows, torch.cat([p.rows for p in plan.pieces]))
+
+
+@pytest.mark.parametrize(
+    ("options", "materialized", "bound"),
+    [
+        ({}, False, PLAIN_CHUNK_TOKENS),
+        ({"causal": False}, False, PLAIN_CHUNK_TOKENS),
+        ({"window": 6000}, False, PLAIN_CHUNK_TOKENS),  # hides nothing
+        ({"window": 600}, False, MASKED_CHUNK_TOKENS),
+        ({}, True, MASKED_CHUNK_TOKENS),
+    ],
+)
+def test_spans_are_bounded_and_cover_what_is_seen(options, materialized, bound):
+    key = make_key(make_spec(**options), 16, materialized)
+    plan = plan_group(key, make_batch([4500], [6000], 16))
+    assert [t.first for t in plan.chunks] == list(range(0, 4500, bound))
+    assert plan.chunks[-1].last == 4500
+    for tile in plan.chunks:
+        assert tile.last - tile.first <= bound
+        assert all(span.num_keys <= bound for span in tile.spans)
+        high = 1500 + tile.last
+        low = max(0, 1500 + tile.first - options.get("window", 10**9) + 1)
+        seen = high - low if options.get("causal", True) else 6000
+        assert sum(span.num_keys for span in tile.spans) == seen
+
+
+def test_only_partly_hidden_spans_carry_a_mask():
+    key = make_key(make_spec(window=1000), 16)
+    plan = plan_group(key, make_batch([512], [4096], 16))
+    for tile in plan.chunks:
+        own, *others = [span.mask is not None for span in tile.spans]
+        assert not own
+        assert 1 <= sum(others) <= 2
+        assert not any(others[2:])
+
+
+def test_a_batch_of_layers_shares_grains_by_geometry():
+    """The distance between pages counts, the place within them does not."""
+    spec = make_spec()
+    _, layers = make_layers(TorchPagedAttention, (spec,) * 3, (0,) * 3, 4, 16, torch.float32)
+    assert len({PageGeometry.of(spec, layer) for layer in layers}) == 1
+    far = LayerKV(layers[0].pages[::2], 0, layers[0].format)
+    assert PageGeometry.of(spec, far) != PageGeometry.of(spec, layers[0])
