@@ -12,9 +12,8 @@ def test_each_name_gives_a_new_backend():
         assert select("cpu", name) is not select("cpu", name)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
-def test_torch_serves_where_none_is_named(device):
-    assert isinstance(select(device), TorchPagedAttention)
+def test_torch_serves_where_none_is_named():
+    assert isinstance(select("cpu"), TorchPagedAttention)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
@@ -24,14 +23,14 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 
 def test_an_unknown_name_is_refused_on_an_unknown_device_too():
     with pytest.raises(ConfigurationError, match="'flash' is unknown"):
-        select("abacus", "flash")
+        select("cuda:1", "flash")
 
 
 def test_a_device_without_a_backend_is_refused():
-    with pytest.raises(ConfigurationError, match="no attention backend serves device 'abacus'"):
-        select("abacus")
+    with pytest.raises(ConfigurationError, match="no attention backend serves device 'cuda:1'"):
+        select("cuda:1")
 
 
 def test_a_backend_that_does_not_serve_the_device_is_refused():
-    with pytest.raises(ConfigurationError, match="'torch' does not serve device 'abacus'"):
-        select("abacus", "torch")
+    with pytest.raises(ConfigurationError, match="'torch' does not serve device 'cuda:1'"):
+        select("cuda:1", "torch")

@@ -1,5 +1,6 @@
 """What a step gathers: the right grains, none that may not be read, in bounded pieces."""
 
+import numpy as np
 import pytest
 import torch
 from tests.attention.paged import make_layers, make_spec
@@ -59,10 +60,12 @@ def test_grains_are_the_units(block_size, padding_bytes):
         geometry = PageGeometry.of(spec, layer)
         assert geometry.grain == geometry.row * geometry.unit_tokens or padding_bytes
         pages = layer.pages.view(torch.float32).view(5, 2, -1, geometry.unit_tokens, 40)
-        blocks = torch.tensor([3, 0, 4], dtype=torch.int32)
-        units = torch.tensor([0, pages.shape[2] - 1, 0])
-        gathered = geometry.flat_view(layer)[geometry.grains(blocks, units)]
-        expected = pages[blocks.long(), :, units].transpose(0, 1)
+        blocks = np.array([3, 0, 4])
+        units = np.array([0, pages.shape[2] - 1, 0])
+        keys = geometry.key_grains(blocks, units).ravel()
+        grains = np.concatenate([keys, keys + geometry.grains_from_key_to_value])
+        gathered = geometry.flat_view(layer)[torch.from_numpy(grains)]
+        expected = pages[torch.from_numpy(blocks), :, torch.from_numpy(units)].transpose(0, 1)
         assert torch.equal(gathered.flatten(), expected.flatten())
 
 

@@ -18,7 +18,7 @@ class _Entry:
 
 
 _BACKENDS = {
-    "torch": _Entry(TorchPagedAttention, frozenset({"cpu", "cuda"})),
+    "torch": _Entry(TorchPagedAttention, frozenset({"cpu"})),
 }
 """By name; where none is named, the first that serves the device is taken."""
 
@@ -29,7 +29,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def select(device: str, name: str | None = None) -> AttentionBackend:
-    """A new backend for `device` ("cpu", "cuda", "cuda:1"); None: the best one for it.
+    """A new backend for `device` ("cpu", "cuda:1"); None: the best one for it.
 
     Raises ConfigurationError for a name that is unknown or does not serve the device.
     """

@@ -19,6 +19,8 @@ is less than a tile a row, and a step needs no buckets by length.
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.attention.interface import AttentionBatch, AttentionSpec, LayerKV
@@ -38,6 +40,9 @@ MASKED_CHUNK_TOKENS = 256
 """The same where a mask or a score matrix is materialized."""
 
 _NEVER = float("-inf")
+_NEVER_32, _ZERO_32 = np.float32(_NEVER), np.float32(0.0)
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +65,16 @@ class PageGeometry:
         grain = math.gcd(page_stride, unit_tokens * row)
         return PageGeometry(block_size, row, unit_tokens, grain, page_stride // grain)
 
-    def grains(self, blocks: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-        """Grains of K, then of V, of unit `units[i]` (within its block) of `blocks[i]`: [2 * n]."""
+    @property
+    def grains_from_key_to_value(self) -> int:
+        """How far a token's V lies behind its K."""
+        return self.block_size * self.row // self.grain
+
+    def key_grains(self, blocks: Ints, units: Ints) -> Ints:
+        """Grains of K of unit `units[...]` (within its block) of `blocks[...]`: [..., per unit]."""
         per_unit = self.unit_tokens * self.row // self.grain
-        first = blocks.long() * self.grains_per_page + units * per_unit
-        keys = (first[:, None] + torch.arange(per_unit, device=first.device)).flatten()
-        values = keys + self.block_size // self.unit_tokens * per_unit
-        return torch.cat([keys, values])
+        first = blocks * self.grains_per_page + units * per_unit
+        return first[..., None] + np.arange(per_unit)
 
     def flat_view(self, layer: LayerKV) -> torch.Tensor:
         """The pool from this layer's first element on as [*, grain], ending with its last page."""
@@ -165,53 +173,71 @@ def plan_group(key: PlanKey, batch: AttentionBatch) -> GroupPlan:
 def _plan_decodes(
     key: PlanKey, batch: AttentionBatch, block_table: torch.Tensor
 ) -> tuple[DecodePiece, ...]:
-    """Cut all decode rows into tiles, and the tiles into pieces."""
-    context = torch.tensor(batch.context_lens_list[: batch.num_decodes])
-    lowest = torch.zeros_like(context)
+    """Cut all decode rows into tiles, and the tiles into pieces.
+
+    In numpy, whose calls on arrays this small cost a third of torch's.
+    """
+    context = np.array(batch.context_lens_list[: batch.num_decodes], np.int64)
+    lowest = np.zeros_like(context)
     if key.window is not None:
-        lowest = (context - key.window).clamp_(min=0)
+        np.maximum(context - key.window, 0, out=lowest)
     first_tile = lowest // TILE_TOKENS
     counts = (context + TILE_TOKENS - 1) // TILE_TOKENS - first_tile
-    rows = torch.repeat_interleave(counts)
-    ordinals = torch.arange(rows.shape[0]) - (counts.cumsum(0) - counts)[rows]
-    positions = (first_tile[rows] + ordinals) * TILE_TOKENS
+    first = np.cumsum(counts) - counts
+    rows = np.repeat(np.arange(len(counts)), counts)
+    positions = (np.arange(len(rows)) + (first_tile - first)[rows]) * TILE_TOKENS
+    hidden = _hidden_slots(positions, rows, first, first + counts - 1, (lowest, context))
+    grains = _tile_grains(key.geometry, block_table.numpy(), rows, positions, (lowest, context))
     max_tiles = max(1, PIECE_BYTES // (8 * key.geometry.row * TILE_TOKENS))
     pieces = []
-    for i in range(0, rows.shape[0], max_tiles):
-        part = rows[i : i + max_tiles]
-        visible = (lowest[part], context[part])
-        at = positions[i : i + max_tiles]
-        pieces.append(_decode_piece(key.geometry, block_table, part, at, visible))
+    for start in range(0, len(rows), max_tiles):
+        part = slice(start, start + max_tiles)
+        garbage = mask = None
+        if hidden[part].any():
+            garbage = torch.from_numpy(np.flatnonzero(hidden[part]))
+            mask = torch.from_numpy(np.where(hidden[part], _NEVER_32, _ZERO_32)[:, None, :])
+        kv_grains = torch.from_numpy(grains[:, part].reshape(-1))
+        pieces.append(DecodePiece(torch.from_numpy(rows[part]), kv_grains, garbage, mask))
     return tuple(pieces)
 
 
-def _decode_piece(
+def _hidden_slots(
+    positions: Ints, rows: Ints, first: Ints, last: Ints, visible: tuple[Ints, Ints]
+) -> npt.NDArray[np.bool_]:
+    """[n, TILE_TOKENS], the slots of each tile outside of its row's visible positions [low, high).
+
+    first, last: each row's first and last tile, the only ones that can have such slots.
+    """
+    low, high = visible
+    hidden = np.zeros((len(rows), TILE_TOKENS), np.bool_)
+    ends = last if not low.any() else np.concatenate([first, last])
+    slots = positions[ends, None] + np.arange(TILE_TOKENS)
+    owners = rows[ends, None]
+    hidden[ends] = (slots < low[owners]) | (slots >= high[owners])
+    return hidden
+
+
+def _tile_grains(
     geometry: PageGeometry,
-    block_table: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    visible_range: tuple[torch.Tensor, torch.Tensor],
-) -> DecodePiece:
-    """The tiles at `positions` of `rows`, which see positions [low, high) of their sequences.
+    block_table: npt.NDArray[np.int32],
+    rows: Ints,
+    positions: Ints,
+    visible: tuple[Ints, Ints],
+) -> Ints:
+    """[2, n, grains of a tile] of K and of V, for the tiles at `positions` of `rows`.
 
     Units that hold nothing visible are not read: the nearest one that does stands in for them.
     """
-    device = block_table.device
-    low, high = (bound[:, None] for bound in visible_range)
-    slots = positions[:, None] + torch.arange(TILE_TOKENS)
-    hidden = (slots < low) | (slots >= high)
-    garbage = mask = None
-    if bool(hidden.any()):
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, _NEVER)[:, None, :].to(device)
-        garbage = hidden.flatten().nonzero().flatten().to(device)
+    low, high = visible
     unit = geometry.unit_tokens
-    units = positions[:, None] // unit + torch.arange(TILE_TOKENS // unit)
-    units = units.clamp_(min=low // unit, max=(high - 1) // unit).to(device)
-    rows = rows.to(device)
+    units = positions[:, None] // unit + np.arange(TILE_TOKENS // unit)
+    np.minimum(units, ((high - 1) // unit)[rows, None], out=units)
+    if low.any():
+        np.maximum(units, (low // unit)[rows, None], out=units)
     units_per_block = geometry.block_size // unit
-    blocks = block_table[rows[:, None], units // units_per_block]
-    grains = geometry.grains(blocks.flatten(), (units % units_per_block).flatten())
-    return DecodePiece(rows, grains, garbage, mask)
+    blocks = block_table[rows[:, None], units // units_per_block].astype(np.int64)
+    keys = geometry.key_grains(blocks, units % units_per_block).reshape(len(rows), -1)
+    return np.stack([keys, keys + geometry.grains_from_key_to_value])
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +305,9 @@ class _ChunkPlanner:
         geometry = self.key.geometry
         unit = geometry.unit_tokens
         first_unit, last_unit = first_key // unit, -(-last_key // unit)
-        units = torch.arange(first_unit, last_unit, device=self.block_row.device)
+        units = np.arange(first_unit, last_unit)
         units_per_block = geometry.block_size // unit
-        blocks = self.block_row[units // units_per_block]
-        grains = geometry.grains(blocks, units % units_per_block)
+        blocks = self.block_row.numpy()[units // units_per_block].astype(np.int64)
+        keys = geometry.key_grains(blocks, units % units_per_block).ravel()
+        grains = torch.from_numpy(np.concatenate([keys, keys + geometry.grains_from_key_to_value]))
         return grains, (last_unit - first_unit) * unit, first_key - first_unit * unit
