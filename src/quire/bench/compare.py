@@ -1,0 +1,128 @@
+"""Who is faster: quire alone or against its baselines, in alternating rounds of one run.
+
+Each baseline first shows at which width it is fastest, on the first requests of the workload. Then
+each round runs every contender once on the same requests. Calls `contenders` and `hf_generate`;
+`throughput` calls it.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from quire.bench.contenders import Contender, RunRecord
+from quire.bench.machine import Noise, NoiseMeter
+from quire.bench.metrics import Figures, figures, medians
+from quire.bench.workload import BenchRequest
+from quire.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One run of one contender."""
+
+    figures: Figures
+    noise: Noise
+
+
+@dataclass(frozen=True, slots=True)
+class WidthChoice:
+    """How a baseline's width was found. output_throughput: width -> tokens/s, None if too wide."""
+
+    best: int
+    num_prompts: int
+    output_throughput: dict[int, float | None]
+
+
+def measure(contender: Contender, requests: Sequence[BenchRequest]) -> Round:
+    """Run once."""
+    meter = NoiseMeter()
+    record: RunRecord = contender.run(requests)
+    noise = meter.stop()
+    return Round(figures(record.timelines, record.duration_s) | record.memory, noise)
+
+
+def choose_width(
+    name: str,
+    make: Callable[[int], Contender | None],
+    widths: Sequence[int],
+    requests: Sequence[BenchRequest],
+) -> WidthChoice:
+    """Try all widths on the same requests. make: the contender, or None where it does not fit.
+
+    Raises ConfigurationError where no width fits.
+    """
+    found: dict[int, float | None] = {}
+    for width in widths:
+        contender = make(width)
+        if contender is None:
+            found[width] = None
+            say(f"{name}, {width} wide: does not fit max_num_seqs, max_model_len or the KV cache")
+            continue
+        rate = measure(contender, requests).figures["output_throughput"]
+        assert rate is not None
+        found[width] = rate
+        say(f"{name}, {width} wide: {rate:.0f} output tokens/s over {len(requests)} requests")
+    fitting = {width: rate for width, rate in found.items() if rate is not None}
+    if not fitting:
+        raise ConfigurationError(
+            f"the baseline {name} fits at none of the widths {', '.join(map(str, widths))}; name"
+            " smaller ones, or raise max_num_seqs or kv_cache_memory"
+        )
+    best = max(fitting, key=lambda width: fitting[width])
+    return WidthChoice(best, len(requests), found)
+
+
+def alternate(
+    contenders: Mapping[str, Contender], rounds: Sequence[Sequence[BenchRequest]]
+) -> dict[str, list[Round]]:
+    """Every contender once in each round, in turn. rounds: the requests of each."""
+    found: dict[str, list[Round]] = {name: [] for name in contenders}
+    for index, requests in enumerate(rounds):
+        for name, contender in contenders.items():
+            one = measure(contender, requests)
+            found[name].append(one)
+            rate = one.figures["output_throughput"]
+            noise = _describe(one.noise)
+            say(f"round {index + 1} of {len(rounds)}, {name}: {rate:.0f} output tokens/s{noise}")
+    return found
+
+
+def median_figures(rounds: Sequence[Round]) -> Figures:
+    """Each figure's median over the rounds."""
+    return medians([one.figures for one in rounds])
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times as many output tokens per second.
+
+    of_medians: median by median. lowest, highest: over the rounds, each round by itself.
+    """
+
+    of_medians: float
+    lowest: float
+    highest: float
+
+
+def ratio(rounds: Sequence[Round], baseline: Sequence[Round]) -> Ratio:
+    """Ours by theirs."""
+    ours, theirs = _rates(rounds), _rates(baseline)
+    by_round = [own / other for own, other in zip(ours, theirs, strict=True)]
+    of_medians = statistics.median(ours) / statistics.median(theirs)
+    return Ratio(of_medians, min(by_round), max(by_round))
+
+
+def say(text: str) -> None:
+    """A line of progress, beside the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _rates(rounds: Sequence[Round]) -> list[float]:
+    return [rate for one in rounds if (rate := one.figures["output_throughput"]) is not None]
+
+
+def _describe(noise: Noise) -> str:
+    if noise.other_cores is None:
+        return ""
+    return f" ({noise.other_cores:.2f} cores busy with other processes)"

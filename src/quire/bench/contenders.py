@@ -1,0 +1,208 @@
+"""What carries a workload on quire's own engine: continuous batches, and static ones to compare.
+
+Both drive the same Engine, hence the same model, kernels, runner and memory. Token ids in, token
+ids out: no tokenizer takes part. Greedy, end tokens ignored, so the lengths are exact. Knows
+nothing of rounds and reports; `compare` calls it.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.bench.metrics import Figures, Timeline
+from quire.bench.workload import BenchRequest
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams
+from quire.engine.engine import Engine
+from quire.errors import ConfigurationError, StepFailedError
+from quire.observability.step_trace import StepTrace
+
+MEMORY_FIGURES = (
+    "peak_kv_use",
+    "mean_kv_use",
+    "num_preemptions",
+    "num_recomputed_tokens",
+    "prefix_hit_rate",
+    "max_concurrent_requests",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What came of a run. timelines: one for each request, in the order of the requests.
+
+    memory: MEMORY_FIGURES -> value; None where the contender has no such thing.
+    """
+
+    timelines: list[Timeline]
+    duration_s: float
+    memory: Figures
+
+
+class Contender(Protocol):
+    """Something that can carry the workload. All requests arrive when `run` is called."""
+
+    def run(self, requests: Sequence[BenchRequest]) -> RunRecord:
+        """Carry all requests to their end, and exactly to the lengths asked for."""
+        ...
+
+
+class ContinuousBatches:
+    """quire as it is: all requests are handed over at once and the scheduler does its work."""
+
+    def __init__(self, engine: Engine, trace: StepTrace | None = None) -> None:
+        """trace: where to write this contender's steps; not closed here."""
+        self._engine = engine
+        self._trace = trace
+
+    def run(self, requests: Sequence[BenchRequest]) -> RunRecord:
+        self._engine.trace = self._trace
+        try:
+            meter = _EngineMeter(self._engine, requests)
+            for request in requests:
+                meter.add(request, request.output_len, cache_domain="")
+            meter.drain()
+            return meter.record()
+        finally:
+            self._engine.trace = None
+
+
+class StaticBatches:
+    """Static batching on the same engine, in order of arrival.
+
+    A batch of `width` requests enters an empty engine. Every row computes on until the longest
+    output of its batch is done: a row whose own request is done goes on computing tokens that
+    nobody asked for and that are not counted. Then the next batch enters. Two things are kinder to
+    it than usual: prompts are packed, not padded to the longest, and prefill goes in the engine's
+    chunks. Nothing is shared between requests, as static batching has no prefix cache.
+    """
+
+    def __init__(self, engine: Engine, width: int) -> None:
+        self._engine = engine
+        self._width = width
+
+    def fits(self, requests: Iterable[BenchRequest]) -> bool:
+        """Whether there is room for all rows of each batch at their full length."""
+        scheduler = self._engine.scheduler
+        if self._width > scheduler.config.max_num_seqs:
+            return False
+        for batch in batches(requests, self._width):
+            longest = max(request.output_len for request in batch)
+            lengths = [len(request.prompt_token_ids) + longest for request in batch]
+            needed = sum(scheduler.memory.blocks_for(length) for length in lengths)
+            too_long = max(lengths) > self._engine.limits.max_model_len
+            if too_long or needed > scheduler.memory.pool.num_blocks:
+                return False
+        return True
+
+    def run(self, requests: Sequence[BenchRequest]) -> RunRecord:
+        meter = _EngineMeter(self._engine, requests)
+        for batch in batches(requests, self._width):
+            longest = max(request.output_len for request in batch)
+            for request in batch:
+                meter.add(request, longest, cache_domain=str(request.index))
+            meter.drain()
+        return meter.record()
+
+
+class _EngineMeter:
+    """Steps an engine with an empty cache and notes when each token that was asked for came."""
+
+    def __init__(self, engine: Engine, requests: Iterable[BenchRequest]) -> None:
+        """The clock starts here: all requests have arrived."""
+        assert not engine.has_work(), "the engine carries other requests"
+        engine.scheduler.memory.clear_cache()
+        self._engine = engine
+        self._before = engine.stats()
+        self._num_steps = 0
+        self._sum_of_held_blocks = 0
+        self._most_held_blocks = 0
+        self._most_running = 0
+        self._started_s = time.perf_counter()
+        self._asked = {str(request.index): request.output_len for request in requests}
+        self._timelines = {
+            str(request.index): Timeline(len(request.prompt_token_ids), self._started_s)
+            for request in requests
+        }
+
+    def add(self, request: BenchRequest, num_tokens: int, cache_domain: str) -> None:
+        """Hand a request to the engine. num_tokens: to generate, at least what it asks for."""
+        params = DecodingParams(max_tokens=num_tokens, temperature=0.0)
+        self._engine.add(
+            Request(
+                str(request.index),
+                request.prompt_token_ids,
+                params,
+                cache_domain=cache_domain,
+            )
+        )
+
+    def drain(self) -> None:
+        """Step until all requests so far have ended."""
+        while self._engine.has_work():
+            self._step()
+
+    def record(self) -> RunRecord:
+        """To be called once, at the end."""
+        duration_s = time.perf_counter() - self._started_s
+        for key, timeline in self._timelines.items():
+            made, asked = len(timeline.token_ids), self._asked[key]
+            assert made == asked, f"request {key} has {made} tokens of {asked}"
+        return RunRecord(list(self._timelines.values()), duration_s, self._memory())
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        now_s = time.perf_counter()
+        num_ended = 0
+        for output in outputs:
+            if output.error is not None:
+                raise StepFailedError(f"request {output.request_id} failed: {output.error}")
+            timeline = self._timelines[output.request_id]
+            room = self._asked[output.request_id] - len(timeline.token_ids)
+            wanted = output.token_ids[:room]
+            timeline.token_ids.extend(wanted)
+            timeline.token_times_s.extend([now_s] * len(wanted))
+            num_ended += output.finish_reason is not None
+        stats = self._engine.stats()
+        self._num_steps += 1
+        self._sum_of_held_blocks += stats.num_held_blocks
+        self._most_held_blocks = max(self._most_held_blocks, stats.num_held_blocks)
+        self._most_running = max(self._most_running, stats.num_running + num_ended)
+
+    def _memory(self) -> Figures:
+        before, after = self._before, self._engine.stats()
+        num_queried = after.num_query_tokens - before.num_query_tokens
+        num_hit = after.num_hit_tokens - before.num_hit_tokens
+        values = (
+            self._most_held_blocks / after.num_blocks,
+            self._sum_of_held_blocks / self._num_steps / after.num_blocks,
+            after.num_preemptions - before.num_preemptions,
+            after.num_recomputed_tokens - before.num_recomputed_tokens,
+            num_hit / num_queried if num_queried else 0.0,
+            self._most_running,
+        )
+        return dict(zip(MEMORY_FIGURES, values, strict=True))
+
+
+def batches(requests: Iterable[BenchRequest], width: int) -> Iterator[list[BenchRequest]]:
+    """The requests in order, `width` at a time; the last batch may be smaller."""
+    batch: list[BenchRequest] = []
+    for request in requests:
+        batch.append(request)
+        if len(batch) == width:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def check_lengths(requests: Iterable[BenchRequest], max_model_len: int) -> None:
+    """Raises ConfigurationError where a request would be cut short."""
+    longest = max(requests, key=lambda request: request.num_tokens)
+    if longest.num_tokens > max_model_len:
+        raise ConfigurationError(
+            f"request {longest.index} has {longest.num_tokens} tokens (prompt and output), but"
+            f" max_model_len is {max_model_len}; lower input_max, output_max or"
+            " shared_prefix_tokens"
+        )

@@ -1,0 +1,87 @@
+"""What the figures were measured on, and who else was busy there meanwhile.
+
+One busy neighbour on a small machine can cost a factor of several, so each measured run says how
+many cores other processes took. Knows no engine. Used by `compare` and `report`.
+"""
+
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# Above so many cores taken by others, a figure is not worth quoting.
+NOISE_LIMIT_CORES = 0.15
+
+_PROC_STAT = Path("/proc/stat")
+_PROC_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Mean over a run, in cores: what other processes took, and what the hypervisor stole.
+
+    None where the system doesn't say (it has no /proc/stat).
+    """
+
+    other_cores: float | None
+    steal_cores: float | None
+
+    @property
+    def is_loud(self) -> bool:
+        return (self.other_cores or 0.0) + (self.steal_cores or 0.0) > NOISE_LIMIT_CORES
+
+
+class NoiseMeter:
+    """Starts when made; `stop` says what happened since."""
+
+    def __init__(self) -> None:
+        self._machine = _machine_times_s()
+        self._own_s = _own_time_s()
+        self._started_s = time.perf_counter()
+
+    def stop(self) -> Noise:
+        """May be called more than once: always from the start until now."""
+        elapsed_s = time.perf_counter() - self._started_s
+        own_s = _own_time_s() - self._own_s
+        machine = _machine_times_s()
+        if machine is None or self._machine is None:
+            return Noise(None, None)
+        busy_s = machine[0] - self._machine[0]
+        steal_s = machine[1] - self._machine[1]
+        return Noise(max(0.0, (busy_s - own_s) / elapsed_s), max(0.0, steal_s / elapsed_s))
+
+
+def _own_time_s() -> float:
+    """CPU time of this process, all its threads, and the children that ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _machine_times_s() -> tuple[float, float] | None:
+    """(busy, stolen) seconds of all cores since boot."""
+    try:
+        line = _PROC_STAT.read_text().partition("\n")[0]
+    except OSError:
+        return None
+    # cpu user nice system idle iowait irq softirq steal ...
+    ticks = [int(word) for word in line.split()[1:]]
+    per_second = os.sysconf("SC_CLK_TCK")
+    busy = sum(ticks[:3]) + ticks[5] + ticks[6]
+    return busy / per_second, ticks[7] / per_second
+
+
+def processor() -> str:
+    """The processor's name and the number of cores that this process may use."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = _PROC_CPUINFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+            break
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {num_cores} cores"

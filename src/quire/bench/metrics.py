@@ -1,0 +1,96 @@
+"""From the times of tokens to the figures that the field reports, under vLLM's key names.
+
+    TTFT  time to first token: from arrival to the first token
+    TPOT  time per output token after the first: (E2EL - TTFT) / (output_len - 1), one per request
+    ITL   inter-token latency: each gap between a request's consecutive tokens, over all requests
+    E2EL  end-to-end latency: from arrival to the last token
+
+A request with one output token has no TPOT and no ITL. Knows no engine and reads no clock.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+Figures = dict[str, float | None]
+
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+PERCENTILES = (90, 99)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One request: when it came, when each token that it asked for came, and these tokens."""
+
+    num_prompt_tokens: int
+    arrival_s: float
+    token_times_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times_s[0] - self.arrival_s
+
+    @property
+    def e2el_s(self) -> float:
+        return self.token_times_s[-1] - self.arrival_s
+
+    @property
+    def itl_s(self) -> list[float]:
+        times = self.token_times_s
+        return [late - early for early, late in pairwise(times)]
+
+    @property
+    def tpot_s(self) -> float | None:
+        count = len(self.token_times_s)
+        return (self.e2el_s - self.ttft_s) / (count - 1) if count > 1 else None
+
+
+def figures(timelines: Sequence[Timeline], duration_s: float) -> Figures:
+    """All figures of one run. duration_s: from the arrival of the first to the end of the last.
+
+    A latency that no request has (an ITL where all outputs have one token) is None.
+    """
+    num_input = sum(timeline.num_prompt_tokens for timeline in timelines)
+    num_output = sum(len(timeline.token_times_s) for timeline in timelines)
+    found: Figures = {
+        "duration": duration_s,
+        "completed": len(timelines),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(timelines) / duration_s,
+        "output_throughput": num_output / duration_s,
+        "total_token_throughput": (num_input + num_output) / duration_s,
+    }
+    samples = {
+        "ttft": [timeline.ttft_s for timeline in timelines],
+        "tpot": [value for timeline in timelines if (value := timeline.tpot_s) is not None],
+        "itl": [gap for timeline in timelines for gap in timeline.itl_s],
+        "e2el": [timeline.e2el_s for timeline in timelines],
+    }
+    for name in LATENCIES:
+        found |= _distribution(name, samples[name])
+    return found
+
+
+def _distribution(name: str, seconds: Sequence[float]) -> Figures:
+    keys = ["mean", "median", "std", *(f"p{percent}" for percent in PERCENTILES)]
+    if not seconds:
+        return {f"{key}_{name}_ms": None for key in keys}
+    values = np.array(seconds) * 1e3
+    # As vLLM has it: the standard deviation of the population, percentiles interpolated linearly.
+    found = [np.mean(values), np.median(values), np.std(values)]
+    found += [np.percentile(values, percent) for percent in PERCENTILES]
+    return {f"{key}_{name}_ms": float(value) for key, value in zip(keys, found, strict=True)}
+
+
+def medians(rounds: Sequence[Mapping[str, float | None]]) -> Figures:
+    """For each key its median over the rounds, each key on its own; None where a round has None."""
+    found: Figures = {}
+    for key in rounds[0]:
+        values = [value for one in rounds if (value := one[key]) is not None]
+        found[key] = statistics.median(values) if len(values) == len(rounds) else None
+    return found

@@ -1,0 +1,132 @@
+"""One benchmark run from end to end: an engine, its baselines, the rounds, the results.
+
+The only file here that wires the others. `throughput` calls it with what the command line said.
+"""
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.bench.compare import WidthChoice, alternate, choose_width, ratio
+from quire.bench.contenders import Contender, ContinuousBatches, StaticBatches, check_lengths
+from quire.bench.hf_generate import HfModel, HfStaticBatches
+from quire.bench.machine import processor
+from quire.bench.report import QUIRE, Results
+from quire.bench.trace_summary import summarize_trace
+from quire.bench.workload import BenchRequest, WorkloadSpec, make_requests, request_lengths
+from quire.config import EngineOptions
+from quire.engine.build import _choose_dtype as choose_dtype
+from quire.engine.build import build_engine
+from quire.engine.engine import Engine
+from quire.models.hub import resolve_model_folder
+from quire.models.registry import load_config
+from quire.observability.step_trace import StepTrace
+from quire.version import __version__
+
+_WARM_UP_PROMPTS, _WARM_UP_TOKENS = 8, 8
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSpec:
+    """What to measure.
+
+    options: for the engine, by EngineOptions' names. baselines: "static", "hf".
+    widths: batch widths that a baseline is tried at, on the first choosing_prompts requests.
+    reps: rounds. trace: where to write the steps of quire's rounds; None writes none.
+    """
+
+    workload: WorkloadSpec
+    options: Mapping[str, Any] = field(default_factory=dict)
+    baselines: tuple[str, ...] = ()
+    widths: tuple[int, ...] = (1, 4, 16, 48)
+    choosing_prompts: int = 48
+    reps: int = 3
+    trace: Path | None = None
+
+
+Maker = Callable[[int], Contender | None]
+
+
+def run(spec: BenchSpec) -> Results:
+    """Measure. Raises ConfigurationError and its kinds for what can't be measured as asked."""
+    engine = build_engine(spec.options)
+    limits = engine.limits
+    # Round 0 is for warming up and for choosing widths.
+    rounds = [make_requests(spec.workload, limits.vocab_size, k) for k in range(spec.reps + 1)]
+    first = rounds.pop(0)
+    check_lengths(first, limits.max_model_len)
+    _warm_up(engine, first)
+    setting = _setting(spec, engine)
+    contenders: dict[str, Contender] = {}
+    widths: dict[str, WidthChoice] = {}
+    for name in spec.baselines:
+        make = _static(engine, first) if name == "static" else _hf(spec, setting)
+        choice = choose_width(name, make, spec.widths, first[: spec.choosing_prompts])
+        chosen = make(choice.best)
+        assert chosen is not None
+        contenders[name], widths[name] = chosen, choice
+    with ExitStack() as stack:
+        trace = stack.enter_context(StepTrace(spec.trace)) if spec.trace is not None else None
+        found = alternate({QUIRE: ContinuousBatches(engine, trace), **contenders}, rounds)
+    return Results(
+        setting=setting,
+        rounds=found,
+        widths=widths,
+        ratios={name: ratio(found[QUIRE], found[name]) for name in contenders},
+        trace=summarize_trace(spec.trace) if spec.trace is not None else {},
+    )
+
+
+def _warm_up(engine: Engine, requests: Sequence[BenchRequest]) -> None:
+    few = requests[:_WARM_UP_PROMPTS]
+    short = [replace(one, output_len=min(_WARM_UP_TOKENS, one.output_len)) for one in few]
+    ContinuousBatches(engine).run(short)
+
+
+def _static(engine: Engine, requests: Sequence[BenchRequest]) -> Maker:
+    def make(width: int) -> Contender | None:
+        contender = StaticBatches(engine, width)
+        return contender if contender.fits(requests) else None
+
+    return make
+
+
+def _hf(spec: BenchSpec, setting: dict[str, Any]) -> Maker:
+    """Loads the model, and writes the version of transformers into the setting."""
+    options = EngineOptions.from_mapping(spec.options)
+    folder = resolve_model_folder(options.model, options.revision)
+    model = HfModel(folder, getattr(torch, setting["dtype"]))
+    setting["versions"]["transformers"] = model.version
+    return lambda width: HfStaticBatches(model, width)
+
+
+def _setting(spec: BenchSpec, engine: Engine) -> dict[str, Any]:
+    """What was measured, on what; names as in vLLM's results where they have one."""
+    options = EngineOptions.from_mapping(spec.options)
+    config = load_config(resolve_model_folder(options.model, options.revision))
+    scheduler = engine.scheduler.config
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
+        "backend": QUIRE,
+        "model_id": options.model or "embedded model",
+        "num_prompts": len(request_lengths(spec.workload)),
+        "request_rate": "inf",
+        "dtype": str(choose_dtype(options, config)).removeprefix("torch."),
+        "num_threads": torch.get_num_threads(),
+        "processor": processor(),
+        "versions": {"quire": __version__, "torch": str(torch.__version__)},
+        "workload": asdict(spec.workload),
+        "engine": {
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "max_model_len": engine.limits.max_model_len,
+            "block_size": engine.scheduler.memory.block_size,
+            "num_blocks": engine.scheduler.memory.pool.num_blocks,
+            "enable_prefix_caching": options.enable_prefix_caching,
+        },
+    }

@@ -1,0 +1,80 @@
+"""What a step trace says about the cost of a step: `quire bench throughput --trace FILE`.
+
+The overhead of a step is what is not the model: schedule, batch building, apply. Knows the file
+format through `observability.step_trace` alone.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.observability.step_trace import StepRecord, read_step_trace
+
+PARTS = ("schedule", "build", "forward", "sample", "apply")
+OVERHEAD_PARTS = ("schedule", "build", "apply")
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Steps of one kind. Times are medians over steps, in microseconds.
+
+    overhead_us: schedule, build and apply of a whole step; per_sequence_us: that by live rows.
+    mean_per_sequence_us, p99_per_sequence_us: the same, mean and 99th percentile.
+    shares: part -> its share of the time of all these steps.
+    """
+
+    num_steps: int
+    num_rows: float
+    step_us: float
+    overhead_us: float
+    per_sequence_us: float
+    mean_per_sequence_us: float
+    p99_per_sequence_us: float
+    shares: dict[str, float]
+
+
+def summarize_trace(path: str | Path) -> dict[str, StepCost]:
+    """Costs of all steps, of those with the most rows, and of the pure decode steps among these.
+
+    A kind of which the file has no step is left out.
+    """
+    records = list(read_step_trace(path))
+    widest = max((record.num_rows for record in records), default=0)
+    kinds: dict[str, Callable[[StepRecord], bool]] = {
+        "all steps": lambda record: True,
+        f"steps of {widest} rows": lambda record: record.num_rows == widest,
+        f"decode steps of {widest} rows": lambda record: (
+            record.num_rows == widest and record.num_prefill_tokens == 0
+        ),
+    }
+    found = {}
+    for name, belongs in kinds.items():
+        chosen = [record for record in records if belongs(record)]
+        if chosen:
+            found[name] = _cost(chosen)
+    return found
+
+
+def _cost(records: list[StepRecord]) -> StepCost:
+    overheads = [_seconds(record, OVERHEAD_PARTS) for record in records]
+    steps = [_seconds(record, PARTS) for record in records]
+    pairs = zip(overheads, records, strict=True)
+    per_sequence = sorted(overhead / record.num_rows for overhead, record in pairs)
+    total = sum(steps)
+    return StepCost(
+        num_steps=len(records),
+        num_rows=statistics.median(record.num_rows for record in records),
+        step_us=statistics.median(steps) * 1e6,
+        overhead_us=statistics.median(overheads) * 1e6,
+        per_sequence_us=statistics.median(per_sequence) * 1e6,
+        mean_per_sequence_us=statistics.fmean(per_sequence) * 1e6,
+        p99_per_sequence_us=per_sequence[int(0.99 * (len(per_sequence) - 1))] * 1e6,
+        shares={
+            part: sum(_seconds(record, [part]) for record in records) / total for part in PARTS
+        },
+    )
+
+
+def _seconds(record: StepRecord, parts: Iterable[str]) -> float:
+    return float(sum(getattr(record, f"{part}_s") for part in parts))

@@ -1,0 +1,71 @@
+"""Costs of steps from a trace, on records worked out by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire.bench.trace_summary import PARTS, summarize_trace
+from quire.observability.step_trace import StepRecord, StepTrace
+
+DECODE = StepRecord(
+    step_id=0,
+    num_rows=4,
+    num_tokens=4,
+    num_prefill_tokens=0,
+    num_waiting=0,
+    schedule_s=10e-6,
+    build_s=20e-6,
+    forward_s=900e-6,
+    sample_s=60e-6,
+    apply_s=10e-6,
+    num_blocks_used=7,
+    num_preemptions=0,
+)
+
+
+def _write(path: Path, records: Sequence[StepRecord]) -> Path:
+    with StepTrace(path) as trace:
+        for record in records:
+            trace.write(record)
+    return path
+
+
+def test_cost_and_shares_of_a_step(tmp_path: Path) -> None:
+    (cost, *_) = summarize_trace(_write(tmp_path / "t", [DECODE])).values()
+    assert cost.num_steps == 1 and cost.num_rows == 4
+    assert cost.step_us == pytest.approx(1000)
+    assert cost.overhead_us == pytest.approx(40)
+    assert cost.per_sequence_us == pytest.approx(10)
+    assert cost.mean_per_sequence_us == cost.p99_per_sequence_us == pytest.approx(10)
+    expected = {"schedule": 0.01, "build": 0.02, "forward": 0.9, "sample": 0.06, "apply": 0.01}
+    assert cost.shares == pytest.approx(expected)
+    assert list(cost.shares) == list(PARTS)
+
+
+def test_the_median_and_the_mean_over_steps(tmp_path: Path) -> None:
+    slow = replace(DECODE, apply_s=410e-6)
+    cost = summarize_trace(_write(tmp_path / "t", [DECODE, slow, DECODE]))["all steps"]
+    assert cost.per_sequence_us == pytest.approx(10)
+    assert cost.mean_per_sequence_us == pytest.approx((10 + 110 + 10) / 3)
+
+
+def test_steps_are_told_apart_by_width_and_by_prefill(tmp_path: Path) -> None:
+    narrow = replace(DECODE, num_rows=1, num_tokens=1)
+    mixed = replace(DECODE, num_tokens=20, num_prefill_tokens=16)
+    found = summarize_trace(_write(tmp_path / "t", [mixed, DECODE, DECODE, narrow]))
+    assert {kind: cost.num_steps for kind, cost in found.items()} == {
+        "all steps": 4,
+        "steps of 4 rows": 3,
+        "decode steps of 4 rows": 2,
+    }
+
+
+def test_a_kind_without_steps_is_left_out(tmp_path: Path) -> None:
+    mixed = replace(DECODE, num_tokens=20, num_prefill_tokens=16)
+    assert list(summarize_trace(_write(tmp_path / "t", [mixed]))) == [
+        "all steps",
+        "steps of 4 rows",
+    ]
+    assert summarize_trace(_write(tmp_path / "t", [])) == {}
