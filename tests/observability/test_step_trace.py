@@ -17,6 +17,7 @@ RECORD = StepRecord(
     num_waiting=2,
     schedule_s=1.5e-5,
     build_s=2e-5,
+    plan_s=1e-5,
     forward_s=0.25,
     sample_s=0.001,
     apply_s=1e-5,

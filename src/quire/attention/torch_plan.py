@@ -30,7 +30,7 @@ TILE_TOKENS = 32
 tokens 64 costs 1.5 times and 128 2.5 times as much as 32 (AMD EPYC, 2 cores). Several sizes at
 once, the large first, save padding but cost a round of calls each."""
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 4 << 20
 """How much fp32 K and V one gather brings in: more leaves the processor's last-level cache."""
 
 PLAIN_CHUNK_TOKENS = 2048
@@ -186,35 +186,44 @@ def _plan_decodes(
     first = np.cumsum(counts) - counts
     rows = np.repeat(np.arange(len(counts)), counts)
     positions = (np.arange(len(rows)) + (first_tile - first)[rows]) * TILE_TOKENS
-    hidden = _hidden_slots(positions, rows, first, first + counts - 1, (lowest, context))
+    ends = first + counts - 1
+    if key.window is not None:
+        ends = np.unique(np.concatenate([first, ends]))
+    garbage, mask = _hide_slots(positions, rows, ends, (lowest, context))
     grains = _tile_grains(key.geometry, block_table.numpy(), rows, positions, (lowest, context))
     max_tiles = max(1, PIECE_BYTES // (8 * key.geometry.row * TILE_TOKENS))
     pieces = []
     for start in range(0, len(rows), max_tiles):
         part = slice(start, start + max_tiles)
-        garbage = mask = None
-        if hidden[part].any():
-            garbage = torch.from_numpy(np.flatnonzero(hidden[part]))
-            mask = torch.from_numpy(np.where(hidden[part], _NEVER_32, _ZERO_32)[:, None, :])
-        kv_grains = torch.from_numpy(grains[:, part].reshape(-1))
-        pieces.append(DecodePiece(torch.from_numpy(rows[part]), kv_grains, garbage, mask))
+        first_slot, end_slot = start * TILE_TOKENS, (start + max_tiles) * TILE_TOKENS
+        low, high = np.searchsorted(garbage, (first_slot, end_slot))
+        has_garbage = low < high
+        pieces.append(
+            DecodePiece(
+                torch.from_numpy(rows[part]),
+                torch.from_numpy(grains[:, part].reshape(-1)),
+                torch.from_numpy(garbage[low:high] - first_slot) if has_garbage else None,
+                torch.from_numpy(mask[part, None, :]) if has_garbage else None,
+            )
+        )
     return tuple(pieces)
 
 
-def _hidden_slots(
-    positions: Ints, rows: Ints, first: Ints, last: Ints, visible: tuple[Ints, Ints]
-) -> npt.NDArray[np.bool_]:
-    """[n, TILE_TOKENS], the slots of each tile outside of its row's visible positions [low, high).
+def _hide_slots(
+    positions: Ints, rows: Ints, ends: Ints, visible: tuple[Ints, Ints]
+) -> tuple[Ints, npt.NDArray[np.float32]]:
+    """The slots outside of their row's visible positions [low, high): their indices in
+    [0, n * TILE_TOKENS), ascending, and a mask [n, TILE_TOKENS] that is -inf there, else 0.
 
-    first, last: each row's first and last tile, the only ones that can have such slots.
+    ends: ascending, the tiles at the ends of rows, the only ones that can have such slots.
     """
     low, high = visible
-    hidden = np.zeros((len(rows), TILE_TOKENS), np.bool_)
-    ends = last if not low.any() else np.concatenate([first, last])
     slots = positions[ends, None] + np.arange(TILE_TOKENS)
     owners = rows[ends, None]
-    hidden[ends] = (slots < low[owners]) | (slots >= high[owners])
-    return hidden
+    hidden = (slots < low[owners]) | (slots >= high[owners])
+    mask = np.zeros((len(rows), TILE_TOKENS), np.float32)
+    mask[ends] = np.where(hidden, _NEVER_32, _ZERO_32)
+    return (ends[:, None] * TILE_TOKENS + np.arange(TILE_TOKENS))[hidden], mask
 
 
 def _tile_grains(

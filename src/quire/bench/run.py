@@ -20,8 +20,7 @@ from quire.bench.report import QUIRE, Results
 from quire.bench.trace_summary import summarize_trace
 from quire.bench.workload import BenchRequest, WorkloadSpec, make_requests, request_lengths
 from quire.config import EngineOptions
-from quire.engine.build import _choose_dtype as choose_dtype
-from quire.engine.build import build_engine
+from quire.engine.build import build_engine, choose_dtype
 from quire.engine.engine import Engine
 from quire.models.hub import resolve_model_folder
 from quire.models.registry import load_config

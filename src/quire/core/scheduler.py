@@ -341,15 +341,19 @@ class Scheduler:
 
     def _take_in_prompts(self, step: _StepInFlight, result: StepResult) -> None:
         """Publish the blocks that the step filled, and keep the log-probabilities of prompts."""
+        for row, prompt_logprobs in result.prompt_logprobs.items():
+            sequence, num_admissions, _ = step.rows[row]
+            is_current = sequence.num_admissions == num_admissions and row not in result.failed
+            if is_current and sequence.needs_prompt_logprobs:
+                sequence.prompt_logprobs.extend(prompt_logprobs)
         block_size = self.memory.block_size
         for row, (sequence, num_admissions, num_written) in step.rows.items():
-            if sequence.num_admissions != num_admissions or row in result.failed:
-                continue
-            if row in result.prompt_logprobs and sequence.needs_prompt_logprobs:
-                sequence.prompt_logprobs.extend(result.prompt_logprobs[row])
-            if sequence.state is not SequenceState.RUNNING:
-                continue
-            if num_written >= (sequence.num_published_blocks + 1) * block_size:
+            if (
+                num_written >= (sequence.num_published_blocks + 1) * block_size
+                and sequence.state is SequenceState.RUNNING
+                and sequence.num_admissions == num_admissions
+                and row not in result.failed
+            ):
                 self.memory.publish(sequence, num_written)
 
     def recover(self, message: str) -> list[SequenceOutput]:
@@ -430,26 +434,27 @@ def _extend(
     sequence: Sequence, token_ids: Tokens[int], logprobs: Tokens[TokenLogprobs] | None
 ) -> SequenceOutput:
     """Add what a step sampled, up to the end of the sequence if it is among it."""
-    is_first = sequence.num_output_tokens == 0
-    num_taken = 0
-    for token_id in token_ids:
-        num_taken += 1
+    params = sequence.params
+    prompt_logprobs = None
+    if params.prompt_logprobs is not None and sequence.num_output_tokens == 0:
+        prompt_logprobs = tuple(sequence.prompt_logprobs)
+    for num_taken, token_id in enumerate(token_ids, 1):
         if sequence.append(token_id):
+            token_ids = token_ids[:num_taken]
             break
     stop_reason = None
     if sequence.finish_reason is FinishReason.STOP:
         last = sequence.token_ids[-1]
-        stop_reason = last if last in sequence.params.stop_token_ids else None
-    wants_prompt = is_first and sequence.params.prompt_logprobs is not None
+        stop_reason = last if last in params.stop_token_ids else None
     return SequenceOutput(
         sequence.request_id,
         sequence.branch_index,
-        token_ids[:num_taken],
+        token_ids,
         sequence.num_cached_tokens,
         sequence.finish_reason,
         stop_reason,
-        None if logprobs is None else logprobs[:num_taken],
-        tuple(sequence.prompt_logprobs) if wants_prompt else None,
+        None if logprobs is None else logprobs[: len(token_ids)],
+        prompt_logprobs,
     )
 
 

@@ -57,7 +57,7 @@ def build_engine(options: Mapping[str, Any]) -> Engine:
     folder = resolve_model_folder(checked.model, checked.revision)
     config = load_config(folder)
     generation = load_generation_config(folder)
-    dtype = _choose_dtype(checked, config)
+    dtype = choose_dtype(checked, config)
     backend = select(device.type, None)
     layout = plan_layout(config.attention_specs, type(backend), checked.block_size, dtype)
     sizes = _choose_sizes(checked, config, layout, _weight_bytes(folder))
@@ -110,7 +110,7 @@ def _build_runner(
     return ModelRunner(model, backend, kv_cache, rows, sampler)
 
 
-def _choose_dtype(options: EngineOptions, config: DecoderConfig) -> torch.dtype:
+def choose_dtype(options: EngineOptions, config: DecoderConfig) -> torch.dtype:
     """The dtype asked for; on "auto" the checkpoint's own, where the processor computes with it."""
     if options.dtype != "auto":
         dtype = getattr(torch, options.dtype)

@@ -155,6 +155,7 @@ class Engine:
                 num_waiting=stats.num_waiting,
                 schedule_s=schedule_s,
                 build_s=self._timing.build_s,
+                plan_s=self._timing.plan_s,
                 forward_s=self._timing.forward_s,
                 sample_s=self._timing.sample_s,
                 apply_s=apply_s,

@@ -23,8 +23,8 @@ class StepRecord:
 
     num_rows: live rows of the step; num_tokens: tokens computed, of which num_prefill_tokens were
         not decode tokens. num_waiting: requests without a row after scheduling.
-    schedule_s .. apply_s: wall-clock time of each part; build_s is batch building, forward_s the
-        forward pass without it.
+    schedule_s .. apply_s: wall-clock time of each part; build_s is batch building, plan_s the
+        attention backend's planning, forward_s the forward pass without these.
     num_blocks_used: KV blocks held after the step. num_preemptions: in this step.
     """
 
@@ -35,6 +35,7 @@ class StepRecord:
     num_waiting: int
     schedule_s: float
     build_s: float
+    plan_s: float
     forward_s: float
     sample_s: float
     apply_s: float

@@ -46,8 +46,8 @@ class RowBatch:
     """The permanent rows.
 
     Invariant: for a live row, token_ids[row, :num_tokens[row]] are its tokens, K and V of the first
-    num_computed[row] of them are in the blocks of its tables, and every table entry up to
-    table_lens is a block id.
+    num_computed[row] of them are in the blocks of its tables, every table entry up to table_lens
+    is a block id, and those behind it are 0.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RowBatch:
         """Carry out release, admit and table_edits."""
         for row in plan.release:
             assert self.is_live[row], f"row {row} is released but was not live"
-            self.is_live[row] = False
+            self.is_live[row] = self.wants_prompt_logprobs[row] = False
         for admission in plan.admit:
             self._admit(admission)
         for edit in plan.table_edits:
@@ -104,6 +104,7 @@ class RowBatch:
         self.is_live[row] = True
         for group, blocks in enumerate(admission.block_tables):
             self._tables[group][row, : len(blocks)] = blocks
+            self._tables[group][row, len(blocks) :] = 0
             self._table_lens[group][row] = len(blocks)
 
     def _edit(self, edit: TableEdit) -> None:
@@ -111,6 +112,7 @@ class RowBatch:
         first, last = edit.first_logical_block, edit.first_logical_block + len(edit.block_ids)
         if edit.kind is EditKind.CUT:
             lengths[edit.row] = first
+            table[first:] = 0
             return
         if edit.kind is EditKind.APPEND:
             assert first == lengths[edit.row], f"{edit} does not append at {lengths[edit.row]}"
@@ -121,7 +123,7 @@ class RowBatch:
 
     def reset(self) -> None:
         """Drop all rows."""
-        self.is_live[:] = False
+        self.is_live[:] = self.wants_prompt_logprobs[:] = False
 
     # ---- the step's tensors -----------------------------------------------------------------
 
@@ -200,12 +202,10 @@ class RowBatch:
         num_blocks = (longest + self._mask) >> self._shift
         groups = tuple(
             GroupBatch(
-                block_tables=torch.from_numpy(self._step_table(table, lengths, rows, num_blocks)),
+                block_tables=torch.from_numpy(table[rows, :num_blocks]),
                 slot_mapping=torch.from_numpy(slots[:num_tokens]),
             )
-            for table, lengths, slots in zip(
-                self._tables, self._table_lens, self._slots, strict=True
-            )
+            for table, slots in zip(self._tables, self._slots, strict=True)
         )
         return AttentionBatch(
             query_start=torch.from_numpy(query_start),
@@ -216,17 +216,12 @@ class RowBatch:
             groups=groups,
         )
 
-    @staticmethod
-    def _step_table(table: Int32, lengths: Int64, rows: Int64, num_blocks: int) -> Int32:
-        """The step's rows of a group's table; entries past a row's end read as block 0."""
-        step: Int32 = table[rows, :num_blocks]
-        step[np.arange(num_blocks) >= lengths[rows, None]] = 0
-        return step
-
     def _prompt_logprob_spans(
         self, rows: Int64, query_start: Int32, counts: Int64
     ) -> list[tuple[int, int, int, int]]:
-        spans = []
+        spans: list[tuple[int, int, int, int]] = []
+        if not self.wants_prompt_logprobs.any():
+            return spans
         for index in np.flatnonzero(self.wants_prompt_logprobs[rows]):
             row = int(rows[index])
             first = int(self.num_computed[row])

@@ -22,9 +22,10 @@ PROMPT_LOGPROB_ROWS = 128
 
 @dataclass(slots=True)
 class StepTiming:
-    """Seconds of the last step's parts."""
+    """Seconds of the last step's parts; plan_s is the attention backend's planning."""
 
     build_s: float = 0.0
+    plan_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
 
@@ -58,12 +59,14 @@ class ModelRunner:
         started_s = time.perf_counter()
         self._change_rows(plan)
         step = self._rows.build(plan)
-        self._backend.plan(step.attention)
         built_s = time.perf_counter()
+        self._backend.plan(step.attention)
+        planned_s = time.perf_counter()
         output = self._model(step.token_ids, step.positions, self._backend.run)
         self._step = (plan, step, output.hidden)
         self.timing.build_s = built_s - started_s
-        self.timing.forward_s = time.perf_counter() - built_s
+        self.timing.plan_s = planned_s - built_s
+        self.timing.forward_s = time.perf_counter() - planned_s
 
     @torch.inference_mode()
     def sample(self, masks: TokenMasks | None = None) -> StepResult:
