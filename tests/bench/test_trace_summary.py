@@ -41,7 +41,7 @@ def test_cost_and_shares_of_a_step(tmp_path: Path) -> None:
     assert cost.per_sequence_us == pytest.approx(10)
     assert cost.mean_per_sequence_us == cost.p99_per_sequence_us == pytest.approx(10)
     host = {"schedule": 0.01, "build": 0.02, "apply": 0.01}
-        expected = host | {"plan": 0.1, "forward": 0.8, "sample": 0.06}
+    expected = host | {"plan": 0.1, "forward": 0.8, "sample": 0.06}
     assert cost.shares == pytest.approx(expected)
     assert list(cost.shares) == list(PARTS)
 

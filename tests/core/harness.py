@@ -10,7 +10,7 @@ from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduler import Scheduler, SchedulerConfig
 from quire.core.sequence import Sequence
-from quire.core.step import StepPlan, StepResult
+from quire.core.step import Runner, StepPlan, StepResult
 from quire.simulation.fake_model import FakeModel
 from quire.simulation.fake_runner import FakeRunner, Faults, InjectedFailureError
 
@@ -40,6 +40,12 @@ def make_sequence(
 ) -> Sequence:
     params = DecodingParams(max_tokens, prompt_logprobs=prompt_logprobs)
     return Sequence(name, list(token_ids), params, chain_root=memory.start_chain(domain))
+
+
+def launch(runner: Runner, plan: StepPlan) -> None:
+    """Execute and sample a step; its result stays to come."""
+    runner.execute(plan)
+    runner.sample()
 
 
 class Harness:
@@ -109,12 +115,12 @@ class Harness:
         plan = self.scheduler.schedule(0.0)
         self.check()
         assert plan is not None, "nothing was planned"
-        self.runner.execute(plan)
+        launch(self.runner, plan)
         return plan
 
     def land(self) -> list[SequenceOutput]:
         """Take in the result of the oldest step in flight."""
-        return self.take_in(self.runner.sample())
+        return self.take_in(self.runner.result())
 
     def take_in(self, result: StepResult) -> list[SequenceOutput]:
         outputs = self.scheduler.apply(result)
@@ -128,7 +134,7 @@ class Harness:
         self.check()
         assert plan is not None, "nothing was planned"
         try:
-            self.runner.execute(plan)
+            launch(self.runner, plan)
             self.land()
         except InjectedFailureError as failure:
             self.recover(str(failure))

@@ -1,7 +1,7 @@
 """Planning one step ahead, and ends, aborts and preemptions while a step runs."""
 
 import pytest
-from tests.core.harness import Harness, make_memory
+from tests.core.harness import Harness, launch, make_memory
 
 from quire.core import invariants
 from quire.core.policy import priority
@@ -20,7 +20,7 @@ def run_ahead(harness: Harness, max_num_steps: int = 2000) -> None:
         plan = scheduler.schedule(0.0)
         harness.check()
         if plan is not None:
-            harness.runner.execute(plan)
+            launch(harness.runner, plan)
         if scheduler.num_steps_in_flight > 1 or (plan is None and scheduler.num_steps_in_flight):
             harness.land()
         if not scheduler.has_unfinished and not scheduler.num_steps_in_flight:

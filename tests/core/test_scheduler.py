@@ -308,7 +308,7 @@ def test_a_row_that_fails_ends_alone_and_publishes_nothing() -> None:
     harness.add("bad", [1] * 9, 5)
     harness.add("good", [2] * 9, 3)
     plan = harness.launch()
-    good = harness.runner.sample()
+    good = harness.runner.result()
     result = StepResult(plan.step_id, [1], [good.token_ids[1]], failed={0: "NaN in row 0"})
     outputs = harness.take_in(result)
     assert [(one.finish_reason, one.error) for one in outputs if one.request_id == "bad"] == [

@@ -1,7 +1,7 @@
 """After a failed step: whose fault it was shows itself, and all others get their tokens."""
 
 import pytest
-from tests.core.harness import Harness, make_memory
+from tests.core.harness import Harness, launch, make_memory
 
 from quire.core.policy import priority
 from quire.core.request import FinishReason
@@ -117,7 +117,7 @@ def test_a_poison_that_strikes_in_its_second_chunk_does_not_go_round_for_ever(
             break
         plan = harness.scheduler.schedule(0.0)
         assert plan is not None
-        harness.runner.execute(plan)
+        launch(harness.runner, plan)
         poison = harness.requests["poison"][1]
         if poison.state.value == "running" and poison.num_computed_tokens > 10:
             harness.recover("it struck")
@@ -174,7 +174,7 @@ def test_an_aborted_suspect_in_flight_blames_nobody() -> None:
     plan = harness.scheduler.schedule(0.0)
     assert plan is not None
     with pytest.raises(InjectedFailureError):
-        harness.runner.execute(plan)
+        launch(harness.runner, plan)
     harness.scheduler.abort(poison)
     assert harness.recover() == []
     harness.run()

@@ -7,7 +7,16 @@ import torch
 
 from quire.attention.registry import select
 from quire.core.sampling_params import DecodingParams
-from quire.core.step import BlockCopy, BlockMove, Chunk, EditKind, RowAdmission, StepPlan, TableEdit
+from quire.core.step import (
+    BlockCopy,
+    BlockMove,
+    Chunk,
+    EditKind,
+    RowAdmission,
+    StepPlan,
+    TableEdit,
+    Tier,
+)
 from quire.models.hub import EMBEDDED_MODEL
 from quire.models.loader import load_model
 from quire.models.registry import load_config
@@ -43,7 +52,8 @@ def admission(row: int, blocks: tuple[int, ...], params=GREEDY, tokens=PROMPT) -
 
 def run(runner: ModelRunner, plan: StepPlan):
     runner.execute(plan)
-    return runner.sample()
+    runner.sample()
+    return runner.result()
 
 
 def start(runner: ModelRunner, params=GREEDY):
@@ -114,7 +124,8 @@ def test_a_grammar_mask_binds_its_row(runner) -> None:
     mask = bytearray(512)
     mask[allowed // 8] |= 1 << (allowed % 8)
     runner.execute(StepPlan(0, 1, 10, admit=(admission(2, (3, 5)),), chunks=(Chunk(2, 10),)))
-    assert runner.sample({2: bytes(mask)}).token_ids == [(allowed,)]
+    runner.sample({2: bytes(mask)})
+    assert runner.result().token_ids == [(allowed,)]
 
 
 def test_nan_in_one_rows_logits_fails_that_row_alone(runner, model, monkeypatch) -> None:
@@ -139,7 +150,7 @@ def test_nan_in_one_rows_logits_fails_that_row_alone(runner, model, monkeypatch)
 
 
 def test_moves_are_refused(runner) -> None:
-    plan = StepPlan(0, 0, 0, moves=(BlockMove("device", 0, "host", 0),))
+    plan = StepPlan(0, 0, 0, moves=(BlockMove(Tier.DEVICE, 0, Tier.HOST, 0),))
     with pytest.raises(AssertionError, match="one tier"):
         runner.execute(plan)
 
@@ -151,3 +162,23 @@ def test_execute_and_sample_alternate(runner) -> None:
     runner.execute(plan)
     with pytest.raises(AssertionError, match="was not sampled"):
         runner.execute(StepPlan(1, 1, 1))
+
+
+def test_results_may_be_fetched_a_step_late(runner) -> None:
+    expected = [start(runner).token_ids[0][0], *decode(runner, 3)]
+    runner.reset()
+    plan = StepPlan(0, 1, 10, admit=(admission(2, (3, 5)),), chunks=(Chunk(2, 10),))
+    found = []
+    for step_id in range(1, 4):
+        runner.execute(plan)
+        runner.sample()
+        plan = StepPlan(step_id, 1, 1)
+        if step_id > 1:
+            found.append(runner.result())
+    runner.execute(plan)
+    runner.sample()
+    found += [runner.result(), runner.result()]
+    assert [result.step_id for result in found] == [0, 1, 2, 3]
+    assert [result.token_ids[0][0] for result in found] == expected
+    with pytest.raises(AssertionError, match="no sampled step"):
+        runner.result()

@@ -24,6 +24,7 @@ class BlockPool:
             raise ValueError(f"num_blocks is {num_blocks}, but a pool needs at least 1")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
+        self.num_freed = 0  # since the start: how often a block lost its last holder
         self.ref_count = [0] * num_blocks
         self.content: list[ContentKey | None] = [None] * num_blocks
         # A ring through all free blocks and one sentinel, whose id is num_blocks.
@@ -76,6 +77,7 @@ class BlockPool:
         assert count > 0, f"block {block} was released more often than it was held"
         self.ref_count[block] = count - 1
         if count == 1:
+            self.num_freed += 1
             self._link(block, last=self.content[block] is not None)
 
     def set_content(self, block: int, key: ContentKey) -> None:

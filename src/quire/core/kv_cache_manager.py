@@ -60,6 +60,11 @@ class KVCacheManager:
         self._held_by_steps: deque[tuple[int, list[int]]] = deque()
         self.num_blocks_held_by_steps = 0
 
+    @property
+    def num_free_soon(self) -> int:
+        """Blocks that are free, or will be when the steps in flight have ended."""
+        return self.pool.num_free + self.num_blocks_held_by_steps
+
     def blocks_for(self, num_tokens: int) -> int:
         """Pages that num_tokens tokens of one sequence occupy, over all groups."""
         return -(-num_tokens // self.block_size) * self.num_groups
@@ -94,9 +99,13 @@ class KVCacheManager:
 
     def can_admit(self, sequence: Sequence, match: PrefixMatch, num_spare_blocks: int) -> bool:
         """Whether all tokens known so far fit, beside so many blocks left for others."""
-        matched = sum(len(ids) for ids in match.blocks)
-        new = self.blocks_for(sequence.num_tokens) - matched
-        return new + match.num_revived + num_spare_blocks <= self.pool.num_free
+        needed = self.num_blocks_to_admit(sequence, match)
+        return needed + num_spare_blocks <= self.pool.num_free
+
+    def num_blocks_to_admit(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Free blocks that `admit` takes: new ones, and matched ones that nobody holds."""
+        num_matched = sum(len(ids) for ids in match.blocks)
+        return self.blocks_for(sequence.num_tokens) - num_matched + match.num_revived
 
     def admit(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Give a sequence its tables: the matched blocks, shared, and new ones for the rest."""

@@ -12,8 +12,8 @@ A plan may be made while an earlier step runs (overlap): counts run ahead of the
 that a step in flight may read stay referenced until its result was applied.
 
 Progress: ranks are a total order that never changes. The first-ranked sequence may take from all
-others, none is admitted in a step that preempts, and `add` refuses what would not fit alone; so the
-first-ranked sequence always ends, and then the next one is first.
+others, nobody is admitted after growth has preempted, and `add` refuses what would not fit alone;
+so the first-ranked sequence always ends, and then the next one is first.
 """
 
 import heapq
@@ -29,6 +29,8 @@ from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Chunk, RowAdmission, StepPlan, StepResult, TableEdit, TokenLogprobs
 from quire.core.suspects import Suspects
 from quire.errors import ConfigurationError, RequestNeverFitsError, SchedulerStalledError
+
+LOOK_AGAIN_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,9 @@ class Scheduler:
         self._in_flight: deque[_StepInFlight] = deque()
         self._num_added = 0
         self._next_step_id = 0
+        # Who found no room last, when the pool had freed so many blocks; looked up again at a step.
+        self._no_room: tuple[Sequence, int] | None = None
+        self._look_again_at = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -169,16 +174,21 @@ class Scheduler:
         )
 
     def _yield_to_outranking(self) -> None:
-        """Preempt from the end of `running` while the first waiting sequence outranks it."""
-        while self.waiting and self.running:
-            head, last = self.waiting[0], self.running[-1]
-            if head.num_pending_tokens or head.rank > last.rank or self._find_room(head):
+        """If the first waiting sequence outranks running ones, preempt as many as it needs."""
+        if not self.waiting or not self.running:
+            return
+        head = self.waiting[0]
+        if head.rank > self.running[-1].rank or head.num_pending_tokens or self._find_room(head):
+            return
+        num_missing = self.memory.num_blocks_to_admit(head, self.memory.match(head))
+        outranked = self.running[bisect_left(self.running, head.rank, key=_rank) :]
+        num_theirs = sum(len(table) for one in outranked for table in one.block_tables)
+        if num_missing > self.memory.num_free_soon + num_theirs:
+            return
+        for victim in reversed(outranked):
+            if self.free_rows and self.memory.num_free_soon >= num_missing:
                 return
-            if self.memory.num_blocks_held_by_steps:
-                return  # what a step in flight gives back may be enough
-            if not _could_make_room(self.running, self.memory, head):
-                return
-            self._preempt(last)
+            self._preempt(victim)
 
     def _plan_trial(
         self,
@@ -262,13 +272,24 @@ class Scheduler:
         """What a waiting sequence could start from, if a row and enough blocks are free.
 
         Leaves each running sequence that outranks it room to grow once, or it is soon preempted.
+        Where there was no room and no block was freed since, there is none now, unless others have
+        published more of its prefix: that is looked up only now and then.
         """
+        pool, steps = self.memory.pool, self._next_step_id
         if not self.free_rows:
+            return None
+        if (
+            self._no_room == (sequence, pool.num_freed)
+            and steps < self._look_again_at
+            and pool.num_held
+        ):
             return None
         num_outranking = bisect_left(self.running, sequence.rank, key=_rank)
         match = self.memory.match(sequence)
-        num_spare_blocks = num_outranking * self.memory.num_groups
-        return match if self.memory.can_admit(sequence, match, num_spare_blocks) else None
+        if self.memory.can_admit(sequence, match, num_outranking * self.memory.num_groups):
+            return match
+        self._no_room, self._look_again_at = (sequence, pool.num_freed), steps + LOOK_AGAIN_STEPS
+        return None
 
     def _admit(self, sequence: Sequence, match: PrefixMatch, now_s: float) -> RowAdmission:
         """Waiting -> RUNNING: a row and tables for all tokens known so far."""
@@ -280,7 +301,7 @@ class Scheduler:
             self.stats.num_recomputed_tokens += max(0, num_lost)
         if sequence.needs_prompt_logprobs:
             sequence.prompt_logprobs.clear()  # computed again from the first position
-        self.waiting.remove(sequence)
+        _remove(self.waiting, sequence)
         self.memory.admit(sequence, match)
         sequence.row = heapq.heappop(self.free_rows)
         sequence.move_to(SequenceState.RUNNING)
@@ -356,16 +377,17 @@ class Scheduler:
             ):
                 self.memory.publish(sequence, num_written)
 
-    def recover(self, message: str) -> list[SequenceOutput]:
+    def recover(self, message: str | None) -> list[SequenceOutput]:
         """After a step that failed as a whole and a runner that dropped all rows: start again.
 
-        Who is to blame shows itself (see `suspects`); that one ends with `message`.
+        Who is to blame shows itself (see `suspects`); that one ends with `message`. None: nobody
+        is, the step was interrupted from outside.
         """
         self.stats.num_failed_steps += 1
         in_flight = {entry[0] for step in self._in_flight for entry in step.rows.values()}
         self._in_flight.clear()
         self.memory.end_step(self._next_step_id)
-        blamed = self._suspects.blame(in_flight)
+        blamed = None if message is None else self._suspects.blame(in_flight)
         if blamed is not None:
             self._finish(blamed, FinishReason.ERROR)
         for sequence in [*self.running, *self.waiting]:
@@ -373,7 +395,7 @@ class Scheduler:
         for sequence in list(self.running):
             self._preempt(sequence)
         self._released_rows.clear()
-        return [] if blamed is None else [_failure(blamed, message)]
+        return [] if blamed is None or message is None else [_failure(blamed, message)]
 
     # ---- rows and blocks --------------------------------------------------------------------
 
@@ -381,17 +403,17 @@ class Scheduler:
         """RUNNING -> PREEMPTED: row and blocks go back, tokens stay."""
         self.stats.num_preemptions += 1
         sequence.num_lost_tokens = sequence.num_computed_tokens
-        self.running.remove(sequence)
+        _remove(self.running, sequence)
         self._give_back(sequence)
         sequence.move_to(SequenceState.PREEMPTED)
         insort(self.waiting, sequence, key=_rank)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.state is SequenceState.RUNNING:
-            self.running.remove(sequence)
+            _remove(self.running, sequence)
             self._give_back(sequence)
         else:
-            self.waiting.remove(sequence)
+            _remove(self.waiting, sequence)
         sequence.finish_reason = reason
         sequence.move_to(SequenceState.FINISHED)
 
@@ -408,13 +430,11 @@ def _rank(sequence: Sequence) -> tuple[float, ...]:
     return sequence.rank
 
 
-def _could_make_room(running: list[Sequence], memory: KVCacheManager, head: Sequence) -> bool:
-    """Whether preempting all that `head` outranks may free enough for it."""
-    outranked = running[bisect_left(running, head.rank, key=_rank) :]
-    num_theirs = sum(len(table) for one in outranked for table in one.block_tables)
-    # Blocks of the head's prefix that others hold need not become free.
-    num_shared = sum(map(len, memory.match(head).blocks))
-    return memory.blocks_for(head.num_tokens) - num_shared <= memory.pool.num_free + num_theirs
+def _remove(ranked: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out of a list sorted by rank; ranks are unique."""
+    index = bisect_left(ranked, sequence.rank, key=_rank)
+    assert ranked[index] is sequence
+    del ranked[index]
 
 
 def _admission(sequence: Sequence) -> RowAdmission:

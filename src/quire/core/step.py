@@ -1,8 +1,12 @@
 """The contract between the scheduler and the runner: plain data in, plain data out.
 
 The engine repeats: `plan = scheduler.schedule(now_s)`, `runner.execute(plan)`,
-`result = runner.sample(masks)`, `outputs = scheduler.apply(result)`. The simulator, the step trace
+`runner.sample(masks)`, `outputs = scheduler.apply(runner.result())`. The simulator, the step trace
 and a remote worker all stand on this seam.
+
+`execute` and `sample` put work on the device and need not wait for it; `result` waits. So step n+1
+may be planned, executed and sampled before the result of step n is fetched: a decoding row's input
+is what step n sampled for it, which the runner keeps. Plans, and results, come in order.
 
 The runner keeps one permanent *row* per live sequence. A plan says only what changed: nothing in it
 grows with the context. A row that is live and not named in `chunks` decodes one token: its input is
@@ -13,12 +17,14 @@ token ids of decoding rows never travel.
     a step computes              positions from num_computed_tokens on, num_new_tokens of them
     a row samples                if and only if that reaches num_tokens: the gap is closed
 
-A plan is carried out in this order: release, admit, table_edits, copies, moves, the forward pass.
+A plan is carried out in this order: release, admit, table_edits, moves, copies, the forward pass.
+Moves stand before copies, so that a block can be moved out and be a copy's target in one step. A
+row's tokens and results belong to whoever was in it when the step was planned.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
 from quire.core.sampling_params import DecodingParams
@@ -49,7 +55,7 @@ class EditKind(Enum):
 
     APPEND = "append"  # block_ids follow the table's end; first_logical_block is its length
     REPLACE = "replace"  # block_ids take the place of those at first_logical_block onward
-    CUT = "cut"  # the table ends before first_logical_block
+    CUT = "cut"  # the table ends before first_logical_block, and so do the computed tokens
     HOLE = "hole"  # len(block_ids) entries become unreadable (out of a window); ids are HOLE_BLOCK
 
 
@@ -83,12 +89,20 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+class Tier(StrEnum):
+    """Where a block's bytes can lie."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
 class BlockMove(NamedTuple):
     """Move a block's bytes between tiers; ids count within their tier."""
 
-    source_tier: str
+    source_tier: Tier
     source: int
-    target_tier: str
+    target_tier: Tier
     target: int
 
 
@@ -155,13 +169,17 @@ class Runner(Protocol):
     """Executes plans: `runtime.model_runner` on a model, `simulation.fake_runner` without one."""
 
     def execute(self, plan: StepPlan) -> None:
-        """Carry out `plan` up to and including the forward pass. May return before it ended."""
+        """Carry out `plan` up to and including the forward pass, after the last step's `sample`."""
         ...
 
-    def sample(self, masks: TokenMasks | None = None) -> StepResult:
-        """Sample the rows of the oldest executed step; waits for the device."""
+    def sample(self, masks: TokenMasks | None = None) -> None:
+        """Sample the rows of the step just executed that close their gap. Once for each step."""
+        ...
+
+    def result(self) -> StepResult:
+        """What the oldest step sampled whose result was not fetched yet; waits for the device."""
         ...
 
     def reset(self) -> None:
-        """Drop all rows (after a failed step). Block contents written so far stay valid."""
+        """Drop all rows and steps, after a failed one. What blocks hold stays valid."""
         ...

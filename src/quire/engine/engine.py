@@ -15,6 +15,11 @@ from quire.observability.log import get_logger
 from quire.observability.step_trace import StepRecord, StepTrace
 from quire.runtime.model_runner import StepTiming
 
+STEP_FAILED = (
+    "the forward pass fails with this request in it, also when it runs alone; the engine's log says"
+    " how"
+)
+
 logger: logging.Logger = get_logger(__name__)
 
 
@@ -95,9 +100,14 @@ class Engine:
         scheduled_s = time.perf_counter()
         try:
             self._runner.execute(plan)
-            result = self._runner.sample()
-        except (RuntimeError, ValueError, IndexError, MemoryError, FloatingPointError) as error:
-            outputs = self._recover(error)
+            self._runner.sample()
+            result = self._runner.result()
+        except (RuntimeError, ValueError, IndexError, MemoryError, FloatingPointError):
+            outputs = self._recover()
+        except BaseException:  # a bug, or Ctrl-C: the step never was, and the engine can go on
+            self._runner.reset()
+            self.scheduler.recover(None)
+            raise
         else:
             sampled_s = time.perf_counter()
             outputs = self.scheduler.apply(result)
@@ -133,10 +143,10 @@ class Engine:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
         check_prompt(request.prompt_token_ids, self.limits)
 
-    def _recover(self, error: Exception) -> list[SequenceOutput]:
+    def _recover(self) -> list[SequenceOutput]:
         logger.exception("a step failed; its sequences start again")
         self._runner.reset()
-        return self.scheduler.recover(f"the forward pass failed: {error}")
+        return self.scheduler.recover(STEP_FAILED)
 
     def _forget_if_finished(self, request_id: str) -> None:
         branches = self._requests.get(request_id)

@@ -1,10 +1,11 @@
 """Executes plans on a model: forward pass, then sampling. Knows no requests and no text.
 
-Obeys the contract of `core.step.Runner`. On the CPU a forward pass has ended when `execute`
-returns, so `execute` and `sample` alternate.
+Obeys the contract of `core.step.Runner`. On the CPU all work is done when `execute` and `sample`
+return, so `result` never waits.
 """
 
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -48,13 +49,14 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._rows = rows
         self._sampler = sampler
-        self._step: tuple[StepPlan, StepBatch, torch.Tensor] | None = None
+        self._executed: tuple[StepPlan, StepBatch, torch.Tensor] | None = None
+        self._results: deque[StepResult] = deque()
         backend.bind(model.attention_specs, kv_cache.layers())
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
         """See `core.step.Runner`. Raises whatever the forward pass raises; then call `reset`."""
-        assert self._step is None, "the previous step was not sampled"
+        assert self._executed is None, "the previous step was not sampled"
         assert not plan.moves, "this runner has one tier; there is nowhere to move a block"
         started_s = time.perf_counter()
         self._change_rows(plan)
@@ -63,21 +65,31 @@ class ModelRunner:
         self._backend.plan(step.attention)
         planned_s = time.perf_counter()
         output = self._model(step.token_ids, step.positions, self._backend.run)
-        self._step = (plan, step, output.hidden)
+        self._executed = (plan, step, output.hidden)
         self.timing.build_s = built_s - started_s
         self.timing.plan_s = planned_s - built_s
         self.timing.forward_s = time.perf_counter() - planned_s
 
     @torch.inference_mode()
-    def sample(self, masks: TokenMasks | None = None) -> StepResult:
+    def sample(self, masks: TokenMasks | None = None) -> None:
         """See `core.step.Runner`."""
-        assert self._step is not None, "there is no executed step to sample"
+        assert self._executed is not None, "there is no executed step to sample"
         started_s = time.perf_counter()
-        (plan, step, hidden), self._step = self._step, None
+        (plan, step, hidden), self._executed = self._executed, None
+        self._results.append(self._sample(plan, step, hidden, masks))
+        self.timing.sample_s = time.perf_counter() - started_s
+
+    def result(self) -> StepResult:
+        """See `core.step.Runner`."""
+        assert self._results, "there is no sampled step"
+        return self._results.popleft()
+
+    def _sample(
+        self, plan: StepPlan, step: StepBatch, hidden: torch.Tensor, masks: TokenMasks | None
+    ) -> StepResult:
         prompt_logprobs = self._prompt_logprobs(step, hidden)
         rows = step.sample_rows
         if len(rows) == 0:
-            self.timing.sample_s = time.perf_counter() - started_s
             return StepResult(plan.step_id, (), (), prompt_logprobs=prompt_logprobs)
         logits = self._model.logits(hidden[step.sample_index])
         sampled = self._sampler.sample(logits, rows, self._rows.history, masks)
@@ -86,7 +98,6 @@ class ModelRunner:
             succeeded = token_ids != NO_TOKEN
             rows, token_ids = rows[succeeded], token_ids[succeeded]
         self._rows.append_sampled(rows, token_ids)
-        self.timing.sample_s = time.perf_counter() - started_s
         return StepResult(
             plan.step_id,
             rows.tolist(),
@@ -98,7 +109,8 @@ class ModelRunner:
 
     def reset(self) -> None:
         """See `core.step.Runner`."""
-        self._step = None
+        self._executed = None
+        self._results.clear()
         self._rows.reset()
 
     def _change_rows(self, plan: StepPlan) -> None:

@@ -157,8 +157,7 @@ class FakeRows:
         if first + len(ids) > len(table):
             self.history.refuse(f"{kind.value} beyond a table of {len(table)} blocks", row)
         if kind is EditKind.CUT:
-            if first * self.block_size < self.num_computed[row]:
-                self.history.refuse(f"cut before computed tokens at block {first}", row)
+            self.num_computed[row] = min(self.num_computed[row], first * self.block_size)
             self._count(table[first:], -1)
             del table[first:]
             self.slots[group, row, first * self.block_size :] = -1

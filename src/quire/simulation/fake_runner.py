@@ -4,7 +4,7 @@ Each slot stores a fingerprint of the prefix that wrote it. Before a row goes on
 is read back through its block tables and compared, so that a block freed early, shared wrongly or
 mapped wrongly raises at once. It samples from `FakeModel`, so every output is known beforehand.
 
-To show the hazards of overlap, the forward pass of a step is put off until its `sample`, while the
+To show the hazards of overlap, the forward pass of a step is put off until its `result`, while the
 blocks that a later plan gives out are scribbled over as soon as that plan is executed.
 """
 
@@ -130,6 +130,7 @@ class FakeRunner:
         self._steps: deque[_Step] = deque()
         self._last_step_id = -1
         self._has_failed = False
+        self._is_sampled = True  # the step executed last
 
     # ---- the contract -----------------------------------------------------------------------
 
@@ -152,19 +153,27 @@ class FakeRunner:
         step = self._launch(plan)
         self._inject_at_execute(step)
         self._steps.append(step)
+        self._is_sampled = False
         if len(self._steps) == 1:
             self._resolve(step)
 
-    def sample(self, masks: TokenMasks | None = None) -> StepResult:
-        """Run the forward pass of the oldest step, check what it reads, and sample."""
+    def sample(self, masks: TokenMasks | None = None) -> None:
+        """Note that the step just executed will be sampled."""
         if masks:
             raise NotImplementedError("FakeRunner takes no token masks")
+        if self._is_sampled:
+            self.history.refuse("sample without a step that was executed and not yet sampled")
+        self._is_sampled = True
+
+    def result(self) -> StepResult:
+        """Run the forward pass of the oldest step, check what it reads, and sample."""
         if self._has_failed:
-            self.history.refuse("sample after a failed step without a reset")
-        if not self._steps:
-            self.history.refuse("sample without a step in flight")
+            self.history.refuse("result after a failed step without a reset")
+        if len(self._steps) <= (not self._is_sampled):
+            self.history.refuse("result without a sampled step in flight")
         step = self._steps.popleft()
-        self._inject_at_sample(step)
+        if self.faults.hits_sample(step.plan.step_id):
+            self._fail(step, "sample")
         self._copy(step.plan.copies)
         self._write(step)
         self._read_back(step)
@@ -176,6 +185,7 @@ class FakeRunner:
     def reset(self) -> None:
         """Drop all rows and steps; the blocks keep what they have."""
         self._steps.clear()
+        self._is_sampled = True
         self.rows.reset()
         self._has_failed = False
 
@@ -185,6 +195,8 @@ class FakeRunner:
         refuse = self.history.refuse
         if self._has_failed:
             refuse(f"step {plan.step_id} follows a failed one without a reset")
+        if not self._is_sampled:
+            refuse(f"step {plan.step_id} before the last one was sampled")
         if plan.step_id <= self._last_step_id:
             refuse(f"step {plan.step_id} after step {self._last_step_id}")
         if len(self._steps) >= MAX_STEPS_IN_FLIGHT:
@@ -395,10 +407,6 @@ class FakeRunner:
         is_poisoned = any(poison in admission.token_ids for _, admission in step.special)
         if is_poisoned or self.faults.hits_execute(step.plan.step_id):
             self._fail(step, "execute")
-
-    def _inject_at_sample(self, step: _Step) -> None:
-        if self.faults.hits_sample(step.plan.step_id):
-            self._fail(step, "sample")
 
     def _fail(self, step: _Step, where: str) -> NoReturn:
         """Leave half-written blocks behind, as a step that dies in the middle does."""

@@ -153,7 +153,7 @@ class Simulator:
             self._abort_due(is_between=True)
             in_flight = self.scheduler.num_steps_in_flight
             if in_flight > self.config.overlap or (in_flight and plan is None):
-                self._take_in(self.runner.sample())
+                self._take_in(self.runner.result())
         except InjectedFailureError as failure:
             self.runner.reset()
             self._receive(self.scheduler.recover(str(failure)))
@@ -175,6 +175,7 @@ class Simulator:
         report.max_num_running = max(report.max_num_running, plan.num_rows)
         report.max_num_waiting = max(report.max_num_waiting, len(self.scheduler.waiting))
         self.runner.execute(plan)
+        self.runner.sample()
         return plan
 
     def _take_in(self, result: StepResult) -> None:
