@@ -129,6 +129,16 @@ def test_commands_are_ones_that_exist(readme: str) -> None:
             parser.parse_args(words[1:])
 
 
+def test_the_benchmark_says_its_figures_command_and_hardware(readme: str) -> None:
+    found = re.search(
+        r"^## One honest benchmark\n(.*?)^## ", readme, flags=re.MULTILINE | re.DOTALL
+    )
+    assert found is not None
+    assert re.search(r"\d+ (output )?tokens/s|\| *\d", found[1]), "no figure"
+    assert "quire bench throughput" in found[1], "no command"
+    assert re.search(r"EPYC|Xeon|Ryzen|Core", found[1]), "no hardware"
+
+
 def test_links_inside_the_repository_lead_somewhere(readme: str) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", readme)
     inside = [target for target in targets if not re.match(r"\w+:", target)]

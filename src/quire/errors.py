@@ -88,7 +88,7 @@ class EngineDeadError(QuireError):
 
 
 class StepFailedError(QuireError):
-    """A forward pass failed twice with this request in it; the request is ended."""
+    """The model's computation fails for this request, also when it runs alone; it is ended."""
 
     code = "step_failed"
 

@@ -1,8 +1,9 @@
 """Random paged pools and steps for the attention tests.
 
 A `PagedStep` builds what the runtime builds: one block-major storage in which a block is one row of
-bytes, the layers of its KV group side by side; block tables of blocks that lie anywhere; a step of
-decode rows and chunks. Everything that no sequence of the step wrote is NaN.
+bytes, the layers of its KV group side by side; block tables of blocks that lie anywhere, their rows
+shuffled in a larger table; a step of decode rows and chunks. Everything that no sequence of the
+step wrote is NaN, and table entries that may not be read are `POISON`.
 """
 
 import random
@@ -18,6 +19,24 @@ from quire.attention.interface import (
     LayerKV,
 )
 from quire.attention.reference import attend_sequences
+
+POISON = 10**9
+"""A block id far outside every pool: gathering it raises."""
+
+NUM_SPARE_ROWS = 3
+
+
+def scatter_rows(tables, seed=0):
+    """(rows, block_tables): the lists of block ids in distinct rows, out of order, of a table that
+    has more rows and columns, all other entries `POISON`.
+    """
+    num_rows = len(tables) + NUM_SPARE_ROWS
+    rows = random.Random(seed).sample(range(num_rows), len(tables))
+    width = max(map(len, tables)) + 2
+    block_tables = torch.full((num_rows, width), POISON, dtype=torch.int32)
+    for row, ids in zip(rows, tables, strict=True):
+        block_tables[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    return rows, block_tables
 
 
 def make_spec(num_heads=4, num_kv_heads=2, head_dim=64, **options):
@@ -100,27 +119,30 @@ class PagedStep:
         num_decodes = next((i for i, n in enumerate(lens) if n != 1), len(lens))
         starts = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
         context_list = [contexts[i] for i in order]
+        groups = [self._group(g, query_lens, contexts, order) for g in range(len(self.tables))]
+        rows = groups[0][0]
         return AttentionBatch(
             query_start=starts,
             context_lens=torch.tensor(context_list, dtype=torch.int32),
+            rows=torch.tensor(rows),
             query_lens_list=lens,
             context_lens_list=context_list,
+            rows_list=rows,
             num_decodes=num_decodes,
-            groups=tuple(
-                self._group(g, query_lens, contexts, order) for g in range(len(self.tables))
-            ),
+            groups=tuple(group for _, group in groups),
         )
 
     def _group(self, group, query_lens, contexts, order):
+        """(rows, GroupBatch); the rows are the same for every group."""
         size = self.block_size
-        rows = [self.tables[group][i][: -(-contexts[i] // size)] for i in order]
-        block_tables = torch.zeros(len(rows), max(map(len, rows)) + 1, dtype=torch.int32)
-        slots = []
-        for row, i in enumerate(order):
-            block_tables[row, : len(rows[row])] = torch.tensor(rows[row])
-            for position in range(contexts[i] - query_lens[i], contexts[i]):
-                slots.append(rows[row][position // size] * size + position % size)
-        return GroupBatch(block_tables, torch.tensor(slots))
+        tables = [self.tables[group][i][: -(-contexts[i] // size)] for i in order]
+        slots = [
+            table[position // size] * size + position % size
+            for table, i in zip(tables, order, strict=True)
+            for position in range(contexts[i] - query_lens[i], contexts[i])
+        ]
+        rows, block_tables = scatter_rows(tables, self.seed)
+        return rows, GroupBatch(block_tables, torch.tensor(slots))
 
     def inputs(self, layer, query_lens, contexts=None, order=None):
         """q, k, v of the step's tokens, and the layer's sinks."""

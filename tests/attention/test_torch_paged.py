@@ -9,10 +9,11 @@ import random
 
 import pytest
 import torch
-from tests.attention.paged import PagedStep, make_spec
+from tests.attention.paged import NUM_SPARE_ROWS, POISON, PagedStep, make_spec
 
 from quire.attention.interface import AttentionSpec
 from quire.attention.torch_paged import TorchPagedAttention
+from quire.core.step import HOLE_BLOCK
 from quire.errors import ConfigurationError
 
 OPTIONS = {
@@ -227,14 +228,17 @@ def test_only_the_steps_slots_are_written(padding_bytes):
 
 
 def test_the_table_is_not_read_beyond_a_row_or_below_its_window():
-    """Ids far outside the pool stand there: reading one raises."""
+    """Ids outside the pool stand there and in the other rows: reading one raises."""
     step = make_step(make_spec(window=20), [200, 100, 90, 500])
     query_lens = [1, 1, 5, 300]
     step.fill([c - n for c, n in zip(step.contexts, query_lens, strict=True)])
     batch = step.batch(query_lens)
-    for row, (context, n) in enumerate(zip(step.contexts, query_lens, strict=True)):
-        batch.groups[0].block_tables[row, -(-context // 16) :] = 10**9
-        batch.groups[0].block_tables[row, : max(0, context - n - 19) // 16] = -1
+    tables = batch.groups[0].block_tables
+    assert batch.rows_list != sorted(batch.rows_list)
+    assert (tables == POISON).all(dim=1).sum() == NUM_SPARE_ROWS
+    for row, context, n in zip(batch.rows_list, step.contexts, query_lens, strict=True):
+        assert (tables[row, -(-context // 16) :] == POISON).all()
+        tables[row, : max(0, context - n - 19) // 16] = HOLE_BLOCK
     step.backend.plan(batch)
     out, _ = step.backend.run_with_lse(0, *step.inputs(0, query_lens))
     expected, _ = step.expected(0, query_lens)

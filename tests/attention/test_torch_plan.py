@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.attention.paged import make_layers, make_spec
+from tests.attention.paged import make_layers, make_spec, scatter_rows
 
 from quire.attention.interface import AttentionBatch, GroupBatch, LayerKV
 from quire.attention.torch_paged import TorchPagedAttention
@@ -16,6 +16,7 @@ from quire.attention.torch_plan import (
     PlanKey,
     plan_group,
 )
+from quire.core.step import HOLE_BLOCK
 
 
 def make_key(spec, block_size, materialized=False):
@@ -26,19 +27,20 @@ def make_key(spec, block_size, materialized=False):
 
 def make_batch(query_lens, contexts, block_size, tables=None):
     """Sequence i owns blocks 1000 * (i + 1) onward unless `tables` says otherwise."""
-    width = max(-(-c // block_size) for c in contexts) + 2
     if tables is None:
-        tables = torch.zeros(len(contexts), width, dtype=torch.int32)
-        for i, context in enumerate(contexts):
-            used = -(-context // block_size)
-            tables[i, :used] = torch.arange(used, dtype=torch.int32) + 1000 * (i + 1)
+        starts = [1000 * (i + 1) for i in range(len(contexts))]
+        counts = [-(-context // block_size) for context in contexts]
+        tables = [list(range(s, s + n)) for s, n in zip(starts, counts, strict=True)]
+    rows, block_tables = scatter_rows(tables)
     return AttentionBatch(
         query_start=torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
         context_lens=torch.tensor(contexts, dtype=torch.int32),
+        rows=torch.tensor(rows),
         query_lens_list=query_lens,
         context_lens_list=contexts,
+        rows_list=rows,
         num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens)),
-        groups=(GroupBatch(tables, torch.zeros(sum(query_lens), dtype=torch.int64)),),
+        groups=(GroupBatch(block_tables, torch.zeros(sum(query_lens), dtype=torch.int64)),),
     )
 
 
@@ -101,13 +103,13 @@ def test_full_tiles_have_no_mask():
 
 @pytest.mark.parametrize("query_len", [1, 5, 300])
 def test_out_of_window_blocks_are_not_read(query_len):
-    """Their table entries may be holes: -1."""
+    """Their table entries may be holes."""
     key = make_key(make_spec(window=100), 16)
     context, block_size = 1000, 16
     first_visible = context - query_len - 100 + 1
-    tables = torch.arange(70, dtype=torch.int32)[None] + 1000
-    tables[:, : first_visible // block_size] = -1
-    plan = plan_group(key, make_batch([query_len], [context], block_size, tables))
+    num_holes = first_visible // block_size
+    table = [HOLE_BLOCK] * num_holes + list(range(1000 + num_holes, 1070))
+    plan = plan_group(key, make_batch([query_len], [context], block_size, [table]))
     grains = [p.grains for p in plan.pieces] + [s.grains for c in plan.chunks for s in c.spans]
     read = set().union(*(blocks_of(g, key.geometry) for g in grains))
     assert min(read) == 1000 + first_visible // block_size

@@ -45,10 +45,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 
-def save_checkpoint(name: str, folder: Path) -> Path:
-    """Write the family's random model in fp32; returns the folder."""
+def save_checkpoint(name: str, folder: Path, **changes: Any) -> Path:
+    """Write the family's random model in fp32, its config so changed; returns the folder."""
     torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    config = CONFIGS[name]
+    if changes:
+        config = type(config)(**(config.to_dict() | changes))
+    model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms and biases start as constants: make them matter
             parameter.data += 0.1 * torch.randn_like(parameter)

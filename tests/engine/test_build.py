@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
@@ -19,6 +20,20 @@ ELEMENTS_PER_BLOCK = 4 * 2 * 2 * 64 * 16
 
 def num_blocks(**options: object) -> int:
     return build_engine(options).stats().num_blocks
+
+
+def edited_model(tmp_path: Path, **changes: object) -> Path:
+    """The embedded model with another config."""
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def set_memory(monkeypatch: pytest.MonkeyPatch, available: int, total: int = 2**34) -> None:
+    monkeypatch.setattr("quire.engine.build.available_memory_bytes", lambda: available)
+    monkeypatch.setattr("quire.engine.build.total_memory_bytes", lambda: total)
 
 
 def test_memory_becomes_blocks() -> None:
@@ -47,8 +62,21 @@ def test_max_model_len_follows_the_pool_unless_it_was_asked_for() -> None:
     assert build_engine({"num_blocks": 1000}).limits.max_model_len == 4096
     with pytest.raises(InsufficientMemoryError, match=r"hold 160 tokens.*max_model_len is 200"):
         build_engine({"num_blocks": 10, "max_model_len": 200})
-    with pytest.raises(ConfigurationError, match=r"5000.*at most 4096"):
+    with pytest.raises(ConfigurationError, match=r"5000.*at most 4096.*not stretch"):
         build_engine({"max_model_len": 5000})
+
+
+def test_a_rope_type_that_stretches_allows_more_but_only_when_asked(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0}
+    folder = edited_model(tmp_path, max_position_embeddings=512, rope_scaling=rope)
+    options = {"model": str(folder), "num_blocks": 200}
+    assert build_engine(options).limits.max_model_len == 512
+    assert build_engine(options | {"max_model_len": 2048}).limits.max_model_len == 2048
+    with pytest.raises(
+        ConfigurationError,
+        match=r"2049.*at most 2048.*embeddings is 512.*DynamicRope stretches 4 times",
+    ):
+        build_engine(options | {"max_model_len": 2049})
 
 
 @pytest.mark.parametrize(
@@ -63,6 +91,47 @@ def test_max_model_len_follows_the_pool_unless_it_was_asked_for() -> None:
 def test_impossible_memory(options: dict[str, object], message: str) -> None:
     with pytest.raises(InsufficientMemoryError, match=message):
         build_engine(options)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [{"kv_cache_memory": 2**30}, {"num_blocks": 2**30 // 2**16}, {"gpu_memory_utilization": 0.07}],
+)
+def test_memory_that_others_hold_is_not_promised(
+    size: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = size | {"dtype": "float32", "max_model_len": 64}
+    set_memory(monkeypatch, available=2**30)
+    with pytest.raises(
+        InsufficientMemoryError,
+        match=r"1\.\d GiB of KV cache beside 0\.0 GiB of weights, but the machine has"
+        r" 1\.0 GiB available now of 16\.0 GiB in all; lower",
+    ):
+        build_engine(options)
+    set_memory(monkeypatch, available=2**31)
+    assert build_engine(options).stats().num_blocks >= 2**14
+
+
+def test_weights_count_in_the_dtype_that_they_are_computed_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_parameters = sum(
+        tensor.numel() for tensor in load_file(EMBEDDED_MODEL / "model.safetensors").values()
+    )
+    for dtype, item_bytes in (("bfloat16", 2), ("float32", 4)):
+        pages = 4 * ELEMENTS_PER_BLOCK * item_bytes
+        options = {"dtype": dtype, "num_blocks": 4, "max_model_len": 64}
+        set_memory(monkeypatch, available=num_parameters * item_bytes + pages)
+        assert num_blocks(**options) == 4
+        set_memory(monkeypatch, available=num_parameters * item_bytes + pages - 1)
+        with pytest.raises(InsufficientMemoryError, match="available now"):
+            build_engine(options)
+
+
+def test_weights_alone_can_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory(monkeypatch, available=1000)
+    with pytest.raises(InsufficientMemoryError, match=r"0\.0 GiB of KV cache beside"):
+        build_engine({})
 
 
 def test_window_layers_form_groups_of_equal_pages(tmp_path: Path) -> None:
@@ -80,10 +149,7 @@ def test_end_tokens_come_from_the_generation_config() -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(EMBEDDED_MODEL, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
+    folder = edited_model(tmp_path, architectures=["NoSuchModel"])
     with pytest.raises(UnsupportedModelError, match=r"NoSuchModel.*LlamaForCausalLM"):
         build_engine({"model": str(folder)})
 

@@ -85,3 +85,23 @@ def test_prefix_hits_change_nothing(family: Family) -> None:
         output = llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)[0]
         assert_greedy(reference, prompt, output.outputs[0].token_ids, f"tail of {len(tail)}")
         assert output.num_cached_tokens == (0 if tail == [7] else 64)
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic", "yarn"])
+def test_a_context_longer_than_the_trained_one(rope_type: str, tmp_path: Path) -> None:
+    """Dynamic: transformers takes the frequencies of the length that it is given at the moment, we
+    those of max_model_len throughout. So each prompt here is continued up to max_model_len, and
+    the reference reads prompt and output at once: it then has the same frequencies for all."""
+    torch.set_num_threads(1)
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    folder = save_checkpoint(
+        "llama", tmp_path, max_position_embeddings=64, rope_parameters=rope, eos_token_id=None
+    )
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    llm = LLM(str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=128)
+    prompts = [prompt for prompt in make_prompts(3) if len(prompt["prompt_token_ids"]) >= 31]
+    to_the_end = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
+    for prompt, output in zip(prompts, llm.generate(prompts, to_the_end, False), strict=True):
+        ids, tokens = prompt["prompt_token_ids"], output.outputs[0].token_ids
+        assert len(ids) + len(tokens) == 128
+        assert_greedy(reference, ids, tokens, f"{rope_type}, prompt of {len(ids)}")

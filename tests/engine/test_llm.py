@@ -1,5 +1,6 @@
 """The offline API on the embedded model: names, results, options, and what mistakes get."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -230,3 +231,62 @@ def test_a_request_that_never_fits_is_refused_at_once() -> None:
 def test_bad_options(options, kind, message) -> None:
     with pytest.raises(kind, match=message):
         LLM(**options)
+
+
+def test_ctrl_c_leaves_a_working_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(dtype="float32", max_model_len=256)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    expected = llm.generate("import os", params, use_tqdm=False)[0].outputs[0].token_ids
+    steps = iter(range(10))
+    forward = llm.engine._runner._model.forward
+
+    def interrupted(*args, **kwargs):
+        if next(steps) == 5:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine._runner._model, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["import os", "class A:"], params, use_tqdm=False)
+    assert llm.engine.stats().num_held_blocks == 0
+    assert not llm.engine.has_work()
+    again = llm.generate("import os", params, use_tqdm=False)[0].outputs[0].token_ids
+    assert again == expected
+
+
+def test_a_broken_request_says_so_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM(dtype="float32", max_model_len=256)
+    logits = llm.engine._runner._model.logits
+
+    def broken(hidden):
+        found = logits(hidden)
+        found[0] = float("nan")
+        return found
+
+    monkeypatch.setattr(llm.engine._runner._model, "logits", broken)
+    with caplog.at_level("WARNING", logger="quire"):
+        bad, good = llm.generate(["import os", "class A:"], SamplingParams(max_tokens=1), False)
+    assert bad.outputs[0].finish_reason == "error" and bad.error and "NaN" in bad.error
+    assert good.outputs[0].finish_reason == "length"
+    assert "request 0 ended with an error" in caplog.text
+
+
+@pytest.fixture
+def untouched_logging() -> Iterator[None]:
+    logger = logging.getLogger("quire")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    logger.setLevel(before[0])
+    logger.propagate, logger.handlers = before[1], before[2]
+
+
+@pytest.mark.usefixtures("untouched_logging")
+def test_stats_are_logged_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(dtype="float32", max_model_len=256, disable_log_stats=False)
+    seconds = iter(range(0, 10_000, 4))
+    llm.engine._clock = lambda: float(next(seconds))
+    llm.generate("import os", SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+    assert "tokens/s generated" in capsys.readouterr().err

@@ -113,6 +113,25 @@ def test_looks_up_as_many_rows_as_asked(num_tokens):
     assert cos.shape == sin.shape == (num_tokens, 8)
 
 
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (DefaultRope(1e4), 4096),
+        (LinearRope(1e4, 2.5), 10240),
+        (DynamicRope(1e4, 4.0), 16384),
+        (LinearRope(1e4, 0.5), 4096),
+        (Llama3Rope(1e4, 8.0, 1.0, 4.0, 1024), 4096),
+        (YarnRope(1e4, 4096, 4.0), 16384),  # the original length is named
+        (YarnRope(1e4, 1024, 4.0), 4096),  # the stretched length is named
+        (YarnRope(1e4, 1024, 2.0), 4096),
+        (YarnRope(1e4, 1024), 4096),
+        (LongRope(1e4, 1024, (1.0,), (2.0,), 4.0), 4096),
+    ],
+)
+def test_how_far_a_type_stretches_the_length_that_a_checkpoint_names(rope, longest):
+    assert rope.max_positions(4096) == longest
+
+
 def test_a_fixed_length_makes_dynamic_and_longrope_independent_of_the_context():
     dynamic = DynamicRope(10000.0, 2.0)
     short = dynamic.frequencies(RopeLimits(64, 2048, 2048))[0]

@@ -33,6 +33,13 @@ def test_reads_the_shape():
     assert config.tie_word_embeddings
 
 
+def test_the_rope_type_says_how_far_the_trained_length_can_be_stretched():
+    assert _read().max_supported_positions == 64
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert _read(rope_scaling=yarn).max_supported_positions == 128
+    assert _read(rope_scaling=yarn | {"factor": 1.5}).max_supported_positions == 64
+
+
 def test_gives_an_attention_spec_for_each_layer():
     specs = _read().attention_specs
     assert len(specs) == 2

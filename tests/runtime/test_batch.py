@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import HOLE_BLOCK, Chunk, EditKind, RowAdmission, StepPlan, TableEdit
@@ -53,7 +54,8 @@ def test_a_chunk_and_a_decode_row_become_one_flat_step() -> None:
     group = step.attention.groups[0]
     expected = slots(first, range(2, 3)) + slots(second, range(8, 13))
     assert group.slot_mapping.tolist() == expected
-    assert group.block_tables.tolist() == [[9, 4], [3, 7]]
+    assert step.attention.rows.tolist() == step.attention.rows_list == [4, 1]
+    assert group.block_tables[step.attention.rows, :2].tolist() == [[9, 4], [3, 7]]
     assert step.sample_rows.tolist() == [4]  # row 1 has 7 tokens left
     assert step.sample_index.tolist() == [0]
 
@@ -102,19 +104,30 @@ def test_table_edits() -> None:
     plan = StepPlan(0, 1, 40, admit=plan.admit, table_edits=edits, chunks=(Chunk(3, 40),))
     rows.change(plan)
     groups = rows.build(plan).attention.groups
-    assert groups[0].block_tables.tolist() == [[1, 20, 21, 4, 22]]
-    assert groups[1].block_tables.tolist() == [[0, 0, 8, 9, 10]]
+    assert groups[0].block_tables[3, :5].tolist() == [1, 20, 21, 4, 22]
+    assert groups[1].block_tables[3, 2:5].tolist() == [8, 9, 10]
     assert groups[0].slot_mapping.tolist() == slots((1, 20, 21, 4, 22), range(40))
 
 
-def test_a_cut_table_reads_as_block_zero_beyond_its_end() -> None:
-    rows = make_rows()
-    long = admit(0, list(range(30)), (5, 6, 7, 8), num_computed_tokens=29)
-    short = admit(1, list(range(30)), (9, 10, 11, 12), num_computed_tokens=3)
-    plan = StepPlan(0, 2, 2, admit=(long, short), table_edits=(TableEdit(1, 0, EditKind.CUT, 1),))
+def test_the_block_tables_are_the_same_memory_every_step() -> None:
+    rows = make_rows(num_groups=2)
+    first = admit(4, list(range(30)), (5, 6, 7, 8), (15, 16, 17, 18), num_computed_tokens=29)
+    plan = StepPlan(0, 1, 1, admit=(first,))
     rows.change(plan)
-    table = rows.build(plan).attention.groups[0].block_tables
-    assert table.tolist() == [[5, 6, 7, 8], [9, 0, 0, 0]]
+    step = rows.build(plan)
+    before = [group.block_tables for group in step.attention.groups]
+    rows.append_sampled(np.array([4]), np.array([1]))
+    second = admit(0, list(range(9)), (9, 10), (19, 20), num_computed_tokens=8)
+    edit = TableEdit(4, 0, EditKind.REPLACE, 3, (11,))
+    plan = StepPlan(1, 2, 2, admit=(second,), table_edits=(edit,))
+    rows.change(plan)
+    step = rows.build(plan)
+    after = [group.block_tables for group in step.attention.groups]
+    assert [table.data_ptr() for table in after] == [table.data_ptr() for table in before]
+    assert all(table.shape == (6, 8) and table.dtype is torch.int32 for table in before + after)
+    assert step.attention.rows_list == [0, 4]
+    assert before[0][4, :4].tolist() == [5, 6, 7, 11]
+    assert before[1][step.attention.rows, :2].tolist() == [[19, 20], [15, 16]]
 
 
 def test_a_released_row_can_be_admitted_again_in_the_same_plan() -> None:
@@ -215,6 +228,11 @@ def test_random_steps_equal_a_slow_model(seed: int) -> None:
         step = rows.build(plan)
         start, sampled = 0, []
         assert set(step.rows.tolist()) == {row for row, count in counts.items() if count}
+        at_rows = step.attention.rows
+        assert step.rows.tolist() == at_rows.tolist() == step.attention.rows_list
+        for number, group in enumerate(step.attention.groups):
+            expected = [list(tables[row][number]) for row in step.rows.tolist()]
+            assert group.block_tables[at_rows].tolist() == expected
         for row in step.rows.tolist():
             positions = range(computed[row], computed[row] + counts[row])
             span = slice(start, start + len(positions))

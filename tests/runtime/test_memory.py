@@ -1,7 +1,110 @@
-"""What the machine has, read from the kernel."""
+"""What the machine has, read from the kernel, or from a tree that looks like the kernel's."""
+
+from pathlib import Path
+
+import pytest
 
 from quire.runtime.memory import available_memory_bytes, total_memory_bytes
+
+UNLIMITED_V1 = "9223372036854771712"
+CGROUP = "sys/fs/cgroup"
+
+
+def make_root(root: Path, memberships: str, files: dict[str, str]) -> Path:
+    """A machine of 1000 KiB with 800 KiB available, and these files of control groups."""
+    texts = {
+        "proc/meminfo": "MemTotal:  1000 kB\nMemFree:  5 kB\nMemAvailable:  800 kB\n",
+        "proc/self/cgroup": memberships,
+    }
+    for name, text in (texts | {f"{CGROUP}/{name}": text for name, text in files.items()}).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def v2(folder: str, limit: str, usage: str, stat: str = "") -> dict[str, str]:
+    texts = {"memory.max": limit, "memory.current": usage, "memory.stat": stat}
+    return {f"{folder}/{name}": text + "\n" for name, text in texts.items()}
+
+
+def v1(folder: str, limit: str, usage: str, stat: str = "") -> dict[str, str]:
+    texts = {"limit_in_bytes": limit, "usage_in_bytes": usage, "stat": stat}
+    return {f"memory/{folder}/memory.{name}": text + "\n" for name, text in texts.items()}
 
 
 def test_available_is_a_part_of_the_total() -> None:
     assert 0 < available_memory_bytes() <= total_memory_bytes() < 1 << 50
+
+
+NESTED = "0::/parent/own\n"
+NAMED_V1 = "9:name=systemd:/x\n4:cpu,memory:/parent/own\n1:cpuset:/\n"
+
+
+@pytest.mark.parametrize(
+    ("memberships", "files", "total", "available"),
+    [
+        pytest.param("0::/\n", {}, 1024000, 819200, id="no limits"),
+        pytest.param(NESTED, v2("parent/own", "max", "9"), 1024000, 819200, id="max"),
+        pytest.param(NESTED, v2("parent/own", "5000", "1200"), 5000, 3800, id="own"),
+        pytest.param(
+            NESTED,
+            v2("parent/own", "5000", "200") | v2("parent", "4000", "3900"),
+            4000,
+            100,
+            id="a parent's limit binds",
+        ),
+        pytest.param(
+            NESTED,
+            v2("parent/own", "max", "200") | v2("parent", "4000", "3900"),
+            4000,
+            100,
+            id="only a parent's limit",
+        ),
+        pytest.param(NESTED, v2("other", "50", "40"), 1024000, 819200, id="another's group"),
+        pytest.param("0::/host/name\n", v2("", "6000", "1000"), 6000, 5000, id="mounted as root"),
+        pytest.param("0::/../own\n", v2("", "6000", "1000"), 6000, 5000, id="outside the mount"),
+        pytest.param(NESTED, v2("parent/own", "50", "70"), 50, 0, id="over the limit"),
+        pytest.param(
+            NESTED,
+            v2("parent/own", "5000", "4000", "anon 900\ninactive_file 3000\nactive_file 100"),
+            5000,
+            4000,
+            id="files that were read make room",
+        ),
+        pytest.param(
+            NAMED_V1,
+            v1("parent/own", UNLIMITED_V1, "100") | v1("parent", "7000", "2000"),
+            7000,
+            5000,
+            id="version 1, a parent's limit",
+        ),
+        pytest.param(
+            NAMED_V1,
+            v1("", "7000", "2000", "inactive_file 7\ntotal_inactive_file 1500"),
+            7000,
+            6500,
+            id="version 1, mounted as root",
+        ),
+        pytest.param(
+            NAMED_V1 + "0::/\n", v1("parent/own", "7000", "0"), 7000, 7000, id="both versions"
+        ),
+    ],
+)
+def test_control_groups(
+    memberships: str, files: dict[str, str], total: int, available: int, tmp_path: Path
+) -> None:
+    root = make_root(tmp_path, memberships, files)
+    assert (total_memory_bytes(root), available_memory_bytes(root)) == (total, available)
+
+
+def test_a_kernel_without_control_groups(tmp_path: Path) -> None:
+    root = make_root(tmp_path, "", {})
+    (root / "proc/self/cgroup").unlink()
+    assert (total_memory_bytes(root), available_memory_bytes(root)) == (1024000, 819200)
+
+
+def test_a_kernel_that_does_not_say(tmp_path: Path) -> None:
+    root = make_root(tmp_path, "", {})
+    (root / "proc/meminfo").write_text("MemFree: 5 kB\n")
+    with pytest.raises(OSError, match="no MemTotal"):
+        total_memory_bytes(root)

@@ -9,7 +9,7 @@ from quire.engine.outputs import Logprob
 from quire.server.logprobs import (
     CompletionLogprobsWriter,
     chat_logprobs,
-    join_logprobs,
+    extend_logprobs,
     prompt_logprobs_json,
 )
 
@@ -64,7 +64,8 @@ def test_an_echo_comes_first_and_the_rest_goes_on_behind_it(tokenizer):
     prompt, generated = tokenizer.encode("import os"), tokenizer.encode("\nx")
     found = [None] + [{token: Logprob(-1.0, 3), 7: Logprob(-0.1, 1)} for token in prompt[1:]]
     written = writer(tokenizer, num_top=1)
-    joined = join_logprobs(written.echo(prompt, found), written.write(entries(generated)))
+    joined = written.echo(prompt, found)
+    extend_logprobs(joined, written.write(entries(generated)))
     assert "".join(joined.tokens) == "import os\nx"
     assert joined.token_logprobs == [None, *[-1.0] * (len(prompt) - 1), *[-2.0] * len(generated)]
     assert joined.top_logprobs[0] is None

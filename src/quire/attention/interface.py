@@ -6,8 +6,8 @@ was chunked. A backend owns the inside of a page and nobody else looks into it.
 
 To add a backend: one file here that implements `AttentionBackend`, one line in `registry.py`.
 
-Shapes: T tokens of the step, S sequences of the step, Hq query heads, Hkv KV heads, D head size,
-N blocks, B block size.
+Shapes: T tokens of the step, S sequences of the step, R rows of the block tables, Hq query heads,
+Hkv KV heads, D head size, N blocks, B block size.
 """
 
 from abc import ABC, abstractmethod
@@ -39,10 +39,12 @@ class AttentionSpec:
 
 @dataclass(slots=True)
 class GroupBatch:
-    """Where one KV group's memory of this step lies.
+    """Where one KV group's memory lies.
 
-    block_tables: [S, max blocks of the step] int32, rows as in AttentionBatch; entries beyond a
-        sequence's last block are 0 and never read.
+    block_tables: [R, most blocks of a sequence] int32, the persistent table of all rows, the same
+        memory every step: nothing is copied that grows with the context. A step's sequences are at
+        `AttentionBatch.rows`. Entries past a sequence's last block, those of other rows, and those
+        that no query's window reaches (holes, -1) may hold anything and are never read.
     slot_mapping: [T] int64, block id * B + offset, where each token's K and V are written.
     """
 
@@ -56,7 +58,9 @@ class AttentionBatch:
 
     query_start: [S + 1] int32, first token of each sequence in the step; query_start[S] == T.
     context_lens: [S] int32, tokens of each sequence whose K and V exist after this step's write.
-    query_lens_list, context_lens_list: the same as Python numbers, for planning without a copy.
+    rows: [S] int64, each sequence's row of the groups' block tables; no two are equal.
+    query_lens_list, context_lens_list, rows_list: the same as Python numbers, for planning without
+        a copy.
     num_decodes: the first so many sequences have exactly one query token.
     groups: one entry per KV group.
 
@@ -65,8 +69,10 @@ class AttentionBatch:
 
     query_start: torch.Tensor
     context_lens: torch.Tensor
+    rows: torch.Tensor
     query_lens_list: list[int]
     context_lens_list: list[int]
+    rows_list: list[int]
     num_decodes: int
     groups: tuple[GroupBatch, ...]
 

@@ -164,7 +164,8 @@ def plan_group(key: PlanKey, batch: AttentionBatch) -> GroupPlan:
     for seq in range(batch.num_decodes, len(batch.query_lens_list)):
         num_queries = batch.query_lens_list[seq]
         context = batch.context_lens_list[seq]
-        planner = _ChunkPlanner(key, block_table[seq], first, num_queries, context)
+        block_row = block_table[batch.rows_list[seq]]
+        planner = _ChunkPlanner(key, block_row, first, num_queries, context)
         chunks += planner.tiles()
         first += num_queries
     return GroupPlan(pieces, rows, tuple(chunks))
@@ -190,7 +191,9 @@ def _plan_decodes(
     if key.window is not None:
         ends = np.unique(np.concatenate([first, ends]))
     garbage, mask = _hide_slots(positions, rows, ends, (lowest, context))
-    grains = _tile_grains(key.geometry, block_table.numpy(), rows, positions, (lowest, context))
+    table_rows = np.array(batch.rows_list[: batch.num_decodes], np.int64)[rows]
+    units = _tile_units(key.geometry, rows, positions, (lowest, context))
+    grains = _unit_grains(key.geometry, block_table.numpy(), table_rows, units)
     max_tiles = max(1, PIECE_BYTES // (8 * key.geometry.row * TILE_TOKENS))
     pieces = []
     for start in range(0, len(rows), max_tiles):
@@ -226,14 +229,10 @@ def _hide_slots(
     return (ends[:, None] * TILE_TOKENS + np.arange(TILE_TOKENS))[hidden], mask
 
 
-def _tile_grains(
-    geometry: PageGeometry,
-    block_table: npt.NDArray[np.int32],
-    rows: Ints,
-    positions: Ints,
-    visible: tuple[Ints, Ints],
+def _tile_units(
+    geometry: PageGeometry, rows: Ints, positions: Ints, visible: tuple[Ints, Ints]
 ) -> Ints:
-    """[2, n, grains of a tile] of K and of V, for the tiles at `positions` of `rows`.
+    """[n, units of a tile], counted within a sequence, for the tiles at `positions` of `rows`.
 
     Units that hold nothing visible are not read: the nearest one that does stands in for them.
     """
@@ -243,9 +242,16 @@ def _tile_grains(
     np.minimum(units, ((high - 1) // unit)[rows, None], out=units)
     if low.any():
         np.maximum(units, (low // unit)[rows, None], out=units)
-    units_per_block = geometry.block_size // unit
-    blocks = block_table[rows[:, None], units // units_per_block].astype(np.int64)
-    keys = geometry.key_grains(blocks, units % units_per_block).reshape(len(rows), -1)
+    return units
+
+
+def _unit_grains(
+    geometry: PageGeometry, block_table: npt.NDArray[np.int32], table_rows: Ints, units: Ints
+) -> Ints:
+    """[2, n, grains of a tile] of K and of V; units [n, units of a tile] of `table_rows` [n]."""
+    units_per_block = geometry.block_size // geometry.unit_tokens
+    blocks = block_table[table_rows[:, None], units // units_per_block].astype(np.int64)
+    keys = geometry.key_grains(blocks, units % units_per_block).reshape(len(units), -1)
     return np.stack([keys, keys + geometry.grains_from_key_to_value])
 
 

@@ -73,6 +73,13 @@ class KVCacheManager:
         """The root of a new sequence's hash chain."""
         return self.cache.root(domain)
 
+    def hash_prompt(self, branches: list[Sequence]) -> None:
+        """Hash the prompt that new branches have in common, once for all of them."""
+        if self.config.enable_prefix_caching:
+            self._extend_chain(branches[0])
+            for sequence in branches[1:]:
+                sequence.chain = list(branches[0].chain)
+
     def match(self, sequence: Sequence) -> PrefixMatch:
         """The longest cached prefix, at full blocks, that leaves at least one token to compute.
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import countOf
 from typing import NamedTuple
 
 from quire.core.sampling_params import DecodingParams, ModelLimits
@@ -61,18 +62,7 @@ def check_prompt(prompt_token_ids: Sequence[int], limits: ModelLimits) -> None:
     PromptTooLongError where they leave no room for one more."""
     if not prompt_token_ids:
         raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
-    for token_id in prompt_token_ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InvalidRequestError(
-                f"the prompt contains {token_id!r}, but token ids are whole numbers", "prompt"
-            )
-    low, high = min(prompt_token_ids), max(prompt_token_ids)
-    if low < 0 or high >= limits.vocab_size:
-        raise InvalidRequestError(
-            f"the prompt contains token id {low if low < 0 else high}, but the vocabulary has"
-            f" {limits.vocab_size} tokens (0 to {limits.vocab_size - 1})",
-            "prompt",
-        )
+    # First, so that millions of ids are refused without a look at each.
     if len(prompt_token_ids) >= limits.max_model_len:
         raise PromptTooLongError(
             f"the prompt has {len(prompt_token_ids)} tokens, but max_model_len is"
@@ -80,3 +70,21 @@ def check_prompt(prompt_token_ids: Sequence[int], limits: ModelLimits) -> None:
             " shorten the prompt",
             "prompt",
         )
+    # The loop runs only where a type is odd: it takes five times as long as this count.
+    if countOf(map(type, prompt_token_ids), int) != len(prompt_token_ids):
+        _check_whole_numbers(prompt_token_ids)
+    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if low < 0 or high >= limits.vocab_size:
+        raise InvalidRequestError(
+            f"the prompt contains token id {low if low < 0 else high}, but the vocabulary has"
+            f" {limits.vocab_size} tokens (0 to {limits.vocab_size - 1})",
+            "prompt",
+        )
+
+
+def _check_whole_numbers(token_ids: Sequence[int]) -> None:
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise InvalidRequestError(
+                f"the prompt contains {token_id!r}, but token ids are whole numbers", "prompt"
+            )

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quire.core.scheduler import Scheduler, SchedulerConfig
 from quire.engine.engine import Engine
 from quire.engine.stats import StatsLog
 from quire.errors import ConfigurationError, InsufficientMemoryError
+from quire.models.checkpoint import Checkpoint
 from quire.models.config import DecoderConfig
 from quire.models.generation_config import load_generation_config
 from quire.models.hub import resolve_model_folder
@@ -60,7 +62,7 @@ def build_engine(options: Mapping[str, Any]) -> Engine:
     dtype = choose_dtype(checked, config)
     backend = select(device.type, None)
     layout = plan_layout(config.attention_specs, type(backend), checked.block_size, dtype)
-    sizes = _choose_sizes(checked, config, layout, _weight_bytes(folder))
+    sizes = _choose_sizes(checked, config, layout, _weight_bytes(folder, dtype))
     limits = ModelLimits(
         vocab_size=config.vocab_size,
         max_model_len=sizes.max_model_len,
@@ -129,21 +131,26 @@ def _has_bfloat16() -> bool:
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
-def _weight_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+def _weight_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """What the parameters take once they are converted to `dtype`."""
+    checkpoint = Checkpoint(folder)
+    return sum(prod(checkpoint.shape(name)) for name in checkpoint.names) * dtype.itemsize
 
 
 def _choose_sizes(
     options: EngineOptions, config: DecoderConfig, layout: KVCacheLayout, weight_bytes: int
 ) -> _Sizes:
     """How many blocks, and how long a sequence may be. The rules stand in EngineOptions."""
-    longest = config.max_position_embeddings
+    longest = config.max_supported_positions
     if options.max_model_len is not None and options.max_model_len > longest:
+        rope, factor = type(config.rope).__name__, longest / config.max_position_embeddings
+        how = f"which its {rope} stretches {factor:g} times"
         raise ConfigurationError(
             f"max_model_len is {options.max_model_len}, but the model was made for at most"
-            f" {longest} positions (max_position_embeddings)"
+            f" {longest} positions (max_position_embeddings is {config.max_position_embeddings},"
+            f" {how if factor > 1 else f'and its {rope} does not stretch it'}); lower max_model_len"
         )
-    wanted_len = options.max_model_len or longest
+    wanted_len = options.max_model_len or config.max_position_embeddings
     num_blocks = _choose_num_blocks(options, layout, wanted_len, weight_bytes)
     fitting_len = num_blocks // len(layout.groups) * options.block_size
     if fitting_len >= wanted_len:
@@ -166,29 +173,32 @@ def _choose_num_blocks(
     options: EngineOptions, layout: KVCacheLayout, model_len: int, weight_bytes: int
 ) -> int:
     page = layout.bytes_per_block
-    total = total_memory_bytes()
+    total, available = total_memory_bytes(), available_memory_bytes()
     if options.num_blocks is not None:
         num_blocks, source = options.num_blocks, f"num_blocks={options.num_blocks}"
     elif options.kv_cache_memory is not None:
         num_blocks = options.kv_cache_memory // page
         source = f"kv_cache_memory={options.kv_cache_memory}"
     elif options.gpu_memory_utilization is not None:
-        num_blocks = (int(total * options.gpu_memory_utilization) - weight_bytes) // page
+        share = int(total * options.gpu_memory_utilization)
+        num_blocks = max(0, share - weight_bytes) // page
         source = f"gpu_memory_utilization={options.gpu_memory_utilization}"
     else:
-        free = available_memory_bytes()
         enough = _blocks_for(model_len, options, layout) * options.max_num_seqs
-        num_blocks = min(enough, int((free - weight_bytes) * DEFAULT_FREE_SHARE) // page)
-        source = f"{free} bytes of free memory"
+        room = max(0, available - weight_bytes)
+        num_blocks = min(enough, int(room * DEFAULT_FREE_SHARE) // page)
+        source = f"{available} bytes of available memory"
+    if num_blocks * page + weight_bytes > available:
+        raise InsufficientMemoryError(
+            f"{source} asks for {num_blocks * page / 2**30:.1f} GiB of KV cache beside"
+            f" {weight_bytes / 2**30:.1f} GiB of weights, but the machine has"
+            f" {available / 2**30:.1f} GiB available now of {total / 2**30:.1f} GiB in all; lower"
+            " num_blocks, kv_cache_memory or gpu_memory_utilization, or free memory"
+        )
     if num_blocks < len(layout.groups):
         raise InsufficientMemoryError(
             f"{source} leaves no room for one KV block of each of the model's"
             f" {len(layout.groups)} KV groups ({page} bytes each); give the KV cache more memory"
-        )
-    if num_blocks * page > total:
-        raise InsufficientMemoryError(
-            f"{source} asks for {num_blocks * page / 2**30:.1f} GiB of KV cache, but the machine"
-            f" has {total / 2**30:.1f} GiB; ask for less"
         )
     return num_blocks
 

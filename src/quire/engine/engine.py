@@ -74,6 +74,7 @@ class Engine:
             for index in range(request.n)
         ]
         now_s = self._clock()
+        self.scheduler.memory.hash_prompt(branches)
         for sequence in branches:  # equal in all that `add` checks: the first raises, or none
             self.scheduler.add(sequence, now_s)
         self._requests[request.request_id] = branches

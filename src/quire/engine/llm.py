@@ -22,11 +22,14 @@ from quire.engine.inputs import InputProcessor, read_prompt
 from quire.engine.outputs import RequestAssembler, RequestOutput
 from quire.errors import InvalidRequestError
 from quire.models.hub import resolve_model_folder
+from quire.observability.log import configure, get_logger
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
+
+logger = get_logger(__name__)
 
 # Work that takes less than this needs no progress bar.
 PROGRESS_DELAY_S = 1.0
@@ -51,6 +54,8 @@ class LLM:
             self._tokenizer_folder = resolve_model_folder(source, revision)
             self._tokenizer = Tokenizer.from_folder(self._tokenizer_folder)
         self._chat_template: ChatTemplate | None = None
+        if not checked.disable_log_stats:
+            configure("info")
         self.engine = build_engine(given)
         self._inputs = InputProcessor(self._tokenizer, self.engine.limits)
         self._seeds = random.Random(checked.seed)
@@ -73,7 +78,8 @@ class LLM:
 
         prompts: text, {"prompt_token_ids": [...]}, or a list of these. sampling_params: one for
         all, or one each; None: the model's defaults. use_tqdm: a progress bar, if it takes long.
-        Raises InvalidRequestError; then no prompt of this call was run.
+        Raises InvalidRequestError; then no prompt of this call was run. A request whose own
+        computation fails has finish_reason "error" and says why in `error`; the others go on.
         """
         single = isinstance(prompts, (str, Mapping))
         listed: list[Any] = [prompts] if single else list(prompts)
@@ -161,7 +167,13 @@ class LLM:
         finally:
             for assembler in assemblers:
                 self._close_request(assembler)
-        return [assembler.output for assembler in assemblers]
+        outputs = [assembler.output for assembler in assemblers]
+        for output in outputs:
+            if output.error is not None:
+                logger.warning(
+                    "request %s ended with an error: %s", output.request_id, output.error
+                )
+        return outputs
 
     def _stream(
         self, prompt: str | list[int], params: SamplingParams

@@ -42,6 +42,13 @@ class Rope(ABC):
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
         """([D/2] fp32 angles per position, the factor on cosines and sines)."""
 
+    def max_positions(self, max_position_embeddings: int) -> int:
+        """The longest context that the formula is made for, from the length the checkpoint names.
+
+        The types that say nothing of their own here have their stretching in that length already.
+        """
+        return max_position_embeddings
+
 
 @dataclass(frozen=True, slots=True)
 class DefaultRope(Rope):
@@ -60,6 +67,9 @@ class LinearRope(Rope):
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
         return 1.0 / _wavelengths(self.rope_theta, limits.head_dim) / self.factor, 1.0
 
+    def max_positions(self, max_position_embeddings: int) -> int:
+        return _stretched(max_position_embeddings, self.factor)
+
 
 @dataclass(frozen=True, slots=True)
 class DynamicRope(Rope):
@@ -72,6 +82,9 @@ class DynamicRope(Rope):
         length = max(limits.max_model_len, trained)
         stretch = (self.factor * length / trained) - (self.factor - 1)
         return 1.0 / _wavelengths(self.rope_theta * stretch ** (dim / (dim - 2)), dim), 1.0
+
+    def max_positions(self, max_position_embeddings: int) -> int:
+        return _stretched(max_position_embeddings, self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +147,11 @@ class YarnRope(Rope):
         blend = 1.0 / (factor * wavelengths) * (1 - extrapolated) + 1.0 / wavelengths * extrapolated
         return blend, self._attention_factor(factor)
 
+    def max_positions(self, max_position_embeddings: int) -> int:
+        # Published configs name either length there: Qwen the original, DeepSeek the stretched.
+        stretched = _stretched(self.original_max_position_embeddings, self.factor or 1.0)
+        return max(max_position_embeddings, stretched)
+
     def _correction_dim(self, num_rotations: float, dim: int) -> float:
         """The dimension that turns so many times over the original context."""
         turns = self.original_max_position_embeddings / (num_rotations * _LENGTHS_PER_TURN)
@@ -187,6 +205,10 @@ def _wavelengths(theta: float, dim: int) -> torch.Tensor:
     """[dim/2] fp32: positions per radian."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return torch.pow(theta, exponents)
+
+
+def _stretched(length: int, factor: float) -> int:
+    return max(length, int(length * factor))
 
 
 def _yarn_mscale(scale: float, mscale: float) -> float:

@@ -102,6 +102,12 @@ class DecoderConfig(ABC):
             )
 
     @property
+    def max_supported_positions(self) -> int:
+        """The longest max_model_len: max_position_embeddings, or what the rope type stretches it
+        to."""
+        return self.rope.max_positions(self.max_position_embeddings)
+
+    @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """One for each layer, in order."""
         return tuple(

@@ -46,8 +46,8 @@ class RowBatch:
     """The permanent rows.
 
     Invariant: for a live row, token_ids[row, :num_tokens[row]] are its tokens, K and V of the first
-    num_computed[row] of them are in the blocks of its tables, every table entry up to table_lens
-    is a block id, and those behind it are 0.
+    num_computed[row] of them are in the blocks of its tables, and every table entry up to
+    table_lens is a block id or a hole.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class RowBatch:
         self.wants_prompt_logprobs = np.zeros(num_rows, np.bool_)
         max_blocks = -(-max_model_len // block_size)
         self._tables = [np.zeros((num_rows, max_blocks), np.int32) for _ in range(num_groups)]
+        self._table_views = [torch.from_numpy(table) for table in self._tables]
         self._table_lens = [np.zeros(num_rows, np.int64) for _ in range(num_groups)]
         self._shift = block_size.bit_length() - 1
         self._mask = block_size - 1
@@ -104,7 +105,6 @@ class RowBatch:
         self.is_live[row] = True
         for group, blocks in enumerate(admission.block_tables):
             self._tables[group][row, : len(blocks)] = blocks
-            self._tables[group][row, len(blocks) :] = 0
             self._table_lens[group][row] = len(blocks)
 
     def _edit(self, edit: TableEdit) -> None:
@@ -112,14 +112,14 @@ class RowBatch:
         first, last = edit.first_logical_block, edit.first_logical_block + len(edit.block_ids)
         if edit.kind is EditKind.CUT:
             lengths[edit.row] = first
-            table[first:] = 0
+            computed = self.num_computed
+            computed[edit.row] = min(int(computed[edit.row]), first << self._shift)
             return
         if edit.kind is EditKind.APPEND:
             assert first == lengths[edit.row], f"{edit} does not append at {lengths[edit.row]}"
             lengths[edit.row] = last
         assert last <= lengths[edit.row], f"{edit} goes beyond {lengths[edit.row]} blocks"
-        # A hole is stored as block 0: attention never reads it, but gathers may touch it.
-        table[first:last] = 0 if edit.kind is EditKind.HOLE else edit.block_ids
+        table[first:last] = edit.block_ids
 
     def reset(self) -> None:
         """Drop all rows."""
@@ -197,21 +197,22 @@ class RowBatch:
         computed: Int64,
         num_decodes: int,
     ) -> AttentionBatch:
+        """The block tables go in whole, as views: no copy here grows with the context."""
         num_tokens = int(query_start[-1])
-        longest = int(computed.max()) if len(computed) else 0
-        num_blocks = (longest + self._mask) >> self._shift
         groups = tuple(
             GroupBatch(
-                block_tables=torch.from_numpy(table[rows, :num_blocks]),
+                block_tables=table,
                 slot_mapping=torch.from_numpy(slots[:num_tokens]),
             )
-            for table, slots in zip(self._tables, self._slots, strict=True)
+            for table, slots in zip(self._table_views, self._slots, strict=True)
         )
         return AttentionBatch(
             query_start=torch.from_numpy(query_start),
             context_lens=torch.from_numpy(computed.astype(np.int32)),
+            rows=torch.from_numpy(rows),
             query_lens_list=counts.tolist(),
             context_lens_list=computed.tolist(),
+            rows_list=rows.tolist(),
             num_decodes=num_decodes,
             groups=groups,
         )

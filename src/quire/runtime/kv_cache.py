@@ -20,6 +20,9 @@ from quire.errors import InsufficientMemoryError
 
 PAGE_ALIGNMENT_BYTES = 64
 
+# One more group must save at least this share of the layers' memory.
+GROUP_COST_PERCENT = 5
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheLayout:
@@ -42,16 +45,16 @@ def plan_layout(
     block_size: int,
     dtype: torch.dtype,
 ) -> KVCacheLayout:
-    """Form KV groups of layers that behave alike, as many layers to a group as the rarest kind has.
+    """Form KV groups of layers that behave alike, all with places for the same number of layers.
 
-    With one kind of layer that is one group. With several, the rarest kind fills one group, the
-    others as many as they need; the last of each may leave places of its pages unused.
+    With one kind of layer that is one group. With several, each kind fills as many as it needs; the
+    last of each kind may leave places of its pages unused.
     """
     formats = tuple(backend.page_format(spec, block_size, dtype) for spec in specs)
     kinds: dict[tuple[int | None, int], list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault((spec.window, formats[layer].bytes_per_layer), []).append(layer)
-    width = min(len(layers) for layers in kinds.values())
+    width = choose_width([len(layers) for layers in kinds.values()])
     page = max(width * size for _, size in kinds)
     page += -page % PAGE_ALIGNMENT_BYTES
     groups: list[KVGroup] = []
@@ -65,6 +68,24 @@ def plan_layout(
             groups.append(KVGroup(members, kind, page, window))
     layer_places = tuple(places[layer] for layer in range(len(specs)))
     return KVCacheLayout(tuple(groups), page, layer_places, formats)
+
+
+def choose_width(kind_sizes: Sequence[int]) -> int:
+    """Layers per group, for so many layers of each kind.
+
+    A wide group leaves places unused where a kind doesn't fill its last one: memory lost in every
+    page. A narrow one makes many groups, and each has a block table per sequence, an allocation and
+    a hash per block. So the least of padded layers / layers + 5% per group; of equals the wider.
+    """
+    num_layers = sum(kind_sizes)
+
+    def cost(width: int) -> tuple[int, int]:
+        num_groups = sum(-(-size // width) for size in kind_sizes)
+        num_padded = num_groups * width - num_layers
+        # In percent and times num_layers, so that equals are equal: whole numbers only.
+        return 100 * num_padded + GROUP_COST_PERCENT * num_groups * num_layers, -width
+
+    return min(range(1, max(kind_sizes) + 1), key=cost)
 
 
 class KVCache:

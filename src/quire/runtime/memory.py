@@ -1,37 +1,80 @@
-"""How much memory this machine gives us, control groups included."""
+"""How much memory this machine gives us, control groups included.
 
-from pathlib import Path
+A control group's limit binds all that are below it, so the group of this process and its parents
+are all asked. `root` is where the kernel's file systems are mounted, for tests.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+ROOT = Path("/")
 
 
-def total_memory_bytes() -> int:
-    """Physical memory, or the control group's limit if that is less."""
-    return min(_meminfo_bytes("MemTotal"), *_cgroup_bytes("memory.max", "limit_in_bytes"))
+class _Names(NamedTuple):
+    """What a version of control groups calls its files, and the line of memory.stat."""
+
+    limit: str
+    usage: str
+    reclaimable: str
 
 
-def available_memory_bytes() -> int:
+_V2 = _Names("memory.max", "memory.current", "inactive_file")
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def total_memory_bytes(root: Path = ROOT) -> int:
+    """Physical memory, or the least limit of a control group if that is less."""
+    limits = [limit for folder, names in _groups(root) for limit in _numbers(folder / names.limit)]
+    return min([_meminfo_bytes(root, "MemTotal"), *limits])
+
+
+def available_memory_bytes(root: Path = ROOT) -> int:
     """What can be allocated now without swapping."""
-    available = _meminfo_bytes("MemAvailable")
-    limits = _cgroup_bytes("memory.max", "limit_in_bytes")
-    used = _cgroup_bytes("memory.current", "usage_in_bytes")
-    for limit, current in zip(limits, used, strict=False):
-        available = min(available, max(0, limit - current))
+    available = _meminfo_bytes(root, "MemAvailable")
+    for folder, names in _groups(root):
+        for limit in _numbers(folder / names.limit):
+            for usage in _numbers(folder / names.usage):
+                # Files that were read count as used, but make room as soon as it is needed.
+                unused = limit - usage + _stat_bytes(folder, names.reclaimable)
+                available = min(available, max(0, unused))
     return available
 
 
-def _meminfo_bytes(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def _meminfo_bytes(root: Path, name: str) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
     raise OSError(f"/proc/meminfo has no {name}")
 
 
-def _cgroup_bytes(unified: str, legacy: str) -> list[int]:
-    """The value of this process's own control group (version 2, then 1), where there is one."""
-    found = []
-    for path in (
-        Path("/sys/fs/cgroup") / unified,
-        Path("/sys/fs/cgroup/memory") / f"memory.{legacy}",
-    ):
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            found.append(int(text))
-    return found or [1 << 62]
+def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
+    """The folder of this process's control group and of each of its parents."""
+    memberships = root / "proc/self/cgroup"
+    if not memberships.is_file():
+        return
+    for line in memberships.read_text().splitlines():
+        hierarchy, controllers, group = line.split(":", 2)
+        if hierarchy == "0":
+            mount, names = root / "sys/fs/cgroup", _V2
+        elif "memory" in controllers.split(","):
+            mount, names = root / "sys/fs/cgroup/memory", _V1
+        else:
+            continue
+        # A container may see its own group as the mount itself, and then not the named folder:
+        # `_numbers` passes over what is not there.
+        path = PurePosixPath(group).relative_to("/")
+        for parent in (path, *path.parents) if ".." not in path.parts else (PurePosixPath(),):
+            yield mount / parent, names
+
+
+def _numbers(path: Path) -> list[int]:
+    """The file's number; none where it is missing or says "max"."""
+    text = path.read_text().strip() if path.is_file() else ""
+    return [int(text)] if text.isdigit() else []
+
+
+def _stat_bytes(folder: Path, name: str) -> int:
+    path = folder / "memory.stat"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith(name + " "))

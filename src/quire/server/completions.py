@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.engine.outputs import Delta, RequestOutput
 from quire.server.generation import Generation, new_call_id, prepare
-from quire.server.logprobs import CompletionLogprobsWriter, join_logprobs, prompt_logprobs_json
+from quire.server.logprobs import CompletionLogprobsWriter, extend_logprobs, prompt_logprobs_json
 from quire.server.protocol import CompletionRequest
 from quire.server.responses import Completion, CompletionChoice, CompletionLogprobs, usage_of
 from quire.server.service import Service, service_of
@@ -96,7 +96,8 @@ class _CompletionCall:
         if with_echo:
             assert result.prompt_logprobs is not None, "they come with the first output"
             echoed = writer.echo(result.prompt_token_ids, result.prompt_logprobs)
-            return join_logprobs(echoed, writer.write(delta.logprobs))
+            extend_logprobs(echoed, writer.write(delta.logprobs))
+            return echoed
         return writer.write(delta.logprobs) if delta.logprobs else None
 
     def _make_writers(self, num_top: int | None) -> list[CompletionLogprobsWriter]:
@@ -144,6 +145,6 @@ def _joined(before: CompletionChoice | None, piece: CompletionChoice) -> Complet
     if before.logprobs is None or piece.logprobs is None:
         before.logprobs = before.logprobs or piece.logprobs
     else:
-        before.logprobs = join_logprobs(before.logprobs, piece.logprobs)
+        extend_logprobs(before.logprobs, piece.logprobs)
     before.finish_reason, before.stop_reason = piece.finish_reason, piece.stop_reason
     return before

@@ -91,9 +91,9 @@ async def prepare(
     priority: int,
 ) -> Generation:
     """Tokenize and check the prompts. Raises InvalidRequestError."""
-    num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    size = sum(len(prompt) for prompt in prompts)  # in characters or token ids: both are read
     requests = await call_for_text(
-        num_characters, _make_requests, service, call_id, prompts, params, priority
+        size, _make_requests, service, call_id, prompts, params, priority
     )
     texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
     return Generation(service, requests, params, texts)

@@ -92,14 +92,12 @@ class CompletionLogprobsWriter:
         return named
 
 
-def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """One after the other."""
-    return CompletionLogprobs(
-        first.tokens + second.tokens,
-        first.token_logprobs + second.token_logprobs,
-        first.top_logprobs + second.top_logprobs,
-        first.text_offset + second.text_offset,
-    )
+def extend_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> None:
+    """Let `second` follow in `first`."""
+    first.tokens += second.tokens
+    first.token_logprobs += second.token_logprobs
+    first.top_logprobs += second.top_logprobs
+    first.text_offset += second.text_offset
 
 
 def prompt_logprobs_json(
