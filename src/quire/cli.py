@@ -14,16 +14,18 @@ from quire.cli_parser import build_parser, engine_options, sampling_options
 from quire.errors import QuireError
 
 INTERRUPTED = 130
+ONE_STREAM = ("chat", "generate")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command. words: the arguments, those of the process where None."""
     words = sys.argv[1:] if words is None else words
     args = build_parser(_bench_arguments(words)).parse_args(words)
-    # torch's threads would else spin between operators: with other work on the machine that took
-    # 21 s of processor time for an answer that needs 3 s (two cores, embedded model). Read when
-    # torch is loaded, inherited by the engine process.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if args.command in ONE_STREAM:
+        # torch's threads would else spin between operators: beside other work on the machine that
+        # took 21 s of processor time for an answer that needs 3 s (two cores, embedded model). A
+        # crowd (serve, bench) keeps the spinning: on an idle machine it is 1.8 times as fast.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = args.debug or os.environ.get("QUIRE_DEBUG", "0") not in ("", "0")
     try:
         _configure_log(args.command)

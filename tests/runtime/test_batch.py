@@ -130,6 +130,22 @@ def test_the_block_tables_are_the_same_memory_every_step() -> None:
     assert before[1][step.attention.rows, :2].tolist() == [[19, 20], [15, 16]]
 
 
+def test_a_cut_row_computes_again_what_was_cut() -> None:
+    rows = make_rows()
+    plan = StepPlan(0, 1, 20, admit=(admit(0, list(range(20)), (1, 2, 3)),), chunks=(Chunk(0, 20),))
+    rows.change(plan)
+    rows.build(plan)
+    rows.append_sampled(np.array([0]), np.array([99]))
+    edits = (TableEdit(0, 0, EditKind.CUT, 1), TableEdit(0, 0, EditKind.APPEND, 1, (7, 8)))
+    plan = StepPlan(1, 1, 13, table_edits=edits, chunks=(Chunk(0, 13),))
+    rows.change(plan)
+    step = rows.build(plan)
+    assert step.positions.tolist() == list(range(8, 21))
+    assert step.token_ids.tolist() == [*range(8, 20), 99]
+    assert step.attention.groups[0].slot_mapping.tolist() == slots((1, 7, 8), range(8, 21))
+    assert step.sample_rows.tolist() == [0]
+
+
 def test_a_released_row_can_be_admitted_again_in_the_same_plan() -> None:
     rows = make_rows()
     plan = StepPlan(0, 1, 2, admit=(admit(0, [1, 2], (3,)),), chunks=(Chunk(0, 2),))
