@@ -3,6 +3,7 @@ composition root (`engine/build.py`), by nobody else: components declare what th
 """
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -96,7 +97,8 @@ class EngineOptions:
                 raise ConfigurationError(unknown_option(name, known | set(ALIASES)))
             if target in values:
                 raise ConfigurationError(f"{name} is given twice, also as {target}; give it once")
-            values[target] = value
+            is_path = target in ("model", "tokenizer") and isinstance(value, os.PathLike)
+            values[target] = os.fspath(value) if is_path else value
         if values.get("kv_cache_memory") is not None:
             values["kv_cache_memory"] = parse_bytes("kv_cache_memory", values["kv_cache_memory"])
         if values.get("max_num_batched_tokens") is None:
@@ -159,7 +161,7 @@ class EngineOptions:
 
 def unknown_option(name: str, known: set[str]) -> str:
     """The sentence for an option that does not exist, with the nearest that does."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]}?" if near else "."
     return f"unknown option {name}{hint} Known options: {', '.join(sorted(known))}"
 

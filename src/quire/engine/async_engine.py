@@ -40,11 +40,14 @@ from quire.engine.messages import (
     start_error_from,
 )
 from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError, QuireError
+from quire.observability.log import get_logger
 
 ENGINE_COMMAND = (sys.executable, "-m", "quire.engine.engine_process")
 DEFAULT_MAX_QUEUED_REQUESTS = 1024
 
 _REAP_TIMEOUT_S = 2.0
+
+logger = get_logger(__name__)
 
 
 def _log_level() -> str:
@@ -370,6 +373,8 @@ class AsyncEngine:
             await self._process.wait()
         self._dead.set()
         error = self._death()
+        if not self._is_closing:
+            logger.error("%s", error)
         for stream in set(self._streams.values()):
             stream.fail(error)
         self._streams.clear()

@@ -100,13 +100,19 @@ def _build_runner(
     model = load_model(
         folder, config, dtype=dtype, device=device, max_model_len=sizes.max_model_len
     )
-    rows = RowBatch(
-        num_rows=options.max_num_seqs,
-        max_model_len=sizes.max_model_len,
-        max_num_tokens=options.max_num_batched_tokens,
-        num_groups=len(layout.groups),
-        block_size=options.block_size,
-    )
+    try:
+        rows = RowBatch(
+            num_rows=options.max_num_seqs,
+            max_model_len=sizes.max_model_len,
+            max_num_tokens=options.max_num_batched_tokens,
+            num_groups=len(layout.groups),
+            block_size=options.block_size,
+        )
+    except MemoryError as error:
+        raise InsufficientMemoryError(
+            f"max_num_seqs={options.max_num_seqs} rows of {sizes.max_model_len} tokens do not fit"
+            " into memory; lower max_num_seqs or max_model_len"
+        ) from error
     kv_cache = KVCache(layout, sizes.num_blocks, device)
     sampler = Sampler(SamplingRows(options.max_num_seqs, config.vocab_size))
     return ModelRunner(model, backend, kv_cache, rows, sampler)
