@@ -217,6 +217,14 @@ def test_one_question_is_answered_by_the_embedded_model() -> None:
     assert run.stdout.startswith(ANSWER)
 
 
+def test_a_full_disk_is_an_error_in_one_line() -> None:
+    command = [sys.executable, "-m", "quire", "generate", "x", "--max-tokens", "2"]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert run.returncode == 1
+    assert run.stderr.startswith("quire: error: ") and run.stderr.count("\n") == 1
+
+
 def test_a_session_over_a_pipe() -> None:
     run = _quire("chat", "--max-tokens", "8", text=f"{QUESTION}\n/reset\n{QUESTION}\n/exit\nmore\n")
     assert (run.returncode, run.stderr) == (0, "")

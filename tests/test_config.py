@@ -1,5 +1,7 @@
 """Options: names, types, bounds and sizes."""
 
+from pathlib import Path
+
 import pytest
 
 from quire.config import EngineOptions, EngineOptionsDict, parse_bytes
@@ -31,6 +33,11 @@ def test_parse_bytes_refuses(text: object) -> None:
 def test_every_option_of_the_keyword_list_exists() -> None:
     known = {name for name in EngineOptions.__slots__} | {"kv_cache_memory_bytes"}
     assert set(EngineOptionsDict.__annotations__) == known - {"model"}
+
+
+def test_a_model_may_be_a_path() -> None:
+    options = EngineOptions.from_mapping({"model": Path("a") / "b", "tokenizer": Path("c")})
+    assert (options.model, options.tokenizer) == ("a/b", "c")
 
 
 def test_defaults() -> None:

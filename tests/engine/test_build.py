@@ -134,6 +134,12 @@ def test_weights_alone_can_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
         build_engine({})
 
 
+def test_more_rows_than_memory_has_room_for() -> None:
+    many = 10**13  # beyond any address space
+    with pytest.raises(InsufficientMemoryError, match=r"max_num_seqs=10000000000000.*lower"):
+        build_engine({"max_num_seqs": many, "num_blocks": 4, "max_model_len": 64})
+
+
 def test_window_layers_form_groups_of_equal_pages(tmp_path: Path) -> None:
     from tests.engine.checkpoints import save_checkpoint  # transformers takes a while to import
 
