@@ -19,6 +19,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.build import build_engine
 from quire.engine.inputs import InputProcessor, read_prompt
+from quire.engine.interrupts import deferred_interrupts
 from quire.engine.outputs import RequestAssembler, RequestOutput
 from quire.errors import InvalidRequestError
 from quire.models.hub import resolve_model_folder
@@ -154,10 +155,10 @@ class LLM:
     ) -> list[RequestOutput]:
         assemblers: list[RequestAssembler] = []
         try:
-            for prompt, params in zip(
-                prompts, _one_each(sampling_params, len(prompts)), strict=True
-            ):
-                assemblers.append(self._open_request(prompt, params))
+            each = _one_each(sampling_params, len(prompts))
+            with deferred_interrupts():
+                for prompt, params in zip(prompts, each, strict=True):
+                    assemblers.append(self._open_request(prompt, params))
             with _Progress(len(assemblers), disable=not use_tqdm) as progress:
                 unfinished = {assembler.request.request_id for assembler in assemblers}
                 while unfinished:
@@ -165,8 +166,9 @@ class LLM:
                     progress.advance(len(unfinished & finished), num_tokens)
                     unfinished -= finished
         finally:
-            for assembler in assemblers:
-                self._close_request(assembler)
+            with deferred_interrupts():
+                for assembler in assemblers:
+                    self._close_request(assembler)
         outputs = [assembler.output for assembler in assemblers]
         for output in outputs:
             if output.error is not None:
@@ -180,8 +182,11 @@ class LLM:
     ) -> Generator[str, None, None]:
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but a stream has one branch", "n")
-        assembler = self._open_request(prompt, params)
+        opened: list[RequestAssembler] = []
         try:
+            with deferred_interrupts():
+                opened.append(self._open_request(prompt, params))
+            assembler = opened[0]
             # Another stream's steps may bring this one's text too, its last tokens included.
             while (text := assembler.take_delta(0).text) or not assembler.finished:
                 if text:
@@ -189,7 +194,8 @@ class LLM:
                 else:
                     self._step()
         finally:
-            self._close_request(assembler)
+            for assembler in opened:
+                self._close_request(assembler)
 
     def _open_request(self, prompt: str | list[int], params: SamplingParams) -> RequestAssembler:
         request: Request = self._inputs.make_request(
@@ -204,11 +210,16 @@ class LLM:
 
     def _close_request(self, assembler: RequestAssembler) -> None:
         request_id = assembler.request.request_id
-        self.engine.abort(request_id)  # does nothing where all branches have finished
-        self._open.pop(request_id, None)
+        with deferred_interrupts():
+            self.engine.abort(request_id)  # does nothing where all branches have finished
+            self._open.pop(request_id, None)
 
     def _step(self) -> tuple[int, set[str]]:
         """One step for all open requests: how many tokens it brought, which requests it ended."""
+        with deferred_interrupts():
+            return self._step_and_route()
+
+    def _step_and_route(self) -> tuple[int, set[str]]:
         num_tokens = 0
         finished: set[str] = set()
         for output in self.engine.step():
