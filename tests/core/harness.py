@@ -1,11 +1,13 @@
 """A scheduler over a small memory and the fake runner; laws are checked at every call."""
 
 from collections.abc import Sequence as Ids
+from dataclasses import replace
+from typing import Any
 
 from quire.core import invariants
 from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.policy import Policy, fcfs
+from quire.core.policy import Policy
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduler import Scheduler, SchedulerConfig
@@ -39,7 +41,8 @@ def make_sequence(
     prompt_logprobs: int | None = None,
 ) -> Sequence:
     params = DecodingParams(max_tokens, prompt_logprobs=prompt_logprobs)
-    return Sequence(name, list(token_ids), params, chain_root=memory.start_chain(domain))
+    root = memory.prefixes.start_chain(domain)
+    return Sequence(name, list(token_ids), params, chain_root=root)
 
 
 def launch(runner: Runner, plan: StepPlan) -> None:
@@ -49,7 +52,12 @@ def launch(runner: Runner, plan: StepPlan) -> None:
 
 
 class Harness:
-    """The loop of the engine, cut into its calls. Attribute `received`: the tokens by request."""
+    """The loop of the engine, cut into its calls.
+
+    A branch goes by the name of its request, further ones by name/branch_index.
+    Attributes, by such names: `received`: the tokens; `ended`: the last output; `requests`: what
+    was asked for, and its sequence; `expected`: the tokens and the end that must come.
+    """
 
     def __init__(
         self,
@@ -57,12 +65,18 @@ class Harness:
         *,
         max_num_seqs: int = 4,
         budget: int = 64,
-        policy: Policy = fcfs,
+        policy: Policy | None = None,
         model: FakeModel = NEVER_ENDS,
         faults: Faults | None = None,
+        num_lookahead_blocks: int = 0,
+        preempts_whole: bool = False,
     ) -> None:
         self.memory = memory or make_memory()
-        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, budget), self.memory, policy)
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs, budget, num_lookahead_blocks, preempts_whole),
+            self.memory,
+            policy,
+        )
         config = self.memory.config
         self.runner = FakeRunner(
             config.groups,
@@ -74,45 +88,92 @@ class Harness:
             faults=faults,
         )
         self.model = model
+        self.now_s = 0.0
         self.requests: dict[str, tuple[Request, Sequence]] = {}
+        self.expected: dict[str, tuple[tuple[int, ...], FinishReason]] = {}
         self.received: dict[str, list[int]] = {}
         self.ended: dict[str, SequenceOutput] = {}
 
-    def add(
+    def add(self, name: str, prompt: int | Ids[int], max_tokens: int = 8, **more: Any) -> Sequence:
+        """`add_branches` with one branch, or the first of a beam search."""
+        return self.add_branches(name, prompt, max_tokens, **more)[0]
+
+    def add_branches(
         self,
         name: str,
         prompt: int | Ids[int],
         max_tokens: int = 8,
         *,
+        n: int = 1,
         priority: int = 0,
         domain: str = "",
         params: DecodingParams | None = None,
-    ) -> Sequence:
+    ) -> list[Sequence]:
         """prompt: token ids, or how many tokens (then different from those of all other names)."""
         if isinstance(prompt, int):
             prompt = [1 + (hash_name(name) + 7 * index) % 997 for index in range(prompt)]
         params = params or DecodingParams(max_tokens, seed=hash_name(name))
-        request = Request(name, prompt, params, priority=priority, cache_domain=domain)
-        sequence = Sequence(
-            name,
-            list(prompt),
-            params,
-            priority=priority,
-            max_num_tokens=MAX_MODEL_LEN,
-            chain_root=self.memory.start_chain(domain),
-        )
-        self.scheduler.add(sequence)
-        self.requests[name] = request, sequence
-        self.received[name] = []
+        request = Request(name, prompt, params, n=n, priority=priority, cache_domain=domain)
+        root = self.memory.prefixes.start_chain(domain)
+        branches = [
+            Sequence(
+                name,
+                list(prompt),
+                params,
+                branch_index=index,
+                priority=priority,
+                max_num_tokens=MAX_MODEL_LEN,
+                chain_root=root,
+            )
+            for index in range(n)
+        ]
+        self.scheduler.add(branches, self.now_s)
+        if params.beam_width:
+            self._expect_beams(request, branches[0])
+        else:
+            for sequence in branches:
+                self._expect(request, sequence)
         self.check()
-        return sequence
+        return branches
+
+    def fork(
+        self, parent: Sequence, branch_index: int, params: DecodingParams | None = None
+    ) -> Sequence:
+        """A new branch of a sequence that lives; its own tokens are those after the fork."""
+        child = self.scheduler.fork(parent, branch_index, params or parent.params, self.now_s)
+        request = self.requests[key_of(parent.request_id, parent.branch_index)][0]
+        self._expect(replace(request, params=child.params), child)
+        self.check()
+        return child
+
+    def _expect(self, request: Request, sequence: Sequence) -> None:
+        key = key_of(sequence.request_id, sequence.branch_index)
+        expected = self.model.expected_output(
+            request,
+            sequence.branch_index,
+            MAX_MODEL_LEN,
+            forked_token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+        )
+        self.requests[key], self.received[key] = (request, sequence), []
+        self.expected[key] = expected.token_ids, expected.finish_reason
+
+    def _expect_beams(self, request: Request, leader: Sequence) -> None:
+        found = self.model.expected_beams(request, MAX_MODEL_LEN)
+        for index in range(request.params.beam_width):
+            key = key_of(request.request_id, index)
+            self.requests[key], self.received[key] = (request, leader), []
+            self.expected[key] = (
+                (found[index].token_ids, found[index].finish_reason)
+                if index < len(found)
+                else ((), FinishReason.ERROR)
+            )
 
     def check(self) -> None:
         invariants.check_scheduler(self.scheduler)
 
     def launch(self) -> StepPlan:
         """Plan a step and execute it; its result stays to come."""
-        plan = self.scheduler.schedule(0.0)
+        plan = self.scheduler.schedule(self.now_s)
         self.check()
         assert plan is not None, "nothing was planned"
         launch(self.runner, plan)
@@ -130,7 +191,7 @@ class Harness:
 
     def step(self) -> StepPlan:
         """One whole step, or the recovery from it."""
-        plan = self.scheduler.schedule(0.0)
+        plan = self.scheduler.schedule(self.now_s)
         self.check()
         assert plan is not None, "nothing was planned"
         try:
@@ -162,23 +223,38 @@ class Harness:
 
     def check_answers(self) -> None:
         """Everyone got exactly the tokens that it gets alone, or a prefix if it ended early."""
-        for name, (request, sequence) in self.requests.items():
-            expected = self.model.expected_output(request, max_model_len=MAX_MODEL_LEN)
-            got = tuple(self.received[name])
+        for key, (token_ids, finish_reason) in self.expected.items():
+            got, sequence = tuple(self.received[key]), self.requests[key][1]
             if sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-                assert got == expected.token_ids[: len(got)], name
+                assert got == token_ids[: len(got)], key
             else:
-                assert got == expected.token_ids, name
-                assert sequence.finish_reason is expected.finish_reason, name
+                assert got == token_ids, key
+                assert self.ended[key].finish_reason is finish_reason, key
 
     def _note(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            assert output.request_id not in self.ended, "an output after the end"
-            self.received[output.request_id] += output.token_ids
+            key = key_of(output.request_id, output.branch_index)
+            assert key not in self.ended, "an output after the end"
+            self.received[key] += output.token_ids
             if output.finish_reason is not None:
-                self.ended[output.request_id] = output
+                self.ended[key] = output
+
+
+def greedy_harness(memory: KVCacheManager | None = None, **more: Any) -> Harness:
+    """Whoever fits now is admitted, however the others will grow: so blocks run out."""
+    harness = Harness(memory, **more)
+    harness.scheduler.admission.room.forecasts = False
+    return harness
+
+
+def key_of(request_id: str, branch_index: int) -> str:
+    """What the harness calls a branch."""
+    return f"{request_id}/{branch_index}" if branch_index else request_id
 
 
 def hash_name(name: str) -> int:
     """A small number, the same in every process."""
-    return sum(ord(letter) * 31**index for index, letter in enumerate(name)) % 9973
+    value = 0
+    for letter in reversed(name):
+        value = 31 * value + ord(letter)
+    return value % 9973

@@ -1,10 +1,10 @@
 """Planning one step ahead, and ends, aborts and preemptions while a step runs."""
 
 import pytest
-from tests.core.harness import Harness, launch, make_memory
+from tests.core.harness import Harness, greedy_harness, launch, make_memory
 
 from quire.core import invariants
-from quire.core.policy import priority
+from quire.core.policy import PriorityPolicy
 from quire.core.request import FinishReason
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import SequenceState
@@ -73,13 +73,13 @@ def test_blocks_of_a_finished_sequence_stay_until_its_last_step_has_ended(num_gr
     harness.launch()  # "a" is in this one too, though it ends with the step before
     harness.land()
     assert sequence.is_finished
-    assert set(harness.memory.blocks_held_by_steps()) == held
+    assert set(harness.memory.holds.blocks()) == held
     harness.add("b", 9, params=params)
     plan = harness.launch()
     given = {block for table in plan.admit[0].block_tables for block in table}
     assert not given & held
     harness.land()
-    assert harness.memory.num_blocks_held_by_steps == 0
+    assert harness.memory.holds.num_blocks == 0
     run_ahead(harness)
 
 
@@ -98,14 +98,17 @@ def test_no_block_in_flight_is_given_out_in_a_full_pool() -> None:
 
 
 def test_a_row_pauses_while_what_is_given_back_may_be_enough() -> None:
-    harness = Harness(make_memory(num_blocks=4))
+    harness = greedy_harness(make_memory(num_blocks=4))
     a, b = harness.add("a", 3, 8), harness.add("b", 8, 4)
     harness.launch()
     harness.launch()  # "b" takes the last free block
     harness.land()
     harness.scheduler.abort(b)  # its three blocks come back when step 1 has ended
     assert harness.scheduler.schedule(0.0) is None
-    assert (a.state, harness.scheduler.stats.num_preemptions) == (SequenceState.RUNNING, 0)
+    assert (a.state, harness.scheduler.residents.stats.num_preemptions) == (
+        SequenceState.RUNNING,
+        0,
+    )
     harness.land()
     plan = harness.launch()
     assert plan.table_edits and a.num_slots == 8
@@ -113,7 +116,7 @@ def test_a_row_pauses_while_what_is_given_back_may_be_enough() -> None:
 
 
 def test_a_preempted_sequence_still_gets_the_token_of_its_step_in_flight() -> None:
-    harness = Harness(policy=priority, max_num_seqs=1, budget=16)
+    harness = Harness(policy=PriorityPolicy(), max_num_seqs=1, budget=16)
     low = harness.add("low", 5, 6, priority=5)
     harness.launch()
     harness.add("high", 3, 3, priority=1)
@@ -126,7 +129,9 @@ def test_a_preempted_sequence_still_gets_the_token_of_its_step_in_flight() -> No
 
 
 def test_it_may_end_by_that_token() -> None:
-    harness = Harness(policy=priority, max_num_seqs=1, budget=16, model=FakeModel(end_rate=1))
+    harness = Harness(
+        policy=PriorityPolicy(), max_num_seqs=1, budget=16, model=FakeModel(end_rate=1)
+    )
     low = harness.add("low", 5, params=DecodingParams(9, end_token_ids=(0,)), priority=5)
     harness.launch()
     harness.add("high", 3, 3, priority=1)
@@ -137,7 +142,7 @@ def test_it_may_end_by_that_token() -> None:
 
 
 def test_prompt_logprobs_are_whole_for_one_preempted_while_its_prompt_was_in_flight() -> None:
-    harness = Harness(policy=priority, max_num_seqs=1, budget=16)
+    harness = Harness(policy=PriorityPolicy(), max_num_seqs=1, budget=16)
     params = DecodingParams(3, prompt_logprobs=1)
     harness.add("low", 9, params=params, priority=5)
     harness.launch()
@@ -173,7 +178,7 @@ def test_abort_of_a_waiting_one() -> None:
     waiting = harness.add("b", 3, 3)
     harness.scheduler.abort(waiting)
     harness.check()
-    assert (waiting.is_finished, harness.scheduler.waiting) == (True, [])
+    assert waiting.is_finished and not len(harness.scheduler.waiting)
     harness.run()
 
 
@@ -189,7 +194,7 @@ def test_abort_of_a_running_one_frees_its_blocks_at_once_and_its_row_with_the_ne
 
 
 def test_abort_of_a_preempted_one() -> None:
-    harness = Harness(make_memory(num_blocks=6))
+    harness = greedy_harness(make_memory(num_blocks=6))
     harness.add("a", 8, 14)
     victim = harness.add("b", 7, 14)
     while victim.state is not SequenceState.PREEMPTED:
@@ -205,7 +210,7 @@ def test_abort_in_flight_holds_its_blocks_until_the_step_has_ended() -> None:
     harness.launch()
     harness.scheduler.abort(a)
     harness.check()
-    assert harness.memory.num_blocks_held_by_steps == 3
+    assert harness.memory.holds.num_blocks == 3
     assert harness.land() == []
     assert harness.memory.pool.num_held == 0
     assert len(harness.memory.cache) == 0, "nothing of it was published after its end"
@@ -213,7 +218,7 @@ def test_abort_in_flight_holds_its_blocks_until_the_step_has_ended() -> None:
 
 
 def test_abort_of_one_preempted_in_flight() -> None:
-    harness = Harness(policy=priority, max_num_seqs=1, budget=16)
+    harness = Harness(policy=PriorityPolicy(), max_num_seqs=1, budget=16)
     low = harness.add("low", 5, 6, priority=5)
     harness.launch()
     harness.add("high", 3, 3, priority=1)
@@ -240,8 +245,8 @@ def test_abort_twice_or_after_the_end_changes_nothing() -> None:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_ahead_in_a_tiny_pool(num_groups: int, caching: bool) -> None:
-    harness = Harness(make_memory(6 * num_groups, 4, num_groups, caching), budget=5)
+    harness = greedy_harness(make_memory(6 * num_groups, 4, num_groups, caching), budget=5)
     for index in range(14):
         harness.add(f"r{index}", 1 + 5 * index % 12, 9)
     run_ahead(harness)
-    assert harness.scheduler.stats.num_preemptions > 0
+    assert harness.scheduler.residents.stats.num_preemptions > 0

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 
 import pytest
-from tests.core.harness import Harness, make_memory
+from tests.core.harness import Harness, greedy_harness, make_memory
 
 from quire.core import invariants
+from quire.core.sequence import SequenceState
 
 
 def running() -> Harness:
-    harness = Harness(make_memory(num_groups=2, num_blocks=20), max_num_seqs=3)
+    harness = greedy_harness(make_memory(num_groups=2, num_blocks=20), max_num_seqs=3)
     for name in "abcd":
         harness.add(name, 6, 9)
     harness.step()
@@ -34,7 +35,7 @@ def free_held(harness: Harness) -> None:
 
 def forget_in_cache_only(harness: Harness) -> None:
     digest = next(iter(harness.memory.cache.entries(0)))
-    harness.memory.cache.remove(0, digest)
+    harness.memory.cache.remove_run([(0, digest)])
 
 
 def forget_in_pool_only(harness: Harness) -> None:
@@ -42,7 +43,7 @@ def forget_in_pool_only(harness: Harness) -> None:
 
 
 def leak_to_a_step(harness: Harness) -> None:
-    harness.memory._held_by_steps.append((9, [19]))
+    harness.memory.holds.hold(9, [19])
 
 
 def two_owners_of_a_row(harness: Harness) -> None:
@@ -54,11 +55,45 @@ def lose_row(harness: Harness) -> None:
 
 
 def row_free_and_owned(harness: Harness) -> None:
-    harness.scheduler.free_rows.append(0)
+    harness.scheduler.residents.free_rows.append(0)
 
 
 def in_both_lists(harness: Harness) -> None:
-    harness.scheduler.waiting.append(harness.scheduler.running[-1])
+    harness.scheduler.waiting.add(harness.scheduler.running[-1])
+
+
+def preempted_but_unknown(harness: Harness) -> None:
+    harness.scheduler.residents.preempt(harness.scheduler.running[-1], 0)
+    harness.scheduler.residents.preempted.clear()
+
+
+def keep_what_was_not_computed(harness: Harness) -> None:
+    sequence = harness.scheduler.running[-1]
+    harness.scheduler.residents.preempt(sequence, 0)
+    sequence.num_computed_tokens = 2
+
+
+def write_beyond_computed(harness: Harness) -> None:
+    harness.scheduler.running[0].num_written_tokens = 7
+
+
+def fork_of_another(harness: Harness) -> None:
+    first, second, _ = harness.scheduler.running
+    child = first.branch(1, first.params)
+    child.fork_from(first)
+    second.forks.append(child)
+
+
+def fork_of_one_that_is_gone(harness: Harness) -> None:
+    gone, waiting = harness.scheduler.running[0], next(iter(harness.scheduler.waiting))
+    waiting.parent = gone.branch(1, gone.params)
+    waiting.parent.move_to(SequenceState.FINISHED)
+
+
+def tell_other_tokens(harness: Harness) -> None:
+    cache = harness.memory.cache
+    digest, (parent, _, is_first) = next(iter(cache._nodes.items()))
+    cache._nodes[digest] = parent, bytes(16), is_first
 
 
 def compute_beyond_slots(harness: Harness) -> None:
@@ -75,7 +110,7 @@ def table_of_other_length(harness: Harness) -> None:
 
 
 def too_long(harness: Harness) -> None:
-    harness.scheduler.waiting[0].token_ids.extend(range(50))
+    next(iter(harness.scheduler.waiting)).token_ids.extend(range(50))
 
 
 @pytest.mark.parametrize(
@@ -92,6 +127,12 @@ def too_long(harness: Harness) -> None:
         lose_row,
         row_free_and_owned,
         in_both_lists,
+        preempted_but_unknown,
+        keep_what_was_not_computed,
+        write_beyond_computed,
+        fork_of_another,
+        fork_of_one_that_is_gone,
+        tell_other_tokens,
         compute_beyond_slots,
         publish_beyond_computed,
         table_of_other_length,

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 
 from quire.core.sampling_params import (
+    MAX_BEAM_WIDTH,
     MAX_BRANCHES,
     MAX_STOP_STRINGS,
     SEED_LIMIT,
+    BeamSearchParams,
     DecodingParams,
     ModelLimits,
     SamplingDefaults,
     SamplingParams,
+    as_sampling_params,
     resolve,
 )
 from quire.errors import InvalidRequestError
@@ -47,6 +50,16 @@ WHOLE_FIELDS: dict[str, tuple[list[Any], list[Any], str]] = {
     "min_tokens": ([0, 16], [-1], "at least 0"),
     "logprobs": ([0, 20, None], [-1], "at least 0"),
     "prompt_logprobs": ([0, 20, None], [-1], "at least 0"),
+}
+BEAM_NUMBERS: dict[str, tuple[list[Any], list[Any], str]] = {
+    "beam_width": (
+        [1, MAX_BEAM_WIDTH],
+        [0, -1, MAX_BEAM_WIDTH + 1],
+        f"at least 1 and at most {MAX_BEAM_WIDTH}",
+    ),
+    "max_tokens": ([1, HUGE, None], [0, -1], "at least 1"),
+    "length_penalty": ([-5, 0, 0.5, 5.0], [-5.1, 6, HUGE], "at least -5 and at most 5"),
+    "temperature": ([0, 0.7, 100], [-0.1, 100.5], "at least 0 and at most 100"),
 }
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias")
@@ -262,3 +275,57 @@ def test_what_only_the_model_can_tell(wish: dict[str, Any], message: str) -> Non
     with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
         resolved(**wish)
     assert caught.value.param == next(iter(wish))
+
+
+def make_beams(name: str, value: Any) -> BeamSearchParams:
+    fields: dict[str, Any] = {"beam_width": 2, name: value}
+    return BeamSearchParams(**fields)
+
+
+@pytest.mark.parametrize("name", BEAM_NUMBERS)
+def test_numbers_of_a_beam_search_have_bounds(name: str) -> None:
+    accepted, refused, bound = BEAM_NUMBERS[name]
+    for value in accepted:
+        assert getattr(make_beams(name, value), name) == value
+    for value in refused:
+        with pytest.raises(InvalidRequestError, match=f"{name} is .* but must be {bound}"):
+            make_beams(name, value)
+    for value in ("1", True, [1], math.nan, *([] if None in accepted else [None])):
+        with pytest.raises(InvalidRequestError, match=f"{name} is") as caught:
+            make_beams(name, value)
+        assert caught.value.param == name
+
+
+def test_a_beam_search_is_refused_flags_that_are_none() -> None:
+    with pytest.raises(InvalidRequestError, match="ignore_eos is 1, but must be True or False"):
+        make_beams("ignore_eos", 1)
+
+
+def test_a_beam_search_resolves_to_its_width_and_nothing_that_samples() -> None:
+    defaults = SamplingDefaults(0.6, 0.9, 20, 0.05, 1.2)
+    limits = dataclasses.replace(LIMITS, defaults=defaults)
+    beams = BeamSearchParams(beam_width=3, max_tokens=7, length_penalty=2, temperature=0.5)
+    params = resolve(beams, limits, num_prompt_tokens=10, seed=4)
+    assert params == DecodingParams(
+        max_tokens=7,
+        temperature=0.5,
+        seed=4,
+        end_token_ids=LIMITS.end_token_ids,
+        beam_width=3,
+        length_penalty=2.0,
+    )
+    assert params.num_beam_candidates == 3 + len(LIMITS.end_token_ids)
+    assert as_sampling_params(beams).n == 3
+
+
+def test_a_beam_search_may_go_to_the_end_and_past_end_tokens() -> None:
+    beams = BeamSearchParams(beam_width=2, max_tokens=None, ignore_eos=True)
+    params = resolve(beams, LIMITS, num_prompt_tokens=10, seed=0)
+    assert params.max_tokens == LIMITS.max_model_len - 10
+    assert params.end_token_ids == ()
+    assert params.temperature == 0.0
+
+
+def test_a_sample_searches_no_beams() -> None:
+    params = resolve(SamplingParams(n=3), LIMITS, num_prompt_tokens=1, seed=0)
+    assert (params.beam_width, params.length_penalty) == (0, 1.0)

@@ -64,27 +64,6 @@ def test_rows_are_limited_and_the_lowest_free_one_is_taken() -> None:
     harness.run()
 
 
-def test_nobody_overtakes_the_first_who_does_not_fit() -> None:
-    harness = Harness(make_memory(num_blocks=8))
-    harness.add("a", 12, 9)
-    harness.step()
-    large, small = harness.add("large", 25, 1), harness.add("small", 1, 1)
-    harness.step()
-    assert harness.scheduler.waiting == [large, small]
-    harness.run()
-
-
-def test_admission_leaves_each_running_sequence_room_to_grow() -> None:
-    harness = Harness(make_memory(num_blocks=4))
-    harness.add("a", 8, 8)
-    harness.step()
-    newcomer = harness.add("b", 5, 1)
-    harness.step()  # two blocks are free and two are needed, but "a" will soon need one
-    assert newcomer.row is None
-    harness.run()
-    assert harness.scheduler.stats.num_preemptions == 0
-
-
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize(("prompt", "max_tokens", "fits"), [(10, 7, True), (10, 8, False)])
 def test_what_can_never_fit_is_refused_with_the_numbers(
@@ -343,4 +322,4 @@ def test_queue_time_is_counted_to_the_first_admission() -> None:
     sequence = harness.add("a", 3, 5)
     sequence.arrival_s = 1.0
     harness.scheduler.schedule(3.5)
-    assert harness.scheduler.stats.queue_s == 2.5
+    assert harness.scheduler.admission.stats.queue_s == 2.5

@@ -12,6 +12,7 @@ PREEMPTED, FINISHED = SequenceState.PREEMPTED, SequenceState.FINISHED
 
 LEGAL = {
     (WAITING, RUNNING),
+    (WAITING, PREEMPTED),  # a new beam that shares its parent's blocks and finds no row
     (WAITING, FINISHED),
     (RUNNING, PREEMPTED),
     (RUNNING, FINISHED),
@@ -112,3 +113,38 @@ def test_it_tells_what_it_is() -> None:
     sequence = make()
     sequence.num_computed_tokens = 2
     assert repr(sequence) == "<Sequence r/0 waiting row=None computed=2/3>"
+
+
+def test_a_branch_has_the_tokens_the_limits_and_the_hashes_of_its_parent() -> None:
+    parent = make(3, max_num_tokens=9, max_tokens=100)
+    parent.tenant, parent.deadline_s, parent.priority = "t", 5.0, 2
+    parent.chain.append(b"first")
+    for token_id in (1, 2):
+        parent.append(token_id)
+    parent.num_pending_tokens = 1
+    child = parent.branch(4, DecodingParams(3))
+    assert (child.request_id, child.branch_index, child.state) == ("r", 4, WAITING)
+    assert (child.token_ids, child.num_prompt_tokens) == ([10, 11, 12, 1, 2], 3)
+    assert (child.num_output_tokens, child.num_pending_tokens) == (2, 0)
+    assert child.max_num_tokens == 6, "as if it had generated all of them itself"
+    assert child.branch(5, DecodingParams(100)).max_num_tokens == 9, "the model's limit, not that"
+    assert (child.tenant, child.deadline_s, child.priority) == ("t", 5.0, 2)
+    child.append(9)
+    child.chain.append(b"second")
+    assert (parent.token_ids[-1], parent.chain) == (2, [b"first"]), "nothing is shared"
+
+
+def test_a_fork_waits_for_its_parent_until_it_leaves_it() -> None:
+    parent = make()
+    children = [parent.branch(index, parent.params) for index in (1, 2)]
+    for child in children:
+        child.fork_from(parent)
+    assert parent.forks == children
+    assert [child.num_common_tokens for child in children] == [3, 3]
+    children[0].leave_parent()
+    children[0].leave_parent()
+    assert (parent.forks, children[0].parent) == ([children[1]], None)
+
+
+def test_a_beam_is_told_by_its_parameters() -> None:
+    assert make(beam_width=2).is_beam and not make().is_beam

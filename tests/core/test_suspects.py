@@ -3,7 +3,7 @@
 import pytest
 from tests.core.harness import Harness, launch, make_memory
 
-from quire.core.policy import priority
+from quire.core.policy import PriorityPolicy
 from quire.core.request import FinishReason
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence
@@ -93,7 +93,7 @@ def test_a_poison_request_ends_alone() -> None:
 
 @pytest.mark.parametrize("policy_name", ["fcfs", "priority"])
 def test_a_second_poison_that_comes_during_the_trial_blames_nobody_else(policy_name: str) -> None:
-    harness = Harness(faults=Faults(poison_token_id=POISON), policy=priority)
+    harness = Harness(faults=Faults(poison_token_id=POISON), policy=PriorityPolicy())
     first = 9 if policy_name == "priority" else 0
     for name in "abc":
         harness.add(name, 5, 6, priority=first)
@@ -161,7 +161,7 @@ def test_a_trial_takes_the_room_it_needs() -> None:
     harness.step()
     harness.launch()
     harness.recover()
-    harness.memory.clear_cache()
+    harness.memory.prefixes.clear()
     harness.run()
     assert errors(harness) == set()
 

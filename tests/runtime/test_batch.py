@@ -1,37 +1,39 @@
-"""RowBatch against a slow model of the same rows, and each kind of table edit."""
+"""RowBatch against a slow model of the same rows, and each kind of change that a plan makes."""
 
 import random
 
 import numpy as np
 import pytest
 import torch
+from tests.runtime.slow_rows import BLOCK_SIZE, NUM_ROWS, SlowRows, admit, fork, slots
 
 from quire.core.sampling_params import DecodingParams
-from quire.core.step import HOLE_BLOCK, Chunk, EditKind, RowAdmission, StepPlan, TableEdit
-from quire.runtime.batch import RowBatch
+from quire.core.step import (
+    HOLE_BLOCK,
+    Chunk,
+    EditKind,
+    StepPlan,
+    TableEdit,
+    TokenEdit,
+)
+from quire.runtime.batch import RowBatch, StepBatch
 
-GREEDY = DecodingParams(max_tokens=8, temperature=0.0)
 SCORED = DecodingParams(max_tokens=8, prompt_logprobs=1)
-BLOCK_SIZE = 8
 
 
 def make_rows(num_groups: int = 1, num_rows: int = 6) -> RowBatch:
     return RowBatch(
         num_rows=num_rows,
         max_model_len=64,
-        max_num_tokens=64,
+        max_num_tokens=64 * num_rows,
         num_groups=num_groups,
         block_size=BLOCK_SIZE,
     )
 
 
-def admit(row: int, token_ids: list[int], *tables: tuple[int, ...], **fields) -> RowAdmission:
-    given = {"num_prompt_tokens": len(token_ids), "num_computed_tokens": 0, "params": GREEDY}
-    return RowAdmission(row, token_ids, block_tables=tables, **(given | fields))
-
-
-def slots(table: tuple[int, ...], positions: range) -> list[int]:
-    return [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in positions]
+def step_of(rows: RowBatch, plan: StepPlan) -> StepBatch:
+    rows.change(plan)
+    return rows.build(plan)
 
 
 def test_a_chunk_and_a_decode_row_become_one_flat_step() -> None:
@@ -190,6 +192,38 @@ def test_prompt_logprob_spans_cover_each_prompt_token_but_the_first_once() -> No
             StepPlan(1, 1, 1, table_edits=(TableEdit(0, 0, EditKind.REPLACE, 1, (9,)),)),
             "goes beyond 1 blocks",
         ),
+        (StepPlan(1, 1, 1, forks=(fork(0, 0),)), "row 0 is forked into but was live"),
+        (StepPlan(1, 1, 1, forks=(fork(1, 3),)), "forked from row 3, which is not live"),
+        (
+            StepPlan(1, 2, 0, forks=(fork(1, 0, True),), chunks=(Chunk(0, 0),)),
+            "row 1 joins row 0, which leaves its gap open",
+        ),
+        (
+            StepPlan(1, 3, 1, forks=(fork(1, 0, True), fork(2, 1, True))),
+            "row 2 joins row 1, which leaves its gap open",
+        ),
+        (
+            StepPlan(1, 2, 2, forks=(fork(1, 0, True),), chunks=(Chunk(1, 1),)),
+            "row 1 joins a step and computes a chunk",
+        ),
+        (
+            StepPlan(1, 2, 1, forks=(fork(1, 0, True),), token_edits=(TokenEdit(1, 2, (5, 6)),)),
+            "tokens are not its source's",
+        ),
+        (
+            StepPlan(
+                1,
+                2,
+                1,
+                forks=(fork(1, 0, True),),
+                table_edits=(TableEdit(1, 0, EditKind.CUT, 0),),
+            ),
+            "table ends before the step does",
+        ),
+        (StepPlan(1, 1, 1, token_edits=(TokenEdit(1, 0, (5,)),)), "a row that is not live"),
+        (StepPlan(1, 1, 1, token_edits=(TokenEdit(0, 1, (5, 6)),)), "does not begin in"),
+        (StepPlan(1, 1, 1, token_edits=(TokenEdit(0, 4, (5,)),)), "does not begin in"),
+        (StepPlan(1, 1, 1, token_edits=(TokenEdit(0, 2, ()),)), "leaves no token to compute"),
     ],
 )
 def test_a_plan_that_disagrees_with_the_rows_is_caught(plan: StepPlan, message: str) -> None:
@@ -200,6 +234,124 @@ def test_a_plan_that_disagrees_with_the_rows_is_caught(plan: StepPlan, message: 
     with pytest.raises(AssertionError, match=message):
         rows.change(plan)
         rows.build(plan)
+
+
+def test_a_fork_takes_the_used_part_of_its_source_and_goes_on_alone() -> None:
+    rows = make_rows(num_groups=2)
+    start = admit(1, list(range(50, 61)), (1, 2), (11, 12), num_prompt_tokens=9)
+    step_of(rows, StepPlan(0, 1, 11, admit=(start,), chunks=(Chunk(1, 11),)))
+    rows.append_sampled(np.array([1]), np.array([61]))
+    tables = [group.block_tables for group in rows.build(StepPlan(1, 1, 1)).attention.groups]
+    rows.append_sampled(np.array([1]), np.array([62]))
+    rows.token_ids[4], tables[0][4], tables[1][4] = 77, 78, 79
+    plan = StepPlan(
+        2,
+        2,
+        2,
+        forks=(fork(4, 1),),
+        token_edits=(TokenEdit(4, 12, (99,)),),
+        table_edits=(TableEdit(4, 0, EditKind.REPLACE, 1, (5,)),),
+    )
+    step = step_of(rows, plan)
+    assert step.rows.tolist() == step.sample_rows.tolist() == [1, 4]
+    assert step.token_ids.tolist() == [62, 99]
+    assert step.positions.tolist() == [12, 12]
+    assert step.joined_lines.tolist() == []
+    assert rows.num_prompt_tokens[[1, 4]].tolist() == [9, 9]
+    slot_mappings = [group.slot_mapping.tolist() for group in step.attention.groups]
+    assert slot_mappings == [[2 * 8 + 4, 5 * 8 + 4], [12 * 8 + 4] * 2]
+    assert rows.token_ids[4].tolist() == [*range(50, 62), 99] + [77] * 52
+    assert [table[4].tolist() for table in tables] == [[1, 5] + [78] * 6, [11, 12] + [79] * 6]
+
+
+def test_rows_that_join_a_step_sample_from_their_sources_token() -> None:
+    rows = make_rows()
+    first, second = (9, 4), (3, 7)
+    admissions = (
+        admit(5, [11, 12, 13], first, num_computed_tokens=2),
+        admit(1, list(range(20, 32)), second, num_computed_tokens=8, params=SCORED),
+    )
+    forks = (fork(0, 1, joins_step=True), fork(2, 5, joins_step=True), fork(3, 1, joins_step=True))
+    step = step_of(rows, StepPlan(0, 5, 5, admit=admissions, forks=forks, chunks=(Chunk(1, 4),)))
+    assert step.rows.tolist() == [5, 1]
+    assert step.token_ids.tolist() == [13, 28, 29, 30, 31]
+    assert step.attention.rows_list == [5, 1]
+    assert step.sample_rows.tolist() == [5, 1, 0, 2, 3]
+    assert step.sample_index.tolist() == [0, 4, 4, 0, 4]
+    assert step.joined_lines.tolist() == [1, 0, 1]
+    assert {row for row, *_ in step.prompt_logprob_spans} == {1}
+    rows.append_sampled(step.sample_rows, np.array([60, 61, 62, 63, 64]))
+    edits = (TableEdit(0, 0, EditKind.REPLACE, 1, (6,)), TableEdit(3, 0, EditKind.REPLACE, 1, (8,)))
+    step = step_of(rows, StepPlan(1, 5, 5, table_edits=edits))
+    assert step.rows.tolist() == step.sample_rows.tolist() == [0, 1, 2, 3, 5]
+    assert step.token_ids.tolist() == [62, 61, 63, 64, 60]
+    assert step.positions.tolist() == [12, 12, 3, 12, 3]
+    blocks = [slot // BLOCK_SIZE for slot in step.attention.groups[0].slot_mapping.tolist()]
+    assert blocks == [6, 7, 9, 8, 9]
+
+
+def test_a_row_may_join_a_step_that_grows_the_table_when_its_own_grows_too() -> None:
+    rows = make_rows()
+    step_of(
+        rows, StepPlan(0, 1, 8, admit=(admit(0, list(range(12)), (1,)),), chunks=(Chunk(0, 8),))
+    )
+    edits = tuple(TableEdit(row, 0, EditKind.APPEND, 1, (2,)) for row in (0, 3))
+    plan = StepPlan(1, 2, 4, forks=(fork(3, 0, True),), table_edits=edits, chunks=(Chunk(0, 4),))
+    step = step_of(rows, plan)
+    assert step.sample_rows.tolist() == [0, 3]
+    assert step.attention.groups[0].block_tables[3, :2].tolist() == [1, 2]
+
+
+def test_a_fork_within_the_prompt_leaves_its_log_probabilities_to_the_source() -> None:
+    rows = make_rows()
+    start = admit(0, list(range(20, 30)), (1, 2), params=SCORED)
+    step_of(rows, StepPlan(0, 1, 4, admit=(start,), chunks=(Chunk(0, 4),)))
+    plan = StepPlan(1, 2, 8, forks=(fork(3, 0),), chunks=(Chunk(0, 4), Chunk(3, 4)))
+    assert step_of(rows, plan).prompt_logprob_spans == [(0, 0, 4, 5)]
+
+
+def test_token_edits_replace_the_tail() -> None:
+    rows = make_rows()
+    step_of(
+        rows, StepPlan(0, 1, 4, admit=(admit(0, list(range(10)), (1, 2)),), chunks=(Chunk(0, 4),))
+    )
+    step = step_of(
+        rows, StepPlan(1, 1, 2, token_edits=(TokenEdit(0, 6, ()),), chunks=(Chunk(0, 2),))
+    )
+    assert step.token_ids.tolist() == [4, 5]
+    assert step.sample_rows.tolist() == [0]
+    rows.append_sampled(np.array([0]), np.array([42]))
+    plan = StepPlan(2, 1, 3, token_edits=(TokenEdit(0, 6, (7, 8, 9)),), chunks=(Chunk(0, 3),))
+    assert step_of(rows, plan).token_ids.tolist() == [7, 8, 9]
+    rows.append_sampled(np.array([0]), np.array([43]))
+    assert step_of(rows, StepPlan(3, 1, 1, token_edits=(TokenEdit(0, 9, (5,)),))).token_ids[0] == 5
+
+
+def test_a_token_that_was_computed_and_cut_off_is_not_edited() -> None:
+    rows = make_rows()
+    start = admit(0, list(range(12)), (1, 2))
+    step_of(rows, StepPlan(0, 1, 12, admit=(start,), chunks=(Chunk(0, 12),)))
+    rows.append_sampled(np.array([0]), np.array([42]))
+    rows.change(StepPlan(1, 1, 0, table_edits=(TableEdit(0, 0, EditKind.CUT, 1),)))
+    rows.change(StepPlan(2, 1, 0, token_edits=(TokenEdit(0, 12, (43,)),)))
+    assert rows.token_ids[0, :13].tolist() == [*range(12), 43]
+    with pytest.raises(AssertionError, match=r"does not begin in \[12, 13\]"):
+        rows.change(StepPlan(3, 1, 0, token_edits=(TokenEdit(0, 11, (43, 44)),)))
+    again = admit(0, list(range(12)), (1,), num_computed_tokens=8)
+    rows.change(StepPlan(4, 1, 0, release=(0,), admit=(again,)))
+    rows.change(StepPlan(5, 1, 0, token_edits=(TokenEdit(0, 11, (43, 44)),)))
+    assert rows.token_ids[0, :13].tolist() == [*range(11), 43, 44]
+
+
+def test_cutting_lookahead_blocks_leaves_the_computed_tokens() -> None:
+    rows = make_rows()
+    start = admit(0, list(range(11)), (1, 2, 3, 4))
+    step_of(rows, StepPlan(0, 1, 11, admit=(start,), chunks=(Chunk(0, 11),)))
+    rows.append_sampled(np.array([0]), np.array([42]))
+    step = step_of(rows, StepPlan(1, 1, 1, table_edits=(TableEdit(0, 0, EditKind.CUT, 2),)))
+    assert step.positions.tolist() == [11]
+    assert step.token_ids.tolist() == [42]
+    assert step.attention.groups[0].slot_mapping.tolist() == [2 * BLOCK_SIZE + 3]
 
 
 def test_reset_drops_all_rows() -> None:
@@ -214,56 +366,15 @@ def test_reset_drops_all_rows() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_steps_equal_a_slow_model(seed: int) -> None:
     rng = random.Random(seed)
-    rows = make_rows(num_groups=2, num_rows=8)
-    tokens: dict[int, list[int]] = {}
-    tables: dict[int, list[tuple[int, ...]]] = {}
-    computed: dict[int, int] = {}
+    rows, slow = make_rows(num_groups=2, num_rows=NUM_ROWS), SlowRows(rng)
+    num_joined = 0
     for step_id in range(30):
-        release = tuple(row for row in tokens if rng.random() < 0.2)
-        for row in release:
-            del tokens[row], tables[row], computed[row]
-        admissions = []
-        for row in set(range(8)) - set(tokens):
-            if rng.random() < 0.4:
-                tokens[row] = [rng.randrange(1000) for _ in range(rng.randrange(1, 40))]
-                tables[row] = [tuple(rng.randrange(100) for _ in range(8)) for _ in range(2)]
-                computed[row] = rng.randrange(len(tokens[row]))
-                admissions.append(
-                    admit(row, tokens[row], *tables[row], num_computed_tokens=computed[row])
-                )
-        counts = {row: rng.randrange(0, len(tokens[row]) - computed[row] + 1) for row in tokens}
-        plan = StepPlan(
-            step_id,
-            len(tokens),
-            sum(counts.values()),
-            release,
-            tuple(admissions),
-            chunks=tuple(Chunk(row, count) for row, count in counts.items() if count != 1),
-        )
-        rows.change(plan)
-        step = rows.build(plan)
-        start, sampled = 0, []
-        assert set(step.rows.tolist()) == {row for row, count in counts.items() if count}
-        at_rows = step.attention.rows
-        assert step.rows.tolist() == at_rows.tolist() == step.attention.rows_list
-        for number, group in enumerate(step.attention.groups):
-            expected = [list(tables[row][number]) for row in step.rows.tolist()]
-            assert group.block_tables[at_rows].tolist() == expected
-        for row in step.rows.tolist():
-            positions = range(computed[row], computed[row] + counts[row])
-            span = slice(start, start + len(positions))
-            assert step.positions[span].tolist() == list(positions)
-            assert step.token_ids[span].tolist() == [tokens[row][at] for at in positions]
-            for group, table in zip(step.attention.groups, tables[row], strict=True):
-                assert group.slot_mapping[span].tolist() == slots(table, positions)
-            start += len(positions)
-            computed[row] = positions.stop
-            if positions.stop == len(tokens[row]):
-                sampled.append((row, start - 1))
-        assert list(zip(step.sample_rows.tolist(), step.sample_index.tolist(), strict=True)) == (
-            sampled
-        )
+        plan = slow.random_plan(step_id)
+        step = step_of(rows, plan)
+        sampled = slow.check(step)
+        num_joined += len(step.joined_lines)
         new = [rng.randrange(1000) for _ in sampled]
         rows.append_sampled(step.sample_rows, np.array(new, np.int64))
-        for (row, _), token_id in zip(sampled, new, strict=True):
-            tokens[row].append(token_id)
+        for row, token_id in zip(sampled, new, strict=True):
+            slow.tokens[row].append(token_id)
+    assert num_joined > 0

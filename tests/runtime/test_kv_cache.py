@@ -99,6 +99,14 @@ def test_copies_move_whole_blocks() -> None:
     assert cache.storage.float().mean(dim=1).tolist() == [0, 1, 2, 3, 1, 0]
 
 
+def test_one_block_may_be_copied_to_several() -> None:
+    cache = KVCache(layout(*[spec()] * 3), 8, CPU)
+    cache.storage.random_(0, 256)
+    before = cache.storage.clone()
+    cache.copy_blocks([BlockCopy(2, 7), BlockCopy(5, 1), BlockCopy(2, 0), BlockCopy(2, 4)])
+    assert torch.equal(cache.storage, before[[2, 5, 2, 3, 2, 5, 6, 2]])
+
+
 def test_memory_that_is_not_there() -> None:
     with pytest.raises(InsufficientMemoryError, match="lower kv_cache_memory or num_blocks"):
         KVCache(layout(spec()), 1 << 45, CPU)

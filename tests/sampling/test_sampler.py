@@ -240,6 +240,55 @@ def test_logprobs_are_of_the_model_before_any_option(make_batch: Any) -> None:
     assert list(entry.top_token_ids) == np.argsort(-line[0])[:3].tolist()
 
 
+def searching(width: int, temperature: float = 0.0, **options: Any) -> Sequence:
+    return DecodingParams(9, temperature=temperature, beam_width=width, **options), [1], []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.4, 3.0])
+def test_a_beam_row_has_its_candidates_at_its_temperature(
+    make_batch: Any, temperature: float
+) -> None:
+    line = np.random.default_rng(6).normal(size=(1, V)).astype(np.float32)
+    batch = make_batch(V, [searching(3, temperature, end_token_ids=(0, 1))])
+    result = batch.sample(line)
+    entry = result.logprobs[0]
+    expected = torch.from_numpy(line).div(temperature or 1.0).log_softmax(1)[0]
+    assert result.token_ids.tolist() == [int(line.argmax())]
+    assert entry.top_token_ids == tuple(np.argsort(-line[0])[:5].tolist())
+    assert list(entry.top_logprobs) == expected[list(entry.top_token_ids)].tolist()
+
+
+def test_equal_candidates_come_in_the_order_of_their_ids(make_batch: Any) -> None:
+    line = np.zeros((1, V))
+    line[0, [9, 4, 17]] = 1.0
+    entry = make_batch(V, [searching(5)]).sample(line).logprobs[0]
+    assert entry.top_token_ids == (4, 9, 17, 0, 1)
+
+
+def test_a_tiny_vocabulary_has_fewer_candidates(make_batch: Any) -> None:
+    entry = make_batch(3, [searching(5)]).sample([[0.0, 2.0, 1.0]]).logprobs[0]
+    assert entry.top_token_ids == (1, 2, 0)
+
+
+def test_beam_rows_and_others_do_not_meet(make_batch: Any) -> None:
+    crowd = [searching(2, 0.5), sampled(seed=3, temperature=0.5, logprobs=4), searching(6, 2.0)]
+    lines = np.random.default_rng(7).normal(size=(3, V)).astype(np.float32)
+    together = make_batch(V, crowd).sample(lines)
+    for row, sequence in enumerate(crowd):
+        alone = make_batch(V, [sequence]).sample(lines[row : row + 1])
+        assert alone.token_ids[0] == together.token_ids[row]
+        assert alone.logprobs[0] == together.logprobs[row]
+
+
+def test_a_row_that_was_a_beam_samples_again(make_batch: Any) -> None:
+    line = np.random.default_rng(8).normal(size=(1, V)).astype(np.float32)
+    batch = make_batch(V, [searching(4, 0.3)])
+    batch.sample(line)
+    plain = sampled(seed=2, logprobs=1)
+    batch.sampler.rows.set_row(0, plain[0], 0, 1)
+    assert batch.sample(line).logprobs == make_batch(V, [plain]).sample(line).logprobs
+
+
 def test_the_position_alone_changes_the_sample(make_batch: Any) -> None:
     batch = make_batch(V, [sampled(seed=1)])
     drawn = []

@@ -15,7 +15,8 @@ from quire.core.step import HOLE_BLOCK
 def check_memory(memory: KVCacheManager, live: list[Sequence]) -> None:
     """Raise AssertionError unless pool, cache and the tables of `live` sequences agree."""
     pool = memory.pool
-    holders = Counter(memory.blocks_held_by_steps())
+    holders = Counter(memory.holds.blocks())
+    assert memory.holds.num_blocks == holders.total()
     for sequence in live:
         for table in sequence.block_tables:
             holders.update(block for block in table if block != HOLE_BLOCK)
@@ -32,38 +33,44 @@ def check_memory(memory: KVCacheManager, live: list[Sequence]) -> None:
     }
     named = {block: key for block, key in enumerate(pool.content) if key is not None}
     assert found == named, "the prefix cache and the pool disagree on contents"
+    memory.cache.check()
 
 
 def check_sequence(sequence: Sequence, block_size: int) -> None:
     """Raise AssertionError unless the sequence's own counts agree."""
-    is_running = sequence.state is SequenceState.RUNNING
-    assert (sequence.row is not None) == is_running, sequence
-    assert bool(sequence.block_tables) == is_running, sequence
+    assert (sequence.row is not None) == (sequence.state is SequenceState.RUNNING), sequence
+    assert not sequence.block_tables or sequence.state is not SequenceState.WAITING, sequence
     for table in sequence.block_tables:
         assert len(table) * block_size == sequence.num_slots, sequence
     assert sequence.num_computed_tokens <= sequence.num_tokens, sequence
     assert sequence.num_computed_tokens <= sequence.num_slots, sequence
+    assert sequence.num_written_tokens <= sequence.num_computed_tokens, sequence
     assert sequence.num_published_blocks * block_size <= sequence.num_computed_tokens, sequence
     assert len(sequence.token_ids) <= sequence.max_num_tokens, sequence
+    if sequence.state is SequenceState.PREEMPTED:
+        kept = -(-sequence.num_computed_tokens // block_size) * block_size
+        assert sequence.num_slots == kept, f"{sequence} keeps blocks that it did not compute"
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Raise AssertionError unless all laws hold between two calls of the scheduler."""
-    live = [*scheduler.running, *scheduler.waiting]
+    residents, waiting = scheduler.residents, list(scheduler.waiting)
+    live = [*residents.running, *waiting]
     assert len(live) == len({id(sequence) for sequence in live})
-    assert all(one.state is SequenceState.RUNNING for one in scheduler.running)
-    assert all(
-        one.state in (SequenceState.WAITING, SequenceState.PREEMPTED) for one in scheduler.waiting
-    )
-    for ordered in (scheduler.running, scheduler.waiting):
+    assert all(one.state is SequenceState.RUNNING for one in residents.running)
+    preempted = [one for one in waiting if one.state is SequenceState.PREEMPTED]
+    assert all(one.state is SequenceState.WAITING for one in waiting if one not in preempted)
+    assert set(preempted) == set(residents.preempted)
+    for ordered in (residents.running, residents.preempted):
         assert ordered == sorted(ordered, key=lambda sequence: sequence.rank)
-    owned = [sequence.row for sequence in scheduler.running]
-    rows = [*owned, *scheduler.free_rows]
+    rows = [*(one.row for one in residents.running), *residents.free_rows]
     assert sorted(row for row in rows if row is not None) == list(
         range(scheduler.config.max_num_seqs)
     )
     for sequence in live:
         check_sequence(sequence, scheduler.memory.block_size)
+        assert all(child.parent is sequence for child in sequence.forks), sequence
+        assert sequence.parent is None or not sequence.parent.is_finished, sequence
     check_memory(scheduler.memory, live)
 
 

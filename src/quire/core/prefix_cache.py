@@ -1,32 +1,84 @@
-"""Which full blocks of tokens are in memory: a keyed hash chain over contents.
+"""Which blocks of tokens are in memory: a keyed hash chain over contents, searchable to the token.
 
 The hash of a block covers its parent's hash and its own tokens, so equal hashes mean equal
 prefixes. The chain's root is keyed with the installation's secret and the cache domain: a tenant
 can neither hit another's blocks nor predict their hashes. Knows no sequences; used by
 `kv_cache_manager` alone.
+
+Blocks with the same parent are kept in the order of their tokens. So the one that agrees longest
+with a prompt is a neighbour of the place where the prompt's tokens would stand: two comparisons,
+however many there are.
 """
 
 import hashlib
-from array import array
+import struct
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
 DIGEST_BYTES = 16
+TOKEN_BYTES = 4
+FIRST_LOOKUPS = 16
+
+# The domain whose prefixes everybody may read. No request's own domain is called so: the server
+# derives domains from key names and salts, with a prefix of its own.
+PUBLIC_DOMAIN = "*"
+
+
+class Eviction(NamedTuple):
+    """When a content was forgotten, and the request for which its block was taken."""
+
+    at_s: float
+    by_request_id: str
+
+
+class Neighbour(NamedTuple):
+    """The cached block that agrees longest with given tokens after one parent."""
+
+    digest: bytes
+    num_common_tokens: int
+    token_ids: tuple[int, ...]
+
+
+_Child = tuple[bytes, bytes]
+"""(tokens, digest) of a block that follows a parent; tokens are big-endian, so that bytes order."""
+
+_Node = tuple[bytes, bytes, bool]
+"""(parent, tokens, whether the parent is the root of a domain) of a block."""
 
 
 class PrefixCache:
     """Content hash -> block, by KV group.
 
     Invariant, kept together with the block pool by the manager: `find(group, digest) == block` if
-    and only if `pool.content[block] == (group, digest)`.
+    and only if `pool.content[block] == (group, digest)`. A digest stands in the tree of tokens if
+    and only if it is known in group 0.
     """
 
-    def __init__(self, num_groups: int, block_size: int, secret: bytes) -> None:
+    def __init__(
+        self, num_groups: int, block_size: int, secret: bytes, num_remembered: int = 0
+    ) -> None:
+        """num_remembered: of so many evicted contents it is remembered when and why they went."""
         self.block_size = block_size
         self._secret = secret
         self._blocks: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
+        # Plain tuples and an only child without a list: each block costs as few objects as it can.
+        self._nodes: dict[bytes, _Node] = {}
+        self._children: dict[bytes, _Child | list[_Child]] = {}
+        self._roots_of_first: dict[bytes, Counter[bytes]] = {}  # first block's tokens -> roots
+        # Two generations of evicted contents, the older dropped when the younger is full: a dict
+        # that loses its first entry again and again has to look for the next one ever longer.
+        self._evictions: dict[bytes, Eviction] = {}
+        self._old_evictions: dict[bytes, Eviction] = {}
+        self._evictions_per_generation = num_remembered // 2
+        self.public_root = self.root(PUBLIC_DOMAIN)
 
     def __len__(self) -> int:
         return sum(len(blocks) for blocks in self._blocks)
+
+    # ---- hashes -----------------------------------------------------------------------------
 
     def root(self, domain: str, extra: bytes = b"") -> bytes:
         """The hash that a chain of `domain` starts from.
@@ -36,30 +88,209 @@ class PrefixCache:
         named = len(domain).to_bytes(8, "little") + domain.encode() + extra
         return hashlib.blake2b(named, key=self._secret, digest_size=DIGEST_BYTES).digest()
 
-    def extend_chain(self, chain: list[bytes], root: bytes, token_ids: Sequence[int]) -> None:
-        """Append the hashes of the full blocks of `token_ids` that `chain` does not have yet."""
+    def extend_chain(
+        self, chain: list[bytes], root: bytes, token_ids: Sequence[int]
+    ) -> list[bytes]:
+        """Append the hashes of the full blocks of `token_ids` that `chain` does not have yet.
+
+        Returns the tokens of these blocks, each as `sortable` makes them.
+        """
         size = self.block_size
         first = len(chain) * size
-        data = array("I", token_ids[first : len(token_ids) // size * size]).tobytes()
+        data = sortable(token_ids[first : len(token_ids) // size * size])
+        width = TOKEN_BYTES * size
+        blocks = [data[start : start + width] for start in range(0, len(data), width)]
         parent = chain[-1] if chain else root
         blake2b = hashlib.blake2b
-        for start in range(0, len(data), 4 * size):
-            block = data[start : start + 4 * size]
+        for block in blocks:
             parent = blake2b(parent + block, digest_size=DIGEST_BYTES).digest()
             chain.append(parent)
+        return blocks
+
+    def hash_tail(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
+        """The hash of a partly filled block; differs from that of any full one."""
+        return hashlib.blake2b(parent + sortable(token_ids), digest_size=DIGEST_BYTES).digest()
+
+    # ---- contents ---------------------------------------------------------------------------
 
     def find(self, group: int, digest: bytes) -> int | None:
         """The block with this content, or None."""
         return self._blocks[group].get(digest)
 
-    def insert(self, group: int, digest: bytes, block: int) -> None:
-        """Make a block findable; the caller has checked that its content is not yet known."""
-        self._blocks[group][digest] = block
+    def find_all(self, digest: bytes) -> tuple[int, ...] | None:
+        """The blocks with this content in all groups, or None where one lacks it."""
+        found = tuple([blocks.get(digest, -1) for blocks in self._blocks])
+        return None if -1 in found else found
 
-    def remove(self, group: int, digest: bytes) -> None:
-        """Forget a content."""
-        del self._blocks[group][digest]
+    def find_run(self, chain: Sequence[bytes], first: int, last: int) -> tuple[list[int], ...]:
+        """By group, the blocks of chain[first:last] up to the first that a group lacks."""
+        runs: list[list[int]] = []
+        for blocks in self._blocks:
+            run: list[int] = []
+            at, width = first, FIRST_LOOKUPS
+            while at < last:
+                found = list(map(blocks.get, chain[at : min(at + width, last)]))
+                if None in found:
+                    run += found[: found.index(None)]  # type: ignore[arg-type]
+                    break
+                run += found  # type: ignore[arg-type]
+                at, width = at + width, 2 * width
+            last = first + len(run)  # beyond that, the other groups need not look
+            runs.append(run)
+        return tuple(run[: last - first] for run in runs)
+
+    def num_tokens(self, digest: bytes) -> int | None:
+        """How many tokens the content has; None where group 0 does not know it (any more)."""
+        node = self._nodes.get(digest)  # (parent, tokens, is first)
+        return None if node is None else len(node[1]) // TOKEN_BYTES
+
+    @property
+    def has_public(self) -> bool:
+        """Whether anything is published for all domains."""
+        return self.public_root in self._children
+
+    def insert_run(
+        self,
+        group: int,
+        digests: Sequence[bytes],
+        blocks: Sequence[int],
+        tokens: Sequence[bytes],
+        parent: bytes,
+        is_first: bool = False,
+    ) -> list[tuple[int, bytes]]:
+        """Make adjacent blocks of one prefix findable, but for contents that are known already.
+
+        tokens: of each, as `sortable` makes them. parent: the digest before the first of them, or,
+        if it is_first of all, the root. Returns (block, digest) of those that are new.
+        """
+        known, nodes, children = self._blocks[group], self._nodes, self._children
+        inserted: list[tuple[int, bytes]] = []
+        for digest, block, own in zip(digests, blocks, tokens, strict=True):
+            if digest not in known:
+                known[digest] = block
+                inserted.append((block, digest))
+                if not group:
+                    nodes[digest] = parent, own, is_first
+                    siblings = children.get(parent)
+                    if siblings is None:
+                        children[parent] = own, digest
+                    else:
+                        self._add_sibling(parent, siblings, (own, digest))
+                    if is_first:
+                        self._roots_of_first.setdefault(own, Counter())[parent] += 1
+            parent, is_first = digest, False
+        return inserted
+
+    def remove_run(
+        self, keys: Sequence[tuple[int, bytes]], eviction: Eviction | None = None
+    ) -> None:
+        """Forget contents, (group, digest) each; eviction: remembered for a while, if given."""
+        nodes, children, evictions = self._nodes, self._children, self._evictions
+        remembers = eviction is not None and self._evictions_per_generation > 0
+        for group, digest in keys:
+            del self._blocks[group][digest]
+            if group:
+                continue
+            parent, tokens, is_first = nodes.pop(digest)
+            siblings = children[parent]
+            if isinstance(siblings, tuple):
+                del children[parent]
+            else:
+                self._remove_sibling(parent, siblings, (tokens, digest))
+            if is_first:
+                self._forget_first(parent, tokens)
+            if remembers and eviction is not None:
+                evictions[digest] = eviction
+        if remembers and len(evictions) >= self._evictions_per_generation:
+            self._old_evictions, self._evictions = evictions, {}
+
+    def neighbour(self, parent: bytes, token_ids: Sequence[int]) -> Neighbour | None:
+        """The block after `parent` that agrees longest with token_ids; None if there is none.
+
+        Its common tokens may be 0: then it only shows what else was seen there.
+        """
+        siblings = self._children.get(parent)
+        if siblings is None:
+            return None
+        wanted = sortable(token_ids)
+        near = [siblings] if isinstance(siblings, tuple) else siblings
+        place = bisect_left(near, (wanted, b""))
+        near = near[max(0, place - 1) : place + 1]
+        common, tokens, digest = max(
+            (_num_common_bytes(wanted, tokens), tokens, digest) for tokens, digest in near
+        )
+        return Neighbour(digest, common // TOKEN_BYTES, _unsorted(tokens))
+
+    # ---- why something is not there ---------------------------------------------------------
+
+    def eviction_of(self, digest: bytes) -> Eviction | None:
+        """When this content was evicted last, if that is remembered. Asked of one not there."""
+        return self._evictions.get(digest) or self._old_evictions.get(digest)
+
+    def is_first_of_others(self, token_ids: Sequence[int]) -> bool:
+        """Whether some domain has a cached prompt that begins with this full block.
+
+        Asked after the block was not found in the own one. For operators: never told to clients.
+        """
+        return bool(self._roots_of_first.get(sortable(token_ids)))
+
+    # ---- checks -----------------------------------------------------------------------------
 
     def entries(self, group: int) -> dict[bytes, int]:
         """A copy of one group's map, for checks."""
         return dict(self._blocks[group])
+
+    def check(self) -> None:
+        """Raise AssertionError unless the tree of tokens has exactly the digests of group 0."""
+        assert self._nodes.keys() == self._blocks[0].keys()
+        num_told = 0
+        for parent, siblings in self._children.items():
+            listed = [siblings] if isinstance(siblings, tuple) else siblings
+            assert isinstance(siblings, tuple) or len(listed) > 1
+            assert listed == sorted(listed)
+            num_told += len(listed)
+            for tokens, digest in listed:
+                assert self._nodes[digest][:2] == (parent, tokens), "the tree and the nodes differ"
+        assert num_told == len(self._nodes)
+        firsts = sum(sum(counts.values()) for counts in self._roots_of_first.values())
+        assert firsts == sum(is_first for _, _, is_first in self._nodes.values())
+
+    def _add_sibling(self, parent: bytes, siblings: _Child | list[_Child], child: _Child) -> None:
+        if isinstance(siblings, list):
+            insort(siblings, child)
+        else:
+            self._children[parent] = sorted([siblings, child])
+
+    def _remove_sibling(self, parent: bytes, siblings: list[_Child], child: _Child) -> None:
+        del siblings[bisect_left(siblings, child)]
+        if len(siblings) == 1:
+            self._children[parent] = siblings[0]
+
+    def _forget_first(self, root: bytes, tokens: bytes) -> None:
+        counts = self._roots_of_first[tokens]
+        counts[root] -= 1
+        if not counts[root]:
+            del counts[root]
+        if not counts:
+            del self._roots_of_first[tokens]
+
+
+def sortable(token_ids: Sequence[int]) -> bytes:
+    """Token ids as big-endian bytes: their order is that of the tokens."""
+    return _words(len(token_ids)).pack(*token_ids)
+
+
+def _unsorted(data: bytes) -> tuple[int, ...]:
+    return _words(len(data) // TOKEN_BYTES).unpack(data)
+
+
+@cache
+def _words(count: int) -> struct.Struct:
+    return struct.Struct(f">{count}I")
+
+
+def _num_common_bytes(one: bytes, other: bytes) -> int:
+    """How many leading bytes agree."""
+    length = min(len(one), len(other))
+    difference = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
+    return length - (difference.bit_length() + 7) // 8

@@ -22,10 +22,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to continue, n times over.
+    """One prompt to continue, n times over (with beams: n is the beam width, one output each).
 
     priority: smaller goes first (used by the priority policy only).
-    cache_domain: requests share cached prefixes only within one domain.
+    cache_domain: requests share cached prefixes only within one domain, and with what an operator
+        published for all.
+    tenant: whose request it is, for fair sharing and the ledger.
+    deadline_s: seconds after its arrival by which it should have ended (deadline policy only).
     """
 
     request_id: str
@@ -34,6 +37,8 @@ class Request:
     n: int = 1
     priority: int = 0
     cache_domain: str = ""
+    tenant: str = ""
+    deadline_s: float | None = None
 
 
 class SequenceOutput(NamedTuple):
@@ -44,6 +49,7 @@ class SequenceOutput(NamedTuple):
     prompt_logprobs: entries for all prompt tokens but the first, once, with the first new token.
     stop_reason: the client's stop token that ended it; None for the model's own end token.
     num_cached_tokens: prompt tokens served from the prefix cache.
+    cumulative_logprob: of all its tokens; for a beam, which comes whole, with its end.
     """
 
     request_id: str
@@ -55,6 +61,7 @@ class SequenceOutput(NamedTuple):
     logprobs: Sequence[TokenLogprobs] | None = None
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
     error: str | None = None
+    cumulative_logprob: float | None = None
 
 
 def check_prompt(prompt_token_ids: Sequence[int], limits: ModelLimits) -> None:

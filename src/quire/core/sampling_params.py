@@ -1,8 +1,9 @@
 """What a client may ask of a generation, and what of it reaches the scheduler and the sampler.
 
-`SamplingParams` is the client's wish, with the field's usual names; a bad value is refused by name
-and bound when the object is made. `DecodingParams` is the same wish resolved against a model: every
-field has a value and everything is in token ids. Only the latter crosses into the engine.
+`SamplingParams`, or `BeamSearchParams`, is the client's wish, with the field's usual names; a bad
+value is refused by name and bound when the object is made. `DecodingParams` is the same wish
+resolved against a model: every field has a value and everything is in token ids. Only the latter
+crosses into the engine.
 """
 
 import math
@@ -13,6 +14,8 @@ from typing import Any, TypeVar
 from quire.errors import InvalidRequestError
 
 MAX_BRANCHES = 1024
+MAX_BEAM_WIDTH = 64
+MAX_LENGTH_PENALTY = 5.0
 MAX_STOP_STRINGS = 64
 SEED_LIMIT = 1 << 64
 
@@ -111,9 +114,7 @@ class SamplingParams:
 
     def _check_flags(self) -> None:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise InvalidRequestError(f"{name} is {value!r}, but must be True or False", name)
+            _flag(name, getattr(self, name))
 
     def _normalise_lists(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -139,6 +140,58 @@ class SamplingParams:
         set_field(self, "logit_bias", _logit_bias(self.logit_bias))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """Options of one beam search, as `core.beam_search` describes it.
+
+    beam_width: how many beams are followed, and how many results come, best first.
+    max_tokens: at most so many are generated; None: as many as max_model_len leaves room for.
+    length_penalty: a result's score is its log-probability / num_generated_tokens ** it; above 0
+        favours long results, below 0 short ones.
+    temperature: log-probabilities are of softmax(logits / temperature); 0 counts as 1.
+    ignore_eos: the model's own end tokens don't end a beam.
+
+    Raises InvalidRequestError (a ValueError) that names the field, its value and the bound.
+    """
+
+    beam_width: int
+    max_tokens: int | None = 16
+    length_penalty: float = 1.0
+    temperature: float = 0.0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "length_penalty", "temperature"):
+            if getattr(self, name) is None:
+                raise InvalidRequestError(f"{name} is None, but must be a number", name)
+        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        _integer("max_tokens", self.max_tokens, 1, None)
+        _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _flag("ignore_eos", self.ignore_eos)
+
+
+Wish = SamplingParams | BeamSearchParams
+"""What a client may ask for."""
+
+
+def as_sampling_params(wish: Wish) -> SamplingParams:
+    """What a beam search has in common with sampling; all that it lacks is switched off, also where
+    the model's own defaults would switch it on."""
+    if isinstance(wish, SamplingParams):
+        return wish
+    return SamplingParams(
+        n=wish.beam_width,
+        temperature=wish.temperature,
+        max_tokens=wish.max_tokens,
+        ignore_eos=wish.ignore_eos,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class DecodingParams:
     """SamplingParams resolved against a model: every field a value, everything in token ids.
@@ -148,6 +201,10 @@ class DecodingParams:
 
     seed: 64 unsigned bits. end_token_ids: the model's end tokens, empty under ignore_eos.
     bad_words: token sequences whose last token is suppressed where the others precede it.
+    beam_width: above 0, the row searches beams: instead of sampling, it takes the most likely
+        token, and its log-probabilities, of softmax(logits / temperature), hold the
+        num_beam_candidates best (a temperature of 0 counts as 1).
+    length_penalty: see `core.beam_search`.
     """
 
     max_tokens: int
@@ -167,6 +224,13 @@ class DecodingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
+
+    @property
+    def num_beam_candidates(self) -> int:
+        """Continuations of one beam to choose from: enough that all that end leave beam_width."""
+        return self.beam_width + len(self.end_token_ids) + len(self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +248,7 @@ class ModelLimits:
 
 
 def resolve(
-    params: SamplingParams,
+    wish: Wish,
     limits: ModelLimits,
     *,
     num_prompt_tokens: int,
@@ -193,11 +257,12 @@ def resolve(
 ) -> DecodingParams:
     """Fill in what the caller left open and check what only the model can tell.
 
-    seed: used where params.seed is None. bad_words: params.bad_words as token ids.
+    seed: used where the wish has none. bad_words: those of the wish as token ids.
     Raises InvalidRequestError for token ids beyond the vocabulary and for too many logprobs. Does
     not check that the prompt fits (`Engine.add` does).
     """
-    vocab_size, defaults = limits.vocab_size, limits.defaults
+    params, vocab_size, defaults = as_sampling_params(wish), limits.vocab_size, limits.defaults
+    beams = wish if isinstance(wish, BeamSearchParams) else None
     _check_vocabulary("stop_token_ids", params.stop_token_ids or (), vocab_size)
     _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_vocabulary("logit_bias", tuple(params.logit_bias or {}), vocab_size)
@@ -229,6 +294,8 @@ def resolve(
         allowed_token_ids=(
             None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
         ),
+        beam_width=0 if beams is None else beams.beam_width,
+        length_penalty=1.0 if beams is None else float(beams.length_penalty),
     )
 
 
@@ -265,6 +332,11 @@ def _integer(name: str, value: Any, low: int, high: int | None) -> None:
     if value < low or (high is not None and value > high):
         bound = f"at least {low}" + (f" and at most {high}" if high is not None else "")
         raise InvalidRequestError(f"{name} is {value!r}, but must be {bound}", name)
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} is {value!r}, but must be True or False", name)
 
 
 def _strings(name: str, values: Any) -> tuple[str, ...]:

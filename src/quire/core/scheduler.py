@@ -2,44 +2,58 @@
 
 One rule: close the gap between a sequence's computed tokens and its tokens, within the step's token
 budget. Prefill, chunked prefill, decode and resumption after preemption are all that rule. A policy
-orders and does nothing else; budget, admission, allocation and preemption are written here, once.
+orders and does nothing else; budget and admission are written here, once; rows and preemption in
+`residents`, room in `admission`.
 
     schedule(now_s) -> StepPlan      what to compute, from the state of all sequences
     apply(StepResult) -> outputs     what came of it; sequences grow and end
-    add, abort                       at any moment, in any state
+    add, fork, abort                 at any moment, in any state
 
 A plan may be made while an earlier step runs (overlap): counts run ahead of the tokens, and blocks
 that a step in flight may read stay referenced until its result was applied.
 
-Progress: ranks are a total order that never changes. The first-ranked sequence may take from all
-others, nobody is admitted after growth has preempted, and `add` refuses what would not fit alone;
-so the first-ranked sequence always ends, and then the next one is first.
+Progress: see `residents` and `admission`; and `add` refuses what would not fit alone.
 """
 
-import heapq
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from quire.core.kv_cache_manager import KVCacheManager, PrefixMatch, append_edits
-from quire.core.policy import Policy, fcfs
+from quire.core.admission import Admission
+from quire.core.beam_scheduling import BeamScheduling
+from quire.core.draft import PlanDraft
+from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.policy import FcfsPolicy, Policy
 from quire.core.request import FinishReason, SequenceOutput
+from quire.core.residents import Residents
+from quire.core.results import extend, failure
+from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence, SequenceState
-from quire.core.step import Chunk, RowAdmission, StepPlan, StepResult, TableEdit, TokenLogprobs
+from quire.core.slots import SlotProvider
+from quire.core.step import Chunk, StepPlan, StepResult, TokenLogprobs
 from quire.core.suspects import Suspects
-from quire.errors import ConfigurationError, RequestNeverFitsError, SchedulerStalledError
-
-LOOK_AGAIN_STEPS = 16
+from quire.core.waiting import WaitingQueue
+from quire.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    RequestNeverFitsError,
+    SchedulerStalledError,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """max_num_seqs: rows of the runner. max_num_batched_tokens: tokens that one step computes at
-    most; at least max_num_seqs, so that every running sequence can always decode."""
+    most; at least max_num_seqs, so that every running sequence can always decode.
+    num_lookahead_blocks: reserved at once by a growing sequence, beyond the one that it needs,
+    while more than a quarter of the pool is free. For comparison: preempts_whole: a preempted
+    sequence gives up all its blocks, not only as many as are needed; forecasts False: whoever fits
+    now is admitted, however the others are foretold to grow."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    num_lookahead_blocks: int = 1
+    preempts_whole: bool = False
+    forecasts: bool = True
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -48,6 +62,10 @@ class SchedulerConfig:
             raise ConfigurationError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs,"
                 f" {self.max_num_seqs}: a step could not decode every running sequence"
+            )
+        if self.num_lookahead_blocks < 0:
+            raise ConfigurationError(
+                f"num_lookahead_blocks is {self.num_lookahead_blocks}, but must be at least 0"
             )
 
 
@@ -61,81 +79,139 @@ class _StepInFlight:
 
     step_id: int
     rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
+    num_tokens: int = 0
     num_sampling: int = 0
 
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counts and sums since the start.
-
-    num_preemptions: those by failed steps included. num_recomputed_tokens: computed again after a
-    preemption. queue_s: waiting before first admission.
-    """
+    """Counts since the start; those of admissions and preemptions are with those who do them."""
 
     num_steps: int = 0
-    num_admissions: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
     num_failed_steps: int = 0
-    queue_s: float = 0.0
 
 
 class Scheduler:
     """Continuous batching over one pool of KV blocks.
 
-    Invariant: `running` and `waiting` are sorted by rank and disjoint; a sequence is RUNNING if and
-    only if it is in `running`, has a row, and its tables cover its computed tokens; a row has one
-    running sequence, or is free (and named in the next plan's `release` if it had one).
+    Invariant: a sequence waits (WAITING or PREEMPTED, in `waiting`) or runs (in
+    `residents.running`), until it ends; the tables of a running one cover its computed tokens.
     """
 
     def __init__(
-        self, config: SchedulerConfig, memory: KVCacheManager, policy: Policy = fcfs
+        self, config: SchedulerConfig, memory: KVCacheManager, policy: Policy | None = None
     ) -> None:
+        """policy: serves this scheduler alone; None: first come, first served."""
         self.config = config
         self.memory = memory
+        self.policy = policy or FcfsPolicy()
         self.stats = SchedulerStats()
-        self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
-        self.free_rows = list(range(config.max_num_seqs))  # a heap
-        self._policy = policy
+        self.waiting = WaitingQueue(self.policy, lambda one: memory.match(one).num_tokens)
+        self._draft = PlanDraft()
+        self.residents = Residents(
+            config.max_num_seqs,
+            memory,
+            self._draft,
+            self.waiting,
+            takes_all=config.preempts_whole,
+        )
+        self.beams = BeamScheduling(self.policy, memory, self.residents, self._draft)
+        self.admission = Admission(
+            self.policy, self.waiting, self.residents, memory, self.beams, self._draft
+        )
+        self.admission.room.forecasts = config.forecasts
+        self._slots = SlotProvider(
+            memory, self.residents, self.beams, self._draft, config.num_lookahead_blocks
+        )
         self._suspects = Suspects()
-        self._released_rows: list[int] = []
         self._in_flight: deque[_StepInFlight] = deque()
         self._num_added = 0
         self._next_step_id = 0
-        # Who found no room last, when the pool had freed so many blocks; looked up again at a step.
-        self._no_room: tuple[Sequence, int] | None = None
-        self._look_again_at = 0
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those with a row, by rank."""
+        return self.residents.running
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.residents.running or len(self.waiting))
 
     @property
     def num_steps_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def add(self, sequence: Sequence, now_s: float = 0.0) -> None:
-        """Take a new sequence in. Raises RequestNeverFitsError where it could never end."""
-        assert 0 < sequence.num_tokens < sequence.max_num_tokens, sequence
-        # The last token is sampled, but its K and V are never written.
-        needed = self.memory.blocks_for(sequence.max_num_tokens - 1)
-        if needed > self.memory.pool.num_blocks:
-            raise RequestNeverFitsError(
-                f"request {sequence.request_id!r} may grow to {sequence.max_num_tokens} tokens and"
-                f" so need {needed} KV blocks, but the pool has {self.memory.pool.num_blocks};"
-                " lower max_tokens, or give the engine more kv_cache_memory"
-            )
-        sequence.arrival_s = now_s
-        sequence.order = self._num_added
-        sequence.rank = (*self._policy(sequence), sequence.order)
-        self._num_added += 1
-        insort(self.waiting, sequence, key=_rank)
+    # ---- coming and going -------------------------------------------------------------------
+
+    def add(self, branches: list[Sequence], now_s: float = 0.0) -> None:
+        """Take in the new branches of one request, equal but for their branch_index.
+
+        The first computes the prompt, the others fork from it. Raises RequestNeverFitsError where
+        it could never end; then none was taken in.
+        """
+        first = branches[0]
+        assert 0 < first.num_tokens < first.max_num_tokens, first
+        _check_fits(first, self.config, self.memory)
+        self.memory.prefixes.hash_prompt(branches)
+        if self.memory.is_paged:
+            for sequence in branches[1:]:
+                sequence.fork_from(first)
+        for sequence in branches:
+            self._enter(sequence, now_s)
+        if first.is_beam:
+            self.beams.start(first)
+
+    def fork(
+        self, parent: Sequence, branch_index: int, params: DecodingParams, now_s: float = 0.0
+    ) -> Sequence:
+        """A new branch that goes on from the confirmed tokens of `parent`, which lives.
+
+        It shares the blocks of `parent` as soon as there is a row. Its limits count as if it had
+        generated all its tokens itself; log-probabilities of the prompt are not given again.
+        Raises RequestNeverFitsError where it could never end.
+        """
+        assert not parent.is_finished and not parent.is_beam, parent
+        if not self.memory.is_paged:
+            raise InvalidRequestError("this KV allocator shares no blocks, so nothing can fork")
+        child = parent.branch(branch_index, replace(params, prompt_logprobs=None))
+        _check_fits(child, self.config, self.memory)
+        child.fork_from(parent)
+        self._enter(child, now_s)
+        return child
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence in whatever state it is; no later step computes or holds it."""
-        if not sequence.is_finished:
-            self._finish(sequence, FinishReason.ABORT)
+        """End a sequence in whatever state it is; no later step computes or holds it.
+
+        A beam takes its whole search with it.
+        """
+        for one in self.beams.members_with(sequence):
+            if not one.is_finished:
+                self._finish(one, FinishReason.ABORT)
+        self.beams.forget(sequence)
+
+    def _enter(self, sequence: Sequence, now_s: float) -> None:
+        sequence.arrival_s = now_s
+        sequence.order = self._num_added
+        self._num_added += 1
+        self.waiting.enter(sequence, now_s)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.state is not SequenceState.RUNNING:
+            self.waiting.remove(sequence)
+        self.residents.leave(sequence)
+        sequence.finish_reason = reason
+        sequence.move_to(SequenceState.FINISHED)
+        sequence.leave_parent()
+        if sequence.forks:  # the first of those that wait for it takes its part
+            heir, *others = sequence.forks
+            heir.leave_parent()
+            for child in others:
+                child.leave_parent()
+                child.parent = heir
+                child.num_common_tokens = min(child.num_common_tokens, heir.num_common_tokens)
+                heir.forks.append(child)
+        self.policy.on_leave(sequence)
+        self.admission.room.observe_end(sequence)
 
     # ---- planning ---------------------------------------------------------------------------
 
@@ -145,170 +221,87 @@ class Scheduler:
         now_s: the engine's clock, seconds from any fixed point.
         Raises SchedulerStalledError if there is work, nothing is in flight and nothing is possible.
         """
+        self.memory.now_s = self.memory.pool.now_s = now_s
+        first_in_flight = self._in_flight[0].step_id if self._in_flight else self._next_step_id
+        self.residents.first_step_in_flight = first_in_flight
         chunks: dict[Sequence, int] = {}
-        edits: list[TableEdit] = []
-        admissions: list[RowAdmission] = []
         suspect = self._suspects.first()
         if suspect is not None:
-            budget = self._plan_trial(suspect, chunks, admissions, now_s)
+            self._plan_trial(suspect, chunks, now_s)
+            joins: list[Sequence] = []
         else:
-            self._yield_to_outranking()
-            num_preemptions = self.stats.num_preemptions
-            budget = self._plan_running(chunks, edits)
-            if self.stats.num_preemptions == num_preemptions:
-                budget = self._admit_waiting(chunks, admissions, budget, now_s)
-        num_tokens = self.config.max_num_batched_tokens - budget
-        if num_tokens == 0:
+            joins = self._plan_all(chunks, now_s)
+        if not chunks:
             if self.has_unfinished and not self._in_flight:
                 raise SchedulerStalledError(_describe(self))
             return None
-        released, self._released_rows = self._released_rows, []
-        return StepPlan(
-            step_id=self._next_step_id,
-            num_rows=len(self.running),
-            num_tokens=num_tokens,
-            release=tuple(released),
-            admit=tuple(admissions),
-            table_edits=tuple(edits),
-            chunks=self._launch(chunks),
-        )
+        if self.policy.counts_steps:
+            self.policy.on_step(now_s)
+        step, named = self._launch(chunks)
+        self._join_forks(step, joins)
+        return self._draft.take(step.step_id, len(self.running), step.num_tokens, named)
 
-    def _yield_to_outranking(self) -> None:
-        """If the first waiting sequence outranks running ones, preempt as many as it needs."""
-        if not self.waiting or not self.running:
-            return
-        head = self.waiting[0]
-        if head.rank > self.running[-1].rank or head.num_pending_tokens or self._find_room(head):
-            return
-        num_missing = self.memory.num_blocks_to_admit(head, self.memory.match(head))
-        outranked = self.running[bisect_left(self.running, head.rank, key=_rank) :]
-        num_theirs = sum(len(table) for one in outranked for table in one.block_tables)
-        if num_missing > self.memory.num_free_soon + num_theirs:
-            return
-        for victim in reversed(outranked):
-            if self.free_rows and self.memory.num_free_soon >= num_missing:
-                return
-            self._preempt(victim)
+    def _plan_all(self, chunks: dict[Sequence, int], now_s: float) -> list[Sequence]:
+        """Fill `chunks` from all sequences; returns those whose forks may join this step."""
+        self.waiting.refresh(now_s)
+        self.admission.make_room_for_first()
+        num_preemptions = self.residents.stats.num_preemptions
+        budget = self._plan_running(chunks)
+        if self.residents.stats.num_preemptions != num_preemptions:
+            return []
+        self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)
+        return [
+            one
+            for one, count in chunks.items()
+            if one.forks and one.num_computed_tokens + count == one.num_tokens
+        ]
 
-    def _plan_trial(
-        self,
-        suspect: Sequence,
-        chunks: dict[Sequence, int],
-        admissions: list[RowAdmission],
-        now_s: float,
-    ) -> int:
+    def _plan_trial(self, suspect: Sequence, chunks: dict[Sequence, int], now_s: float) -> None:
         """A step for one suspect alone, so that nobody else is blamed for it; all others pause."""
-        budget = self.config.max_num_batched_tokens
         if self._in_flight:
-            return budget
+            return
+        budget = self.config.max_num_batched_tokens
         if suspect.state is not SequenceState.RUNNING:
-            while (match := self._find_room(suspect)) is None:
-                self._preempt(self.running[-1])
-            admissions.append(self._admit(suspect, match, now_s))
+            while not self.residents.free_rows:
+                self.residents.preempt(self.running[-1], 0)
+            self.admission.clear_way(suspect, from_all=True)
+            match = self.memory.match(suspect)
+            self.admission.admit(suspect, match, self._next_step_id, now_s)
         chunks[suspect] = min(budget, suspect.num_tokens - suspect.num_computed_tokens)
-        return budget - chunks[suspect]
 
-    def _plan_running(self, chunks: dict[Sequence, int], edits: list[TableEdit]) -> int:
+    def _plan_running(self, chunks: dict[Sequence, int]) -> int:
         """Tokens for running sequences: one for each that decodes, then chunks by rank.
 
         Decodes come first whatever their rank: they cost one token each and the budget has room for
         all of them, while one long prompt would take the whole budget from everyone.
         """
         partial: list[Sequence] = []
-        budget = self.config.max_num_batched_tokens
+        running, budget = self.running, self.config.max_num_batched_tokens
         index = 0
-        while index < len(self.running):  # _grow may shorten the list from its end
-            sequence = self.running[index]
+        while index < len(running):  # whoever makes room shortens the list from its end
+            sequence = running[index]
             index += 1
             gap = sequence.num_tokens - sequence.num_computed_tokens
             if gap > 1:
                 partial.append(sequence)
-            elif gap and sequence.num_tokens < sequence.max_num_tokens:
-                has_slot = sequence.num_computed_tokens < sequence.num_slots
-                if has_slot or self._grow(sequence, edits):
-                    chunks[sequence] = 1
+            elif not gap or sequence.num_tokens >= sequence.max_num_tokens or sequence in chunks:
+                continue
+            elif sequence.is_beam:
+                for beam in self._slots.make_beams_writable(sequence, self._next_step_id):
+                    chunks[beam] = 1
                     budget -= 1
+            elif (
+                sequence.num_computed_tokens < sequence.num_slots and not sequence.shares_tail
+            ) or self._slots.make_writable(sequence, self._next_step_id):
+                chunks[sequence] = 1
+                budget -= 1
         for sequence in partial:
             if budget and sequence.state is SequenceState.RUNNING:
-                chunk = min(budget, sequence.num_tokens - sequence.num_computed_tokens)
-                chunks[sequence] = chunk
-                budget -= chunk
+                chunks[sequence] = self.admission.serve(sequence, budget)
+                budget -= chunks[sequence]
         return budget
 
-    def _grow(self, sequence: Sequence, edits: list[TableEdit]) -> bool:
-        """One more block in each group, taken from the least important sequence if need be."""
-        while True:
-            grown = self.memory.grow(sequence, sequence.num_computed_tokens + 1)
-            if grown is not None:
-                assert sequence.row is not None
-                edits.extend(append_edits(sequence.row, grown))
-                return True
-            if self.memory.num_blocks_held_by_steps:
-                return False  # what a step in flight gives back may be enough: pause this row
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-
-    def _admit_waiting(
-        self,
-        chunks: dict[Sequence, int],
-        admissions: list[RowAdmission],
-        budget: int,
-        now_s: float,
-    ) -> int:
-        """Admit in rank order while rows, blocks and budget last; returns the budget left."""
-        while self.waiting and budget:
-            sequence = self.waiting[0]
-            match = None if sequence.num_pending_tokens else self._find_room(sequence)
-            if match is None:
-                break
-            admissions.append(self._admit(sequence, match, now_s))
-            chunks[sequence] = min(budget, sequence.num_tokens - match.num_tokens)
-            budget -= chunks[sequence]
-        return budget
-
-    def _find_room(self, sequence: Sequence) -> PrefixMatch | None:
-        """What a waiting sequence could start from, if a row and enough blocks are free.
-
-        Leaves each running sequence that outranks it room to grow once, or it is soon preempted.
-        Where there was no room and no block was freed since, there is none now, unless others have
-        published more of its prefix: that is looked up only now and then.
-        """
-        pool, steps = self.memory.pool, self._next_step_id
-        if not self.free_rows:
-            return None
-        if (
-            self._no_room == (sequence, pool.num_freed)
-            and steps < self._look_again_at
-            and pool.num_held
-        ):
-            return None
-        num_outranking = bisect_left(self.running, sequence.rank, key=_rank)
-        match = self.memory.match(sequence)
-        if self.memory.can_admit(sequence, match, num_outranking * self.memory.num_groups):
-            return match
-        self._no_room, self._look_again_at = (sequence, pool.num_freed), steps + LOOK_AGAIN_STEPS
-        return None
-
-    def _admit(self, sequence: Sequence, match: PrefixMatch, now_s: float) -> RowAdmission:
-        """Waiting -> RUNNING: a row and tables for all tokens known so far."""
-        self.stats.num_admissions += 1
-        if sequence.num_admissions == 0:
-            self.stats.queue_s += now_s - sequence.arrival_s
-        else:
-            num_lost = sequence.num_lost_tokens - match.num_tokens
-            self.stats.num_recomputed_tokens += max(0, num_lost)
-        if sequence.needs_prompt_logprobs:
-            sequence.prompt_logprobs.clear()  # computed again from the first position
-        _remove(self.waiting, sequence)
-        self.memory.admit(sequence, match)
-        sequence.row = heapq.heappop(self.free_rows)
-        sequence.move_to(SequenceState.RUNNING)
-        insort(self.running, sequence, key=_rank)
-        return _admission(sequence)
-
-    def _launch(self, chunks: dict[Sequence, int]) -> tuple[Chunk, ...]:
+    def _launch(self, chunks: dict[Sequence, int]) -> tuple[_StepInFlight, tuple[Chunk, ...]]:
         """Count the planned tokens as computed and remember the step until its result comes."""
         step = _StepInFlight(self._next_step_id)
         self._next_step_id += 1
@@ -323,6 +316,7 @@ class Scheduler:
                 named.append(Chunk(row, num_new_tokens))
                 if num_new_tokens == 0:
                     continue
+            step.num_tokens += num_new_tokens
             sequence.num_computed_tokens = computed
             sequence.last_step_id = step.step_id
             step.rows[row] = (sequence, sequence.num_admissions, computed)
@@ -330,7 +324,44 @@ class Scheduler:
                 sequence.num_pending_tokens += 1
                 step.num_sampling += 1
         self._in_flight.append(step)
-        return tuple(named)
+        return step, tuple(named)
+
+    def _join_forks(self, step: _StepInFlight, parents: list[Sequence]) -> None:
+        """Forks that wait for a sequence which closes its gap in this step go on with it: they
+        share its blocks and sample from the same logits."""
+        memory, residents = self.memory, self.residents
+        for parent in parents:
+            num_used = memory.blocks_for(parent.num_computed_tokens) // memory.num_groups
+            if parent.num_slots != num_used * memory.block_size:
+                continue  # with blocks reserved ahead; its forks are admitted by themselves
+            for child in list(parent.forks):
+                num_spare = (len(residents.running) + 1) * memory.num_groups
+                is_equal = child.num_common_tokens == len(child.token_ids) == len(parent.token_ids)
+                if not is_equal or parent.num_pending_tokens > 1:
+                    continue
+                if (
+                    not residents.free_rows
+                    or memory.pool.num_free < num_spare
+                    or not self.admission.room.fits_later(child, memory.num_groups)
+                ):
+                    break
+                self._join(step, child, parent)
+
+    def _join(self, step: _StepInFlight, child: Sequence, parent: Sequence) -> None:
+        self.waiting.remove(child)
+        child.leave_parent()
+        child.prompt_logprobs = parent.prompt_logprobs  # one list: it may still be filled
+        child.num_cached_tokens = parent.num_cached_tokens
+        self.memory.fork(child, parent)
+        self.admission.count_first(child, self.memory.now_s)
+        child.num_admissions += 1
+        child.num_pending_tokens = 1
+        child.last_step_id = step.step_id
+        self.residents.enter(child)
+        self._draft.fork(child, parent, joins_step=True)
+        assert child.row is not None
+        step.rows[child.row] = (child, child.num_admissions, child.num_computed_tokens)
+        step.num_sampling += 1
 
     # ---- results ----------------------------------------------------------------------------
 
@@ -341,44 +372,53 @@ class Scheduler:
         num_answered = len(result.rows) + len(result.failed)
         assert num_answered == step.num_sampling, f"{num_answered} of {step.num_sampling} rows came"
         self.stats.num_steps += 1
+        self.residents.first_step_in_flight = step.step_id + 1
         self.memory.end_step(step.step_id)
-        self._take_in_prompts(step, result)
+        _take_in_prompts(step, result, self.memory)
         outputs: list[SequenceOutput] = []
+        counts_service = self.policy.counts_service
         for row, token_ids in zip(result.rows, result.token_ids, strict=True):
             sequence = step.rows[row][0]
-            if not sequence.is_finished:
-                sequence.num_pending_tokens -= 1
-                outputs.append(_extend(sequence, token_ids, result.logprobs.get(row)))
-                if sequence.finish_reason is not None:
-                    self._finish(sequence, sequence.finish_reason)
+            if sequence.is_finished:
+                continue
+            sequence.num_pending_tokens -= 1
+            if counts_service:
+                self.policy.on_service(sequence, 0, len(token_ids))
+            if sequence.is_beam:
+                outputs += self._take_in_beam(sequence, result.logprobs[row][0])
+                continue
+            outputs.append(extend(sequence, token_ids, result.logprobs.get(row)))
+            if sequence.finish_reason is not None:
+                self._finish(sequence, sequence.finish_reason)
         for row, message in result.failed.items():
-            sequence = step.rows[row][0]
-            if not sequence.is_finished:
-                self._finish(sequence, FinishReason.ERROR)
-                outputs.append(_failure(sequence, message))
+            outputs += self._fail(step.rows[row][0], message)
         if self._suspects.first() is not None:
             self._suspects.clear(step.rows[row][0] for row in result.rows)
         return outputs
 
-    def _take_in_prompts(self, step: _StepInFlight, result: StepResult) -> None:
-        """Publish the blocks that the step filled, and keep the log-probabilities of prompts."""
-        for row, prompt_logprobs in result.prompt_logprobs.items():
-            sequence, num_admissions, _ = step.rows[row]
-            is_current = sequence.num_admissions == num_admissions and row not in result.failed
-            if is_current and sequence.needs_prompt_logprobs:
-                sequence.prompt_logprobs.extend(prompt_logprobs)
-        block_size = self.memory.block_size
-        for row, (sequence, num_admissions, num_written) in step.rows.items():
-            if (
-                num_written >= (sequence.num_published_blocks + 1) * block_size
-                and sequence.state is SequenceState.RUNNING
-                and sequence.num_admissions == num_admissions
-                and row not in result.failed
-            ):
-                self.memory.publish(sequence, num_written)
+    def _take_in_beam(self, sequence: Sequence, entry: TokenLogprobs) -> list[SequenceOutput]:
+        outcome = self.beams.take_in(sequence, entry)
+        for beam in outcome.ended:
+            self._finish(beam, FinishReason.STOP)
+        if outcome.outputs:
+            self.beams.forget(sequence)
+        return outcome.outputs
+
+    def _fail(self, sequence: Sequence, message: str) -> list[SequenceOutput]:
+        """End a sequence, or the beam search that it is part of, with an error."""
+        if sequence.is_finished:
+            return []
+        for one in self.beams.members_with(sequence):
+            self._finish(one, FinishReason.ERROR)
+        self.beams.forget(sequence)
+        num_branches = sequence.params.beam_width
+        if num_branches:
+            return [failure(sequence, message, index) for index in range(num_branches)]
+        return [failure(sequence, message)]
 
     def recover(self, message: str | None) -> list[SequenceOutput]:
-        """After a step that failed as a whole and a runner that dropped all rows: start again.
+        """After a step that failed as a whole and a runner that dropped all rows: start again, from
+        what was computed and known before the steps in flight.
 
         Who is to blame shows itself (see `suspects`); that one ends with `message`. None: nobody
         is, the step was interrupted from outside.
@@ -386,108 +426,57 @@ class Scheduler:
         self.stats.num_failed_steps += 1
         in_flight = {entry[0] for step in self._in_flight for entry in step.rows.values()}
         self._in_flight.clear()
+        self.residents.first_step_in_flight = self._next_step_id
         self.memory.end_step(self._next_step_id)
         blamed = None if message is None else self._suspects.blame(in_flight)
-        if blamed is not None:
-            self._finish(blamed, FinishReason.ERROR)
-        for sequence in [*self.running, *self.waiting]:
-            sequence.num_pending_tokens = 0
-        for sequence in list(self.running):
-            self._preempt(sequence)
-        self._released_rows.clear()
-        return [] if blamed is None or message is None else [_failure(blamed, message)]
-
-    # ---- rows and blocks --------------------------------------------------------------------
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """RUNNING -> PREEMPTED: row and blocks go back, tokens stay."""
-        self.stats.num_preemptions += 1
-        sequence.num_lost_tokens = sequence.num_computed_tokens
-        _remove(self.running, sequence)
-        self._give_back(sequence)
-        sequence.move_to(SequenceState.PREEMPTED)
-        insort(self.waiting, sequence, key=_rank)
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.state is SequenceState.RUNNING:
-            _remove(self.running, sequence)
-            self._give_back(sequence)
-        else:
-            _remove(self.waiting, sequence)
-        sequence.finish_reason = reason
-        sequence.move_to(SequenceState.FINISHED)
-
-    def _give_back(self, sequence: Sequence) -> None:
-        assert sequence.row is not None
-        self._released_rows.append(sequence.row)
-        heapq.heappush(self.free_rows, sequence.row)
-        sequence.row = None
-        is_in_flight = bool(self._in_flight) and sequence.last_step_id >= self._in_flight[0].step_id
-        self.memory.free(sequence, sequence.last_step_id if is_in_flight else None)
+        self.residents.drop_rows()
+        outputs: list[SequenceOutput] = []
+        if blamed is not None and message is not None:
+            outputs = self._fail(blamed, message)
+        return outputs
 
 
-def _rank(sequence: Sequence) -> tuple[float, ...]:
-    return sequence.rank
+def _check_fits(sequence: Sequence, config: SchedulerConfig, memory: KVCacheManager) -> None:
+    """Raise RequestNeverFitsError for a sequence that could never end, even alone."""
+    width = max(1, sequence.params.beam_width)
+    # The last token is sampled, but its K and V are never written.
+    needed = width * memory.blocks_for(sequence.max_num_tokens - 1)
+    if needed > memory.pool.num_blocks:
+        raise RequestNeverFitsError(
+            f"request {sequence.request_id!r} may grow to {sequence.max_num_tokens} tokens"
+            f"{f' in each of {width} beams' if width > 1 else ''} and so need {needed} KV"
+            f" blocks, but the pool has {memory.pool.num_blocks}; lower max_tokens, or"
+            " give the engine more kv_cache_memory"
+        )
+    if width > 1 and not memory.is_paged:
+        raise InvalidRequestError("this KV allocator shares no blocks, so it searches no beams")
+    if width > config.max_num_seqs:
+        raise RequestNeverFitsError(
+            f"beam_width is {width}, but at most max_num_seqs={config.max_num_seqs}"
+            " sequences run at once; lower beam_width or raise max_num_seqs"
+        )
 
 
-def _remove(ranked: list[Sequence], sequence: Sequence) -> None:
-    """Take a sequence out of a list sorted by rank; ranks are unique."""
-    index = bisect_left(ranked, sequence.rank, key=_rank)
-    assert ranked[index] is sequence
-    del ranked[index]
-
-
-def _admission(sequence: Sequence) -> RowAdmission:
-    assert sequence.row is not None
-    return RowAdmission(
-        sequence.row,
-        sequence.token_ids,
-        sequence.num_prompt_tokens,
-        sequence.num_computed_tokens,
-        tuple(tuple(table) for table in sequence.block_tables),
-        sequence.params,
-        sequence.branch_index,
-    )
-
-
-def _extend(
-    sequence: Sequence, token_ids: Tokens[int], logprobs: Tokens[TokenLogprobs] | None
-) -> SequenceOutput:
-    """Add what a step sampled, up to the end of the sequence if it is among it."""
-    params = sequence.params
-    prompt_logprobs = None
-    if params.prompt_logprobs is not None and sequence.num_output_tokens == 0:
-        prompt_logprobs = tuple(sequence.prompt_logprobs)
-    for num_taken, token_id in enumerate(token_ids, 1):
-        if sequence.append(token_id):
-            token_ids = token_ids[:num_taken]
-            break
-    stop_reason = None
-    if sequence.finish_reason is FinishReason.STOP:
-        last = sequence.token_ids[-1]
-        stop_reason = last if last in params.stop_token_ids else None
-    return SequenceOutput(
-        sequence.request_id,
-        sequence.branch_index,
-        token_ids,
-        sequence.num_cached_tokens,
-        sequence.finish_reason,
-        stop_reason,
-        None if logprobs is None else logprobs[: len(token_ids)],
-        prompt_logprobs,
-    )
-
-
-def _failure(sequence: Sequence, message: str) -> SequenceOutput:
-    """The output of a sequence that ends with an error."""
-    return SequenceOutput(
-        sequence.request_id,
-        sequence.branch_index,
-        (),
-        sequence.num_cached_tokens,
-        FinishReason.ERROR,
-        error=message,
-    )
+def _take_in_prompts(step: _StepInFlight, result: StepResult, memory: KVCacheManager) -> None:
+    """Publish the blocks that the step filled, and keep the log-probabilities of prompts."""
+    for row, prompt_logprobs in result.prompt_logprobs.items():
+        sequence, num_admissions, _ = step.rows[row]
+        is_current = sequence.num_admissions == num_admissions and row not in result.failed
+        # Whoever was preempted in the middle of its prompt computes these positions again.
+        is_kept = sequence.state is not SequenceState.PREEMPTED or sequence.num_pending_tokens
+        if is_current and is_kept and sequence.needs_prompt_logprobs:
+            sequence.prompt_logprobs.extend(prompt_logprobs)
+    block_size = memory.block_size
+    for row, (sequence, num_admissions, num_written) in step.rows.items():
+        if (
+            sequence.state is not SequenceState.RUNNING
+            or sequence.num_admissions != num_admissions
+            or row in result.failed
+        ):
+            continue
+        sequence.num_written_tokens = num_written
+        if num_written >= (sequence.num_published_blocks + 1) * block_size:
+            memory.publish(sequence, num_written)
 
 
 def _describe(scheduler: Scheduler) -> str:
@@ -495,5 +484,5 @@ def _describe(scheduler: Scheduler) -> str:
     return (
         f"no progress is possible: {len(scheduler.running)} running, {len(scheduler.waiting)}"
         f" waiting, {pool.num_free} of {pool.num_blocks} blocks free, first running"
-        f" {scheduler.running[:1]}, first waiting {scheduler.waiting[:1]}"
+        f" {scheduler.running[:1]}, first waiting {scheduler.waiting.head()}"
     )

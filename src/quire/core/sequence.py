@@ -6,6 +6,7 @@ parameters and its tokens, so dropping the KV at any moment changes nothing but 
 
 from enum import Enum
 
+from quire.core.prefix_miss import PrefixMiss
 from quire.core.request import FinishReason
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenLogprobs
@@ -16,12 +17,15 @@ class SequenceState(Enum):
 
     WAITING = "waiting"  # never ran; holds no blocks and no row
     RUNNING = "running"  # has a row and block tables
-    PREEMPTED = "preempted"  # ran, gave its row and blocks back, waits to go on
+    PREEMPTED = "preempted"  # ran, gave its row and some blocks back, waits to go on
     FINISHED = "finished"  # holds nothing
 
 
 LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
-    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    # To PREEMPTED at once: a new beam that shares its parent's blocks and finds no row.
+    SequenceState.WAITING: frozenset(
+        {SequenceState.RUNNING, SequenceState.PREEMPTED, SequenceState.FINISHED}
+    ),
     SequenceState.RUNNING: frozenset({SequenceState.PREEMPTED, SequenceState.FINISHED}),
     SequenceState.PREEMPTED: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
@@ -35,14 +39,26 @@ class Sequence:
     num_computed_tokens: tokens whose K and V are written once the steps in flight have ended.
     num_pending_tokens: tokens that the steps in flight will append to token_ids.
     block_tables: for each KV group, the physical blocks in logical order.
-    chain: content hashes of the full blocks of token_ids, as far as they were needed.
+    chain, chain_tokens: content hashes and tokens of the full blocks of token_ids, as far as they
+        were needed.
     num_published_blocks: leading blocks offered to the prefix cache (or taken from it).
     num_slots: tokens that the tables have room for.
+    num_written_tokens: tokens whose K and V are known to be written: of steps that have ended.
     num_cached_tokens: prompt tokens that its first admission found in the cache.
     num_lost_tokens: tokens that were computed when it was last preempted.
+    parent: the running sequence that it is to be forked from, while it waits for that; their first
+        num_common_tokens tokens are equal. forks: those that wait to be forked from this one.
+    shares_tail: its partly filled last block may have other holders, so a write copies it first.
+    miss: why the cache did not have all of its prompt.
+    num_registered_blocks: leading blocks that others know it to compute, or to have computed.
+    num_served_tokens: prompt tokens that the policy has counted as served.
+    num_overtaken: how often later ones were admitted because it found no room.
+    num_missing_blocks, look_again_at: what it lacked when it last found no room, and the step from
+        which on its cached prefix is looked up anew. num_freed_at_forecast: how many blocks the
+        pool had ever freed when it was found to fit, but foretold not to later.
 
-    Invariant: num_computed_tokens <= num_tokens, and <= num_slots; tables are empty and row is None
-    unless RUNNING.
+    Invariant: num_computed_tokens <= num_tokens, and <= num_slots; row is None unless RUNNING;
+    tables are empty unless RUNNING or PREEMPTED, and then cover all computed tokens.
     """
 
     __slots__ = (
@@ -51,26 +67,44 @@ class Sequence:
         "branch_index",
         "chain",
         "chain_root",
+        "chain_tokens",
+        "deadline_s",
         "end_token_ids",
         "finish_reason",
+        "forks",
         "last_step_id",
+        "look_again_at",
+        "max_model_len",
         "max_num_tokens",
+        "miss",
         "num_admissions",
         "num_cached_tokens",
+        "num_common_tokens",
         "num_computed_tokens",
+        "num_freed_at_forecast",
         "num_lost_tokens",
+        "num_matched_tokens",
+        "num_missing_blocks",
+        "num_overtaken",
         "num_pending_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_registered_blocks",
+        "num_served_tokens",
         "num_slots",
+        "num_written_tokens",
         "order",
         "params",
+        "parent",
         "priority",
         "prompt_logprobs",
+        "public_chain",
         "rank",
         "request_id",
         "row",
+        "shares_tail",
         "state",
+        "tenant",
         "token_ids",
     )
 
@@ -92,27 +126,67 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
         self.priority = priority
+        self.tenant = ""
+        self.deadline_s: float | None = None
         limit = self.num_prompt_tokens + params.max_tokens
-        self.max_num_tokens = limit if max_num_tokens is None else min(limit, max_num_tokens)
+        self.max_model_len = limit if max_num_tokens is None else max_num_tokens
+        self.max_num_tokens = min(limit, self.max_model_len)
         self.end_token_ids = frozenset(params.end_token_ids) | frozenset(params.stop_token_ids)
         self.arrival_s = 0.0
         self.order = 0
         self.rank: tuple[float, ...] = ()
         self.state = SequenceState.WAITING
         self.row: int | None = None
-        self.num_computed_tokens = 0
-        self.num_pending_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_lost_tokens = 0
+        self.num_computed_tokens = self.num_pending_tokens = self.num_written_tokens = 0
+        self.num_cached_tokens = self.num_lost_tokens = self.num_matched_tokens = 0
         self.num_admissions = 0
+        self.num_overtaken = self.num_missing_blocks = self.look_again_at = 0
+        self.num_freed_at_forecast = -1
         self.last_step_id = -1
         self.block_tables: tuple[list[int], ...] = ()
         self.num_slots = 0
+        self.shares_tail = False
         self.chain: list[bytes] = []
+        self.chain_tokens: list[bytes] = []
         self.chain_root = chain_root
-        self.num_published_blocks = 0
+        self.public_chain: list[bytes] = []
+        self.num_published_blocks = self.num_registered_blocks = self.num_served_tokens = 0
+        self.parent: Sequence | None = None
+        self.num_common_tokens = 0
+        self.forks: list[Sequence] = []
+        self.miss: PrefixMiss | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
+
+    def branch(self, branch_index: int, params: DecodingParams) -> "Sequence":
+        """A new sequence with the confirmed tokens of this one, prompt and output told apart."""
+        child = Sequence(
+            self.request_id,
+            list(self.token_ids),
+            params,
+            branch_index=branch_index,
+            priority=self.priority,
+            max_num_tokens=self.max_model_len,
+            chain_root=self.chain_root,
+        )
+        child.num_prompt_tokens = self.num_prompt_tokens
+        limit = self.num_prompt_tokens + params.max_tokens
+        child.max_num_tokens = min(limit, self.max_model_len)
+        child.tenant, child.deadline_s = self.tenant, self.deadline_s
+        child.chain = list(self.chain)
+        child.chain_tokens = list(self.chain_tokens)
+        return child
+
+    def fork_from(self, parent: "Sequence") -> None:
+        """Wait to be forked from `parent`, with which all present tokens are in common."""
+        self.parent, self.num_common_tokens = parent, len(self.token_ids)
+        parent.forks.append(self)
+
+    def leave_parent(self) -> None:
+        """Stop waiting to be forked."""
+        if self.parent is not None:
+            self.parent.forks.remove(self)
+            self.parent = None
 
     def __repr__(self) -> str:
         return (
@@ -133,6 +207,11 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.state is SequenceState.FINISHED
+
+    @property
+    def is_beam(self) -> bool:
+        """Whether it is part of a beam search, which chooses its tokens."""
+        return self.params.beam_width > 0
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -17,9 +17,9 @@ token ids of decoding rows never travel.
     a step computes              positions from num_computed_tokens on, num_new_tokens of them
     a row samples                if and only if that reaches num_tokens: the gap is closed
 
-A plan is carried out in this order: release, admit, table_edits, moves, copies, the forward pass.
-Moves stand before copies, so that a block can be moved out and be a copy's target in one step. A
-row's tokens and results belong to whoever was in it when the step was planned.
+A plan is carried out in this order: release, admit, forks, token_edits, table_edits, moves, copies,
+the forward pass. Moves stand before copies, so that a block can be moved out and be a copy's target
+in one step. A row's tokens and results belong to whoever was in it when the step was planned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,6 +48,34 @@ class RowAdmission(NamedTuple):
     block_tables: tuple[tuple[int, ...], ...]
     params: DecodingParams
     branch_index: int = 0
+
+
+class RowFork(NamedTuple):
+    """`row`, which was free, takes over the state of the live `source_row`: tokens, computed
+    tokens and block tables, as they are after `admit` and before this plan's edits.
+
+    joins_step: source_row closes its gap in this step. `row` then computes nothing itself (it is
+        not named in `chunks`): after the step it has source_row's computed tokens, and it samples
+        its own next token from the same logits. Otherwise it is a live row like any other.
+    """
+
+    row: int
+    source_row: int
+    params: DecodingParams
+    branch_index: int
+    joins_step: bool = False
+
+
+class TokenEdit(NamedTuple):
+    """The tokens of `row` from first_position on are replaced; what was after them is dropped.
+
+    The new length is first_position + len(token_ids), above the row's computed tokens, and no
+    position is replaced that was ever computed in this row.
+    """
+
+    row: int
+    first_position: int
+    token_ids: tuple[int, ...]
 
 
 class EditKind(Enum):
@@ -83,7 +111,8 @@ class Chunk(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copy all bytes of one device block to another (copy on write)."""
+    """Copy all bytes of one device block to another (copy on write). Within a plan no block is a
+    target twice, or a source and a target."""
 
     source: int
     target: int
@@ -110,7 +139,8 @@ class BlockMove(NamedTuple):
 class StepPlan:
     """What one step changes and computes. See the module's text for order and meaning.
 
-    num_rows: live rows after `release` and `admit`; lets the runner check that both sides agree.
+    num_rows: live rows after `release`, `admit` and `forks`; lets the runner check that both sides
+        agree.
     num_tokens: tokens computed in this step, over all rows.
     """
 
@@ -119,6 +149,8 @@ class StepPlan:
     num_tokens: int
     release: tuple[int, ...] = ()
     admit: tuple[RowAdmission, ...] = ()
+    forks: tuple[RowFork, ...] = ()
+    token_edits: tuple[TokenEdit, ...] = ()
     table_edits: tuple[TableEdit, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
@@ -145,7 +177,8 @@ class StepResult:
 
     rows, token_ids: parallel; the tokens sampled for each row that closed its gap, in order (one
         each, more where drafts were accepted).
-    logprobs: for the rows that asked, one entry per sampled token.
+    logprobs: for the rows that asked, one entry per sampled token. A row that searches beams
+        (`DecodingParams.beam_width`) always has one, with its candidates as the top tokens.
     prompt_logprobs: for the rows that asked, entries for the prompt positions that follow those
         computed in this step: computing positions [a, b) yields entries for tokens a+1 .. b, as far
         as they belong to the prompt.

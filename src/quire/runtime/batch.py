@@ -7,6 +7,7 @@ only Python loops run over what changed in this step. Knows no requests, no text
 Legend: R rows, S sequences of the step, T tokens of the step, G KV groups, B block size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,13 @@ import numpy.typing as npt
 import torch
 
 from quire.attention.interface import AttentionBatch, GroupBatch
-from quire.core.step import EditKind, RowAdmission, StepPlan, TableEdit
+from quire.core.step import EditKind, RowAdmission, RowFork, StepPlan, TableEdit, TokenEdit
 from quire.sampling.history import TokenHistory
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+
+NO_LINES: Int64 = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -28,6 +31,8 @@ class StepBatch:
     rows: [S], the row of each sequence, decoding ones first. num_new_tokens: [S].
     sample_rows: the rows that close their gap in this step; sample_index: for each of them, the
         token of the step whose hidden state predicts its next token.
+    joined_lines: the last len(joined_lines) of sample_rows compute nothing and join another row's
+        step; for each of them, the place of that other row in sample_rows.
     prompt_logprob_spans: (row, first token of the step, count, index of the first predicted token)
         for the rows that want log-probabilities of the prompt tokens that follow these positions.
     """
@@ -39,6 +44,7 @@ class StepBatch:
     num_new_tokens: Int64
     sample_rows: Int64
     sample_index: torch.Tensor
+    joined_lines: Int64
     prompt_logprob_spans: list[tuple[int, int, int, int]]
 
 
@@ -65,6 +71,8 @@ class RowBatch:
         self.num_tokens: Int32 = np.zeros(num_rows, np.int32)
         self.num_prompt_tokens: Int32 = np.zeros(num_rows, np.int32)
         self.num_computed: Int64 = np.zeros(num_rows, np.int64)
+        # The most that num_computed was before a table edit lowered it: no edit of tokens below.
+        self._num_computed_before_cuts: Int64 = np.zeros(num_rows, np.int64)
         self.history = TokenHistory(self.token_ids, self.num_tokens)
         self.is_live = np.zeros(num_rows, np.bool_)
         self.wants_prompt_logprobs = np.zeros(num_rows, np.bool_)
@@ -82,14 +90,18 @@ class RowBatch:
     # ---- the plan's changes -----------------------------------------------------------------
 
     def change(self, plan: StepPlan) -> None:
-        """Carry out release, admit and table_edits."""
+        """Carry out release, admit, forks, token_edits and table_edits."""
         for row in plan.release:
             assert self.is_live[row], f"row {row} is released but was not live"
             self.is_live[row] = self.wants_prompt_logprobs[row] = False
         for admission in plan.admit:
             self._admit(admission)
-        for edit in plan.table_edits:
-            self._edit(edit)
+        for fork in plan.forks:
+            self._fork(fork)
+        for token_edit in plan.token_edits:
+            self._edit_tokens(token_edit)
+        for table_edit in plan.table_edits:
+            self._edit_table(table_edit)
         num_live = int(np.count_nonzero(self.is_live))
         assert num_live == plan.num_rows, f"{num_live} live rows, but the plan has {plan.num_rows}"
 
@@ -101,25 +113,62 @@ class RowBatch:
         self.num_tokens[row] = count
         self.num_prompt_tokens[row] = admission.num_prompt_tokens
         self.num_computed[row] = admission.num_computed_tokens
+        self._num_computed_before_cuts[row] = 0
         self.wants_prompt_logprobs[row] = admission.params.prompt_logprobs is not None
         self.is_live[row] = True
         for group, blocks in enumerate(admission.block_tables):
             self._tables[group][row, : len(blocks)] = blocks
             self._table_lens[group][row] = len(blocks)
 
-    def _edit(self, edit: TableEdit) -> None:
+    def _fork(self, fork: RowFork) -> None:
+        row, source = fork.row, fork.source_row
+        assert not self.is_live[row], f"row {row} is forked into but was live"
+        assert self.is_live[source], f"row {row} is forked from row {source}, which is not live"
+        count = int(self.num_tokens[source])
+        self.token_ids[row, :count] = self.token_ids[source, :count]
+        self.num_tokens[row] = count
+        self.num_prompt_tokens[row] = self.num_prompt_tokens[source]
+        self.num_computed[row] = self.num_computed[source]
+        self._num_computed_before_cuts[row] = 0
+        # The prompt's log-probabilities are the same for both, and the source yields them.
+        self.wants_prompt_logprobs[row] = False
+        self.is_live[row] = True
+        for table, lengths in zip(self._tables, self._table_lens, strict=True):
+            length = int(lengths[source])
+            table[row, :length] = table[source, :length]
+            lengths[row] = length
+
+    def _edit_tokens(self, edit: TokenEdit) -> None:
+        row, first = edit.row, edit.first_position
+        last = first + len(edit.token_ids)
+        computed, length = int(self.num_computed[row]), int(self.num_tokens[row])
+        assert self.is_live[row], f"{edit} is for a row that is not live"
+        # K and V of a computed token would remain those of the token that it was, and so would the
+        # sampler's counts for penalties, even if K and V were cut off since.
+        fixed = max(computed, int(self._num_computed_before_cuts[row]))
+        assert fixed <= first <= length, f"{edit} does not begin in [{fixed}, {length}]"
+        assert last > computed, f"{edit} leaves no token to compute after {computed}"
+        self.token_ids[row, first:last] = edit.token_ids
+        self.num_tokens[row] = last
+
+    def _edit_table(self, edit: TableEdit) -> None:
         table, lengths = self._tables[edit.group][edit.row], self._table_lens[edit.group]
         first, last = edit.first_logical_block, edit.first_logical_block + len(edit.block_ids)
         if edit.kind is EditKind.CUT:
             lengths[edit.row] = first
-            computed = self.num_computed
-            computed[edit.row] = min(int(computed[edit.row]), first << self._shift)
+            self._cut_computed(edit.row, first << self._shift)
             return
         if edit.kind is EditKind.APPEND:
             assert first == lengths[edit.row], f"{edit} does not append at {lengths[edit.row]}"
             lengths[edit.row] = last
         assert last <= lengths[edit.row], f"{edit} goes beyond {lengths[edit.row]} blocks"
         table[first:last] = edit.block_ids
+
+    def _cut_computed(self, row: int, limit: int) -> None:
+        computed, most = int(self.num_computed[row]), self._num_computed_before_cuts
+        if limit < computed:
+            self.num_computed[row] = limit
+            most[row] = max(int(most[row]), computed)
 
     def reset(self) -> None:
         """Drop all rows."""
@@ -129,7 +178,8 @@ class RowBatch:
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The tensors of the step, and the rows' num_computed moved on past it."""
-        rows, counts, num_decodes = self._step_rows(plan)
+        joins = [fork for fork in plan.forks if fork.joins_step]
+        rows, counts, num_decodes = self._step_rows(plan, joins)
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         num_tokens = int(query_start[-1])
@@ -142,14 +192,21 @@ class RowBatch:
         spans = self._prompt_logprob_spans(rows, query_start, counts)
         self.num_computed[rows] = computed
         closes = computed == self.num_tokens[rows]
+        sample_rows, sample_index = rows[closes], query_start[1:][closes].astype(np.int64) - 1
+        joined_lines = NO_LINES
+        if joins:
+            joined_lines = self._join(joins, sample_rows)
+            sample_rows = np.append(sample_rows, [fork.row for fork in joins])
+            sample_index = np.append(sample_index, sample_index[joined_lines])
         return StepBatch(
             token_ids=torch.from_numpy(self._input_ids[:num_tokens]),
             positions=torch.from_numpy(self._positions[:num_tokens]),
             attention=self._attention_batch(rows, query_start, counts, computed, num_decodes),
             rows=rows,
             num_new_tokens=counts,
-            sample_rows=rows[closes],
-            sample_index=torch.from_numpy(query_start[1:][closes].astype(np.int64) - 1),
+            sample_rows=sample_rows,
+            sample_index=torch.from_numpy(sample_index),
+            joined_lines=joined_lines,
             prompt_logprob_spans=spans,
         )
 
@@ -158,9 +215,29 @@ class RowBatch:
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
-    def _step_rows(self, plan: StepPlan) -> tuple[Int64, Int64, int]:
+    def _join(self, joins: Sequence[RowFork], sample_rows: Int64) -> Int64:
+        """Move the joining rows past the step; the places of their sources in sample_rows."""
+        line_of = {row: line for line, row in enumerate(sample_rows.tolist())}
+        rows = [fork.row for fork in joins]
+        sources = [fork.source_row for fork in joins]
+        for row, source in zip(rows, sources, strict=True):
+            assert source in line_of, f"row {row} joins row {source}, which leaves its gap open"
+        computed = self.num_computed[sources]
+        assert (self.num_tokens[rows] == computed).all(), (
+            "a joining row's tokens are not its source's"
+        )
+        for lengths in self._table_lens:
+            reached = lengths[rows] << self._shift
+            assert (reached >= computed).all(), "a joining row's table ends before the step does"
+        self.num_computed[rows] = computed
+        return np.array([line_of[source] for source in sources], np.int64)
+
+    def _step_rows(self, plan: StepPlan, joins: Sequence[RowFork]) -> tuple[Int64, Int64, int]:
         """Rows that compute, tokens of each, and how many of them (the first) decode."""
         named = [chunk.row for chunk in plan.chunks]
+        for fork in joins:
+            assert fork.row not in named, f"row {fork.row} joins a step and computes a chunk"
+            named.append(fork.row)
         self._is_named[named] = True
         decodes = np.flatnonzero(self.is_live & ~self._is_named)
         self._is_named[named] = False

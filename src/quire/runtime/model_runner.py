@@ -91,8 +91,7 @@ class ModelRunner:
         rows = step.sample_rows
         if len(rows) == 0:
             return StepResult(plan.step_id, (), (), prompt_logprobs=prompt_logprobs)
-        logits = self._model.logits(hidden[step.sample_index])
-        sampled = self._sampler.sample(logits, rows, self._rows.history, masks)
+        sampled = self._sampler.sample(self._logits(step, hidden), rows, self._rows.history, masks)
         token_ids = sampled.token_ids
         if sampled.failed:
             succeeded = token_ids != NO_TOKEN
@@ -106,6 +105,14 @@ class ModelRunner:
             prompt_logprobs=prompt_logprobs,
             failed=sampled.failed,
         )
+
+    def _logits(self, step: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Of each sample row, [R, V]; a joining row's are a copy: the sampler edits each line."""
+        num_computing = len(step.sample_rows) - len(step.joined_lines)
+        logits = self._model.logits(hidden[step.sample_index[:num_computing]])
+        if len(step.joined_lines) == 0:
+            return logits
+        return torch.cat([logits, logits[torch.from_numpy(step.joined_lines)]])
 
     def reset(self) -> None:
         """See `core.step.Runner`."""
@@ -121,6 +128,9 @@ class ModelRunner:
             self._sampler.rows.set_row(
                 admission.row, admission.params, admission.branch_index, admission.num_prompt_tokens
             )
+        for fork in plan.forks:
+            num_prompt_tokens = int(self._rows.num_prompt_tokens[fork.row])
+            self._sampler.rows.set_row(fork.row, fork.params, fork.branch_index, num_prompt_tokens)
         self._kv_cache.copy_blocks(plan.copies)
 
     def _prompt_logprobs(

@@ -9,6 +9,10 @@ Options apply in this order, which is vLLM's:
     temperature 0: the largest logit, of equal ones the lowest token id
     else: divide by the temperature, min_p, top_k, top_p, sample   see `choice.py`
 
+A row that searches beams samples nothing: it gets its best token, and as the best tokens of its
+log-probabilities, here of softmax(logits / temperature), the candidates that the search chooses
+from.
+
 What is sampled for a row is a function of its logits, options, tokens and mask alone, to the bit.
 The model runner calls this; it knows no requests, no text and no model.
 """
@@ -65,6 +69,7 @@ class SamplingRows:
         self.top_k = np.zeros(max_rows, dtype=np.int64)
         self.top_p = np.ones(max_rows, dtype=np.float64)
         self.num_logprobs = np.full(max_rows, NOT_ASKED, dtype=np.int64)
+        self.logprob_temperature = np.ones(max_rows, dtype=np.float32)
         self._num_prompt_logprobs = np.full(max_rows, NOT_ASKED, dtype=np.int64)
         self.processors = (
             AllowedTokens(),
@@ -79,13 +84,17 @@ class SamplingRows:
     ) -> None:
         """A sequence enters `row`, which need not have been cleared."""
         self.version += 1
-        self.greedy[row] = params.temperature == 0.0
+        searches_beams = params.beam_width > 0
+        self.greedy[row] = params.temperature == 0.0 or searches_beams
         self.streams[row] = noise.stream(params.seed, branch_index)
         self.temperature[row] = max(params.temperature, choice.MIN_TEMPERATURE)
         self.log_min_p[row] = np.log(params.min_p) if params.min_p > 0.0 else choice.NEVER
         self.top_k[row] = params.top_k if params.top_k < self.vocab_size else 0
         self.top_p[row] = params.top_p
-        self.num_logprobs[row] = _or_not_asked(params.logprobs)
+        asked = params.num_beam_candidates if searches_beams else params.logprobs
+        self.num_logprobs[row] = _or_not_asked(asked)
+        divides = searches_beams and params.temperature > 0.0
+        self.logprob_temperature[row] = self.temperature[row] if divides else 1.0
         self._num_prompt_logprobs[row] = _or_not_asked(params.prompt_logprobs)
         for processor in self.processors:
             processor.set_row(row, params, num_prompt_tokens)
@@ -216,8 +225,12 @@ class Sampler:
             return
         lines = lines[succeeded]
         rows = bound.rows[lines]
+        raw = raw[torch.from_numpy(succeeded).to(raw.device)]
+        temperature = self.rows.logprob_temperature[rows]
+        if (temperature != 1.0).any():
+            raw = raw / torch.from_numpy(temperature).to(raw.device).unsqueeze(1)
         entries = logprobs.token_logprobs(
-            raw[torch.from_numpy(succeeded).to(raw.device)],
+            raw,
             result.token_ids[lines],
             self.rows.num_logprobs[rows].tolist(),
         )

@@ -1,0 +1,108 @@
+"""What the next plan will say, gathered while it is made and between two plans.
+
+The scheduler and its parts write here whatever they change in rows and tables; a plan that is sent
+takes all of it along, so the runner's tables and ours never differ.
+"""
+
+from quire.core.sequence import Sequence
+from quire.core.step import (
+    BlockCopy,
+    Chunk,
+    RowAdmission,
+    RowFork,
+    StepPlan,
+    TableEdit,
+    TokenEdit,
+)
+
+
+class PlanDraft:
+    """Changes of rows that the runner does not know of yet.
+
+    Invariant: no entry but `released` concerns a row whose last owner, as the runner knows it, has
+    left it since the entry was made.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: the runner has, too."""
+        self.released: dict[int, None] = {}  # a set that keeps its order
+        self.admissions: list[RowAdmission] = []
+        self.forks: list[RowFork] = []
+        self.token_edits: list[TokenEdit] = []
+        self.table_edits: list[TableEdit] = []
+        self.copies: list[BlockCopy] = []
+
+    def admit(self, sequence: Sequence) -> None:
+        """The whole state of a sequence that has just got its row."""
+        assert sequence.row is not None
+        self.admissions.append(
+            RowAdmission(
+                sequence.row,
+                sequence.token_ids,
+                sequence.num_prompt_tokens,
+                sequence.num_computed_tokens,
+                tuple(tuple(table) for table in sequence.block_tables),
+                sequence.params,
+                sequence.branch_index,
+            )
+        )
+
+    def fork(self, child: Sequence, parent: Sequence, *, joins_step: bool) -> None:
+        """The row of `child` becomes a copy of that of `parent`, with all its tables have become.
+
+        Forks are carried out before the edits of a plan, so the child gets the parent's edits too.
+        """
+        assert child.row is not None and parent.row is not None
+        self.forks.append(
+            RowFork(child.row, parent.row, child.params, child.branch_index, joins_step)
+        )
+        self.table_edits += [
+            edit._replace(row=child.row) for edit in self.table_edits if edit.row == parent.row
+        ]
+
+    def copy(self, copies: list[BlockCopy]) -> None:
+        """Blocks to copy before the coming step computes.
+
+        A copy of what is only to be copied becomes one of the original; a target that was given
+        back and taken again counts for its last taker.
+        """
+        originals = {copy.target: copy.source for copy in self.copies}
+        targets = {copy.target for copy in copies}
+        self.copies = [copy for copy in self.copies if copy.target not in targets]
+        self.copies += [
+            BlockCopy(originals.get(source, source), target) for source, target in copies
+        ]
+
+    def release(self, row: int) -> None:
+        """The owner of a row leaves it; what was to be told of the row is moot.
+
+        If the runner does not know the owner yet, the row is as free there as it was.
+        """
+        is_known = all(fork.row != row for fork in self.forks)
+        if is_known:
+            self.released[row] = None
+        self.forks = [fork for fork in self.forks if fork.row != row]
+        self.token_edits = [edit for edit in self.token_edits if edit.row != row]
+        self.table_edits = [edit for edit in self.table_edits if edit.row != row]
+
+    def take(
+        self, step_id: int, num_rows: int, num_tokens: int, chunks: tuple[Chunk, ...]
+    ) -> StepPlan:
+        """The plan; the draft is empty then."""
+        plan = StepPlan(
+            step_id=step_id,
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            release=tuple(self.released),
+            admit=tuple(self.admissions),
+            forks=tuple(self.forks),
+            token_edits=tuple(self.token_edits),
+            table_edits=tuple(self.table_edits),
+            chunks=chunks,
+            copies=tuple(self.copies),
+        )
+        self.clear()
+        return plan

@@ -1,0 +1,128 @@
+"""How far sequences will still grow, and how many blocks that takes at its worst.
+
+Admission weighs this, so that what is admitted seldom has to give blocks back. Both parts follow
+the Past-Future scheduler (Gong et al., Past-Future Scheduler for LLM Serving under SLA Guarantees,
+ASPLOS 2025): the lengths of outputs that ended foretell those that run, and memory peaks at the
+moment when one of them ends. Knows no sequence and no pool.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+BINS_PER_DOUBLING = 8
+LONGEST_TOKENS = 1 << 20
+
+
+def _edges() -> list[int]:
+    """0, 1, 2, ... and from 8 on eight edges for each doubling; bin i is (edges[i], edges[i+1]]."""
+    last = BINS_PER_DOUBLING * int(math.log2(LONGEST_TOKENS))
+    return sorted({0, *(round(2 ** (index / BINS_PER_DOUBLING)) for index in range(last + 1))})
+
+
+EDGES = _edges()
+
+
+class OutputLengthPredictor:
+    """The mean remaining length of an output, given how long it is already.
+
+    A histogram of finished lengths, which forgets them exponentially, over a prior of one
+    observation that is spread evenly over the logarithm of the length. The prior speaks before
+    anything has finished (most of a small limit, half of 4,096, a fifth of 131,072), past the
+    longest length seen, and against the first to finish, which are the short ones. Lengths are
+    taken as even within a bin (a bin is up to 9% wide).
+
+    Invariant: `_survivors[i]` is the weight of lengths above EDGES[i], prior included, and
+    `_survived[i]` its integral from EDGES[i] on, unless `_is_stale`.
+    """
+
+    def __init__(self, num_remembered: float = 1000.0) -> None:
+        """num_remembered: an output's weight falls to 1/e after so many others have ended."""
+        assert num_remembered >= 1
+        self._weights = [0.0] * (len(EDGES) - 1)
+        self._decay = math.exp(-1 / num_remembered)
+        self._unit = 1.0  # the weight of the next observation; growing it ages all others
+        self._survivors: list[float] = []
+        self._survived: list[float] = []
+        self._is_stale = True
+
+    def observe(self, num_output_tokens: int) -> None:
+        """An output ended of itself at this length, at least 1."""
+        assert num_output_tokens >= 1
+        self._weights[bisect_left(EDGES, min(num_output_tokens, LONGEST_TOKENS)) - 1] += self._unit
+        self._unit /= self._decay
+        if self._unit > 1e100:
+            self._weights = [weight / self._unit for weight in self._weights]
+            self._unit = 1.0
+        self._is_stale = True
+
+    def expected_remaining(self, num_output_tokens: int, limit: int) -> int:
+        """Tokens still to come after so many, rounded up; limit: the most it may have in all.
+
+        The mean of min(length, limit) - num_output_tokens over the lengths above num_output_tokens:
+        the integral of the survival function from here to the limit, over its value here.
+        """
+        if num_output_tokens >= limit:
+            return 0
+        if self._is_stale:
+            self._sum_up()
+        weight, area = self._above(num_output_tokens)
+        remaining = (area - self._above(limit)[1]) / weight if weight > 0 else 0.0
+        return min(limit - num_output_tokens, max(1, math.ceil(remaining - 1e-6)))
+
+    def _above(self, num_tokens: int) -> tuple[float, float]:
+        """The weight of longer lengths, and its integral from there on."""
+        if num_tokens >= LONGEST_TOKENS:
+            return 0.0, 0.0
+        upper = bisect_left(EDGES, num_tokens + 1)
+        low, high = EDGES[upper - 1], EDGES[upper]
+        at_low, at_high = self._survivors[upper - 1], self._survivors[upper]
+        weight = at_high + (at_low - at_high) * (high - num_tokens) / (high - low)
+        area = self._survived[upper] + (high - num_tokens) * (weight + at_high) / 2
+        return weight, area
+
+    def _sum_up(self) -> None:
+        """Rebuild both sums, from the longest length down; all queries until the next end share."""
+        num_edges = len(EDGES)
+        self._survivors = [0.0] * num_edges
+        self._survived = [0.0] * num_edges
+        prior = self._unit / math.log2(LONGEST_TOKENS + 1)
+        for index in range(num_edges - 2, -1, -1):
+            low, high = EDGES[index], EDGES[index + 1]
+            weight = self._weights[index] + prior * math.log2((high + 1) / (low + 1))
+            above = self._survivors[index + 1]
+            self._survivors[index] = above + weight
+            self._survived[index] = self._survived[index + 1] + (high - low) * (above + weight / 2)
+        self._is_stale = False
+
+
+def predicted_peak_blocks(
+    current: Iterable[tuple[int, int, int]], block_size: int, num_groups: int = 1
+) -> int:
+    """The most blocks that these sequences will hold at once, if each grows as expected.
+
+    current: (num_held_blocks, num_left_tokens, expected_remaining) of each sequence: the blocks
+        that it holds over all groups (the caller counts shared ones once), the tokens that they
+        have room for, and the tokens that it will still append.
+
+    All grow by a token a step, and each gives all back when it ends. So memory peaks just before
+    one ends: with the remaining lengths in falling order, when the i-th ends, the first i are
+    there and each has grown by its remaining length. Held blocks that are still empty count only
+    once they are written to: they are reserves, and given up first.
+    """
+    peak = num_held = 0
+    rooms: list[int] = []  # tokens left in the last block, in order, of those that are there
+    for held, num_left, remaining in sorted(current, key=_remaining, reverse=True):
+        num_empty, room = divmod(num_left, block_size)
+        num_held += held - num_empty * num_groups
+        insort(rooms, room)
+        # In `remaining` steps each fills that many whole blocks, and one more where the rest of
+        # them is more than its room.
+        num_whole, rest = divmod(remaining, block_size)
+        num_grown = num_whole * len(rooms) + bisect_left(rooms, rest)
+        peak = max(peak, num_held + num_grown * num_groups)
+    return peak
+
+
+def _remaining(entry: tuple[int, int, int]) -> int:
+    return entry[2]

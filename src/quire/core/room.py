@@ -1,0 +1,123 @@
+"""Whether a waiting sequence finds room: now, and as far as can be foretold.
+
+Changes nothing but what it remembers of its own looks. Used by `admission` alone.
+"""
+
+from bisect import bisect_left
+from enum import Enum
+
+from quire.core.growth import OutputLengthPredictor, predicted_peak_blocks
+from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.prefix_index import PrefixMatch
+from quire.core.request import FinishReason
+from quire.core.residents import Residents, rank_of
+from quire.core.sequence import Sequence, SequenceState
+
+LOOK_AGAIN_STEPS = 16
+
+
+class Verdict(Enum):
+    """What became of a look for room, where there was none."""
+
+    NO_ROOM = "no_room"  # rows or blocks are missing
+    FOLLOWS = "follows"  # another computes what it needs just now; it would only do so twice
+
+
+class RoomFinder:
+    """Looks for rows and blocks for those that wait.
+
+    forecasts: whether it weighs how all are foretold to grow.
+    """
+
+    def __init__(self, memory: KVCacheManager, residents: Residents, *, can_outrank: bool) -> None:
+        """can_outrank: new sequences may take from running ones; see `Policy`."""
+        self.lengths = OutputLengthPredictor()
+        self.forecasts = True
+        self._memory = memory
+        self._residents = residents
+        self._can_outrank = can_outrank
+        # What the running ones hold and will need, of one step and so many of them.
+        self._step_id = 0
+        self._forecast_of = (-1, -1)
+        self._growths: list[tuple[int, int, int]] = []
+
+    def find(self, sequence: Sequence, step_id: int) -> PrefixMatch | Verdict:
+        """What it could start from if a row and enough blocks are free, now and as predicted.
+
+        Leaves each running sequence that outranks it room to grow once, or it is soon preempted.
+        If it found too little last time, its cached prefix is looked up anew only now and then.
+        """
+        residents, memory = self._residents, self._memory
+        self._step_id = step_id
+        if not residents.free_rows:
+            return Verdict.NO_ROOM
+        num_outranking = 0
+        if not residents.is_idle:
+            num_outranking = bisect_left(residents.running, sequence.rank, key=rank_of)
+        num_usable = memory.pool.num_free - num_outranking * memory.num_blocks_to_grow
+        if step_id < sequence.look_again_at and (
+            num_usable < sequence.num_missing_blocks
+            or sequence.num_freed_at_forecast == memory.pool.num_freed
+        ):
+            return Verdict.NO_ROOM
+        match = memory.match(sequence)
+        if self.follows(sequence, match):
+            return Verdict.FOLLOWS
+        needed = memory.num_blocks_to_admit(sequence, match)
+        # One that may take from others what it lacks later has no need of a forecast.
+        may_take = self._can_outrank or sequence.state is SequenceState.PREEMPTED
+        is_sure = residents.is_idle or (may_take and num_outranking < len(residents.running))
+        if needed <= num_usable:
+            if is_sure or self.fits_later(sequence, needed):
+                return match
+            # As long as all grow as foretold, nothing changes before something is given back.
+            sequence.num_freed_at_forecast = memory.pool.num_freed
+        sequence.num_missing_blocks, sequence.look_again_at = needed, step_id + LOOK_AGAIN_STEPS
+        return Verdict.NO_ROOM
+
+    def follows(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """Whether somebody who outranks it computes tokens that it would compute next."""
+        parent, common = sequence.parent, sequence.num_common_tokens
+        # Also for the last of them: in the step that computes it, a fork joins and shares all.
+        if parent is not None and min(match.num_tokens + 1, parent.num_computed_tokens) < common:
+            return not parent.is_finished and parent.rank < sequence.rank
+        leader = match.leader
+        return (
+            leader is not None
+            and leader.state is SequenceState.RUNNING
+            and leader.rank < sequence.rank
+        )
+
+    def fits_later(self, sequence: Sequence, num_new_blocks: int) -> bool:
+        """Whether all that run, and this one with so many blocks more, will fit as they grow.
+
+        What several hold is counted for each of them by the prediction, and taken off again here.
+        """
+        memory, running = self._memory, self._residents.running
+        if not (self.forecasts and self._memory.num_blocks_to_grow):
+            return True
+        if self._forecast_of != (self._step_id, len(running)):
+            self._forecast_of = self._step_id, len(running)
+            self._growths = [self._growth(one) for one in running]
+        num_shared = sum([entry[0] for entry in self._growths]) - memory.pool.num_held
+        size = memory.block_size
+        num_slots = -(-len(sequence.token_ids) // size) * size
+        entry = (num_new_blocks, num_slots - len(sequence.token_ids), self._remaining(sequence))
+        peak = predicted_peak_blocks([*self._growths, entry], size, memory.num_groups)
+        return peak - max(0, num_shared) <= memory.pool.num_blocks
+
+    def observe_end(self, sequence: Sequence) -> None:
+        """Learn from a sequence that has ended."""
+        ended = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if ended and not sequence.is_beam:
+            self.lengths.observe(sequence.num_output_tokens)
+
+    def _growth(self, sequence: Sequence) -> tuple[int, int, int]:
+        num_held = len(sequence.block_tables) * (sequence.num_slots // self._memory.block_size)
+        num_left = max(0, sequence.num_slots - sequence.num_tokens)
+        return num_held, num_left, self._remaining(sequence)
+
+    def _remaining(self, sequence: Sequence) -> int:
+        num_prompt = sequence.num_prompt_tokens
+        limit = sequence.max_num_tokens - num_prompt
+        return self.lengths.expected_remaining(sequence.num_tokens - num_prompt, limit)

@@ -1,0 +1,120 @@
+"""Whether one that waits finds room, now and as the others are foretold to grow."""
+
+from tests.core.harness import Harness, make_memory
+
+from quire.core.policy import PriorityPolicy
+from quire.core.prefix_index import PrefixMatch
+from quire.core.room import LOOK_AGAIN_STEPS, Verdict
+from quire.core.sequence import Sequence, SequenceState
+
+WAITING = SequenceState.WAITING
+
+
+def verdict(harness: Harness, sequence: Sequence, step_id: int = 100) -> object:
+    found = harness.scheduler.admission.room.find(sequence, step_id)
+    return found if isinstance(found, Verdict) else found.num_tokens
+
+
+def test_no_row_is_no_room() -> None:
+    harness = Harness(max_num_seqs=1, budget=16)
+    harness.add("a", 3, 3)
+    harness.step()
+    assert verdict(harness, harness.add("b", 3, 3)) is Verdict.NO_ROOM
+
+
+def test_each_that_outranks_it_is_left_room_to_grow_once() -> None:
+    harness = Harness(make_memory(num_blocks=4))
+    harness.add("a", 8, 8)
+    harness.step()
+    newcomer = harness.add("b", 5, 1)
+    harness.step()  # two blocks are free and two are needed, but "a" will soon need one
+    assert newcomer.row is None
+    harness.run()
+    assert harness.scheduler.residents.stats.num_preemptions == 0
+
+
+def test_who_outranks_the_others_leaves_them_nothing() -> None:
+    harness = Harness(make_memory(num_blocks=4), policy=PriorityPolicy())
+    harness.add("a", 8, 8, priority=5)
+    harness.step()
+    harness.add("b", 5, 1, priority=0)
+    assert verdict(harness, next(iter(harness.scheduler.waiting))) == 0
+
+
+def test_a_look_in_vain_is_repeated_only_now_and_then_unless_there_is_room() -> None:
+    harness = Harness(make_memory(num_blocks=8))
+    harness.add("a", 16, 4)
+    harness.step()
+    sequence = harness.add("b", 25, 1)
+    looks: list[int] = []
+    match = harness.memory.match
+
+    def match_and_note(one: Sequence) -> PrefixMatch:
+        looks.append(1)
+        return match(one)
+
+    harness.memory.match = match_and_note  # type: ignore[method-assign]
+    for step_id in range(2 * LOOK_AGAIN_STEPS):
+        assert verdict(harness, sequence, step_id) is Verdict.NO_ROOM
+    assert len(looks) == 2
+    assert sequence.num_missing_blocks == 7
+    harness.memory.match = match  # type: ignore[method-assign]
+    harness.scheduler.abort(harness.requests["a"][1])
+    assert verdict(harness, sequence, 0) == 0, "as many blocks as it lacked are free"
+
+
+def test_growth_is_foretold_from_what_has_ended() -> None:
+    """Two sequences of 8 tokens fit now; whether they will depends on how long outputs are."""
+    admitted = {}
+    for num_outputs in (4, 40):
+        harness = Harness(make_memory(num_blocks=12))
+        for _ in range(50):
+            harness.scheduler.admission.room.lengths.observe(num_outputs)
+        harness.add("a", 8, 39)
+        harness.step()
+        second = harness.add("b", 8, 39)
+        harness.step()
+        admitted[num_outputs] = second.state is not WAITING
+    assert admitted == {4: True, 40: False}
+
+
+def test_what_several_share_counts_once() -> None:
+    """Each branch holds ten blocks, but all together hold hardly more."""
+    harness = Harness(make_memory(num_blocks=30), max_num_seqs=4)
+    branches = harness.add_branches("a", 40, 4, n=4)
+    harness.step()
+    assert all(one.state is not WAITING for one in branches)
+    harness.run()
+
+
+def test_only_ends_of_their_own_are_learned_from() -> None:
+    harness = Harness()
+    lengths: list[int] = []
+    harness.scheduler.admission.room.lengths.observe = lengths.append  # type: ignore[method-assign]
+    aborted = harness.add("a", 3, 5)
+    harness.add("b", 3, 2)
+    harness.step()
+    harness.scheduler.abort(aborted)
+    harness.run()
+    assert lengths == [2]
+
+
+def test_a_fork_follows_its_parent_until_that_has_computed_all_that_is_common() -> None:
+    harness = Harness(make_memory(num_blocks=30, caching=False), budget=4)
+    parent, child = harness.add_branches("a", 10, 4, n=2)
+    room = harness.scheduler.admission.room
+    expected = []
+    for _ in range(3):
+        expected.append(room.follows(child, harness.memory.match(child)))
+        harness.step()
+    assert expected == [True, True, True]
+    assert child.state is not WAITING, "it has joined the step in which that was done"
+    assert parent.num_computed_tokens == 10
+    harness.run()
+
+
+def test_a_fork_follows_no_parent_that_it_outranks() -> None:
+    harness = Harness(make_memory(num_blocks=30))
+    parent, child = harness.add_branches("a", 10, 4, n=2)
+    child.rank, parent.rank = (0.0,), (1.0,)
+    assert not harness.scheduler.admission.room.follows(child, harness.memory.match(child))
