@@ -127,3 +127,72 @@ def test_a_made_up_entry_looks_like_a_real_one(num_top: int) -> None:
     )
     assert entry.rank >= 1 and entry.logprob <= 0
     assert entry == fake_logprobs(123, 7, num_top) != fake_logprobs(124, 7, num_top)
+
+
+def test_a_fork_gets_what_follows_the_tokens_that_it_was_forked_with() -> None:
+    model = FakeModel(end_rate=0.0)
+    whole = model.expected_output(request([4, 5], seed=3), branch_index=1)
+    rest = model.expected_output(
+        request([4, 5], seed=3), branch_index=1, forked_token_ids=whole.token_ids[:5]
+    )
+    assert rest.token_ids == whole.token_ids[5:]
+    assert rest.finish_reason is FinishReason.LENGTH
+    other = model.expected_output(
+        request([4, 5], seed=3), branch_index=2, forked_token_ids=whole.token_ids[:5]
+    )
+    assert other.token_ids != rest.token_ids and len(other.token_ids) == 7
+
+
+def test_a_fork_counts_the_tokens_that_it_was_forked_with_as_its_own() -> None:
+    model, asked = FakeModel(end_rate=1.0), request([5], stop_token_ids=(0,), min_tokens=4)
+    assert len(model.expected_output(asked, forked_token_ids=(1, 2)).token_ids) == 2
+    assert len(model.expected_output(asked, forked_token_ids=(1, 2, 3, 4, 5)).token_ids) == 1
+    longest = model.expected_output(request([5] * 6), 0, 10, forked_token_ids=(1, 2))
+    assert len(longest.token_ids) == 2
+
+
+@settings(max_examples=50, deadline=None, database=None)
+@given(st.integers(0, MASK), st.integers(1, 6), st.sampled_from([2, 5, 1000]))
+def test_candidates_are_distinct_best_first_and_a_function_of_the_prefix(
+    fingerprint: int, count: int, vocab_size: int
+) -> None:
+    model = FakeModel(vocab_size, end_rate=0.5)
+    found = model.beam_candidates(fingerprint, count)
+    token_ids, logprobs = [one[0] for one in found], [one[1] for one in found]
+    assert len(set(token_ids)) == len(found) == min(count, vocab_size - 1)
+    assert all(0 <= token_id < vocab_size for token_id in token_ids)
+    assert logprobs == sorted(logprobs, reverse=True) and logprobs[0] <= 0
+    assert found == model.beam_candidates(fingerprint, count)
+
+
+def test_end_tokens_are_among_the_candidates_as_often_as_asked() -> None:
+    model = FakeModel(end_rate=0.1)
+    found = [
+        [token_id for token_id, _ in model.beam_candidates(mix(index), 3)] for index in range(4000)
+    ]
+    places = [token_ids.index(0) for token_ids in found if 0 in token_ids]
+    assert 320 < len(places) < 480 and set(places) == {0, 1, 2}
+
+
+def test_beams_are_the_best_chains_of_candidates() -> None:
+    """With one token to choose, the search is the list of the best candidates."""
+    model = FakeModel(end_rate=0.0)
+    (prefix,) = fingerprints_of([5, 6])[-1:].tolist()
+    found = model.expected_beams(request([5, 6], max_tokens=1, beam_width=3))
+    assert [one.token_ids for one in found] == [
+        (token_id,) for token_id, _ in model.beam_candidates(prefix, 3)
+    ]
+    assert all(one.finish_reason is FinishReason.LENGTH for one in found)
+    longer = model.expected_beams(request([5, 6], max_tokens=9, beam_width=3), max_model_len=7)
+    assert [len(one.token_ids) for one in longer] == [5, 5, 5]
+    sums = [one.cumulative_logprob for one in longer]
+    assert sums == sorted(sums, reverse=True)
+
+
+def test_greedy_is_a_beam_of_one() -> None:
+    model = FakeModel(end_rate=0.0)
+    (only,) = model.expected_beams(request([5, 6], max_tokens=6, beam_width=1))
+    tokens = [5, 6]
+    for _ in range(6):
+        tokens.append(model.beam_candidates(int(fingerprints_of(tokens)[-1]), 1)[0][0])
+    assert only.token_ids == tuple(tokens[2:])

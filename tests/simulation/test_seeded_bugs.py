@@ -5,18 +5,23 @@ is that a row reads, or would write, something wrong.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from quire.core import scheduler as scheduler_module
+from quire.core.beam_scheduling import BeamScheduling
 from quire.core.block_pool import BlockPool
-from quire.core.kv_cache_manager import KVCacheManager, PrefixMatch
+from quire.core.draft import PlanDraft
+from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.prefix_cache import PrefixCache
+from quire.core.prefix_index import PrefixIndex, PrefixMatch
 from quire.core.scheduler import Scheduler
 from quire.core.sequence import Sequence
-from quire.core.step import Chunk
+from quire.core.step import BlockCopy, Chunk, EditKind, StepPlan
+from quire.core.step_holds import StepHolds
+from quire.simulation.report import add_up
 from quire.simulation.simulator import SimulationError, Simulator, run
 from quire.simulation.workload import SimulationConfig
 
@@ -28,6 +33,10 @@ CONFIG = SimulationConfig(
     num_blocks=24,
     num_groups=2,
     max_num_batched_tokens=16,
+    num_branches=(1, 3),
+    beam_rate=0.2,
+    near_rate=0.4,
+    fork_rate=0.1,
     logprobs_rate=0.3,
     overlap=1,
 )
@@ -54,26 +63,21 @@ def release_for_all_holders(original: Any) -> Any:
 
 
 def publish_too_early(original: Any) -> Any:
-    def admit(self: KVCacheManager, sequence: Sequence, match: PrefixMatch) -> None:
-        original(self, sequence, match)
+    def admit(self: KVCacheManager, sequence: Sequence, match: PrefixMatch, step_id: int) -> Any:
+        copies = original(self, sequence, match, step_id)
         self.publish(sequence, len(sequence.token_ids))
+        return copies
 
     return admit
 
 
-def match_one_block_too_many(original: Any) -> Any:
-    def match(self: KVCacheManager, sequence: Sequence) -> PrefixMatch:
-        found = original(self, sequence)
-        more = found.num_tokens + self.block_size
-        others = [
-            {block for block, key in enumerate(self.pool.content) if key and key[0] == group}
-            for group in range(self.num_groups)
-        ]
-        if not found.num_tokens or more >= sequence.num_tokens or not all(others):
-            return found
-        blocks = tuple((*ids, min(other)) for ids, other in zip(found.blocks, others, strict=True))
-        held = sum(self.pool.ref_count[ids[-1]] == 0 for ids in blocks)
-        return PrefixMatch(more, blocks, found.num_revived + held)
+def match_one_token_too_many(original: Any) -> Any:
+    def match(self: PrefixIndex, sequence: Sequence) -> PrefixMatch:
+        found: PrefixMatch = original(self, sequence)
+        more = found.num_tokens + 1
+        if found.partial and more % self.cache.block_size and more < sequence.num_tokens:
+            found = found._replace(num_tokens=more)
+        return found
 
     return match
 
@@ -92,10 +96,11 @@ def forget_the_parent(original: Any) -> Any:
 
 
 def same_root_for_all_groups(original: Any) -> Any:
-    def find(self: PrefixCache, group: int, digest: bytes) -> int | None:
-        return original(self, 0, digest)
+    def find_all(self: PrefixCache, digest: bytes) -> tuple[int, ...] | None:
+        found = original(self, digest)
+        return None if found is None else found[:1] * len(found)
 
-    return find
+    return find_all
 
 
 def keep_evicted_content(original: Any) -> Any:
@@ -106,75 +111,133 @@ def keep_evicted_content(original: Any) -> Any:
     return take
 
 
-def skip_every_fifth_edit(original: Any) -> Any:
-    counter = [0]
+def in_plans(change: Callable[[StepPlan], StepPlan]) -> Patch:
+    """Every plan is changed on its way to the runner."""
 
-    def append_edits(row: int, grown: Any) -> Any:
-        counter[0] += 1
-        return [] if counter[0] % 5 == 0 else original(row, grown)
+    def make(original: Any) -> Any:
+        return lambda self, *given: change(original(self, *given))
 
-    return append_edits
-
-
-def swap_groups_in_edits(original: Any) -> Any:
-    def append_edits(row: int, grown: Any) -> Any:
-        edits = original(row, grown)
-        ids = [edit.block_ids for edit in edits]
-        return [edit._replace(block_ids=ids[-1 - at]) for at, edit in enumerate(edits)]
-
-    return append_edits
+    return replace(PlanDraft, "take", make)
 
 
-def admit_with_reordered_tables(original: Any) -> Any:
-    def admission(sequence: Sequence) -> Any:
-        made = original(sequence)
-        return made._replace(block_tables=tuple(table[::-1] for table in made.block_tables))
-
-    return admission
+def skip_an_edit(plan: StepPlan) -> StepPlan:
+    kept = [edit for edit in plan.table_edits if edit.first_logical_block % 5 != 4]
+    return dataclasses.replace(plan, table_edits=tuple(kept))
 
 
-def claim_one_more_computed_block(original: Any) -> Any:
-    def admission(sequence: Sequence) -> Any:
-        made = original(sequence)
-        if made.num_computed_tokens or len(made.token_ids) <= 8:
-            return made
-        return made._replace(num_computed_tokens=4)
-
-    return admission
+def swap_groups_in_edits(plan: StepPlan) -> StepPlan:
+    edits = [
+        edit._replace(group=1 - edit.group) if edit.kind is EditKind.APPEND else edit
+        for edit in plan.table_edits
+    ]
+    return dataclasses.replace(plan, table_edits=tuple(edits))
 
 
-def forget_a_release(original: Any) -> Any:
-    def give_back(self: Scheduler, sequence: Sequence) -> None:
+def reorder_tables(plan: StepPlan) -> StepPlan:
+    admit = [
+        one._replace(block_tables=tuple(table[::-1] for table in one.block_tables))
+        for one in plan.admit
+    ]
+    return dataclasses.replace(plan, admit=tuple(admit))
+
+
+def claim_one_more_computed_block(plan: StepPlan) -> StepPlan:
+    admit = [
+        one
+        if one.num_computed_tokens or len(one.token_ids) <= 8
+        else one._replace(num_computed_tokens=4)
+        for one in plan.admit
+    ]
+    return dataclasses.replace(plan, admit=tuple(admit))
+
+
+def swap_two_tokens(plan: StepPlan) -> StepPlan:
+    admit = [
+        one._replace(token_ids=[*one.token_ids[:-2], one.token_ids[-1], one.token_ids[-2]])
+        if len(one.token_ids) > one.num_prompt_tokens + 2
+        and one.num_computed_tokens <= len(one.token_ids) - 2
+        else one
+        for one in plan.admit
+    ]
+    return dataclasses.replace(plan, admit=tuple(admit))
+
+
+def forget_a_release(plan: StepPlan) -> StepPlan:
+    return dataclasses.replace(plan, release=plan.release[1:])
+
+
+def forget_copies(plan: StepPlan) -> StepPlan:
+    return dataclasses.replace(plan, copies=())
+
+
+def forget_token_edits(plan: StepPlan) -> StepPlan:
+    return dataclasses.replace(plan, token_edits=())
+
+
+def copy_back(plan: StepPlan) -> StepPlan:
+    copies = tuple(BlockCopy(copy.target, copy.source) for copy in plan.copies)
+    return dataclasses.replace(plan, copies=copies)
+
+
+def fork_from_another(plan: StepPlan) -> StepPlan:
+    if len(plan.forks) < 2:
+        return plan
+    sources = [fork.source_row for fork in plan.forks]
+    forks = [
+        fork._replace(source_row=source)
+        for fork, source in zip(plan.forks, reversed(sources), strict=True)
+    ]
+    return dataclasses.replace(plan, forks=tuple(forks))
+
+
+def never_copy(original: Any) -> Any:
+    def must_copy_tail(self: KVCacheManager, sequence: Sequence) -> bool:
         original(self, sequence)
-        if len(self._released_rows) > 1:
-            self._released_rows.pop()
+        return False
 
-    return give_back
+    return must_copy_tail
+
+
+def let_sources_go(original: Any) -> Any:
+    def hold_copied(self: StepHolds, step_id: int, copies: list[BlockCopy]) -> None:
+        original(self, step_id - 2, copies)
+        self.end_step(step_id - 2)
+
+    return hold_copied
+
+
+def keep_own_blocks(original: Any) -> Any:
+    def refork(self: KVCacheManager, child: Sequence, parent: Sequence) -> None:
+        if child.num_computed_tokens == parent.num_computed_tokens:
+            self._take_counts(child, parent)
+        else:
+            original(self, child, parent)
+
+    return refork
+
+
+def choose_for_another_beam(original: Any) -> Any:
+    def take_in(self: BeamScheduling, sequence: Sequence, entry: Any) -> Any:
+        logprobs = (entry.top_logprobs[0], *entry.top_logprobs[:-1])
+        return original(self, sequence, entry._replace(top_logprobs=logprobs))
+
+    return take_in
 
 
 def leave_single_tokens_unnamed(original: Any) -> Any:
-    def launch(self: Scheduler, chunks: dict[Sequence, int]) -> tuple[Chunk, ...]:
-        return tuple(chunk for chunk in original(self, chunks) if chunk.num_new_tokens != 1)
+    def launch(self: Scheduler, chunks: dict[Sequence, int]) -> tuple[Any, tuple[Chunk, ...]]:
+        step, named = original(self, chunks)
+        return step, tuple(chunk for chunk in named if chunk.num_new_tokens != 1)
 
     return launch
 
 
 def drop_pauses(original: Any) -> Any:
-    def launch(self: Scheduler, chunks: dict[Sequence, int]) -> tuple[Chunk, ...]:
-        return tuple(chunk for chunk in original(self, chunks) if chunk.num_new_tokens)
+    def launch(self: Scheduler, chunks: dict[Sequence, int]) -> tuple[Any, tuple[Chunk, ...]]:
+        step, named = original(self, chunks)
+        return step, tuple(chunk for chunk in named if chunk.num_new_tokens)
 
     return launch
-
-
-def swap_two_tokens(original: Any) -> Any:
-    def admission(sequence: Sequence) -> Any:
-        made = original(sequence)
-        if sequence.num_admissions < 2:
-            return made
-        ids = list(made.token_ids)
-        return made._replace(token_ids=[*ids[:-2], ids[-1], ids[-2]])
-
-    return admission
 
 
 MUTATIONS: dict[str, Patch] = {
@@ -185,31 +248,46 @@ MUTATIONS: dict[str, Patch] = {
     "blocks are published before they are written": replace(
         KVCacheManager, "admit", publish_too_early
     ),
-    "a match has a wrong last block": replace(KVCacheManager, "match", match_one_block_too_many),
+    "a match has a wrong last token": replace(PrefixIndex, "match", match_one_token_too_many),
     "a hash does not cover its parent": replace(PrefixCache, "extend_chain", forget_the_parent),
-    "groups share their blocks": replace(PrefixCache, "find", same_root_for_all_groups),
+    "groups share their blocks": replace(PrefixCache, "find_all", same_root_for_all_groups),
     "evicted content can still be found": replace(BlockPool, "take", keep_evicted_content),
-    "an edit is lost": replace(scheduler_module, "append_edits", skip_every_fifth_edit),
-    "edits go to the wrong group": replace(scheduler_module, "append_edits", swap_groups_in_edits),
-    "tables are in the wrong order": replace(
-        scheduler_module, "_admission", admit_with_reordered_tables
-    ),
-    "a block counts as computed that is not": replace(
-        scheduler_module, "_admission", claim_one_more_computed_block
-    ),
-    "a row is not released": replace(Scheduler, "_give_back", forget_a_release),
+    "an edit is lost": in_plans(skip_an_edit),
+    "edits go to the wrong group": in_plans(swap_groups_in_edits),
+    "tables are in the wrong order": in_plans(reorder_tables),
+    "a block counts as computed that is not": in_plans(claim_one_more_computed_block),
+    "a row is not released": in_plans(forget_a_release),
     "a chunk of one token is left out": replace(Scheduler, "_launch", leave_single_tokens_unnamed),
     "a pause is left out": replace(Scheduler, "_launch", drop_pauses),
-    "tokens change at a preemption": replace(scheduler_module, "_admission", swap_two_tokens),
+    "tokens change at a preemption": in_plans(swap_two_tokens),
+    "a copy is lost": in_plans(forget_copies),
+    "a copy goes the wrong way": in_plans(copy_back),
+    "a beam's token is not told": in_plans(forget_token_edits),
+    "forks take the place of each other": in_plans(fork_from_another),
+    "a shared block is written": replace(KVCacheManager, "must_copy_tail", never_copy),
+    "a source is given out before it is copied": replace(StepHolds, "hold_copied", let_sources_go),
+    "a beam takes over too little": replace(KVCacheManager, "refork", keep_own_blocks),
+    "candidates have the wrong scores": replace(BeamScheduling, "take_in", choose_for_another_beam),
 }
 
-WORLDS = {
+BEAMS: dict[str, Any] = {"num_blocks": 160, "beam_rate": 0.6, "max_num_seqs": 12}
+BEAM_CONFIG = dataclasses.replace(CONFIG, **BEAMS)
+WORLDS: dict[str, Any] = {
     "a hash does not cover its parent": {"vocab_size": 3, "block_size": 2},
     "a chunk of one token is left out": {"max_num_batched_tokens": 9, "num_blocks": 48},
+    "a beam's token is not told": BEAMS,
+    "forks take the place of each other": {**BEAMS, "beam_rate": 0.0, "num_branches": (2, 3)},
+    "a beam takes over too little": BEAMS,
+    "candidates have the wrong scores": BEAMS,
 }
 """What a mutation needs to show itself, beyond CONFIG."""
 
-NOT_BY_THE_RUNNER = {"tokens change at a preemption"}
+NOT_BY_THE_RUNNER = {
+    "tokens change at a preemption",
+    "a beam's token is not told",
+    "forks take the place of each other",
+    "candidates have the wrong scores",
+}
 """The runner believes what it is told; the comparison with the output alone catches these."""
 
 
@@ -218,15 +296,20 @@ def no_other_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Simulator, "_check", lambda self: None)
 
 
+run_without_bug = functools.cache(run)
+
+
 def test_without_a_mutation_all_is_well() -> None:
-    report = run(CONFIG)
+    report = add_up([run_without_bug(config) for config in (CONFIG, BEAM_CONFIG)], seed=5)
     assert report.num_preemptions > 0 and report.num_hit_tokens > 0
+    assert report.num_joined_forks > 0 and report.num_cow_blocks > 0 and report.num_beams > 0
+    assert report.num_forks > 0 and report.num_partial_hits > 0
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(CONFIG, **WORLDS.get(name, {}))
-    run(config)
+    run_without_bug(config)
     MUTATIONS[name](monkeypatch)
     with pytest.raises(SimulationError) as caught:
         run(config)

@@ -1,12 +1,15 @@
 """What a seed draws, and which configurations are refused."""
 
 import itertools
+import random
 from typing import Any
 
 import pytest
 
+from quire.core.prefix_cache import PUBLIC_DOMAIN
+from quire.core.sampling_params import DecodingParams
 from quire.errors import ConfigurationError
-from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals
+from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals, draw_fork
 
 
 def draw(count: int = 300, **options: Any) -> list[Arrival]:
@@ -65,6 +68,58 @@ def test_domains_and_priorities_are_all_used() -> None:
     assert {one.request.priority for one in arrivals} == {0, 1, 2, 3}
 
 
+def test_branches_beams_tenants_and_deadlines_are_drawn_as_asked() -> None:
+    arrivals = draw(num_branches=(1, 4), beam_rate=0.3, deadline_rate=0.5, public_rate=0.2)
+    requests = [one.request for one in arrivals]
+    beams = [one for one in requests if one.params.beam_width]
+    assert 60 < len(beams) < 125 and {one.n for one in beams} == {2, 3, 4}
+    assert all(one.n == one.params.beam_width for one in beams)
+    assert all((one.params.logprobs, one.params.min_tokens) == (None, 0) for one in beams)
+    assert {one.n for one in requests if not one.params.beam_width} == {1, 2, 3, 4}
+    assert {one.tenant for one in requests} == {f"tenant-{at}" for at in range(3)}
+    assert 110 < sum(one.deadline_s is not None for one in requests) < 190
+    assert 35 < sum(one.cache_domain == PUBLIC_DOMAIN for one in requests) < 85
+
+
+def test_repeated_prompts_come_with_the_one_before() -> None:
+    arrivals = draw(repeat_rate=0.4, shared_prefix_rate=0.0, poison_rate=0.1)
+    pairs = [
+        (one, other)
+        for one, other in itertools.pairwise(arrivals)
+        if one.request.prompt_token_ids == other.request.prompt_token_ids
+    ]
+    assert 90 < len(pairs) < 150
+    assert all(one.at_s == other.at_s for one, other in pairs)
+    assert all(one.request.cache_domain == other.request.cache_domain for one, other in pairs)
+    assert sum(one.request.params == other.request.params for one, other in pairs) == 0
+
+
+def test_near_prompts_agree_up_to_any_token_but_not_in_a_fault() -> None:
+    config = SimulationConfig()
+    arrivals = draw(near_rate=1.0, shared_prefix_rate=0.0, prompt_tokens=(20, 30), nan_rate=0.2)
+    prompts = [list(one.request.prompt_token_ids) for one in arrivals]
+    common = {
+        max(_num_common(prompt, other) for other in prompts[max(0, at - 16) : at])
+        for at, prompt in enumerate(prompts)
+        if at
+    }
+    assert common >= set(range(1, 20))
+    assert all(token_id < config.vocab_size for prompt in prompts for token_id in prompt[:-1])
+
+
+def _num_common(one: list[int], other: list[int]) -> int:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in pairs)
+
+
+def test_a_fork_has_room_for_a_token_at_least() -> None:
+    rng, params = random.Random(1), DecodingParams(8, seed=5)
+    drawn = [draw_fork(rng, params, 7) for _ in range(100)]
+    assert {one.max_tokens for one in drawn} == set(range(8, 13))
+    assert {one.logprobs for one in drawn} == {None, 2}
+    assert 20 < sum(one.seed == 5 for one in drawn) < 80
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -72,6 +127,8 @@ def test_domains_and_priorities_are_all_used() -> None:
         ({"arrivals": "never"}, "'never', but must be one of poisson, bursts, at_once"),
         ({"arrivals": "at_once", "num_steps": 5}, "'at_once', which needs num_requests"),
         ({"check_every": 0}, "check_every is 0, but must be at least 1"),
+        ({"max_num_waiting": 0}, "max_num_waiting is 0, but must be at least 1"),
+        ({"num_branches": (0, 2)}, r"num_branches is \(0, 2\)"),
         ({"prompt_tokens": (5, 4)}, r"prompt_tokens is \(5, 4\), but must be 1 <= low <= high"),
         ({"output_tokens": (0, 4)}, r"output_tokens is \(0, 4\)"),
     ],

@@ -8,11 +8,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigurationError
+from quire.simulation.report import SimulationReport, add_up
 from quire.simulation.simulator import SimulationError, run
 from quire.simulation.workload import SimulationConfig
+from quire.simulation.worlds import draw_worlds
 
 DEFAULT = SimulationConfig()
 
@@ -20,17 +23,38 @@ DEFAULT = SimulationConfig()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     try:
-        config = _parse(arguments)
-        report = run(config)
+        config, has_everything = _parse(arguments)
+        report = _run_everything(config) if has_everything else run(config)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except SimulationError as error:
-        print(f"{error}\nreplay: {replay_command(config)}", file=sys.stderr)
+        print(f"{error}\nreplay: {replay_command(error.config)}", file=sys.stderr)
         return 1
     for name, value in dataclasses.asdict(report).items():
         print(f"{name:22} {value:.0f}" if name == "steps_per_s" else f"{name:22} {value}")
     return 0
+
+
+def _run_everything(config: SimulationConfig) -> SimulationReport:
+    """Worlds with everything in them, one after the other; a line to stderr for each."""
+    if config.num_steps is None:
+        raise ConfigurationError("--everything needs --num-steps: so many steps in all")
+    for option in dataclasses.fields(SimulationConfig):
+        is_default = getattr(config, option.name) == getattr(DEFAULT, option.name)
+        if option.name not in ("seed", "num_steps", "check_every") and not is_default:
+            raise ConfigurationError(
+                f"{option.name} is {getattr(config, option.name)}, but --everything draws it from"
+                " the seed; leave one of them out"
+            )
+    reports: list[SimulationReport] = []
+    started_s = time.perf_counter()
+    for world in draw_worlds(config.seed, config.num_steps, config.check_every):
+        reports.append(run(world))
+        print(f"world {len(reports)}: {reports[-1].num_steps} steps", file=sys.stderr)
+    total = add_up(reports, config.seed)
+    total.steps_per_s = total.num_steps / (time.perf_counter() - started_s)
+    return total
 
 
 def replay_command(config: SimulationConfig) -> str:
@@ -45,12 +69,13 @@ def replay_command(config: SimulationConfig) -> str:
     return " ".join(words)
 
 
-def _parse(arguments: Sequence[str] | None) -> SimulationConfig:
+def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, bool]:
     parser = argparse.ArgumentParser(
         prog="python -m quire.simulation",
-        description=SimulationConfig.__doc__,
+        description=f"{__doc__}\n{SimulationConfig.__doc__}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--everything", action="store_true", help="see above")
     for option in dataclasses.fields(SimulationConfig):
         default = getattr(DEFAULT, option.name)
         parser.add_argument(
@@ -59,7 +84,9 @@ def _parse(arguments: Sequence[str] | None) -> SimulationConfig:
             default=default,
             help=f"default: {default}",
         )
-    return SimulationConfig(**vars(parser.parse_args(arguments)))
+    options = vars(parser.parse_args(arguments))
+    has_everything = options.pop("everything")
+    return SimulationConfig(**options), has_everything
 
 
 def _reader(default: object) -> Callable[[str], object]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from quire.core.beam_search import BeamSearch, Candidate, Hypothesis
 from quire.core.request import FinishReason, Request
 from quire.core.step import TokenLogprobs
 
@@ -19,6 +20,7 @@ Fingerprints = npt.NDArray[np.uint64]
 MASK = (1 << 64) - 1
 BASE = 0x9E3779B97F4A7C15 | 1  # odd, so that it has an inverse modulo 2**64
 BASE_INVERSE = pow(BASE, -1, 1 << 64)
+BEAM_SALT = 0xA0761D6478BD642F
 END_RATE_BITS = 20
 SHIFTS_AND_FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
@@ -117,12 +119,66 @@ class FakeModel:
         others = 1 + (draws & np.uint64(0xFFFFFFFF)).astype(np.int64) % (self.vocab_size - 1)
         return np.where(is_end, self.end_token_id, others)
 
-    def expected_output(
-        self, request: Request, branch_index: int = 0, max_model_len: int | None = None
-    ) -> ExpectedOutput:
-        """All that one branch of a request must get, computed without a scheduler."""
+    def beam_candidates(self, fingerprint: int, count: int) -> list[Candidate]:
+        """The best continuations of a prefix by one token, best first: distinct tokens, as many as
+        asked, or all but the end token. Which and how likely depends on nothing but the prefix."""
+        count = min(count, self.vocab_size - 1)
+        draw = mix(fingerprint ^ BEAM_SALT)
+        token_ids: list[int] = []
+        if draw >> (64 - END_RATE_BITS) < self._end_limit():
+            token_ids = [self.end_token_id]
+        chosen = set(token_ids)
+        candidates: list[Candidate] = []
+        logprob = -(draw & 0xFF) / 64
+        while len(candidates) < count:
+            draw = mix(draw)
+            token_id = 1 + (draw & 0xFFFFFFFF) % (self.vocab_size - 1)
+            if token_id in chosen:
+                continue
+            chosen.add(token_id)
+            logprob -= (draw >> 56) / 128  # now and then 0: a tie
+            candidates.append((token_id, logprob))
+        if token_ids:
+            place = draw % count
+            candidates[place] = self.end_token_id, candidates[place][1]
+        return candidates
+
+    def expected_beams(
+        self, request: Request, max_model_len: int | None = None
+    ) -> list[Hypothesis]:
+        """What a beam search must bring, best first: the search alone, without a scheduler."""
         params, prompt = request.params, request.prompt_token_ids
-        room = params.max_tokens
+        most = len(prompt) + params.max_tokens
+        search = BeamSearch(
+            params.beam_width,
+            params.length_penalty,
+            num_prompt_tokens=len(prompt),
+            max_num_tokens=most if max_model_len is None else min(most, max_model_len),
+            end_token_ids=params.end_token_ids,
+            stop_token_ids=params.stop_token_ids,
+        )
+        beams = [int(fingerprints_of(prompt)[-1])]
+        while beams:
+            count = params.num_beam_candidates
+            choices = search.advance([self.beam_candidates(beam, count) for beam in beams])
+            beams = [extend(beams[choice.parent], choice.token_id) for choice in choices]
+        return search.hypotheses()
+
+    def expected_output(
+        self,
+        request: Request,
+        branch_index: int = 0,
+        max_model_len: int | None = None,
+        *,
+        forked_token_ids: Sequence[int] = (),
+    ) -> ExpectedOutput:
+        """All that one branch of a request must get, computed without a scheduler.
+
+        forked_token_ids: the output that it was forked with; it gets what follows.
+        """
+        params = request.params
+        prompt = [*request.prompt_token_ids, *forked_token_ids]
+        room = params.max_tokens - len(forked_token_ids)
         if max_model_len is not None:
             room = min(room, max_model_len - len(prompt))
         ends = {*params.end_token_ids, *params.stop_token_ids}
@@ -138,7 +194,7 @@ class FakeModel:
             if params.logprobs is not None:
                 logprobs.append(fake_logprobs(fingerprint, token_id, params.logprobs))
             fingerprint = extend(fingerprint, token_id)
-            if token_id in ends and len(token_ids) >= params.min_tokens:
+            if token_id in ends and len(forked_token_ids) + len(token_ids) >= params.min_tokens:
                 reason = FinishReason.STOP
                 break
         return ExpectedOutput(

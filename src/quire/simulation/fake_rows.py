@@ -14,10 +14,12 @@ from quire.core.step import (
     HOLE_BLOCK,
     EditKind,
     RowAdmission,
+    RowFork,
     StepPlan,
     TableEdit,
+    TokenEdit,
 )
-from quire.simulation.fake_model import branch_salt, fingerprints_of
+from quire.simulation.fake_model import branch_salt, extend, fingerprints_of
 
 NUM_REMEMBERED_PLANS = 32
 
@@ -52,7 +54,15 @@ def _told(plan: StepPlan, row: int | None) -> str:
         for one in plan.admit
         if concerns(one.row)
     ]
+    parts += [
+        f"fork {one.row} from {one.source_row}{', joins' if one.joins_step else ''}"
+        for one in plan.forks
+        if concerns(one.row) or concerns(one.source_row)
+    ]
+    parts += [str(edit) for edit in plan.token_edits if concerns(edit.row)]
     parts += [str(edit) for edit in plan.table_edits if concerns(edit.row)]
+    if plan.copies:
+        parts.append(f"copy {', '.join(f'{one.source} to {one.target}' for one in plan.copies)}")
     parts += [str(chunk) for chunk in plan.chunks if concerns(chunk.row)]
     return "; ".join(parts)
 
@@ -63,7 +73,10 @@ class FakeRows:
     fingerprints[row, i]: of the row's tokens [0, i]. slots[group, row, i]: where token i lives, or
     negative where it has no slot. num_tokens counts tokens that steps in flight will append.
     epoch[row]: changes whenever the row is admitted, so that a late token finds its owner gone.
-    table_count[block]: entries of live tables that name the block.
+    num_ever_computed[row]: its computed tokens before anything was cut.
+    table_count[block]: entries of live tables that name the block; those of a fork that joins a
+        step are counted when the step's accesses are known, since its source writes for it, too.
+    joining: row -> source row, of forks whose tables are not counted yet.
     """
 
     def __init__(
@@ -84,6 +97,9 @@ class FakeRows:
         self.epoch: Ints = np.zeros(max_num_rows, dtype=np.int64)
         self.num_tokens: Ints = np.zeros(max_num_rows, dtype=np.int64)
         self.num_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
+        self.num_ever_computed: Ints = np.zeros(max_num_rows, dtype=np.int64)
+        self.joining: dict[int, int] = {}
+        self._new: list[tuple[int, int]] = []  # (block, row) of this plan
         self.num_table_tokens: Ints = np.zeros((num_groups, max_num_rows), dtype=np.int64)
         self.salts = np.zeros(max_num_rows, dtype=np.uint64)
         self.fingerprints = np.zeros((max_num_rows, max_num_tokens), dtype=np.uint64)
@@ -100,6 +116,8 @@ class FakeRows:
 
     def reset(self) -> None:
         """Drop all rows."""
+        self.joining.clear()
+        self._new.clear()
         for row in np.flatnonzero(self.live).tolist():
             self.release(row)
 
@@ -107,13 +125,25 @@ class FakeRows:
         self._check_live(row, "release")
         self.live[row] = False
         for group, tables in enumerate(self.tables):
-            self._count(tables[row], -1)
+            self._count(row, tables[row], -1)
             tables[row] = []
             self.slots[group, row] = -1
             self.num_table_tokens[group, row] = 0
 
-    def admit(self, admission: RowAdmission) -> list[int]:
-        """Take a row in; returns the blocks that it fills from their first token on."""
+    def take_new_blocks(self) -> list[int]:
+        """The blocks that the edits since the last call gave to rows as holding nothing yet; all
+        edits of a plan together must leave each of them to one row."""
+        new, self._new = self._new, []
+        for block, row in new:
+            if self.table_count[block] > 1:
+                self.history.refuse(
+                    f"block {block} is given to row {row} as new, but held: {self.holders(block)}",
+                    row,
+                )
+        return [block for block, _ in new]
+
+    def admit(self, admission: RowAdmission) -> None:
+        """Take a row in, with blocks that are filled so far and new ones after those."""
         row, refuse = admission.row, self.history.refuse
         num_tokens, computed = len(admission.token_ids), admission.num_computed_tokens
         if not 0 <= row < len(self.live):
@@ -130,9 +160,9 @@ class FakeRows:
         self.epoch[row] += 1
         self.admission[row] = admission._replace(token_ids=tuple(admission.token_ids))
         self.num_tokens[row], self.num_computed[row] = num_tokens, computed
+        self.num_ever_computed[row] = computed
         self.salts[row] = branch_salt(admission.params.seed, admission.branch_index)
         self.fingerprints[row, :num_tokens] = fingerprints_of(admission.token_ids)
-        new: list[int] = []
         first_new = -(-computed // self.block_size)
         for group, table in enumerate(admission.block_tables):
             if len(table) * self.block_size < computed:
@@ -141,11 +171,63 @@ class FakeRows:
                 )
             self._put(row, group, 0, table[:first_new])
             self._append_new(row, group, table[first_new:])
-            new += table[first_new:]
-        return new
 
-    def edit(self, edit: TableEdit) -> list[int]:
-        """Change a table; returns the blocks that became part of it and hold nothing yet."""
+    def fork(self, fork: RowFork) -> None:
+        """Copy the state of a live row into a free one."""
+        row, source = fork.row, fork.source_row
+        if not 0 <= row < len(self.live) or self.live[row]:
+            self.history.refuse(f"fork into row {row}, which is not free", row)
+        self._check_live(source, f"fork into row {row}")
+        admission = self.admission[source]
+        assert admission is not None
+        self.live[row] = True
+        self.epoch[row] += 1
+        self.admission[row] = admission._replace(
+            row=row, params=fork.params, branch_index=fork.branch_index
+        )
+        self.salts[row] = branch_salt(fork.params.seed, fork.branch_index)
+        for counts in (self.num_tokens, self.num_computed, self.num_ever_computed):
+            counts[row] = counts[source]
+        self.fingerprints[row] = self.fingerprints[source]
+        if fork.joins_step:
+            self.joining[row] = source
+        for group, tables in enumerate(self.tables):
+            self._put(row, group, 0, tables[source])
+
+    def count_joined(self) -> None:
+        """The forks that joined are rows like any other now; each has its source's tables."""
+        joined, self.joining = self.joining, {}
+        for row, source in joined.items():
+            for tables in self.tables:
+                if tables[row] != tables[source]:
+                    self.history.refuse(
+                        f"row {row} joins row {source}, but their tables are {tables[row]} and"
+                        f" {tables[source]}",
+                        row,
+                    )
+                self._count(row, tables[row], 1)
+
+    def edit_tokens(self, edit: TokenEdit) -> None:
+        """Replace a row's tokens from one position on."""
+        row, first, token_ids = edit
+        self._check_live(row, "token edit")
+        num_tokens = first + len(token_ids)
+        if not (0 < first <= self.num_tokens[row] and num_tokens <= self.max_num_tokens):
+            self.history.refuse(f"{edit} of a row with {self.num_tokens[row]} tokens", row)
+        if first < self.num_ever_computed[row] or num_tokens <= self.num_computed[row]:
+            self.history.refuse(
+                f"{edit} replaces computed ones: {self.num_ever_computed[row]} were, and"
+                f" {self.num_computed[row]} are",
+                row,
+            )
+        fingerprint = int(self.fingerprints[row, first - 1])
+        for position, token_id in enumerate(token_ids, first):
+            fingerprint = extend(fingerprint, token_id)
+            self.fingerprints[row, position] = fingerprint
+        self.num_tokens[row] = num_tokens
+
+    def edit(self, edit: TableEdit) -> None:
+        """Change a table."""
         row, group, kind, first, ids = edit
         self._check_live(row, "table edit")
         table = self.tables[group][row]
@@ -153,32 +235,27 @@ class FakeRows:
             if first != len(table):
                 self.history.refuse(f"APPEND at {first} to a table of {len(table)} blocks", row)
             self._append_new(row, group, ids)
-            return list(ids)
+            return
         if first + len(ids) > len(table):
             self.history.refuse(f"{kind.value} beyond a table of {len(table)} blocks", row)
         if kind is EditKind.CUT:
             self.num_computed[row] = min(self.num_computed[row], first * self.block_size)
-            self._count(table[first:], -1)
+            self._count(row, table[first:], -1)
             del table[first:]
             self.slots[group, row, first * self.block_size :] = -1
             self.num_table_tokens[group, row] = first * self.block_size
-            return []
-        self._count(table[first : first + len(ids)], -1)
+            return
+        self._count(row, table[first : first + len(ids)], -1)
         if kind is EditKind.HOLE and any(block != HOLE_BLOCK for block in ids):
             self.history.refuse(f"a hole names blocks: {ids}", row)
         self._put(row, group, first, ids)
-        return []
 
     def _append_new(self, row: int, group: int, ids: tuple[int, ...]) -> None:
-        for block in ids:
-            if 0 <= block < self.num_blocks and self.table_count[block]:
-                self.history.refuse(
-                    f"block {block} is given to row {row} as new, but held: {self.holders(block)}",
-                    row,
-                )
         self._put(row, group, len(self.tables[group][row]), ids)
+        if row not in self.joining:  # its blocks are those of its source
+            self._new += [(block, row) for block in ids]
 
-    def _put(self, row: int, group: int, first: int, ids: tuple[int, ...]) -> None:
+    def _put(self, row: int, group: int, first: int, ids: list[int] | tuple[int, ...]) -> None:
         """Write ids into a table from its logical block `first` on; HOLE_BLOCK has no slots."""
         if not ids:
             return
@@ -189,7 +266,7 @@ class FakeRows:
             self.history.refuse(f"a table of {first + len(ids)} blocks is beyond its bound", row)
         table = self.tables[group][row]
         table[first : first + len(ids)] = ids
-        self._count(ids, 1)
+        self._count(row, ids, 1)
         blocks = np.array(ids, dtype=np.int64)
         slots = blocks[:, None] * size + np.arange(size)
         slots[blocks == HOLE_BLOCK] = -1
@@ -206,7 +283,9 @@ class FakeRows:
         ]
         return f"the tables of (row, group) {found}"
 
-    def _count(self, ids: list[int] | tuple[int, ...], by: int) -> None:
+    def _count(self, row: int, ids: list[int] | tuple[int, ...], by: int) -> None:
+        if row in self.joining:
+            return
         for block in ids:
             if block != HOLE_BLOCK:
                 self.table_count[block] += by

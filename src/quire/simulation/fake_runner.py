@@ -9,7 +9,7 @@ blocks that a later plan gives out are scribbled over as soon as that plan is ex
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -21,18 +21,16 @@ from quire.core.step import (
     RowAdmission,
     StepPlan,
     StepResult,
-    TokenLogprobs,
     TokenMasks,
 )
 from quire.simulation.fake_model import (
     MASK,
     FakeModel,
-    Fingerprints,
     extend_array,
-    fake_logprobs,
     mix,
 )
 from quire.simulation.fake_rows import FakeRows, Ints, PlanHistory
+from quire.simulation.fake_step import FakeStep, failed_rows, logprobs_of, prompt_logprobs_of
 
 MAX_STEPS_IN_FLIGHT = 2
 SCRIBBLE = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
@@ -71,32 +69,6 @@ class Faults:
         return mix((self.seed + number * 2 + 1) & MASK) / 2**64 < self.step_failure_rate / 2
 
 
-@dataclass(slots=True)
-class _Step:
-    """A step whose forward pass is still to come. R: rows that compute, W: tokens written.
-
-    rows, starts, ends, salts: [R]. samples: [R], the gap is closed. epochs: [R], to know late
-    tokens. special: (index into rows, admission) of those that ask for more than tokens or fail.
-    write_rows, write_positions: [W]. By group: write_slots [W] and read_slots [R, longest].
-    fingerprints: [R, longest], known once the tokens of the step before are.
-    """
-
-    plan: StepPlan
-    rows: Ints
-    starts: Ints
-    ends: Ints
-    samples: npt.NDArray[np.bool_]
-    epochs: Ints
-    salts: Fingerprints
-    special: list[tuple[int, RowAdmission]]
-    write_rows: Ints
-    write_positions: Ints
-    write_slots: list[Ints] = field(default_factory=list)
-    read_slots: list[Ints] = field(default_factory=list)
-    fingerprints: Fingerprints | None = None
-    written: Fingerprints | None = None
-
-
 class FakeRunner:
     """Implements `core.step.Runner`.
 
@@ -127,7 +99,7 @@ class FakeRunner:
         self.writer: Ints = np.full(num_blocks * block_size, -1, dtype=np.int64)
         self._group_salts = [np.uint64(mix(group + 1)) for group in range(len(groups))]
         self._is_special = np.zeros(max_num_rows, dtype=np.bool_)
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[FakeStep] = deque()
         self._last_step_id = -1
         self._has_failed = False
         self._is_sampled = True  # the step executed last
@@ -139,15 +111,21 @@ class FakeRunner:
         self.history.add(plan)
         self._check_order(plan)
         rows = self.rows
-        new_blocks: list[int] = []
         for row in plan.release:
             rows.release(row)
         for admission in plan.admit:
-            new_blocks += rows.admit(admission)
-            self._is_special[admission.row] = self._asks_for_more(admission)
+            rows.admit(admission)
+            self._is_special[admission.row] = self._asks_for_more(admission.row)
+        for fork in plan.forks:
+            self._check_known(fork.source_row, f"fork into row {fork.row}")
+            rows.fork(fork)
+            self._is_special[fork.row] = self._asks_for_more(fork.row)
+        for token_edit in plan.token_edits:
+            self._check_known(token_edit.row, "token edit")
+            rows.edit_tokens(token_edit)
         for edit in plan.table_edits:
-            new_blocks += rows.edit(edit)
-        self._give_out(new_blocks)
+            rows.edit(edit)
+        self._give_out(self._check_copies(plan.copies, rows.take_new_blocks()))
         if rows.num_live != plan.num_rows:
             self.history.refuse(f"{rows.num_live} rows live, the plan says {plan.num_rows}")
         step = self._launch(plan)
@@ -205,10 +183,35 @@ class FakeRunner:
             raise NotImplementedError(f"FakeRunner has one tier and refuses {plan.moves[0]}")
         self._last_step_id = plan.step_id
 
-    def _launch(self, plan: StepPlan) -> _Step:
+    def _check_known(self, row: int, what: str) -> None:
+        """Refuse what needs a row's tokens while a step in flight is still to sample one."""
+        for step in self._steps:
+            is_its = (step.sampling == row) & (step.epochs == self.rows.epoch[row])
+            if is_its.any():
+                self.history.refuse(f"{what} of row {row}, whose last token is in flight", row)
+
+    def _check_copies(self, copies: tuple[BlockCopy, ...], new_blocks: list[int]) -> list[int]:
+        """All blocks that this plan gives out, the targets of its copies included."""
+        if not copies:
+            return new_blocks
+        sources, targets = {copy.source for copy in copies}, {copy.target for copy in copies}
+        refuse, table_count = self.history.refuse, self.rows.table_count
+        if len(targets) < len(copies):
+            refuse(f"a block is the target of two copies: {copies}")
+        if targets & sources:
+            refuse(f"a block is the source and the target of a copy: {copies}")
+        if sources & set(new_blocks):
+            refuse(f"blocks {sources & set(new_blocks)} are given out before they are copied")
+        for block in targets:
+            if table_count[block] > 1:
+                refuse(f"block {block} is copied to, but held: {self.rows.holders(block)}")
+        return [*new_blocks, *targets]
+
+    def _launch(self, plan: StepPlan) -> FakeStep:
         """Who computes what: chunks by name, all other live rows one token each."""
         rows, refuse = self.rows, self.history.refuse
         is_implicit = rows.live.copy()
+        is_implicit[list(rows.joining)] = False
         for chunk in plan.chunks:
             row = chunk.row
             if not (0 <= row < len(rows.live) and is_implicit[row]):
@@ -233,7 +236,7 @@ class FakeRunner:
             refuse("a step that computes nothing")
         return self._plan_accesses(plan, computing, counts)
 
-    def _plan_accesses(self, plan: StepPlan, computing: Ints, counts: Ints) -> _Step:
+    def _plan_accesses(self, plan: StepPlan, computing: Ints, counts: Ints) -> FakeStep:
         rows, refuse = self.rows, self.history.refuse
         starts = rows.num_computed[computing]
         ends = starts + counts
@@ -242,17 +245,21 @@ class FakeRunner:
             row = int(computing[wrong][0])
             refuse(f"a chunk of row {row} ends beyond its {rows.num_tokens[row]} tokens", row)
         offsets = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
-        step = _Step(
+        closing = np.flatnonzero(ends == rows.num_tokens[computing])
+        sources = np.array([*closing, *self._sources_of_joins(computing, closing)], dtype=np.int64)
+        sampling = np.array([*computing[closing], *rows.joining], dtype=np.int64)
+        step = FakeStep(
             plan=plan,
             rows=computing,
             starts=starts,
             ends=ends,
-            samples=ends == rows.num_tokens[computing],
-            epochs=rows.epoch[computing],
-            salts=rows.salts[computing],
-            special=self._special_rows(computing),
             write_rows=np.repeat(computing, counts),
             write_positions=np.repeat(starts, counts) + offsets,
+            sampling=sampling,
+            sources=sources,
+            salts=rows.salts[sampling],
+            epochs=rows.epoch[sampling],
+            special=self._special_rows(computing, sampling, sources),
         )
         longest = int(ends.max())
         for group in range(len(self.windows)):
@@ -265,10 +272,21 @@ class FakeRunner:
             step.write_slots.append(slots)
             step.read_slots.append(rows.slots[group, computing, :longest])
         rows.num_computed[computing] = ends
-        rows.num_tokens[computing[step.samples]] += 1
+        rows.num_computed[sampling] = ends[sources]
+        rows.num_ever_computed = np.maximum(rows.num_ever_computed, rows.num_computed)
+        rows.num_tokens[sampling] += 1
+        rows.count_joined()
         return step
 
-    def _check_writable(self, step: _Step, slots: Ints) -> None:
+    def _sources_of_joins(self, computing: Ints, closing: Ints) -> list[int]:
+        """Where the sources of the forks that join stand among the rows that compute."""
+        found = {int(computing[index]): int(index) for index in closing}
+        for row, source in self.rows.joining.items():
+            if source not in found:
+                self.history.refuse(f"row {row} joins row {source}, which closes no gap", row)
+        return [found[source] for source in self.rows.joining.values()]
+
+    def _check_writable(self, step: FakeStep, slots: Ints) -> None:
         if int(slots.min()) < 0:
             row = int(step.write_rows[slots < 0][0])
             self.history.refuse(f"row {row} would write into a hole", row)
@@ -281,7 +299,7 @@ class FakeRunner:
                 row,
             )
 
-    def _resolve(self, step: _Step) -> None:
+    def _resolve(self, step: FakeStep) -> None:
         """Note the fingerprints of a step's tokens, now that all of them are known."""
         longest = step.read_slots[0].shape[1]
         step.fingerprints = self.rows.fingerprints[step.rows, :longest]
@@ -294,15 +312,13 @@ class FakeRunner:
         if not blocks:
             return
         for step in self._steps:
-            in_context = np.arange(step.read_slots[0].shape[1]) < step.ends[:, None]
-            for slots in step.read_slots:
-                touched = np.isin(blocks, slots[in_context] // self.block_size)
-                if touched.any():
-                    block = blocks[int(np.argmax(touched))]
-                    self.history.refuse(
-                        f"block {block} is given out, but step {step.plan.step_id}, which is in"
-                        " flight, uses it"
-                    )
+            touched = np.isin(blocks, step.touched_blocks(self.block_size))
+            if touched.any():
+                block = blocks[int(np.argmax(touched))]
+                self.history.refuse(
+                    f"block {block} is given out, but step {step.plan.step_id}, which is in"
+                    " flight, uses it"
+                )
         self.store.reshape(-1, self.block_size)[blocks] = SCRIBBLE
 
     def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
@@ -310,7 +326,7 @@ class FakeRunner:
         for copy in copies:
             store[copy.target] = store[copy.source]
 
-    def _write(self, step: _Step) -> None:
+    def _write(self, step: FakeStep) -> None:
         assert step.written is not None
         numbers = step.plan.step_id * len(self.rows.live) + step.write_rows
         for slots, salt in zip(step.write_slots, self._group_salts, strict=True):
@@ -322,7 +338,7 @@ class FakeRunner:
                 slot, row = int(slots[twice][0]), int(step.write_rows[twice][0])
                 self.history.refuse(f"two rows wrote slot {slot} in step {step.plan.step_id}", row)
 
-    def _read_back(self, step: _Step) -> None:
+    def _read_back(self, step: FakeStep) -> None:
         """Compare the whole context of each row, as its tables find it, with what it must be."""
         assert step.fingerprints is not None
         positions = np.arange(step.fingerprints.shape[1])
@@ -336,7 +352,7 @@ class FakeRunner:
             if wrong.any():
                 self._explain(step, group, wrong)
 
-    def _explain(self, step: _Step, group: int, wrong: npt.NDArray[np.bool_]) -> None:
+    def _explain(self, step: FakeStep, group: int, wrong: npt.NDArray[np.bool_]) -> None:
         index, position = (int(found[0]) for found in np.nonzero(wrong))
         row, slot = int(step.rows[index]), int(step.read_slots[group][index, position])
         wrote = "nobody"
@@ -351,88 +367,87 @@ class FakeRunner:
 
     # ---- sampling ---------------------------------------------------------------------------
 
-    def _sample(self, step: _Step) -> StepResult:
+    def _sample(self, step: FakeStep) -> StepResult:
         assert step.fingerprints is not None
         rows = self.rows
-        failed = _failed_rows(step, self.faults.nan_token_id)
-        who = step.samples
-        if failed:
-            who = who & ~np.isin(step.rows, list(failed))
-        sampled, ends = step.rows[who], step.ends[who]
-        last = step.fingerprints[who, ends - 1]
-        token_ids = self.model.next_tokens(last, step.salts[who])
-        still = (rows.epoch[sampled] == step.epochs[who]) & (ends < rows.max_num_tokens)
-        rows.fingerprints[sampled[still], ends[still]] = extend_array(last[still], token_ids[still])
-        row_list, token_list = sampled.tolist(), token_ids.tolist()
-        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        for index, admission in step.special:
-            row, params = admission.row, admission.params
-            if params.logprobs is not None and who[index]:
-                prefix = int(step.fingerprints[index, step.ends[index] - 1])
-                token_id = token_list[row_list.index(row)]
-                logprobs[row] = (fake_logprobs(prefix, token_id, params.logprobs),)
-            if params.prompt_logprobs is not None:
-                prompt_logprobs[row] = _prompt_logprobs(step, index, admission)
+        failed = failed_rows(step, self.faults.nan_token_id)
+        last = step.last_fingerprints()
+        token_ids = self.model.next_tokens(last, step.salts)
+        extras = [one for one in step.special if one[1] >= 0]
+        for _, sample, admission in extras:
+            if admission.params.beam_width:
+                token_ids[sample] = self.model.beam_candidates(int(last[sample]), 1)[0][0]
+        ends = step.ends[step.sources]
+        still = (rows.epoch[step.sampling] == step.epochs) & (ends < rows.max_num_tokens)
+        rows.fingerprints[step.sampling[still], ends[still]] = extend_array(
+            last[still], token_ids[still]
+        )
+        logprobs = {
+            admission.row: (entry,)
+            for _, sample, admission in extras
+            if admission.row not in failed
+            and (
+                entry := logprobs_of(
+                    self.model, admission, int(last[sample]), int(token_ids[sample])
+                )
+            )
+        }
+        prompt_logprobs = {
+            admission.row: entries
+            for index, _, admission in step.special
+            if (entries := prompt_logprobs_of(step, index, admission))
+        }
+        told = [
+            (row, (token_id,))
+            for row, token_id in zip(step.sampling.tolist(), token_ids.tolist(), strict=True)
+            if row not in failed
+        ]
         return StepResult(
             step.plan.step_id,
-            row_list,
-            [(token_id,) for token_id in token_list],
+            [row for row, _ in told],
+            [tokens for _, tokens in told],
             logprobs,
-            {row: entries for row, entries in prompt_logprobs.items() if entries},
+            prompt_logprobs,
             failed,
         )
 
     # ---- injected failures ------------------------------------------------------------------
 
-    def _asks_for_more(self, admission: RowAdmission) -> bool:
-        params, faults = admission.params, self.faults
-        if params.logprobs is not None or params.prompt_logprobs is not None:
+    def _asks_for_more(self, row: int) -> bool:
+        admission, faults = self.rows.admission[row], self.faults
+        assert admission is not None
+        params = admission.params
+        if params.logprobs is not None or params.prompt_logprobs is not None or params.beam_width:
             return True
         return any(
             token_id is not None and token_id in admission.token_ids
             for token_id in (faults.poison_token_id, faults.nan_token_id)
         )
 
-    def _special_rows(self, computing: Ints) -> list[tuple[int, RowAdmission]]:
-        found: list[tuple[int, RowAdmission]] = []
-        for index in np.flatnonzero(self._is_special[computing]).tolist():
-            admission = self.rows.admission[computing[index]]
-            assert admission is not None
-            found.append((index, admission))
-        return found
+    def _special_rows(
+        self, computing: Ints, sampling: Ints, sources: Ints
+    ) -> list[tuple[int, int, RowAdmission]]:
+        found = [
+            (int(sources[sample]), sample, self.rows.admission[sampling[sample]])
+            for sample in np.flatnonzero(self._is_special[sampling]).tolist()
+        ]
+        others = self._is_special[computing]
+        others[sources] = False
+        found += [
+            (index, -1, self.rows.admission[computing[index]])
+            for index in np.flatnonzero(others).tolist()
+        ]
+        return [(*place, admission) for *place, admission in found if admission is not None]
 
-    def _inject_at_execute(self, step: _Step) -> None:
+    def _inject_at_execute(self, step: FakeStep) -> None:
         poison = self.faults.poison_token_id
-        is_poisoned = any(poison in admission.token_ids for _, admission in step.special)
+        is_poisoned = any(poison in admission.token_ids for *_, admission in step.special)
         if is_poisoned or self.faults.hits_execute(step.plan.step_id):
             self._fail(step, "execute")
 
-    def _fail(self, step: _Step, where: str) -> NoReturn:
+    def _fail(self, step: FakeStep, where: str) -> NoReturn:
         """Leave half-written blocks behind, as a step that dies in the middle does."""
         for slots in step.write_slots:
             self.store[slots] = SCRIBBLE
         self._has_failed = True
         raise InjectedFailureError(f"{where} of step {step.plan.step_id} fails, as was asked")
-
-
-def _prompt_logprobs(step: _Step, index: int, admission: RowAdmission) -> tuple[TokenLogprobs, ...]:
-    """Entries for the prompt positions that follow those computed in this step."""
-    count = admission.params.prompt_logprobs
-    assert step.fingerprints is not None and count is not None
-    start, end = int(step.starts[index]), int(step.ends[index])
-    return tuple(
-        fake_logprobs(
-            int(step.fingerprints[index, position - 1]), admission.token_ids[position], count
-        )
-        for position in range(start + 1, min(end + 1, admission.num_prompt_tokens))
-    )
-
-
-def _failed_rows(step: _Step, nan_token_id: int | None) -> dict[int, str]:
-    """The rows that fail alone instead of sampling."""
-    return {
-        admission.row: f"NaN in the logits of row {admission.row}"
-        for index, admission in step.special
-        if nan_token_id in admission.token_ids and step.samples[index]
-    }

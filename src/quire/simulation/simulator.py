@@ -9,69 +9,35 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import random
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from quire.core import invariants
 from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.policy import find_policy
-from quire.core.request import FinishReason, SequenceOutput
+from quire.core.request import SequenceOutput
 from quire.core.scheduler import Scheduler, SchedulerConfig
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan, StepResult
 from quire.errors import QuireError, RequestNeverFitsError
-from quire.simulation.fake_model import ExpectedOutput
+from quire.simulation.clients import Clients
 from quire.simulation.fake_runner import FakeRunner, Faults, InjectedFailureError
-from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals
+from quire.simulation.report import SimulationReport
+from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals, draw_fork
 
 STEP_BASE_S = 0.01
 STEP_TOKEN_S = 0.0005
+MAX_STEPS_WITHOUT_OUTPUT = 1000
 
 
 class SimulationError(AssertionError):
-    """A law was broken. `__cause__` says which; `step_id` when."""
+    """A law was broken. `__cause__` says which; `config` and `step_id`, where and when."""
 
-    def __init__(self, message: str, step_id: int) -> None:
+    def __init__(self, message: str, config: SimulationConfig, step_id: int) -> None:
         super().__init__(message)
+        self.config = config
         self.step_id = step_id
-
-
-@dataclass(slots=True)
-class SimulationReport:
-    """What happened. Equal configs give equal reports, but for steps_per_s (wall clock).
-
-    num_sequences: branches of the requests that were accepted. aborted_in: state -> how many.
-    digest: over all plans and results, in order.
-    """
-
-    seed: int
-    num_steps: int = 0
-    num_requests: int = 0
-    num_sequences: int = 0
-    num_refused: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-    aborted_in: dict[str, int] = field(default_factory=dict)
-    num_output_tokens: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_evicted_blocks: int = 0
-    num_failed_steps: int = 0
-    max_num_waiting: int = 0
-    max_num_running: int = 0
-    virtual_s: float = 0.0
-    digest: str = ""
-    steps_per_s: float = field(default=0.0, compare=False)
-
-
-@dataclass(slots=True)
-class _Client:
-    """One sequence as its client sees it: what must come, and how much of it has come."""
-
-    arrival: Arrival
-    sequence: Sequence
-    expected: ExpectedOutput
-    num_received: int = 0
 
 
 def run(config: SimulationConfig) -> SimulationReport:
@@ -83,7 +49,7 @@ def run(config: SimulationConfig) -> SimulationReport:
     except (AssertionError, QuireError, NotImplementedError) as error:
         step_id = simulator.report.num_steps
         message = f"seed {config.seed}, after {step_id} steps: {type(error).__name__}: {error}"
-        raise SimulationError(message, step_id) from error
+        raise SimulationError(message, config, step_id) from error
     report = simulator.report
     report.steps_per_s = report.num_steps / max(1e-9, time.perf_counter() - started_s)
     return report
@@ -105,7 +71,12 @@ class Simulator:
             )
         )
         self.scheduler = Scheduler(
-            SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens),
+            SchedulerConfig(
+                config.max_num_seqs,
+                config.max_num_batched_tokens,
+                config.num_lookahead_blocks,
+                config.preempts_whole,
+            ),
             self.memory,
             find_policy(config.policy),
         )
@@ -126,8 +97,9 @@ class Simulator:
         self.now_s = 0.0
         self._arrivals = draw_arrivals(config)
         self._next_arrival = next(self._arrivals, None)
-        # Those who are not answered yet.
-        self._clients: dict[tuple[str, int], _Client] = {}
+        self.clients = Clients(config, self.report)
+        self._rng = random.Random(f"forks of {config.seed}")
+        self._last_output_at = 0
         self._aborts: list[tuple[int, bool, str, int]] = []  # (turn, is_between, request, branch)
         self._turn = 0
         self._digest = hashlib.blake2b(digest_size=16)
@@ -139,6 +111,7 @@ class Simulator:
             self._turn += 1
             self._take_arrivals()
             self._abort_due(is_between=False)
+            self._fork_now_and_then()
             plan = self._step()
             if plan is None and not scheduler.has_unfinished and self._next_arrival:
                 self.now_s = max(self.now_s, self._next_arrival.at_s)
@@ -170,10 +143,7 @@ class Simulator:
         assert plan.num_rows <= self.config.max_num_seqs
         self._digest.update(_plan_bytes(plan))
         self.now_s += STEP_BASE_S + STEP_TOKEN_S * plan.num_tokens
-        report = self.report
-        report.num_steps += 1
-        report.max_num_running = max(report.max_num_running, plan.num_rows)
-        report.max_num_waiting = max(report.max_num_waiting, len(self.scheduler.waiting))
+        self.report.note_plan(plan, len(self.scheduler.waiting))
         self.runner.execute(plan)
         self.runner.sample()
         return plan
@@ -191,128 +161,128 @@ class Simulator:
     # ---- clients ----------------------------------------------------------------------------
 
     def _take_arrivals(self) -> None:
-        if self.config.num_steps is not None and self.report.num_steps >= self.config.num_steps:
+        config, waiting = self.config, self.scheduler.waiting
+        if config.num_steps is not None and self.report.num_steps >= config.num_steps:
             self._next_arrival = None
-        while self._next_arrival and self._next_arrival.at_s <= self.now_s:
+        while (
+            self._next_arrival
+            and self._next_arrival.at_s <= self.now_s
+            and len(waiting) < config.max_num_waiting
+        ):
             arrival, self._next_arrival = self._next_arrival, next(self._arrivals, None)
             self.report.num_requests += 1
-            for branch_index in range(arrival.request.n):
-                self._add(arrival, branch_index)
+            self._add(arrival)
         self._check()
 
-    def _add(self, arrival: Arrival, branch_index: int) -> None:
-        request, limit = arrival.request, self.config.max_model_len
-        sequence = Sequence(
-            request.request_id,
-            list(request.prompt_token_ids),
-            request.params,
-            branch_index=branch_index,
-            priority=request.priority,
-            max_num_tokens=limit,
-            chain_root=self.memory.start_chain(request.cache_domain),
-        )
+    def _add(self, arrival: Arrival) -> None:
+        request = arrival.request
+        is_beam = request.params.beam_width > 0
+        root = self.memory.prefixes.start_chain(request.cache_domain)
+        branches = [
+            Sequence(
+                request.request_id,
+                list(request.prompt_token_ids),
+                request.params,
+                branch_index=branch_index,
+                priority=request.priority,
+                max_num_tokens=self.config.max_model_len,
+                chain_root=root,
+            )
+            for branch_index in range(1 if is_beam else request.n)
+        ]
+        for sequence in branches:
+            sequence.tenant = request.tenant
+            if request.deadline_s is not None:
+                sequence.deadline_s = self.now_s + request.deadline_s
+        if not self._is_accepted(branches[0], lambda: self.scheduler.add(branches, self.now_s)):
+            return
+        self.report.num_beams += is_beam
+        self.clients.ask(request, branches, self.now_s)
+        for branch_index in range(len(branches)):
+            self._plan_abort(arrival, branch_index)
+
+    def _is_accepted(self, sequence: Sequence, add: Callable[[], object]) -> bool:
+        """Try it; a refusal must be for want of room, even if all of the pool were its own."""
+        width = max(1, sequence.params.beam_width)
         # The last token is sampled, but its K and V are never written.
-        needed = self.memory.blocks_for(sequence.max_num_tokens - 1)
-        can_fit = needed <= self.memory.pool.num_blocks
+        needed = width * self.memory.blocks_for(sequence.max_num_tokens - 1)
+        can_fit = needed <= self.memory.pool.num_blocks and width <= self.config.max_num_seqs
         try:
-            self.scheduler.add(sequence, self.now_s)
+            add()
         except RequestNeverFitsError:
             assert not can_fit, f"{sequence} was refused, but needs only {needed} blocks"
             self.report.num_refused += 1
-            return
+            return False
         assert can_fit, f"{sequence} was accepted, but may need {needed} blocks"
-        expected = self.config.model.expected_output(request, branch_index, limit)
-        self._clients[request.request_id, branch_index] = _Client(arrival, sequence, expected)
-        self.report.num_sequences += 1
+        return True
+
+    def _fork_now_and_then(self) -> None:
+        """Somebody forks a sequence, in whatever state it is, as long as requests come."""
+        if self._next_arrival is None or self._rng.random() >= self.config.fork_rate:
+            return
+        client = self.clients.choose_to_fork(self._rng)
+        if client is None or len(self.scheduler.waiting) >= self.config.max_num_waiting:
+            return
+        parent = client.sequence
+        params = draw_fork(self._rng, client.request.params, parent.num_output_tokens)
+        index = self.clients.next_branch_index(parent.request_id)
+        made: list[Sequence] = []
+        draft = parent.branch(index, params)
+        if self._is_accepted(
+            draft,
+            lambda: made.append(self.scheduler.fork(parent, index, params, self.now_s)),
+        ):
+            self.report.num_forks += 1
+            self.clients.ask_fork(client, made[0], self.now_s)
+            if self._rng.random() < self.config.abort_rate:
+                due = self._turn + self._rng.randint(0, self.config.max_abort_age_steps)
+                heapq.heappush(self._aborts, (due, False, parent.request_id, index))
+        self._check()
+
+    def _plan_abort(self, arrival: Arrival, branch_index: int) -> None:
         if arrival.abort_age_steps is not None:
-            due = (self._turn + arrival.abort_age_steps, arrival.is_between)
-            heapq.heappush(self._aborts, (*due, request.request_id, branch_index))
+            due = self._turn + arrival.abort_age_steps, arrival.is_between
+            heapq.heappush(self._aborts, (*due, arrival.request.request_id, branch_index))
 
     def _abort_due(self, is_between: bool) -> None:
         """Abort those whose moment has come; between planning and result, or before planning."""
         while self._aborts and self._aborts[0][:2] <= (self._turn, is_between):
-            _, _, request_id, branch_index = heapq.heappop(self._aborts)
-            client = self._clients.get((request_id, branch_index))
+            client = self.clients.find(heapq.heappop(self._aborts)[2:])
             if client is None:
                 continue
             state = client.sequence.state.value
             if client.sequence.num_pending_tokens:
                 state += " in flight"
             self.scheduler.abort(client.sequence)
-            self._end(client, FinishReason.ABORT)
+            self.clients.end_aborted(client)
             aborted_in = self.report.aborted_in
             aborted_in[state] = aborted_in.get(state, 0) + 1
             self._check()
 
     def _receive(self, outputs: list[SequenceOutput]) -> None:
-        for output in outputs:
-            client = self._clients.get((output.request_id, output.branch_index))
-            assert client is not None, f"{output} came after the end"
-            first = client.num_received
-            last = first + len(output.token_ids)
-            expected = client.expected
-            assert tuple(output.token_ids) == expected.token_ids[first:last], (
-                f"{client.sequence} got {output.token_ids} at {first}, not"
-                f" {expected.token_ids[first:last]}"
-            )
-            client.num_received = last
-            self._check_extras(output, expected, first, last)
-            if output.finish_reason is not None:
-                self._check_end(client, output)
-                self._end(client, output.finish_reason)
-
-    def _check_extras(
-        self, output: SequenceOutput, expected: ExpectedOutput, first: int, last: int
-    ) -> None:
-        if output.error is not None:
-            return
-        wanted = None if expected.logprobs is None else expected.logprobs[first:last]
-        got = None if output.logprobs is None else tuple(output.logprobs)
-        assert got == wanted, f"log-probabilities {got}, not {wanted}"
-        wanted = expected.prompt_logprobs if first == 0 else None
-        got = None if output.prompt_logprobs is None else tuple(output.prompt_logprobs)
-        assert got == wanted, f"log-probabilities of the prompt {got}, not {wanted}"
-
-    def _check_end(self, client: _Client, output: SequenceOutput) -> None:
-        config, prompt = self.config, client.arrival.request.prompt_token_ids
-        is_faulty = prompt[-1] in (config.poison_token_id, config.nan_token_id)
-        if output.finish_reason is FinishReason.ERROR:
-            assert output.error, f"{output} failed without a reason"
-            assert is_faulty or config.step_failure_rate, f"{output} failed without a fault"
-            return
-        assert not is_faulty, f"{output} should have failed"
-        assert output.finish_reason is client.expected.finish_reason, output
-        assert client.num_received == len(client.expected.token_ids), output
-        stop_ids = client.arrival.request.params.stop_token_ids
-        is_stop = output.finish_reason is FinishReason.STOP and output.token_ids[-1] in stop_ids
-        assert output.stop_reason == (output.token_ids[-1] if is_stop else None), output
-
-    def _end(self, client: _Client, reason: FinishReason) -> None:
-        del self._clients[client.sequence.request_id, client.sequence.branch_index]
-        finished = self.report.finished
-        finished[reason.value] = finished.get(reason.value, 0) + 1
-        self.report.num_output_tokens += client.num_received
+        self.clients.receive(outputs, self.now_s)
+        if outputs:
+            self._last_output_at = self.report.num_steps
+        num_steps = self.report.num_steps - self._last_output_at
+        assert num_steps < MAX_STEPS_WITHOUT_OUTPUT, f"no output for {num_steps} steps"
 
     # ---- the end ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
         invariants.check_idle(self.scheduler)
-        unanswered = [client.sequence for client in self._clients.values()]
-        assert not unanswered, f"never answered: {unanswered}"
-        report, stats = self.report, self.scheduler.stats
-        report.num_preemptions = stats.num_preemptions
-        report.num_recomputed_tokens = stats.num_recomputed_tokens
-        report.num_failed_steps = stats.num_failed_steps
-        report.num_hit_tokens = self.memory.num_hit_tokens
-        report.num_evicted_blocks = self.memory.num_evicted_blocks
-        report.virtual_s = round(self.now_s, 6)
-        report.digest = self._digest.hexdigest()
+        self.clients.check_all_answered()
+        self.report.take_counts(self.scheduler)
+        self.report.virtual_s = round(self.now_s, 6)
+        self.report.digest = self._digest.hexdigest()
 
 
 def _plan_bytes(plan: StepPlan) -> bytes:
     """All that a plan says, in words that are the same in every process."""
     admissions = [(*admission[:5], admission.branch_index) for admission in plan.admit]
+    forks = [(fork.row, fork.source_row, fork.branch_index, fork.joins_step) for fork in plan.forks]
+    token_edits = [tuple(edit) for edit in plan.token_edits]
     edits = [(edit[0], edit[1], edit.kind.value, *edit[3:]) for edit in plan.table_edits]
     chunks = [tuple(chunk) for chunk in plan.chunks]
     head = (plan.step_id, plan.num_rows, plan.num_tokens, plan.release)
-    return repr((head, admissions, edits, chunks, plan.copies, plan.moves)).encode()
+    rows = (admissions, forks, token_edits, edits, chunks)
+    return repr((head, rows, plan.copies, plan.moves)).encode()

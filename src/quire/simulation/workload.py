@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 
 from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.prefix_cache import PUBLIC_DOMAIN
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.errors import ConfigurationError
@@ -20,7 +22,9 @@ from quire.simulation.fake_model import FakeModel
 
 ARRIVALS = ("poisson", "bursts", "at_once")
 NUM_SHARED_PREFIXES = 4
+NUM_REMEMBERED_REQUESTS = 16
 BURST_SIZE = 8
+LONGEST_DEADLINE_S = 20.0
 DEFAULT_NUM_REQUESTS = 100
 STOP_TOKEN_ID = 1
 
@@ -32,10 +36,18 @@ class SimulationConfig:
     num_requests: how many arrive. num_steps: none arrives after so many steps. None: no such end;
         if both are None, 100 arrive.
     arrivals: "poisson" or "bursts" (of 8) at requests_per_s on the virtual clock, or "at_once".
+    max_num_waiting: while so many wait, nobody else comes.
     prompt_tokens, output_tokens: the shortest and the longest, drawn evenly.
-    shared_prefix_rate: prompts that begin with one of 4 shared prefixes.
+    shared_prefix_rate: prompts that begin with one of 4 shared prefixes. near_rate: prompts that
+        begin with those of an earlier one, up to any token. repeat_rate: prompts that equal that of
+        the request before and come together with it.
+    num_branches: fewest and most of a request. beam_rate: requests that search beams instead, of
+        beam_width beams. fork_rate: steps after which somebody forks a sequence, whatever its
+        state, while requests still come.
+    public_rate: requests in the domain that all may read.
     abort_rate: requests aborted at a random moment. max_abort_age_steps: at most so late.
     stop_rate: requests that also end at token 1, of their own wish.
+    deadline_rate: requests with a deadline, of 0 to 20 s.
     logprobs_rate: requests that ask for log-probabilities, of prompt and output each.
     step_failure_rate: steps that fail as a whole. poison_rate: requests that make every step fail
         that they are in. nan_rate: requests that fail alone.
@@ -51,16 +63,28 @@ class SimulationConfig:
     num_groups: int = 1
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
+    num_lookahead_blocks: int = 1
+    preempts_whole: bool = False
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
     max_model_len: int = 120
     arrivals: str = "poisson"
     requests_per_s: float = 20.0
+    max_num_waiting: int = 1000
     prompt_tokens: tuple[int, int] = (1, 40)
     output_tokens: tuple[int, int] = (1, 30)
     shared_prefix_rate: float = 0.5
+    near_rate: float = 0.0
+    repeat_rate: float = 0.0
+    num_branches: tuple[int, int] = (1, 2)
+    beam_rate: float = 0.0
+    beam_width: tuple[int, int] = (2, 4)
+    fork_rate: float = 0.0
     num_cache_domains: int = 2
+    public_rate: float = 0.0
     num_priorities: int = 3
+    num_tenants: int = 3
+    deadline_rate: float = 0.0
     abort_rate: float = 0.1
     max_abort_age_steps: int = 30
     stop_rate: float = 0.1
@@ -81,9 +105,10 @@ class SimulationConfig:
             raise ConfigurationError(f"arrivals is {self.arrivals!r}, but must be one of {known}")
         if self.arrivals == "at_once" and self.max_num_requests == math.inf:
             raise ConfigurationError("arrivals is 'at_once', which needs num_requests")
-        if self.check_every < 1:
-            raise ConfigurationError(f"check_every is {self.check_every}, but must be at least 1")
-        for name in ("prompt_tokens", "output_tokens"):
+        for name in ("check_every", "max_num_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        for name in ("prompt_tokens", "output_tokens", "num_branches", "beam_width"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:
                 raise ConfigurationError(f"{name} is {(low, high)}, but must be 1 <= low <= high")
@@ -129,15 +154,37 @@ def draw_arrivals(config: SimulationConfig) -> Iterator[Arrival]:
     rng = random.Random(config.seed)
     length = max(1, config.prompt_tokens[1] * 3 // 4)
     prefixes = [_tokens(rng, config, length) for _ in range(NUM_SHARED_PREFIXES)]
+    earlier: deque[Request] = deque(maxlen=NUM_REMEMBERED_REQUESTS)
     now_s = 0.0
     for index in itertools.count():
         if index >= config.max_num_requests:
             return
-        now_s += _pause_s(rng, config, index)
-        request = _draw_request(rng, config, index, prefixes)
+        is_repeated = bool(earlier) and rng.random() < config.repeat_rate
+        if not is_repeated:
+            now_s += _pause_s(rng, config, index)
+        request = _draw_request(rng, config, index, _draw_prompt(rng, config, prefixes, earlier))
+        if is_repeated:
+            before = earlier[-1]
+            request = replace(
+                request,
+                prompt_token_ids=before.prompt_token_ids,
+                cache_domain=before.cache_domain,
+            )
+        earlier.append(request)
         is_aborted = rng.random() < config.abort_rate
         age = rng.randint(0, config.max_abort_age_steps) if is_aborted else None
         yield Arrival(request, now_s, age, rng.random() < 0.5)
+
+
+def draw_fork(rng: random.Random, params: DecodingParams, num_output_tokens: int) -> DecodingParams:
+    """What the fork of a sequence with so many output tokens asks for: room for one more at least,
+    and now and then other random numbers."""
+    return replace(
+        params,
+        max_tokens=rng.randint(num_output_tokens + 1, params.max_tokens + 4),
+        seed=rng.choice((params.seed, rng.getrandbits(64))),
+        logprobs=rng.choice((params.logprobs, 2)),
+    )
 
 
 def _pause_s(rng: random.Random, config: SimulationConfig, index: int) -> float:
@@ -153,19 +200,52 @@ def _tokens(rng: random.Random, config: SimulationConfig, count: int) -> list[in
     return [rng.randrange(config.vocab_size) for _ in range(count)]
 
 
-def _draw_request(
-    rng: random.Random, config: SimulationConfig, index: int, prefixes: list[list[int]]
-) -> Request:
+def _draw_prompt(
+    rng: random.Random,
+    config: SimulationConfig,
+    prefixes: list[list[int]],
+    earlier: Collection[Request],
+) -> list[int]:
     length = min(rng.randint(*config.prompt_tokens), config.max_model_len - 1)
     prompt = _tokens(rng, config, length)
     if rng.random() < config.shared_prefix_rate:
         prefix = rng.choice(prefixes)
         prompt = [*prefix[: length - 1], *prompt[min(len(prefix), length - 1) :]]
+    if earlier and rng.random() < config.near_rate:
+        chosen = rng.choice(list(earlier)).prompt_token_ids
+        known = [min(token_id, config.vocab_size - 1) for token_id in chosen]  # without its fault
+        common = rng.randint(1, min(len(known), length))
+        prompt[:common] = known[:common]
     fault = rng.random()
     if fault < config.poison_rate:
         prompt[-1] = config.poison_token_id
     elif fault < config.poison_rate + config.nan_rate:
         prompt[-1] = config.nan_token_id
+    return prompt
+
+
+def _draw_request(
+    rng: random.Random, config: SimulationConfig, index: int, prompt: list[int]
+) -> Request:
+    is_beam = rng.random() < config.beam_rate
+    width = rng.randint(*config.beam_width)
+    is_public = rng.random() < config.public_rate
+    domain = f"domain-{rng.randrange(max(1, config.num_cache_domains))}"
+    return Request(
+        request_id=f"request-{index}",
+        prompt_token_ids=prompt,
+        params=_draw_params(rng, config, width if is_beam else 0),
+        n=width if is_beam else rng.randint(*config.num_branches),
+        priority=rng.randrange(max(1, config.num_priorities)),
+        cache_domain=PUBLIC_DOMAIN if is_public else domain,
+        tenant=f"tenant-{rng.randrange(max(1, config.num_tenants))}",
+        deadline_s=rng.uniform(0, LONGEST_DEADLINE_S)
+        if rng.random() < config.deadline_rate
+        else None,
+    )
+
+
+def _draw_params(rng: random.Random, config: SimulationConfig, beam_width: int) -> DecodingParams:
     max_tokens = rng.randint(*config.output_tokens)
     params = DecodingParams(
         max_tokens=max_tokens,
@@ -176,11 +256,13 @@ def _draw_request(
         logprobs=rng.randint(0, 3) if rng.random() < config.logprobs_rate else None,
         prompt_logprobs=rng.randint(0, 3) if rng.random() < config.logprobs_rate else None,
     )
-    return Request(
-        request_id=f"request-{index}",
-        prompt_token_ids=prompt,
-        params=params,
-        n=rng.choice((1, 1, 1, 2)),
-        priority=rng.randrange(max(1, config.num_priorities)),
-        cache_domain=f"domain-{rng.randrange(max(1, config.num_cache_domains))}",
+    if not beam_width:
+        return params
+    return replace(
+        params,
+        min_tokens=0,
+        logprobs=None,
+        prompt_logprobs=None,
+        beam_width=beam_width,
+        length_penalty=rng.choice((0.0, 1.0, 2.0, -1.0)),
     )

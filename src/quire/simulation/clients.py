@@ -1,0 +1,180 @@
+"""The other side of the engine: who asked for what, and whether exactly that comes.
+
+Every branch must get the tokens that it would get alone, log-probabilities and the reason of its
+end included, and nothing after its end. Knows no scheduler; used by the simulator.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from quire.core.request import FinishReason, Request, SequenceOutput
+from quire.core.sampling_params import DecodingParams
+from quire.core.sequence import Sequence
+from quire.simulation.fake_model import ExpectedOutput
+from quire.simulation.report import SimulationReport
+from quire.simulation.workload import SimulationConfig
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Client:
+    """One branch as its client sees it: what must come, and how much of it has come.
+
+    sequence: for a beam, the first of its search. cumulative_logprob: of a beam's tokens.
+    """
+
+    request: Request
+    branch_index: int
+    sequence: Sequence
+    expected: ExpectedOutput
+    asked_s: float
+    cumulative_logprob: float | None = None
+    num_received: int = 0
+
+
+class Clients:
+    """Those who are not answered yet, by request and branch."""
+
+    def __init__(self, config: SimulationConfig, report: SimulationReport) -> None:
+        self.config = config
+        self.report = report
+        self._waiting: dict[Key, Client] = {}
+        self._num_branches: dict[str, int] = {}
+
+    def ask(self, request: Request, branches: list[Sequence], now_s: float) -> None:
+        """A request was accepted."""
+        self._num_branches[request.request_id] = request.n
+        if request.params.beam_width:
+            self._ask_beams(request, branches[0], now_s)
+            return
+        for sequence in branches:
+            self._ask(request, sequence, now_s)
+
+    def ask_fork(self, parent: Client, child: Sequence, now_s: float) -> None:
+        """A fork was accepted."""
+        self._num_branches[child.request_id] += 1
+        self._ask(replace(parent.request, params=child.params), child, now_s)
+
+    def next_branch_index(self, request_id: str) -> int:
+        """An index that no branch of the request has had."""
+        return self._num_branches[request_id]
+
+    def choose_to_fork(self, rng: random.Random) -> Client | None:
+        """Somebody whose sequence may be forked; None if there is nobody."""
+        found = [one for one in self._waiting.values() if not one.sequence.is_beam]
+        return rng.choice(found) if found else None
+
+    def find(self, key: Key) -> Client | None:
+        """Who still waits for this branch."""
+        return self._waiting.get(key)
+
+    def end_aborted(self, client: Client) -> None:
+        """A branch was aborted; all of them, if it is a beam."""
+        for key, other in list(self._waiting.items()):
+            if other.sequence is client.sequence:
+                self._end(key, FinishReason.ABORT)
+
+    def check_all_answered(self) -> None:
+        """Raise AssertionError if anybody still waits."""
+        unanswered = [client.sequence for client in self._waiting.values()]
+        assert not unanswered, f"never answered: {unanswered}"
+
+    def receive(self, outputs: list[SequenceOutput], now_s: float) -> None:
+        """Raise AssertionError unless this is what had to come."""
+        for output in outputs:
+            key = output.request_id, output.branch_index
+            client = self._waiting.get(key)
+            assert client is not None, f"{output} came after the end"
+            first = client.num_received
+            last = first + len(output.token_ids)
+            expected = client.expected
+            assert tuple(output.token_ids) == expected.token_ids[first:last], (
+                f"{client.sequence} got {output.token_ids} at {first}, not"
+                f" {expected.token_ids[first:last]}"
+            )
+            if not first and last:
+                self._note_wait(now_s - client.asked_s)
+            client.num_received = last
+            _check_extras(output, client, first, last)
+            if output.finish_reason is not None:
+                self._check_end(client, output)
+                self._end(key, output.finish_reason)
+
+    def _ask(self, request: Request, sequence: Sequence, now_s: float) -> None:
+        expected = self.config.model.expected_output(
+            request,
+            sequence.branch_index,
+            self.config.max_model_len,
+            forked_token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+        )
+        self._add(Client(request, sequence.branch_index, sequence, expected, now_s))
+
+    def _ask_beams(self, request: Request, leader: Sequence, now_s: float) -> None:
+        found = self.config.model.expected_beams(request, self.config.max_model_len)
+        for index in range(request.params.beam_width):
+            expected, logprob = ExpectedOutput((), FinishReason.ERROR, None, None), None
+            if index < len(found):  # a small vocabulary has fewer continuations
+                one = found[index]
+                expected = ExpectedOutput(one.token_ids, one.finish_reason, None, None)
+                logprob = one.cumulative_logprob
+            self._add(Client(request, index, leader, expected, now_s, logprob))
+
+    def _add(self, client: Client) -> None:
+        self._waiting[client.request.request_id, client.branch_index] = client
+        self.report.num_sequences += 1
+
+    def _note_wait(self, waited_s: float) -> None:
+        report = self.report
+        report.num_answered += 1
+        report.first_token_s += waited_s
+        report.max_first_token_s = max(report.max_first_token_s, waited_s)
+
+    def _check_end(self, client: Client, output: SequenceOutput) -> None:
+        config, params = self.config, client.request.params
+        last_token_id = client.request.prompt_token_ids[-1]
+        is_faulty = last_token_id in (config.poison_token_id, config.nan_token_id)
+        expected = client.expected
+        if output.finish_reason is FinishReason.ERROR:
+            may_fail = is_faulty or config.step_failure_rate
+            assert output.error, f"{output} failed without a reason"
+            assert may_fail or expected.finish_reason is FinishReason.ERROR, (
+                f"{output} failed without a fault"
+            )
+            return
+        assert not is_faulty, f"{output} should have failed"
+        assert output.finish_reason is expected.finish_reason, output
+        assert client.num_received == len(expected.token_ids), output
+        assert output.stop_reason == _stop_reason(params, output), output
+        assert output.cumulative_logprob == client.cumulative_logprob, output
+
+    def _end(self, key: Key, reason: FinishReason) -> None:
+        client = self._waiting.pop(key)
+        report, tenant = self.report, client.request.tenant
+        report.finished[reason.value] = report.finished.get(reason.value, 0) + 1
+        report.num_output_tokens += client.num_received
+        served = report.served_tokens
+        served[tenant] = served.get(tenant, 0) + client.num_received
+
+
+def _check_extras(output: SequenceOutput, client: Client, first: int, last: int) -> None:
+    if output.error is not None:
+        return
+    expected = client.expected
+    wanted = None if expected.logprobs is None else expected.logprobs[first:last]
+    got = None if output.logprobs is None else tuple(output.logprobs)
+    assert got == wanted, f"log-probabilities {got}, not {wanted}"
+    wanted = expected.prompt_logprobs if first == 0 else None
+    got = None if output.prompt_logprobs is None else tuple(output.prompt_logprobs)
+    assert got == wanted, f"log-probabilities of the prompt {got}, not {wanted}"
+
+
+def _stop_reason(params: DecodingParams, output: SequenceOutput) -> int | None:
+    """The client's own stop token, if it ended it."""
+    last = output.token_ids[-1]
+    is_own = last in params.stop_token_ids
+    if params.beam_width:  # the model's end tokens go first there
+        is_own = is_own and last not in params.end_token_ids
+    return last if output.finish_reason is FinishReason.STOP and is_own else None

@@ -1,0 +1,96 @@
+"""A step of the fake runner between its plan and its result, and what it samples besides tokens.
+
+Knows rows only by number; used by `fake_runner` alone.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.core.step import RowAdmission, StepPlan, TokenLogprobs
+from quire.simulation.fake_model import FakeModel, Fingerprints, fake_logprobs
+from quire.simulation.fake_rows import Ints
+
+
+@dataclass(slots=True)
+class FakeStep:
+    """A step whose forward pass is still to come. R: rows that compute, W: tokens written,
+    S: rows that sample.
+
+    rows, starts, ends: [R]. write_rows, write_positions: [W]. By group: write_slots [W] and
+    read_slots [R, longest].
+    sampling, sources, salts, epochs: [S]: the row, the index into `rows` of the one whose logits
+    it samples from (its own, but for a fork that joins), and whose it was, to know late tokens.
+    special: (index into rows, index into sampling or -1, admission) of those that ask for more than
+    tokens or fail. A fork that joins has the index of its source, but computes no prompt itself.
+    fingerprints: [R, longest], known once the tokens of the step before are.
+    """
+
+    plan: StepPlan
+    rows: Ints
+    starts: Ints
+    ends: Ints
+    write_rows: Ints
+    write_positions: Ints
+    sampling: Ints
+    sources: Ints
+    salts: Fingerprints
+    epochs: Ints
+    special: list[tuple[int, int, RowAdmission]]
+    write_slots: list[Ints] = field(default_factory=list)
+    read_slots: list[Ints] = field(default_factory=list)
+    fingerprints: Fingerprints | None = None
+    written: Fingerprints | None = None
+
+    def last_fingerprints(self) -> Fingerprints:
+        """[S]: of all tokens of each sampling row."""
+        assert self.fingerprints is not None
+        return self.fingerprints[self.sources, self.ends[self.sources] - 1]
+
+    def touched_blocks(self, block_size: int) -> npt.NDArray[np.bool_] | Ints:
+        """All blocks that it reads, writes or copies, each once or more."""
+        in_context = np.arange(self.read_slots[0].shape[1]) < self.ends[:, None]
+        parts = [slots[in_context] // block_size for slots in self.read_slots]
+        copied = [block for copy in self.plan.copies for block in copy]
+        return np.concatenate([*parts, np.array(copied, dtype=np.int64)])
+
+
+def logprobs_of(
+    model: FakeModel, admission: RowAdmission, prefix: int, token_id: int
+) -> TokenLogprobs | None:
+    """What a sampled token comes with: candidates for a beam, or what its request asked for."""
+    params = admission.params
+    if params.beam_width:
+        candidates = model.beam_candidates(prefix, params.num_beam_candidates)
+        token_ids, logprobs = zip(*candidates, strict=True)
+        return TokenLogprobs(token_id, logprobs[0], 1, token_ids, logprobs)
+    if params.logprobs is None:
+        return None
+    return fake_logprobs(prefix, token_id, params.logprobs)
+
+
+def prompt_logprobs_of(
+    step: FakeStep, index: int, admission: RowAdmission
+) -> tuple[TokenLogprobs, ...]:
+    """Entries for the prompt positions that follow those computed in this step."""
+    count = admission.params.prompt_logprobs
+    if count is None or admission.row != step.rows[index]:
+        return ()
+    assert step.fingerprints is not None
+    start, end = int(step.starts[index]), int(step.ends[index])
+    return tuple(
+        fake_logprobs(
+            int(step.fingerprints[index, position - 1]), admission.token_ids[position], count
+        )
+        for position in range(start + 1, min(end + 1, admission.num_prompt_tokens))
+    )
+
+
+def failed_rows(step: FakeStep, nan_token_id: int | None) -> dict[int, str]:
+    """The rows that fail alone instead of sampling."""
+    return {
+        admission.row: f"NaN in the logits of row {admission.row}"
+        for _, sample, admission in step.special
+        if nan_token_id in admission.token_ids and sample >= 0
+    }

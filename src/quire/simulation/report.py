@@ -1,0 +1,111 @@
+"""What happened in a simulation: counts of plans, of answers and of what the core counts itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+
+from quire.core.scheduler import Scheduler
+from quire.core.step import EditKind, StepPlan
+
+
+@dataclass(slots=True)
+class SimulationReport:
+    """What happened. Equal configs give equal reports, but for steps_per_s (wall clock).
+
+    num_sequences: branches of the requests that were accepted, forks and beams included.
+    num_refused: requests and forks that could never have fitted.
+    num_joined_forks: rows that went on from another's logits. num_forks: by clients, num_beams:
+        searches. aborted_in: state -> how many.
+    num_preempted_tokens: computed tokens of sequences when they were preempted.
+        num_recomputed_tokens: those of them that were computed again.
+    num_copied_blocks: all. num_cow_blocks: those that were about to be written by one of several
+        holders that run. num_partial_hits: admissions that went on from a copy of a block.
+    misses: reason -> prompts. served_tokens: tenant -> output tokens.
+    first_token_s: from arrival to the first token, summed over those who got one;
+        max_first_token_s: the longest.
+    digest: over all plans and results, in order.
+    """
+
+    seed: int
+    num_steps: int = 0
+    num_requests: int = 0
+    num_sequences: int = 0
+    num_refused: int = 0
+    num_forks: int = 0
+    num_joined_forks: int = 0
+    num_beams: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    aborted_in: dict[str, int] = field(default_factory=dict)
+    num_output_tokens: int = 0
+    served_tokens: dict[str, int] = field(default_factory=dict)
+    num_answered: int = 0
+    first_token_s: float = 0.0
+    max_first_token_s: float = 0.0
+    num_preemptions: int = 0
+    num_preempted_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_copied_blocks: int = 0
+    num_cow_blocks: int = 0
+    num_partial_hits: int = 0
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
+    num_evicted_blocks: int = 0
+    num_failed_steps: int = 0
+    max_num_waiting: int = 0
+    max_num_running: int = 0
+    virtual_s: float = 0.0
+    digest: str = ""
+    steps_per_s: float = field(default=0.0, compare=False)
+
+    def note_plan(self, plan: StepPlan, num_waiting: int) -> None:
+        """Count what a plan says."""
+        self.num_steps += 1
+        self.max_num_running = max(self.max_num_running, plan.num_rows)
+        self.max_num_waiting = max(self.max_num_waiting, num_waiting)
+        self.num_joined_forks += sum(fork.joins_step for fork in plan.forks)
+        if not plan.copies:
+            return
+        self.num_copied_blocks += len(plan.copies)
+        replacing = [edit for edit in plan.table_edits if edit.kind is EditKind.REPLACE]
+        self.num_cow_blocks += sum(len(edit.block_ids) for edit in replacing)
+        targets = {copy.target for copy in plan.copies}
+        self.num_partial_hits += sum(
+            not targets.isdisjoint(admission.block_tables[0]) for admission in plan.admit
+        )
+
+    def take_counts(self, scheduler: Scheduler) -> None:
+        """What scheduler and memory have counted themselves; once, at the end."""
+        memory, preemptions = scheduler.memory, scheduler.residents.stats
+        self.num_preemptions = preemptions.num_preemptions
+        self.num_preempted_tokens = preemptions.num_preempted_tokens
+        self.num_recomputed_tokens = preemptions.num_recomputed_tokens
+        self.num_failed_steps = scheduler.stats.num_failed_steps
+        self.num_query_tokens = memory.prefixes.num_query_tokens
+        self.num_hit_tokens = memory.prefixes.num_hit_tokens
+        self.misses = {
+            reason.value: count for reason, count in memory.prefixes.misses.items() if count
+        }
+        self.num_evicted_blocks = memory.num_evicted_blocks
+
+
+LARGEST = {"max_num_waiting", "max_num_running", "max_first_token_s"}
+
+
+def add_up(reports: list[SimulationReport], seed: int) -> SimulationReport:
+    """One report of several runs: sums, and the largest of what is a maximum. Digests of runs are
+    not added up, and steps_per_s is left to the caller."""
+    total = SimulationReport(seed)
+    for one in fields(SimulationReport):
+        values = [getattr(report, one.name) for report in reports]
+        if one.name in LARGEST:
+            setattr(total, one.name, max(values, default=0))
+        elif isinstance(getattr(total, one.name), dict):
+            counts = Counter[str]()
+            for value in values:
+                counts.update(value)
+            setattr(total, one.name, dict(sorted(counts.items())))
+        elif one.name not in ("seed", "digest", "steps_per_s"):
+            setattr(total, one.name, sum(values))
+    return total

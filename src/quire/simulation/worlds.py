@@ -1,0 +1,70 @@
+"""Many small worlds with everything in them: forks, beams, followers, domains, faults, all at once.
+
+Each world is a `SimulationConfig` drawn from (seed, index), so that a failure in one is replayed by
+the command that names its options, without those before it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from quire.core.policy import POLICIES
+from quire.simulation.workload import SimulationConfig
+
+STEPS_PER_WORLD = 5000
+
+
+def draw_world(
+    seed: int, index: int, num_steps: int = STEPS_PER_WORLD, check_every: int = 10
+) -> SimulationConfig:
+    """A world with everything on. Overlap and policies take turns, so that all pairs come."""
+    rng = random.Random(f"world {index} of {seed}")
+    block_size = rng.choice((1, 2, 4, 8, 16))
+    num_groups = rng.choice((1, 1, 2, 3))
+    # From a little more than the longest sequence needs up to a plenty.
+    longest = -(-120 // block_size) * num_groups
+    most = rng.choice((1, 2, 3, 6))
+    return SimulationConfig(
+        seed=rng.getrandbits(32),
+        num_steps=num_steps,
+        overlap=index % 2,
+        policy=sorted(POLICIES)[index // 2 % len(POLICIES)],
+        num_groups=num_groups,
+        block_size=block_size,
+        num_blocks=rng.randint(max(2, longest // 2), longest * most + 2),
+        max_num_seqs=rng.choice((1, 2, 4, 8, 16)),
+        max_num_batched_tokens=rng.choice((16, 17, 32, 64)),
+        num_lookahead_blocks=rng.choice((0, 1, 1, 3)),
+        preempts_whole=rng.random() < 0.1,
+        enable_prefix_caching=rng.random() < 0.85,
+        arrivals=rng.choice(("poisson", "bursts")),
+        requests_per_s=rng.choice((5.0, 15.0, 40.0)),
+        max_num_waiting=rng.choice((4, 16, 32)),
+        output_tokens=rng.choice(((1, 30), (1, 80), (40, 80))),
+        shared_prefix_rate=rng.choice((0.0, 0.4, 0.8)),
+        near_rate=rng.choice((0.0, 0.3)),
+        repeat_rate=rng.choice((0.0, 0.2, 0.5)),
+        num_branches=(1, rng.randint(1, 4)),
+        beam_rate=rng.choice((0.0, 0.1, 0.4)),
+        fork_rate=rng.choice((0.0, 0.05, 0.2)),
+        public_rate=rng.choice((0.0, 0.3)),
+        deadline_rate=rng.choice((0.0, 0.5)),
+        abort_rate=rng.choice((0.0, 0.1, 0.4)),
+        max_abort_age_steps=rng.choice((10, 30, 300)),
+        stop_rate=rng.choice((0.0, 0.2)),
+        end_rate=rng.choice((0.0, 0.02, 0.1)),
+        logprobs_rate=rng.choice((0.0, 0.3)),
+        step_failure_rate=rng.choice((0.0, 0.0, 0.03)),
+        poison_rate=rng.choice((0.0, 0.0, 0.03)),
+        nan_rate=rng.choice((0.0, 0.0, 0.1)),
+        vocab_size=rng.choice((1000, 1000, 50, 4, 2)),
+        check_every=check_every,
+    )
+
+
+def draw_worlds(seed: int, num_steps: int, check_every: int = 10) -> Iterator[SimulationConfig]:
+    """Worlds of STEPS_PER_WORLD steps each, until num_steps are planned in all."""
+    for index in range(-(-num_steps // STEPS_PER_WORLD)):
+        left = num_steps - index * STEPS_PER_WORLD
+        yield draw_world(seed, index, min(left, STEPS_PER_WORLD), check_every)
