@@ -198,14 +198,15 @@ def test_serve_hands_its_options_to_the_server(monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
-def test_bench_hands_its_words_to_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    throughput = SimpleNamespace(
+@pytest.mark.parametrize("name", ["throughput", "memory"])
+def test_bench_hands_its_words_to_the_benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = SimpleNamespace(
         add_arguments=lambda parser: parser.add_argument("--num-prompts", type=int),
         main=lambda args: args.num_prompts,
     )
-    monkeypatch.setitem(sys.modules, "quire.bench.throughput", throughput)
-    monkeypatch.setattr("quire.bench.throughput", throughput, raising=False)
-    assert cli.main(["bench", "throughput", "--num-prompts", "3"]) == 3
+    monkeypatch.setitem(sys.modules, f"quire.bench.{name}", benchmark)
+    monkeypatch.setattr(f"quire.bench.{name}", benchmark, raising=False)
+    assert cli.main(["bench", name, "--num-prompts", "3"]) == 3
 
 
 # ---- as a process, with the embedded model ------------------------------------------------------

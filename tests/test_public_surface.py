@@ -18,13 +18,15 @@ from typing import Any
 import pytest
 
 import quire
-from quire.bench import throughput
+from quire.bench import memory, throughput
 from quire.cli_parser import build_parser
 from quire.config import EngineOptions
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import BeamSearchParams, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 LIST = ROOT / "tests" / "data" / "public_surface.json"
+BENCHMARKS = {"throughput": throughput.add_arguments, "memory": memory.add_arguments}
+
 ADVICE = (
     "the public surface changed; if that is meant, write the list anew with"
     " `.venv/bin/python tests/test_public_surface.py`, and say it in CHANGELOG.md"
@@ -68,7 +70,8 @@ def surface() -> dict[str, Any]:
         "exports": sorted(quire.__all__),
         "engine_options": sorted(field.name for field in fields(EngineOptions)),
         "sampling_params": sorted(field.name for field in fields(SamplingParams)),
-        "flags": flags(build_parser({"throughput": throughput.add_arguments})),
+        "beam_search_params": sorted(field.name for field in fields(BeamSearchParams)),
+        "flags": flags(build_parser(BENCHMARKS)),
         "environment_variables": sorted(
             {name for path in sources for name in environment_variables(path.read_text())}
         ),
@@ -95,7 +98,7 @@ def test_the_surface_equals_the_list() -> None:
 
 
 def test_no_flag_stands_without_help() -> None:
-    parser = build_parser({"throughput": throughput.add_arguments})
+    parser = build_parser(BENCHMARKS)
     silent = []
 
     def visit(inner: argparse.ArgumentParser) -> None:

@@ -9,14 +9,27 @@ from typing import TYPE_CHECKING
 from quire.version import __version__
 
 if TYPE_CHECKING:
-    from quire.core.sampling_params import SamplingParams
+    from quire.core.sampling_params import BeamSearchParams, SamplingParams
+    from quire.engine.beams import BeamSearchOutput, BeamSearchSequence
     from quire.engine.llm import LLM
     from quire.engine.outputs import CompletionOutput, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "quire.engine.llm",
+    "BeamSearchOutput": "quire.engine.beams",
+    "BeamSearchParams": "quire.core.sampling_params",
+    "BeamSearchSequence": "quire.engine.beams",
     "CompletionOutput": "quire.engine.outputs",
     "RequestOutput": "quire.engine.outputs",
     "SamplingParams": "quire.core.sampling_params",

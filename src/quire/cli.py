@@ -62,9 +62,14 @@ def _bench_arguments(words: Sequence[str]) -> dict[str, Any] | None:
     command = next((word for word in words if not word.startswith("-")), None)
     if command != "bench":
         return None
-    from quire.bench import throughput  # only this command needs it
+    return {name: benchmark.add_arguments for name, benchmark in _benchmarks().items()}
 
-    return {"throughput": throughput.add_arguments}
+
+def _benchmarks() -> dict[str, Any]:
+    """Name -> module with `add_arguments` and `main`."""
+    from quire.bench import memory, throughput  # only one command needs them
+
+    return {"throughput": throughput, "memory": memory}
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -114,9 +119,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from quire.bench import throughput  # only this command needs it
-
-    return throughput.main(args)
+    return int(_benchmarks()[args.benchmark].main(args))
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -16,7 +16,7 @@ COMMANDS = {
     "generate": "continue a text",
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP with OpenAI's API",
-    "bench": "measure throughput, against baselines too",
+    "bench": "measure throughput or memory, against baselines too",
 }
 
 ENGINE_OPTIONS = (
@@ -32,6 +32,9 @@ ENGINE_OPTIONS = (
     "max_num_batched_tokens",
     "enable_prefix_caching",
     "scheduling_policy",
+    "num_lookahead_blocks",
+    "eviction",
+    "kv_allocator",
 )
 """Handed to the engine under these names, where given; the defaults are the engine's own."""
 
@@ -198,7 +201,22 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="share the KV blocks of equal prefixes (yes)",
     )
-    group.add_argument("--scheduling-policy", metavar="NAME", help="fcfs or priority (fcfs)")
+    group.add_argument(
+        "--scheduling-policy",
+        metavar="NAME",
+        help="fcfs, priority, fair, longest_prefix or deadline (fcfs)",
+    )
+    group.add_argument(
+        "--num-lookahead-blocks", type=int, metavar="N", help="KV blocks reserved ahead (1)"
+    )
+    group.add_argument(
+        "--eviction", metavar="NAME", help="cached prefixes to forget first (hit_density), or lru"
+    )
+    group.add_argument(
+        "--kv-allocator",
+        metavar="NAME",
+        help="paged, or contiguous_max, _pow2, _oracle to compare (paged)",
+    )
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from quire.errors import ConfigurationError
 
 DEVICES = ("auto", "cpu")
+KV_ALLOCATORS = ("paged", "contiguous_max", "contiguous_pow2", "contiguous_oracle")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_BATCHED_TOKENS = 2048
 ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
@@ -40,6 +41,9 @@ class EngineOptionsDict(TypedDict, total=False):
     max_num_batched_tokens: int | None
     enable_prefix_caching: bool
     scheduling_policy: str
+    num_lookahead_blocks: int
+    eviction: str
+    kv_allocator: str
     seed: int
     gpu_memory_utilization: float | None
     enforce_eager: bool
@@ -63,6 +67,14 @@ class EngineOptions:
         weights and KV cache fill together when neither of the two options above is given.
     max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens that a step computes at
         most; None: 2048, or max_num_seqs if that is more.
+    scheduling_policy: who goes first: fcfs, priority, fair, longest_prefix or deadline.
+    num_lookahead_blocks: KV blocks that a growing sequence reserves at once beyond the one that it
+        needs, while more than a quarter of the memory is free.
+    eviction: which cached prefixes are forgotten first: "hit_density", by frequency and recency, or
+        "lru", by recency alone.
+    kv_allocator: "paged"; or, to compare, what paging replaced: "contiguous_max",
+        "contiguous_pow2" and "contiguous_oracle" reserve adjacent memory for a sequence's whole
+        life, and have no prefix cache, no forks and no beams.
     enforce_eager: never capture graphs. This version has none to capture: both values run eagerly.
     disable_log_stats: no line with throughput and memory use in the log every ten seconds.
     """
@@ -81,6 +93,9 @@ class EngineOptions:
     max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
+    num_lookahead_blocks: int = 1
+    eviction: str = "hit_density"
+    kv_allocator: str = "paged"
     seed: int = 0
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
@@ -137,6 +152,10 @@ class EngineOptions:
             )
         if self.dtype not in DTYPES:
             raise ConfigurationError(f"dtype is {self.dtype!r}, but must be one of {DTYPES}")
+        if self.kv_allocator not in KV_ALLOCATORS:
+            raise ConfigurationError(
+                f"kv_allocator is {self.kv_allocator!r}, but must be one of {KV_ALLOCATORS}"
+            )
 
     def _check_numbers(self) -> None:
         _whole("max_model_len", self.max_model_len, 2, optional=True)
@@ -144,6 +163,7 @@ class EngineOptions:
         _whole("kv_cache_memory", self.kv_cache_memory, 1, optional=True)
         _whole("max_num_seqs", self.max_num_seqs, 1)
         _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _whole("num_lookahead_blocks", self.num_lookahead_blocks, 0)
         _whole("seed", self.seed, 0)
         _whole("block_size", self.block_size, 8)
         if self.block_size > 2048 or self.block_size & (self.block_size - 1):

@@ -12,7 +12,9 @@ from quire.bench.contenders import (
     batches,
     check_lengths,
 )
+from quire.bench.ledger import STEPS_PER_SAMPLE
 from quire.bench.workload import BenchRequest, LengthSpec, WorkloadSpec, make_requests
+from quire.core.memory_report import PARTS, MemoryReport
 from quire.core.request import FinishReason, SequenceOutput
 from quire.engine.build import build_engine
 from quire.engine.engine import Engine
@@ -83,16 +85,41 @@ def test_memory_figures(engine: Engine, requests: list[BenchRequest]) -> None:
     assert mean is not None and peak is not None and 0 < mean < peak < 1
 
 
+def test_the_ledger_is_sampled_over_the_run(
+    engine: Engine, requests: list[BenchRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[MemoryReport] = []
+
+    def report() -> MemoryReport:
+        taken.append(Engine.memory_report(engine))
+        return taken[-1]
+
+    monkeypatch.setattr(engine, "memory_report", report)
+    num_steps = engine.stats().num_steps
+    memory = ContinuousBatches(engine).run(requests).memory
+    num_steps = engine.stats().num_steps - num_steps
+    assert len(taken) == -(-num_steps // STEPS_PER_SAMPLE)
+    assert memory["mean_kv_useful_bytes"] == sum(one.useful_bytes for one in taken) / len(taken)
+    total = sum(memory[f"mean_kv_{part}_bytes"] or 0 for part in PARTS)
+    assert total == pytest.approx(taken[0].total_bytes)
+    assert taken[0].useful_bytes > 0
+
+
 def test_preemptions_are_counted_per_run() -> None:
     load = WorkloadSpec(
-        num_prompts=4, input=LengthSpec(16, 16, 16), output=LengthSpec(24, 24, 24), sigma=0.0
+        num_prompts=6, input=LengthSpec(4, 4, 4), output=LengthSpec(56, 56, 56), sigma=0.0
     )
     tight = build_engine({"dtype": "float32", "num_blocks": 6, "max_model_len": 64})
     requests = make_requests(load, tight.limits.vocab_size, 0)
     contender = ContinuousBatches(tight)
     first, second = (contender.run(requests).memory for _ in range(2))
+    # Before anything has ended, the scheduler takes these outputs for shorter than they are.
     assert first["num_preemptions"] and first["num_recomputed_tokens"]
-    assert first == second
+    assert second["num_preemptions"] is not None and second["num_recomputed_tokens"] is not None
+    stats = tight.stats()
+    assert stats.num_preemptions == first["num_preemptions"] + second["num_preemptions"]
+    recomputed = first["num_recomputed_tokens"] + second["num_recomputed_tokens"]
+    assert stats.num_recomputed_tokens == recomputed
     assert first["peak_kv_use"] == 1.0
 
 
@@ -107,9 +134,9 @@ def test_a_shared_prefix_is_hit_within_a_run_and_not_from_the_run_before(engine:
     first = ContinuousBatches(engine).run(requests).memory["prefix_hit_rate"]
     again = ContinuousBatches(engine).run(requests).memory["prefix_hit_rate"]
     assert first == again
-    # The first six run before anything is cached; the others find the 64 tokens.
+    # All but one find the 64 tokens: five of the first six follow the first block by block.
     num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests)
-    assert first == pytest.approx(6 * 64 / num_prompt_tokens)
+    assert first == pytest.approx(11 * 64 / num_prompt_tokens)
     assert StaticBatches(engine, 2).run(requests).memory["prefix_hit_rate"] == 0.0
 
 

@@ -48,7 +48,21 @@ def test_the_table_shows_medians_side_by_side() -> None:
     assert cells["TTFT ms, mean"] == ["500.0", "500.0"]
     assert cells["TPOT ms, p99"] == ["100.0", "100.0"]
     assert cells["KV use, peak"] == ["25.0%", "-"]
+    assert cells["useful of held KV"] == ["25.0%", "-"]
     assert "quire makes 4.00 times the output tokens/s of hf x16 (rounds 2.00 to 8.00)" in lines
+
+
+def test_the_table_shows_quires_ledger() -> None:
+    lines = table(_results(Noise(0.01, 0.0))).splitlines()
+    place = lines.index("quire's KV memory, mean over the run")
+    assert [line.split()[0] for line in lines[place + 1 : place + 8]] == [
+        *("useful", "unfilled", "reserved", "in", "cached", "free", "total")
+    ]
+    baselines_alone = dict.fromkeys(MEMORY_FIGURES)
+    results = _results(Noise(0.01, 0.0))
+    for one in results.rounds["quire"]:
+        one.figures.update(baselines_alone)
+    assert "KV memory, mean" not in table(results)
 
 
 def test_the_table_tells_the_cost_of_steps() -> None:

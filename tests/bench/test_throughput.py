@@ -55,6 +55,14 @@ OUR_KEYS = {
     "rounds",
     "baselines",
     "trace",
+    "mean_kv_useful_bytes",
+    "mean_kv_unfilled_bytes",
+    "mean_kv_reserved_bytes",
+    "mean_kv_in_flight_bytes",
+    "mean_kv_cached_bytes",
+    "mean_kv_free_bytes",
+    "mean_kv_saved_bytes",
+    "kv_useful_share",
 }
 
 
@@ -81,7 +89,14 @@ def test_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert num_steps == len(list(read_step_trace(trace_file)))
     assert sum(found["trace"]["all steps"]["shares"].values()) == pytest.approx(1)
     shown = capsys.readouterr().out
-    for text in ("output tokens/s", "TPOT ms, p99", "prefix hit rate", "per sequence and step"):
+    ledger = "quire's KV memory, mean over the run\nuseful"
+    for text in (
+        "output tokens/s",
+        "TPOT ms, p99",
+        "prefix hit rate",
+        "per sequence and step",
+        ledger,
+    ):
         assert text in shown
     assert "embedded model, float32" in shown
 

@@ -15,6 +15,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.core.block_map import BlockMap, block_map
+from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.memory_report import MemoryReport, memory_report
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import ModelLimits
 from quire.engine.engine_process import main
@@ -44,6 +48,8 @@ class FakeEngine:
         self.running = {}
         self.aborted = []
         self.num_steps = 0
+        groups = (KVGroup((0,), KVKind.FULL, 64),)
+        self.memory = KVCacheManager(KVCacheConfig(groups, num_blocks=12))
 
     def add(self, request):
         if request.prompt_token_ids[0] == REFUSE:
@@ -62,6 +68,12 @@ class FakeEngine:
 
     def stats(self):
         return FakeStats(len(self.running), len(self.running), self.num_steps, self.aborted)
+
+    def memory_report(self) -> MemoryReport:
+        return memory_report(self.memory, [])
+
+    def block_map(self, first_block, max_num_blocks) -> BlockMap:
+        return block_map(self.memory, [], first_block, max_num_blocks)
 
     def step(self):
         time.sleep(self.step_s)

@@ -16,6 +16,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine import async_engine
 from quire.engine.async_engine import AsyncEngine
+from quire.engine.messages import GetBlocks, GetMemory, GetStats
 from quire.errors import (
     CheckpointError,
     EngineDeadError,
@@ -281,6 +282,18 @@ def test_a_late_answer_does_not_reach_the_wrong_question():
             assert first["num_steps"] <= second["num_steps"]
 
     with_engine(test, {"step_s": 0.02})
+
+
+def test_questions_asked_at_once_get_their_own_answers():
+    async def test(engine):
+        questions = [GetBlocks(5, 2), GetStats(), GetMemory(), GetBlocks(0, 1)]
+        blocks, stats, memory, first = await asyncio.gather(*map(engine.ask, questions))
+        assert [one["block"] for one in blocks["blocks"]] == [5, 6]
+        assert stats == await engine.stats()
+        assert memory["free_bytes"] == 12 * 64
+        assert [one["block"] for one in first["blocks"]] == [0]
+
+    with_engine(test)
 
 
 def test_shutdown_drains_what_is_open_and_refuses_what_is_new():

@@ -69,6 +69,25 @@ def test_every_branch_is_answered_as_if_alone() -> None:
             assert found[one.request_id, branch][-1].finish_reason is expected.finish_reason
 
 
+def test_the_ledger_is_told_while_branches_share_their_prompt() -> None:
+    """Two branches of 16 prompt tokens, in blocks of 8; two steps later each has a block more."""
+    engine = make_engine()
+    engine.add(request("a", length=16, n=2))
+    assert engine.memory_report().free_bytes == 40 * 64
+    for _ in range(2):
+        engine.step()
+    report = engine.memory_report()
+    assert report.saved_bytes == 2 * 64 and report.total_bytes == 40 * 64
+    assert report.useful_bytes == (16 + 2) * 8 and report.unfilled_bytes == 2 * 7 * 8
+    found = engine.block_map()
+    assert [len(use.owners) for use in found.blocks if use.owners].count(2) == 2
+    owners = {owner for use in found.blocks for owner in use.owners}
+    assert owners == {("a", 0), ("a", 1)} and len(found.blocks) == 40
+    assert engine.block_map(38, 10).blocks == found.blocks[38:]
+    run(engine)
+    assert engine.memory_report().useful_share is None
+
+
 def test_a_step_that_fails_once_costs_nobody_anything(caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(
         faults=Faults(execute_fails_at=frozenset({3}), sample_fails_at=frozenset({6}))

@@ -17,9 +17,13 @@ from quire.engine.engine_process import Channel, EngineLoop, FrontGoneError, ser
 from quire.engine.messages import (
     AbortRequest,
     AddRequest,
+    BlocksReply,
     Fatal,
     FrameSplitter,
+    GetBlocks,
+    GetMemory,
     GetStats,
+    MemoryReply,
     MessageError,
     Outputs,
     Ready,
@@ -155,6 +159,19 @@ def test_an_abort_takes_effect_before_the_next_step():
         assert stats.stats["num_held_blocks"] == 0
         front.send(Shutdown(drain=True))
         assert front.receive() is None
+
+
+def test_questions_are_answered_in_their_order():
+    with served() as (front, _):
+        front.receive()
+        front.send(GetMemory(), GetStats(), GetBlocks(8, 3), GetBlocks(10, 3))
+        memory, stats, blocks, rest = (front.receive() for _ in range(4))
+        assert isinstance(memory, MemoryReply) and isinstance(stats, StatsReply)
+        assert memory.memory["total_bytes"] == memory.memory["free_bytes"] == 12 * 64
+        assert isinstance(blocks, BlocksReply) and isinstance(rest, BlocksReply)
+        assert [one["block"] for one in blocks.page["blocks"]] == [8, 9, 10]
+        assert (blocks.page["next_block"], rest.page["next_block"]) == (11, None)
+        front.send(Shutdown(drain=False))
 
 
 def test_while_it_drains_new_requests_are_refused():

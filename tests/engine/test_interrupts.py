@@ -37,7 +37,7 @@ def test_another_thread_is_left_alone() -> None:
     assert handlers == [signal.default_int_handler]
 
 
-@pytest.mark.parametrize("method", ["add", "schedule", "apply", "_launch", "_admit"])
+@pytest.mark.parametrize("method", ["add", "schedule", "apply", "_launch", "_plan_all"])
 def test_ctrl_c_in_the_planning_leaves_a_working_llm(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -163,7 +163,7 @@ def test_prefix_cache_counts() -> None:
     llm = LLM(dtype="float32", max_model_len=256)
     prompt = {"prompt_token_ids": list(range(100, 150))}
     assert llm.generate(prompt, use_tqdm=False)[0].num_cached_tokens == 0
-    assert llm.generate(prompt, use_tqdm=False)[0].num_cached_tokens == 48
+    assert llm.generate(prompt, use_tqdm=False)[0].num_cached_tokens == 49
     cold = LLM(dtype="float32", max_model_len=256, enable_prefix_caching=False)
     for _ in range(2):
         assert cold.generate(prompt, use_tqdm=False)[0].num_cached_tokens == 0
@@ -284,6 +284,19 @@ def untouched_logging() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("untouched_logging")
+def test_the_ledger_follows_a_generation(llm: LLM) -> None:
+    before = llm.memory_report()
+    assert before.useful_share is None
+    generation = llm.start("def f(a, b):" * 8, SamplingParams(max_tokens=8, ignore_eos=True))
+    next(iter(generation))
+    report = llm.memory_report()
+    assert report.total_bytes == before.total_bytes
+    assert 0 < report.useful_bytes < report.total_bytes and "useful" in str(report)
+    assert any(use.owners and use.fill for use in llm.block_map().blocks)
+    generation.close()
+    assert llm.memory_report().useful_bytes == 0
+
+
 def test_stats_are_logged_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     llm = LLM(dtype="float32", max_model_len=256, disable_log_stats=False)
     seconds = iter(range(0, 10_000, 4))

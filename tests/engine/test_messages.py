@@ -16,9 +16,13 @@ from quire.engine import messages
 from quire.engine.messages import (
     AbortRequest,
     AddRequest,
+    BlocksReply,
     Fatal,
     FrameSplitter,
+    GetBlocks,
+    GetMemory,
     GetStats,
+    MemoryReply,
     MessageError,
     Outputs,
     Ready,
@@ -44,7 +48,9 @@ PARAMS = DecodingParams(
     bad_words=((1, 2), (3,)),
     allowed_token_ids=(1, 2, 3),
 )
+BEAMS = DecodingParams(max_tokens=7, beam_width=4, length_penalty=-0.5)
 REQUEST = Request("cmpl-1", [3, 1, 2], PARAMS, n=2, priority=-1, cache_domain="t")
+BEAM_REQUEST = Request("cmpl-2", [3], BEAMS, n=4, tenant="team a", deadline_s=1.5)
 LOGPROBS = [TokenLogprobs(7, -0.25, 2, (5, 7), (-0.125, -0.25))]
 
 
@@ -53,9 +59,12 @@ LOGPROBS = [TokenLogprobs(7, -0.25, 2, (5, 7), (-0.125, -0.25))]
     [
         Start({"model": None, "block_size": 16, "stop": ["a"], "f": 0.5, "b": True}),
         AddRequest(REQUEST),
+        AddRequest(BEAM_REQUEST),
         AbortRequest("cmpl-1"),
         AbortRequest("cmpl-1", 3),
         GetStats(),
+        GetMemory(),
+        GetBlocks(3, 100),
         Shutdown(drain=True),
     ],
 )
@@ -73,10 +82,13 @@ def test_messages_to_the_engine_come_out_as_they_went_in(message):
                 SequenceOutput("a", 0, [7], 3, None, None, LOGPROBS, LOGPROBS, None),
                 SequenceOutput("b", 1, [7, 8], 0, FinishReason.STOP, 8),
                 SequenceOutput("c", 0, [], finish_reason=FinishReason.ERROR, error="NaN"),
+                SequenceOutput("d", 2, [7], 0, FinishReason.LENGTH, cumulative_logprob=-3.25),
             ]
         ),
         RequestFailed("a", "invalid_request", "no", 400, "prompt"),
         StatsReply({"num_running": 3}),
+        MemoryReply({"useful_bytes": 2**40, "useful_share": None, "tenants": {"": {"a": 0.5}}}),
+        BlocksReply({"sequences": [["a", 0]], "blocks": [{"owners": [0], "fill": None}]}),
         Fatal("checkpoint_error", "no such folder"),
     ],
 )

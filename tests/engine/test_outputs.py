@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from quire.core.request import FinishReason, Request, SequenceOutput
-from quire.core.sampling_params import DecodingParams, SamplingParams
+from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
 from quire.core.step import TokenLogprobs
 from quire.engine.outputs import RequestAssembler
 from quire.models.hub import EMBEDDED_MODEL
@@ -171,3 +171,17 @@ def test_without_a_tokenizer_there_are_ids_only() -> None:
     branch = target.output.outputs[0]
     assert (branch.text, branch.token_ids) == ("", [9])
     assert branch.logprobs is not None and branch.logprobs[0][9].decoded_token is None
+
+
+def test_a_beam_comes_whole_with_its_log_probability(tokenizer: Tokenizer) -> None:
+    request = Request("r", [5], DecodingParams(max_tokens=9, beam_width=2), n=2)
+    beams = BeamSearchParams(beam_width=2)
+    target = RequestAssembler(request, beams, tokenizer, "print")
+    ids = tokenizer.encode("def f(x):")
+    for index, logprob in enumerate((-1.5, -2.5)):
+        new = SequenceOutput("r", index, ids, 0, FinishReason.LENGTH, cumulative_logprob=logprob)
+        assert target.push(new) == []
+    assert target.finished
+    assert [one.cumulative_logprob for one in target.output.outputs] == [-1.5, -2.5]
+    assert [one.text for one in target.output.outputs] == ["def f(x):"] * 2
+    assert [one.logprobs for one in target.output.outputs] == [None, None]

@@ -49,6 +49,8 @@ def test_the_paths_are_openais():
         "/v1/models",
         "/v1/models/{name}",
         "/health",
+        "/memory",
+        "/memory/blocks",
     }
 
 

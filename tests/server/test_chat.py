@@ -159,3 +159,25 @@ def test_a_long_conversation_is_rendered_beside_the_loop(client):
         client.chat.completions.create(
             **GREEDY, messages=[{"role": "user", "content": "word " * 20_000}]
         )
+
+
+def test_a_beam_search_answers_as_well(client):
+    answer = client.chat.completions.create(
+        model="embedded",
+        messages=QUESTION,
+        n=2,
+        extra_body={"use_beam_search": True, "length_penalty": 0.8},
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    best, second = (choice.message.content for choice in answer.choices)
+    assert "path" in best and best != second
+    assert "<|im_end|>" not in best + second
+    assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 2
+
+
+def test_a_streamed_beam_search_is_refused_by_name(client):
+    with pytest.raises(openai.BadRequestError, match="does not go with use_beam_search") as caught:
+        client.chat.completions.create(
+            model="embedded", messages=QUESTION, stream=True, extra_body={"use_beam_search": True}
+        )
+    assert caught.value.body["param"] == "stream"

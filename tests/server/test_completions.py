@@ -38,7 +38,7 @@ def test_usage_tells_what_the_prefix_cache_saved(client):
     first = client.completions.create(**GREEDY, prompt=prompt, max_tokens=1)
     again = client.completions.create(**GREEDY, prompt=prompt, max_tokens=1)
     assert first.usage.prompt_tokens_details.cached_tokens == 0
-    assert again.usage.prompt_tokens_details.cached_tokens == 64
+    assert again.usage.prompt_tokens_details.cached_tokens == 79  # the last one is to be computed
     assert again.choices[0].text == first.choices[0].text
 
 
@@ -248,3 +248,50 @@ def test_more_choices_than_rows_wait_their_turn(client):
         model="embedded", prompt=PROMPT, max_tokens=1, n=50, temperature=1.0
     )
     assert [choice.index for choice in answer.choices] == list(range(50))
+
+
+SEARCH = {"model": "embedded", "prompt": PROMPT, "max_tokens": 9, "n": 3}
+BEAMS = {"use_beam_search": True}
+
+
+def test_a_beam_search_gives_its_results_as_choices(client):
+    answer = client.completions.create(**SEARCH, extra_body=BEAMS)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.text for choice in answer.choices}) == 3
+    assert [choice.finish_reason for choice in answer.choices] == ["length"] * 3
+    assert answer.usage.completion_tokens == 27
+    again = client.completions.create(**SEARCH, echo=True, extra_body=BEAMS)
+    assert [choice.text for choice in again.choices] == [
+        PROMPT + choice.text for choice in answer.choices
+    ]
+
+
+def test_every_prompt_gets_a_beam_search_of_its_own(client):
+    wish = SEARCH | {"prompt": [PROMPT, "def f("]}
+    answer = client.completions.create(**wish, extra_body=BEAMS)
+    alone = client.completions.create(**SEARCH, extra_body=BEAMS)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    texts = [choice.text for choice in answer.choices]
+    assert texts[:3] == [choice.text for choice in alone.choices]
+    assert len(set(texts[3:])) == 3
+
+
+def test_a_single_beam_is_greedy(client):
+    search = client.completions.create(**SEARCH | {"n": 1}, extra_body=BEAMS)
+    greedy = client.completions.create(**SEARCH | {"n": 1, "temperature": 0})
+    assert search.choices[0].text == greedy.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [({"stream": True}, "stream"), ({"top_p": 0.5}, "top_p"), ({"n": 100}, "n")],
+)
+def test_what_a_beam_search_has_not_is_refused_by_name(client, options, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**SEARCH | options, extra_body=BEAMS)
+    assert caught.value.body["param"] == param
+
+
+def test_more_beams_than_rows_are_refused(client):
+    with pytest.raises(openai.BadRequestError, match="max_num_seqs"):
+        client.completions.create(**SEARCH | {"n": 17}, extra_body=BEAMS)

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import MAX_BEAM_WIDTH, BeamSearchParams, SamplingParams
 from quire.errors import InvalidRequestError
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 
@@ -27,8 +27,8 @@ def mistake(make, **fields):
 
 
 def test_defaults_are_openais():
-    assert completion().to_sampling_params() == SamplingParams(max_tokens=16)
-    assert chat().to_sampling_params() == SamplingParams(max_tokens=None)
+    assert completion().to_wish() == SamplingParams(max_tokens=16)
+    assert chat().to_wish() == SamplingParams(max_tokens=None)
 
 
 def test_every_field_arrives_in_the_sampling_params():
@@ -54,9 +54,9 @@ def test_every_field_arrives_in_the_sampling_params():
     }
     wish = SamplingParams(**fields, logprobs=3, logit_bias={4: 1.5})
     body = completion(**fields, logprobs=3, logit_bias={"4": 1.5})
-    assert body.to_sampling_params() == wish
+    assert body.to_wish() == wish
     talk = chat(**fields, logprobs=True, top_logprobs=3, logit_bias={"4": 1.5})
-    assert talk.to_sampling_params() == wish
+    assert talk.to_wish() == wish
 
 
 def test_null_means_left_out():
@@ -80,7 +80,7 @@ def test_a_prompt_in_any_of_its_forms_is_a_list(prompt, prompts):
 
 def test_logprobs_of_the_prompt_are_asked_for_where_they_are_echoed():
     def asked(**fields):
-        return completion(**fields).to_sampling_params().prompt_logprobs
+        return completion(**fields).to_wish().prompt_logprobs
 
     assert asked(logprobs=2) is None
     assert asked(echo=True) is None
@@ -90,23 +90,94 @@ def test_logprobs_of_the_prompt_are_asked_for_where_they_are_echoed():
 
 
 def test_chat_logprobs_are_a_switch_and_a_count():
-    assert chat(logprobs=True).to_sampling_params().logprobs == 0
-    assert chat(logprobs=True, top_logprobs=4).to_sampling_params().logprobs == 4
-    assert chat(logprobs=False).to_sampling_params().logprobs is None
+    assert chat(logprobs=True).to_wish().logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).to_wish().logprobs == 4
+    assert chat(logprobs=False).to_wish().logprobs is None
     with pytest.raises(InvalidRequestError, match="set logprobs to true"):
-        chat(top_logprobs=4).to_sampling_params()
+        chat(top_logprobs=4).to_wish()
+
+
+BEAMS = {"use_beam_search": True, "n": 3, "max_tokens": 30}
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_a_beam_search_has_the_width_n(make):
+    options = {"length_penalty": -0.5, "temperature": 0.7, "ignore_eos": True}
+    wish = BeamSearchParams(beam_width=3, max_tokens=30, **options)
+    assert make(**BEAMS, **options).to_wish() == wish
+    narrow = make(use_beam_search=True, max_tokens=30).to_wish()
+    assert narrow == BeamSearchParams(beam_width=1, max_tokens=30)
+
+
+def test_a_beam_search_is_as_long_as_a_sample_where_nothing_is_said():
+    assert completion(use_beam_search=True).to_wish().max_tokens == 16
+    assert chat(use_beam_search=True).to_wish().max_tokens is None
+    assert chat(use_beam_search=True, max_completion_tokens=7).to_wish().max_tokens == 7
+
+
+UNUSUAL = {
+    "stream": True,
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "seed": 0,
+    "stop": "x",
+    "stop_token_ids": [3],
+    "include_stop_str_in_output": True,
+    "min_tokens": 1,
+    "logit_bias": {"3": 1.0},
+    "bad_words": ["x"],
+    "allowed_token_ids": [3],
+    "skip_special_tokens": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (completion, UNUSUAL | {"logprobs": 0, "prompt_logprobs": 0}),
+        (chat, UNUSUAL | {"logprobs": True, "top_logprobs": 0}),
+    ],
+)
+def test_what_a_beam_search_has_not_is_refused_by_name(make, options):
+    body = make(**BEAMS)
+    assert set(options) == set(body.not_for_beams)
+    for name, value in options.items():
+        asked = {name: value} | ({"logprobs": True} if name == "top_logprobs" else {})
+        with pytest.raises(InvalidRequestError, match="does not go with use_beam_search") as caught:
+            make(**BEAMS, **asked).to_wish()
+        assert caught.value.param in asked
+        for harmless in body.not_for_beams[name]:
+            assert make(**BEAMS, **{name: harmless}).to_wish() == body.to_wish()
+
+
+def test_a_beam_search_is_asked_for_by_its_switch_and_within_bounds():
+    with pytest.raises(InvalidRequestError, match="set it to true") as caught:
+        completion(length_penalty=1.0).to_wish()
+    assert caught.value.param == "length_penalty"
+    for width in (0, -1, MAX_BEAM_WIDTH + 1):
+        with pytest.raises(InvalidRequestError, match=f"at most {MAX_BEAM_WIDTH}") as caught:
+            completion(use_beam_search=True, n=width).to_wish()
+        assert caught.value.param == "n"
+    with pytest.raises(InvalidRequestError, match="length_penalty is 6"):
+        completion(**BEAMS, length_penalty=6).to_wish()
+    with pytest.raises(InvalidRequestError, match="best_of"):
+        completion(**BEAMS, best_of=4).to_wish()
 
 
 def test_both_names_of_the_bound_work_and_exclude_each_other():
-    assert chat(max_tokens=4).to_sampling_params().max_tokens == 4
-    assert chat(max_completion_tokens=4).to_sampling_params().max_tokens == 4
+    assert chat(max_tokens=4).to_wish().max_tokens == 4
+    assert chat(max_completion_tokens=4).to_wish().max_tokens == 4
     with pytest.raises(InvalidRequestError, match="both set"):
-        chat(max_tokens=4, max_completion_tokens=4).to_sampling_params()
+        chat(max_tokens=4, max_completion_tokens=4).to_wish()
 
 
 def test_a_bound_of_zero_is_refused_not_ignored():
     with pytest.raises(InvalidRequestError, match="max_tokens is 0"):
-        chat(max_tokens=0).to_sampling_params()
+        chat(max_tokens=0).to_wish()
     with pytest.raises(ValidationError, match="max_completion_tokens"):
         chat(max_completion_tokens=0)
 

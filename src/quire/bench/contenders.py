@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.bench.ledger import LEDGER_FIGURES, STEPS_PER_SAMPLE, LedgerSamples
 from quire.bench.metrics import Figures, Timeline
 from quire.bench.workload import BenchRequest
 from quire.core.request import Request
@@ -25,6 +26,7 @@ MEMORY_FIGURES = (
     "num_recomputed_tokens",
     "prefix_hit_rate",
     "max_concurrent_requests",
+    *LEDGER_FIGURES,
 )
 
 
@@ -112,13 +114,14 @@ class _EngineMeter:
     def __init__(self, engine: Engine, requests: Iterable[BenchRequest]) -> None:
         """The clock starts here: all requests have arrived."""
         assert not engine.has_work(), "the engine carries other requests"
-        engine.scheduler.memory.clear_cache()
+        engine.scheduler.memory.prefixes.clear()
         self._engine = engine
         self._before = engine.stats()
         self._num_steps = 0
         self._sum_of_held_blocks = 0
         self._most_held_blocks = 0
         self._most_running = 0
+        self._ledger = LedgerSamples()
         self._started_s = time.perf_counter()
         self._asked = {str(request.index): request.output_len for request in requests}
         self._timelines = {
@@ -164,6 +167,8 @@ class _EngineMeter:
             timeline.token_ids.extend(wanted)
             timeline.token_times_s.extend([now_s] * len(wanted))
             num_ended += output.finish_reason is not None
+        if self._num_steps % STEPS_PER_SAMPLE == 0:
+            self._ledger.add(self._engine.memory_report())
         stats = self._engine.stats()
         self._num_steps += 1
         self._sum_of_held_blocks += stats.num_held_blocks
@@ -181,6 +186,7 @@ class _EngineMeter:
             after.num_recomputed_tokens - before.num_recomputed_tokens,
             num_hit / num_queried if num_queried else 0.0,
             self._most_running,
+            *self._ledger.figures().values(),
         )
         return dict(zip(MEMORY_FIGURES, values, strict=True))
 

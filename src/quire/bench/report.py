@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.compare import Ratio, Round, WidthChoice, median_figures
+from quire.bench.ledger import ledger_table
 from quire.bench.machine import NOISE_LIMIT_CORES
-from quire.bench.metrics import LATENCIES
+from quire.bench.metrics import LATENCIES, Figures
 from quire.bench.trace_summary import StepCost
 from quire.errors import ConfigurationError
 
@@ -80,6 +81,7 @@ def table(results: Results) -> str:
             f"quire makes {times.of_medians:.2f} times the output tokens/s of {heads[name]}"
             f" (rounds {times.lowest:.2f} to {times.highest:.2f})"
         )
+    lines += _ledger_lines(found[QUIRE])
     lines += _noise_lines(results.rounds)
     lines += _trace_lines(results.trace)
     return "\n".join(lines)
@@ -101,6 +103,7 @@ def _rows() -> list[tuple[str, str, str]]:
         *rows,
         ("KV use, peak", "peak_kv_use", ".1%"),
         ("KV use, mean", "mean_kv_use", ".1%"),
+        ("useful of held KV", "kv_useful_share", ".1%"),
         ("preemptions", "num_preemptions", ".0f"),
         ("recomputed tokens", "num_recomputed_tokens", ".0f"),
         ("prefix hit rate", "prefix_hit_rate", ".1%"),
@@ -136,6 +139,11 @@ def _cell(value: float | None, form: str) -> str:
 
 def _line(label: str, cells: Sequence[str]) -> str:
     return f"{label:<24}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)
+
+
+def _ledger_lines(found: Figures) -> list[str]:
+    shown = ledger_table(found)
+    return ["", f"{QUIRE}'s KV memory, mean over the run", shown, ""] if shown is not None else []
 
 
 def _noise_lines(rounds: Mapping[str, Sequence[Round]]) -> list[str]:

@@ -23,11 +23,14 @@ from quire.core.sampling_params import ModelLimits
 from quire.engine.messages import (
     AbortRequest,
     AddRequest,
+    BlocksReply,
     Fatal,
     FrameSplitter,
     GetStats,
+    MemoryReply,
     MessageError,
     Outputs,
+    Question,
     Ready,
     RequestFailed,
     Shutdown,
@@ -175,7 +178,7 @@ class AsyncEngine:
         self._process = process
         self._max_queued_requests = max_queued_requests
         self._streams: dict[str, RequestStream] = {}
-        self._stats_waiters: deque[asyncio.Future[dict[str, Any]]] = deque()
+        self._waiters: deque[asyncio.Future[dict[str, Any]]] = deque()
         self._ready: asyncio.Future[ModelLimits] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.WriteTransport | None = None
         self._fatal: Fatal | None = None
@@ -302,13 +305,19 @@ class AsyncEngine:
         self._send(encode(AbortRequest(request_id, branch_index)))
 
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        """The engine's EngineStats by field name. Raises EngineDeadError, also when no answer comes
-        within timeout_s: then no step has ended for so long.
+        """The engine's EngineStats by field name; otherwise as `ask`."""
+        return await self.ask(GetStats(), timeout_s)
+
+    async def ask(self, question: Question, timeout_s: float = 10.0) -> dict[str, Any]:
+        """The engine's answer, from between two steps: what the reply to the question carries.
+
+        Raises EngineDeadError, also when no answer comes within timeout_s: then no step has ended
+        for so long.
         """
         self._check_alive()
         waiter: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._stats_waiters.append(waiter)
-        self._send(encode(GetStats()))
+        self._waiters.append(waiter)
+        self._send(encode(question))
         try:
             return await asyncio.wait_for(waiter, timeout_s)
         except TimeoutError as error:
@@ -341,10 +350,10 @@ class AsyncEngine:
                 if stream is not None:
                     stream.forget(request_id, None)
                     stream.fail(error_from(message))
-            case StatsReply(stats):
-                waiter = self._stats_waiters.popleft()
+            case StatsReply(answer) | MemoryReply(answer) | BlocksReply(answer):
+                waiter = self._waiters.popleft()
                 if not waiter.done():
-                    waiter.set_result(stats)
+                    waiter.set_result(answer)
             case Ready(limits):
                 if not self._ready.done():
                     self._ready.set_result(limits)
@@ -372,29 +381,18 @@ class AsyncEngine:
             self._process.kill()
             await self._process.wait()
         self._dead.set()
-        error = self._death()
+        error = _death(self._fatal, self._is_closing, self._process.returncode or 0)
         if not self._is_closing:
             logger.error("%s", error)
         for stream in set(self._streams.values()):
             stream.fail(error)
         self._streams.clear()
-        while self._stats_waiters:
-            waiter = self._stats_waiters.popleft()
+        while self._waiters:
+            waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_exception(error)
         if not self._ready.done():
             self._ready.set_exception(error)
-
-    def _death(self) -> QuireError:
-        if self._fatal is not None:
-            return start_error_from(self._fatal)
-        if self._is_closing:
-            return EngineDeadError("the engine was shut down before the request had finished")
-        status = self._process.returncode or 0
-        how = f"with exit code {status}"
-        if status < 0:
-            how = f"by signal {-status} ({signal.Signals(-status).name})"
-        return EngineDeadError(f"the engine process has ended {how}; restart the server")
 
     async def _kill(self) -> None:
         """Leave no process behind. Waits for its end."""
@@ -415,3 +413,15 @@ class AsyncEngine:
     def _send(self, frame: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
+
+
+def _death(fatal: Fatal | None, is_closing: bool, status: int) -> QuireError:
+    """Why the process ended, with exit status `status`."""
+    if fatal is not None:
+        return start_error_from(fatal)
+    if is_closing:
+        return EngineDeadError("the engine was shut down before the request had finished")
+    how = f"with exit code {status}"
+    if status < 0:
+        how = f"by signal {-status} ({signal.Signals(-status).name})"
+    return EngineDeadError(f"the engine process has ended {how}; restart the server")

@@ -12,6 +12,8 @@ import torch
 from quire.attention.interface import AttentionBackend
 from quire.attention.registry import select
 from quire.config import EngineOptions
+from quire.core.contiguous import ContiguousKVCacheManager
+from quire.core.eviction import find_order
 from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.policy import find_policy
 from quire.core.sampling_params import ModelLimits
@@ -53,8 +55,11 @@ def build_engine(options: Mapping[str, Any]) -> Engine:
     understood or can't be read, not enough memory.
     """
     checked = EngineOptions.from_mapping(options)
-    scheduler_config = SchedulerConfig(checked.max_num_seqs, checked.max_num_batched_tokens)
+    scheduler_config = SchedulerConfig(
+        checked.max_num_seqs, checked.max_num_batched_tokens, checked.num_lookahead_blocks
+    )
     policy = find_policy(checked.scheduling_policy)
+    find_order(checked.eviction)  # refused here, before the model is loaded
     device = torch.device("cpu")
     folder = resolve_model_folder(checked.model, checked.revision)
     config = load_config(folder)
@@ -70,21 +75,28 @@ def build_engine(options: Mapping[str, Any]) -> Engine:
         defaults=generation.defaults,
     )
     runner = _build_runner(checked, folder, config, layout, sizes, backend, dtype)
-    memory = KVCacheManager(
-        KVCacheConfig(
-            groups=layout.groups,
-            num_blocks=sizes.num_blocks,
-            block_size=checked.block_size,
-            enable_prefix_caching=checked.enable_prefix_caching,
-            secret=secrets.token_bytes(16),
-        )
-    )
+    memory = _build_memory(checked, layout, sizes)
     engine = Engine(
         Scheduler(scheduler_config, memory, policy), runner, limits, timing=runner.timing
     )
     if not checked.disable_log_stats:
         engine.stats_log = StatsLog()
     return engine
+
+
+def _build_memory(options: EngineOptions, layout: KVCacheLayout, sizes: _Sizes) -> KVCacheManager:
+    config = KVCacheConfig(
+        groups=layout.groups,
+        num_blocks=sizes.num_blocks,
+        block_size=options.block_size,
+        enable_prefix_caching=options.enable_prefix_caching,
+        secret=secrets.token_bytes(16),
+        eviction=options.eviction,
+    )
+    if options.kv_allocator == "paged":
+        return KVCacheManager(config)
+    reservation = options.kv_allocator.removeprefix("contiguous_")
+    return ContiguousKVCacheManager(config, reservation, sizes.max_model_len)
 
 
 def _build_runner(

@@ -4,8 +4,11 @@ import logging
 import time
 from collections.abc import Callable
 
+from quire.core.block_map import BlockMap, block_map
+from quire.core.memory_report import MemoryReport, memory_report
+from quire.core.prefix_miss import PrefixMiss
 from quire.core.request import Request, SequenceOutput, check_prompt
-from quire.core.sampling_params import ModelLimits
+from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import Runner, StepPlan
@@ -19,6 +22,9 @@ STEP_FAILED = (
     "the forward pass fails with this request in it, also when it runs alone; the engine's log says"
     " how"
 )
+
+# For so many requests it is remembered why the prefix cache had no more of their prompts.
+NUM_REMEMBERED_MISSES = 1024
 
 logger: logging.Logger = get_logger(__name__)
 
@@ -48,6 +54,7 @@ class Engine:
         self._timing = timing or StepTiming()
         self._clock = clock
         self._requests: dict[str, list[Sequence]] = {}
+        self._misses: dict[str, PrefixMiss] = {}  # of the last requests that ended, oldest first
         self._num_traced_preemptions = 0
 
     def has_work(self) -> bool:
@@ -60,7 +67,10 @@ class Engine:
         Raises InvalidRequestError (and its kinds PromptTooLongError, RequestNeverFitsError).
         """
         self._check(request)
-        root = self.scheduler.memory.start_chain(request.cache_domain)
+        memory = self.scheduler.memory
+        root = memory.prefixes.start_chain(request.cache_domain)
+        now_s = self._clock()
+        num_sequences = 1 if request.params.beam_width else request.n
         branches = [
             Sequence(
                 request.request_id,
@@ -71,13 +81,53 @@ class Engine:
                 max_num_tokens=self.limits.max_model_len,
                 chain_root=root,
             )
-            for index in range(request.n)
+            for index in range(num_sequences)
         ]
-        now_s = self._clock()
-        self.scheduler.memory.hash_prompt(branches)
-        for sequence in branches:  # equal in all that `add` checks: the first raises, or none
-            self.scheduler.add(sequence, now_s)
+        for sequence in branches:
+            sequence.tenant = request.tenant
+            if request.deadline_s is not None:
+                sequence.deadline_s = now_s + request.deadline_s
+        self.scheduler.add(branches, now_s)
         self._requests[request.request_id] = branches
+
+    def fork(self, request_id: str, branch_index: int, params: DecodingParams | None = None) -> int:
+        """Branch a running request: the new branch goes on from the tokens that the given one has.
+
+        params: None for those of the request. Their limits count from the prompt on, as if the
+        branch had generated all its tokens itself. Returns the new branch's index, which also makes
+        its random numbers differ. Raises InvalidRequestError for a branch that is not running.
+        """
+        branches = self._requests.get(request_id, [])
+        parent = next((one for one in branches if one.branch_index == branch_index), None)
+        if parent is None or parent.is_finished:
+            raise InvalidRequestError(
+                f"branch {branch_index} of request {request_id!r} has ended or never was, so it"
+                " can't be forked",
+                "branch_index",
+            )
+        if parent.is_beam:
+            raise InvalidRequestError(
+                f"request {request_id!r} searches beams, whose branches are not the caller's to"
+                " fork",
+                "request_id",
+            )
+        params = params or parent.params
+        room = parent.num_prompt_tokens + params.max_tokens - len(parent.token_ids)
+        if room < 1:
+            raise InvalidRequestError(
+                f"max_tokens is {params.max_tokens}, but the branch to fork has"
+                f" {parent.num_output_tokens} tokens already",
+                "max_tokens",
+            )
+        new_index = max(one.branch_index for one in branches) + 1
+        branches.append(self.scheduler.fork(parent, new_index, params, self._clock()))
+        return new_index
+
+    def prefix_miss(self, request_id: str) -> PrefixMiss | None:
+        """Why the prefix cache had no more of a request's prompt, while it runs and for a while
+        after; None for one that is unknown, was not admitted yet or looked up nothing."""
+        branches = self._requests.get(request_id)
+        return self._misses.get(request_id) if branches is None else branches[0].miss
 
     def abort(self, request_id: str, branch_index: int | None = None) -> None:
         """End a request, or one branch of it; unknown and finished ones are left alone.
@@ -132,12 +182,24 @@ class Engine:
             num_held_blocks=memory.pool.num_held,
             num_cached_blocks=len(memory.cache),
             num_steps=scheduler.stats.num_steps,
-            num_preemptions=scheduler.stats.num_preemptions,
-            num_recomputed_tokens=scheduler.stats.num_recomputed_tokens,
+            num_preemptions=scheduler.residents.stats.num_preemptions,
+            num_recomputed_tokens=scheduler.residents.stats.num_recomputed_tokens,
             num_failed_steps=scheduler.stats.num_failed_steps,
-            num_query_tokens=memory.num_query_tokens,
-            num_hit_tokens=memory.num_hit_tokens,
+            num_query_tokens=memory.prefixes.num_query_tokens,
+            num_hit_tokens=memory.prefixes.num_hit_tokens,
         )
+
+    def memory_report(self) -> MemoryReport:
+        """Where every byte of the KV memory is. Costs O(held blocks): not for every step."""
+        return memory_report(self.scheduler.memory, self._holders())
+
+    def block_map(self, first_block: int = 0, max_num_blocks: int | None = None) -> BlockMap:
+        """What each block is doing, from first_block on; see `core.block_map`. O(held blocks)."""
+        return block_map(self.scheduler.memory, self._holders(), first_block, max_num_blocks)
+
+    def _holders(self) -> list[Sequence]:
+        """All sequences that may hold blocks."""
+        return [*self.scheduler.running, *self.scheduler.waiting]
 
     def _check(self, request: Request) -> None:
         if request.request_id in self._requests:
@@ -151,8 +213,16 @@ class Engine:
 
     def _forget_if_finished(self, request_id: str) -> None:
         branches = self._requests.get(request_id)
-        if branches is not None and all(sequence.is_finished for sequence in branches):
+        if (
+            branches is not None
+            and all(sequence.is_finished for sequence in branches)
+            and not self.scheduler.beams.is_searching(request_id)
+        ):
             del self._requests[request_id]
+            if branches[0].miss is not None:
+                self._misses[request_id] = branches[0].miss
+                if len(self._misses) > NUM_REMEMBERED_MISSES:
+                    del self._misses[next(iter(self._misses))]
 
     def _record(self, trace: StepTrace, plan: StepPlan, schedule_s: float, apply_s: float) -> None:
         stats = self.stats()

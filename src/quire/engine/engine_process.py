@@ -27,17 +27,26 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
+from quire.core.block_map import BlockMap
+from quire.core.memory_report import MemoryReport
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
+from quire.engine.block_page import block_page
 from quire.engine.messages import (
     AbortRequest,
     AddRequest,
+    BlocksReply,
     Fatal,
     FrameSplitter,
+    GetBlocks,
+    GetMemory,
     GetStats,
+    MemoryReply,
     MessageError,
     Outputs,
+    Question,
     Ready,
+    Reply,
     RequestFailed,
     Shutdown,
     Start,
@@ -75,6 +84,10 @@ class EngineLike(Protocol):
     def has_work(self) -> bool: ...
 
     def stats(self) -> Any: ...
+
+    def memory_report(self) -> MemoryReport: ...
+
+    def block_map(self, first_block: int, max_num_blocks: int | None) -> BlockMap: ...
 
 
 class FrontGoneError(Exception):
@@ -202,14 +215,22 @@ class EngineLoop:
                 self._add(request)
             case AbortRequest(request_id, branch_index):
                 self._engine.abort(request_id, branch_index)
-            case GetStats():
-                stats = dataclasses.asdict(self._engine.stats())
-                self._channel.send(StatsReply(stats))
+            case GetStats() | GetMemory() | GetBlocks():
+                self._channel.send(self._reply(message))
             case Shutdown(drain):
                 self._is_draining = True
                 self._is_ending = not drain
             case Start():
                 raise MessageError("the front sent its options twice")
+
+    def _reply(self, question: Question) -> Reply:
+        match question:
+            case GetStats():
+                return StatsReply(dataclasses.asdict(self._engine.stats()))
+            case GetMemory():
+                return MemoryReply(self._engine.memory_report().as_dict())
+            case GetBlocks(first_block, max_num_blocks):
+                return BlocksReply(block_page(self._engine.block_map(first_block, max_num_blocks)))
 
     def _add(self, request: Request) -> None:
         try:

@@ -1,12 +1,81 @@
 """Prompts and wishes -> requests in token ids. No torch: the HTTP front uses it too."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from quire.core.prefix_cache import PUBLIC_DOMAIN
 from quire.core.request import Request, check_prompt
-from quire.core.sampling_params import ModelLimits, SamplingParams, resolve
+from quire.core.sampling_params import (
+    DecodingParams,
+    ModelLimits,
+    Wish,
+    as_sampling_params,
+    resolve,
+)
 from quire.errors import InvalidRequestError
 from quire.text.tokenizer import Tokenizer
+
+MAX_NAME_LENGTH = 256
+OPTION_NAMES = ("priority", "tenant", "cache_salt", "deadline_s")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a request says of its place among others.
+
+    priority: smaller goes first, under the priority policy.
+    tenant: whose it is, for fair sharing, the ledger and the cache: prefixes are shared within a
+        tenant only. cache_salt: and only among requests with the same salt.
+    deadline_s: seconds after its arrival by which it should have ended, for the deadline policy.
+    is_public: its prefixes may be read by all tenants, as long as they are cached.
+
+    Raises InvalidRequestError that names the field.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    deadline_s: float | None = None
+    is_public: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise InvalidRequestError(
+                f"priority is {self.priority!r}, but must be a whole number", "priority"
+            )
+        for name in ("tenant", "cache_salt"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or len(value) > MAX_NAME_LENGTH:
+                raise InvalidRequestError(
+                    f"{name} is {value!r:.80}, but must be a text of at most {MAX_NAME_LENGTH}"
+                    " characters",
+                    name,
+                )
+        given: Any = self.deadline_s
+        if given is not None and (
+            isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0
+        ):
+            raise InvalidRequestError(
+                f"deadline_s is {given!r}, but must be a number of seconds above 0", "deadline_s"
+            )
+
+    @property
+    def cache_domain(self) -> str:
+        """The name of the domain: no two pairs of tenant and salt have the same."""
+        if self.is_public:
+            return PUBLIC_DOMAIN
+        return f"{len(self.tenant)}:{self.tenant}{self.cache_salt}"
+
+
+NO_OPTIONS = RequestOptions()
+
+
+class PromptInput(NamedTuple):
+    """A prompt of the offline API, taken apart."""
+
+    prompt: str | list[int]
+    options: RequestOptions = NO_OPTIONS
 
 
 class InputProcessor:
@@ -21,31 +90,45 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: str | Sequence[int],
-        params: SamplingParams,
+        wish: Wish,
         *,
         seed: int,
-        priority: int = 0,
-        cache_domain: str = "",
+        options: RequestOptions = NO_OPTIONS,
     ) -> Request:
-        """Tokenize (text), resolve and check. seed: used where params.seed is None.
+        """Tokenize (text), resolve and check. seed: used where the wish has none.
 
         Raises InvalidRequestError; whether the KV blocks suffice is checked by `Engine.add`.
         """
         token_ids = self.tokenize(prompt)
         check_prompt(token_ids, self._limits)
-        decoding = resolve(
-            params,
-            self._limits,
-            num_prompt_tokens=len(token_ids),
-            seed=seed,
-            bad_words=self._bad_words(params.bad_words or ()),
+        decoding = self.resolve(wish, len(token_ids), seed)
+        num_branches = as_sampling_params(wish).n
+        return Request(
+            request_id,
+            token_ids,
+            decoding,
+            num_branches,
+            options.priority,
+            options.cache_domain,
+            options.tenant,
+            options.deadline_s,
         )
+
+    def resolve(self, wish: Wish, num_prompt_tokens: int, seed: int) -> DecodingParams:
+        """The wishes for one prompt, in token ids; raises as `make_request` does."""
+        params = as_sampling_params(wish)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
                 "stop strings need a tokenizer, but the engine runs without; use stop_token_ids",
                 "stop",
             )
-        return Request(request_id, token_ids, decoding, params.n, priority, cache_domain)
+        return resolve(
+            wish,
+            self._limits,
+            num_prompt_tokens=num_prompt_tokens,
+            seed=seed,
+            bad_words=self._bad_words(params.bad_words or ()),
+        )
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         """Text with its special tokens, or token ids as they are."""
@@ -72,23 +155,25 @@ class InputProcessor:
         return found
 
 
-def read_prompt(prompt: Any) -> str | list[int]:
-    """One prompt of the offline API: text, {"prompt": text} or {"prompt_token_ids": [...]}."""
+def read_prompt(prompt: Any) -> PromptInput:
+    """One prompt of the offline API: text, or {"prompt": text} or {"prompt_token_ids": [...]} with
+    any of priority, tenant, cache_salt and deadline_s beside it."""
     if isinstance(prompt, str):
-        return prompt
+        return PromptInput(prompt)
     if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", *OPTION_NAMES}
         if unknown:
             raise InvalidRequestError(
-                f"a prompt has the unknown key {sorted(unknown)[0]!r}; known are 'prompt' and"
-                " 'prompt_token_ids'",
+                f"a prompt has the unknown key {sorted(unknown)[0]!r}; known are 'prompt',"
+                f" 'prompt_token_ids', {', '.join(map(repr, OPTION_NAMES))}",
                 "prompt",
             )
+        options = RequestOptions(**{name: prompt[name] for name in OPTION_NAMES if name in prompt})
         token_ids = prompt.get("prompt_token_ids")
         if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
-            return list(token_ids)
+            return PromptInput(list(token_ids), options)
         if token_ids is None and isinstance(prompt.get("prompt"), str):
-            return str(prompt["prompt"])
+            return PromptInput(str(prompt["prompt"]), options)
     raise InvalidRequestError(
         f'a prompt is {prompt!r:.80}, but must be text or {{"prompt_token_ids": [...]}}', "prompt"
     )

@@ -7,19 +7,23 @@
 The engine runs in this process, inside the calls. Not for several threads at once.
 """
 
-import random
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 from tqdm import tqdm
 
 from quire.config import EngineOptions, EngineOptionsDict
-from quire.core.request import Request
-from quire.core.sampling_params import SamplingParams
+from quire.core.block_map import BlockMap
+from quire.core.memory_report import MemoryReport
+from quire.core.sampling_params import BeamSearchParams, SamplingParams, Wish
+from quire.engine.beams import BeamSearchOutput, beam_search_output
 from quire.engine.build import build_engine
-from quire.engine.inputs import InputProcessor, read_prompt
+from quire.engine.generation import Generation
+from quire.engine.inputs import PromptInput, read_prompt
 from quire.engine.interrupts import deferred_interrupts
+from quire.engine.open_requests import OpenRequests
 from quire.engine.outputs import RequestAssembler, RequestOutput
 from quire.errors import InvalidRequestError
 from quire.models.hub import resolve_model_folder
@@ -58,10 +62,7 @@ class LLM:
         if not checked.disable_log_stats:
             configure("info")
         self.engine = build_engine(given)
-        self._inputs = InputProcessor(self._tokenizer, self.engine.limits)
-        self._seeds = random.Random(checked.seed)
-        self._open: dict[str, RequestAssembler] = {}
-        self._num_requests = 0
+        self._requests = OpenRequests(self.engine, self._tokenizer, checked.seed)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises InvalidRequestError under skip_tokenizer_init."""
@@ -77,14 +78,30 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt; results in the order of the prompts.
 
-        prompts: text, {"prompt_token_ids": [...]}, or a list of these. sampling_params: one for
-        all, or one each; None: the model's defaults. use_tqdm: a progress bar, if it takes long.
+        prompts: text, {"prompt_token_ids": [...]}, or a list of these; such a mapping may also say
+            priority, tenant, cache_salt and deadline_s (see `engine.inputs.RequestOptions`).
+        sampling_params: one for all, or one each; None: the model's defaults.
+        use_tqdm: a progress bar, if it takes long.
+
         Raises InvalidRequestError; then no prompt of this call was run. A request whose own
         computation fails has finish_reason "error" and says why in `error`; the others go on.
         """
-        single = isinstance(prompts, (str, Mapping))
-        listed: list[Any] = [prompts] if single else list(prompts)
-        return self._run([read_prompt(prompt) for prompt in listed], sampling_params, use_tqdm)
+        listed = _read_prompts(prompts)
+        return self._run(listed, _one_each(sampling_params, len(listed)), use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[BeamSearchOutput]:
+        """The params.beam_width most likely continuations of each prompt that a beam search finds,
+        best first: those of transformers' beam search. Otherwise as `generate`; so are the errors.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError(
+                f"params is {params!r:.80}, but must be a BeamSearchParams", "params"
+            )
+        listed = _read_prompts(prompts)
+        outputs = self._run(listed, [params] * len(listed), use_tqdm)
+        return [beam_search_output(output, params, self._tokenizer) for output in outputs]
 
     def chat(
         self,
@@ -106,7 +123,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(prompts, sampling_params, use_tqdm)
+        return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -125,6 +142,34 @@ class LLM:
         prompt = self._render(messages, True, False, chat_template_kwargs)
         return self._stream(prompt, sampling_params or SamplingParams())
 
+    def start(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generation:
+        """Begin to continue one prompt; the caller steps it, and may branch it while it runs."""
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise InvalidRequestError(f"n is {params.n}, but fork the generation instead", "n")
+        with deferred_interrupts():
+            assembler = self._requests.open(read_prompt(prompt), params)
+        return Generation(self._requests, assembler, 0, params)
+
+    def memory_report(self) -> MemoryReport:
+        """Where every byte of the KV cache is, now; `print` shows it as a table."""
+        return self.engine.memory_report()
+
+    def block_map(self) -> BlockMap:
+        """What each block of the KV cache is doing now."""
+        return self.engine.block_map()
+
+    def publish_prefix(self, prompt: Prompt, use_tqdm: bool = False) -> int:
+        """Compute a prompt and let every tenant and salt read it from the prefix cache.
+
+        It is evicted like any other content when the memory is needed. Returns how many of its
+        tokens had to be computed.
+        """
+        asked = read_prompt(prompt)
+        public = PromptInput(asked.prompt, replace(asked.options, is_public=True))
+        found = self._run([public], [SamplingParams(max_tokens=1)], use_tqdm)[0]
+        return len(found.prompt_token_ids) - found.num_cached_tokens
+
     # ---- inside -----------------------------------------------------------------------------
 
     def _render(
@@ -133,7 +178,7 @@ class LLM:
         add_generation_prompt: bool,
         continue_final_message: bool,
         chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> list[int]:
+    ) -> PromptInput:
         """The token ids of a conversation; its special tokens come from the template alone."""
         tokenizer = self.get_tokenizer()
         if self._chat_template is None:
@@ -145,30 +190,27 @@ class LLM:
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return tokenizer.encode(text, add_special_tokens=False)
+        return PromptInput(tokenizer.encode(text, add_special_tokens=False))
 
     def _run(
         self,
-        prompts: Sequence[str | list[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        prompts: Sequence[PromptInput],
+        wishes: Sequence[Wish],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         assemblers: list[RequestAssembler] = []
         try:
-            each = _one_each(sampling_params, len(prompts))
             with deferred_interrupts():
-                for prompt, params in zip(prompts, each, strict=True):
-                    assemblers.append(self._open_request(prompt, params))
+                for prompt, wish in zip(prompts, wishes, strict=True):
+                    assemblers.append(self._requests.open(prompt, wish))
             with _Progress(len(assemblers), disable=not use_tqdm) as progress:
                 unfinished = {assembler.request.request_id for assembler in assemblers}
                 while unfinished:
-                    num_tokens, finished = self._step()
+                    num_tokens, finished = self._requests.step()
                     progress.advance(len(unfinished & finished), num_tokens)
                     unfinished -= finished
         finally:
-            with deferred_interrupts():
-                for assembler in assemblers:
-                    self._close_request(assembler)
+            self._requests.close(assemblers)
         outputs = [assembler.output for assembler in assemblers]
         for output in outputs:
             if output.error is not None:
@@ -177,61 +219,22 @@ class LLM:
                 )
         return outputs
 
-    def _stream(
-        self, prompt: str | list[int], params: SamplingParams
-    ) -> Generator[str, None, None]:
+    def _stream(self, prompt: PromptInput, params: SamplingParams) -> Generator[str, None, None]:
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but a stream has one branch", "n")
         opened: list[RequestAssembler] = []
         try:
             with deferred_interrupts():
-                opened.append(self._open_request(prompt, params))
+                opened.append(self._requests.open(prompt, params))
             assembler = opened[0]
             # Another stream's steps may bring this one's text too, its last tokens included.
             while (text := assembler.take_delta(0).text) or not assembler.finished:
                 if text:
                     yield text
                 else:
-                    self._step()
+                    self._requests.step()
         finally:
-            for assembler in opened:
-                self._close_request(assembler)
-
-    def _open_request(self, prompt: str | list[int], params: SamplingParams) -> RequestAssembler:
-        request: Request = self._inputs.make_request(
-            str(self._num_requests), prompt, params, seed=self._seeds.getrandbits(64)
-        )
-        self._num_requests += 1
-        text = prompt if isinstance(prompt, str) else None
-        assembler = RequestAssembler(request, params, self._tokenizer, text)
-        self.engine.add(request)
-        self._open[request.request_id] = assembler
-        return assembler
-
-    def _close_request(self, assembler: RequestAssembler) -> None:
-        request_id = assembler.request.request_id
-        with deferred_interrupts():
-            self.engine.abort(request_id)  # does nothing where all branches have finished
-            self._open.pop(request_id, None)
-
-    def _step(self) -> tuple[int, set[str]]:
-        """One step for all open requests: how many tokens it brought, which requests it ended."""
-        with deferred_interrupts():
-            return self._step_and_route()
-
-    def _step_and_route(self) -> tuple[int, set[str]]:
-        num_tokens = 0
-        finished: set[str] = set()
-        for output in self.engine.step():
-            num_tokens += len(output.token_ids)
-            assembler = self._open.get(output.request_id)
-            if assembler is None:
-                continue
-            for branch_index in assembler.push(output):
-                self.engine.abort(output.request_id, branch_index)
-            if assembler.finished:
-                finished.add(output.request_id)
-        return num_tokens, finished
+            self._requests.close(opened)
 
 
 class _Progress:
@@ -261,6 +264,11 @@ class _Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
+
+
+def _read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptInput]:
+    listed: list[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+    return [read_prompt(prompt) for prompt in listed]
 
 
 def _one_each(

@@ -1,9 +1,9 @@
 """What the front and the engine process say to each other, and how it is put on the wire.
 
 Messages are msgpack (nothing is ever unpickled), each behind a length of four bytes. The front
-sends Start once, then AddRequest, AbortRequest, GetStats and Shutdown; the engine answers with
-Ready once, then Outputs (one message a step), RequestFailed, StatsReply and, before it dies of
-something, Fatal.
+sends Start once, then AddRequest, AbortRequest, questions (GetStats, GetMemory, GetBlocks) and
+Shutdown; the engine answers with Ready once, then Outputs (one message a step), RequestFailed, one
+reply to each question in the order of the questions and, before it dies of something, Fatal.
 
 Knows no sockets, no processes and no asyncio. Called by `engine_process` and `async_engine`.
 """
@@ -60,6 +60,20 @@ class GetStats(msgspec.Struct, tag="get_stats", array_like=True, frozen=True):
     """Answered by one StatsReply, in order."""
 
 
+class GetMemory(msgspec.Struct, tag="get_memory", array_like=True, frozen=True):
+    """Answered by one MemoryReply, in order."""
+
+
+class GetBlocks(msgspec.Struct, tag="get_blocks", array_like=True, frozen=True):
+    """What at most max_num_blocks blocks from first_block on do; neither is negative.
+
+    Answered by one BlocksReply, in order.
+    """
+
+    first_block: int
+    max_num_blocks: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """End the process: after all open requests (drain), or at once. New requests are refused."""
 
@@ -95,6 +109,18 @@ class StatsReply(msgspec.Struct, tag="stats", array_like=True, frozen=True):
     stats: dict[str, Any]
 
 
+class MemoryReply(msgspec.Struct, tag="memory", array_like=True, frozen=True):
+    """`MemoryReport.as_dict`."""
+
+    memory: dict[str, Any]
+
+
+class BlocksReply(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
+    """What `block_page` made of the block map."""
+
+    page: dict[str, Any]
+
+
 class Fatal(msgspec.Struct, tag="fatal", array_like=True, frozen=True):
     """Why the engine process is about to end."""
 
@@ -102,8 +128,10 @@ class Fatal(msgspec.Struct, tag="fatal", array_like=True, frozen=True):
     message: str
 
 
-ToEngine: TypeAlias = Start | AddRequest | AbortRequest | GetStats | Shutdown
-ToFront: TypeAlias = Ready | Outputs | RequestFailed | StatsReply | Fatal
+Question: TypeAlias = GetStats | GetMemory | GetBlocks
+Reply: TypeAlias = StatsReply | MemoryReply | BlocksReply
+ToEngine: TypeAlias = Start | AddRequest | AbortRequest | Question | Shutdown
+ToFront: TypeAlias = Ready | Outputs | RequestFailed | Reply | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

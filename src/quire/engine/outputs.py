@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.core.request import FinishReason, Request, SequenceOutput
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import SamplingParams, Wish, as_sampling_params
 from quire.core.step import TokenLogprobs
 from quire.text.detokenizer import IncrementalDetokenizer, StopStrings
 from quire.text.tokenizer import Tokenizer
@@ -29,7 +29,8 @@ class CompletionOutput:
     """One branch of a request.
 
     token_ids: generated tokens, an end token included. logprobs: one map (token id -> Logprob) per
-    token, if asked. cumulative_logprob: the sum over the tokens, if logprobs were asked for.
+    token, if asked. cumulative_logprob: the sum over the tokens, if logprobs were asked for, and of
+    a beam search's results.
     finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
     stop_reason: the stop string or stop token id that ended it; None for the model's end token.
     """
@@ -47,11 +48,31 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixMissReport:
+    """Why the prefix cache had no more of a prompt; for the operator, not for clients.
+
+    reason: a value of `core.prefix_miss.MissReason`. num_found_tokens: the index of the first token
+        that was not found.
+    prompt_text, cached_text: where the cache has other tokens: the text around that place in the
+        prompt, and in what the cache has. None without a tokenizer.
+    evicted_by, evicted_at_s: where it was evicted: for which request, when on the engine's clock.
+    """
+
+    reason: str
+    num_found_tokens: int
+    prompt_text: str | None = None
+    cached_text: str | None = None
+    evicted_by: str | None = None
+    evicted_at_s: float | None = None
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """A request's result. prompt_logprobs: None for the first token, then one map per token.
 
     error: what ended it, where a branch's finish_reason is "error".
+    prefix_miss: of the offline API only, once the request has ended; None without a prefix cache.
     """
 
     request_id: str
@@ -61,6 +82,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
+    prefix_miss: PrefixMissReport | None = None
 
     @property
     def finished(self) -> bool:
@@ -103,6 +125,8 @@ class _Branch:
     def push(self, new: SequenceOutput) -> bool:
         """Take new tokens in; returns whether a stop string ended the branch before the engine."""
         last = len(new.token_ids) - 1
+        if new.cumulative_logprob is not None:
+            self.output.cumulative_logprob = new.cumulative_logprob
         for index, token_id in enumerate(new.token_ids):
             entry = None if new.logprobs is None else new.logprobs[index]
             is_end = index == last and new.finish_reason is FinishReason.STOP
@@ -160,6 +184,23 @@ class _Branch:
         delta, self.delta = self.delta, Delta()
         return delta
 
+    def abandon(self) -> None:
+        """End where it is, if it has not ended."""
+        if self.output.finish_reason is None:
+            self._finish(FinishReason.ABORT.value, None)
+
+    def inherit(self, parent: CompletionOutput) -> None:
+        """Begin with what another branch has so far; stop strings in that do not count."""
+        for token_id in parent.token_ids:
+            self.output.token_ids.append(token_id)
+            if self._detokenizer is not None:
+                self._add_text(self._detokenizer.append(token_id), armed=False)
+        if self.output.logprobs is not None:
+            assert parent.logprobs is not None and parent.cumulative_logprob is not None
+            self.output.logprobs += parent.logprobs
+            self.output.cumulative_logprob = parent.cumulative_logprob
+        self.delta = Delta()
+
 
 class RequestAssembler:
     """Collects the outputs of one request."""
@@ -167,10 +208,11 @@ class RequestAssembler:
     def __init__(
         self,
         request: Request,
-        params: SamplingParams,
+        wish: Wish,
         tokenizer: Tokenizer | None,
         prompt_text: str | None,
     ) -> None:
+        params = as_sampling_params(wish)
         self.request = request
         self._tokenizer = tokenizer
         self._branches = [
@@ -201,6 +243,19 @@ class RequestAssembler:
         if branch.output.finished:
             return []
         return [new.branch_index] if branch.push(new) else []
+
+    def abandon(self, branch_index: int) -> None:
+        """Nobody waits for a branch any more."""
+        self._branches[branch_index].abandon()
+
+    def add_branch(self, parent_index: int, params: SamplingParams) -> int:
+        """A new branch, forked from another that goes on; returns its index."""
+        index = len(self._branches)
+        branch = _Branch(index, params, self.request.prompt_token_ids, self._tokenizer)
+        branch.inherit(self._branches[parent_index].output)
+        self._branches.append(branch)
+        self.output.outputs.append(branch.output)
+        return index
 
     def take_delta(self, branch_index: int) -> Delta:
         """What is new in a branch since the last call."""

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server import chat, completions, health, models
+from quire.server import chat, completions, health, memory, models
 from quire.server.errors import install_error_handlers
 from quire.server.service import Service
 from quire.version import __version__
@@ -42,6 +42,6 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     app.add_middleware(BodyLimit)
     install_error_handlers(app)
-    for family in (completions, chat, models, health):
+    for family in (completions, chat, models, health, memory):
         app.include_router(family.router)
     return app

@@ -27,6 +27,7 @@ from quire.server.responses import (
 )
 from quire.server.service import Service, call_for_text, service_of
 from quire.server.streaming import EventStream, answer, event
+from quire.server.tenancy import options_of
 
 router = APIRouter()
 
@@ -36,11 +37,12 @@ async def create_chat_completion(body: ChatCompletionRequest, http: HTTPRequest)
     """Answer the messages n times."""
     service = service_of(http)
     service.check_model(body.model)
-    params = body.to_sampling_params()
+    wish = body.to_wish()
     call_id = new_call_id("chatcmpl")
     num_characters = sum(len(str(message)) for message in body.messages)
     token_ids = await call_for_text(num_characters, _prompt_token_ids, service, body)
-    generation = await prepare(service, call_id, [token_ids], params, body.priority)
+    options = options_of(http, body.priority, body.cache_salt)
+    generation = await prepare(service, call_id, [token_ids], wish, options)
     call = _ChatCall(service, body, generation, call_id)
     if body.stream:
         return EventStream(call.events())

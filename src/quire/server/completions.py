@@ -17,6 +17,7 @@ from quire.server.protocol import CompletionRequest
 from quire.server.responses import Completion, CompletionChoice, CompletionLogprobs, usage_of
 from quire.server.service import Service, service_of
 from quire.server.streaming import EventStream, answer, event
+from quire.server.tenancy import options_of
 
 router = APIRouter()
 
@@ -26,9 +27,10 @@ async def create_completion(body: CompletionRequest, http: HTTPRequest) -> Respo
     """Continue each prompt n times."""
     service = service_of(http)
     service.check_model(body.model)
-    params = body.to_sampling_params()
+    wish = body.to_wish()
     call_id = new_call_id("cmpl")
-    generation = await prepare(service, call_id, body.prompts, params, body.priority)
+    options = options_of(http, body.priority, body.cache_salt)
+    generation = await prepare(service, call_id, body.prompts, wish, options)
     call = _CompletionCall(service, body, generation, call_id)
     if body.stream:
         return EventStream(call.events())

@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from quire.core.request import Request
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import Wish, as_sampling_params
 from quire.engine.async_engine import RequestStream
+from quire.engine.inputs import RequestOptions
 from quire.engine.outputs import Delta, RequestAssembler, RequestOutput
 from quire.errors import InvalidRequestError, StepFailedError
 from quire.server.service import Service, call_for_text
@@ -28,15 +29,15 @@ class Generation:
         self,
         service: Service,
         requests: Sequence[Request],
-        params: SamplingParams,
+        wish: Wish,
         texts: Sequence[str | None],
     ) -> None:
         """texts: of the prompts, None where the client sent token ids."""
         self.requests = requests
-        self.params = params
+        self.params = params = as_sampling_params(wish)
         self._engine = service.engine
         self._assemblers = {
-            request.request_id: RequestAssembler(request, params, service.tokenizer, text)
+            request.request_id: RequestAssembler(request, wish, service.tokenizer, text)
             for request, text in zip(requests, texts, strict=True)
         }
         self._first_choice = {
@@ -87,16 +88,14 @@ async def prepare(
     service: Service,
     call_id: str,
     prompts: Sequence[str | list[int]],
-    params: SamplingParams,
-    priority: int,
+    wish: Wish,
+    options: RequestOptions,
 ) -> Generation:
     """Tokenize and check the prompts. Raises InvalidRequestError."""
     size = sum(len(prompt) for prompt in prompts)  # in characters or token ids: both are read
-    requests = await call_for_text(
-        size, _make_requests, service, call_id, prompts, params, priority
-    )
+    requests = await call_for_text(size, _make_requests, service, call_id, prompts, wish, options)
     texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-    return Generation(service, requests, params, texts)
+    return Generation(service, requests, wish, texts)
 
 
 @contextmanager
@@ -118,14 +117,14 @@ def _make_requests(
     service: Service,
     call_id: str,
     prompts: Sequence[str | list[int]],
-    params: SamplingParams,
-    priority: int,
+    wish: Wish,
+    options: RequestOptions,
 ) -> list[Request]:
     inputs = service.inputs
     with blamed_on("prompt"):
         return [
             inputs.make_request(
-                f"{call_id}-{index}", prompt, params, seed=service.draw_seed(), priority=priority
+                f"{call_id}-{index}", prompt, wish, seed=service.draw_seed(), options=options
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -1,8 +1,8 @@
 """OpenAI's requests as quire understands them.
 
-Types are checked here, values by `SamplingParams`. A field that nobody knows, or that OpenAI has
-and quire has not yet, is refused by name; null means that a field was left out. The fields below
-"ours" are the ones that vLLM and others have added at the top level.
+Types are checked here, values by `SamplingParams` and `BeamSearchParams`. A field that nobody
+knows, or that OpenAI has and quire has not yet, is refused by name; null means that a field was
+left out. The fields below "ours" are the ones that vLLM and others have added at the top level.
 
 Called by the API families. Knows no engine.
 """
@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import MAX_BEAM_WIDTH, BeamSearchParams, SamplingParams, Wish
 from quire.errors import InvalidRequestError
 
 _SAMPLING_FIELDS = (
@@ -35,6 +35,26 @@ _SAMPLING_FIELDS = (
     "allowed_token_ids",
     "skip_special_tokens",
 )
+
+# Options that a beam search has not, with the values that ask for nothing.
+_NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "seed": (),
+    "stop": ([],),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "skip_special_tokens": (True,),
+}
 
 # What fits the messages between the processes; SamplingParams has the bounds that mean something.
 Count = Annotated[int, Field(lt=2**31)]
@@ -82,7 +102,14 @@ class StreamOptions(_Body):
 
 
 class _GenerationBody(_Body):
-    """What both APIs share."""
+    """What both APIs share.
+
+    use_beam_search: the n choices are the results of a beam search of width n, best first. It has
+        temperature, max_tokens, ignore_eos and length_penalty, and is not streamed.
+    not_for_beams: options that it has not, with the values that ask for nothing.
+    """
+
+    not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = _NOT_FOR_BEAMS
 
     model: str | None = None
     stream: bool = False
@@ -109,6 +136,9 @@ class _GenerationBody(_Body):
     allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     priority: Priority = 0
+    cache_salt: str | None = None
+    use_beam_search: bool = False
+    length_penalty: float | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> "_GenerationBody":
@@ -123,11 +153,42 @@ class _GenerationBody(_Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _sampling_params(self, **more: Any) -> SamplingParams:
+    def _wish(self, **more: Any) -> Wish:
         """The wish, with defaults for what was left out. Raises InvalidRequestError."""
+        if self.use_beam_search:
+            return self._beam_search_params(more["max_tokens"])
+        if self.length_penalty is not None:
+            raise InvalidRequestError(
+                "length_penalty is set, but use_beam_search is not; set it to true, or leave"
+                " length_penalty out",
+                "length_penalty",
+            )
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         given = {name: value for name, value in values.items() if value is not None}
         return SamplingParams(**given, **more, logit_bias=_token_biases(self.logit_bias))
+
+    def _beam_search_params(self, max_tokens: int | None) -> BeamSearchParams:
+        for name, harmless in self.not_for_beams.items():
+            value = getattr(self, name)
+            if value is not None and value not in harmless:
+                raise InvalidRequestError(
+                    f"{name} is {value!r}, which does not go with use_beam_search; leave it out",
+                    name,
+                )
+        width = 1 if self.n is None else self.n
+        if not 1 <= width <= MAX_BEAM_WIDTH:
+            raise InvalidRequestError(
+                f"n is {width}, but with use_beam_search it must be at least 1 and at most"
+                f" {MAX_BEAM_WIDTH}",
+                "n",
+            )
+        return BeamSearchParams(
+            beam_width=width,
+            max_tokens=max_tokens,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            temperature=0.0 if self.temperature is None else self.temperature,
+            ignore_eos=bool(self.ignore_eos),
+        )
 
 
 class CompletionRequest(_GenerationBody):
@@ -140,6 +201,11 @@ class CompletionRequest(_GenerationBody):
     """
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
+    not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_NOT_FOR_BEAMS,
+        "logprobs": (),
+        "prompt_logprobs": (),
+    }
 
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool = False
@@ -157,7 +223,7 @@ class CompletionRequest(_GenerationBody):
             raise InvalidRequestError("prompt is an empty list; give at least one", "prompt")
         return [prompt] if isinstance(prompt[0], int) else prompt
 
-    def to_sampling_params(self) -> SamplingParams:
+    def to_wish(self) -> Wish:
         """Raises InvalidRequestError."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError(
@@ -172,7 +238,7 @@ class CompletionRequest(_GenerationBody):
             )
         echoed = self.logprobs if self.echo else None
         wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
-        return self._sampling_params(
+        return self._wish(
             max_tokens=16 if self.max_tokens is None else self.max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=max(wanted, default=None),
@@ -209,6 +275,11 @@ class ChatCompletionRequest(_GenerationBody):
         "verbosity": (),
         "web_search_options": (),
     }
+    not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_NOT_FOR_BEAMS,
+        "logprobs": (False,),
+        "top_logprobs": (),
+    }
 
     messages: list[dict[str, Any]]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -219,7 +290,7 @@ class ChatCompletionRequest(_GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
-    def to_sampling_params(self) -> SamplingParams:
+    def to_wish(self) -> Wish:
         """Raises InvalidRequestError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError(
@@ -230,7 +301,7 @@ class ChatCompletionRequest(_GenerationBody):
                 "max_tokens and its newer name, max_completion_tokens, are both set; give one",
                 "max_completion_tokens",
             )
-        return self._sampling_params(
+        return self._wish(
             max_tokens=(
                 self.max_tokens
                 if self.max_completion_tokens is None

@@ -1,0 +1,97 @@
+"""What a request says of its place among others."""
+
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.core.prefix_cache import PUBLIC_DOMAIN
+from quire.engine.inputs import RequestOptions, read_prompt
+from quire.errors import InvalidRequestError
+
+IDS = list(range(200, 300))
+ONE = SamplingParams(max_tokens=1, temperature=0)
+
+
+def test_no_two_pairs_of_tenant_and_salt_share_a_domain() -> None:
+    pairs = [
+        ("", ""),
+        ("a", ""),
+        ("", "a"),
+        ("a", "b"),
+        ("ab", ""),
+        ("", "ab"),
+        ("*", ""),
+        ("1:", ""),
+    ]
+    domains = {
+        RequestOptions(tenant=tenant, cache_salt=salt).cache_domain for tenant, salt in pairs
+    }
+    assert len(domains) == len(pairs) and PUBLIC_DOMAIN not in domains
+    assert RequestOptions(is_public=True).cache_domain == PUBLIC_DOMAIN
+
+
+def test_a_prompt_carries_its_options() -> None:
+    prompt = {"prompt_token_ids": IDS, "priority": 3, "tenant": "t", "deadline_s": 1.5}
+    assert read_prompt(prompt).options == RequestOptions(priority=3, tenant="t", deadline_s=1.5)
+    assert read_prompt("text").options == RequestOptions()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"priority": 1.5}, "priority is 1.5"),
+        ({"priority": True}, "priority is True"),
+        ({"tenant": 7}, "tenant is 7"),
+        ({"cache_salt": "x" * 300}, "cache_salt is"),
+        ({"deadline_s": 0}, "deadline_s is 0"),
+        ({"deadline_s": "soon"}, "deadline_s is 'soon'"),
+        ({"prority": 1}, "unknown key 'prority'"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        read_prompt({"prompt": "text", **options})
+
+
+def test_salts_and_tenants_do_not_share_and_a_published_prefix_is_for_all() -> None:
+    llm = LLM(dtype="float32", max_model_len=256, num_blocks=200)
+
+    def found(prompt_ids: list[int] = IDS, **options: Any) -> int:
+        prompt = {"prompt_token_ids": prompt_ids, **options}
+        return llm.generate(prompt, ONE, use_tqdm=False)[0].num_cached_tokens
+
+    assert [found(), found(), found(cache_salt="s"), found(cache_salt="s")] == [0, 99, 0, 99]
+    assert [found(tenant="t"), found(tenant="t", cache_salt="s")] == [0, 0]
+    published = [*range(400, 450)]
+    assert llm.publish_prefix({"prompt_token_ids": published}) == 50
+    for tenant in ("u", "v"):
+        # All but the last token, which is always computed, and what follows the published part.
+        assert found(published, tenant=tenant) == 49
+        assert found([*published, *IDS], tenant=tenant) == 50
+        assert found([*published, *IDS], tenant=tenant) == 149
+
+
+def test_the_reason_of_a_miss_is_kept() -> None:
+    llm = LLM(dtype="float32", max_model_len=256, num_blocks=16)
+    encode = llm.get_tokenizer().encode
+
+    def miss(ids: list[int], **options: Any) -> Any:
+        prompt = {"prompt_token_ids": ids, **options}
+        return llm.generate(prompt, ONE, use_tqdm=False)[0].prefix_miss
+
+    story = encode("import os\nimport sys\n\n\ndef main(path):\n    print(path)\n" * 9)[:60]
+    assert len(story) == 60
+    assert miss(story).reason == "never_seen"
+    assert miss(story).reason == "none"
+    other = [*story[:37], (story[37] + 1) % 500, *story[38:]]
+    differs = miss(other)
+    assert (differs.reason, differs.num_found_tokens) == ("differs", 37)
+    assert differs.prompt_text != differs.cached_text
+    assert miss(story, tenant="else").reason == "other_domain"
+    for start in range(300, 2000, 200):
+        miss([start + index for index in range(150)])
+    evicted = miss([300 + index for index in range(150)])
+    assert evicted.reason == "evicted" and evicted.evicted_by is not None
+    cold = LLM(dtype="float32", max_model_len=256, num_blocks=32, enable_prefix_caching=False)
+    assert cold.generate({"prompt_token_ids": story}, ONE, use_tqdm=False)[0].prefix_miss is None
