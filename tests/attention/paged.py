@@ -106,6 +106,18 @@ class PagedStep:
             sinks = torch.randn(spec.num_heads, generator=generator)
             self.sinks.append(sinks if spec.has_sinks else None)
 
+    def share(self, sequences, num_tokens, in_blocks=True):
+        """Let `sequences` begin with the same num_tokens stored tokens: those of their first; in
+        the same blocks, or in copies of their own. num_tokens are whole blocks.
+        """
+        first, *others = sequences
+        for i in others:
+            for stored in (*self.k, *self.v):
+                stored[i][:num_tokens] = stored[first][:num_tokens]
+            for tables in self.tables if in_blocks else ():
+                num_blocks = num_tokens // self.block_size
+                tables[i][:num_blocks] = tables[first][:num_blocks]
+
     def _random(self, generator, *shape):
         """Values that the KV dtype and the query dtype both represent."""
         values = torch.randn(*shape, generator=generator)

@@ -3,15 +3,19 @@
 import pytest
 import torch
 
+from quire.attention import torch_attend
 from quire.attention.torch_attend import (
     TileParts,
     add_sinks,
     attend_fused,
     attend_materialized,
+    attend_rows,
+    attend_stack,
     attend_tiles,
     merge_tiles,
     merge_two,
     pack_queries,
+    stacks_exactly,
 )
 
 NEVER = float("-inf")
@@ -91,24 +95,84 @@ def test_packed_tiles_equal_plain_attention(num_heads, num_kv_heads, packs):
     mask = torch.zeros(num_tiles, 1, tile)
     mask[1, :, 5:] = NEVER
     flat_k, flat_v = k.flatten(2), v.flatten(2)
-    tiles = attend_tiles(packed, flat_k, flat_v, head_dim, mask, None)
-    part = merge_tiles(tiles, torch.arange(num_tiles), num_tiles)
+    tiles = TileParts.empty(num_tiles * num_kv_heads, group_size, head_dim, q)
+    attend_tiles(packed, flat_k, flat_v, mask, None, tiles)
+    for i, crowd in enumerate(tiles.split([num_kv_heads] * num_tiles)):
+        one = slice(i, i + 1)
+        alone = TileParts.empty(num_kv_heads, group_size, head_dim, q)
+        attend_tiles(packed[one], flat_k[one], flat_v[one], mask[one], None, alone)
+        assert all(map(torch.equal, alone.tensors(), crowd.tensors()))
+    num_items = num_tiles * num_kv_heads
+    part = merge_tiles(tiles, torch.arange(num_items), num_items)
     heads_k, heads_v = (x.transpose(1, 2).repeat_interleave(group_size, 1) for x in (k, v))
     out, lse = softmax_attention(q[:, :, None], heads_k, heads_v, 1.0, mask[:, None])
-    assert_part_close(part, (out[:, :, 0], lse[:, :, 0]))
-    for i in range(num_tiles):
-        alone = attend_tiles(
-            packed[i : i + 1], flat_k[i : i + 1], flat_v[i : i + 1], head_dim, mask[i : i + 1], None
-        )
-        assert torch.equal(alone.acc[0], tiles.acc[i])
-        assert torch.equal(alone.mass[0], tiles.mass[i])
-        assert torch.equal(alone.peak[0], tiles.peak[i])
+    expected = out.view(num_items, group_size, head_dim), lse.view(num_items, group_size)
+    assert_part_close(part, expected)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("num_tiles", [1, 2, 7])
+@pytest.mark.parametrize("attend", [attend_stack, attend_rows])
+def test_all_rows_with_all_tiles(attend, num_tiles, soft_cap):
+    """For 3 rows, 2 KV heads of 4 query heads: the items are [Hkv, tiles, rows]."""
+    q, k, v = random_tensor(3, 2, 4, 10), *random_tensor(2, num_tiles, 16, 20, seed=1)
+    out = TileParts.empty(2 * num_tiles * 3, 4, 10, q)
+    attend(q, k, v, soft_cap, out)
+    keys, values = (x.view(num_tiles, 16, 2, 10).double() for x in (k, v))
+    scores = torch.einsum("rhgd,tlhd->htrgl", q.double(), keys)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    peak = scores.amax(-1)
+    probs = (scores - peak[..., None]).exp()
+    acc = torch.einsum("htrgl,tlhd->htrgd", probs, values)
+    assert_part_close((out.acc, out.mass), (acc.view(-1, 4, 10), probs.sum(-1).view(-1, 4)), 1e-5)
+    assert_part_close((out.peak,), (peak.view(-1, 4),))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "group_size", "head_dim"), [(2, 2, 64), (2, 7, 64), (1, 1, 128)]
+)
+def test_stacks_are_used_only_where_they_give_the_same_bits(
+    num_kv_heads, group_size, head_dim, num_threads
+):
+    """What was found with other numbers and as few tiles holds for these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for num_rows in (2, 5, 17):
+            shape = num_kv_heads, group_size, head_dim
+            is_exact = stacks_exactly(num_rows, *shape, num_threads)
+            q = random_tensor(num_rows, *shape, seed=7) * head_dim**-0.5
+            k, v = random_tensor(2, 11, 32, num_kv_heads * head_dim, seed=8)
+            stack, rows = (
+                TileParts.empty(num_kv_heads * 11 * num_rows, group_size, head_dim, q) for _ in "sr"
+            )
+            attend_stack(q, k, v, None, stack)
+            attend_rows(q, k, v, None, rows)
+            assert all(map(torch.equal, stack.tensors(), rows.tensors())) or not is_exact
+            assert_part_close(
+                (stack.acc, stack.mass), (rows.acc.double(), rows.mass.double()), 2e-5
+            )
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_stacks_that_change_a_bit_are_noticed(monkeypatch):
+    def one_bit_off(q, k, v, soft_cap, out):
+        attend_stack(q, k, v, soft_cap, out)
+        out.acc[-1, -1, -1] = torch.nextafter(out.acc[-1, -1, -1], torch.tensor(9.0))
+
+    shape = (8, 2, 7, 64)
+    args = (*shape, 10**6)  # a key of its own in the cache
+    monkeypatch.setattr(torch_attend, "attend_stack", one_bit_off)
+    assert not stacks_exactly(*args)
 
 
 def test_merged_tiles_do_not_depend_on_what_lies_between_them():
     acc, mass, peak = random_tensor(7, 2, 4), random_tensor(7, 2).exp(), random_tensor(7, 2) * 9
     rows = torch.tensor([0, 1, 0, 2, 0, 1, 2])
-    out, lse = merge_tiles(TileParts(acc, mass, peak), rows, 3)
+    out, lse = merge_tiles(TileParts(acc.clone(), mass, peak), rows, 3)
     total = (acc * peak.exp()[..., None]).double()
     for row in range(3):
         own = rows == row

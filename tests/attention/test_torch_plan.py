@@ -9,11 +9,15 @@ from quire.attention.interface import AttentionBatch, GroupBatch, LayerKV
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.attention.torch_plan import (
     MASKED_CHUNK_TOKENS,
+    MAX_SHARED_TILES,
+    MAX_STACK_ROWS,
     PIECE_BYTES,
     PLAIN_CHUNK_TOKENS,
     TILE_TOKENS,
+    DecodePiece,
     PageGeometry,
     PlanKey,
+    SharedPiece,
     plan_group,
 )
 from quire.core.step import HOLE_BLOCK
@@ -22,7 +26,7 @@ from quire.core.step import HOLE_BLOCK
 def make_key(spec, block_size, materialized=False):
     _, (layer,) = make_layers(TorchPagedAttention, (spec,), (0,), 4, block_size, torch.float32)
     geometry = PageGeometry.of(spec, layer)
-    return PlanKey(0, spec.window, spec.causal, materialized, geometry)
+    return PlanKey(0, spec.num_heads, spec.window, spec.causal, materialized, geometry)
 
 
 def make_batch(query_lens, contexts, block_size, tables=None):
@@ -87,13 +91,16 @@ def test_decode_reads_only_own_blocks(block_size):
     counts = [-(-context // block_size) for context in contexts]
     own = {1000 * (i + 1) + n for i, count in enumerate(counts) for n in range(count)}
     assert read == own
-    assert plan.tile_rows.tolist() == sorted(plan.tile_rows.tolist())
+    assert [r for p in plan.pieces for r in p.rows] == sorted(
+        r for p in plan.pieces for r in p.rows
+    )
 
 
 def test_decode_padding_is_less_than_a_tile_a_row():
     contexts = [1, 63, 64, 65, 640, 5]
     plan = plan_group(make_key(make_spec(), 16), make_batch([1] * 6, contexts, 16))
-    assert plan.tile_rows.bincount().tolist() == [-(-c // TILE_TOKENS) for c in contexts]
+    rows = torch.cat([p.rows for p in plan.pieces])
+    assert rows.bincount().tolist() == [-(-c // TILE_TOKENS) for c in contexts]
 
 
 def test_full_tiles_have_no_mask():
@@ -122,7 +129,73 @@ def test_pieces_are_bounded():
     assert len(plan.pieces) > 1
     for piece in plan.pieces:
         assert piece.rows.shape[0] * TILE_TOKENS * key.geometry.row * 8 <= PIECE_BYTES
-    assert torch.equal(plan.tile_rows, torch.cat([p.rows for p in plan.pieces]))
+    rows = torch.cat([p.rows for p in plan.pieces])
+    assert plan.item_rows.tolist() == [r * 2 + head for r in rows.tolist() for head in (0, 1)]
+
+
+def test_a_shared_prefix_is_gathered_once():
+    key = make_key(make_spec(), 16)
+    shared, num_rows = list(range(1, 41)), 40
+    tables = [[*shared, 1000 + i, 2000 + i] for i in range(num_rows)]
+    plan = plan_group(
+        key, make_batch([1] * num_rows, [640 + 17 + i % 15 for i in range(num_rows)], 16, tables)
+    )
+    grains = torch.cat([p.grains for p in plan.pieces])
+    keys = grains[grains % key.geometry.grains_per_page < key.geometry.grains_from_key_to_value]
+    count = (keys // key.geometry.grains_per_page).bincount()
+    assert (count[1:41] == 1).all()
+    assert (count[1000:1040] == 1).all()
+    assert (count[2000:2040] == 1).all()
+    shares = [p for p in plan.pieces if isinstance(p, SharedPiece)]
+    assert sum(p.num_tiles for p in shares) == 640 // TILE_TOKENS
+    assert {len(stack) for p in shares for stack in p.stacks} == {
+        MAX_STACK_ROWS,
+        40 - MAX_STACK_ROWS,
+    }
+    for piece in shares:
+        assert piece.num_tiles <= MAX_SHARED_TILES
+        assert torch.cat(piece.stacks).tolist() == list(range(40))
+
+
+def test_shared_pieces_are_bounded_too():
+    key = make_key(make_spec(), 16)
+    tables = [[*range(1, 1001), 2000 + i] for i in range(3)]
+    plan = plan_group(key, make_batch([1] * 3, [16_005] * 3, 16, tables))
+    tiles = [p.num_tiles for p in plan.pieces if isinstance(p, SharedPiece)]
+    assert sum(tiles) == 500
+    assert max(tiles) <= MAX_SHARED_TILES
+    assert max(tiles) * TILE_TOKENS * key.geometry.row * 8 <= PIECE_BYTES
+
+
+@pytest.mark.parametrize("window", [None, 500])
+def test_the_items_of_a_row_come_in_the_order_of_its_positions(window):
+    """A head that the window cuts, what is shared, a tail: what they gather, row by row."""
+    key = make_key(make_spec(2, 1, 128, window=window), 16)
+    tables = [[*range(1, 41), 1000 + i] for i in range(20)]
+    plan = plan_group(key, make_batch([1] * 20, [650] * 20, 16, tables))
+    assert [type(p) for p in plan.pieces].count(SharedPiece) == 1
+    per_unit = key.geometry.unit_tokens * key.geometry.row // key.geometry.grain
+    assert per_unit == 1
+    blocks_by_row = {row: [] for row in range(20)}
+    items = plan.item_rows.tolist()
+    for piece in plan.pieces:
+        units = piece.grains.view(2, -1, TILE_TOKENS // key.geometry.unit_tokens)[0]
+        blocks = (units // key.geometry.grains_per_page)[:, 0].tolist()
+        order = (
+            [(block, row) for block, row in zip(blocks, piece.rows.tolist(), strict=True)]
+            if isinstance(piece, DecodePiece)
+            else [(b, r) for stack in piece.stacks for b in blocks for r in stack.tolist()]
+        )
+        for block, row in order:
+            assert items.pop(0) == row
+            blocks_by_row[row].append(block)
+    assert items == []
+    first = 0 if window is None else (650 - window) // TILE_TOKENS
+    wanted = [
+        max(1 + 2 * tile, 0 if window is None else 1 + (650 - window) // 16)
+        for tile in range(first, 20)
+    ]
+    assert blocks_by_row == {row: [*wanted, 1000 + row] for row in range(20)}
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ class GroupBatch:
     block_tables: [R, most blocks of a sequence] int32, the persistent table of all rows, the same
         memory every step: nothing is copied that grows with the context. A step's sequences are at
         `AttentionBatch.rows`. Entries past a sequence's last block, those of other rows, and those
-        that no query's window reaches (holes, -1) may hold anything and are never read.
+        that no query's window reaches (holes, -1) may hold anything and are never read. Rows may
+        name the same blocks (branches, a common prompt); none of them is written by two of a step's
+        sequences. A backend may read such a block once for all; no result depends on it.
     slot_mapping: [T] int64, block id * B + offset, where each token's K and V are written.
     """
 

@@ -6,12 +6,17 @@ there: scores, softmax and sums are fp32 for every KV dtype. Built by `registry.
 cut, and what the words tile, piece, span and grain mean, is in `torch_plan.py`.
 
 What holds on the CPU, and is tested: a decode row's result depends on its own context alone, to the
-bit, whatever decodes beside it and in whatever order. Chunks go through torch's fused attention,
-whose sums depend on the number of threads and on where its buffers lie: for them, and between a
-token computed by decode and the same token computed in a chunk, results agree to fp32 rounding.
+bit, whatever decodes beside it and in whatever order, and whether or not it shares blocks with it:
+tiles that several rows read are gathered and widened once, and multiplied in one product where that
+gives the same bits. Chunks go through torch's fused attention, whose sums depend on the number of
+threads and on where its buffers lie: for them, and between a token computed by decode and the same
+token computed in a chunk, results agree to fp32 rounding.
 
 Page memory that belongs to no visible token is never multiplied: it may hold NaN.
 """
+
+from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 
@@ -28,10 +33,13 @@ from quire.attention.torch_attend import (
     add_sinks,
     attend_fused,
     attend_materialized,
+    attend_rows,
+    attend_stack,
     attend_tiles,
     merge_tiles,
     merge_two,
     pack_queries,
+    stacks_exactly,
 )
 from quire.attention.torch_plan import (
     TILE_TOKENS,
@@ -40,6 +48,7 @@ from quire.attention.torch_plan import (
     GroupPlan,
     PageGeometry,
     PlanKey,
+    SharedPiece,
     plan_group,
 )
 from quire.errors import ConfigurationError
@@ -65,6 +74,38 @@ class _Workspace:
         return self._buffer[:num_elements]
 
 
+@dataclass(frozen=True, slots=True)
+class _PlannedStep:
+    """A plan, and where its decode tiles go until they are merged: layer after layer overwrites it.
+
+    sizes: how many items each piece of the plan yields, stack by stack. parts: views of `tiles` for
+        each of them.
+    """
+
+    plan: GroupPlan
+    sizes: list[list[int]]
+    tiles: TileParts
+    parts: list[list[TileParts]]
+
+    @staticmethod
+    def of(
+        key: PlanKey, batch: AttentionBatch, workspace: _Workspace, last: "_PlannedStep | None"
+    ) -> "_PlannedStep":
+        """last: the key's step before; its views serve again if the sizes are the same, as they
+        are in most steps of a few rows: they cost 30 us (AMD EPYC, one core)."""
+        plan = plan_group(key, batch)
+        num_kv_heads = key.geometry.num_kv_heads
+        sizes = [[n * num_kv_heads for n in piece.num_row_tiles()] for piece in plan.pieces]
+        if last is not None and last.sizes == sizes:
+            return _PlannedStep(plan, sizes, last.tiles, last.parts)
+        shape = key.num_heads // num_kv_heads, key.geometry.row // num_kv_heads
+        buffer = workspace.take(TileParts.num_elements(len(plan.item_rows), *shape))
+        tiles = TileParts.over(buffer, *shape)
+        views = iter(tiles.split(list(chain.from_iterable(sizes))))
+        parts = [list(islice(views, len(stacks))) for stacks in sizes]
+        return _PlannedStep(plan, sizes, tiles, parts)
+
+
 class _BoundLayer:
     """A layer with its memory: tokens to write, grains to gather, its place in the plan."""
 
@@ -76,7 +117,9 @@ class _BoundLayer:
         self.block_size = layer.format.block_size
         geometry = PageGeometry.of(spec, layer)
         materialized = spec.soft_cap is not None or layer.pages.device.type != "cpu"
-        self.key = PlanKey(layer.group, spec.window, spec.causal, materialized, geometry)
+        self.key = PlanKey(
+            layer.group, spec.num_heads, spec.window, spec.causal, materialized, geometry
+        )
         self.pool = geometry.flat_view(layer)
         shape = (-1, 2, self.block_size, spec.num_kv_heads, spec.head_dim)
         pages = layer.pages.view(layer.format.dtype).view(shape)
@@ -102,9 +145,10 @@ class TorchPagedAttention(AttentionBackend):
 
     def __init__(self) -> None:
         self._layers: tuple[_BoundLayer, ...] = ()
-        self._plans: dict[PlanKey, GroupPlan] = {}
+        self._steps: dict[PlanKey, _PlannedStep] = {}
         self._slots: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._workspaces: dict[torch.dtype, _Workspace] = {}
+        self._results = _Workspace(torch.float32, torch.device("cpu"))
         self._num_tokens = self._num_decodes = 0
 
     @staticmethod
@@ -129,15 +173,20 @@ class TorchPagedAttention(AttentionBackend):
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
         pairs = zip(specs, layers, strict=True)
         self._layers = tuple(_BoundLayer(spec, layer) for spec, layer in pairs)
+        self._steps = {}
         for bound in self._layers:
             device = bound.pool.device
             for dtype in (bound.pool.dtype, torch.float32):
                 self._workspaces.setdefault(dtype, _Workspace(dtype, device))
+            self._results = _Workspace(torch.float32, device)
 
     def plan(self, batch: AttentionBatch) -> None:
         self._num_tokens = sum(batch.query_lens_list)
         self._num_decodes = batch.num_decodes
-        self._plans = {key: plan_group(key, batch) for key in {b.key for b in self._layers}}
+        keys = {bound.key for bound in self._layers}
+        self._steps = {
+            key: _PlannedStep.of(key, batch, self._results, self._steps.get(key)) for key in keys
+        }
         self._slots = {}
         for group, block_size in {(b.group, b.block_size) for b in self._layers}:
             slots = batch.groups[group].slot_mapping
@@ -167,43 +216,51 @@ class TorchPagedAttention(AttentionBackend):
         slots = self._slots[bound.group, bound.block_size]
         bound.keys[slots] = k.to(bound.keys.dtype)
         bound.values[slots] = v.to(bound.values.dtype)
-        plan = self._plans[bound.key]
+        step = self._steps[bound.key]
         wide_q = q.float()
-        parts = [self._decode(bound, plan, wide_q)] if plan.pieces else []
-        parts += [self._chunk(bound, tile, wide_q) for tile in plan.chunks]
+        parts = [self._decode(bound, step, wide_q)] if step.plan.pieces else []
+        parts += [self._chunk(bound, tile, wide_q) for tile in step.plan.chunks]
         out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         if sinks is not None:
             out, lse = add_sinks((out, lse), sinks)
         return out.to(q.dtype), lse
 
-    def _decode(self, bound: _BoundLayer, plan: GroupPlan, q: torch.Tensor) -> Part:
+    def _decode(self, bound: _BoundLayer, step: _PlannedStep, q: torch.Tensor) -> Part:
         """All decode rows of q [T, Hq, D] -> [num_decodes, Hq, D], [num_decodes, Hq]."""
-        q = q[: self._num_decodes] * bound.spec.scale
-        q = pack_queries(q, bound.spec.num_kv_heads)
-        parts = [self._attend_piece(bound, piece, q) for piece in plan.pieces]
-        if len(parts) == 1:
-            tiles = parts[0]
-        else:
-            tiles = TileParts(
-                torch.cat([p.acc for p in parts]),
-                torch.cat([p.mass for p in parts]),
-                torch.cat([p.peak for p in parts]),
-            )
-        return merge_tiles(tiles, plan.tile_rows, self._num_decodes)
+        spec = bound.spec
+        q = q[: self._num_decodes] * spec.scale
+        packed = pack_queries(q, spec.num_kv_heads)
+        for piece, parts in zip(step.plan.pieces, step.parts, strict=True):
+            if isinstance(piece, SharedPiece):
+                self._attend_shared(bound, piece, q, parts)
+            else:
+                self._attend_own(bound, piece, packed, parts[0])
+        num_rows = self._num_decodes * spec.num_kv_heads
+        out, lse = merge_tiles(step.tiles, step.plan.item_rows, num_rows)
+        return out.view_as(q), lse.view(q.shape[:2])
 
-    def _attend_piece(self, bound: _BoundLayer, piece: DecodePiece, q: torch.Tensor) -> TileParts:
+    def _attend_own(
+        self, bound: _BoundLayer, piece: DecodePiece, q: torch.Tensor, out: TileParts
+    ) -> None:
+        """q: as packed, of all decode rows."""
         num_tiles = piece.rows.shape[0]
         k, v = self._gather(bound, piece.grains, num_tiles * TILE_TOKENS, piece.garbage)
-        shape = (num_tiles, TILE_TOKENS, bound.key.geometry.row)
+        k, v = (x.view(num_tiles, TILE_TOKENS, -1) for x in (k, v))
+        queries = q.index_select(0, piece.rows)
+        attend_tiles(queries, k, v, piece.mask, bound.spec.soft_cap, out)
+
+    def _attend_shared(
+        self, bound: _BoundLayer, piece: SharedPiece, q: torch.Tensor, outs: list[TileParts]
+    ) -> None:
+        """q: scaled, of all decode rows."""
+        k, v = self._gather(bound, piece.grains, piece.num_tiles * TILE_TOKENS)
+        k, v = (x.view(piece.num_tiles, TILE_TOKENS, -1) for x in (k, v))
         spec = bound.spec
-        return attend_tiles(
-            q.index_select(0, piece.rows),
-            k.view(shape),
-            v.view(shape),
-            spec.head_dim,
-            piece.mask,
-            spec.soft_cap,
-        )
+        shape = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+        for rows, out in zip(piece.stacks, outs, strict=True):
+            is_exact = stacks_exactly(len(rows), *shape, torch.get_num_threads())
+            attend = attend_stack if is_exact else attend_rows
+            attend(q.index_select(0, rows).view(-1, *shape), k, v, spec.soft_cap, out)
 
     def _chunk(self, bound: _BoundLayer, tile: ChunkTile, q: torch.Tensor) -> Part:
         """The queries of one tile -> [m, Hq, D], [m, Hq], span merged by span."""

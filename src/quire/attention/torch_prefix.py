@@ -1,0 +1,124 @@
+"""Which decode rows of a step read the same stored tokens, found from their block tables alone.
+
+Rows share a block if they name the same physical one at the same place: parallel samples, beams and
+requests behind one system prompt do. Knows no layers and no requests; called by `torch_plan.py`.
+
+What it costs must not be felt where nothing is shared: each row's first visible entry is compared,
+and no more of a table is read than is shared.
+
+    tables   a b c d e        a tree of runs   {0,1,2}: a b
+             a b c d f                           {0,1}: c d
+             a b g                               alone: e, f, g
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+_FIRST_STRIDE_BLOCKS = 16
+"""Of tables compared at once; doubles while they agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The decode rows of a step as one KV group sees them.
+
+    block_table: [R, most blocks] int32, of all rows. table_rows: [n] the decode rows' places in it.
+    low, high: [n], the visible positions [low, high) of each.
+    """
+
+    block_table: npt.NDArray[np.int32]
+    table_rows: Ints
+    low: Ints
+    high: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRun:
+    """Tiles [first_tile, end_tile) are wholly visible to each of `rows` and lie in the same blocks.
+
+    rows: [m] ascending, m >= 2, counted among the decode rows.
+    """
+
+    rows: Ints
+    first_tile: int
+    end_tile: int
+
+
+def shared_runs(
+    decodes: DecodeRows, block_size: int, tile_tokens: int, min_saved_tiles: int
+) -> list[SharedRun]:
+    """The runs that spare the gathering of at least min_saved_tiles.
+
+    Those of one row follow each other without a gap, in position order. Rows with windows share
+    only while they begin at the same block: branches in step do.
+    """
+    first_blocks = decodes.low // block_size
+    entries = decodes.block_table[decodes.table_rows, first_blocks].tolist()
+    if len(set(entries)) == len(entries):
+        return []
+    search = _Search(decodes, block_size, tile_tokens, min_saved_tiles)
+    runs: list[SharedRun] = []
+    for rows in _equal(list(zip(entries, first_blocks.tolist(), strict=True))):
+        first_tile = -(-int(decodes.low[rows].max()) // tile_tokens)
+        runs += search.runs(rows, int(first_blocks[rows[0]]), first_tile)
+    return runs
+
+
+def _equal(values: list[tuple[int, int]]) -> Iterator[Ints]:
+    """The places of each value that occurs at least twice."""
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, value in enumerate(values):
+        places.setdefault(value, []).append(place)
+    return (np.array(p, np.int64) for p in places.values() if len(p) > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    decodes: DecodeRows
+    block_size: int
+    tile_tokens: int
+    min_saved_tiles: int
+
+    def runs(self, rows: Ints, first_block: int, first_tile: int) -> list[SharedRun]:
+        """Runs of rows that agree up to block `first_block`, cut from tile `first_tile` on."""
+        found: list[SharedRun] = []
+        waiting = [(rows, first_block, first_tile)]
+        while waiting:
+            rows, block, tile = waiting.pop()
+            num_blocks = self.decodes.high[rows] // self.block_size
+            end_block = self._end_of_agreement(rows, block, int(num_blocks.min()))
+            end_tile = end_block * self.block_size // self.tile_tokens
+            if (len(rows) - 1) * (end_tile - tile) >= self.min_saved_tiles:
+                found.append(SharedRun(rows, tile, end_tile))
+                tile = end_tile
+            longer = rows[num_blocks > end_block]
+            if self._may_save(longer, tile):
+                entries = self.decodes.block_table[self.decodes.table_rows[longer], end_block]
+                groups = _equal([(entry, end_block) for entry in entries.tolist()])
+                waiting += [(longer[places], end_block, tile) for places in groups]
+        return found
+
+    def _may_save(self, rows: Ints, first_tile: int) -> bool:
+        """Whether any part of `rows` could still make a run."""
+        if len(rows) < 2:
+            return False
+        num_tiles = int(self.decodes.high[rows].max()) // self.tile_tokens - first_tile
+        return (len(rows) - 1) * num_tiles >= self.min_saved_tiles
+
+    def _end_of_agreement(self, rows: Ints, block: int, limit: int) -> int:
+        """The first block from `block` on in which the rows differ, at most max(block, limit)."""
+        stride = _FIRST_STRIDE_BLOCKS
+        table_rows = self.decodes.table_rows[rows]
+        while block < limit:
+            ids = self.decodes.block_table[table_rows, block : min(block + stride, limit)]
+            agrees = (ids == ids[0]).all(axis=0)
+            if not agrees.all():
+                return block + int(agrees.argmin())
+            block += ids.shape[1]
+            stride *= 2
+        return block

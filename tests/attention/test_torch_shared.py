@@ -1,0 +1,136 @@
+"""The law for shared prefixes: reading one once gives the bits of reading a copy for each row."""
+
+import pytest
+import torch
+from tests.attention.paged import PagedStep, make_spec
+
+from quire.attention import torch_paged, torch_plan
+from quire.attention.torch_paged import TorchPagedAttention
+from quire.attention.torch_plan import SharedPiece, plan_group
+
+CONTEXTS = [700, 655, 1, 660, 700, 50, 641, 900, 910]
+QUERY_LENS = [1] * len(CONTEXTS)
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 300},
+    "cap": {"soft_cap": 5.0},
+    "sinks": {"has_sinks": True},
+    "encoder": {"causal": False},
+    "all": {"window": 500, "soft_cap": 3.0, "has_sinks": True, "scale": 0.2},
+}
+
+
+@pytest.fixture(autouse=True)
+def share_all(monkeypatch):
+    """However little it saves, and with several pieces and stacks."""
+    monkeypatch.setattr(torch_plan, "MIN_SAVED_BYTES", 1)
+    monkeypatch.setattr(torch_plan, "MAX_SHARED_TILES", 7)
+    monkeypatch.setattr(torch_plan, "MAX_STACK_ROWS", 4)
+
+
+def make_steps(specs, contexts=None, **options):
+    """The same tokens twice: prefixes in shared blocks, and in copies. Two of the prefixes nest."""
+    contexts = contexts or CONTEXTS
+    steps = []
+    for in_blocks in (True, False):
+        step = PagedStep(TorchPagedAttention(), specs, contexts, **options)
+        step.share([0, 1, 3, 4, 6], 512, in_blocks)
+        step.share([0, 4], 640, in_blocks)
+        step.share([7, 8], 768, in_blocks)
+        step.fill([c - 1 for c in contexts])
+        steps.append(step)
+    return steps
+
+
+def num_shared_pieces(step, layer=0):
+    key = step.backend._layers[layer].key
+    pieces = plan_group(key, step.batch([1] * len(step.contexts))).pieces
+    return sum(isinstance(piece, SharedPiece) for piece in pieces)
+
+
+def check_equal(shared, private):
+    """Bits of all layers; the shared side against the oracle too."""
+    assert num_shared_pieces(shared) > 0
+    assert num_shared_pieces(private) == 0
+    results = shared.run_all(QUERY_LENS), private.run_all(QUERY_LENS)
+    for layer, ((out, lse), (own_out, own_lse)) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(out, own_out)
+        assert torch.equal(lse, own_lse)
+        expected, expected_lse = shared.expected(layer, QUERY_LENS)
+        torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shared_prefix_gives_the_bits_of_a_copy(name, dtype):
+    check_equal(*make_steps((make_spec(**OPTIONS[name]), make_spec(14, 2, 64)), dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_threads"),
+    [
+        ((7, 1, 80), 1),
+        ((7, 1, 80), 2),
+        ((3, 3, 40), 1),
+        ((3, 3, 40), 2),
+        ((8, 8, 64), 1),
+        ((12, 4, 64), 1),
+        ((1, 1, 128), 1),
+        ((10, 10, 64), 1),
+    ],
+)
+def test_with_any_heads(heads, num_threads):
+    """Also where the library has kernels of its own for a few query heads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        check_equal(*make_steps((make_spec(*heads),), dtype=torch.bfloat16))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 128])
+def test_with_any_block_size(block_size):
+    check_equal(*make_steps((make_spec(),), block_size=block_size))
+
+
+def test_in_the_rows_of_several_groups():
+    specs = (make_spec(), make_spec(window=250))
+    check_equal(*make_steps(specs, groups=(0, 1), padding_bytes=512))
+
+
+def test_windows_share_while_they_begin_at_one_block():
+    """Branches in step have equal contexts; the first tile that they see is cut, and their own."""
+    contexts = [700] * 5 + [711] * 4
+    shared, private = make_steps((make_spec(window=300),), contexts)
+    check_equal(shared, private)
+
+
+def test_where_products_of_many_rows_differ_rows_are_multiplied_alone(monkeypatch):
+    shared, private = make_steps((make_spec(),))
+
+    def refuse(*_):
+        raise AssertionError("not exact, and used")
+
+    monkeypatch.setattr(torch_paged, "stacks_exactly", lambda *_: False)
+    monkeypatch.setattr(torch_paged, "attend_stack", refuse)
+    check_equal(shared, private)
+
+
+def test_the_result_does_not_depend_on_who_else_shares():
+    shared, _ = make_steps((make_spec(),))
+    ((out, lse),) = shared.run_all(QUERY_LENS)
+    for order in ([0], [4, 0], [6, 3, 1], [8, 2, 7, 0, 1, 3]):
+        ((some, some_lse),) = shared.run_all(QUERY_LENS, order=order)
+        assert torch.equal(some, out[order])
+        assert torch.equal(some_lse, lse[order])
+
+
+def test_beside_chunks_of_the_same_prefix():
+    """Chunks are computed one by one; the decode rows before them share all the same."""
+    shared, private = make_steps((make_spec(),))
+    query_lens = [1] * 7 + [100, 110]
+    ((out, _),), ((own, _),) = shared.run_all(query_lens), private.run_all(query_lens)
+    assert torch.equal(out[:7], own[:7])
+    torch.testing.assert_close(out[7:], own[7:], atol=2e-6, rtol=2e-6)
