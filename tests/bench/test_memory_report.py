@@ -32,6 +32,7 @@ def results(shape: str | None = "sharegpt", rate: float | None = 2.0) -> MemoryR
     setting: dict[str, Any] = {
         "shape": shape,
         "mode": "simulated, on a virtual clock",
+        "sharing_model": "the embedded model",
         "placement": "buddy",
         "load": {
             "num_prompts": 600,
@@ -58,14 +59,15 @@ def test_the_table_says_what_was_measured_and_what_was_published() -> None:
     assert cells["published"] == ["7.0", "9.8", "13.6", "30.4"]
     assert cells["useful"] == ["75.0%"] * 4 and cells["internal"] == ["0.0%"] * 4
     assert cells["useful of what is held"] == ["87.5%"] * 4
+    assert cells["duration s"] == ["99"] * 4
     assert cells["output tokens/s"] == ["123"] * 4 and cells["preemptions"] == ["7"] * 4
-    assert lines[-1] == "  beams 2: 43.2% (44.3%)"
+    assert lines[-1] == "  beams 2: 43.2% (44.3%), 16 requests"
 
 
 def test_other_loads_are_compared_with_nothing() -> None:
     shown = table(results(shape=None, rate=None))
     assert "published  " not in shown and "all at t=0" in shown
-    assert shown.endswith("beams 2: 43.2%")
+    assert shown.endswith("beams 2: 43.2%, 16 requests")
 
 
 def test_what_was_left_out_has_no_lines() -> None:

@@ -1,8 +1,8 @@
 """A memory manager with sequences and steps in flight, beside a plain model of what it holds.
 
 Whoever drives a `World` (`test_memory_machine`) does what the scheduler does, in any order: admit,
-write, fork, take blocks back, fail. The model is a dict: block -> (KV group, all tokens up to the
-last one written in it). A step's copies and writes happen when it lands, as on a device that lags.
+write, fork, take blocks back, fail. A step's copies and writes happen when it lands, as on a device
+that lags.
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,7 @@ from tests.core.harness import make_memory
 
 from quire.core import invariants
 from quire.core.draft import PlanDraft
+from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.prefix_cache import PUBLIC_DOMAIN
 from quire.core.prefix_index import PrefixMatch
 from quire.core.sampling_params import DecodingParams
@@ -29,8 +30,8 @@ Tokens = tuple[int, ...]
 class Step:
     """copies: carried out first. writes, context: blocks that it fills, and that it reads when it
     has; with their group, whose tokens, and how many of them. starts: block -> tokens before the
-    first that it writes there. ends: who was in it, its admissions
-    then, and how many of its tokens are written when it has ended."""
+    first that it writes there. ends: who was in it, its admissions then, and how many of its tokens
+    are written when it has ended."""
 
     step_id: int
     copies: list[BlockCopy]
@@ -44,50 +45,32 @@ class Step:
         return {block for copy in self.copies for block in copy} | {one[0] for one in self.context}
 
 
-class World:
-    """Sequences over few tokens, so that prefixes are often equal, in a pool that is often full.
+class Truth:
+    """What blocks and digests truly stand for.
 
-    live: with state RUNNING or PREEMPTED. waiting: forks that share nothing yet.
+    stored: block -> KV group, and all tokens up to the last one written in it. told: digest ->
+    domain, and all tokens up to the end of its block.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int, caching: bool) -> None:
-        self.memory = make_memory(num_blocks, block_size, num_groups, caching)
-        self.size = block_size
-        self.live: list[Sequence] = []
-        self.waiting: list[Sequence] = []
+    def __init__(self, memory: KVCacheManager) -> None:
+        self.memory = memory
+        self.size = memory.block_size
         self.stored: dict[int, tuple[int, Tokens]] = {}
-        self.in_flight: list[Step] = []
-        self.draft = PlanDraft()  # of the step to come, for its copies
-        self.next_step_id = self.num_made = 0
-        self.told: dict[bytes, tuple[str, Tokens]] = {}  # digest -> domain, tokens
-        self.roots = {self.memory.cache.root(domain): domain for domain in DOMAINS}
-        self._watch()
+        self.told: dict[bytes, tuple[str, Tokens]] = {}
+        self.roots = {memory.cache.root(domain): domain for domain in DOMAINS}
 
-    def _watch(self) -> None:
-        """Note all that becomes findable, and look at all that is given out."""
-        prefixes, pool = self.memory.prefixes, self.memory.pool
-        publish, publish_tail, take = prefixes.publish, prefixes.publish_tail, pool.take
+    def domain(self, sequence: Sequence) -> str:
+        return self.roots[sequence.chain_root]
 
-        def publish_and_note(sequence: Sequence, num_written_tokens: int) -> None:
-            publish(sequence, num_written_tokens)
-            self._note(sequence, num_written_tokens)
+    def begins(self, block: int, group: int, prefix: Tokens) -> bool:
+        """Whether a block has these tokens, and maybe more after them."""
+        stored = self.stored.get(block)
+        if stored is None or stored[0] != group:
+            return False
+        same_place = (len(stored[1]) - 1) // self.size == (len(prefix) - 1) // self.size
+        return same_place and stored[1][: len(prefix)] == prefix
 
-        def publish_tail_and_note(sequence: Sequence) -> None:
-            self._note(sequence, sequence.num_written_tokens)
-            publish_tail(sequence)
-
-        def take_and_look(count: int) -> tuple[list[int], list[tuple[int, bytes]]]:
-            taken, evicted = take(count)
-            in_use = {block for step in self.in_flight for block in step.touched()}
-            in_use |= {block for copy in self.draft.copies for block in copy}
-            assert not in_use & set(taken), "a block is given out that a step still uses"
-            return taken, evicted
-
-        prefixes.publish = publish_and_note  # type: ignore[method-assign]
-        prefixes.publish_tail = publish_tail_and_note  # type: ignore[method-assign]
-        pool.take = take_and_look  # type: ignore[method-assign]
-
-    def _note(self, sequence: Sequence, num_tokens: int) -> None:
+    def note(self, sequence: Sequence, num_tokens: int) -> None:
         """What the digests of its blocks stand for, computed anew."""
         cache, domain, token_ids = self.memory.cache, self.domain(sequence), sequence.token_ids
         chain: list[bytes] = []
@@ -99,54 +82,26 @@ class World:
             digest = cache.hash_tail(chain[-1] if chain else sequence.chain_root, tail)
             self.told[digest] = domain, tuple(token_ids[:num_tokens])
 
-    # ---- coming in --------------------------------------------------------------------------
+    def carry_out(self, step: Step) -> None:
+        """Copies, writes, and then every context is read."""
+        copied = [(copy.target, self.stored.get(copy.source)) for copy in step.copies]
+        for target, content in copied:
+            assert content is not None, "a copy of nothing"
+            self.stored[target] = content
+        for block, group, sequence, end in step.writes:
+            self.stored[block] = group, tuple(sequence.token_ids[:end])
+        for block, group, sequence, end in step.context:
+            prefix = tuple(sequence.token_ids[:end])
+            assert self.begins(block, group, prefix) or sequence.is_finished, "a wrong token"
 
-    def new(self, token_ids: list[int], domain: str, prompt_logprobs: bool = False) -> Sequence:
-        """The sequence of a new request."""
-        params = DecodingParams(MAX_NUM_TOKENS, prompt_logprobs=0 if prompt_logprobs else None)
-        root = self.memory.prefixes.start_chain(domain)
-        return Sequence(
-            self._new_name(), token_ids, params, max_num_tokens=MAX_NUM_TOKENS, chain_root=root
-        )
-
-    def _new_name(self) -> str:
-        self.num_made += 1
-        return f"r{self.num_made}"
-
-    def _branch(self, parent: Sequence) -> Sequence:
-        child = parent.branch(1, parent.params)
-        child.request_id = self._new_name()
-        return child
-
-    def resting(self) -> list[Sequence]:
-        """Those without a row."""
-        return [*self.waiting, *(one for one in self.live if one.state is PREEMPTED)]
-
-    def fork_waiting(self, parent: Sequence) -> None:
-        """A fork of a sequence, to be admitted later."""
-        child = self._branch(parent)
-        child.fork_from(parent)
-        self.waiting.append(child)
-
-    def admit(self, sequence: Sequence) -> bool:
-        """Let a sequence without a row go on, if there is room."""
-        memory = self.memory
-        match = memory.match(sequence)
-        self.check_match(sequence, match)
-        num_free, needed = memory.pool.num_free, memory.num_blocks_to_admit(sequence, match)
-        if needed > num_free:
-            return False
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        sequence.leave_parent()
-        self.draft.copy(memory.admit(sequence, match, self.next_step_id))
-        assert memory.pool.num_free == num_free - needed, "not as many blocks as foretold"
-        assert sequence.num_computed_tokens == match.num_tokens
-        sequence.row = 0
-        sequence.move_to(RUNNING)
-        if sequence not in self.live:
-            self.live.append(sequence)
-        return True
+    def spoil(self, step: Step) -> None:
+        """The step failed: what it should have written may be anything."""
+        for copy in step.copies:
+            self.stored.pop(copy.target, None)
+        for block, start in step.starts.items():
+            group, prefix = self.stored.pop(block, (0, ()))
+            if start % self.size and prefix:
+                self.stored[block] = group, prefix[:start]
 
     def check_match(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Nothing is matched that is not there, nothing of another domain, and nothing is missed
@@ -190,6 +145,97 @@ class World:
             num_common(one, token_ids[:-1]) for one in nexts if len(one) - held <= self.size
         )
         return max(agreeing, default=held)
+
+
+class World:
+    """Sequences over few tokens, so that prefixes are often equal, in a pool that is often full.
+
+    live: with state RUNNING or PREEMPTED. waiting: forks that share nothing yet.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, num_groups: int, caching: bool) -> None:
+        self.memory = make_memory(num_blocks, block_size, num_groups, caching)
+        self.size = block_size
+        self.live: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.truth = Truth(self.memory)
+        self.in_flight: list[Step] = []
+        self.draft = PlanDraft()  # of the step to come, for its copies
+        self.next_step_id = self.num_made = 0
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note all that becomes findable, and look at all that is given out."""
+        prefixes, pool = self.memory.prefixes, self.memory.pool
+        publish, publish_tail, take = prefixes.publish, prefixes.publish_tail, pool.take
+
+        def publish_and_note(sequence: Sequence, num_written_tokens: int) -> None:
+            publish(sequence, num_written_tokens)
+            self.truth.note(sequence, num_written_tokens)
+
+        def publish_tail_and_note(sequence: Sequence) -> None:
+            self.truth.note(sequence, sequence.num_written_tokens)
+            publish_tail(sequence)
+
+        def take_and_look(count: int) -> tuple[list[int], list[tuple[int, bytes]]]:
+            taken, evicted = take(count)
+            in_use = {block for step in self.in_flight for block in step.touched()}
+            in_use |= {block for copy in self.draft.copies for block in copy}
+            assert not in_use & set(taken), "a block is given out that a step still uses"
+            return taken, evicted
+
+        prefixes.publish = publish_and_note  # type: ignore[method-assign]
+        prefixes.publish_tail = publish_tail_and_note  # type: ignore[method-assign]
+        pool.take = take_and_look  # type: ignore[method-assign]
+
+    # ---- coming in --------------------------------------------------------------------------
+
+    def new(self, token_ids: list[int], domain: str, prompt_logprobs: bool = False) -> Sequence:
+        """The sequence of a new request."""
+        params = DecodingParams(MAX_NUM_TOKENS, prompt_logprobs=0 if prompt_logprobs else None)
+        root = self.memory.prefixes.start_chain(domain)
+        return Sequence(
+            self._new_name(), token_ids, params, max_num_tokens=MAX_NUM_TOKENS, chain_root=root
+        )
+
+    def _new_name(self) -> str:
+        self.num_made += 1
+        return f"r{self.num_made}"
+
+    def _branch(self, parent: Sequence) -> Sequence:
+        child = parent.branch(1, parent.params)
+        child.request_id = self._new_name()
+        return child
+
+    def resting(self) -> list[Sequence]:
+        """Those without a row."""
+        return [*self.waiting, *(one for one in self.live if one.state is PREEMPTED)]
+
+    def fork_waiting(self, parent: Sequence) -> None:
+        """A fork of a sequence, to be admitted later."""
+        child = self._branch(parent)
+        child.fork_from(parent)
+        self.waiting.append(child)
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Let a sequence without a row go on, if there is room."""
+        memory = self.memory
+        match = memory.match(sequence)
+        self.truth.check_match(sequence, match)
+        num_free, needed = memory.pool.num_free, memory.num_blocks_to_admit(sequence, match)
+        if needed > num_free:
+            return False
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.leave_parent()
+        self.draft.copy(memory.admit(sequence, match, self.next_step_id))
+        assert memory.pool.num_free == num_free - needed, "not as many blocks as foretold"
+        assert sequence.num_computed_tokens == match.num_tokens
+        sequence.row = 0
+        sequence.move_to(RUNNING)
+        if sequence not in self.live:
+            self.live.append(sequence)
+        return True
 
     # ---- going on ---------------------------------------------------------------------------
 
@@ -253,15 +299,7 @@ class World:
     def land(self, token_ids: list[int]) -> None:
         """The oldest step ends; who closed its gap gets a token of token_ids, by turns."""
         step, memory = self.in_flight.pop(0), self.memory
-        copied = [(copy.target, self.stored.get(copy.source)) for copy in step.copies]
-        for target, content in copied:
-            assert content is not None, "a copy of nothing"
-            self.stored[target] = content
-        for block, group, sequence, end in step.writes:
-            self.stored[block] = group, tuple(sequence.token_ids[:end])
-        for block, group, sequence, end in step.context:
-            prefix = tuple(sequence.token_ids[:end])
-            assert self.begins(block, group, prefix) or sequence.is_finished, "a wrong token"
+        self.truth.carry_out(step)
         memory.end_step(step.step_id)
         for index, (sequence, num_admissions, end) in enumerate(step.ends):
             if sequence.is_finished:
@@ -292,23 +330,33 @@ class World:
         if child.num_pending_tokens:
             self.in_flight[-1].ends.append((child, 1, child.num_computed_tokens))
 
+    def beam_pairs(self) -> list[tuple[Sequence, Sequence]]:
+        """(dead, parent): those of one request that wait for nothing, the second one with a row."""
+        idle = [
+            one
+            for one in self.live
+            if not one.num_pending_tokens
+            and one.num_tokens - one.num_computed_tokens <= 1
+            and self._read_until(one) is None
+        ]
+        return [
+            (dead, parent)
+            for parent in idle
+            for dead in idle
+            if dead is not parent
+            and parent.state is RUNNING
+            and not dead.forks
+            # Beams have in common the chain's root and the prompt.
+            and self._origin(dead) == self._origin(parent)
+        ]
+
+    def _origin(self, sequence: Sequence) -> tuple[bytes, Tokens]:
+        return sequence.chain_root, tuple(sequence.token_ids[: sequence.num_prompt_tokens])
+
     def refork(self, dead: Sequence, parent: Sequence) -> None:
         """`dead`, a beam, becomes a fork of `parent`, another one."""
-        for one in (dead, parent):
-            if one.num_pending_tokens or one.num_tokens - one.num_computed_tokens > 1:
-                return
-        if dead is parent or self.domain(dead) != self.domain(parent):
-            return
-        if dead.num_prompt_tokens != parent.num_prompt_tokens or parent.state is not RUNNING:
-            return
-        if dead.token_ids[: dead.num_prompt_tokens] != parent.token_ids[: dead.num_prompt_tokens]:
-            return
-        if self._read_until(dead) is not None or dead.forks:
-            return
         self.memory.refork(dead, parent)
         dead.token_ids[:] = parent.token_ids
-        if dead.state is RUNNING and parent.num_slots > parent.num_computed_tokens + self.size:
-            self.cut(dead, 0)
 
     # ---- giving back ------------------------------------------------------------------------
 
@@ -339,7 +387,7 @@ class World:
             self.memory.cut(sequence, num_used, self._read_until(sequence))
 
     def free(self, sequence: Sequence) -> None:
-        """It ends; the first of its forks that wait takes its part."""
+        """It ends; its forks wait for nobody then."""
         self.live.remove(sequence)
         self.memory.free(sequence, self._read_until(sequence))
         sequence.row = None
@@ -351,10 +399,7 @@ class World:
         """All steps in flight fail: their blocks hold anything, and all rows are lost."""
         memory = self.memory
         for step in self.in_flight:
-            for copy in step.copies:
-                self.stored.pop(copy.target, None)
-            for block, start in step.starts.items():
-                self._spoil(block, start)
+            self.truth.spoil(step)
         self.in_flight = []
         memory.end_step(self.next_step_id)
         for sequence in self.live:
@@ -364,45 +409,26 @@ class World:
                 sequence.row = None
                 sequence.move_to(PREEMPTED)
 
-    def _spoil(self, block: int, start: int) -> None:
-        """What a block held from token `start` on is lost."""
-        group, prefix = self.stored.pop(block, (0, ()))
-        if start % self.size and prefix:
-            self.stored[block] = group, prefix[:start]
-
     # ---- checks -----------------------------------------------------------------------------
-
-    def domain(self, sequence: Sequence) -> str:
-        return self.roots[sequence.chain_root]
-
-    def begins(self, block: int, group: int, prefix: Tokens) -> bool:
-        """Whether a block has these tokens, and maybe more after them."""
-        stored = self.stored.get(block)
-        if stored is None or stored[0] != group:
-            return False
-        same_place = (len(stored[1]) - 1) // self.size == (len(prefix) - 1) // self.size
-        return same_place and stored[1][: len(prefix)] == prefix
 
     def check(self) -> None:
         """All laws, and the model: findable blocks hold what they are found by, and sequences find
         in their tables what they have written."""
-        memory = self.memory
+        memory, truth = self.memory, self.truth
         invariants.check_memory(memory, self.live)
-        in_flight = {block for step in self.in_flight for block, *_ in step.writes}
+        to_come = {block for step in self.in_flight for block, *_ in step.writes}
+        to_come |= {copy.target for step in self.in_flight for copy in step.copies}
         for block, key in enumerate(memory.pool.content):
             if key is not None:
-                assert self.begins(block, key[0], self.told[key[1]][1]), "a wrong content"
+                assert truth.begins(block, key[0], truth.told[key[1]][1]), "a wrong content"
         for sequence in self.live:
             invariants.check_sequence(sequence, self.size)
             for group, table in enumerate(sequence.block_tables):
                 for index in range(-(-sequence.num_written_tokens // self.size)):
                     end = min(sequence.num_written_tokens, (index + 1) * self.size)
                     prefix = tuple(sequence.token_ids[:end])
-                    if table[index] not in in_flight and not self._is_copy_to_come(table[index]):
-                        assert self.begins(table[index], group, prefix), "a wrong table"
-
-    def _is_copy_to_come(self, block: int) -> bool:
-        return any(copy.target == block for step in self.in_flight for copy in step.copies)
+                    if table[index] not in to_come:
+                        assert truth.begins(table[index], group, prefix), "a wrong table"
 
     def finish(self) -> None:
         """Everything ends; nothing is held then."""

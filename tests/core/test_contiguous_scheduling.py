@@ -8,6 +8,7 @@ from tests.core.harness import MAX_MODEL_LEN, Harness, hash_name, launch, make_g
 from quire.core.contiguous import RESERVATIONS, ContiguousKVCacheManager
 from quire.core.kv_cache_manager import KVCacheConfig
 from quire.core.policy import find_policy
+from quire.core.request import FinishReason
 from quire.core.run_allocators import PLACEMENTS
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import SequenceState
@@ -118,3 +119,22 @@ def test_a_better_rank_waits_for_its_turn_but_comes_first() -> None:
     assert running == {"urgent", "a"}
     harness.run()
     assert list(harness.ended) == ["urgent", "a", "b", "late"]
+
+
+def test_a_suspect_of_failed_steps_gets_its_run_on_a_fragmented_line() -> None:
+    """Its trial needs one run, and takes whatever is in its way."""
+    poison = 995
+    harness = Harness(
+        make_memory(num_blocks=32),
+        max_num_seqs=8,
+        budget=512,
+        faults=Faults(poison_token_id=poison),
+    )
+    for index, max_tokens in enumerate((2, 60, 2, 60)):
+        harness.add(f"r{index}", 64, max_tokens)
+    for _ in range(3):
+        harness.step()
+    harness.add("bad", [5] * 60 + [poison], 20)
+    harness.run()
+    assert harness.ended["bad"].finish_reason is FinishReason.ERROR
+    assert [harness.ended[f"r{index}"].error for index in range(4)] == [None] * 4

@@ -12,6 +12,7 @@ from quire.core.sequence import Sequence
 
 INDICES = st.integers(0, 7)
 TOKENS = st.integers(0, 1)
+CHUNKS = st.integers(1, 9)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=12)
 
 
@@ -28,26 +29,34 @@ class MemoryMachine(RuleBasedStateMachine):
         self.world = World(num_blocks, size, num_groups, caching)
 
     @rule(
-        chunks=st.dictionaries(INDICES, st.integers(1, 9)),
-        prompts=st.lists(PROMPTS, max_size=2),
+        prompts=st.lists(PROMPTS, min_size=1, max_size=2),
         domain=st.sampled_from(DOMAINS),
         prompt_logprobs=st.sampled_from([False, False, True]),
+        chunk=CHUNKS,
     )
     def admit(
-        self, chunks: dict[int, int], prompts: list[list[int]], domain: str, prompt_logprobs: bool
+        self, prompts: list[list[int]], domain: str, prompt_logprobs: bool, chunk: int
     ) -> None:
         newcomers = [self.world.new(prompt, domain, prompt_logprobs) for prompt in prompts]
-        self.world.launch(chunks if self.world.live else {}, 0, newcomers)
+        self.world.launch(self.all_but(9, chunk), 0, newcomers)
 
     @precondition(lambda self: self.world.live)
-    @rule(chunks=st.dictionaries(INDICES, st.integers(1, 9)), num_extra=st.integers(0, 2))
-    def launch(self, chunks: dict[int, int], num_extra: int) -> None:
-        self.world.launch(chunks, num_extra)
+    @rule(skipped=INDICES, chunk=CHUNKS, num_extra=st.integers(0, 2))
+    def launch(self, skipped: int, chunk: int, num_extra: int) -> None:
+        self.world.launch(self.all_but(skipped, chunk), num_extra)
 
     @precondition(lambda self: self.world.in_flight)
     @rule(token_ids=st.lists(TOKENS, min_size=1, max_size=3))
     def land(self, token_ids: list[int]) -> None:
         self.world.land(token_ids)
+
+    @precondition(lambda self: self.world.live)
+    @rule(count=st.integers(1, 4), token_ids=st.lists(TOKENS, min_size=1, max_size=3))
+    def run_some(self, count: int, token_ids: list[int]) -> None:
+        for _ in range(count):
+            self.world.launch(self.all_but(9, 9))
+            self.world.land(token_ids)
+            self.world.check()
 
     @precondition(lambda self: self.world.live)
     @rule(index=INDICES)
@@ -59,16 +68,18 @@ class MemoryMachine(RuleBasedStateMachine):
     def fork_later(self, index: int) -> None:
         self.world.fork_waiting(self.chosen(index))
 
-    @precondition(lambda self: self.world.waiting or self.world.live)
-    @rule(chunks=st.dictionaries(INDICES, st.integers(1, 9)), first=INDICES)
-    def resume(self, chunks: dict[int, int], first: int) -> None:
+    @precondition(lambda self: self.world.resting())
+    @rule(skipped=INDICES, chunk=CHUNKS, first=INDICES)
+    def resume(self, skipped: int, chunk: int, first: int) -> None:
         resting = self.world.resting()
-        self.world.launch(chunks if self.world.live else {}, 0, resting[first : first + 2])
+        first %= len(resting)
+        self.world.launch(self.all_but(skipped, chunk), 0, resting[first : first + 2])
 
-    @precondition(lambda self: len(self.world.live) > 1)
-    @rule(dead=INDICES, parent=INDICES)
-    def refork(self, dead: int, parent: int) -> None:
-        self.world.refork(self.chosen(dead), self.chosen(parent))
+    @precondition(lambda self: self.world.beam_pairs())
+    @rule(index=st.integers(0, 20))
+    def refork(self, index: int) -> None:
+        pairs = self.world.beam_pairs()
+        self.world.refork(*pairs[index % len(pairs)])
 
     @precondition(lambda self: self.world.live)
     @rule(index=INDICES, num_cut=st.integers(0, 4))
@@ -76,22 +87,16 @@ class MemoryMachine(RuleBasedStateMachine):
         self.world.cut(self.chosen(index), num_cut)
 
     @precondition(lambda self: self.world.live)
-    @rule(index=INDICES)
-    def take_reserve(self, index: int) -> None:
-        self.world.cut_reserve(self.chosen(index))
+    @rule(index=INDICES, is_end=st.booleans())
+    def give_back(self, index: int, is_end: bool) -> None:
+        (self.world.free if is_end else self.world.cut_reserve)(self.chosen(index))
 
-    @precondition(lambda self: self.world.live)
-    @rule(index=INDICES)
-    def free(self, index: int) -> None:
-        self.world.free(self.chosen(index))
-
-    @rule()
-    def fail(self) -> None:
-        self.world.recover()
-
-    @rule()
-    def clear_cache(self) -> None:
-        self.world.memory.prefixes.clear()
+    @rule(kind=st.sampled_from(["nothing", "nothing", "fail", "clear"]))
+    def disturb(self, kind: str) -> None:
+        if kind == "fail":
+            self.world.recover()
+        elif kind == "clear":
+            self.world.memory.prefixes.clear()
 
     @invariant()
     def all_agree(self) -> None:
@@ -101,6 +106,10 @@ class MemoryMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.world.finish()
+
+    def all_but(self, skipped: int, chunk: int) -> dict[int, int]:
+        """All live sequences but one compute up to `chunk` tokens."""
+        return {index: chunk for index in range(len(self.world.live)) if index != skipped}
 
     def chosen(self, index: int) -> Sequence:
         return self.world.live[index % len(self.world.live)]
@@ -126,17 +135,19 @@ def act(world: World, rng: random.Random) -> None:
     elif kind < 0.7:
         if world.in_flight:
             world.land([rng.randrange(2) for _ in range(3)])
-    elif kind < 0.78:
+    elif kind < 0.76:
         world.join(one)
-    elif kind < 0.84:
+    elif kind < 0.8:
         world.fork_waiting(one)
     elif kind < 0.88:
-        world.refork(one, rng.choice(live))
-    elif kind < 0.92:
+        pairs = world.beam_pairs()
+        if pairs:
+            world.refork(*rng.choice(pairs))
+    elif kind < 0.91:
         world.cut(one, rng.randint(0, 3))
-    elif kind < 0.95:
+    elif kind < 0.93:
         world.cut_reserve(one)
-    elif kind < 0.985:
+    elif kind < 0.98:
         world.free(one)
     elif kind < 0.995:
         world.recover()

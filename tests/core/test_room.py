@@ -1,10 +1,12 @@
 """Whether one that waits finds room, now and as the others are foretold to grow."""
 
+from typing import Any
+
 from tests.core.harness import Harness, make_memory
 
 from quire.core.policy import PriorityPolicy
 from quire.core.prefix_index import PrefixMatch
-from quire.core.room import LOOK_AGAIN_STEPS, Verdict
+from quire.core.room import LONGEST_PAUSE_STEPS, LOOK_AGAIN_STEPS, Verdict
 from quire.core.sequence import Sequence, SequenceState
 
 WAITING = SequenceState.WAITING
@@ -53,12 +55,12 @@ def test_a_look_in_vain_is_repeated_only_now_and_then_unless_there_is_room() -> 
         looks.append(1)
         return match(one)
 
-    harness.memory.match = match_and_note  # type: ignore[method-assign]
+    harness.memory.match = match_and_note  # type: ignore[assignment, method-assign]
     for step_id in range(2 * LOOK_AGAIN_STEPS):
         assert verdict(harness, sequence, step_id) is Verdict.NO_ROOM
     assert len(looks) == 2
     assert sequence.num_missing_blocks == 7
-    harness.memory.match = match  # type: ignore[method-assign]
+    harness.memory.match = match  # type: ignore[assignment, method-assign]
     harness.scheduler.abort(harness.requests["a"][1])
     assert verdict(harness, sequence, 0) == 0, "as many blocks as it lacked are free"
 
@@ -90,7 +92,7 @@ def test_what_several_share_counts_once() -> None:
 def test_only_ends_of_their_own_are_learned_from() -> None:
     harness = Harness()
     lengths: list[int] = []
-    harness.scheduler.admission.room.lengths.observe = lengths.append  # type: ignore[method-assign]
+    harness.scheduler.admission.room.lengths.observe = lengths.append  # type: ignore[assignment, method-assign]
     aborted = harness.add("a", 3, 5)
     harness.add("b", 3, 2)
     harness.step()
@@ -118,3 +120,79 @@ def test_a_fork_follows_no_parent_that_it_outranks() -> None:
     parent, child = harness.add_branches("a", 10, 4, n=2)
     child.rank, parent.rank = (0.0,), (1.0,)
     assert not harness.scheduler.admission.room.follows(child, harness.memory.match(child))
+
+
+# ---- a crowd starts apart -----------------------------------------------------------------------
+
+
+def after_a_start(num_prompt: int, num_outputs: int, **options: Any) -> Harness:
+    """One has started in step 0 of a pool of 100 blocks, and somebody has found no room."""
+    harness = Harness(make_memory(num_blocks=100), **options)
+    for _ in range(50):
+        harness.scheduler.admission.room.lengths.observe(num_outputs)
+    harness.add("first", num_prompt, num_outputs, priority=1)
+    harness.step()
+    harness.scheduler.admission.room.is_crowded = True
+    return harness
+
+
+def test_in_a_crowd_the_pause_is_the_share_of_the_pool_that_one_will_use() -> None:
+    """For 40 steps 2 blocks and, on average, 5 more: the pool of 100 gives that in 2.8 steps."""
+    harness = after_a_start(8, 40)
+    like = harness.add("like", 8, 40)
+    assert [verdict(harness, like, step_id) for step_id in (1, 2, 3)] == [
+        Verdict.NO_ROOM,
+        Verdict.NO_ROOM,
+        0,
+    ]
+    # The next one is due after 5.6 steps, not 3 + 2.8: what was left of the third is not lost.
+    next_one = harness.add("next", 8, 40)
+    assert [verdict(harness, next_one, step_id) for step_id in (5, 6)] == [Verdict.NO_ROOM, 0]
+
+
+def test_without_a_crowd_nobody_pauses() -> None:
+    harness = after_a_start(8, 40)
+    harness.scheduler.admission.room.is_crowded = False
+    assert verdict(harness, harness.add("like", 8, 40), 1) == 0
+
+
+def test_a_small_one_pauses_for_a_share_of_its_own() -> None:
+    harness = after_a_start(8, 40)
+    assert verdict(harness, harness.add("small", 1, 1), 1) == 0
+
+
+def test_a_pause_is_bounded() -> None:
+    """The share would be 140 * (10 + 35 / 2) / 100 = 38.5 steps."""
+    harness = after_a_start(40, 140)
+    like = harness.add("like", 40, 140)
+    assert verdict(harness, like, LONGEST_PAUSE_STEPS - 1) is Verdict.NO_ROOM
+    assert verdict(harness, like, LONGEST_PAUSE_STEPS) == 0
+
+
+def test_who_outranks_a_running_one_does_not_pause() -> None:
+    harness = after_a_start(8, 40, policy=PriorityPolicy())
+    assert verdict(harness, harness.add("lower", 8, 40, priority=2), 1) is Verdict.NO_ROOM
+    assert verdict(harness, harness.add("higher", 8, 40), 1) == 0
+
+
+def test_who_ran_before_does_not_pause() -> None:
+    harness = after_a_start(8, 40)
+    second = harness.add("second", 8, 40)
+    harness.scheduler.admission.room.is_crowded = False
+    harness.step()
+    harness.scheduler.residents.preempt(second, 0)
+    harness.scheduler.admission.room.is_crowded = True
+    assert verdict(harness, second, 2) != Verdict.NO_ROOM
+
+
+def test_the_crowd_is_over_when_nobody_waits() -> None:
+    harness = Harness(make_memory(num_blocks=12))
+    room = harness.scheduler.admission.room
+    harness.add("a", 8, 39)
+    harness.step()
+    assert not room.is_crowded
+    harness.add("b", 8, 39)
+    harness.step()
+    assert room.is_crowded
+    harness.run()
+    assert not room.is_crowded

@@ -1,10 +1,12 @@
 """A request gets the same tokens as if it ran alone, sampled ones too (embedded model, fp32)."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.engine.checkpoints import save_checkpoint
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine.llm import LLM
@@ -113,3 +115,27 @@ def test_the_engines_seed_decides_unseeded_requests() -> None:
     ]
     assert runs[0] == runs[1] != runs[2]
     assert runs[0][0] != runs[0][1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_forks_and_crowds_on_random_models(family: str, tmp_path: Path) -> None:
+    """qwen2 has windows in some layers, and so several KV groups."""
+    folder = str(save_checkpoint(family, tmp_path))
+    rng = random.Random(9)
+    shared = [rng.randrange(31, 1000) for _ in range(37)]
+    prompts = [
+        {"prompt_token_ids": shared[: 20 + index] + [rng.randrange(31, 1000)] * index}
+        for index in range(6)
+    ]
+    wish = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=12, ignore_eos=True)
+    expected: list[list[list[int]]] | None = None
+    for options in (
+        {"enable_prefix_caching": False, "max_num_seqs": 1},
+        {"block_size": 8, "num_blocks": 64, "max_num_batched_tokens": 24, "max_num_seqs": 20},
+        {"block_size": 32, "eviction": "lru", "scheduling_policy": "fair"},
+    ):
+        llm = LLM(folder, skip_tokenizer_init=True, dtype="float32", max_model_len=96, **options)
+        found = tokens(llm.generate(prompts, wish, use_tqdm=False))
+        expected = expected or found
+        assert found == expected, options
+    assert expected is not None and all(len(set(map(tuple, one))) == 3 for one in expected)

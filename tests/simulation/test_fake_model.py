@@ -1,5 +1,7 @@
 """The made-up model: scalar and vector forms agree, and it depends on what it should."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -90,7 +92,7 @@ def test_end_tokens_come_as_often_as_asked(rate: float) -> None:
         ({"end_token_ids": (7,)}, FinishReason.LENGTH, 12),
     ],
 )
-def test_how_outputs_end(params: dict[str, object], reason: FinishReason, count: int) -> None:
+def test_how_outputs_end(params: dict[str, Any], reason: FinishReason, count: int) -> None:
     output = FakeModel(end_rate=1.0).expected_output(request([5], **params))
     assert (output.finish_reason, len(output.token_ids)) == (reason, count)
 

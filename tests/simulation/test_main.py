@@ -4,7 +4,9 @@ import pytest
 
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.simulation.__main__ import main, replay_command
+from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig
+from quire.simulation.worlds import draw_world
 
 
 def test_it_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +33,34 @@ def test_a_failure_prints_the_command_that_replays_it(
     )
     assert main(command.split()[4:]) == 1
     assert capsys.readouterr().err == error
+
+
+def test_everything_runs_worlds_and_adds_them_up(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--everything", "--seed", "2", "--num-steps", "30", "--check-every", "5"]
+    assert main(words) == 0
+    out, error = capsys.readouterr()
+    printed = dict(line.split(maxsplit=1) for line in out.splitlines() if len(line.split()) > 1)
+    expected = run(draw_world(2, 0, 30, 5))
+    assert printed["num_steps"] == str(expected.num_steps)
+    assert printed["finished"] == str(dict(sorted(expected.finished.items())))
+    assert error == f"world 1: {expected.num_steps} steps\n"
+
+
+def test_a_failure_in_one_world_is_replayed_without_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVCacheManager, "end_step", lambda self, step_id: None)
+    assert main(["--everything", "--seed", "2", "--num-steps", "300"]) == 1
+    error, command = capsys.readouterr().err.splitlines()[-2:]
+    assert main(command.split()[4:]) == 1
+    assert capsys.readouterr().err.splitlines()[-2:] == [error, command]
+
+
+def test_what_everything_would_ignore_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--everything", "--num-steps", "5", "--overlap", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "error: overlap is 1, but --everything draws it from the seed; leave one of them out\n"
+    )
 
 
 def test_a_bad_option_is_refused_with_its_bound(capsys: pytest.CaptureFixture[str]) -> None:

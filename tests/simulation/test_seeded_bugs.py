@@ -85,12 +85,14 @@ def match_one_token_too_many(original: Any) -> Any:
 def forget_the_parent(original: Any) -> Any:
     def extend_chain(
         self: PrefixCache, chain: list[bytes], root: bytes, token_ids: list[int]
-    ) -> None:
-        while (len(chain) + 1) * self.block_size <= len(token_ids):
-            first = len(chain) * self.block_size
+    ) -> list[bytes]:
+        size, tokens = self.block_size, []
+        while (len(chain) + 1) * size <= len(token_ids):
+            first = len(chain) * size
             block: list[bytes] = []
-            original(self, block, root, token_ids[first : first + self.block_size])
+            tokens += original(self, block, root, token_ids[first : first + size])
             chain.extend(block)
+        return tokens
 
     return extend_chain
 
@@ -200,8 +202,10 @@ def never_copy(original: Any) -> Any:
 
 def let_sources_go(original: Any) -> Any:
     def hold_copied(self: StepHolds, step_id: int, copies: list[BlockCopy]) -> None:
-        original(self, step_id - 2, copies)
-        self.end_step(step_id - 2)
+        for copy in copies:
+            self._pool.release(copy.source)
+            if not self._pool.ref_count[copy.source]:
+                self._pool.forget(copy.source)  # so it is the next to be taken
 
     return hold_copied
 
@@ -273,6 +277,13 @@ MUTATIONS: dict[str, Patch] = {
 BEAMS: dict[str, Any] = {"num_blocks": 160, "beam_rate": 0.6, "max_num_seqs": 12}
 BEAM_CONFIG = dataclasses.replace(CONFIG, **BEAMS)
 WORLDS: dict[str, Any] = {
+    "blocks are published before they are written": {
+        "repeat_rate": 0.6,
+        "prompt_tokens": (20, 40),
+        "num_blocks": 60,
+        "max_num_batched_tokens": 8,
+    },
+    "a source is given out before it is copied": {"near_rate": 1.0},
     "a hash does not cover its parent": {"vocab_size": 3, "block_size": 2},
     "a chunk of one token is left out": {"max_num_batched_tokens": 9, "num_blocks": 48},
     "a beam's token is not told": BEAMS,
@@ -287,8 +298,13 @@ NOT_BY_THE_RUNNER = {
     "a beam's token is not told",
     "forks take the place of each other",
     "candidates have the wrong scores",
+    "a block is released for all its holders",
 }
-"""The runner believes what it is told; the comparison with the output alone catches these."""
+"""The runner believes what it is told of tokens; the comparison with the output alone catches these
+(the pool itself, the last)."""
+
+SEEDS = (5, 6, 7, 8)
+"""Some bugs need a coincidence; one of these seeds has it."""
 
 
 @pytest.fixture(autouse=True)
@@ -311,8 +327,16 @@ def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     config = dataclasses.replace(CONFIG, **WORLDS.get(name, {}))
     run_without_bug(config)
     MUTATIONS[name](monkeypatch)
-    with pytest.raises(SimulationError) as caught:
-        run(config)
-    message = str(caught.value)
-    assert message.startswith("seed 5, after ")
-    assert ("the last plans, for " in message) is (name not in NOT_BY_THE_RUNNER), message
+    message = next(filter(None, map(functools.partial(failure_of, config), SEEDS)), None)
+    assert message is not None, "nobody noticed"
+    assert "the last plans, for " in message or name in NOT_BY_THE_RUNNER, message
+
+
+def failure_of(config: SimulationConfig, seed: int) -> str | None:
+    """What a simulation fails with; None if it does not."""
+    try:
+        run(dataclasses.replace(config, seed=seed))
+    except SimulationError as error:
+        assert str(error).startswith(f"seed {seed}, after ")
+        return str(error)
+    return None

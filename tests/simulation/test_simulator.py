@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from quire.core import results
 from quire.core import scheduler as scheduler_module
 from quire.core.policy import POLICIES
 from quire.core.scheduler import Scheduler
@@ -14,7 +15,7 @@ from quire.simulation.workload import SimulationConfig
 from quire.simulation.worlds import draw_world
 
 NUM_WORLDS = 60
-NUM_STEPS = 100
+NUM_STEPS = 60
 
 
 def world(index: int) -> SimulationConfig:
@@ -123,7 +124,7 @@ def test_a_poison_request_harms_nobody_else() -> None:
 
 
 def broken_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = scheduler_module.extend
+    original = results.extend
 
     def extend(*arguments: Any) -> Any:
         output = original(*arguments)
@@ -142,7 +143,7 @@ def lost_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lost_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = scheduler_module.extend
+    original = results.extend
     monkeypatch.setattr(
         scheduler_module, "extend", lambda *given: original(*given)._replace(logprobs=None)
     )

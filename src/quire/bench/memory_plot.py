@@ -64,7 +64,8 @@ def draw(results: MemoryResults, path: Path) -> None:
     from matplotlib.figure import Figure  # an extra, and slow to load
 
     num_rows = bool(results.allocators) + bool(results.sharing or results.allocators)
-    figure = Figure(figsize=(12, 4 * num_rows), dpi=150, layout="constrained")
+    figure = Figure(figsize=(12, 4 * num_rows), dpi=150)
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     figure.suptitle("\n".join(setting_lines(results.setting)), fontsize=10, color=_TEXT)
     grid = figure.add_gridspec(num_rows, 3)
     if results.allocators:
@@ -160,7 +161,7 @@ def _draw_sharing(axes: Any, results: MemoryResults) -> None:
             axes.text(at, top, f"{share:.0%}", ha="center", color=_TEXT)
     axes.set_xticks(range(len(widths)), [str(width) for width in widths])
     axes.set_xlim(-0.5, len(widths) - 0.5)
-    axes.set_xlabel("branches of a request, sharing what they have in common")
+    axes.set_xlabel("branches of a request")
     title = "KV blocks saved"
     axes.set_title(f"{title} (◇ published)" if results.published_saved else title, loc="left")
     axes.set_ylim(0, 0.95)

@@ -130,6 +130,7 @@ def _allocator_lines(results: MemoryResults) -> list[str]:
         _line("output tokens/s", [f"{use.output_tokens_per_s:.0f}" for use in uses.values()]),
         _line("requests/s", [f"{use.requests_per_s:.2f}" for use in uses.values()]),
         _line("s per output token", [f"{one.seconds_per_token:.3f}" for one in found.values()]),
+        _line("duration s", [f"{one.duration_s:.0f}" for one in found.values()]),
         _line("preemptions", [str(one.num_preemptions) for one in found.values()]),
         _line("recomputed tokens", [str(one.num_recomputed_tokens) for one in found.values()]),
         _line("useful of what is held", [f"{use.useful_share:.1%}" for use in uses.values()]),
@@ -148,11 +149,14 @@ def _allocator_lines(results: MemoryResults) -> list[str]:
 
 
 def _sharing_lines(results: MemoryResults) -> list[str]:
-    lines = ["KV blocks saved by sharing, of those without (published)"]
+    model = results.setting["sharing_model"]
+    lines = [f"KV blocks saved by sharing, of those without (published); beams on {model}"]
     for one in results.sharing:
         published = results.published_saved.get((one.kind, one.width))
         beside = "" if published is None else f" ({published:.1%})"
-        lines.append(f"  {one.kind} {one.width}: {one.share:.1%}{beside}")
+        lines.append(
+            f"  {one.kind} {one.width}: {one.share:.1%}{beside}, {one.num_requests} requests"
+        )
     return lines
 
 

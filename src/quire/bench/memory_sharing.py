@@ -141,7 +141,7 @@ def measure_sharing(
     """Run all requests, each with `width` branches that end at its output's length.
 
     engine: with nothing to do. interval: steps from one count to the next; the first is in the
-    middle of one, as all begin alike. Raises ConfigurationError where no step leaves a branch behind.
+    middle of one, as all begin alike. Raises ConfigurationError where no branch outlives a count.
     """
     for request in requests:
         engine.add(_branched(request, kind, width))

@@ -127,6 +127,8 @@ class Admission:
                 budget -= chunks[sequence]
                 for one in passed_over:
                     one.num_overtaken += 1
+                if any(one.num_overtaken >= MAX_OVERTAKEN for one in passed_over):
+                    break
             elif found is Verdict.NO_ROOM:
                 passed_over.append(sequence)
                 if (
@@ -135,6 +137,8 @@ class Admission:
                     or len(passed_over) >= MAX_PASSED_OVER
                 ):
                     break
+        if not len(self._waiting):
+            self.room.is_crowded = False
 
     def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int, now_s: float) -> None:
         """Waiting -> RUNNING: a row and tables for all tokens known so far."""

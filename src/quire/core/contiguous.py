@@ -120,12 +120,13 @@ class ContiguousKVCacheManager(KVCacheManager):
         return PrefixMatch(0, 0, ((),) * self.num_groups)
 
     def num_blocks_to_admit(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Blocks that its reservation takes, or more than there are where no hole takes it.
+        """Blocks that its reservation takes; more than are free where no hole takes it now.
 
-        The latter because only an empty line is sure to help, not some number of free blocks.
+        How many more would help depends on where they lie: so it is one, until there is a hole.
         """
         count = self._num_reserved_blocks(sequence)
-        return self._line.granted(count) if self._line.fits(count) else self.pool.num_blocks + 1
+        granted = self._line.granted(count)
+        return granted if self._line.fits(count) else max(granted, self.pool.num_free + 1)
 
     def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int) -> list[BlockCopy]:
         """Reserve a run and lay the tables into it; there is nothing to copy."""

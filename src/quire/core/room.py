@@ -14,6 +14,8 @@ from quire.core.residents import Residents, rank_of
 from quire.core.sequence import Sequence, SequenceState
 
 LOOK_AGAIN_STEPS = 16
+# From one start to the next, however much the first is foretold to use.
+LONGEST_PAUSE_STEPS = 32
 
 
 class Verdict(Enum):
@@ -27,12 +29,19 @@ class RoomFinder:
     """Looks for rows and blocks for those that wait.
 
     forecasts: whether it weighs how all are foretold to grow.
+    is_crowded: since somebody found too few blocks, somebody has been waiting. Meanwhile new ones
+        start apart. Those that start together grow together and end together, so that memory is
+        full for a moment, half empty on average, and the next start together again. One that is
+        foretold to use as many block-steps as the pool gives in k steps is followed k steps later:
+        so many run that the pool is full on average.
     """
 
     def __init__(self, memory: KVCacheManager, residents: Residents, *, can_outrank: bool) -> None:
         """can_outrank: new sequences may take from running ones; see `Policy`."""
         self.lengths = OutputLengthPredictor()
         self.forecasts = True
+        self.is_crowded = False
+        self._started_at, self._pause = 0.0, 0.0
         self._memory = memory
         self._residents = residents
         self._can_outrank = can_outrank
@@ -51,27 +60,36 @@ class RoomFinder:
         self._step_id = step_id
         if not residents.free_rows:
             return Verdict.NO_ROOM
-        num_outranking = 0
-        if not residents.is_idle:
+        num_outranking, is_idle = 0, residents.is_idle
+        if not is_idle:
             num_outranking = bisect_left(residents.running, sequence.rank, key=rank_of)
+        # One that may take from others what it lacks later has no need of a forecast.
+        may_take = self._can_outrank or sequence.state is SequenceState.PREEMPTED
+        is_sure = is_idle or (may_take and num_outranking < len(residents.running))
+        if self._must_pause(sequence, step_id) and not is_sure:
+            return Verdict.NO_ROOM
         num_usable = memory.pool.num_free - num_outranking * memory.num_blocks_to_grow
-        if step_id < sequence.look_again_at and (
-            num_usable < sequence.num_missing_blocks
-            or sequence.num_freed_at_forecast == memory.pool.num_freed
+        # Where nobody computes, nothing will be given back for which it could wait.
+        if (
+            not is_idle
+            and step_id < sequence.look_again_at
+            and (
+                num_usable < sequence.num_missing_blocks
+                or sequence.num_freed_at_forecast == memory.pool.num_freed
+            )
         ):
             return Verdict.NO_ROOM
         match = memory.match(sequence)
         if self.follows(sequence, match):
             return Verdict.FOLLOWS
         needed = memory.num_blocks_to_admit(sequence, match)
-        # One that may take from others what it lacks later has no need of a forecast.
-        may_take = self._can_outrank or sequence.state is SequenceState.PREEMPTED
-        is_sure = residents.is_idle or (may_take and num_outranking < len(residents.running))
         if needed <= num_usable:
             if is_sure or self.fits_later(sequence, needed):
+                self._note_start(sequence, needed, step_id)
                 return match
             # As long as all grow as foretold, nothing changes before something is given back.
             sequence.num_freed_at_forecast = memory.pool.num_freed
+        self.is_crowded = True
         sequence.num_missing_blocks, sequence.look_again_at = needed, step_id + LOOK_AGAIN_STEPS
         return Verdict.NO_ROOM
 
@@ -111,6 +129,32 @@ class RoomFinder:
         ended = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if ended and not sequence.is_beam:
             self.lengths.observe(sequence.num_output_tokens)
+
+    def _must_pause(self, sequence: Sequence, step_id: int) -> bool:
+        """Whether it would start too soon after the last one, while it is crowded."""
+        is_paced = self.is_crowded and self.forecasts and sequence.num_admissions == 0
+        if not is_paced or step_id >= self._started_at + self._pause:
+            return False
+        num_blocks = self._memory.blocks_for(len(sequence.token_ids))
+        return step_id < self._started_at + self._pause_of(sequence, num_blocks)
+
+    def _note_start(self, sequence: Sequence, num_new_blocks: int, step_id: int) -> None:
+        if sequence.num_admissions:
+            return
+        pause = self._pause_of(sequence, num_new_blocks)
+        # What is left of the step before is not lost: several may start in one.
+        self._started_at = max(self._started_at + self._pause, step_id - 1)
+        self._pause = pause
+
+    def _pause_of(self, sequence: Sequence, num_new_blocks: int) -> float:
+        """The steps in which the pool gives the block-steps that it is foretold to use."""
+        memory = self._memory
+        if not memory.num_blocks_to_grow:
+            return 0.0
+        num_steps = self._remaining(sequence)
+        num_grown_blocks = num_steps / memory.block_size * memory.num_groups
+        num_block_steps = num_steps * (num_new_blocks + num_grown_blocks / 2)
+        return min(num_block_steps / memory.pool.num_blocks, LONGEST_PAUSE_STEPS)
 
     def _growth(self, sequence: Sequence) -> tuple[int, int, int]:
         num_held = len(sequence.block_tables) * (sequence.num_slots // self._memory.block_size)

@@ -247,7 +247,9 @@ class Scheduler:
         self.admission.make_room_for_first()
         num_preemptions = self.residents.stats.num_preemptions
         budget = self._plan_running(chunks)
-        if self.residents.stats.num_preemptions != num_preemptions:
+        has_preempted = self.residents.stats.num_preemptions != num_preemptions
+        # Nothing is admitted then, unless nothing else is left to do.
+        if has_preempted and (chunks or self._in_flight):
             return []
         self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)
         return [

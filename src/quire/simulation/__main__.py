@@ -18,6 +18,7 @@ from quire.simulation.workload import SimulationConfig
 from quire.simulation.worlds import draw_worlds
 
 DEFAULT = SimulationConfig()
+DEFAULT_NUM_STEPS = 20_000  # of --everything
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_everything(config: SimulationConfig) -> SimulationReport:
     """Worlds with everything in them, one after the other; a line to stderr for each."""
-    if config.num_steps is None:
-        raise ConfigurationError("--everything needs --num-steps: so many steps in all")
+    num_steps = DEFAULT_NUM_STEPS if config.num_steps is None else config.num_steps
     for option in dataclasses.fields(SimulationConfig):
         is_default = getattr(config, option.name) == getattr(DEFAULT, option.name)
         if option.name not in ("seed", "num_steps", "check_every") and not is_default:
@@ -49,7 +49,7 @@ def _run_everything(config: SimulationConfig) -> SimulationReport:
             )
     reports: list[SimulationReport] = []
     started_s = time.perf_counter()
-    for world in draw_worlds(config.seed, config.num_steps, config.check_every):
+    for world in draw_worlds(config.seed, num_steps, config.check_every):
         reports.append(run(world))
         print(f"world {len(reports)}: {reports[-1].num_steps} steps", file=sys.stderr)
     total = add_up(reports, config.seed)

@@ -1,8 +1,9 @@
 """A runner without a model that catches every misuse of the KV cache where it happens.
 
-Each slot stores a fingerprint of the prefix that wrote it. Before a row goes on, its whole context
-is read back through its block tables and compared, so that a block freed early, shared wrongly or
-mapped wrongly raises at once. It samples from `FakeModel`, so every output is known beforehand.
+Each slot stores a fingerprint of the prefix that wrote it (`fake_store`). Before a row goes on, its
+whole context is read back through its block tables and compared, so that a block freed early,
+shared wrongly or mapped wrongly raises at once. It samples from `FakeModel`, so every output is
+known beforehand.
 
 To show the hazards of overlap, the forward pass of a step is put off until its `result`, while the
 blocks that a later plan gives out are scribbled over as soon as that plan is executed.
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.core.kv_groups import KVGroup
 from quire.core.step import (
@@ -31,9 +31,9 @@ from quire.simulation.fake_model import (
 )
 from quire.simulation.fake_rows import FakeRows, Ints, PlanHistory
 from quire.simulation.fake_step import FakeStep, failed_rows, logprobs_of, prompt_logprobs_of
+from quire.simulation.fake_store import FakeStore
 
 MAX_STEPS_IN_FLIGHT = 2
-SCRIBBLE = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 
 
 class InjectedFailureError(RuntimeError):
@@ -90,14 +90,13 @@ class FakeRunner:
         self.model = model or FakeModel()
         self.faults = faults or Faults()
         self.block_size = block_size
-        self.windows = tuple(group.window for group in groups)
         self.history = PlanHistory()
         self.rows = FakeRows(
             self.history, len(groups), num_blocks, block_size, max_num_rows, max_num_tokens
         )
-        self.store = np.full(num_blocks * block_size, SCRIBBLE, dtype=np.uint64)
-        self.writer: Ints = np.full(num_blocks * block_size, -1, dtype=np.int64)
-        self._group_salts = [np.uint64(mix(group + 1)) for group in range(len(groups))]
+        self.store = FakeStore(
+            self.history, tuple(group.window for group in groups), num_blocks, block_size
+        )
         self._is_special = np.zeros(max_num_rows, dtype=np.bool_)
         self._steps: deque[FakeStep] = deque()
         self._last_step_id = -1
@@ -152,9 +151,9 @@ class FakeRunner:
         step = self._steps.popleft()
         if self.faults.hits_sample(step.plan.step_id):
             self._fail(step, "sample")
-        self._copy(step.plan.copies)
-        self._write(step)
-        self._read_back(step)
+        self.store.copy(step.plan.copies)
+        self.store.write(step)
+        self.store.read_back(step)
         result = self._sample(step)
         if self._steps:
             self._resolve(self._steps[0])
@@ -262,7 +261,7 @@ class FakeRunner:
             special=self._special_rows(computing, sampling, sources),
         )
         longest = int(ends.max())
-        for group in range(len(self.windows)):
+        for group in range(len(rows.tables)):
             lacking = rows.num_table_tokens[group, computing] < ends
             if lacking.any():
                 row = int(computing[lacking][0])
@@ -305,8 +304,6 @@ class FakeRunner:
         step.fingerprints = self.rows.fingerprints[step.rows, :longest]
         step.written = self.rows.fingerprints[step.write_rows, step.write_positions]
 
-    # ---- the forward pass -------------------------------------------------------------------
-
     def _give_out(self, blocks: list[int]) -> None:
         """Scribble over new blocks; those that a step in flight touches may not be given out."""
         if not blocks:
@@ -319,51 +316,7 @@ class FakeRunner:
                     f"block {block} is given out, but step {step.plan.step_id}, which is in"
                     " flight, uses it"
                 )
-        self.store.reshape(-1, self.block_size)[blocks] = SCRIBBLE
-
-    def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
-        store = self.store.reshape(-1, self.block_size)
-        for copy in copies:
-            store[copy.target] = store[copy.source]
-
-    def _write(self, step: FakeStep) -> None:
-        assert step.written is not None
-        numbers = step.plan.step_id * len(self.rows.live) + step.write_rows
-        for slots, salt in zip(step.write_slots, self._group_salts, strict=True):
-            self.store[slots] = step.written ^ salt
-            self.writer[slots] = numbers
-        for slots in step.write_slots:
-            twice = self.writer[slots] != numbers
-            if twice.any():
-                slot, row = int(slots[twice][0]), int(step.write_rows[twice][0])
-                self.history.refuse(f"two rows wrote slot {slot} in step {step.plan.step_id}", row)
-
-    def _read_back(self, step: FakeStep) -> None:
-        """Compare the whole context of each row, as its tables find it, with what it must be."""
-        assert step.fingerprints is not None
-        positions = np.arange(step.fingerprints.shape[1])
-        in_context = positions < step.ends[:, None]
-        for group, (slots, window) in enumerate(zip(step.read_slots, self.windows, strict=True)):
-            read = self.store[slots] ^ self._group_salts[group]
-            wrong = (read != step.fingerprints) | (slots < 0)
-            wrong &= in_context
-            if window is not None:
-                wrong &= positions > step.starts[:, None] - window
-            if wrong.any():
-                self._explain(step, group, wrong)
-
-    def _explain(self, step: FakeStep, group: int, wrong: npt.NDArray[np.bool_]) -> None:
-        index, position = (int(found[0]) for found in np.nonzero(wrong))
-        row, slot = int(step.rows[index]), int(step.read_slots[group][index, position])
-        wrote = "nobody"
-        if slot >= 0 and self.store[slot] != SCRIBBLE:
-            step_id, writer = divmod(int(self.writer[slot]), len(self.rows.live))
-            wrote = f"row {writer} in step {step_id}"
-        self.history.refuse(
-            f"step {step.plan.step_id}: row {row} reads a wrong token {position} in group {group}"
-            f" (block {slot // self.block_size}, slot {slot}); {wrote} wrote it last",
-            row,
-        )
+        self.store.scribble(blocks)
 
     # ---- sampling ---------------------------------------------------------------------------
 
@@ -447,7 +400,6 @@ class FakeRunner:
 
     def _fail(self, step: FakeStep, where: str) -> NoReturn:
         """Leave half-written blocks behind, as a step that dies in the middle does."""
-        for slots in step.write_slots:
-            self.store[slots] = SCRIBBLE
+        self.store.scribble_writes(step)
         self._has_failed = True
         raise InjectedFailureError(f"{where} of step {step.plan.step_id} fails, as was asked")

@@ -76,6 +76,7 @@ class Simulator:
                 config.max_num_batched_tokens,
                 config.num_lookahead_blocks,
                 config.preempts_whole,
+                config.forecasts,
             ),
             self.memory,
             find_policy(config.policy),

@@ -65,6 +65,7 @@ class SimulationConfig:
     max_num_batched_tokens: int = 32
     num_lookahead_blocks: int = 1
     preempts_whole: bool = False
+    forecasts: bool = True
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
     max_model_len: int = 120

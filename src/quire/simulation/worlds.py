@@ -59,6 +59,7 @@ def draw_world(
         poison_rate=rng.choice((0.0, 0.0, 0.03)),
         nan_rate=rng.choice((0.0, 0.0, 0.1)),
         vocab_size=rng.choice((1000, 1000, 50, 4, 2)),
+        forecasts=rng.random() < 0.7,
         check_every=check_every,
     )
 
