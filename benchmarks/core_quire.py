@@ -106,8 +106,7 @@ def take_release(count: int) -> Timing:
     def cycle() -> None:
         for _ in range(NUM_TAKEN_BLOCKS // count):
             taken, _evicted = pool.take(count)
-            for block in reversed(taken):
-                pool.release(block)
+            pool.release_all(reversed(taken))
 
     return time_calls(cycle, NUM_TAKEN_BLOCKS)
 

@@ -7,6 +7,7 @@ that lags.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import count
 
 from tests.core.harness import make_memory
 
@@ -161,7 +162,8 @@ class World:
         self.truth = Truth(self.memory)
         self.in_flight: list[Step] = []
         self.draft = PlanDraft()  # of the step to come, for its copies
-        self.next_step_id = self.num_made = 0
+        self.next_step_id = 0
+        self._names = (f"r{number}" for number in count(1))
         self._watch()
 
     def _watch(self) -> None:
@@ -195,16 +197,12 @@ class World:
         params = DecodingParams(MAX_NUM_TOKENS, prompt_logprobs=0 if prompt_logprobs else None)
         root = self.memory.prefixes.start_chain(domain)
         return Sequence(
-            self._new_name(), token_ids, params, max_num_tokens=MAX_NUM_TOKENS, chain_root=root
+            next(self._names), token_ids, params, max_num_tokens=MAX_NUM_TOKENS, chain_root=root
         )
-
-    def _new_name(self) -> str:
-        self.num_made += 1
-        return f"r{self.num_made}"
 
     def _branch(self, parent: Sequence) -> Sequence:
         child = parent.branch(1, parent.params)
-        child.request_id = self._new_name()
+        child.request_id = next(self._names)
         return child
 
     def resting(self) -> list[Sequence]:
@@ -330,29 +328,6 @@ class World:
         if child.num_pending_tokens:
             self.in_flight[-1].ends.append((child, 1, child.num_computed_tokens))
 
-    def beam_pairs(self) -> list[tuple[Sequence, Sequence]]:
-        """(dead, parent): those of one request that wait for nothing, the second one with a row."""
-        idle = [
-            one
-            for one in self.live
-            if not one.num_pending_tokens
-            and one.num_tokens - one.num_computed_tokens <= 1
-            and self._read_until(one) is None
-        ]
-        return [
-            (dead, parent)
-            for parent in idle
-            for dead in idle
-            if dead is not parent
-            and parent.state is RUNNING
-            and not dead.forks
-            # Beams have in common the chain's root and the prompt.
-            and self._origin(dead) == self._origin(parent)
-        ]
-
-    def _origin(self, sequence: Sequence) -> tuple[bytes, Tokens]:
-        return sequence.chain_root, tuple(sequence.token_ids[: sequence.num_prompt_tokens])
-
     def refork(self, dead: Sequence, parent: Sequence) -> None:
         """`dead`, a beam, becomes a fork of `parent`, another one."""
         self.memory.refork(dead, parent)
@@ -360,7 +335,8 @@ class World:
 
     # ---- giving back ------------------------------------------------------------------------
 
-    def _read_until(self, sequence: Sequence) -> int | None:
+    def read_until(self, sequence: Sequence) -> int | None:
+        """The last step in flight that it is in."""
         first = self.in_flight[0].step_id if self.in_flight else self.next_step_id
         return sequence.last_step_id if sequence.last_step_id >= first else None
 
@@ -372,9 +348,7 @@ class World:
             for table in sequence.block_tables
             for block in table[max(0, num_used - num_cut) :]
         )
-        num_freed = self.memory.cut(
-            sequence, max(0, num_used - num_cut), self._read_until(sequence)
-        )
+        num_freed = self.memory.cut(sequence, max(0, num_used - num_cut), self.read_until(sequence))
         assert num_freed == expected
         if sequence.state is RUNNING:
             sequence.row = None
@@ -384,12 +358,12 @@ class World:
         """Take the blocks that it does not need yet."""
         if sequence.state is RUNNING:
             num_used = -(-sequence.num_tokens // self.size)
-            self.memory.cut(sequence, num_used, self._read_until(sequence))
+            self.memory.cut(sequence, num_used, self.read_until(sequence))
 
     def free(self, sequence: Sequence) -> None:
         """It ends; its forks wait for nobody then."""
         self.live.remove(sequence)
-        self.memory.free(sequence, self._read_until(sequence))
+        self.memory.free(sequence, self.read_until(sequence))
         sequence.row = None
         sequence.move_to(SequenceState.FINISHED)
         for child in list(sequence.forks):
@@ -446,3 +420,29 @@ def num_common(one: Tokens, other: Tokens) -> int:
     """How many leading tokens agree."""
     pairs = zip(one, other, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def beam_pairs(world: World) -> list[tuple[Sequence, Sequence]]:
+    """(dead, parent): those of one request that wait for nothing, the second one with a row."""
+    idle = [
+        one
+        for one in world.live
+        if not one.num_pending_tokens
+        and one.num_tokens - one.num_computed_tokens <= 1
+        and world.read_until(one) is None
+    ]
+    return [
+        (dead, parent)
+        for parent in idle
+        for dead in idle
+        if dead is not parent
+        and parent.state is RUNNING
+        and not dead.forks
+        # Beams have the chain's root and the prompt in common.
+        and dead.chain_root == parent.chain_root
+        and prompt_of(dead) == prompt_of(parent)
+    ]
+
+
+def prompt_of(sequence: Sequence) -> Tokens:
+    return tuple(sequence.token_ids[: sequence.num_prompt_tokens])

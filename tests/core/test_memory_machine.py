@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.core.memory_world import DOMAINS, World
+from tests.core.memory_world import DOMAINS, World, beam_pairs
 
 from quire.core.sequence import Sequence
 
@@ -75,10 +75,10 @@ class MemoryMachine(RuleBasedStateMachine):
         first %= len(resting)
         self.world.launch(self.all_but(skipped, chunk), 0, resting[first : first + 2])
 
-    @precondition(lambda self: self.world.beam_pairs())
+    @precondition(lambda self: beam_pairs(self.world))
     @rule(index=st.integers(0, 20))
     def refork(self, index: int) -> None:
-        pairs = self.world.beam_pairs()
+        pairs = beam_pairs(self.world)
         self.world.refork(*pairs[index % len(pairs)])
 
     @precondition(lambda self: self.world.live)
@@ -140,7 +140,7 @@ def act(world: World, rng: random.Random) -> None:
     elif kind < 0.8:
         world.fork_waiting(one)
     elif kind < 0.88:
-        pairs = world.beam_pairs()
+        pairs = beam_pairs(world)
         if pairs:
             world.refork(*rng.choice(pairs))
     elif kind < 0.91:

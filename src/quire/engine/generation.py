@@ -1,12 +1,10 @@
 """A running request in the caller's hand: read its text as it comes, branch it, leave it.
 
     with llm.start("Once upon a time", SamplingParams(max_tokens=64)) as story:
-        for text in story:
-            print(text, end="")
-            if "dragon" in story.output.text and not story.output.finished:
-                other = story.fork(SamplingParams(max_tokens=64, temperature=1.5))
-                break
-        print(other.finish().text)
+        for _ in range(20):
+            print(story.step(), end="")
+        other = story.fork(SamplingParams(max_tokens=64, temperature=1.5))
+        print(story.finish().text, other.finish().text, sep="\n---\n")
 
 A branch shares the KV blocks of all that it has in common with the one it came from; each copies
 one block when it first writes. Made by `LLM.start`.
