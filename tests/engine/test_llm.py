@@ -283,7 +283,6 @@ def untouched_logging() -> Iterator[None]:
     logger.propagate, logger.handlers = before[1], before[2]
 
 
-@pytest.mark.usefixtures("untouched_logging")
 def test_the_ledger_follows_a_generation(llm: LLM) -> None:
     before = llm.memory_report()
     assert before.useful_share is None
@@ -297,6 +296,7 @@ def test_the_ledger_follows_a_generation(llm: LLM) -> None:
     assert llm.memory_report().useful_bytes == 0
 
 
+@pytest.mark.usefixtures("untouched_logging")
 def test_stats_are_logged_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     llm = LLM(dtype="float32", max_model_len=256, disable_log_stats=False)
     seconds = iter(range(0, 10_000, 4))
