@@ -95,3 +95,30 @@ def test_the_reason_of_a_miss_is_kept() -> None:
     assert evicted.reason == "evicted" and evicted.evicted_by is not None
     cold = LLM(dtype="float32", max_model_len=256, num_blocks=32, enable_prefix_caching=False)
     assert cold.generate({"prompt_token_ids": story}, ONE, use_tqdm=False)[0].prefix_miss is None
+
+
+def test_a_pinned_prefix_outlives_what_is_not() -> None:
+    llm = LLM(dtype="float32", max_model_len=256, num_blocks=16, eviction="lru")
+
+    def found(ids: list[int], **options: Any) -> int:
+        prompt = {"prompt_token_ids": ids, **options}
+        return llm.generate(prompt, ONE, use_tqdm=False)[0].num_cached_tokens
+
+    def flood() -> None:
+        for start in range(500, 2500, 200):
+            found([start + index for index in range(150)])
+
+    found(IDS)
+    flood()
+    assert found(IDS) == 0, "without a pin it is gone"
+    assert llm.pin_prefix({"prompt_token_ids": IDS}) == 96  # six full blocks of 16
+    flood()
+    assert found(IDS) >= 96
+    llm.publish_prefix({"prompt_token_ids": IDS[::-1]})
+    assert llm.pin_prefix({"prompt_token_ids": IDS[::-1]}) == 0
+    published = {"prompt_token_ids": IDS[::-1]}
+    assert llm.pin_prefix(published, published=True, duration_s=1e-9, priority=3) == 96
+    flood()
+    assert found(IDS[::-1], tenant="t") == 0, "the time was over"
+    with pytest.raises(InvalidRequestError, match="duration_s is 0"):
+        llm.pin_prefix("text", duration_s=0)

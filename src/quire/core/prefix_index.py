@@ -7,6 +7,7 @@ Reads and writes the prefix cache for `kv_cache_manager`, which alone takes and 
     then           the neighbour in the tree of tokens            part of one more block, copied
 """
 
+from collections.abc import Sequence as Ids
 from typing import NamedTuple
 
 from quire.core.block_pool import BlockPool
@@ -233,6 +234,17 @@ class PrefixIndex:
         parent = sequence.chain[index - 1] if index else sequence.chain_root
         inserted = cache.insert_run(group, [digest], [block], [tokens], parent, index == 0)
         self._pool.set_contents(group, inserted)
+
+    def pin(self, token_ids: Ids[int], root: bytes, priority: int, until_s: float | None) -> int:
+        """Keep the cached full blocks that token_ids begin with under one chain; see
+        `BlockPool.pin`. Returns how many tokens they hold."""
+        chain: list[bytes] = []
+        self.cache.extend_chain(chain, root, token_ids)
+        found = self.cache.find_run(chain, 0, len(chain))
+        for blocks in found:
+            for block in blocks:
+                self._pool.pin(block, priority, until_s)
+        return len(found[0]) * self.cache.block_size
 
     def clear(self) -> None:
         """Forget all cached contents; held blocks stay with their holders, unpublished."""

@@ -123,6 +123,22 @@ class Engine:
         branches.append(self.scheduler.fork(parent, new_index, params, self._clock()))
         return new_index
 
+    def pin_prefix(
+        self,
+        token_ids: list[int],
+        cache_domain: str,
+        priority: int = 0,
+        duration_s: float | None = None,
+    ) -> int:
+        """Let the cached full blocks that token_ids begin with outlive all that is not pinned.
+
+        Of pinned ones the lowest priority goes first. duration_s: None for as long as they are
+        cached. Returns how many tokens are pinned now.
+        """
+        prefixes = self.scheduler.memory.prefixes
+        until_s = None if duration_s is None else self._clock() + duration_s
+        return prefixes.pin(token_ids, prefixes.start_chain(cache_domain), priority, until_s)
+
     def prefix_miss(self, request_id: str) -> PrefixMiss | None:
         """Why the prefix cache had no more of a request's prompt, while it runs and for a while
         after; None for one that is unknown, was not admitted yet or looked up nothing."""

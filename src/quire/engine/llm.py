@@ -170,6 +170,28 @@ class LLM:
         found = self._run([public], [SamplingParams(max_tokens=1)], use_tqdm)[0]
         return len(found.prompt_token_ids) - found.num_cached_tokens
 
+    def pin_prefix(
+        self,
+        prompt: Prompt,
+        *,
+        priority: int = 0,
+        duration_s: float | None = None,
+        published: bool = False,
+    ) -> int:
+        """Keep what is cached of a prompt's full blocks longer than all that is not pinned.
+
+        priority: of pinned prefixes the lowest goes first. duration_s: when the pin ends; None: it
+        does not. published: one that `publish_prefix` made, instead of the tenant's own. Returns
+        how many tokens are pinned. Raises InvalidRequestError for a duration that isn't above 0.
+        """
+        if duration_s is not None and not duration_s > 0:
+            raise InvalidRequestError(
+                f"duration_s is {duration_s}, but must be above 0", "duration_s"
+            )
+        asked = read_prompt(prompt)
+        options = replace(asked.options, is_public=published)
+        return self._requests.pin(PromptInput(asked.prompt, options), priority, duration_s)
+
     # ---- inside -----------------------------------------------------------------------------
 
     def _render(

@@ -45,6 +45,14 @@ class OpenRequests:
         self._open[request.request_id] = assembler
         return assembler
 
+    def pin(self, prompt: PromptInput, priority: int, duration_s: float | None) -> int:
+        """See `Engine.pin_prefix`; the domain is that of the prompt's options."""
+        token_ids = self._inputs.tokenize(prompt.prompt)
+        with deferred_interrupts():
+            return self._engine.pin_prefix(
+                token_ids, prompt.options.cache_domain, priority, duration_s
+            )
+
     def step(self) -> tuple[int, set[str]]:
         """One step for all open requests: how many tokens it brought, which requests it ended."""
         with deferred_interrupts():
