@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
+from quire.core.contiguous import KV_ALLOCATORS
 from quire.errors import ConfigurationError
 
 DEVICES = ("auto", "cpu")
-KV_ALLOCATORS = ("paged", "contiguous_max", "contiguous_pow2", "contiguous_oracle")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_BATCHED_TOKENS = 2048
 ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}

@@ -36,14 +36,12 @@ def test_without_matplotlib_it_says_what_to_install(
     ids=["both", "allocators", "sharing"],
 )
 def test_a_picture_is_drawn(shown: MemoryResults, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "out.png"
     memory_plot.draw(shown, path)
     assert path.read_bytes().startswith(PNG) and path.stat().st_size > 10_000
 
 
 def test_the_bars_are_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
     drawn: list[Any] = []
@@ -60,7 +58,6 @@ def test_the_bars_are_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     with pytest.raises(ConfigurationError, match="can't be written"):
         memory_plot.draw(FULL, tmp_path / "none" / "out.png")
 

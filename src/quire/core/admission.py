@@ -69,13 +69,14 @@ class Admission:
         outranked = bool(residents.running) and head.rank < residents.running[-1].rank
         if not is_idle and not (may_take and outranked):
             return
-        if self.room.follows(head, memory.match(head)):
+        match = memory.match(head)
+        if self.room.follows(head, match):
             return
         num_spare = 0
         if not is_idle:
             num_outranking = bisect_left(residents.running, head.rank, key=rank_of)
             num_spare = num_outranking * memory.num_blocks_to_grow
-            needed = memory.num_blocks_to_admit(head, memory.match(head)) + num_spare
+            needed = memory.num_blocks_to_admit(head, match) + num_spare
             if not self._could_take(needed, head.rank):
                 return
         self.clear_way(head, num_spare, from_all=is_idle)
@@ -156,6 +157,7 @@ class Admission:
         self._draft.admit(sequence)
 
     def count_first(self, sequence: Sequence, now_s: float) -> None:
+        """Its first admission: how long it waited, and the rank that it keeps from now on."""
         self.stats.queue_s += now_s - sequence.arrival_s
         rank = self._policy.rank_admitted(sequence)
         if rank is not None:

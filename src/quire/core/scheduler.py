@@ -172,7 +172,9 @@ class Scheduler:
         """
         assert not parent.is_finished and not parent.is_beam, parent
         if not self.memory.is_paged:
-            raise InvalidRequestError("this KV allocator shares no blocks, so nothing can fork")
+            raise InvalidRequestError(
+                "this KV allocator shares no blocks, so nothing can fork; use kv_allocator='paged'"
+            )
         child = parent.branch(branch_index, replace(params, prompt_logprobs=None))
         _check_fits(child, self.config, self.memory)
         child.fork_from(parent)
@@ -451,7 +453,9 @@ def _check_fits(sequence: Sequence, config: SchedulerConfig, memory: KVCacheMana
             " give the engine more kv_cache_memory"
         )
     if width > 1 and not memory.is_paged:
-        raise InvalidRequestError("this KV allocator shares no blocks, so it searches no beams")
+        raise InvalidRequestError(
+            "this KV allocator shares no blocks, so it searches no beams; use kv_allocator='paged'"
+        )
     if width > config.max_num_seqs:
         raise RequestNeverFitsError(
             f"beam_width is {width}, but at most max_num_seqs={config.max_num_seqs}"

@@ -12,7 +12,7 @@ import torch
 from quire.attention.interface import AttentionBackend
 from quire.attention.registry import select
 from quire.config import EngineOptions
-from quire.core.contiguous import ContiguousKVCacheManager
+from quire.core.contiguous import make_memory
 from quire.core.eviction import find_order
 from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.policy import find_policy
@@ -93,10 +93,7 @@ def _build_memory(options: EngineOptions, layout: KVCacheLayout, sizes: _Sizes) 
         secret=secrets.token_bytes(16),
         eviction=options.eviction,
     )
-    if options.kv_allocator == "paged":
-        return KVCacheManager(config)
-    reservation = options.kv_allocator.removeprefix("contiguous_")
-    return ContiguousKVCacheManager(config, reservation, sizes.max_model_len)
+    return make_memory(options.kv_allocator, config, sizes.max_model_len)
 
 
 def _build_runner(
