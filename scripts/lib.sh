@@ -83,8 +83,38 @@ checksum() {
         cksum
 }
 
+NATIVE=$ROOT/src/quire/kernels/cpu
+
+native_checksum() { cat "$NATIVE/build.py" "$NATIVE"/csrc/*.cpp "$NATIVE"/csrc/*.h | cksum; }
+
+# Object files are kept, so that only what changed is compiled anew.
+compile_native() {
+    "$VENV/bin/python" -m quire.kernels.cpu.build --objects "$ROOT/build/native" \
+        ${CXX:+--compiler "$CXX"} "$@" >&2
+}
+
+# The native kernels, built from the sources as they are now; without a compiler, torch serves.
+ensure_native() {
+    native_sum=$(native_checksum)
+    if [ -e "$NATIVE/_native.so" ] && [ "$(cat "$VENV/.quire-native" 2>/dev/null)" = "$native_sum" ]
+    then
+        return
+    fi
+    say "building the native kernels"
+    if compile_native; then
+        printf '%s\n' "$native_sum" >"$VENV/.quire-native"
+    else
+        say "note: without the native kernels torch computes, which is slower"
+    fi
+}
+
 # ensure runtime|dev: after it, .venv has quire and what it (or its development) needs.
 ensure() {
+    ensure_installed "$1"
+    ensure_native
+}
+
+ensure_installed() {
     sum=$(checksum)
     for kind in "$1" dev; do
         if [ -x "$VENV/bin/quire" ] && [ "$(cat "$VENV/.quire-$kind" 2>/dev/null)" = "$sum" ]; then

@@ -1,8 +1,15 @@
-"""What holds for all tests: no network, one torch thread, Hypothesis without a clock."""
+"""What holds for all tests: no network, one torch thread, Hypothesis without a clock.
+
+`pytest --kernels NAME` runs the engines of all tests that don't ask for other kernels on these.
+"""
 
 import os
+from dataclasses import fields
 
+import pytest
 from hypothesis import settings
+
+from quire.config import KERNELS, EngineOptions
 
 # Both are read when the libraries are first imported, and inherited by processes that tests start.
 # One thread each: pytest and such a process would otherwise fight for the same few cores.
@@ -12,3 +19,35 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shared machine makes single examples slow at random; the timeout of pytest bounds whole tests.
 settings.register_profile("quire", deadline=None)
 settings.load_profile("quire")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernels",
+        default=EngineOptions().kernels,
+        choices=KERNELS,
+        help="what engines compute with where a test doesn't say (%(default)s)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the kernels that were asked for the default of the option, in this process."""
+    name = config.getoption("--kernels")
+    EngineOptions.__init__.__defaults__ = tuple(
+        name if field.name == "kernels" else field.default for field in fields(EngineOptions)
+    )
+
+
+@pytest.fixture(scope="session")
+def native_engine() -> None:
+    """Skips a test of what only engines on native kernels promise, where engines run on torch."""
+    name = EngineOptions().kernels
+    if name == "torch":
+        pytest.skip("engines run on torch, as asked for")
+    # Brings torch, so not before the variables above are set.
+    from quire.kernels.cpu.library import NativeUnavailableError, load_library
+
+    try:
+        load_library()
+    except NativeUnavailableError as error:
+        pytest.skip(f"engines run on torch: {error}")

@@ -73,6 +73,21 @@ def test_the_version_is_written_once() -> None:
     assert quire.__version__ == __version__
 
 
+def test_the_version_tells_what_computes_if_asked(capsys: Capture) -> None:
+    assert cli.main(["--version", "-v"]) == 0
+    version, below, kernels = capsys.readouterr().out.splitlines()
+    assert version == f"quire {__version__}"
+    assert "torch" in below
+    assert kernels.startswith("kernels: ")
+
+
+def test_verbose_is_for_the_version_alone(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["-v", "generate", "x"])
+    assert caught.value.code == 2
+    assert "-v goes with --version" in capsys.readouterr().err
+
+
 def test_what_quire_exports_is_there_when_asked_for() -> None:
     for name in quire.__all__:
         assert getattr(quire, name) is not None
@@ -191,14 +206,17 @@ def test_serve_hands_its_options_to_the_server(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "quire.server.launch", launch)
     assert cli.main(["serve"]) == 1
     words = "serve org/model --host 0.0.0.0 --port 81 --served-model-name m --seed 4 --num-blocks 9"
-    assert cli.main(words.split()) == 2
+    assert cli.main([*words.split(), "--max-itl-ratio", "0"]) == 2
     assert seen == [
-        ({}, ServerConfig()),
-        ({"model": "org/model", "num_blocks": 9, "seed": 4}, ServerConfig("0.0.0.0", 81, "m")),
+        ({"max_itl_ratio": 2.8}, ServerConfig()),
+        (
+            {"model": "org/model", "num_blocks": 9, "max_itl_ratio": 0.0, "seed": 4},
+            ServerConfig("0.0.0.0", 81, "m"),
+        ),
     ]
 
 
-@pytest.mark.parametrize("name", ["throughput", "memory"])
+@pytest.mark.parametrize("name", ["throughput", "memory", "perplexity"])
 def test_bench_hands_its_words_to_the_benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark = SimpleNamespace(
         add_arguments=lambda parser: parser.add_argument("--num-prompts", type=int),

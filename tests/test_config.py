@@ -59,6 +59,9 @@ def test_defaults() -> None:
         ({"dtype": "int3"}, "dtype is 'int3'"),
         ({"dtype": 7}, "dtype is 7"),
         ({"device": "tpu"}, "device is 'tpu'"),
+        ({"quantization": "int3"}, "quantization is 'int3', but must be None or one of"),
+        ({"quantization": "none"}, "quantization is 'none'"),
+        ({"quantization": 8}, "quantization is 8"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": True}, "seed is True"),
         ({"model": ""}, "model is ''"),
@@ -69,10 +72,27 @@ def test_defaults() -> None:
         ({"enforce_eager": 1}, "enforce_eager is 1, but must be True or False"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
         ({"gpu_memory_utilization": True}, "gpu_memory_utilization is True"),
+        ({"max_itl_ratio": 1.0}, "max_itl_ratio is 1.0, but must be 0 .no limit. or a number from"),
+        ({"max_itl_ratio": -3}, "max_itl_ratio is -3"),
+        ({"max_itl_ratio": True}, "max_itl_ratio is True"),
+        ({"max_itl_ratio": float("inf")}, "max_itl_ratio is inf"),
+        ({"max_itl_ratio": "2"}, "max_itl_ratio is '2'"),
         ({"kv_cache_memory": 1, "kv_cache_memory_bytes": 1}, "given twice"),
         ({"kv_cache_memory": "1GiB", "num_blocks": 4}, "give one of them"),
+        ({"kernels": "sse"}, "kernels is 'sse', but must be one of .*'portable'"),
+        ({"kernels": None}, "kernels is None"),
+        ({"num_threads": 0}, "num_threads is 0, but must be at least 1"),
+        ({"num_threads": 1025}, "num_threads is 1025, but must be at most 1024"),
+        ({"num_threads": "2"}, "num_threads is '2'"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         EngineOptions.from_mapping(options)
+
+
+def test_the_kernels_that_pytest_was_asked_for_are_the_default(pytestconfig: pytest.Config) -> None:
+    name = pytestconfig.getoption("--kernels")
+    assert EngineOptions().kernels == name
+    assert EngineOptions.from_mapping({"num_threads": 2}).kernels == name
+    assert EngineOptions.from_mapping({"kernels": "torch"}).kernels == "torch"

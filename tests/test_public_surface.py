@@ -18,14 +18,18 @@ from typing import Any
 import pytest
 
 import quire
-from quire.bench import memory, throughput
+from quire.bench import memory, perplexity, throughput
 from quire.cli_parser import build_parser
 from quire.config import EngineOptions
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 LIST = ROOT / "tests" / "data" / "public_surface.json"
-BENCHMARKS = {"throughput": throughput.add_arguments, "memory": memory.add_arguments}
+BENCHMARKS = {
+    "throughput": throughput.add_arguments,
+    "memory": memory.add_arguments,
+    "perplexity": perplexity.add_arguments,
+}
 
 ADVICE = (
     "the public surface changed; if that is meant, write the list anew with"

@@ -18,6 +18,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TOOLS = ("sh", "cat", "cksum", "dirname", "sed", "uname", "env")
 INPUTS = ("pyproject.toml", "requirements.lock", "constraints.txt")
+NATIVE = Path("src", "quire", "kernels", "cpu")
+NATIVE_INPUTS = ("build.py", "csrc/pool.cpp", "csrc/pool.h")
 
 
 class Machine:
@@ -26,10 +28,14 @@ class Machine:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.bin = root.parent / "bin"
+        self.environment = {"PATH": str(self.bin), "LC_ALL": "C"}
         self.bin.mkdir()
         shutil.copytree(ROOT / "scripts", root / "scripts")
         for name in INPUTS:
             shutil.copy(ROOT / name, root / name)
+        (root / NATIVE / "csrc").mkdir(parents=True)
+        for name in NATIVE_INPUTS:
+            shutil.copy(ROOT / NATIVE / name, root / NATIVE / name)
         for name in TOOLS:
             found = shutil.which(name)
             assert found, f"this test needs {name}"
@@ -43,20 +49,20 @@ class Machine:
 
     def run(self, script: str, *words: str) -> subprocess.CompletedProcess[str]:
         command = [str(self.root / "scripts" / script), *words]
-        environment = {"PATH": str(self.bin), "LC_ALL": "C"}
         return subprocess.run(
-            command, env=environment, cwd=self.bin, capture_output=True, text=True, timeout=30
+            command, env=self.environment, cwd=self.bin, capture_output=True, text=True, timeout=30
         )
 
     def set_up(self, kind: str) -> None:
-        """As if `kind` had been installed: the stamp, and a quire that tells its words."""
+        """As if `kind` had been installed: the stamps, and a quire that tells its words."""
         self.program(self.root / ".venv" / "bin" / "quire", 'printf "<%s>" "$@"')
         self.program(self.root / ".venv" / "bin" / "python", 'printf "<%s>" "$@"')
-        code = f'. "{self.root}/scripts/lib.sh"; checksum'
-        script = self.root / "scripts" / "stamp"
-        self.program(script, code)
-        stamp = subprocess.run([script], check=True, capture_output=True, text=True).stdout
-        (self.root / ".venv" / f".quire-{kind}").write_text(stamp)
+        for name, function in ((kind, "checksum"), ("native", "native_checksum")):
+            script = self.root / "scripts" / "stamp"
+            self.program(script, f'. "{self.root}/scripts/lib.sh"; {function}')
+            stamp = subprocess.run([script], check=True, capture_output=True, text=True).stdout
+            (self.root / ".venv" / f".quire-{name}").write_text(stamp)
+        (self.root / NATIVE / "_native.so").write_text("")
 
 
 @pytest.fixture
@@ -123,6 +129,49 @@ def test_a_change_of_what_is_installed_from_sets_up_anew(machine: Machine, name:
     assert "installing quire" in machine.run("demo").stderr
 
 
+@pytest.mark.parametrize("name", NATIVE_INPUTS)
+def test_a_change_of_the_native_sources_compiles_them_and_no_more(
+    machine: Machine, name: str
+) -> None:
+    machine.set_up("runtime")
+    with (machine.root / NATIVE / name).open("a") as file:
+        file.write("\n")
+    run = machine.run("demo", "chat")
+    folder = machine.root / "build" / "native"
+    assert run.stderr == (
+        f"quire: building the native kernels\n<-m><quire.kernels.cpu.build><--objects><{folder}>"
+    )
+    assert run.stdout == "<chat>"
+    assert machine.run("demo", "chat").stderr == ""
+
+
+def test_a_missing_library_is_built(machine: Machine) -> None:
+    machine.set_up("runtime")
+    (machine.root / NATIVE / "_native.so").unlink()
+    assert "building the native kernels" in machine.run("demo").stderr
+
+
+def test_kernels_that_can_not_be_built_are_told_of_each_time(machine: Machine) -> None:
+    machine.set_up("runtime")
+    (machine.root / NATIVE / "_native.so").unlink()
+    machine.program(machine.root / ".venv" / "bin" / "python", 'echo "no compiler" >&2; exit 1')
+    for _ in range(2):
+        run = machine.run("demo", "chat")
+        assert run.stderr.splitlines() == [
+            "quire: building the native kernels",
+            "no compiler",
+            "quire: note: without the native kernels torch computes, which is slower",
+        ]
+        assert (run.returncode, run.stdout) == (0, "<chat>")
+
+
+def test_build_compiles_with_the_compiler_that_is_named(machine: Machine) -> None:
+    machine.set_up("dev")
+    machine.environment["CXX"] = "a compiler"
+    run = machine.run("build", "--output", "x.so")
+    assert "<--compiler><a compiler><--output><x.so>" in run.stderr
+
+
 def test_a_copied_environment_is_set_up_anew(machine: Machine, tmp_path: Path) -> None:
     machine.set_up("runtime")
     machine.root = machine.root.rename(tmp_path / "moved")
@@ -137,7 +186,7 @@ def test_setup_knows_two_kinds(machine: Machine) -> None:
     assert "takes 'runtime' or 'dev', not 'all'" in run.stderr
 
 
-@pytest.mark.parametrize("path", ["setup", "demo", "test", "check", "lock", "../.ci/run"])
+@pytest.mark.parametrize("path", ["setup", "demo", "build", "test", "check", "lock", "../.ci/run"])
 def test_a_script_can_be_run_and_parses(path: str) -> None:
     script = ROOT / "scripts" / path
     assert os.access(script, os.X_OK)

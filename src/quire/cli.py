@@ -10,8 +10,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.cli_parser import build_parser, engine_options, sampling_options
+from quire.cli_parser import (
+    SERVED_MAX_ITL_RATIO,
+    build_parser,
+    engine_options,
+    sampling_options,
+)
 from quire.errors import QuireError
+from quire.version import __version__
 
 INTERRUPTED = 130
 PASSIVE_WAITING = ("chat", "generate", "serve")
@@ -20,7 +26,12 @@ PASSIVE_WAITING = ("chat", "generate", "serve")
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command. words: the arguments, those of the process where None."""
     words = sys.argv[1:] if words is None else words
-    args = build_parser(_bench_arguments(words)).parse_args(words)
+    parser = build_parser(_bench_arguments(words))
+    args = parser.parse_args(words)
+    if args.version:
+        return _version(args.verbose)
+    if args.verbose:
+        parser.error("-v goes with --version")
     if args.command in PASSIVE_WAITING:
         # torch's threads would else spin between operators: beside other work on the machine that
         # took 21 s of processor time for an answer that needs 3 s, and served steps 40 times as
@@ -50,6 +61,15 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _version(is_verbose: bool) -> int:
+    print(f"quire {__version__}")
+    if is_verbose:
+        from quire.kernels.cpu.selection import describe_kernels  # brings torch
+
+        print(describe_kernels())
+    return 0
+
+
 def _configure_log(command: str) -> None:
     from quire.observability.log import configure  # `--version` and `--help` do without logging
 
@@ -67,9 +87,9 @@ def _bench_arguments(words: Sequence[str]) -> dict[str, Any] | None:
 
 def _benchmarks() -> dict[str, Any]:
     """Name -> module with `add_arguments` and `main`."""
-    from quire.bench import memory, throughput  # only one command needs them
+    from quire.bench import memory, perplexity, throughput  # only one command needs them
 
-    return {"throughput": throughput, "memory": memory}
+    return {"throughput": throughput, "memory": memory, "perplexity": perplexity}
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -112,7 +132,7 @@ def _chat(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from quire.server.launch import ServerConfig, serve  # brings the web framework
 
-    options = engine_options(args)
+    options = {"max_itl_ratio": SERVED_MAX_ITL_RATIO, **engine_options(args)}
     if args.seed is not None:
         options["seed"] = args.seed
     return serve(options, ServerConfig(args.host, args.port, args.served_model_name))

@@ -10,13 +10,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from quire.version import __version__
-
 COMMANDS = {
     "generate": "continue a text",
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP with OpenAI's API",
-    "bench": "measure throughput or memory, against baselines too",
+    "bench": "measure throughput, memory or quality, against baselines too",
 }
 
 ENGINE_OPTIONS = (
@@ -35,6 +33,10 @@ ENGINE_OPTIONS = (
     "num_lookahead_blocks",
     "eviction",
     "kv_allocator",
+    "max_itl_ratio",
+    "quantization",
+    "kernels",
+    "num_threads",
 )
 """Handed to the engine under these names, where given; the defaults are the engine's own."""
 
@@ -44,6 +46,7 @@ SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "see
 DEFAULT_GENERATE_TOKENS = 128
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
+SERVED_MAX_ITL_RATIO = 2.8
 
 
 class Parser(argparse.ArgumentParser):
@@ -103,7 +106,10 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
         `quire.bench`, which is not loaded for other commands; None leaves `bench` empty.
     """
     parser = Parser(prog="quire", description=_DESCRIPTION, commands=COMMANDS)
-    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    parser.add_argument("--version", action="store_true", help="show the version")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="with --version: what will compute here, too"
+    )
     _add_debug(parser, default=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     adders = {"generate": _add_generate, "chat": _add_chat, "serve": _add_serve}
@@ -217,6 +223,20 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="paged, or contiguous_max, _pow2, _oracle to compare (paged)",
     )
+    group.add_argument(
+        "--max-itl-ratio",
+        type=float,
+        metavar="X",
+        help="prompts make a step of running sequences at most X times as long; 0: no limit"
+        f" (0; serve: {SERVED_MAX_ITL_RATIO})",
+    )
+    group.add_argument(
+        "--quantization", metavar="NAME", help="int8 or int4: round weights while loading (none)"
+    )
+    group.add_argument(
+        "--kernels", metavar="NAME", help="avx512_bf16, avx512, avx2, portable or torch (auto)"
+    )
+    group.add_argument("--num-threads", type=int, metavar="N", help="threads that compute")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -3,6 +3,7 @@ composition root (`engine/build.py`), by nobody else: components declare what th
 """
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -10,10 +11,14 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from quire.core.contiguous import KV_ALLOCATORS
+from quire.core.pacing import LEAST_MAX_ITL_RATIO
 from quire.errors import ConfigurationError
 
 DEVICES = ("auto", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8", "int4")
+KERNELS = ("auto", "torch", "avx512_bf16", "avx512", "avx2", "portable")
+MAX_NUM_THREADS = 1024
 DEFAULT_BATCHED_TOKENS = 2048
 ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
 _UNITS = {
@@ -44,6 +49,10 @@ class EngineOptionsDict(TypedDict, total=False):
     num_lookahead_blocks: int
     eviction: str
     kv_allocator: str
+    max_itl_ratio: float
+    quantization: str | None
+    kernels: str
+    num_threads: int | None
     seed: int
     gpu_memory_utilization: float | None
     enforce_eager: bool
@@ -75,6 +84,19 @@ class EngineOptions:
     kv_allocator: "paged"; or, to compare, what paging replaced: "contiguous_max",
         "contiguous_pow2" and "contiguous_oracle" reserve adjacent memory for a sequence's whole
         life, and have no prefix cache, no forks and no beams.
+    max_itl_ratio: while sequences decode, a step may take so many times as long as without the
+        prompts that it computes beside them, by a cost model that is measured at start-up (about
+        1.5 s) and follows what steps take; 0: however long they take, for the most throughput.
+    quantization: linears' weights rounded while they are loaded, from any checkpoint: "int8", each
+        output with its scale, or "int4", each group of 32 inputs with its own; both multiply
+        activations of eight bits, a scale for each token. Norms, biases and the embedding stay as
+        they are; the vocabulary projection has eight bits under both. None: nothing is rounded.
+    kernels: what computes on the CPU: "auto", the native kernels for the best instruction set that
+        this processor has, or torch where they were not built or don't compute in the dtype (the
+        log says so); "avx512_bf16", "avx512", "avx2" or "portable", these kernels and no others; or
+        "torch".
+    num_threads: threads that compute; None: one for each processor that this process may use, or
+        torch's own number with kernels="torch".
     enforce_eager: never capture graphs. This version has none to capture: both values run eagerly.
     disable_log_stats: no line with throughput and memory use in the log every ten seconds.
     """
@@ -96,6 +118,10 @@ class EngineOptions:
     num_lookahead_blocks: int = 1
     eviction: str = "hit_density"
     kv_allocator: str = "paged"
+    max_itl_ratio: float = 0.0
+    quantization: str | None = None
+    kernels: str = "auto"
+    num_threads: int | None = None
     seed: int = 0
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
@@ -157,6 +183,13 @@ class EngineOptions:
                 f"kv_allocator is {self.kv_allocator!r}, but must be one of {KV_ALLOCATORS}"
             )
 
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ConfigurationError(
+                f"quantization is {self.quantization!r}, but must be None or one of {QUANTIZATIONS}"
+            )
+        if self.kernels not in KERNELS:
+            raise ConfigurationError(f"kernels is {self.kernels!r}, but must be one of {KERNELS}")
+
     def _check_numbers(self) -> None:
         _whole("max_model_len", self.max_model_len, 2, optional=True)
         _whole("num_blocks", self.num_blocks, 1, optional=True)
@@ -165,6 +198,12 @@ class EngineOptions:
         _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _whole("num_lookahead_blocks", self.num_lookahead_blocks, 0)
         _whole("seed", self.seed, 0)
+        _check_ratio(self.max_itl_ratio)
+        _whole("num_threads", self.num_threads, 1, optional=True)
+        if self.num_threads is not None and self.num_threads > MAX_NUM_THREADS:
+            raise ConfigurationError(
+                f"num_threads is {self.num_threads}, but must be at most {MAX_NUM_THREADS}"
+            )
         _whole("block_size", self.block_size, 8)
         if self.block_size > 2048 or self.block_size & (self.block_size - 1):
             raise ConfigurationError(
@@ -197,6 +236,15 @@ def parse_bytes(name: str, value: Any) -> int:
     raise ConfigurationError(
         f'{name} is {value!r}, but must be a number of bytes or text like "2GiB" or "500MB"'
     )
+
+
+def _check_ratio(ratio: object) -> None:
+    is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
+    if not is_number or not (ratio == 0 or LEAST_MAX_ITL_RATIO <= ratio < math.inf):  # type: ignore[operator]
+        raise ConfigurationError(
+            f"max_itl_ratio is {ratio!r}, but must be 0 (no limit) or a number from"
+            f" {LEAST_MAX_ITL_RATIO} up"
+        )
 
 
 def _whole(name: str, value: Any, low: int, *, optional: bool = False) -> None:

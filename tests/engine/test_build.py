@@ -57,6 +57,20 @@ def test_a_share_of_the_machines_memory() -> None:
     assert small < large < 2.2 * small
 
 
+def test_quantized_weights_leave_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte less for each weight of the layers; the tied head's, of a byte, come on top."""
+    set_memory(monkeypatch, 2**24, 2**24)
+    sizes = {
+        name: num_blocks(
+            dtype="bfloat16", gpu_memory_utilization=0.6, kernels="torch", quantization=name
+        )
+        for name in (None, "int8")
+    }
+    layers, head = 4 * (3 * 640 + 2 * 256 + 2 * 128) * 256, 4096 * 256
+    saved_bytes = (sizes["int8"] - sizes[None]) * ELEMENTS_PER_BLOCK * 2
+    assert saved_bytes == pytest.approx(layers - head, rel=0.05)
+
+
 def test_max_model_len_follows_the_pool_unless_it_was_asked_for() -> None:
     assert build_engine({"num_blocks": 10}).limits.max_model_len == 160
     assert build_engine({"num_blocks": 1000}).limits.max_model_len == 4096

@@ -1,6 +1,7 @@
 """The loop without a model: requests in and out, failures of steps, aborts, the trace."""
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from quire.core.invariants import check_idle
 from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.pacing import ConstantPacer
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduler import Scheduler, SchedulerConfig
@@ -190,6 +192,24 @@ def test_a_request_too_large_for_the_pool_is_refused_with_all_its_branches() -> 
     with pytest.raises(RequestNeverFitsError, match="7 KV blocks, but the pool has 5"):
         engine.add(request("a", 20, 30, n=3))
     assert not engine.has_work()
+
+
+def test_the_pacer_is_told_how_long_each_step_took() -> None:
+    class Recorder(ConstantPacer):
+        def __init__(self) -> None:
+            self.observed: list[tuple[int, float]] = []
+
+        def observe(self, step_id: int, seconds: float) -> None:
+            self.observed.append((step_id, seconds))
+
+    engine = make_engine()
+    engine.scheduler.pacer = recorder = Recorder()
+    engine.add(request("a", max_tokens=5))
+    started_s = time.perf_counter()
+    run(engine)
+    assert [step_id for step_id, _ in recorder.observed] == [0, 1, 2, 3, 4]
+    assert all(seconds > 0 for _, seconds in recorder.observed)
+    assert sum(seconds for _, seconds in recorder.observed) < time.perf_counter() - started_s
 
 
 def test_the_trace_has_a_line_per_step(tmp_path: Path) -> None:

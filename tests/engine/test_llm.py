@@ -238,15 +238,15 @@ def test_ctrl_c_leaves_a_working_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     expected = llm.generate("import os", params, use_tqdm=False)[0].outputs[0].token_ids
     steps = iter(range(10))
-    forward = llm.engine._runner._model.forward
+    forward = llm.engine._runner._forward
 
-    def interrupted(*args, **kwargs):
+    def interrupted(step):
         if next(steps) == 5:
             raise KeyboardInterrupt
-        return forward(*args, **kwargs)
+        return forward(step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine._runner._model, "forward", interrupted)
+        patch.setattr(llm.engine._runner, "_forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["import os", "class A:"], params, use_tqdm=False)
     assert llm.engine.stats().num_held_blocks == 0

@@ -39,25 +39,62 @@ def test_declares_how_it_is_sharded(kind, axis):
     assert (linear.kind, linear.shard_axis) == (kind, axis)
 
 
-def test_parts_are_views_that_tile_the_parameters():
-    linear = _linear()
-    for name, parameter in linear.named_parameters():
-        parts = [linear.part(name, index) for index in range(3)]
-        assert [len(part) for part in parts] == [6, 2, 4]
-        assert torch.equal(torch.cat(parts), parameter)
-        for index, part in enumerate(parts):
-            part.fill_(index)
-    assert linear.bias.tolist() == [0.0] * 6 + [1.0] * 2 + [2.0] * 4
-    assert linear.weight[:, 0].tolist() == linear.bias.tolist()
+def _fill(linear, tensors, *, rows_at_once=100):
+    """tensors: (parameter, part) -> its numbers; loaded in slices, the last ones first."""
+    slots = linear.slots()
+    assert {key: slot.shape for key, slot in slots.items()} == {
+        key: tuple(tensor.shape) for key, tensor in tensors.items()
+    }
+    for key, tensor in tensors.items():
+        for start in reversed(range(0, len(tensor), rows_at_once)):
+            slots[key].load(start, tensor[start : start + rows_at_once])
+    linear.finish()
+
+
+def _parts(part_sizes=(6, 2, 4)):
+    generator = torch.Generator().manual_seed(2)
+    shapes = {("weight", index): (size, 5) for index, size in enumerate(part_sizes)}
+    shapes |= {("bias", index): (size,) for index, size in enumerate(part_sizes)}
+    return {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 100])
+def test_parts_lie_one_after_the_other(rows_at_once):
+    linear, parts = _linear(), _parts()
+    _fill(linear, parts, rows_at_once=rows_at_once)
+    for name in ("weight", "bias"):
+        expected = torch.cat([parts[name, index] for index in range(3)])
+        assert torch.equal(linear.get_parameter(name), expected)
+
+
+def test_without_bias_there_is_no_place_for_one():
+    assert set(_linear(bias=False).slots()) == {("weight", 0), ("weight", 1), ("weight", 2)}
+
+
+def test_what_is_loaded_is_converted():
+    linear, parts = _linear(dtype=torch.bfloat16), _parts()
+    _fill(linear, parts)
+    assert torch.equal(linear.weight[:6], parts["weight", 0].bfloat16())
 
 
 def test_a_fused_linear_equals_its_parts():
-    linear = _linear()
+    linear, parts = _linear(), _parts()
+    _fill(linear, parts)
     separate = [
-        functional.linear(_x(), linear.part("weight", index), linear.part("bias", index))
-        for index in range(3)
+        functional.linear(_x(), parts["weight", index], parts["bias", index]) for index in range(3)
     ]
     torch.testing.assert_close(linear(_x()), torch.cat(separate, -1))
+
+
+def test_gate_and_up_become_one_output():
+    linear = Linear(
+        5, (4, 4), LinearKind.COLUMN, bias=True, dtype=torch.float32, device=CPU, gated=True
+    )
+    _fill(linear, _parts((4, 4)))
+    gate, up = linear(_x()).chunk(2, -1)
+    torch.testing.assert_close(linear.silu_mul(_x()), functional.silu(gate) * up)
+    linear.adapter = lambda x, output: output + 1
+    torch.testing.assert_close(linear.silu_mul(_x()), functional.silu(gate + 1) * (up + 1))
 
 
 def test_parameters_have_the_dtype_asked_for_and_are_not_trained():
@@ -77,22 +114,28 @@ class TransposedMethod(LinearMethod):
             "bias", empty_parameter(size[1:], dtype, device) if bias else None
         )
 
-    def apply(self, linear, x):
-        return torch.addmm(linear.bias, x, linear.packed)
+    def load_part(self, linear, parameter, index, first_row, rows):
+        start = linear.part_start(index) + first_row
+        target = linear.get_parameter("packed" if parameter == "weight" else parameter)
+        target[..., start : start + len(rows)] = rows.T if parameter == "weight" else rows
 
-    def part(self, linear, parameter, index):
-        start = sum(linear.part_sizes[:index])
-        columns = slice(start, start + linear.part_sizes[index])
-        return linear.get_parameter(parameter)[..., columns]
+    def finish(self, linear):
+        linear.is_finished = True
+
+    def num_bytes(self, num_outputs, num_inputs, dtype):
+        return num_outputs * num_inputs * dtype.itemsize
+
+    def apply(self, linear, x, out_dtype=None):
+        return torch.addmm(linear.bias, x, linear.packed)
 
 
 def test_another_method_takes_over_from_outside():
     plain, packed = _linear(), _linear()
     packed.use(TransposedMethod(), torch.float32, CPU)
     assert {name for name, _ in packed.named_parameters()} == {"packed", "bias"}
-    for index in range(3):
-        packed.part("packed", index).copy_(plain.part("weight", index).T)
-        packed.part("bias", index).copy_(plain.part("bias", index))
+    for linear in (plain, packed):
+        _fill(linear, _parts(), rows_at_once=3)
+    assert packed.is_finished
     torch.testing.assert_close(packed(_x()), plain(_x()))
 
 

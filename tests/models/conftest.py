@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.attention.interface import AttentionSpec
+from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.registry import load_config
@@ -90,6 +91,15 @@ def load() -> Callable[..., CausalLM]:
         )
 
     return load
+
+
+@pytest.fixture(scope="session")
+def kernels() -> NativeKernels:
+    """The best of this processor, with two threads; skips where they weren't built."""
+    try:
+        return NativeKernels(load_library(), num_threads=2)
+    except NativeUnavailableError as error:
+        pytest.skip(f"no native kernels: {error}")
 
 
 @pytest.fixture

@@ -13,8 +13,10 @@ from transformers import LlamaConfig as HFLlamaConfig
 from transformers import Qwen3Config as HFQwen3Config
 
 from quire.errors import CheckpointError
-from quire.models.loader import checkpoint_targets
-from quire.models.registry import MODELS
+from quire.layers.methods import choose_methods
+from quire.models import checkpoint as checkpoint_module
+from quire.models.loader import checkpoint_slots, load_model, weight_bytes
+from quire.models.registry import MODELS, load_config
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -40,12 +42,17 @@ def test_every_parameter_has_the_checkpoints_numbers(max_shard_size, save_checkp
         HFQwen3Config, head_dim=16, attention_bias=True, max_shard_size=max_shard_size
     )
     model = load(folder)
-    targets = checkpoint_targets(model, MODELS["Qwen3ForCausalLM"].checkpoint_parts)
     expected = reference.state_dict()
-    assert targets.keys() == expected.keys()
-    assert all(torch.equal(targets[name], expected[name]) for name in expected)
-    assert sum(target.numel() for target in targets.values()) == sum(
-        parameter.numel() for parameter in model.parameters()
+    slots = checkpoint_slots(model, MODELS["Qwen3ForCausalLM"].checkpoint_parts)
+    assert {name: slot.shape for name, (slot,) in slots.items()} == {
+        name: tuple(tensor.shape) for name, tensor in expected.items()
+    }
+    numbers = torch.cat([parameter.flatten() for parameter in model.parameters()])
+    assert numbers.numel() == sum(tensor.numel() for tensor in expected.values())
+    for name, (slot,) in slots.items():  # what is read again changes nothing; another would
+        slot.load(0, expected[name])
+    assert torch.equal(
+        torch.cat([parameter.flatten() for parameter in model.parameters()]), numbers
     )
 
 
@@ -166,11 +173,113 @@ def test_a_corrupt_file_is_named(save_checkpoint, load):
         load(folder)
 
 
+def _load_with(folder, kernels, quantization, dtype=torch.float32, num_threads=1):
+    methods = choose_methods(kernels, quantization)
+    return load_model(
+        folder,
+        load_config(folder),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_model_len=48,
+        methods=methods,
+        num_threads=num_threads,
+    )
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Pieces of a few rows, so that small tensors have many."""
+    monkeypatch.setattr(checkpoint_module, "_CHUNK_BYTES", 10_000)
+
+
+QUANTIZATIONS = {None: 1e-5, "int8": 0.06, "int4": 0.45}
+"""How far logits may be from those of the unrounded model, of their standard deviation."""
+
+
+def _distance(logits, expected):
+    return ((logits - expected).square().mean().sqrt() / expected.std()).item()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_torchs_methods_give_nearly_the_models_logits(
+    quantization, tied, save_checkpoint, load, run, small_pieces
+):
+    folder, _ = save_checkpoint(HFQwen3Config, head_dim=16, tie_word_embeddings=tied)
+    token_ids = torch.arange(30)
+    expected = run(load(folder), token_ids, [30])
+    model = _load_with(folder, None, quantization)
+    assert _distance(run(model, token_ids, [30]), expected) <= QUANTIZATIONS[quantization]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_native_methods_give_torchs_logits(
+    quantization, tied, num_threads, save_checkpoint, run, small_pieces, kernels
+):
+    folder, _ = save_checkpoint(
+        HFQwen3Config, head_dim=16, attention_bias=True, tie_word_embeddings=tied
+    )
+    token_ids = torch.arange(30)
+    expected = run(_load_with(folder, None, quantization), token_ids, [30])
+    model = _load_with(folder, kernels, quantization, num_threads=num_threads)
+    # An activation that falls on the other side of a rounding is one part of 127 off.
+    assert _distance(run(model, token_ids, [30]), expected) < (5e-3 if quantization else 1e-5)
+    is_shared = tied and quantization is None
+    assert (model.model.embed_tokens.weight is None) is is_shared
+
+
+@pytest.mark.parametrize("change", TIED_CHANGES.values(), ids=TIED_CHANGES.keys())
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tied_ends_are_packed_from_either_name(
+    quantization, change, save_checkpoint, run, edit_weights, kernels
+):
+    folder, _ = save_checkpoint(HFLlamaConfig, tie_word_embeddings=True)
+    edit_weights(folder, change)
+    token_ids = torch.arange(30)
+    model = _load_with(folder, kernels, quantization)
+    expected = _logits_of_transformers(folder, token_ids)
+    assert _distance(run(model, token_ids, [30]), expected) <= QUANTIZATIONS[quantization]
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_missing_and_unexpected_tensors_are_refused_under_all_methods(
+    quantization, save_checkpoint, edit_weights
+):
+    folder, _ = save_checkpoint(HFLlamaConfig)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    edit_weights(folder, lambda tensors: tensors.update(extra=tensors.pop(name)))
+    with pytest.raises(CheckpointError, match=f"the weights lack {name};"):
+        _load_with(folder, None, quantization)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_what_a_thread_finds_wrong_is_raised(num_threads, save_checkpoint, edit_weights):
+    folder, _ = save_checkpoint(HFLlamaConfig)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    edit_weights(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
+    with pytest.raises(CheckpointError, match=f"{name} is stored as I8"):
+        _load_with(folder, None, None, num_threads=num_threads)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_the_size_is_known_before_loading(quantization, tied, save_checkpoint):
+    folder, _ = save_checkpoint(HFQwen3Config, head_dim=16, tie_word_embeddings=tied)
+    model = _load_with(folder, None, quantization, dtype=torch.bfloat16)
+    num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+    methods = choose_methods(None, quantization)
+    assert weight_bytes(folder, load_config(folder), torch.bfloat16, methods) == num_bytes
+
+
 MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from quire.models.loader import load_model
+from quire.kernels.cpu.selection import select_kernels
+from quire.layers.methods import choose_methods
+from quire.models.loader import load_model, weight_bytes
 from quire.models.registry import load_config
 
 def peak_mib():
@@ -178,14 +287,13 @@ def peak_mib():
         line = next(line for line in status if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 
-folder = Path(sys.argv[1])
+folder, kernels, dtype = Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3])
 config = load_config(folder)
+methods = choose_methods(select_kernels(kernels, 2, dtype), sys.argv[4] if sys.argv[4:] else None)
 before = peak_mib()
-model = load_model(
-    folder, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64
-)
-model_mib = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
-print(model_mib, peak_mib() - before)
+options = {"dtype": dtype, "device": torch.device("cpu"), "max_model_len": 64}
+model = load_model(folder, config, methods=methods, num_threads=2, **options)
+print(weight_bytes(folder, config, dtype, methods) / 2**20, peak_mib() - before)
 """
 
 
@@ -202,32 +310,56 @@ def _save_in_shards(folder, tensors, num_shards):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+MEMORY_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def _save_zeros(folder, stored, num_shards):
+    (folder / "config.json").write_text(json.dumps(MEMORY_CONFIG))
+    entry = MODELS["LlamaForCausalLM"]
+    config = entry.config.from_hf(MEMORY_CONFIG)
+    model = entry.model(config, dtype=stored, device=torch.device("cpu"), max_model_len=8)
+    slots = checkpoint_slots(model, entry.checkpoint_parts)
+    assert HEAD not in slots
+    zeros = {name: torch.zeros(slot.shape, dtype=stored) for name, (slot,) in slots.items()}
+    _save_in_shards(folder, zeros, num_shards)
+
+
+def _measured_mib(folder, *arguments):
+    """(what the model takes, what its loading added to the peak of a process)."""
+    output = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    model_mib, grown_mib = map(float, output.stdout.split())
+    return model_mib, grown_mib
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("stored", "num_shards"), [(torch.float32, 12), (torch.bfloat16, 1)])
 def test_loading_takes_hardly_more_memory_than_the_model(stored, num_shards, tmp_path):
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 32000,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    entry = MODELS["LlamaForCausalLM"]
-    model = entry.model(
-        entry.config.from_hf(config), dtype=stored, device=torch.device("cpu"), max_model_len=8
-    )
-    targets = checkpoint_targets(model, entry.checkpoint_parts)
-    del targets[HEAD]
-    zeros = {name: torch.zeros(target.shape, dtype=stored) for name, target in targets.items()}
-    _save_in_shards(tmp_path, zeros, num_shards)
-    output = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    model_mib, grown_mib = map(float, output.stdout.split())
+    _save_zeros(tmp_path, stored, num_shards)
+    model_mib, grown_mib = _measured_mib(tmp_path, "torch", "float32")
     assert model_mib > 270
     assert model_mib - 8 < grown_mib < model_mib + 64, f"{grown_mib=} for {model_mib=}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_packing_takes_hardly_more_memory_than_what_is_packed(tmp_path, kernels):
+    """Unpacked, a model or its largest tensor would show: 62 MiB in bf16, 125 in fp32."""
+    _save_zeros(tmp_path, torch.bfloat16, 1)
+    for arguments, smallest_mib in ((["bfloat16"], 134), (["bfloat16", "int8"], 129)):
+        model_mib, grown_mib = _measured_mib(tmp_path, kernels.isa, *arguments)
+        assert smallest_mib < model_mib < smallest_mib + 4
+        assert model_mib - 8 < grown_mib < model_mib + 40, f"{grown_mib=} for {model_mib=}"

@@ -79,6 +79,64 @@ def test_sampled_tokens_are_the_next_inputs() -> None:
     assert rows.history.num_tokens[2] == 6
 
 
+def test_long_decoding_in_changing_company() -> None:
+    """Steps in which all rows decode reuse what the last one made; each equals a lonely row's."""
+    rows = make_rows(num_groups=2, num_rows=4)
+    tables = {
+        row: ([10 * row + i for i in range(8)], [50 + 10 * row - i for i in range(8)])
+        for row in range(4)
+    }
+    length: dict[int, int] = {}
+
+    def step(admitted: tuple[int, ...] = (), released: tuple[int, ...] = ()) -> StepBatch:
+        for row in released:
+            del length[row]
+        admissions = tuple(
+            admit(row, [7] * (row + 1), *map(tuple, tables[row]), num_computed_tokens=row)
+            for row in admitted
+        )
+        length.update({row: row + 1 for row in admitted})
+        plan = StepPlan(0, len(length), len(length), release=released, admit=admissions)
+        made = step_of(rows, plan)
+        order = sorted(length)
+        assert made.rows.tolist() == made.sample_rows.tolist() == order
+        assert made.sample_index.tolist() == list(range(len(order)))
+        assert made.attention.num_decodes == len(order)
+        assert made.attention.query_start.tolist() == list(range(len(order) + 1))
+        assert made.attention.rows_list == made.attention.rows.tolist() == order
+        assert made.positions.tolist() == [length[row] - 1 for row in order]
+        assert made.token_ids.tolist() == [rows.token_ids[row, length[row] - 1] for row in order]
+        contexts = [length[row] for row in order]
+        assert made.attention.context_lens.tolist() == contexts
+        assert made.attention.context_lens_list == contexts
+        for index, group in enumerate(made.attention.groups):
+            last = [slots(tables[row][index], range(length[row]))[-1] for row in order]
+            assert group.slot_mapping.tolist() == last
+        rows.append_sampled(made.sample_rows, np.array([100 * row + length[row] for row in order]))
+        for row in order:
+            length[row] += 1
+        return made
+
+    first = step(admitted=(0, 2))
+    for _ in range(20):  # beyond two blocks
+        assert step().rows is first.rows, "nothing is made anew while the rows are the same"
+    step(admitted=(1,))
+    for _ in range(10):
+        step()
+    step(released=(0,), admitted=(3,))
+    for _ in range(10):
+        step()
+
+
+def test_an_unnamed_row_may_leave_its_gap_open() -> None:
+    rows = make_rows()
+    admissions = (admit(0, [1, 2, 3], (0,), num_computed_tokens=1), admit(1, [4], (1,)))
+    step = step_of(rows, StepPlan(0, 2, 2, admit=admissions))
+    assert step.token_ids.tolist() == [2, 4]
+    assert step.sample_rows.tolist() == [1]
+    assert step.sample_index.tolist() == [1]
+
+
 def test_a_paused_row_computes_nothing_and_others_go_on() -> None:
     rows = make_rows()
     admissions = (admit(0, [1, 2], (0,)), admit(1, [3, 4], (1,)))

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from quire.core.sampling_params import DecodingParams
+from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
+from quire.kernels.cpu.sampling import NativeSampling
 from quire.sampling.history import TokenHistory
 from quire.sampling.sampler import SampledTokens, Sampler, SamplingRows
 
@@ -37,8 +39,19 @@ class Batch:
 MakeBatch = Callable[..., Batch]
 
 
+@pytest.fixture(scope="session", params=["torch", "native"])
+def native(request: pytest.FixtureRequest) -> NativeSampling | None:
+    """Both ways in which a sampler may choose."""
+    if request.param == "torch":
+        return None
+    try:
+        return NativeSampling(NativeKernels(load_library(), num_threads=2))
+    except NativeUnavailableError as error:
+        pytest.skip(f"no native kernels: {error}")
+
+
 @pytest.fixture(scope="session")  # builds anew at each call; Hypothesis wants no less
-def make_batch() -> MakeBatch:
+def make_batch(native: NativeSampling | None) -> MakeBatch:
     """make_batch(vocab_size, [(params, prompt, output), ...], branch_indices=None) -> Batch."""
 
     def make(
@@ -57,7 +70,7 @@ def make_batch() -> MakeBatch:
             tokens = [*prompt, *output]
             history.token_ids[row, : len(tokens)] = tokens
             history.num_tokens[row] = len(tokens)
-        return Batch(Sampler(rows), history)
+        return Batch(Sampler(rows, native), history)
 
     return make
 

@@ -14,6 +14,8 @@ import time
 import httpx
 import psutil
 
+from quire.config import EngineOptions
+
 WAIT_S = 60.0
 
 PROGRAM = """
@@ -102,9 +104,11 @@ class RunningServer:
 def launched(options=None, *, command=None, fake=None, wait=True, **server):
     """A running server, ended by force if the test did not end it.
 
-    command: of the engine process, if not the real one; fake: the fake engine's own options.
+    Its kernels are those that pytest was asked for. command: of the engine process, if not the real
+    one; fake: the fake engine's own options.
     """
-    spec = {"options": options or {}, "command": command, "server": {"port": 0} | server}
+    options = {"kernels": EngineOptions().kernels} | (options or {})
+    spec = {"options": options, "command": command, "server": {"port": 0} | server}
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, json.dumps(spec)],
         stdout=subprocess.PIPE,

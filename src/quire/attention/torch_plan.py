@@ -14,7 +14,7 @@ How a layer's pages are addressed. `row` = Hkv * D elements is one token's K (or
 Decode rows are cut into tiles: TILE_TOKENS tokens at positions that are multiples of TILE_TOKENS.
 The tiles of all rows are attended together, so a short row is never padded to a long one: padding
 is less than a tile a row, and a step needs no buckets by length. Tiles that lie in the same blocks
-for several rows are gathered once (a cascade): see `torch_prefix.py`.
+for several rows are gathered once (a cascade): see `shared_prefix.py`.
 """
 
 import math
@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from quire.attention.interface import AttentionBatch, AttentionSpec, LayerKV
-from quire.attention.torch_prefix import DecodeRows, Ints, SharedRun, shared_runs
+from quire.attention.shared_prefix import DecodeRows, Ints, SharedRun, shared_runs
 
 TILE_TOKENS = 32
 """Of decode. For 48 rows around 300 tokens 32, 64 and 128 are equally fast; for 48 rows of 30

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from quire.core.beam_scheduling import BeamScheduling
 from quire.core.draft import PlanDraft
 from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.pacing import StepBudget
 from quire.core.policy import Policy
 from quire.core.prefix_index import PrefixMatch
 from quire.core.residents import Residents, rank_of
@@ -109,7 +110,7 @@ class Admission:
         return num_wanted <= self._memory.num_free_soon + num_theirs
 
     def admit_waiting(
-        self, chunks: dict[Sequence, int], budget: int, step_id: int, now_s: float
+        self, chunks: dict[Sequence, int], budget: StepBudget, step_id: int, now_s: float
     ) -> None:
         """Admit in the order of the policy while rows, blocks and budget last.
 
@@ -117,7 +118,7 @@ class Admission:
         """
         passed_over: list[Sequence] = []
         for sequence in self._waiting.candidates():
-            if not budget or not self._residents.free_rows:
+            if budget.is_spent or not self._residents.free_rows:
                 break
             if self._is_early(sequence):
                 continue
@@ -125,7 +126,6 @@ class Admission:
             if isinstance(found, PrefixMatch):
                 self.admit(sequence, found, step_id, now_s)
                 chunks[sequence] = self.serve(sequence, budget)
-                budget -= chunks[sequence]
                 for one in passed_over:
                     one.num_overtaken += 1
                 if any(one.num_overtaken >= MAX_OVERTAKEN for one in passed_over):
@@ -167,10 +167,10 @@ class Admission:
         """Whether it can't go on yet, whatever room there is."""
         return sequence.num_pending_tokens > 0 or self._beams.has_reported(sequence)
 
-    def serve(self, sequence: Sequence, budget: int) -> int:
-        """The chunk of a sequence whose gap is more than one token; tells the policy."""
+    def serve(self, sequence: Sequence, budget: StepBudget) -> int:
+        """The chunk of a sequence that doesn't decode, taken from the budget; tells the policy."""
         computed = sequence.num_computed_tokens
-        chunk = min(budget, sequence.num_tokens - computed)
+        chunk = budget.take(computed, sequence.num_tokens - computed)
         if self._policy.counts_service:
             first = max(computed, sequence.num_served_tokens)
             sequence.num_served_tokens = max(first, computed + chunk)

@@ -22,6 +22,7 @@ from quire.core.admission import Admission
 from quire.core.beam_scheduling import BeamScheduling
 from quire.core.draft import PlanDraft
 from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.pacing import ConstantPacer, Pacer, StepBudget
 from quire.core.policy import FcfsPolicy, Policy
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.residents import Residents
@@ -104,6 +105,7 @@ class Scheduler:
         """policy: serves this scheduler alone; None: first come, first served."""
         self.config = config
         self.memory = memory
+        self.pacer: Pacer = ConstantPacer()  # to be replaced while no step is in flight
         self.policy = policy or FcfsPolicy()
         self.stats = SchedulerStats()
         self.waiting = WaitingQueue(self.policy, lambda one: memory.match(one).num_tokens)
@@ -240,6 +242,7 @@ class Scheduler:
         if self.policy.counts_steps:
             self.policy.on_step(now_s)
         step, named = self._launch(chunks)
+        self.pacer.launch(step.step_id)
         self._join_forks(step, joins)
         return self._draft.take(step.step_id, len(self.running), step.num_tokens, named)
 
@@ -264,24 +267,24 @@ class Scheduler:
         """A step for one suspect alone, so that nobody else is blamed for it; all others pause."""
         if self._in_flight:
             return
-        budget = self.config.max_num_batched_tokens
+        budget = self.pacer.open_step(self.config.max_num_batched_tokens, 0, 0)
         if suspect.state is not SequenceState.RUNNING:
             while not self.residents.free_rows:
                 self.residents.preempt(self.running[-1], 0)
             self.admission.clear_way(suspect, from_all=True)
             match = self.memory.match(suspect)
             self.admission.admit(suspect, match, self._next_step_id, now_s)
-        chunks[suspect] = min(budget, suspect.num_tokens - suspect.num_computed_tokens)
+        computed = suspect.num_computed_tokens
+        chunks[suspect] = budget.take(computed, suspect.num_tokens - computed)
 
-    def _plan_running(self, chunks: dict[Sequence, int]) -> int:
+    def _plan_running(self, chunks: dict[Sequence, int]) -> StepBudget:
         """Tokens for running sequences: one for each that decodes, then chunks by rank.
 
         Decodes come first whatever their rank: they cost one token each and the budget has room for
         all of them, while one long prompt would take the whole budget from everyone.
         """
         partial: list[Sequence] = []
-        running, budget = self.running, self.config.max_num_batched_tokens
-        index = 0
+        running, num_pairs, index = self.running, 0, 0
         while index < len(running):  # whoever makes room shortens the list from its end
             sequence = running[index]
             index += 1
@@ -293,16 +296,17 @@ class Scheduler:
             elif sequence.is_beam:
                 for beam in self._slots.make_beams_writable(sequence, self._next_step_id):
                     chunks[beam] = 1
-                    budget -= 1
+                    num_pairs += beam.num_tokens
             elif (
                 sequence.num_computed_tokens < sequence.num_slots and not sequence.shares_tail
             ) or self._slots.make_writable(sequence, self._next_step_id):
                 chunks[sequence] = 1
-                budget -= 1
+                num_pairs += sequence.num_tokens
+        num_left = self.config.max_num_batched_tokens - len(chunks)
+        budget = self.pacer.open_step(num_left, len(chunks), num_pairs)
         for sequence in partial:
-            if budget and sequence.state is SequenceState.RUNNING:
+            if not budget.is_spent and sequence.state is SequenceState.RUNNING:
                 chunks[sequence] = self.admission.serve(sequence, budget)
-                budget -= chunks[sequence]
         return budget
 
     def _launch(self, chunks: dict[Sequence, int]) -> tuple[_StepInFlight, tuple[Chunk, ...]]:

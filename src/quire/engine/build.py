@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,18 @@ from quire.core.scheduler import Scheduler, SchedulerConfig
 from quire.engine.engine import Engine
 from quire.engine.stats import StatsLog
 from quire.errors import ConfigurationError, InsufficientMemoryError
-from quire.models.checkpoint import Checkpoint
+from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.selection import select_kernels, settle_torch_threads
+from quire.layers.methods import choose_methods
 from quire.models.config import DecoderConfig
 from quire.models.generation_config import load_generation_config
 from quire.models.hub import resolve_model_folder
-from quire.models.loader import load_model
+from quire.models.interface import CausalLM
+from quire.models.loader import load_model, weight_bytes
 from quire.models.registry import load_config
 from quire.observability.log import get_logger
 from quire.runtime.batch import RowBatch
+from quire.runtime.calibration import RunnerShape, calibrated_pacer
 from quire.runtime.kv_cache import KVCache, KVCacheLayout, plan_layout
 from quire.runtime.memory import available_memory_bytes, total_memory_bytes
 from quire.runtime.model_runner import ModelRunner
@@ -65,20 +68,44 @@ def build_engine(options: Mapping[str, Any]) -> Engine:
     config = load_config(folder)
     generation = load_generation_config(folder)
     dtype = choose_dtype(checked, config)
-    backend = select(device.type, None)
+    kernels = select_kernels(checked.kernels, checked.num_threads, dtype)
+    settle_torch_threads(kernels, checked.num_threads)
+    backend = select(device.type, kernels=kernels)
     layout = plan_layout(config.attention_specs, type(backend), checked.block_size, dtype)
-    sizes = _choose_sizes(checked, config, layout, _weight_bytes(folder, dtype))
+    methods = choose_methods(kernels, checked.quantization)
+    num_weight_bytes = weight_bytes(folder, config, dtype, methods)
+    sizes = _choose_sizes(checked, config, layout, num_weight_bytes)
     limits = ModelLimits(
         vocab_size=config.vocab_size,
         max_model_len=sizes.max_model_len,
         end_token_ids=generation.end_token_ids,
         defaults=generation.defaults,
     )
-    runner = _build_runner(checked, folder, config, layout, sizes, backend, dtype)
+    model = load_model(
+        folder,
+        config,
+        dtype=dtype,
+        device=device,
+        max_model_len=sizes.max_model_len,
+        methods=methods,
+        num_threads=1 if kernels is None else kernels.num_threads,
+    )
+    runner = _build_runner(checked, model, layout, sizes, backend, kernels)
     memory = _build_memory(checked, layout, sizes)
     engine = Engine(
         Scheduler(scheduler_config, memory, policy), runner, limits, timing=runner.timing
     )
+    if checked.max_itl_ratio:
+        shape = RunnerShape(
+            num_rows=checked.max_num_seqs,
+            max_num_tokens=checked.max_num_batched_tokens,
+            max_model_len=sizes.max_model_len,
+            num_groups=len(layout.groups),
+            num_blocks=sizes.num_blocks,
+            block_size=checked.block_size,
+            vocab_size=config.vocab_size,
+        )
+        engine.scheduler.pacer = calibrated_pacer(runner, shape, checked.max_itl_ratio)
     if not checked.disable_log_stats:
         engine.stats_log = StatsLog()
     return engine
@@ -98,17 +125,13 @@ def _build_memory(options: EngineOptions, layout: KVCacheLayout, sizes: _Sizes) 
 
 def _build_runner(
     options: EngineOptions,
-    folder: Path,
-    config: DecoderConfig,
+    model: CausalLM,
     layout: KVCacheLayout,
     sizes: _Sizes,
     backend: AttentionBackend,
-    dtype: torch.dtype,
+    kernels: NativeKernels | None,
 ) -> ModelRunner:
     device = torch.device("cpu")
-    model = load_model(
-        folder, config, dtype=dtype, device=device, max_model_len=sizes.max_model_len
-    )
     try:
         rows = RowBatch(
             num_rows=options.max_num_seqs,
@@ -123,8 +146,8 @@ def _build_runner(
             " into memory; lower max_num_seqs or max_model_len"
         ) from error
     kv_cache = KVCache(layout, sizes.num_blocks, device)
-    sampler = Sampler(SamplingRows(options.max_num_seqs, config.vocab_size))
-    return ModelRunner(model, backend, kv_cache, rows, sampler)
+    sampler = Sampler(SamplingRows(options.max_num_seqs, model.vocab_size))
+    return ModelRunner(model, backend, kv_cache, rows, sampler, kernels)
 
 
 def choose_dtype(options: EngineOptions, config: DecoderConfig) -> torch.dtype:
@@ -144,12 +167,6 @@ def _has_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 (AVX-512 BF16, AMX, Arm's bf16)."""
     flags = Path("/proc/cpuinfo").read_text().lower().split()
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
-
-
-def _weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """What the parameters take once they are converted to `dtype`."""
-    checkpoint = Checkpoint(folder)
-    return sum(prod(checkpoint.shape(name)) for name in checkpoint.names) * dtype.itemsize
 
 
 def _choose_sizes(

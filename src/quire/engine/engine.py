@@ -178,6 +178,7 @@ class Engine:
         else:
             sampled_s = time.perf_counter()
             outputs = self.scheduler.apply(result)
+            self.scheduler.pacer.observe(plan.step_id, time.perf_counter() - started_s)
             if self.trace is not None:
                 apply_s = time.perf_counter() - sampled_s
                 self._record(self.trace, plan, scheduled_s - started_s, apply_s)

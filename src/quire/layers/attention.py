@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.kernels.cpu import abi
+from quire.kernels.cpu.program import Buffer, ProgramBuilder
 from quire.kernels.rotary import rotary
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import RMSNorm
+from quire.layers.packed_linear import packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +84,21 @@ class Attention(nn.Module):
         rotary(q, k, cos, sin, in_place=True)
         output: torch.Tensor = self.o_proj(attention(self.layer, q, k, v).flatten(-2))
         return output
+
+    def lower(
+        self, program: ProgramBuilder, normed: Buffer, rope_table: torch.Tensor, residual: Buffer
+    ) -> None:
+        """`forward` of normed, added to the residual stream, as operations of a native program.
+
+        rope_table: of all positions, as `layers.rotary` keeps it.
+        """
+        rotation = abi.Rotary(table=rope_table.data_ptr())
+        if self.q_norm is not None and self.k_norm is not None:
+            rotation.q_norm = self.q_norm.weight.data_ptr()
+            rotation.k_norm = self.k_norm.weight.data_ptr()
+            rotation.norm_eps = self.q_norm.eps
+        qkv = program.linear(normed, packed(self.qkv_proj), "qkv")
+        program.keep(self, rope_table)
+        program.rotate_and_write_kv(self.layer, qkv, rotation)
+        attended = program.attention(self.layer, qkv)
+        program.add_linear(attended, packed(self.o_proj), residual)

@@ -7,33 +7,99 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quire.layers.linear import empty_parameter
+from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.program import Buffer, ProgramBuilder
+from quire.layers.linear import (
+    Linear,
+    LinearKind,
+    LinearMethod,
+    RowSource,
+    WeightSlot,
+    empty_parameter,
+)
 
 
 class VocabEmbedding(nn.Module):
-    """One vector of the model's width for each token id."""
+    """One vector of the model's width for each token id.
+
+    weight: the vectors [V, H]; None where a tied head's storage of them serves both ends.
+    source: that storage, or None. Exactly one of the two is there.
+    """
+
+    weight: torch.Tensor | None
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
         self.weight = empty_parameter((vocab_size, hidden_size), dtype, device)
+        self.source: RowSource | None = None
+
+    def take_rows_from(self, source: RowSource) -> None:
+        """Give up the table of our own."""
+        self.weight, self.source = None, source
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [T] int64, each below V -> [T, H]."""
+        if self.source is not None:
+            return self.source.unpack(token_ids)
+        assert self.weight is not None
         return functional.embedding(token_ids, self.weight)
 
+    def lower(self, program: ProgramBuilder) -> Buffer:
+        """`forward` of the step's token ids, as an operation of a native program."""
+        if self.source is None:
+            assert self.weight is not None
+            return program.embed(self.weight, self.hidden_size)
+        assert isinstance(self.source, PackedLinear)
+        return program.embed(self.source, self.hidden_size)
 
-class LMHead(nn.Module):
-    """Logits over the vocabulary. A tied head has the embedding's weight for its own."""
+
+class LMHead(Linear):
+    """Logits over the vocabulary. A tied head has the embedding's weight for its own, which is
+    stored once: as the embedding's table, or as this linear's method stores it if that is exact."""
 
     def __init__(self, embedding: VocabEmbedding, *, tied: bool) -> None:
-        super().__init__()
-        weight = embedding.weight
-        self.weight = (
-            weight if tied else empty_parameter(tuple(weight.shape), weight.dtype, weight.device)
+        table = embedding.weight
+        assert table is not None
+        super().__init__(
+            embedding.hidden_size,
+            (embedding.vocab_size,),
+            LinearKind.COLUMN,
+            bias=False,
+            dtype=table.dtype,
+            device=table.device,
         )
+        # In a tuple, or the embedding would be one of our modules.
+        self._tied_to = (embedding,) if tied else ()
+        self._tie()
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the checkpoint's embedding is our weight too."""
+        return bool(self._tied_to)
+
+    def use(self, method: LinearMethod, dtype: torch.dtype, device: torch.device) -> None:
+        super().use(method, dtype, device)
+        self._tie()
+
+    def _tie(self) -> None:
+        for embedding in self._tied_to:
+            assert isinstance(embedding.weight, nn.Parameter), "a tied head changes its method once"
+            source = self.method.tie(self, embedding.weight)
+            if source is not None:
+                embedding.take_rows_from(source)
+
+    def slots(self) -> dict[tuple[str, int], WeightSlot]:
+        """None where our weight is the embedding's table: it is filled there."""
+        weight = self._parameters.get("weight")
+        if weight is not None and any(weight is each.weight for each in self._tied_to):
+            return {}
+        return super().slots()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, H] -> [R, V] fp32; the product itself is in the model's dtype."""
-        return functional.linear(hidden, self.weight).float()
+        """hidden [R, H] -> [R, V] fp32; the product itself may be in the model's dtype."""
+        logits = self.method.apply(self, hidden, torch.float32)
+        return logits if self.adapter is None else self.adapter(hidden, logits)

@@ -9,13 +9,17 @@ Shapes: ... any leading dimensions, I input size, O output size (the sum of the 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from quire.kernels.silu_mul import silu_mul
 
 
 class LinearKind(Enum):
@@ -37,22 +41,73 @@ class LinearAdapter(Protocol):
         ...
 
 
+class RowSource(Protocol):
+    """Weights of which single rows can be had back, exactly as the checkpoint had them."""
+
+    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
+        """outputs [R] int64, each below O -> [R, I] in the model's dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """The place of one of the checkpoint's tensors.
+
+    shape: of the whole tensor. load(first_row, rows): takes its rows [first_row, first_row + R),
+    of any floating dtype and valid during the call only. Rows come in any order, each once, and
+    different ones from several threads at a time.
+    """
+
+    shape: tuple[int, ...]
+    load: Callable[[int, torch.Tensor], None]
+
+
 class LinearMethod(ABC):
     """How a linear stores and multiplies its weights. One object may serve many linears."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether weights keep all of the model's bits; a tied one is then stored once."""
+        return True
 
     @abstractmethod
     def create(
         self, linear: "Linear", bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Register the linear's parameters, uninitialised: the checkpoint fills them."""
+        """Make room for the linear's parameters, uninitialised: the checkpoint fills them."""
 
     @abstractmethod
-    def apply(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor:
-        """x [..., I] -> [..., O]."""
+    def load_part(
+        self, linear: "Linear", parameter: str, index: int, first_row: int, rows: torch.Tensor
+    ) -> None:
+        """Take rows of part `index` of "weight" [part size, I] or "bias" [part size].
+
+        Calls are as `WeightSlot` says.
+        """
+
+    def finish(self, linear: "Linear") -> None:  # noqa: B027  # most have nothing to do
+        """Do what remains once all parts are loaded."""
 
     @abstractmethod
-    def part(self, linear: "Linear", parameter: str, index: int) -> torch.Tensor:
-        """The view of a parameter into which part `index` of the checkpoint is read."""
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+        """What a weight of this size takes in a model of this dtype."""
+
+    @abstractmethod
+    def apply(
+        self, linear: "Linear", x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """x [..., I] -> [..., O]. out_dtype: x's, or fp32, which may be had without rounding to x's
+        first; None: x's."""
+
+    def silu_mul(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor:
+        """x [..., I] -> silu(gate) * up [..., O/2], for a gated linear."""
+        return silu_mul(self.apply(linear, x))
+
+    def tie(self, linear: "Linear", table: nn.Parameter) -> RowSource | None:
+        """The linear's weight is the embedding's, `table` [O, I], filled as that; called after
+        `create`. Returns where the embedding finds its rows instead, so that they are there once;
+        None: in `table`, which stays."""
+        return None
 
 
 class DenseMethod(LinearMethod):
@@ -68,20 +123,34 @@ class DenseMethod(LinearMethod):
             "bias", empty_parameter((linear.output_size,), dtype, device) if bias else None
         )
 
-    def apply(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, linear.weight, linear.bias)
+    def load_part(
+        self, linear: "Linear", parameter: str, index: int, first_row: int, rows: torch.Tensor
+    ) -> None:
+        start = linear.part_start(index) + first_row
+        linear.get_parameter(parameter)[start : start + len(rows)].copy_(rows)
 
-    def part(self, linear: "Linear", parameter: str, index: int) -> torch.Tensor:
-        end = list(accumulate(linear.part_sizes))[index]
-        return linear.get_parameter(parameter)[end - linear.part_sizes[index] : end]
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+        return num_outputs * num_inputs * dtype.itemsize
+
+    def apply(
+        self, linear: "Linear", x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        output = functional.linear(x, linear.weight, linear.bias)
+        return output if out_dtype is None else output.to(out_dtype)
+
+    def tie(self, linear: "Linear", table: nn.Parameter) -> RowSource | None:
+        linear.weight = table
+        return None
 
 
 class Linear(nn.Module):
     """y = x W^T + b, fused of parts that lie one after the other in the output.
 
     part_sizes: outputs of each part; one for a linear that is not fused.
+    gated: the parts are gate and up of a SwiGLU MLP, and are wanted as `silu_mul`.
     shard_axis: the axis of the weight [O, I] that is split over ranks; None: it is not split.
     adapter: adds to the output when one is attached.
+    state: what the method keeps of this linear beside parameters.
     """
 
     weight: torch.Tensor
@@ -96,32 +165,56 @@ class Linear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        gated: bool = False,
     ) -> None:
         super().__init__()
+        assert not gated or (len(part_sizes) == 2 and part_sizes[0] == part_sizes[1]), part_sizes
         self.input_size = input_size
         self.part_sizes = part_sizes
         self.output_size = sum(part_sizes)
         self.kind = kind
+        self.has_bias = bias
+        self.gated = gated
         self.shard_axis = _SHARD_AXES[kind]
         self.adapter: LinearAdapter | None = None
+        self.state: object = None
         self.method: LinearMethod = DenseMethod()
         self.method.create(self, bias, dtype, device)
 
     def use(self, method: LinearMethod, dtype: torch.dtype, device: torch.device) -> None:
         """Let `method` take over, before the checkpoint is read: its parameters replace ours."""
-        has_bias = self.bias is not None
         self._parameters.clear()
+        self.state = None
         self.method = method
-        method.create(self, has_bias, dtype, device)
+        method.create(self, self.has_bias, dtype, device)
 
-    def part(self, parameter: str, index: int) -> torch.Tensor:
-        """The view of `parameter` into which the checkpoint's tensor for part `index` is read."""
-        return self.method.part(self, parameter, index)
+    def part_start(self, index: int) -> int:
+        """The first output of part `index`."""
+        return sum(self.part_sizes[:index])
+
+    def slots(self) -> dict[tuple[str, int], WeightSlot]:
+        """(parameter, part) -> the place of that tensor of the checkpoint."""
+        shapes = {("weight", i): (size, self.input_size) for i, size in enumerate(self.part_sizes)}
+        biases = {("bias", i): (size,) for i, size in enumerate(self.part_sizes)}
+        return {
+            key: WeightSlot(shape, partial(self.method.load_part, self, *key))
+            for key, shape in (shapes | (biases if self.has_bias else {})).items()
+        }
+
+    def finish(self) -> None:
+        """To be called once all slots are filled, before the first use."""
+        self.method.finish(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., I] -> [..., O]."""
         output = self.method.apply(self, x)
         return output if self.adapter is None else self.adapter(x, output)
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., I] -> silu(gate) * up [..., O/2], of a gated linear. An adapter sees gate and up
+        as `forward` gives them."""
+        assert self.gated
+        return self.method.silu_mul(self, x) if self.adapter is None else silu_mul(self.forward(x))
 
 
 def empty_parameter(

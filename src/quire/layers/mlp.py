@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-from quire.kernels.silu_mul import silu_mul
+from quire.kernels.cpu.program import Buffer, ProgramBuilder
 from quire.layers.linear import Linear, LinearKind
+from quire.layers.packed_linear import packed
 
 
 class MLP(nn.Module):
@@ -27,6 +28,7 @@ class MLP(nn.Module):
             bias=bias,
             dtype=dtype,
             device=device,
+            gated=True,
         )
         self.down_proj = Linear(
             intermediate_size,
@@ -39,5 +41,10 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
-        output: torch.Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
+        output: torch.Tensor = self.down_proj(self.gate_up_proj.silu_mul(x))
         return output
+
+    def lower(self, program: ProgramBuilder, normed: Buffer, residual: Buffer) -> None:
+        """`forward` of normed, added to the residual stream, as operations of a native program."""
+        gated = program.silu_mul_linear(normed, packed(self.gate_up_proj), "gated")
+        program.add_linear(gated, packed(self.down_proj), residual)

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from quire.kernels.cpu.program import Buffer, ProgramBuilder
 from quire.kernels.rms_norm import add_rms_norm, rms_norm
 from quire.layers.linear import empty_parameter
 
@@ -22,3 +23,7 @@ class RMSNorm(nn.Module):
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual [..., D] -> (norm of residual + x, residual + x)."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def lower(self, program: ProgramBuilder, x: Buffer) -> Buffer:
+        """`forward`, as an operation of a native program."""
+        return program.rms_norm(x, self.weight, self.eps)

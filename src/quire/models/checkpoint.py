@@ -1,14 +1,17 @@
-"""A checkpoint's weights: one or several safetensors files, read tensor by tensor.
+"""A checkpoint's weights: one or several safetensors files, read a few MiB at a time.
 
-The files are memory-mapped and the pages that were read are given back every few MiB, so reading a
+The files are memory-mapped, and each piece's pages are given back once it was used, so reading a
 model needs hardly more memory than the model. Refuses pickles. Knows no model; `models.loader` says
 which tensor goes where.
 """
 
+import json
+import mmap
 from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,103 +22,140 @@ from quire.models.model_files import read_json_object
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# Mapped pages stay resident until the file is closed, so it is reopened after so much was read.
-RELEASE_BYTES = 32 << 20
-_CHUNK_BYTES = 8 << 20
+# Large enough to make the work between pieces vanish, small enough to be nothing beside a model.
+_CHUNK_BYTES = 4 << 20
+# A piece has whole panels of a packed weight, of which two threads would else write one.
+_CHUNK_ROWS = 64
 
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
-_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file. start: its first byte. dtype: as the format names it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
 
 
 class _MappedFile:
-    """An open safetensors file. Invariant: at most RELEASE_BYTES of its pages are resident, plus
-    one chunk."""
+    """An open safetensors file. Pages are resident only while `rows` lends them."""
 
     def __init__(self, path: Path) -> None:
+        """Raises CheckpointError."""
         self._path = path
-        self._num_read_bytes = 0
-        self._handle = self._open()
-        self.names: list[str] = list(self._handle.keys())
-
-    def _open(self) -> Any:
         try:
-            return safe_open(self._path, framework="pt")
+            with safe_open(path, framework="pt"):
+                pass  # it has checked that the header is sound and the file whole
+            with path.open("rb") as file:
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
-            raise CheckpointError(f"{self._path} does not exist; fetch it again") from None
+            raise CheckpointError(f"{path} does not exist; fetch it again") from None
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{self._path} is not a whole safetensors file: {error}; fetch it again"
+                f"{path} is not a whole safetensors file: {error}; fetch it again"
             ) from error
+        self.tensors = self._read_header()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle.get_slice(name).get_shape())
-
-    def chunks(self, name: str) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The tensor in slices of its first dimension, each valid until the next is asked for."""
-        stored = self._handle.get_slice(name)
-        num_rows, *rest = stored.get_shape()
-        item_bytes = _FLOAT_BYTES.get(stored.get_dtype())
-        if item_bytes is None:
-            raise CheckpointError(
-                f"{self._path}: {name} is stored as {stored.get_dtype()}, but only "
-                f"{', '.join(_FLOAT_BYTES)} can be read; convert the checkpoint to one of them"
+    def _read_header(self) -> dict[str, _Stored]:
+        """By name, in the file's order."""
+        size = int.from_bytes(self._bytes[:8], "little")
+        header = json.loads(self._bytes[8 : 8 + size])
+        header.pop("__metadata__", None)
+        found = {
+            name: _Stored(
+                entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
             )
-        row_bytes = item_bytes * prod(rest)
-        num_rows_at_once = max(1, _CHUNK_BYTES // max(1, row_bytes))
-        for start in range(0, num_rows, num_rows_at_once):
-            rows = slice(start, min(start + num_rows_at_once, num_rows))
-            yield rows, self._handle.get_slice(name)[rows]
-            self._count_bytes(row_bytes * num_rows_at_once)
+            for name, entry in header.items()
+        }
+        return dict(sorted(found.items(), key=lambda item: item[1].start))
 
-    def _count_bytes(self, num_bytes: int) -> None:
-        self._num_read_bytes += num_bytes
-        if self._num_read_bytes > RELEASE_BYTES:
-            self.release()
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises CheckpointError for one that can't be read."""
+        stored = self.tensors[name].dtype
+        if stored not in _DTYPES:
+            raise CheckpointError(
+                f"{self._path}: {name} is stored as {stored}, but only "
+                f"{', '.join(_DTYPES)} can be read; convert the checkpoint to one of them"
+            )
+        return _DTYPES[stored]
 
-    def release(self) -> None:
-        """Give back the pages that were read."""
-        self._handle = self._open()
-        self._num_read_bytes = 0
+    @contextmanager
+    def rows(self, name: str, span: range) -> Iterator[torch.Tensor]:
+        """Some rows of the tensor, valid until the end of the `with`."""
+        stored, dtype = self.tensors[name], self.dtype(name)
+        row_size = prod(stored.shape[1:])
+        start = stored.start + span.start * row_size * dtype.itemsize
+        num_bytes = len(span) * row_size * dtype.itemsize
+        if num_bytes == 0:
+            yield torch.empty(len(span), *stored.shape[1:], dtype=dtype)
+            return
+        raw = torch.frombuffer(self._bytes, dtype=torch.uint8, count=num_bytes, offset=start)
+        if start % dtype.itemsize:
+            raw = raw.clone()  # now it begins where a number of this size may
+        yield raw.view(dtype).view(len(span), *stored.shape[1:])
+        self._release(start, num_bytes)
+
+    def _release(self, start: int, num_bytes: int) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._bytes.madvise(mmap.MADV_DONTNEED, begin, start + num_bytes - begin)
 
 
 class Checkpoint:
-    """The weights of a model folder by name."""
+    """The weights of a model folder by name. Threads may share it."""
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError that names the file at fault."""
         self._files: dict[str, _MappedFile] = {}
-        self._last_read: _MappedFile | None = None
         for path in _weight_files(folder):
             file = _MappedFile(path)
-            for name in file.names:
+            for name in file.tensors:
                 if name in self._files:
                     raise CheckpointError(f"{folder}: two files hold the tensor {name}")
                 self._files[name] = file
 
     @property
     def names(self) -> Set[str]:
+        """In the order in which they lie in the files."""
         return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._files[name].shape(name)
+        return self._files[name].tensors[name].shape
 
-    def copy(self, name: str, target: torch.Tensor) -> None:
-        """Fill `target`, of the tensor's shape, converting to its dtype and device."""
-        file = self._files[name]
-        if self._last_read is not None and self._last_read is not file:
-            self._last_read.release()  # or each shard would keep the last of its pages
-        self._last_read = file
-        for rows, chunk in file.chunks(name):
-            target[rows].copy_(chunk)
+    def pieces(self, name: str) -> list[range]:
+        """The tensor's rows in pieces of a few MiB. Raises CheckpointError for a dtype that can't
+        be read."""
+        shape = self.shape(name)
+        row_bytes = self._files[name].dtype(name).itemsize * prod(shape[1:])
+        num_rows = _CHUNK_BYTES // max(1, row_bytes)
+        num_rows = max(1, num_rows // _CHUNK_ROWS * _CHUNK_ROWS or num_rows)
+        return [
+            range(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows)
+        ]
+
+    @contextmanager
+    def rows(self, name: str, span: range) -> Iterator[torch.Tensor]:
+        """Rows of the tensor as they are stored, valid until the end of the `with`."""
+        with self._files[name].rows(name, span) as rows:
+            yield rows
 
     def equal(self, first: str, second: str) -> bool:
         """Whether two tensors hold the same numbers."""
         if self.shape(first) != self.shape(second):
             return False
-        pairs = zip(
-            self._files[first].chunks(first), self._files[second].chunks(second), strict=True
-        )
-        return all(torch.equal(mine.float(), other.float()) for (_, mine), (_, other) in pairs)
+        return all(self._equal_rows(first, second, span) for span in self.pieces(first))
+
+    def _equal_rows(self, first: str, second: str, span: range) -> bool:
+        with self.rows(first, span) as mine, self.rows(second, span) as other:
+            return torch.equal(mine.float(), other.float())
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.kernels.cpu.program import Buffer, ProgramBuilder
 
 
 @dataclass(slots=True)
@@ -54,3 +55,11 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, hidden_size] -> [R, vocab_size] fp32. Called only for rows that need them."""
+
+    def lower(self, program: ProgramBuilder) -> Buffer | None:
+        """Write `forward` from token ids to the hidden states as operations of a native program.
+
+        Called with all linears packed and no adapters. Returns where the hidden states are left;
+        None: this model has no such form, and its modules are called.
+        """
+        return None

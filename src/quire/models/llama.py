@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quire.attention.interface import AttentionCall
+from quire.kernels.cpu.program import Buffer, ProgramBuilder
 from quire.layers.attention import Attention, AttentionBias
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.mlp import MLP
@@ -83,6 +84,13 @@ class DecoderLayer(nn.Module):
         normed, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(normed), residual
 
+    def lower(self, program: ProgramBuilder, residual: Buffer, rope_table: torch.Tensor) -> None:
+        """`forward` as operations of a native program, which add to the residual stream."""
+        normed = self.input_layernorm.lower(program, residual)
+        self.self_attn.lower(program, normed, rope_table, residual)
+        normed = self.post_attention_layernorm.lower(program, residual)
+        self.mlp.lower(program, normed, residual)
+
 
 class LlamaModel(nn.Module):
     """All of the model but its head; its tree is named as checkpoints name it."""
@@ -147,3 +155,10 @@ class LlamaForCausalLM(CausalLM):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
+
+    def lower(self, program: ProgramBuilder) -> Buffer:
+        residual = self.model.embed_tokens.lower(program)
+        for layer in self.model.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.lower(program, residual, self.model.rotary.table)
+        return self.model.norm.lower(program, residual)

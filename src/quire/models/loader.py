@@ -1,4 +1,4 @@
-"""Builds a model and fills it from a checkpoint, straight into its (fused) parameters.
+"""Builds a model and fills it from a checkpoint, piece by piece, straight into its (fused) linears.
 
 A checkpoint's tensors and a model's parameters must match one to one; what is missing, left over or
 of another shape is refused by name. Knows no device or format of its own: both are told.
@@ -7,13 +7,17 @@ of another shape is refused by name. Knows no device or format of its own: both 
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from quire.errors import CheckpointError
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, WeightSlot
+from quire.layers.methods import LinearMethods
 from quire.models.checkpoint import Checkpoint
 from quire.models.config import DecoderConfig
 from quire.models.interface import CausalLM
@@ -33,11 +37,14 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    methods: LinearMethods | None = None,
+    num_threads: int = 1,
 ) -> CausalLM:
     """The model of `folder`, whose `config` is `registry.load_config(folder)`, ready to run.
 
     dtype: of all parameters; the checkpoint's numbers are converted. max_model_len: fixes rope
-    types that depend on a length. Needs the model's memory once, plus a few dozen MiB.
+    types that depend on a length. methods: of the linears; None: torch's, dense. num_threads: that
+    fill the model. Needs the model's memory once, plus a few MiB for each thread.
     Raises CheckpointError that names the file or the tensors at fault.
     """
     checkpoint = Checkpoint(folder)
@@ -50,35 +57,97 @@ def load_model(
         )
         config = dataclasses.replace(config, tie_word_embeddings=False)
     model = entry.model(config, dtype=dtype, device=device, max_model_len=max_model_len)
-    targets = checkpoint_targets(model, entry.checkpoint_parts)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    for linear in linears:
+        if methods is not None:
+            linear.use(methods.of(linear), dtype, device)
+    slots = checkpoint_slots(model, entry.checkpoint_parts)
     spare_names = set()
     if config.tie_word_embeddings:
-        # Either name fills the one tensor; the other, if it is there, says the same again.
-        spare_names.add(entry.head if entry.embedding in checkpoint.names else entry.embedding)
-    for name in spare_names:
-        del targets[name]
-    _check_match(folder, checkpoint, targets, spare_names)
-    for name, target in targets.items():
-        checkpoint.copy(name, target)
+        spare_names.add(_merge_ends(slots, checkpoint, entry))
+    _check_match(folder, checkpoint, slots, spare_names)
+    _fill(slots, checkpoint, num_threads)
+    for linear in linears:
+        linear.finish()
     return model.eval()
 
 
-def checkpoint_targets(
+def weight_bytes(
+    folder: Path, config: DecoderConfig, dtype: torch.dtype, methods: LinearMethods
+) -> int:
+    """What the model of `folder` takes once it is loaded. Raises CheckpointError."""
+    checkpoint, entry = Checkpoint(folder), MODELS[config.architecture]
+    num_bytes = 0
+    for name in checkpoint.names - {entry.embedding, entry.head}:
+        shape = checkpoint.shape(name)
+        if len(shape) == 2:
+            num_bytes += methods.body.num_bytes(shape[0], shape[1], dtype)
+        else:
+            num_bytes += prod(shape) * dtype.itemsize
+    num_bytes += methods.head.num_bytes(config.vocab_size, config.hidden_size, dtype)
+    if config.tie_word_embeddings and methods.head.is_exact:
+        return num_bytes
+    return num_bytes + config.vocab_size * config.hidden_size * dtype.itemsize
+
+
+def checkpoint_slots(
     model: nn.Module, checkpoint_parts: Mapping[str, tuple[str, ...]]
-) -> dict[str, torch.Tensor]:
-    """Checkpoint names -> the parameters, or the slices of fused ones, that they fill."""
-    targets: dict[str, torch.Tensor] = {}
+) -> dict[str, tuple[WeightSlot, ...]]:
+    """Checkpoint names -> the places in the model that they fill."""
+    slots: dict[str, tuple[WeightSlot, ...]] = {}
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
-        parts = checkpoint_parts.get(leaf)
+        if isinstance(module, Linear):
+            parts = checkpoint_parts.get(leaf, (leaf,))
+            assert len(parts) == len(module.part_sizes), path
+            for (parameter, index), slot in module.slots().items():
+                name = f"{parts[index]}.{parameter}"
+                slots[f"{parent}.{name}" if parent else name] = (slot,)
+            continue
         for name, parameter in module.named_parameters(recurse=False):
-            if parts is None:
-                targets[f"{path}.{name}"] = parameter
-                continue
-            assert isinstance(module, Linear) and len(parts) == len(module.part_sizes), path
-            for index, part in enumerate(parts):
-                targets[f"{parent}.{part}.{name}"] = module.part(name, index)
-    return targets
+            load = partial(_copy_rows, parameter)
+            slots[f"{path}.{name}"] = (WeightSlot(tuple(parameter.shape), load),)
+    return slots
+
+
+def _copy_rows(parameter: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
+    parameter[first_row : first_row + len(rows)].copy_(rows)
+
+
+def _merge_ends(
+    slots: dict[str, tuple[WeightSlot, ...]], checkpoint: Checkpoint, entry: ModelEntry
+) -> str:
+    """Let one name fill both ends. Returns the other name: where the checkpoint has it too, it says
+    the same again."""
+    names = (entry.embedding, entry.head)
+    kept, spare = names if entry.embedding in checkpoint.names else reversed(names)
+    slots[kept] = slots.pop(entry.embedding, ()) + slots.pop(entry.head, ())
+    return spare
+
+
+def _fill(
+    slots: Mapping[str, tuple[WeightSlot, ...]], checkpoint: Checkpoint, num_threads: int
+) -> None:
+    pieces = [
+        (name, rows)
+        for name in checkpoint.names
+        if name in slots
+        for rows in checkpoint.pieces(name)
+    ]
+
+    def load(piece: tuple[str, range]) -> None:
+        name, span = piece
+        with checkpoint.rows(name, span) as rows:
+            for slot in slots[name]:
+                slot.load(span.start, rows)
+
+    if num_threads == 1:
+        for piece in pieces:
+            load(piece)
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as threads:
+        for _ in threads.map(load, pieces):
+            pass  # only what a piece raised is of interest
 
 
 def _ends_differ(checkpoint: Checkpoint, entry: ModelEntry) -> bool:
@@ -87,9 +156,12 @@ def _ends_differ(checkpoint: Checkpoint, entry: ModelEntry) -> bool:
 
 
 def _check_match(
-    folder: Path, checkpoint: Checkpoint, targets: dict[str, torch.Tensor], spare_names: set[str]
+    folder: Path,
+    checkpoint: Checkpoint,
+    slots: Mapping[str, tuple[WeightSlot, ...]],
+    spare_names: set[str],
 ) -> None:
-    missing = targets.keys() - checkpoint.names
+    missing = slots.keys() - checkpoint.names
     if missing:
         raise CheckpointError(
             f"{folder}: the weights lack {_listed(missing)}; the download is not whole, or "
@@ -97,7 +169,7 @@ def _check_match(
         )
     unexpected = {
         name
-        for name in checkpoint.names - targets.keys() - spare_names
+        for name in checkpoint.names - slots.keys() - spare_names
         if not name.endswith(_DERIVED_SUFFIXES)
     }
     if unexpected:
@@ -106,9 +178,9 @@ def _check_match(
             "no place for; ignoring them would change its results"
         )
     wrong = [
-        f"{name} {list(checkpoint.shape(name))} instead of {list(target.shape)}"
-        for name, target in targets.items()
-        if checkpoint.shape(name) != tuple(target.shape)
+        f"{name} {list(checkpoint.shape(name))} instead of {list(slot.shape)}"
+        for name, (slot, *_) in slots.items()
+        if checkpoint.shape(name) != slot.shape
     ]
     if wrong:
         raise CheckpointError(

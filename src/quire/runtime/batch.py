@@ -48,6 +48,22 @@ class StepBatch:
     prompt_logprob_spans: list[tuple[int, int, int, int]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """What steps have in common in which the same rows decode and no other computes anything.
+
+    rows: [S]. token_base, table_base: [S], where each row begins in the flattened token_ids and in
+    a group's flattened table. context_lens: [S] int32, written at every step, as are the buffers
+    that `step` names.
+    """
+
+    rows: Int64
+    token_base: Int64
+    table_base: Int64
+    context_lens: Int32
+    step: StepBatch
+
+
 class RowBatch:
     """The permanent rows.
 
@@ -66,6 +82,7 @@ class RowBatch:
         block_size: int,
     ) -> None:
         """max_num_tokens: the most that one step computes."""
+        self.max_num_tokens = max_num_tokens
         # One column more than max_model_len: the last sampled token is stored, never computed.
         self.token_ids: Int32 = np.zeros((num_rows, max_model_len + 1), np.int32)
         self.num_tokens: Int32 = np.zeros(num_rows, np.int32)
@@ -86,11 +103,14 @@ class RowBatch:
         self._positions: Int64 = np.zeros(max_num_tokens, np.int64)
         self._slots: list[Int64] = [np.zeros(max_num_tokens, np.int64) for _ in range(num_groups)]
         self._is_named = np.zeros(num_rows, np.bool_)
+        self._decodes: _Decodes | None = None  # of the live rows; None: to be made
 
     # ---- the plan's changes -----------------------------------------------------------------
 
     def change(self, plan: StepPlan) -> None:
         """Carry out release, admit, forks, token_edits and table_edits."""
+        if plan.release or plan.admit or plan.forks:
+            self._decodes = None
         for row in plan.release:
             assert self.is_live[row], f"row {row} is released but was not live"
             self.is_live[row] = self.wants_prompt_logprobs[row] = False
@@ -172,12 +192,17 @@ class RowBatch:
 
     def reset(self) -> None:
         """Drop all rows."""
+        self._decodes = None
         self.is_live[:] = self.wants_prompt_logprobs[:] = False
 
     # ---- the step's tensors -----------------------------------------------------------------
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The tensors of the step, and the rows' num_computed moved on past it."""
+        if not plan.chunks and not plan.forks and not self.wants_prompt_logprobs.any():
+            decodes = self._build_decodes(plan)
+            if decodes is not None:
+                return decodes
         joins = [fork for fork in plan.forks if fork.joins_step]
         rows, counts, num_decodes = self._step_rows(plan, joins)
         query_start = np.zeros(len(rows) + 1, np.int32)
@@ -201,13 +226,61 @@ class RowBatch:
         return StepBatch(
             token_ids=torch.from_numpy(self._input_ids[:num_tokens]),
             positions=torch.from_numpy(self._positions[:num_tokens]),
-            attention=self._attention_batch(rows, query_start, counts, computed, num_decodes),
+            attention=self._attention_batch(
+                rows, query_start, counts, computed.astype(np.int32), num_decodes
+            ),
             rows=rows,
             num_new_tokens=counts,
             sample_rows=sample_rows,
             sample_index=torch.from_numpy(sample_index),
             joined_lines=joined_lines,
             prompt_logprob_spans=spans,
+        )
+
+    def _build_decodes(self, plan: StepPlan) -> StepBatch | None:
+        """`build` where each live row closes a gap of one token: most steps, so nothing is made
+        anew that lasts. None: some row's gap is another."""
+        decodes = self._decodes = self._decodes or self._make_decodes()
+        rows, count = decodes.rows, len(decodes.rows)
+        positions = self.num_computed[rows]
+        computed = positions + 1
+        if not (computed == self.num_tokens[rows]).all():
+            return None
+        assert count == plan.num_tokens, f"{count} tokens, the plan has {plan.num_tokens}"
+        self._positions[:count] = positions
+        self._input_ids[:count] = self.token_ids.reshape(-1)[decodes.token_base + positions]
+        entries = decodes.table_base + (positions >> self._shift)
+        offsets = positions & self._mask
+        for slots, table in zip(self._slots, self._tables, strict=True):
+            blocks = table.reshape(-1)[entries].astype(np.int64)
+            slots[:count] = (blocks << self._shift) + offsets
+        decodes.context_lens[:] = computed
+        self.num_computed[rows] = computed
+        decodes.step.attention.context_lens_list = computed.tolist()
+        return decodes.step
+
+    def _make_decodes(self) -> _Decodes:
+        rows = np.flatnonzero(self.is_live)
+        count = len(rows)
+        counts, context_lens = np.ones(count, np.int64), np.zeros(count, np.int32)
+        query_start = np.arange(count + 1, dtype=np.int32)
+        step = StepBatch(
+            token_ids=torch.from_numpy(self._input_ids[:count]),
+            positions=torch.from_numpy(self._positions[:count]),
+            attention=self._attention_batch(rows, query_start, counts, context_lens, count),
+            rows=rows,
+            num_new_tokens=counts,
+            sample_rows=rows,
+            sample_index=torch.arange(count),
+            joined_lines=NO_LINES,
+            prompt_logprob_spans=[],
+        )
+        return _Decodes(
+            rows=rows,
+            token_base=rows * self.token_ids.shape[1],
+            table_base=rows * self._tables[0].shape[1],
+            context_lens=context_lens,
+            step=step,
         )
 
     def append_sampled(self, rows: Int64, token_ids: Int64) -> None:
@@ -271,7 +344,7 @@ class RowBatch:
         rows: Int64,
         query_start: Int32,
         counts: Int64,
-        computed: Int64,
+        context_lens: Int32,
         num_decodes: int,
     ) -> AttentionBatch:
         """The block tables go in whole, as views: no copy here grows with the context."""
@@ -285,10 +358,10 @@ class RowBatch:
         )
         return AttentionBatch(
             query_start=torch.from_numpy(query_start),
-            context_lens=torch.from_numpy(computed.astype(np.int32)),
+            context_lens=torch.from_numpy(context_lens),
             rows=torch.from_numpy(rows),
             query_lens_list=counts.tolist(),
-            context_lens_list=computed.tolist(),
+            context_lens_list=context_lens.tolist(),
             rows_list=rows.tolist(),
             num_decodes=num_decodes,
             groups=groups,

@@ -17,6 +17,7 @@ from quire.attention.interface import AttentionBackend, AttentionSpec, KVPageFor
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import BlockCopy
 from quire.errors import InsufficientMemoryError
+from quire.kernels.cpu.memory import allocate
 
 PAGE_ALIGNMENT_BYTES = 64
 
@@ -96,9 +97,12 @@ class KVCache:
         self.num_blocks = num_blocks
         shape = (num_blocks, layout.bytes_per_block)
         try:
-            # Not zeroed: the operating system commits a page of memory when it is first written.
-            self.storage = torch.empty(shape, dtype=torch.uint8, device=device)
-        except RuntimeError as error:
+            # Either way the operating system commits a page of memory when it is first written.
+            if device.type == "cpu":
+                self.storage = allocate(num_blocks * layout.bytes_per_block).view(shape)
+            else:
+                self.storage = torch.empty(shape, dtype=torch.uint8, device=device)
+        except (RuntimeError, OSError) as error:
             raise InsufficientMemoryError(
                 f"{num_blocks} KV blocks of {layout.bytes_per_block} bytes"
                 f" ({num_blocks * layout.bytes_per_block / 2**30:.1f} GiB) can't be allocated;"

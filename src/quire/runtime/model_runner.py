@@ -12,8 +12,10 @@ import torch
 
 from quire.attention.interface import AttentionBackend
 from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
+from quire.kernels.cpu.library import NativeKernels
 from quire.models.interface import CausalLM
 from quire.runtime.batch import RowBatch, StepBatch
+from quire.runtime.forward import make_forward
 from quire.runtime.kv_cache import KVCache
 from quire.sampling.sampler import NO_TOKEN, Sampler
 
@@ -41,8 +43,10 @@ class ModelRunner:
         kv_cache: KVCache,
         rows: RowBatch,
         sampler: Sampler,
+        kernels: NativeKernels | None = None,
     ) -> None:
-        """backend: not yet bound; it is given kv_cache's memory here."""
+        """backend: not yet bound; it is given kv_cache's memory here. kernels: those that the model
+        and the backend were made with; None: torch computes."""
         self.timing = StepTiming()
         self._model = model
         self._backend = backend
@@ -52,6 +56,7 @@ class ModelRunner:
         self._executed: tuple[StepPlan, StepBatch, torch.Tensor] | None = None
         self._results: deque[StepResult] = deque()
         backend.bind(model.attention_specs, kv_cache.layers())
+        self._forward = make_forward(model, backend, kernels, rows.max_num_tokens)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
@@ -64,8 +69,7 @@ class ModelRunner:
         built_s = time.perf_counter()
         self._backend.plan(step.attention)
         planned_s = time.perf_counter()
-        output = self._model(step.token_ids, step.positions, self._backend.run)
-        self._executed = (plan, step, output.hidden)
+        self._executed = (plan, step, self._forward(step))
         self.timing.build_s = built_s - started_s
         self.timing.plan_s = planned_s - built_s
         self.timing.forward_s = time.perf_counter() - planned_s

@@ -1,6 +1,7 @@
 """Log-probabilities of the model's own distribution, before any sampling option.
 
-Computed by the sampler for the rows that asked, and for prompts.
+Computed by the sampler for the rows that asked, and for prompts; by the native library where it is
+given, else by torch. The two differ by rounding: ranks and tokens are equal.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from quire.core.step import TokenLogprobs
+from quire.kernels.cpu.sampling import LOGPROB_ROW, NativeSampling
 from quire.sampling.history import Ints
 
 # Logits handled at a time: bounds the temporary memory.
@@ -17,19 +19,60 @@ BLOCK_ELEMENTS = 1 << 22
 
 
 def token_logprobs(
-    logits: torch.Tensor, token_ids: Ints, num_top: Sequence[int]
+    logits: torch.Tensor,
+    token_ids: Ints,
+    num_top: Sequence[int],
+    *,
+    lines: Ints | None = None,
+    native: NativeSampling | None = None,
 ) -> list[TokenLogprobs]:
-    """One entry per line of raw logits [n, V] fp32, for token_ids [n] and num_top [n] best tokens.
+    """An entry for each of token_ids [n], with its num_top [n] best tokens.
 
+    logits: raw, [L, V] fp32. lines: the line [n] of each entry; None: L = n, in order.
     Log-softmax in fp32. Rank and order are by logit; among equal logits the lowest token id comes
     first, and the rank is that of the first of them. A NaN stays a NaN.
     """
+    if native is not None:
+        entries = _native_logprobs(native, logits, token_ids, num_top, lines)
+        if entries is not None:
+            return entries
+    if lines is not None:
+        logits = logits[torch.from_numpy(lines.astype(np.int64)).to(logits.device)]
     lines_at_once = max(1, BLOCK_ELEMENTS // max(1, logits.shape[1]))
-    entries: list[TokenLogprobs] = []
+    entries = []
     for start in range(0, len(token_ids), lines_at_once):
-        lines = slice(start, start + lines_at_once)
-        entries += _block_logprobs(logits[lines], token_ids[lines], num_top[lines])
+        block = slice(start, start + lines_at_once)
+        entries += _block_logprobs(logits[block], token_ids[block], num_top[block])
     return entries
+
+
+def _native_logprobs(
+    native: NativeSampling,
+    logits: torch.Tensor,
+    token_ids: Ints,
+    num_top: Sequence[int],
+    lines: Ints | None,
+) -> list[TokenLogprobs] | None:
+    """None where a line has a largest logit that is not finite."""
+    asked = np.empty(len(token_ids), LOGPROB_ROW)
+    asked["line"] = np.arange(len(token_ids)) if lines is None else lines
+    asked["token_id"] = token_ids
+    asked["num_top"] = np.minimum(num_top, logits.shape[1])
+    values, tokens = native.token_logprobs(logits, asked)
+    if np.isnan(values[:, 0]).any():
+        return None
+    return [
+        TokenLogprobs(
+            token_id, of_line[0], found[0], tuple(found[1 : k + 1]), tuple(of_line[1 : k + 1])
+        )
+        for token_id, of_line, found, k in zip(
+            token_ids.tolist(),
+            values.tolist(),
+            tokens.tolist(),
+            asked["num_top"].tolist(),
+            strict=True,
+        )
+    ]
 
 
 def _block_logprobs(

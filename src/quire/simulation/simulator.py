@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from quire.core import invariants
 from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.pacing import PacingConfig, StepPacer
 from quire.core.policy import find_policy
 from quire.core.request import SequenceOutput
 from quire.core.scheduler import Scheduler, SchedulerConfig
@@ -24,10 +25,9 @@ from quire.errors import QuireError, RequestNeverFitsError
 from quire.simulation.clients import Clients
 from quire.simulation.fake_runner import FakeRunner, Faults, InjectedFailureError
 from quire.simulation.report import SimulationReport
+from quire.simulation.step_time import StepTime
 from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals, draw_fork
 
-STEP_BASE_S = 0.01
-STEP_TOKEN_S = 0.0005
 MAX_STEPS_WITHOUT_OUTPUT = 1000
 
 
@@ -95,6 +95,10 @@ class Simulator:
                 nan_token_id=config.nan_token_id,
             ),
         )
+        self.step_time = StepTime(config.slow_rate, config.seed)
+        if config.max_itl_ratio:
+            model = self.step_time.make_model(config.foretold_ratio)
+            self.scheduler.pacer = StepPacer(PacingConfig(config.max_itl_ratio), model)
         self.now_s = 0.0
         self._arrivals = draw_arrivals(config)
         self._next_arrival = next(self._arrivals, None)
@@ -143,10 +147,12 @@ class Simulator:
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert plan.num_rows <= self.config.max_num_seqs
         self._digest.update(_plan_bytes(plan))
-        self.now_s += STEP_BASE_S + STEP_TOKEN_S * plan.num_tokens
+        seconds = self.step_time.draw_s(plan.num_tokens)
+        self.now_s += seconds
         self.report.note_plan(plan, len(self.scheduler.waiting))
         self.runner.execute(plan)
         self.runner.sample()
+        self.scheduler.pacer.observe(plan.step_id, seconds)
         return plan
 
     def _take_in(self, result: StepResult) -> None:

@@ -51,6 +51,9 @@ class SimulationConfig:
     logprobs_rate: requests that ask for log-probabilities, of prompt and output each.
     step_failure_rate: steps that fail as a whole. poison_rate: requests that make every step fail
         that they are in. nan_rate: requests that fail alone.
+    max_itl_ratio: paced steps take at most so many times what their decodes take; 0: no pace.
+        foretold_ratio: the pacer's model begins as if prompt tokens took so many times what they
+        take. slow_rate: steps that a neighbour makes five times as long.
     overlap: steps planned ahead of the last result, 0 or 1. check_every: steps from one check of
         all accounting laws to the next.
     """
@@ -94,6 +97,9 @@ class SimulationConfig:
     step_failure_rate: float = 0.0
     poison_rate: float = 0.0
     nan_rate: float = 0.0
+    max_itl_ratio: float = 0.0
+    foretold_ratio: float = 1.0
+    slow_rate: float = 0.0
     overlap: int = 0
     vocab_size: int = 1000
     check_every: int = 1

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from quire.attention.torch_prefix import DecodeRows, shared_runs
+from quire.attention.shared_prefix import DecodeRows, shared_runs
 
 TILE = 32
 POISON = 10**9

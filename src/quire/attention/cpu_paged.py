@@ -1,0 +1,214 @@
+"""Attention over paged memory by the native kernels: straight from the blocks, nothing is gathered.
+
+The kernels walk the block tables themselves, so a plan is a handful of addresses and, where rows
+share blocks, which tiles to read once for all of them. What they compute, and why a row's result is
+the same to the bit whatever runs beside it, is told in `kernels/cpu/csrc/attention.cpp`. Built by
+`registry.py`; `runtime.forward` runs the step that was planned here as part of a native program.
+
+Shapes as in `interface.py`.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.attention.interface import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVPageFormat,
+    LayerKV,
+)
+from quire.attention.shared_prefix import DecodeRows, SharedRun, shared_runs
+from quire.errors import ConfigurationError
+from quire.kernels.cpu import abi
+from quire.kernels.cpu.library import NativeKernels
+
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 2048
+TILE_TOKENS = 256
+"""As in csrc/attention_kernels.h."""
+
+MIN_SAVED_TILES = 1
+"""That a shared run must save: one costs its readers less than reading a tile."""
+
+NO_WINDOW = 2**31 - 1
+
+
+class CpuPagedAttention(AttentionBackend):
+    """Between `plan` and the step's last `run` the batch stays unchanged.
+
+    step: the planned step, without token ids and positions, which attention does not need. layers:
+    an array of the bound layers. Both keep their addresses from `bind` on.
+    """
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._kernels = kernels
+        self.step = abi.Step()
+        self.layers: ctypes.Array[abi.AttentionLayer] = (abi.AttentionLayer * 0)()
+        self._groups: ctypes.Array[abi.KVGroupStep] = (abi.KVGroupStep * 0)()
+        # Of each group the widest: the kernels leave out what a narrower one doesn't see.
+        self._windows: list[int] = []
+        self._block_size = 0
+        # What the structures point to.
+        self._memory: tuple[LayerKV, ...] = ()
+        self._batch: AttentionBatch | None = None
+        self._runs: object = None
+        self._sinks: dict[int, torch.Tensor] = {}
+
+    @staticmethod
+    def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
+        is_power_of_two = block_size > 0 and block_size & (block_size - 1) == 0
+        if not is_power_of_two or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
+            raise ConfigurationError(
+                f"block_size={block_size} is not a power of two from {MIN_BLOCK_SIZE} to "
+                f"{MAX_BLOCK_SIZE}; choose one, 16 is the default"
+            )
+        if dtype not in abi.DTYPES:
+            raise ConfigurationError(
+                f"the native kernels serve no KV dtype {dtype}; choose float32 or bfloat16"
+            )
+        if spec.num_heads % spec.num_kv_heads:
+            raise ConfigurationError(
+                f"num_heads={spec.num_heads} is not a multiple of num_kv_heads="
+                f"{spec.num_kv_heads}; every KV head must serve as many query heads"
+            )
+        if spec.head_dim % 2:
+            raise ConfigurationError(f"head_dim={spec.head_dim} is odd; the kernels need even ones")
+        num_elements = 2 * block_size * spec.num_kv_heads * spec.head_dim
+        return KVPageFormat(block_size, dtype, num_elements * dtype.itemsize)
+
+    def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
+        bound = [_bound(spec, layer) for spec, layer in zip(specs, layers, strict=True)]
+        self.layers = (abi.AttentionLayer * len(bound))(*bound)
+        num_groups = 1 + max(layer.group for layer in layers)
+        self._groups = (abi.KVGroupStep * num_groups)()
+        self.step.groups = ctypes.addressof(self._groups)
+        self.step.num_groups = num_groups
+        self._windows = [
+            max((layer.window or NO_WINDOW for layer in bound if layer.group == group), default=1)
+            for group in range(num_groups)
+        ]
+        self._block_size = layers[0].format.block_size
+        self._memory = layers
+
+    def plan(self, batch: AttentionBatch) -> None:
+        step = self.step
+        step.num_tokens = batch.groups[0].slot_mapping.shape[0]
+        step.num_sequences, step.num_decodes = len(batch.query_lens_list), batch.num_decodes
+        step.query_start = batch.query_start.data_ptr()
+        step.context_lens = batch.context_lens.data_ptr()
+        step.rows = batch.rows.data_ptr()
+        for native, group in zip(self._groups, batch.groups, strict=True):
+            native.block_tables = group.block_tables.data_ptr()
+            native.table_stride = group.block_tables.stride(0)
+            native.slot_mapping = group.slot_mapping.data_ptr()
+        self._batch = batch
+        step.num_shared_runs = 0
+        if batch.num_decodes > 1:
+            self._set_shared_runs(self._find_shared_runs(batch))
+
+    def _find_shared_runs(self, batch: AttentionBatch) -> list[tuple[int, SharedRun]]:
+        """The runs of each group, with the group's index."""
+        count = batch.num_decodes
+        context = batch.context_lens.numpy()[:count].astype(np.int64)
+        table_rows = batch.rows.numpy()[:count]
+        found: list[tuple[int, SharedRun]] = []
+        for group, window in enumerate(self._windows):
+            low = np.maximum(context - window, 0)
+            table = batch.groups[group].block_tables.numpy()
+            rows = DecodeRows(table, table_rows, low, context)
+            runs = shared_runs(rows, self._block_size, TILE_TOKENS, MIN_SAVED_TILES)
+            found += [(group, run) for run in runs]
+        return found
+
+    def _set_shared_runs(self, runs: list[tuple[int, SharedRun]]) -> None:
+        if not runs:
+            return
+        natives = (abi.SharedRun * len(runs))()
+        sequences = [run.rows.astype(np.int32) for _, run in runs]
+        for native, (group, run), rows in zip(natives, runs, sequences, strict=True):
+            native.group, native.num_sequences = group, len(rows)
+            native.first_tile, native.end_tile = run.first_tile, run.end_tile
+            native.sequences = rows.ctypes.data
+        self.step.shared_runs = ctypes.addressof(natives)
+        self.step.num_shared_runs = len(runs)
+        self._runs = natives, sequences
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._run(layer, (q, k, v), sinks, None)
+
+    def run_with_lse(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        return self._run(layer, (q, k, v), sinks, lse), lse
+
+    def _run(
+        self,
+        layer: int,
+        qkv: Sequence[torch.Tensor],
+        sinks: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        bound, kernels = self.layers[layer], self._kernels
+        q, k, v = (_with_adjacent_heads(part) for part in qkv)
+        assert len(q) == self.step.num_tokens, "run serves the step that was planned"
+        assert abi.DTYPES[q.dtype] == bound.dtype
+        if sinks is not None:
+            self._sinks[layer] = sinks.float().contiguous()
+            bound.sinks = self._sinks[layer].data_ptr()
+        if k.stride(0) != v.stride(0):
+            k, v = k.contiguous(), v.contiguous()
+        addresses = k.data_ptr(), v.data_ptr()
+        kernels.library.write_kv(kernels.context, bound, self.step, *addresses, k.stride(0))
+        out = torch.empty(q.shape, dtype=q.dtype)
+        kernels.library.attention(
+            kernels.context,
+            bound,
+            self.step,
+            q.data_ptr(),
+            q.stride(0),
+            out.data_ptr(),
+            out.stride(0),
+            None if lse is None else lse.data_ptr(),
+        )
+        return out
+
+
+def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
+    assert layer.pages.dtype == torch.uint8
+    assert layer.pages.shape[1] == layer.format.bytes_per_layer
+    return abi.AttentionLayer(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=layer.format.block_size,
+        dtype=abi.DTYPES[layer.format.dtype],
+        group=layer.group,
+        window=spec.window or 0,
+        causal=spec.causal,
+        scale=spec.scale,
+        soft_cap=spec.soft_cap or 0.0,
+        pages=layer.pages.data_ptr(),
+        page_stride=layer.pages.stride(0),
+    )
+
+
+def _with_adjacent_heads(x: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D] with the elements of a token in one run, as the kernels read them."""
+    is_adjacent = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x if is_adjacent else x.contiguous()

@@ -1,0 +1,181 @@
+"""How many tokens a step may compute, so that those who decode need not wait long for it.
+
+A constant budget alone lets one long prompt stop every stream for as long as it takes. A paced step
+takes at most `max_itl_ratio` times what its decoding rows would take alone, by the cost model. As
+prompts are served one after the other, in their order, and a step that isn't paced would only have
+computed more of the same prompts, nothing but the order of arithmetic changes.
+
+The scheduler asks for a StepBudget each step; the engine tells how long steps took. Reads no clock.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.core.cost_model import StepCostModel, StepLoad
+from quire.errors import ConfigurationError
+
+LEAST_MAX_ITL_RATIO = 1.1
+
+# The margin follows the quantile of steps that take longer than foretold, by steps of this size.
+MARGIN_QUANTILE = 0.97
+MARGIN_RATE = 0.02
+LARGEST_MARGIN = 1.4
+
+
+class StepBudget:
+    """The tokens that one step may still compute, beside those of decoding rows."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no further chunk may be planned."""
+        return self.num_tokens <= 0
+
+    def take(self, num_computed_tokens: int, num_wanted: int) -> int:
+        """The chunk, at least 1 token, of a sequence that has num_computed_tokens and wants
+        num_wanted more; only while not `is_spent`."""
+        num_taken = min(num_wanted, self.num_tokens)
+        self.num_tokens -= num_taken
+        return num_taken
+
+
+class Pacer(Protocol):
+    """Who gives each step its budget."""
+
+    def open_step(self, num_tokens: int, num_decodes: int, num_decode_pairs: int) -> StepBudget:
+        """The budget of the step that is being planned: at most num_tokens beside num_decodes
+        decoding rows, which attend to num_decode_pairs tokens in all."""
+        ...
+
+    def launch(self, step_id: int) -> None:
+        """The plan that was opened last is sent, as this step."""
+        ...
+
+    def observe(self, step_id: int, seconds: float) -> None:
+        """A step has ended and took so long. Steps without budget or news are left alone."""
+        ...
+
+
+class ConstantPacer:
+    """As many tokens in every step; what steps take is no matter."""
+
+    def open_step(self, num_tokens: int, num_decodes: int, num_decode_pairs: int) -> StepBudget:
+        """See `Pacer`."""
+        return StepBudget(num_tokens)
+
+    def launch(self, step_id: int) -> None:
+        """See `Pacer`; nothing to remember."""
+
+    def observe(self, step_id: int, seconds: float) -> None:
+        """See `Pacer`; nothing to learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class PacingConfig:
+    """max_itl_ratio: how many times as long as its decoding rows alone a step may take.
+    min_prefill_tokens: a step computes at least so many tokens of prompts that wait, however long
+    it takes; so every prompt goes on in every step that reaches it.
+
+    2.8 leaves something below 3 for what the model can't foretell: rows that join, the loop itself.
+    """
+
+    max_itl_ratio: float = 2.8
+    min_prefill_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        if not self.max_itl_ratio >= LEAST_MAX_ITL_RATIO:
+            raise ConfigurationError(
+                f"max_itl_ratio is {self.max_itl_ratio}, but must be at least"
+                f" {LEAST_MAX_ITL_RATIO}: else no prompt could go on beside running sequences"
+            )
+        if self.min_prefill_tokens < 1:
+            raise ConfigurationError(
+                f"min_prefill_tokens is {self.min_prefill_tokens}, but must be at least 1"
+            )
+
+
+class PacedBudget(StepBudget):
+    """A budget in tokens and in seconds.
+
+    Invariant: `load` is what the step computes by now; the model foretells at most `ratio` times
+    what the decoding rows alone take for it, unless the least of the first chunk takes longer.
+    """
+
+    def __init__(
+        self, num_tokens: int, load: StepLoad, model: StepCostModel, ratio: float, least: int
+    ) -> None:
+        """load: of the decoding rows. least: tokens of the first chunk, however long they take."""
+        super().__init__(num_tokens)
+        self.load = load
+        self._model = model
+        self._ratio = ratio
+        self._limit_s = 0.0
+        self._least = least
+        self._is_full = False
+
+    @property
+    def is_spent(self) -> bool:
+        return self._is_full or self.num_tokens <= 0
+
+    def take(self, num_computed_tokens: int, num_wanted: int) -> int:
+        most = min(num_wanted, self.num_tokens)
+        is_first = not self.load.num_chunk_tokens
+        if is_first:
+            self._limit_s = self._ratio * self._model.predict_s(self.load)
+        fitting = self._model.most_tokens(self._limit_s, self.load, num_computed_tokens, most)
+        num_taken = max(fitting, min(self._least if is_first else 1, most))
+        self.num_tokens -= num_taken
+        self.load = self.load.with_chunk(num_computed_tokens, num_taken)
+        # The next prompt begins in this step only if that is worth a row of its own.
+        self._is_full = num_taken < num_wanted or not self._fits(self._least)
+        return num_taken
+
+    def _fits(self, num_tokens: int) -> bool:
+        return self._model.predict_s(self.load.with_chunk(0, num_tokens)) <= self._limit_s
+
+
+class StepPacer:
+    """Budgets by a cost model that follows what steps take.
+
+    Invariant: `margin` is within [1, LARGEST_MARGIN]; about MARGIN_QUANTILE of the steps with
+    decodes and prompts take at most `margin` times what was foretold.
+    """
+
+    def __init__(self, config: PacingConfig, model: StepCostModel) -> None:
+        self.config = config
+        self.model = model
+        self.margin = 1.05
+        self._open: StepBudget | None = None
+        self._in_flight: dict[int, PacedBudget] = {}
+
+    def open_step(self, num_tokens: int, num_decodes: int, num_decode_pairs: int) -> StepBudget:
+        """See `Pacer`. Where nothing decodes nobody waits for a token: the budget is num_tokens."""
+        if not num_decodes:
+            self._open = StepBudget(num_tokens)
+            return self._open
+        load = StepLoad(num_decodes, num_decode_pairs)
+        ratio = self.config.max_itl_ratio / self.margin
+        least = self.config.min_prefill_tokens
+        self._open = PacedBudget(num_tokens, load, self.model, ratio, least)
+        return self._open
+
+    def launch(self, step_id: int) -> None:
+        """See `Pacer`."""
+        if isinstance(self._open, PacedBudget):
+            self._in_flight[step_id] = self._open
+        self._open = None
+
+    def observe(self, step_id: int, seconds: float) -> None:
+        """See `Pacer`."""
+        budget = self._in_flight.pop(step_id, None)
+        for earlier in [step for step in self._in_flight if step < step_id]:
+            del self._in_flight[earlier]  # they failed
+        if budget is None:
+            return
+        if budget.load.num_chunk_tokens:
+            is_late = seconds > self.margin * self.model.predict_s(budget.load)
+            change = MARGIN_QUANTILE if is_late else MARGIN_QUANTILE - 1
+            self.margin = max(1.0, min(LARGEST_MARGIN, self.margin + MARGIN_RATE * change))
+        self.model.observe(budget.load, seconds)

@@ -1,0 +1,184 @@
+"""The C ABI's structures, mirrored from `csrc/abi.h` and `csrc/program.h`; a test compares them.
+
+Pointers are addresses: whoever fills a structure keeps alive what it points to.
+"""
+
+import ctypes
+from ctypes import c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from enum import IntEnum
+
+import torch
+
+ABI_VERSION = 1
+
+
+class DType(IntEnum):
+    """Numbers as stored."""
+
+    F32 = 0
+    BF16 = 1
+
+
+DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16}
+"""The dtypes that the library computes with."""
+
+
+class WeightFormat(IntEnum):
+    """How a linear's weights are stored."""
+
+    DENSE_F32 = 0
+    DENSE_BF16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class Epilogue(IntEnum):
+    """What becomes of a linear's result: stored, added to what is there, or silu(gate) * up."""
+
+    STORE = 0
+    ADD_RESIDUAL = 1
+    SILU_MUL = 2
+
+
+class OpKind(IntEnum):
+    """The operations of a program."""
+
+    EMBED = 0
+    RMS_NORM = 1
+    LINEAR = 2
+    ROTATE_AND_WRITE_KV = 3
+    ATTENTION = 4
+
+
+class Linear(ctypes.Structure):
+    """See abi.h."""
+
+    _fields_ = (
+        ("format", c_int32),
+        ("num_outputs", c_int32),
+        ("num_inputs", c_int32),
+        ("group_size", c_int32),
+        ("interleave", c_int32),
+        ("reserved", c_int32),
+        ("weights", c_void_p),
+        ("scales", c_void_p),
+        ("sums", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class AttentionLayer(ctypes.Structure):
+    """See abi.h."""
+
+    _fields_ = (
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("block_size", c_int32),
+        ("dtype", c_int32),
+        ("group", c_int32),
+        ("window", c_int32),
+        ("causal", c_int32),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("sinks", c_void_p),
+        ("pages", c_void_p),
+        ("page_stride", c_int64),
+    )
+
+
+class KVGroupStep(ctypes.Structure):
+    """See abi.h."""
+
+    _fields_ = (
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("slot_mapping", c_void_p),
+    )
+
+
+class SharedRun(ctypes.Structure):
+    """See abi.h."""
+
+    _fields_ = (
+        ("group", c_int32),
+        ("num_sequences", c_int32),
+        ("first_tile", c_int32),
+        ("end_tile", c_int32),
+        ("sequences", c_void_p),
+    )
+
+
+class Step(ctypes.Structure):
+    """See abi.h."""
+
+    _fields_ = (
+        ("num_tokens", c_int32),
+        ("num_sequences", c_int32),
+        ("num_decodes", c_int32),
+        ("num_groups", c_int32),
+        ("num_shared_runs", c_int32),
+        ("reserved", c_int32),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("query_start", c_void_p),
+        ("context_lens", c_void_p),
+        ("rows", c_void_p),
+        ("groups", c_void_p),
+        ("shared_runs", c_void_p),
+    )
+
+
+class Rotary(ctypes.Structure):
+    """See abi.h."""
+
+    _fields_ = (
+        ("table", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("norm_eps", c_float),
+        ("reserved", c_int32),
+    )
+
+
+class Op(ctypes.Structure):
+    """See program.h."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("dtype", c_int32),
+        ("epilogue", c_int32),
+        ("eps", c_float),
+        ("size", c_int64),
+        ("in_stride", c_int64),
+        ("out_stride", c_int64),
+        ("input", c_void_p),
+        ("out", c_void_p),
+        ("weight", c_void_p),
+        ("linear", c_void_p),
+        ("layer", c_void_p),
+        ("rotary", c_void_p),
+    )
+
+
+class SampleRow(ctypes.Structure):
+    """See abi.h."""
+
+    _fields_ = (
+        ("stream", c_uint64),
+        ("position", c_int64),
+        ("top_p", c_double),
+        ("top_k", c_int64),
+        ("temperature", c_float),
+        ("log_min_p", c_float),
+    )
+
+
+class LogprobRow(ctypes.Structure):
+    """See abi.h."""
+
+    _fields_ = (
+        ("line", c_int64),
+        ("token_id", c_int64),
+        ("num_top", c_int64),
+    )

@@ -1,0 +1,177 @@
+// What stands between the linears and attention: embedding, RMSNorm, and rotary with the KV write.
+//
+// Every stored intermediate is rounded to the model's dtype where torch, operator by operator,
+// would store it; products and sums are rounded one by one (no fused multiply-add), so that all
+// instruction sets compute the same bits. Legend: see abi.h.
+#include "kernels_isa.h"
+#include "kv_page.h"
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+// Elements that one thread handles sooner than a second one has begun: about 2 us of work.
+constexpr int64_t kSerialElements = 8192;
+constexpr int64_t kSerialCopyBytes = 65536;
+// Consecutive tokens of a prompt share the cache lines of their KV unit, so one thread takes all.
+constexpr int64_t kUnitTokens = 16;
+
+inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// f(first, end) over all of [0, count) in chunks, in parallel.
+template <typename F>
+void for_chunks(Pool& pool, int64_t count, int64_t chunk, F&& f) {
+  pool.parallel((count + chunk - 1) / chunk, [&](int64_t task, int thread) {
+    f(task * chunk, min_of(count, (task + 1) * chunk), thread);
+  });
+}
+
+template <typename T>
+inline vf load_up_to(const T* p, int64_t n) {
+  return n >= kLanes ? load(p) : load_n(p, int(n));
+}
+
+template <typename T>
+inline void store_up_to(T* p, vf x, int64_t n) {
+  if (n >= kLanes)
+    store(p, x);
+  else
+    store_n(p, x, int(n));
+}
+
+// 1 / sqrt(mean(x^2) + eps), from sums that are the same whatever the registers: of each sixteenth
+// element in runs of 64, run after run, and of what is left behind the last one.
+template <typename T>
+inline float inverse_rms(const T* x, int64_t size, float eps) {
+  vf sums[4] = {}, rest{};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= size; i += 4 * kLanes)
+    for (int part = 0; part < 4; ++part) {
+      const vf v = load(x + i + part * kLanes);
+      sums[part] += v * v;
+    }
+  for (; i < size; i += kLanes) {
+    const vf v = load_up_to(x + i, size - i);
+    rest += v * v;
+  }
+  const float sum = reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]) + rest);
+  return 1.0f / __builtin_sqrtf(sum / float(size) + eps);
+}
+
+template <typename T>
+inline void norm_row(const T* x, const T* weight, float eps, T* out, int64_t size) {
+  const vf scale = splat(inverse_rms(x, size, eps));
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int64_t n = size - i;
+    const vf y = rounded<T>(load_up_to(x + i, n) * scale) * load_up_to(weight + i, n);
+    store_up_to(out + i, y, n);
+  }
+}
+
+template <typename T>
+void rms_norm_as(Pool& pool, const T* x, int64_t ldx, const T* weight, float eps, T* out,
+                 int64_t ldo, int64_t M, int64_t size) {
+  const int64_t chunk = kSerialElements / (2 * size) + 1;
+  for_chunks(pool, M, M * size <= kSerialElements ? M : chunk,
+             [=](int64_t first, int64_t end, int) {
+               for (int64_t m = first; m < end; ++m)
+                 norm_row(x + m * ldx, weight, eps, out + m * ldo, size);
+             });
+}
+
+// One head, normalised where `norm` is not null, then rotated, in place.
+//   out[:D/2] = x[:D/2] * cos - x[D/2:] * sin,  out[D/2:] = x[D/2:] * cos + x[:D/2] * sin
+template <typename T>
+inline void rotate_head(T* x, const T* norm, float eps, const float* cos, const float* sin,
+                        int head_dim) {
+  const int half = head_dim / 2;
+  const vf scale = splat(norm != nullptr ? inverse_rms(x, head_dim, eps) : 1.0f);
+  for (int d = 0; d < half; d += kLanes) {
+    const int n = half - d;
+    vf low = load_up_to(x + d, n), high = load_up_to(x + half + d, n);
+    if (norm != nullptr) {
+      low = rounded<T>(rounded<T>(low * scale) * load_up_to(norm + d, n));
+      high = rounded<T>(rounded<T>(high * scale) * load_up_to(norm + half + d, n));
+    }
+    const vf c = load_up_to(cos + d, n), s = load_up_to(sin + d, n);
+    store_up_to(x + d, rounded<T>(low * c) - rounded<T>(high * s), n);
+    store_up_to(x + half + d, rounded<T>(high * c) + rounded<T>(low * s), n);
+  }
+}
+
+template <typename T>
+struct Rotation {
+  const AttentionLayer& layer;
+  const Rotary& rotary;
+  const Step& step;
+  KVPages<T> pages;
+  T* qkv;
+  int64_t ld;
+
+  // turns: [D], a place for the position's cosines and sines, rounded as the model's dtype stores
+  // them.
+  void token(int64_t t, float* turns) const {
+    const int D = layer.head_dim;
+    const float* row = rotary.table + step.positions[t] * D;
+    for (int d = 0; d < D; d += kLanes)
+      store_up_to(turns + d, rounded<T>(load_up_to(row + d, D - d)), D - d);
+    const float *cos = turns, *sin = turns + D / 2;
+    const int64_t slot = step.groups[layer.group].slot_mapping[t];
+    T* head = qkv + t * ld;
+    for (int h = 0; h < layer.num_heads; ++h, head += D)
+      rotate_head(head, static_cast<const T*>(rotary.q_norm), rotary.norm_eps, cos, sin, D);
+    for (int h = 0; h < layer.num_kv_heads; ++h, head += D) {
+      rotate_head(head, static_cast<const T*>(rotary.k_norm), rotary.norm_eps, cos, sin, D);
+      store_k(pages, slot, h, head);
+    }
+    for (int h = 0; h < layer.num_kv_heads; ++h, head += D) store_v(pages, slot, h, head);
+  }
+};
+
+template <typename T>
+void rotate_and_write_kv_as(Pool& pool, const AttentionLayer& layer, const Rotary& rotary,
+                            const Step& step, T* qkv, int64_t ld) {
+  const Rotation<T> rotation{layer, rotary, step, KVPages<T>(layer), qkv, ld};
+  const int64_t T_ = step.num_tokens;
+  const int64_t width = int64_t(layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim;
+  int64_t chunk = min_of(kUnitTokens, T_ / 8 + 1);
+  if (T_ * width <= kSerialElements / 2) chunk = T_;
+  for_chunks(pool, T_, chunk, [&](int64_t first, int64_t end, int thread) {
+    auto* turns = static_cast<float*>(pool.scratch(thread, layer.head_dim * sizeof(float)));
+    for (int64_t t = first; t < end; ++t) rotation.token(t, turns);
+  });
+}
+
+}  // namespace
+
+void rms_norm(Pool& pool, DType dtype, const void* x, int64_t ldx, const void* weight, float eps,
+              void* out, int64_t ldo, int64_t M, int64_t size) {
+  if (dtype == kBF16)
+    rms_norm_as(pool, static_cast<const uint16_t*>(x), ldx, static_cast<const uint16_t*>(weight),
+                eps, static_cast<uint16_t*>(out), ldo, M, size);
+  else
+    rms_norm_as(pool, static_cast<const float*>(x), ldx, static_cast<const float*>(weight), eps,
+                static_cast<float*>(out), ldo, M, size);
+}
+
+void rotate_and_write_kv(Pool& pool, const AttentionLayer& layer, const Rotary& rotary,
+                         const Step& step, void* qkv, int64_t ld) {
+  if (layer.dtype == kBF16)
+    rotate_and_write_kv_as(pool, layer, rotary, step, static_cast<uint16_t*>(qkv), ld);
+  else
+    rotate_and_write_kv_as(pool, layer, rotary, step, static_cast<float*>(qkv), ld);
+}
+
+void embed(Pool& pool, DType dtype, const void* table, const int64_t* token_ids, void* out,
+           int64_t T, int64_t size) {
+  const int64_t row_bytes = size * (dtype == kBF16 ? 2 : 4);
+  const auto* rows = static_cast<const uint8_t*>(table);
+  auto* to = static_cast<uint8_t*>(out);
+  const int64_t chunk = kSerialCopyBytes / row_bytes + 1;
+  for_chunks(pool, T, chunk, [=](int64_t first, int64_t end, int) {
+    for (int64_t t = first; t < end; ++t)
+      std::memcpy(to + t * row_bytes, rows + token_ids[t] * row_bytes, row_bytes);
+  });
+}
+
+}  // namespace quire::QUIRE_ISA

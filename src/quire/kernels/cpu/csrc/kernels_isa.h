@@ -1,0 +1,26 @@
+// What the files that are compiled once per instruction set implement; signatures as in kernels.h.
+#pragma once
+#include "abi.h"
+#include "pool.h"
+
+namespace quire::QUIRE_ISA {
+
+void linear(Pool&, const Linear&, DType, const void* x, int64_t ldx, int64_t M, void* out,
+            DType out_dtype, int64_t ldo, Epilogue);
+void attention(Pool&, const AttentionLayer&, const Step&, const void* q, int64_t ldq, void* out,
+               int64_t ldo, float* lse);
+void write_kv(Pool&, const AttentionLayer&, const Step&, const void* k, const void* v, int64_t ld);
+void rotate_and_write_kv(Pool&, const AttentionLayer&, const Rotary&, const Step&, void* qkv,
+                         int64_t ld);
+void rms_norm(Pool&, DType, const void* x, int64_t ldx, const void* weight, float eps, void* out,
+              int64_t ldo, int64_t M, int64_t size);
+void embed(Pool&, DType, const void* table, const int64_t* token_ids, void* out, int64_t T,
+           int64_t size);
+void argmax(Pool&, const float* logits, int64_t ld, int64_t R, int64_t V, int64_t* index,
+            float* largest);
+void sample(Pool&, const float* logits, int64_t ld, int64_t V, const SampleRow*, int64_t R,
+            int64_t* token_ids, float* largest);
+void token_logprobs(Pool&, const float* logits, int64_t ld, int64_t V, const LogprobRow*, int64_t R,
+                    int64_t width, float* logprobs, int64_t* tokens);
+
+}  // namespace quire::QUIRE_ISA

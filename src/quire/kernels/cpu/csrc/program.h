@@ -1,0 +1,35 @@
+// A forward pass as a list of operations that Python wrote once, and C++ walks through at each step:
+// one call from Python, however many layers.
+#pragma once
+#include "kernels.h"
+
+namespace quire {
+
+enum OpKind : int32_t {
+  kOpEmbed = 0,
+  kOpRmsNorm = 1,
+  kOpLinear = 2,
+  kOpRotateAndWriteKV = 3,
+  kOpAttention = 4,
+};
+
+// Fields that an operation does not use are 0. Strides count elements.
+struct Op {
+  int32_t kind;
+  int32_t dtype;     // DType of the model
+  int32_t epilogue;  // kOpLinear
+  float eps;         // kOpRmsNorm
+  int64_t size;      // elements of a row: embedding and norm
+  int64_t in_stride;
+  int64_t out_stride;
+  const void* in;
+  void* out;
+  const void* weight;            // embedding table or norm weight
+  const Linear* linear;          // also of an embedding that shares a packed head
+  const AttentionLayer* layer;
+  const Rotary* rotary;
+};
+
+void run_program(const Kernels&, Pool&, const Op* ops, int64_t num_ops, const Step&);
+
+}  // namespace quire

@@ -1,0 +1,26 @@
+// One instruction set's table of kernels; compiled once for each.
+#include "kernels.h"
+#include "kernels_isa.h"
+
+namespace quire {
+
+#define QUIRE_JOIN_(a, b) a##b
+#define QUIRE_JOIN(a, b) QUIRE_JOIN_(a, b)
+#define QUIRE_TEXT_(a) #a
+#define QUIRE_TEXT(a) QUIRE_TEXT_(a)
+
+extern const Kernels QUIRE_JOIN(kernels_, QUIRE_ISA);
+const Kernels QUIRE_JOIN(kernels_, QUIRE_ISA) = {
+    QUIRE_TEXT(QUIRE_ISA),
+    QUIRE_ISA::linear,
+    QUIRE_ISA::attention,
+    QUIRE_ISA::write_kv,
+    QUIRE_ISA::rotate_and_write_kv,
+    QUIRE_ISA::rms_norm,
+    QUIRE_ISA::embed,
+    QUIRE_ISA::argmax,
+    QUIRE_ISA::sample,
+    QUIRE_ISA::token_logprobs,
+};
+
+}  // namespace quire

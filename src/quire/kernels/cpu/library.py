@@ -1,0 +1,168 @@
+"""Loads the native library and calls it. A `NativeKernels` is an instruction set and a thread pool.
+
+Shapes and meanings of the calls are in `csrc/kernels.h`; the wrappers beside this file check what
+callers may get wrong, this file checks nothing. Calls release the GIL, and one `NativeKernels` runs
+one call at a time.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigurationError
+from quire.kernels.cpu import abi, build
+
+_LINEAR = POINTER(abi.Linear)
+_LAYER, _STEP = POINTER(abi.AttentionLayer), POINTER(abi.Step)
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "quire_abi_version": (c_int32, []),
+    "quire_source_digest": (c_char_p, []),
+    "quire_num_isas": (c_int32, []),
+    "quire_isa_name": (c_char_p, [c_int32]),
+    "quire_isa_supported": (c_int32, [c_int32]),
+    "quire_create": (c_void_p, [c_int32, c_int32]),
+    "quire_destroy": (None, [c_void_p]),
+    "quire_run": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "quire_packed_bytes": (c_int64, [_LINEAR]),
+    "quire_num_scales": (c_int64, [_LINEAR]),
+    "quire_pack_rows": (None, [_LINEAR, c_void_p, c_int32, c_int64, c_int64, c_int64]),
+    "quire_clear_padding": (None, [_LINEAR]),
+    "quire_unpack_rows": (None, [_LINEAR, c_void_p, c_int64, c_void_p, c_int64]),
+    "quire_linear": (
+        None,
+        [
+            *(c_void_p, _LINEAR, c_int32, c_void_p, c_int64, c_int64),
+            *(c_void_p, c_int32, c_int64, c_int32),
+        ],
+    ),
+    "quire_attention": (
+        None,
+        [c_void_p, _LAYER, _STEP, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
+    ),
+    "quire_write_kv": (None, [c_void_p, _LAYER, _STEP, c_void_p, c_void_p, c_int64]),
+    "quire_rotate_and_write_kv": (
+        None,
+        [c_void_p, _LAYER, POINTER(abi.Rotary), _STEP, c_void_p, c_int64],
+    ),
+    "quire_rms_norm": (
+        None,
+        [
+            *(c_void_p, c_int32, c_void_p, c_int64, c_void_p),
+            *(c_float, c_void_p, c_int64, c_int64, c_int64),
+        ],
+    ),
+    "quire_embed": (None, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
+    "quire_argmax": (
+        None,
+        [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p],
+    ),
+    "quire_sample": (
+        None,
+        [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p],
+    ),
+    "quire_token_logprobs": (
+        None,
+        [
+            *(c_void_p, c_void_p, c_int64, c_int64, c_void_p),
+            *(c_int64, c_int64, c_void_p, c_void_p),
+        ],
+    ),
+}
+
+
+class NativeUnavailableError(ConfigurationError):
+    """There is no usable native library; the message says why and what to do."""
+
+
+class NativeLibrary:
+    """The library of one file. `functions` are its C functions by name, without the prefix."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises NativeUnavailableError."""
+        how = "run `python -m quire.kernels.cpu.build` (it needs a C++ compiler)"
+        if not path.exists():
+            raise NativeUnavailableError(f"{path} was not built; {how}")
+        try:
+            loaded = ctypes.CDLL(str(path))
+            for name, (result, arguments) in _SIGNATURES.items():
+                function = getattr(loaded, name)
+                function.restype, function.argtypes = result, arguments
+        except (OSError, AttributeError) as error:
+            raise NativeUnavailableError(f"{path} can't be loaded ({error}); {how}") from error
+        if loaded.quire_abi_version() != abi.ABI_VERSION:
+            raise NativeUnavailableError(f"{path} is of another version of quire; {how}")
+        digest = loaded.quire_source_digest().decode()
+        if build.SOURCES.is_dir() and digest != build.source_digest():
+            raise NativeUnavailableError(f"{path} was built from other sources; {how}")
+        self.path = path
+        self._loaded = loaded
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(self._loaded, f"quire_{name}")
+        return function
+
+    def isas(self) -> dict[str, int]:
+        """The instruction sets that this processor has, best first -> their index."""
+        names = {self.isa_name(i).decode(): i for i in range(self.num_isas())}
+        return {name: i for name, i in names.items() if self.isa_supported(i)}
+
+
+class NativeKernels:
+    """The kernels of one instruction set, with their threads.
+
+    isa: a name from `NativeLibrary.isas`; None: the best. num_threads: None: one for each processor
+    that this process may use.
+    """
+
+    def __init__(
+        self, library: NativeLibrary, isa: str | None = None, num_threads: int | None = None
+    ) -> None:
+        """Raises NativeUnavailableError for an instruction set that isn't there."""
+        known = library.isas()
+        self.isa = isa or next(iter(known))
+        if self.isa not in known:
+            raise NativeUnavailableError(
+                f"kernels {self.isa!r} do not run on this processor; there is: {', '.join(known)}"
+            )
+        self.library = library
+        self._pid = os.getpid()
+        self.num_threads = num_threads or available_processors()
+        self.context: int | None = library.create(known[self.isa], self.num_threads)
+        if self.context is None:
+            raise NativeUnavailableError(f"{self.num_threads} threads can't be started")
+
+    def run(self, ops: Any, num_ops: int, step: abi.Step) -> None:
+        """Walk through a program, an array of abi.Op."""
+        self.library.run(self.context, ctypes.addressof(ops), num_ops, byref(step))
+
+    def __del__(self) -> None:
+        # In a forked process the threads are not there to be waited for.
+        if getattr(self, "context", None) is not None and self._pid == os.getpid():
+            self.library.destroy(self.context)
+
+
+@cache
+def load_library(path: Path = build.LIBRARY) -> NativeLibrary:
+    """The library at `path`, loaded once. Raises NativeUnavailableError."""
+    return NativeLibrary(path)
+
+
+def available_processors() -> int:
+    """Processors that this process may use, cgroup limits included, at least one."""
+    count = len(os.sched_getaffinity(0))
+    quota = _cgroup_quota()
+    return count if quota is None else max(1, min(count, int(quota)))
+
+
+def _cgroup_quota() -> float | None:
+    """Processors' worth of time that the control group allows; None: no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)

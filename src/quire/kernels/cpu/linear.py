@@ -1,0 +1,194 @@
+"""A linear's weights as the native kernels want them, and the product with them.
+
+    out[m, n] = sum over k of x[m, k] weight[n, k] + bias[n]
+
+summed over k in one fixed order whatever m, so that a row's result is the same in every batch.
+Called by `layers.packed_linear` and, for its structures alone, by `program.py`.
+
+Shapes: M rows, K inputs, N outputs. dtypes: fp32 and bf16.
+"""
+
+import ctypes
+
+import torch
+
+from quire.kernels.cpu import abi
+from quire.kernels.cpu.abi import DTYPES, DType, Epilogue, WeightFormat
+from quire.kernels.cpu.library import NativeKernels, load_library
+from quire.kernels.cpu.memory import allocate
+
+_LANES = 64  # the packing pads outputs to 32; the arrays beside it are as long, or longer
+_DENSE_DTYPES = {
+    WeightFormat.DENSE_F32: (torch.float32,),
+    WeightFormat.DENSE_BF16: (torch.bfloat16,),
+}
+
+
+class PackedLinear:
+    """Packed weights, scales and bias, filled row by row. Owns its memory.
+
+    weight_format: dense, or what the rows are quantized to as they come. group_size: inputs that
+    share a scale, INT4 alone. interleave: outputs of gate, where the same number of up follows; 0
+    where the outputs are not halves of a gated MLP. dtype: of x and of the results.
+    """
+
+    def __init__(
+        self,
+        weight_format: WeightFormat,
+        num_outputs: int,
+        num_inputs: int,
+        *,
+        group_size: int = 0,
+        interleave: int = 0,
+        has_bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if interleave and num_outputs != 2 * interleave:
+            raise ValueError(
+                f"interleave is {interleave}, but must be half of num_outputs, {num_outputs}, or 0"
+            )
+        self.format = weight_format
+        self.num_outputs, self.num_inputs = num_outputs, num_inputs
+        self.interleave, self.dtype = interleave, dtype
+        self._library = load_library()
+        self.struct = abi.Linear(
+            format=weight_format,
+            num_outputs=num_outputs,
+            num_inputs=num_inputs,
+            group_size=group_size,
+            interleave=interleave,
+        )
+        self._weights = allocate(self._library.packed_bytes(self.struct))
+        self.struct.weights = self._weights.data_ptr()
+        num_padded = num_outputs + 2 * _LANES
+        self._scales = torch.zeros(self._library.num_scales(self.struct))
+        self._sums = torch.zeros(num_padded if weight_format is WeightFormat.INT8 else 0).int()
+        self._bias = torch.zeros(num_padded if has_bias else 0)
+        for name, values in (("scales", self._scales), ("sums", self._sums), ("bias", self._bias)):
+            setattr(self.struct, name, values.data_ptr() if len(values) else None)
+        self._library.clear_padding(self.struct)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is stored."""
+        parts = (self._weights, self._scales, self._sums, self._bias)
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def pack(self, rows: torch.Tensor, first: int) -> None:
+        """Fill outputs [first, first + len(rows)), counted as in a checkpoint: gate, then up.
+
+        rows: [any, K] fp32 or bf16. Calls for different outputs may run at once.
+        """
+        if rows.dtype not in DTYPES or rows.ndim != 2 or rows.shape[1] != self.num_inputs:
+            raise ValueError(
+                f"rows are {tuple(rows.shape)} {rows.dtype}, but must be [any, {self.num_inputs}] "
+                "float32 or bfloat16"
+            )
+        if not 0 <= first <= first + len(rows) <= self.num_outputs:
+            raise ValueError(
+                f"outputs [{first}, {first + len(rows)}) are not all within [0, {self.num_outputs})"
+            )
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        dtype, stride = DTYPES[rows.dtype], rows.stride(0)
+        self._library.pack_rows(self.struct, rows.data_ptr(), dtype, stride, first, len(rows))
+
+    def set_bias(self, bias: torch.Tensor) -> None:
+        """bias: [N] in the checkpoint's order."""
+        if bias.shape != (self.num_outputs,) or not len(self._bias):
+            raise ValueError(
+                f"bias is {tuple(bias.shape)}, but must be [{self.num_outputs}], for a linear that "
+                "was made with has_bias"
+            )
+        self._bias[_packed_positions(self.num_outputs, self.interleave)] = bias.float()
+
+    def finish(self) -> None:
+        """All rows are there."""
+
+    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Rows [len(outputs), K] of a dense packing as they were packed; outputs: [any] int64, in
+        the checkpoint's order: a tied embedding gathers its rows from the head's packing.
+
+        Raises ValueError, also for outputs that are not within [0, N).
+        """
+        if self.format not in _DENSE_DTYPES:
+            raise ValueError(
+                f"the format is {self.format.name}, but only dense rows can be unpacked"
+            )
+        _check_outputs(outputs, self.num_outputs)
+        (dtype,) = _DENSE_DTYPES[self.format]
+        rows = torch.empty((len(outputs), self.num_inputs), dtype=dtype)
+        outputs = outputs.contiguous()
+        self._library.unpack_rows(
+            self.struct, outputs.data_ptr(), len(outputs), rows.data_ptr(), self.num_inputs
+        )
+        return rows
+
+
+def apply(
+    kernels: NativeKernels,
+    linear: PackedLinear,
+    x: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    epilogue: Epilogue = Epilogue.STORE,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [M, K] -> [M, N], or [M, N / 2] where the epilogue multiplies silu(gate) with up.
+
+    x is in the dtype of dense weights; quantized ones take either. out: where to; ADD_RESIDUAL adds
+    to it. out_dtype: that of x, or fp32, which is then the sum as it was accumulated, where torch's
+    linear would have rounded it to x's dtype first. Raises ValueError.
+    """
+    dtype = out.dtype if out is not None else out_dtype or x.dtype
+    dtypes = _DENSE_DTYPES.get(linear.format, tuple(DTYPES))
+    if x.dtype not in dtypes or x.ndim != 2 or x.shape[1] != linear.num_inputs:
+        raise ValueError(
+            f"x is {tuple(x.shape)} {x.dtype}, but must be [any, {linear.num_inputs}] "
+            f"{' or '.join(map(str, dtypes))}"
+        )
+    is_gated = epilogue is Epilogue.SILU_MUL
+    if is_gated and not linear.interleave:
+        raise ValueError("epilogue is SILU_MUL, but the linear does not interleave gate and up")
+    if dtype != x.dtype and (dtype != torch.float32 or epilogue is not Epilogue.STORE):
+        raise ValueError(f"out is {dtype}, but must be {x.dtype}, or float32 with epilogue STORE")
+    shape = (len(x), linear.num_outputs // 2 if is_gated else linear.num_outputs)
+    if out is None:
+        if epilogue is Epilogue.ADD_RESIDUAL:
+            raise ValueError("out is None, but the epilogue ADD_RESIDUAL adds to it")
+        out = torch.empty(shape, dtype=dtype)
+    if out.shape != shape or (shape[1] > 1 and out.stride(1) != 1):
+        raise ValueError(f"out is {tuple(out.shape)}, but must be {shape} with adjacent columns")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    kernels.library.linear(
+        kernels.context,
+        ctypes.byref(linear.struct),
+        DTYPES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        len(x),
+        out.data_ptr(),
+        DType.F32 if dtype is torch.float32 else DType.BF16,
+        out.stride(0),
+        epilogue,
+    )
+    return out
+
+
+def _check_outputs(outputs: torch.Tensor, num_outputs: int) -> None:
+    if outputs.dtype != torch.int64 or outputs.ndim != 1:
+        raise ValueError(
+            f"outputs are {tuple(outputs.shape)} {outputs.dtype}, but must be [any] int64"
+        )
+    low, high = (outputs.amin().item(), outputs.amax().item()) if len(outputs) else (0, 0)
+    if not 0 <= low <= high < num_outputs:
+        raise ValueError(f"outputs are {low} to {high}, but must be within [0, {num_outputs})")
+
+
+def _packed_positions(num_outputs: int, interleave: int) -> torch.Tensor:
+    """Where each of the checkpoint's outputs lies among the packed ones (csrc/linear.h)."""
+    outputs = torch.arange(num_outputs)
+    if not interleave:
+        return outputs
+    is_up = (outputs >= interleave).long()
+    index = outputs - is_up * interleave
+    return index // 16 * 32 + is_up * 16 + index % 16

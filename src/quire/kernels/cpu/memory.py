@@ -1,0 +1,30 @@
+"""Memory for weights and KV: much of it is read at every step, so in as few pages as possible.
+
+With pages of 4 KiB one thread reads 16 to 18 GB/s, with huge ones 26 to 29 (AMD EPYC). Knows no
+layout. Called by whoever packs weights, and for the KV cache.
+"""
+
+import mmap
+from contextlib import suppress
+
+import torch
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def allocate(num_bytes: int) -> torch.Tensor:
+    """Zeros, uint8 [num_bytes], that take no memory until they are written.
+
+    From HUGE_PAGE_BYTES on they begin at a multiple of that, and the system is advised to use huge
+    pages for all of them but the last part of one, which would else be there beyond the end. It may
+    have none: the advice is only that.
+    """
+    if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+    # Private: shared anonymous memory is a file to the system, which has no huge pages.
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    offset = -address % HUGE_PAGE_BYTES
+    with suppress(OSError):  # raised by a kernel that was built without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset)

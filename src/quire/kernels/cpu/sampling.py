@@ -1,0 +1,130 @@
+"""Choosing tokens, and log-probabilities, by the native library; see `csrc/sample.cpp`.
+
+The sampler calls this where the library is loaded, and torch where not (`sampling.choice`,
+`sampling.logprobs`, which say what is computed). Knows no requests and no options but these.
+
+Legend: R rows that are asked for, L lines of logits, V tokens of the vocabulary, k best tokens.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels.cpu import abi
+from quire.kernels.cpu.library import NativeKernels
+
+SAMPLE_ROW: np.dtype[Any] = np.dtype(abi.SampleRow)
+"""How one line is sampled: stream, position, top_p (1: none), top_k (0: none), temperature (0: the
+largest logit), log_min_p (-inf: none)."""
+
+LOGPROB_ROW: np.dtype[Any] = np.dtype(abi.LogprobRow)
+"""What is asked about one line: line, token_id, num_top."""
+
+Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
+Records = npt.NDArray[Any]
+
+
+class NativeSampling:
+    """The calls, on one set of kernels."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self.kernels = kernels
+
+    def bind(self, rows: Records) -> "SamplingCall":
+        """What samples these rows, [R] of SAMPLE_ROW, step after step."""
+        return SamplingCall(self.kernels, rows)
+
+    def largest(self, logits: torch.Tensor) -> Float32s:
+        """The largest value [L] of each line of logits [L, V] fp32; NaN where there is one."""
+        num_lines, vocab_size = logits.shape
+        index, largest = np.empty(num_lines, np.int64), np.empty(num_lines, np.float32)
+        self.kernels.library.argmax(
+            self.kernels.context,
+            logits.data_ptr(),
+            _line_stride(logits),
+            num_lines,
+            vocab_size,
+            index.ctypes.data,
+            largest.ctypes.data,
+        )
+        return largest
+
+    def token_logprobs(self, logits: torch.Tensor, rows: Records) -> tuple[Float32s, Int64s]:
+        """Log-probabilities and tokens, each [R, 1 + k], k the largest num_top of the rows.
+
+        The first of a row are its token's log-probability and rank, from 1; then those and the ids
+        of the best tokens, best first, of equal logits the lowest id, as many as it asked for.
+        Where the largest logit is not finite, the first is NaN and the others are not set.
+
+        logits: [L, V] fp32. rows: [R] of LOGPROB_ROW, lines below L, tokens below V,
+            num_top at most V.
+        """
+        num_lines, vocab_size = logits.shape
+        assert rows.ndim == 1 and rows.dtype == LOGPROB_ROW and rows.flags.c_contiguous
+        assert ((rows["line"] >= 0) & (rows["line"] < num_lines)).all()
+        assert ((rows["token_id"] >= 0) & (rows["token_id"] < vocab_size)).all()
+        width = 1 + int(rows["num_top"].max(initial=0))
+        logprobs = np.empty((len(rows), width), np.float32)
+        tokens = np.empty((len(rows), width), np.int64)
+        self.kernels.library.token_logprobs(
+            self.kernels.context,
+            logits.data_ptr(),
+            _line_stride(logits),
+            vocab_size,
+            rows.ctypes.data,
+            len(rows),
+            width,
+            logprobs.ctypes.data,
+            tokens.ctypes.data,
+        )
+        return logprobs, tokens
+
+
+class SamplingCall:
+    """Samples one set of rows. All but the logits and the positions is looked up once: at batch 1
+    that costs as much as the call itself."""
+
+    def __init__(self, kernels: NativeKernels, rows: Records) -> None:
+        """rows: [R] of SAMPLE_ROW; copied."""
+        assert rows.ndim == 1 and rows.dtype == SAMPLE_ROW
+        self._kernels = kernels  # keeps the context alive
+        self._function = kernels.library.sample
+        self._rows = np.array(rows, order="C")
+        self._positions = self._rows["position"]
+        self._token_ids = np.empty(len(rows), np.int64)
+        self._largest = np.empty(len(rows), np.float32)
+        self._rows_address = self._rows.ctypes.data
+        self._results = (len(rows), self._token_ids.ctypes.data, self._largest.ctypes.data)
+
+    def run(
+        self, logits: torch.Tensor, positions: npt.NDArray[np.integer[Any]] | None
+    ) -> tuple[Int64s, Float32s]:
+        """Token ids [R], and the largest logits [R], of logits [R, V] fp32, which are only read.
+
+        positions: [R], of the tokens that are sampled; None where all rows are greedy. Where the
+        largest logit is not finite, the token is the one that has it. The second result is valid
+        until the next run.
+        """
+        num_lines, vocab_size = logits.shape
+        assert num_lines == self._results[0], "logits are not of the rows that were bound"
+        if positions is not None:
+            self._positions[:] = positions
+        self._function(
+            self._kernels.context,
+            logits.data_ptr(),
+            _line_stride(logits),
+            vocab_size,
+            self._rows_address,
+            *self._results,
+        )
+        return self._token_ids.copy(), self._largest
+
+
+def _line_stride(logits: torch.Tensor) -> int:
+    """Elements from a line to the next, of logits that the library can read."""
+    line_stride, token_stride = logits.stride()
+    assert logits.dtype == torch.float32 and token_stride == 1 and logits.is_cpu
+    return line_stride

@@ -1,0 +1,139 @@
+"""Linears whose weights are packed when they are loaded and multiplied by the native kernels.
+
+The checkpoint's rows go straight into the packing: no unpacked copy of a weight is ever there.
+Applied from outside, by `engine.build`; the arithmetic is `kernels.cpu`'s.
+
+Shapes: ... any leading dimensions, I input size, O output size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.kernels.cpu import abi
+from quire.kernels.cpu.abi import Epilogue, WeightFormat
+from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.linear import PackedLinear, apply
+from quire.layers.linear import Linear, LinearMethod, RowSource
+
+DENSE_FORMATS = {
+    torch.float32: WeightFormat.DENSE_F32,
+    torch.bfloat16: WeightFormat.DENSE_BF16,
+}
+"""Formats that keep every bit of a model's numbers."""
+
+
+@dataclass(slots=True)
+class _Packed:
+    """What the method keeps of a linear. bias: [O], in the checkpoint's order, while it loads."""
+
+    weights: PackedLinear
+    bias: torch.Tensor | None
+
+
+class PackedMethod(LinearMethod):
+    """Weights in one of the kernels' formats, bias in fp32.
+
+    weight_format: None: dense in the model's dtype. group_size: inputs that share a scale, INT4's.
+    """
+
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        weight_format: WeightFormat | None = None,
+        group_size: int = 0,
+    ) -> None:
+        self._kernels = kernels
+        self._weight_format = weight_format
+        self._group_size = group_size
+
+    @property
+    def is_exact(self) -> bool:
+        return self._weight_format is None or self._weight_format in DENSE_FORMATS.values()
+
+    def create(self, linear: Linear, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        assert device.type == "cpu"
+        weights = PackedLinear(
+            self._format(dtype),
+            linear.output_size,
+            linear.input_size,
+            group_size=self._group_size,
+            interleave=linear.part_sizes[0] if linear.gated else 0,
+            has_bias=bias,
+            dtype=dtype,
+        )
+        # Rounded to the model's dtype as a parameter would be.
+        biases = torch.empty(linear.output_size, dtype=dtype) if bias else None
+        linear.state = _Packed(weights, biases)
+
+    def load_part(
+        self, linear: Linear, parameter: str, index: int, first_row: int, rows: torch.Tensor
+    ) -> None:
+        state, start = _state(linear), linear.part_start(index) + first_row
+        if parameter == "weight":
+            is_known = rows.dtype in (torch.float32, torch.bfloat16)
+            state.weights.pack(rows if is_known else rows.float(), start)
+        else:
+            assert state.bias is not None
+            state.bias[start : start + len(rows)].copy_(rows)
+
+    def finish(self, linear: Linear) -> None:
+        state = _state(linear)
+        if state.bias is not None:
+            state.weights.set_bias(state.bias.float())
+            state.bias = None
+        state.weights.finish()
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+        shape = abi.Linear(
+            self._format(dtype), num_outputs, num_inputs, group_size=self._group_size
+        )
+        library, is_int8 = self._kernels.library, shape.format == WeightFormat.INT8
+        weights: int = library.packed_bytes(shape) + 4 * library.num_scales(shape)
+        return weights + (4 * num_outputs if is_int8 else 0)
+
+    def _format(self, dtype: torch.dtype) -> WeightFormat:
+        return DENSE_FORMATS[dtype] if self._weight_format is None else self._weight_format
+
+    def apply(
+        self, linear: Linear, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return self._apply(linear, x, Epilogue.STORE, out_dtype)
+
+    def silu_mul(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self._apply(linear, x, Epilogue.SILU_MUL)
+
+    def _apply(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        epilogue: Epilogue,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        output: torch.Tensor = apply(
+            self._kernels,
+            _state(linear).weights,
+            x.reshape(-1, linear.input_size),
+            epilogue=epilogue,
+            out_dtype=out_dtype,
+        )
+        return output.view(*x.shape[:-1], output.shape[-1])
+
+    def tie(self, linear: Linear, table: nn.Parameter) -> RowSource | None:
+        return _state(linear).weights if self.is_exact else None
+
+
+def packed(linear: Linear) -> PackedLinear:
+    """What the kernels multiply, of a linear whose method is `PackedMethod`."""
+    return _state(linear).weights
+
+
+def is_packed(linear: Linear) -> bool:
+    """Whether the linear's method is `PackedMethod`."""
+    return isinstance(linear.state, _Packed)
+
+
+def _state(linear: Linear) -> _Packed:
+    assert isinstance(linear.state, _Packed)
+    return linear.state

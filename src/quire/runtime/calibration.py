@@ -1,0 +1,222 @@
+"""What steps take on this machine with this model: a few are run before the first request comes.
+
+Probes are plans like any other, on rows that nobody has yet: some that decode and a chunk beside
+them. They go through the runner's own seam, so the very kernels that serve later are measured. They
+write blocks that hold nothing yet and that no prefix cache knows; afterwards the runner has no
+rows. Called by `engine.build`.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.core.cost_model import StepCostModel, StepLoad, StepSample
+from quire.core.pacing import PacingConfig, StepPacer
+from quire.core.sampling_params import DecodingParams
+from quire.core.step import BlockCopy, Chunk, RowAdmission, Runner, StepPlan
+from quire.observability.log import get_logger
+
+logger = get_logger(__name__)
+
+DEFAULT_TIME_LIMIT_S = 1.5
+# However long a step takes: time for so many of the shortest.
+LEAST_STEPS = 30
+NUM_ROUNDS = 8
+# A chunk beside which a step takes so many times as long as the longest decode is beyond any pace.
+LARGEST_RATIO = 4.0
+SMALLEST_CHUNK, LARGEST_CHUNK = 8, 1024
+# Attention is measured after so many tokens, by few rows: their blocks are written for it.
+LONG_CONTEXT, NUM_LONG_ROWS, LONG_CHUNK = 1024, 2, 32
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerShape:
+    """What a runner was built for. num_blocks: of the KV cache, all of them free."""
+
+    num_rows: int
+    max_num_tokens: int
+    max_model_len: int
+    num_groups: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """num_decodes rows decode one token beside a chunk; all of them after num_context tokens."""
+
+    num_decodes: int
+    num_chunk_tokens: int = 0
+    num_context: int = 0
+
+    @property
+    def load(self) -> StepLoad:
+        """What it computes."""
+        decodes = StepLoad(self.num_decodes, self.num_decodes * (self.num_context + 1))
+        return decodes.with_chunk(self.num_context, self.num_chunk_tokens)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row whose K and V are there when the step has ended."""
+        chunks = [self.num_context + self.num_chunk_tokens] if self.num_chunk_tokens else []
+        return [self.num_context + 1] * self.num_decodes + chunks
+
+
+def calibrated_pacer(runner: Runner, shape: RunnerShape, max_itl_ratio: float) -> StepPacer:
+    """A pacer whose cost model is fitted to this runner; see `calibrate` for what that takes."""
+    started_s = time.perf_counter()
+    model = StepCostModel.fit(calibrate(runner, shape))
+    alone = StepLoad(1, 1)
+    alone_s = model.predict_s(alone)
+    logger.info(
+        "step pacing: one row decodes in %.1f ms, with %d prompt tokens beside it in %g times that"
+        " (measured in %.1f s)",
+        alone_s * 1e3,
+        model.most_tokens(max_itl_ratio * alone_s, alone, 0, shape.max_num_tokens - 1),
+        max_itl_ratio,
+        time.perf_counter() - started_s,
+    )
+    return StepPacer(PacingConfig(max_itl_ratio), model)
+
+
+def calibrate(
+    runner: Runner,
+    shape: RunnerShape,
+    *,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[StepSample]:
+    """Measure steps for about time_limit_s, or for LEAST_STEPS of the shortest if that is longer.
+
+    The runner must have no rows, and has none afterwards. All probes take turns in rounds, so that
+    a disturbance doesn't touch all rounds of one. A sample is the fastest of its rounds, for what
+    disturbs a step makes it longer; the first round touches code and memory for the first time, and
+    counts only where there is no other.
+    """
+    probes = make_probes(shape)
+    bench = _Bench(runner, shape, clock)
+    rounds: dict[Probe, list[float]] = {}
+    try:
+        bench.write_blocks(max(_num_blocks(probe, shape) for probe in probes))
+        limit_s = max(time_limit_s, LEAST_STEPS * bench.run(probes[0]))
+        deadline_s = clock() + limit_s
+        for _ in range(NUM_ROUNDS):
+            _run_round(bench, probes, rounds, deadline_s)
+    finally:
+        runner.reset()
+    return [StepSample(probe.load, min(taken[1:] or taken)) for probe, taken in rounds.items()]
+
+
+def make_probes(shape: RunnerShape) -> list[Probe]:
+    """What to measure, in order: decodes alone, attention over a long context, growing chunks.
+
+    Only what rows, step and KV cache have room for; a single decode always has.
+    """
+    counts = [1 << power for power in range(shape.num_rows.bit_length())]
+    probes = [Probe(count) for count in counts]
+    if counts[-1] != shape.num_rows:
+        probes.append(Probe(shape.num_rows))
+    context = min(LONG_CONTEXT, shape.max_model_len - LONG_CHUNK - 1)
+    probes += [
+        Probe(min(NUM_LONG_ROWS, shape.num_rows), 0, context),
+        Probe(1, LONG_CHUNK, context),
+    ]
+    size = SMALLEST_CHUNK
+    while size <= LARGEST_CHUNK:
+        probes.append(Probe(1, size))
+        size *= 2
+    return [probe for probe in probes if _has_room(probe, shape)]
+
+
+def _run_round(
+    bench: "_Bench", probes: list[Probe], rounds: dict[Probe, list[float]], deadline_s: float
+) -> None:
+    """Each probe once, up to the first chunk beyond any pace, while there is time."""
+    longest_decode_s = 0.0
+    for probe in probes:
+        if bench.clock() > deadline_s and rounds:
+            return
+        seconds = bench.run(probe)
+        rounds.setdefault(probe, []).append(seconds)
+        if not probe.num_chunk_tokens:
+            longest_decode_s = max(longest_decode_s, seconds)
+        elif not probe.num_context and seconds > LARGEST_RATIO * longest_decode_s:
+            return
+
+
+def _has_room(probe: Probe, shape: RunnerShape) -> bool:
+    return (
+        len(probe.lengths) <= shape.num_rows
+        and probe.num_decodes + probe.num_chunk_tokens <= shape.max_num_tokens
+        and probe.num_context >= 0
+        and max(probe.lengths) < shape.max_model_len
+        and _num_blocks(probe, shape) <= shape.num_blocks
+    )
+
+
+def _num_blocks(probe: Probe, shape: RunnerShape) -> int:
+    return sum(-(-length // shape.block_size) for length in probe.lengths) * shape.num_groups
+
+
+class _Bench:
+    """Runs probes. Invariant: between two of them the runner's rows are 0 .. num_rows - 1."""
+
+    def __init__(self, runner: Runner, shape: RunnerShape, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._runner = runner
+        self._shape = shape
+        self._num_rows = 0
+        self._step_id = 0
+
+    def write_blocks(self, num_blocks: int) -> None:
+        """Give the blocks memory of their own: what was never written is read from the cache."""
+        copies = tuple(BlockCopy(0, target) for target in range(1, num_blocks))
+        self._run(Probe(1), copies)
+
+    def run(self, probe: Probe) -> float:
+        """Seconds of the step."""
+        return self._run(probe, ())
+
+    def _run(self, probe: Probe, copies: tuple[BlockCopy, ...]) -> float:
+        plan = self._plan(probe, copies)
+        started_s = self.clock()
+        self._runner.execute(plan)
+        self._runner.sample()
+        self._runner.result()
+        return self.clock() - started_s
+
+    def _plan(self, probe: Probe, copies: tuple[BlockCopy, ...]) -> StepPlan:
+        """All rows leave, those of the probe enter; no two of them share a block."""
+        num_before, lengths = self._num_rows, probe.lengths
+        self._num_rows, self._step_id = len(lengths), self._step_id + 1
+        admissions: list[RowAdmission] = []
+        next_block = 0
+        for row, length in enumerate(lengths):
+            tables: list[tuple[int, ...]] = []
+            for _ in range(self._shape.num_groups):
+                end = next_block - -length // self._shape.block_size
+                tables.append(tuple(range(next_block, end)))
+                next_block = end
+            admissions.append(self._admission(row, probe, length, tuple(tables)))
+        chunks: tuple[Chunk, ...] = ()
+        if probe.num_chunk_tokens:
+            chunks = (Chunk(len(lengths) - 1, probe.num_chunk_tokens),)
+        return StepPlan(
+            step_id=self._step_id,
+            num_rows=len(lengths),
+            num_tokens=probe.num_decodes + probe.num_chunk_tokens,
+            release=tuple(range(num_before)),
+            admit=tuple(admissions),
+            chunks=chunks,
+            copies=copies,
+        )
+
+    def _admission(
+        self, row: int, probe: Probe, length: int, tables: tuple[tuple[int, ...], ...]
+    ) -> RowAdmission:
+        # A chunk ends before its prompt does, as most do: nothing is sampled from it.
+        num_tokens = length + (row >= probe.num_decodes)
+        token_ids = [(row + 7 * place) % self._shape.vocab_size for place in range(num_tokens)]
+        params = DecodingParams(max_tokens=2)
+        return RowAdmission(row, token_ids, num_tokens, probe.num_context, tables, params)

@@ -1,0 +1,72 @@
+"""How the hidden states of a step are computed: module by module, or as one native program.
+
+Called by `model_runner.py` after the attention backend has planned the step. Both ways compute the
+same model; `engine.build` chooses.
+
+Legend: T tokens of the step, H hidden size.
+"""
+
+from typing import Protocol
+
+import torch
+
+from quire.attention.cpu_paged import CpuPagedAttention
+from quire.attention.interface import AttentionBackend
+from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.program import Program, ProgramBuilder
+from quire.models.interface import CausalLM
+from quire.runtime.batch import StepBatch
+
+
+class Forward(Protocol):
+    """Runs all layers over a step's tokens."""
+
+    def __call__(self, step: StepBatch) -> torch.Tensor:
+        """The hidden states [T, H] after the final norm, valid until the next call."""
+        ...
+
+
+class ModuleForward:
+    """Calls the model's modules, on any device."""
+
+    def __init__(self, model: CausalLM, backend: AttentionBackend) -> None:
+        self._model = model
+        self._backend = backend
+
+    def __call__(self, step: StepBatch) -> torch.Tensor:
+        hidden: torch.Tensor = self._model(step.token_ids, step.positions, self._backend.run).hidden
+        return hidden
+
+
+class NativeForward:
+    """Runs the program that the model lowers itself to: one call for all layers."""
+
+    def __init__(self, program: Program, backend: CpuPagedAttention) -> None:
+        self._program = program
+        self._backend = backend
+
+    def __call__(self, step: StepBatch) -> torch.Tensor:
+        native = self._backend.step
+        native.token_ids = step.token_ids.data_ptr()
+        native.positions = step.positions.data_ptr()
+        return self._program.run(native)
+
+
+def make_forward(
+    model: CausalLM,
+    backend: AttentionBackend,
+    kernels: NativeKernels | None,
+    max_num_tokens: int,
+) -> Forward:
+    """The native program where there are kernels for all of it, else module by module.
+
+    backend: bound. max_num_tokens: the most that a step computes.
+    """
+    if kernels is None or not isinstance(backend, CpuPagedAttention):
+        return ModuleForward(model, backend)
+    dtype = next(model.parameters()).dtype
+    builder = ProgramBuilder(kernels, dtype, max_num_tokens, backend.layers)
+    output = model.lower(builder)
+    if output is None:
+        return ModuleForward(model, backend)
+    return NativeForward(builder.finish(output), backend)

@@ -1,0 +1,36 @@
+"""What a step takes on the virtual clock, and cost models that know it well or badly."""
+
+import random
+
+from quire.core.cost_model import StepCostModel, StepLoad, StepSample
+
+STEP_BASE_S = 0.01
+STEP_TOKEN_S = 0.0005
+SLOW_FACTOR = 5.0
+
+
+class StepTime:
+    """A base and so much a token; now and then a neighbour takes most of the machine for a step."""
+
+    def __init__(self, slow_rate: float, seed: int) -> None:
+        """slow_rate: share of steps that take SLOW_FACTOR times as long."""
+        self._slow_rate = slow_rate
+        self._random = random.Random(f"slow steps of {seed}")
+
+    def draw_s(self, num_tokens: int) -> float:
+        """Seconds of the next step, which computes so many tokens."""
+        seconds = STEP_BASE_S + STEP_TOKEN_S * num_tokens
+        if self._slow_rate and self._random.random() < self._slow_rate:
+            return SLOW_FACTOR * seconds
+        return seconds
+
+    def make_model(self, foretold_ratio: float = 1.0) -> StepCostModel:
+        """A model that was fitted on samples in which prompt tokens took foretold_ratio times what
+        they take."""
+        samples = []
+        for size in (1, 2, 4, 8, 16, 32, 64, 128):
+            decodes_s = STEP_BASE_S + STEP_TOKEN_S * size
+            samples.append(StepSample(StepLoad(size, size), decodes_s))
+            chunk_s = STEP_BASE_S + STEP_TOKEN_S * (1 + foretold_ratio * size)
+            samples.append(StepSample(StepLoad(1, 1).with_chunk(0, size), chunk_s))
+        return StepCostModel.fit(samples)

@@ -1,0 +1,189 @@
+"""Budgets: the constant one, the paced one, and what the pacer remembers of steps."""
+
+import pytest
+from tests.core.harness import Harness, make_memory
+from tests.core.test_cost_model import fitted, roofline
+
+from quire.core.cost_model import StepLoad
+from quire.core.pacing import (
+    LARGEST_MARGIN,
+    ConstantPacer,
+    PacedBudget,
+    PacingConfig,
+    StepBudget,
+    StepPacer,
+)
+from quire.errors import ConfigurationError
+
+
+def make_pacer(ratio: float = 2.5, least: int = 4) -> StepPacer:
+    return StepPacer(PacingConfig(ratio, least), fitted(roofline))
+
+
+def open_paced(pacer: StepPacer, num_decodes: int = 4) -> PacedBudget:
+    budget = pacer.open_step(2048, num_decodes, num_decodes * 100)
+    assert isinstance(budget, PacedBudget)
+    return budget
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_itl_ratio": 1.0}, "max_itl_ratio is 1.0, but must be at least 1.1"),
+        ({"max_itl_ratio": float("nan")}, "max_itl_ratio is nan"),
+        ({"min_prefill_tokens": 0}, "min_prefill_tokens is 0, but must be at least 1"),
+    ],
+)
+def test_a_pace_that_cannot_be_kept_is_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PacingConfig(**options)  # type: ignore[arg-type]
+
+
+def test_the_constant_budget_is_given_out_in_turn() -> None:
+    budget = ConstantPacer().open_step(10, 3, 900)
+    assert (budget.take(0, 4), budget.take(5000, 9), budget.is_spent) == (4, 6, True)
+    assert StepBudget(0).is_spent
+
+
+def test_a_paced_step_takes_at_most_its_ratio_of_the_decodes_alone() -> None:
+    pacer = make_pacer(ratio=2.5)
+    budget = open_paced(pacer)
+    alone_s = pacer.model.predict_s(budget.load)
+    num_taken = budget.take(64, 1000)
+    longest_s = 2.5 / pacer.margin * alone_s
+    assert pacer.model.predict_s(budget.load) <= longest_s
+    assert pacer.model.predict_s(StepLoad(4, 400).with_chunk(64, num_taken + 1)) > longest_s
+    assert budget.is_spent
+    assert budget.num_tokens == 2048 - num_taken
+
+
+def test_what_a_short_prompt_leaves_goes_to_the_next_one_if_it_is_worth_a_row() -> None:
+    pacer = make_pacer(least=4)
+    whole = open_paced(pacer).take(0, 1000)
+    budget = open_paced(pacer)
+    assert (budget.take(0, whole - 10), budget.is_spent) == (whole - 10, False)
+    assert 9 <= budget.take(0, 1000) <= 10  # its first tokens attend to less
+    assert budget.is_spent
+    crumbs = open_paced(pacer)
+    crumbs.take(0, whole - 2)
+    assert crumbs.is_spent
+
+
+def test_the_first_prompt_goes_on_however_long_it_takes() -> None:
+    """By the least, no more; and never beyond the tokens of a step."""
+    pacer = make_pacer(ratio=1.1, least=6)
+    budget = open_paced(pacer)
+    assert budget.take(1_000_000, 100) == 6
+    assert budget.is_spent
+    narrow = pacer.open_step(2, 4, 400)
+    assert (narrow.take(1_000_000, 100), narrow.is_spent) == (2, True)
+    full = pacer.open_step(0, 4, 400)
+    assert full.is_spent
+
+
+def test_a_further_prompt_after_a_long_context_gets_one_token_at_least() -> None:
+    """It was admitted, so it has to be in the step."""
+    budget = open_paced(make_pacer())
+    budget.take(0, 5)
+    assert not budget.is_spent
+    assert budget.take(10_000_000, 50) == 1
+
+
+def test_where_nothing_decodes_the_budget_is_whole() -> None:
+    budget = make_pacer().open_step(2048, 0, 0)
+    assert (budget.take(0, 2000), budget.take(0, 100), budget.is_spent) == (2000, 48, True)
+
+
+def test_what_steps_take_changes_the_next_budgets() -> None:
+    pacer = make_pacer()
+    before = open_paced(pacer).take(0, 1000)
+    for step_id in range(60):
+        budget = open_paced(pacer)
+        if step_id % 2:
+            budget.take(0, before)
+        pacer.launch(step_id)
+        factor = 2.0 if step_id % 2 else 1.0
+        pacer.observe(step_id, factor * roofline(budget.load))
+    assert open_paced(pacer).take(0, 1000) < 0.75 * before
+
+
+def test_the_margin_follows_the_steps_that_take_longer_than_foretold() -> None:
+    pacer = make_pacer()
+
+    def run(step_id: int, factor: float, chunk: int) -> None:
+        budget = open_paced(pacer)
+        if chunk:
+            budget.take(0, chunk)
+        pacer.launch(step_id)
+        pacer.observe(step_id, factor * pacer.model.predict_s(budget.load))
+
+    for step_id in range(100):
+        run(step_id, 1.5, 0)  # decodes alone say nothing of it
+    assert pacer.margin == 1.05
+    for step_id in range(100, 150):
+        run(step_id, 3.0, 10)
+    assert pacer.margin == LARGEST_MARGIN
+    for step_id in range(150, 1500):
+        run(step_id, 1.0, 10)
+    assert pacer.margin == 1.0
+
+
+def test_only_steps_that_were_launched_with_decodes_are_learned_from() -> None:
+    pacer = make_pacer()
+    asked = StepLoad(4, 400)
+    before_s = pacer.model.predict_s(asked)
+    pacer.observe(7, 1.0)  # unknown
+    pacer.open_step(100, 0, 0)
+    pacer.launch(1)
+    pacer.observe(1, 1.0)  # nothing decoded
+    open_paced(pacer)  # opened, but no plan came of it
+    pacer.open_step(100, 0, 0)
+    pacer.launch(2)
+    pacer.observe(2, 1.0)
+    open_paced(pacer)
+    pacer.launch(3)  # failed: no news
+    open_paced(pacer)
+    pacer.launch(4)
+    assert pacer.model.predict_s(asked) == before_s
+    pacer.observe(4, 1.0)
+    learned_s = pacer.model.predict_s(asked)
+    assert learned_s > before_s
+    pacer.observe(3, 1.0)
+    assert pacer.model.predict_s(asked) == learned_s
+
+
+# ---- in the scheduler ---------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_sliced_only_while_others_decode() -> None:
+    harness = Harness(make_memory(num_blocks=200), budget=256)
+    harness.scheduler.pacer = make_pacer(ratio=2.0, least=4)
+    harness.add("stream", 20, 30)
+    assert harness.step().num_tokens == 20
+    harness.add("long", 300, 4)
+    sizes = []
+    while "long" not in harness.received or not harness.received["long"]:
+        sizes.append(harness.step().num_tokens - 1)
+    assert sum(sizes) == 300
+    assert len(sizes) > 8
+    assert max(sizes) < 40
+    harness.run()
+    harness.add("alone", 300, 2)
+    assert harness.step().num_tokens == 256
+
+
+def test_prompts_are_served_one_after_the_other() -> None:
+    harness = Harness(make_memory(num_blocks=400), budget=256)
+    harness.scheduler.pacer = make_pacer(ratio=2.0)
+    harness.add("stream", 4, 60)
+    harness.step()
+    for name in "abc":
+        harness.add(name, 60, 2)
+    order = []
+    for _ in range(40):
+        harness.step()
+        order += [name for name in "abc" if harness.received.get(name) and name not in order]
+        begun = [one for _, one in harness.requests.values() if 0 < one.num_computed_tokens < 60]
+        assert len([one for one in begun if one.request_id != "stream"]) <= 1
+    assert order == ["a", "b", "c"]
+    harness.run()

@@ -1,0 +1,110 @@
+"""With the native kernels a request's tokens and log-probabilities are equal to the bit, whatever
+runs beside it, however its prompt is cut, on any number of threads, in every number format."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.checkpoints import save_checkpoint
+
+from quire.core.sampling_params import SamplingParams
+from quire.engine.llm import LLM
+from quire.engine.outputs import RequestOutput
+
+pytestmark = pytest.mark.usefixtures("native_engine")
+
+NUM_REQUESTS = 14
+MAX_MODEL_LEN = 640  # two tiles of attention and a half
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": "float32"},
+    "bf16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+}
+
+ARRANGEMENTS: dict[str, dict[str, Any]] = {
+    "crowd": {"max_num_seqs": 48, "num_threads": 2},
+    "small chunks": {"max_num_batched_tokens": 48, "max_num_seqs": 48, "num_threads": 3},
+    "other blocks": {"block_size": 8, "max_num_seqs": 5, "num_threads": 1},
+    "large blocks": {"block_size": 256, "max_num_batched_tokens": 200, "num_threads": 2},
+    "little memory": {"num_blocks": 40, "max_num_batched_tokens": 96, "num_threads": 2},
+}
+
+Found = list[list[tuple[list[int], list[float], float]]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    changes = {"max_position_embeddings": 1024, "hidden_size": 112, "intermediate_size": 160}
+    return {
+        family: save_checkpoint(family, tmp_path_factory.mktemp(family), **changes)
+        for family in ("llama", "qwen3")
+    }
+
+
+def make_crowd() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    """Prompts from 1 to 500 tokens, some with a common prefix; greedy and sampled, some forked."""
+    rng = random.Random(8)
+    shared = [rng.randrange(31, 1000) for _ in range(290)]
+    prompts, params = [], []
+    for index in range(NUM_REQUESTS):
+        own = [rng.randrange(31, 1000) for _ in range(rng.choice((1, 2, 17, 70, 200)))]
+        prompts.append({"prompt_token_ids": (shared if index % 3 == 0 else []) + own})
+        params.append(
+            SamplingParams(
+                n=1 + (index % 4 == 0),
+                temperature=(0.0, 0.8, 1.5)[index % 3],
+                seed=index,
+                max_tokens=rng.randrange(2, 40),
+                ignore_eos=True,
+                logprobs=2,
+            )
+        )
+    return prompts, params
+
+
+def found_by(outputs: list[RequestOutput]) -> Found:
+    """Tokens, the log-probabilities of all of them and of the runners-up, and their sum."""
+    found: Found = []
+    for output in outputs:
+        branches = []
+        for branch in output.outputs:
+            assert branch.logprobs is not None and branch.cumulative_logprob is not None
+            values = [entry.logprob for step in branch.logprobs for entry in step.values()]
+            branches.append((branch.token_ids, values, branch.cumulative_logprob))
+        found.append(branches)
+    return found
+
+
+@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_equal_to_the_bit(family: str, number_format: str, folders: dict[str, Path]) -> None:
+    def make_llm(**options: Any) -> LLM:
+        given = {"max_model_len": MAX_MODEL_LEN, "skip_tokenizer_init": True}
+        return LLM(str(folders[family]), **(given | FORMATS[number_format] | options))
+
+    llm = make_llm(enable_prefix_caching=False, num_threads=1)
+    prompts, params = make_crowd()
+    alone: Found = []
+    for prompt, wish in zip(prompts, params, strict=True):
+        alone += found_by(llm.generate(prompt, wish, use_tqdm=False))
+    assert len({str(branches) for branches in alone}) == NUM_REQUESTS
+    for name, options in ARRANGEMENTS.items():
+        llm = make_llm(**options)
+        llm.engine.scheduler.admission.room.forecasts = False  # or hardly anything is preempted
+        assert found_by(llm.generate(prompts, params, use_tqdm=False)) == alone, name
+        # A second time, from the prefix cache.
+        assert found_by(llm.generate(prompts, params, use_tqdm=False)) == alone, name
+        if name == "little memory":
+            assert llm.engine.stats().num_preemptions > 0
+        elif name == "crowd":
+            assert llm.engine.stats().num_hit_tokens > 1000
+
+
+def test_native_kernels_are_what_runs(folders: dict[str, Path]) -> None:
+    llm = LLM(str(folders["llama"]), skip_tokenizer_init=True, max_model_len=64)
+    assert torch.get_num_threads() == 1
+    assert type(llm.engine._runner._forward).__name__ == "NativeForward"

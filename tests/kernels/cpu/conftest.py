@@ -1,0 +1,27 @@
+"""The native library for the tests of its kernels, which are skipped where it wasn't built."""
+
+import pytest
+
+from quire.config import KERNELS
+from quire.kernels.cpu.library import (
+    NativeKernels,
+    NativeLibrary,
+    NativeUnavailableError,
+    load_library,
+)
+
+
+@pytest.fixture(scope="session")
+def library() -> NativeLibrary:
+    try:
+        return load_library()
+    except NativeUnavailableError as error:
+        pytest.skip(f"no native kernels: {error}")
+
+
+@pytest.fixture(scope="session", params=[name for name in KERNELS if name not in ("auto", "torch")])
+def kernels(request: pytest.FixtureRequest, library: NativeLibrary) -> NativeKernels:
+    """The kernels of each instruction set that this processor has, with two threads."""
+    if request.param not in library.isas():
+        pytest.skip(f"this processor has no {request.param}")
+    return NativeKernels(library, request.param, num_threads=2)

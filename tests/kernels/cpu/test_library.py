@@ -1,0 +1,173 @@
+"""A library that doesn't fit is refused, with what to do; one that fits tells what it has."""
+
+import gc
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.config import KERNELS
+from quire.errors import ConfigurationError
+from quire.kernels.cpu import abi, build
+from quire.kernels.cpu import library as module
+from quire.kernels.cpu.library import (
+    NativeKernels,
+    NativeLibrary,
+    NativeUnavailableError,
+    available_processors,
+)
+
+STUB = """
+#include <stdint.h>
+int32_t quire_abi_version() {{ return {version}; }}
+const char* quire_source_digest() {{ return "{digest}"; }}
+"""
+
+
+@pytest.fixture
+def stub(tmp_path: Path):
+    """Compiles a library with all functions, of a version and digest; `without`: but for one."""
+    try:
+        compiler = build.find_compiler()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+
+    def make(version: int, digest: str, without: str = "") -> Path:
+        own = ("quire_abi_version", "quire_source_digest", without)
+        others = [name for name in module._SIGNATURES if name not in own]
+        source, output = tmp_path / "stub.c", tmp_path / f"{version}{digest}{without}.so"
+        text = STUB.format(version=version, digest=digest)
+        source.write_text(text + "".join(f"void {name}() {{}}\n" for name in others))
+        command = [compiler, "-x", "c", "-shared", "-fPIC", str(source), "-o", str(output)]
+        subprocess.run(command, check=True)
+        return output
+
+    return make
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(NativeUnavailableError) as caught:
+        NativeLibrary(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "run `python -m quire.kernels.cpu.build`" in message
+    return message
+
+
+def test_a_missing_library(tmp_path: Path) -> None:
+    assert "was not built" in refusal(tmp_path / "none.so")
+
+
+def test_a_file_that_is_no_library(tmp_path: Path) -> None:
+    path = tmp_path / "text.so"
+    path.write_text("not a library")
+    assert "can't be loaded" in refusal(path)
+
+
+def test_a_library_of_other_sources_is_refused(stub) -> None:
+    assert "was built from other sources" in refusal(stub(abi.ABI_VERSION, "0123"))
+
+
+def test_a_library_of_these_sources_is_taken(stub) -> None:
+    path = stub(abi.ABI_VERSION, build.source_digest())
+    assert NativeLibrary(path).path == path
+
+
+def test_installed_without_sources_no_digest_is_asked_for(
+    stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "gone")
+    NativeLibrary(stub(abi.ABI_VERSION, "0123"))
+
+
+def test_a_library_of_another_version_is_refused(stub) -> None:
+    path = stub(abi.ABI_VERSION + 1, build.source_digest())
+    assert "is of another version of quire" in refusal(path)
+
+
+def test_a_library_that_lacks_a_function_is_refused(stub) -> None:
+    path = stub(abi.ABI_VERSION, build.source_digest(), without="quire_argmax")
+    assert "quire_argmax" in refusal(path)
+
+
+def test_instruction_sets_come_best_first_and_the_last_runs_everywhere(
+    library: NativeLibrary,
+) -> None:
+    names = list(library.isas())
+    assert names == [name for name in KERNELS if name in names]
+    assert names[-1] == "portable"
+    assert NativeKernels(library).isa == names[0]
+
+
+def test_an_instruction_set_that_is_not_there_is_refused_by_name(library: NativeLibrary) -> None:
+    with pytest.raises(ConfigurationError, match=r"'avx1024' do not run.*there is: .*portable"):
+        NativeKernels(library, "avx1024")
+
+
+def num_tasks_of_this_process() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_threads_come_and_go_with_the_kernels(library: NativeLibrary) -> None:
+    gc.collect()
+    before = num_tasks_of_this_process()
+    kernels = NativeKernels(library, "portable", num_threads=4)
+    assert kernels.num_threads == 4
+    assert num_tasks_of_this_process() == before + 3  # the caller is the fourth
+    del kernels
+    assert num_tasks_of_this_process() == before
+
+
+def test_by_default_every_processor_has_a_thread(library: NativeLibrary) -> None:
+    assert NativeKernels(library, "portable").num_threads == available_processors()
+
+
+def test_idle_threads_use_no_processor(library: NativeLibrary) -> None:
+    kernels = NativeKernels(library, num_threads=3)
+    time.sleep(0.05)  # they spin a moment first
+    before_s = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - before_s < 0.02
+    assert kernels.context is not None
+
+
+def test_a_forked_process_leaves_the_threads_alone(library: NativeLibrary) -> None:
+    kernels = NativeKernels(library, "portable", num_threads=3)
+    child = os.fork()
+    if child == 0:
+        kernels.__del__()
+        os._exit(7)
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        pytest.fail("the forked process waited for threads that it doesn't have")
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_available_processors_respects_the_affinity_and_the_quota(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    for quota, expected in ((None, 6), (8.0, 6), (2.5, 2), (0.5, 1)):
+        monkeypatch.setattr(module, "_cgroup_quota", lambda quota=quota: quota)
+        assert available_processors() == expected
+
+
+def test_the_quota_is_read_as_the_system_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, expected in (("max 100000\n", None), ("150000 100000\n", 1.5), ("", None)):
+        monkeypatch.setattr(Path, "read_text", lambda _, text=text: text)
+        assert module._cgroup_quota() == expected
+
+
+def test_the_documented_command_exists() -> None:
+    pattern = r"python -m (quire\.kernels\.cpu\.\w+)"
+    assert re.search(pattern, str(build.__doc__))[1] == build.__name__

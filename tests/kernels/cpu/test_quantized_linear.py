@@ -1,0 +1,216 @@
+"""int8 and int4 linears: the integers exactly, the rest within fp32's rounding, and bits that
+depend on nothing but the row and the output.
+
+The references are torch's `quantize` and fp64. Tolerances: int8 has two fp32 multiplications behind
+its exact sum, which torch repeats to the bit. int4 adds up one rounded term for each group, so the
+bound is 2^-23 of the terms' magnitudes for each, or two where the processor has no fused
+multiply-add.
+"""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from quire.kernels.cpu.abi import Epilogue, WeightFormat
+from quire.kernels.cpu.library import NativeKernels, NativeLibrary
+from quire.kernels.cpu.linear import PackedLinear, apply
+from quire.kernels.quantize import quantize_int4
+
+FORMATS = {"int8": (WeightFormat.INT8, 0), "int4": (WeightFormat.INT4, 32)}
+FORMATS["int4-64"] = (WeightFormat.INT4, 64)
+SHAPES = [(1, 1), (31, 7), (33, 77), (100, 130), (48, 256), (64, 768)]
+
+
+def _random(*shape, seed=0, scale=1.0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+
+def _quantize(x):
+    """x [N, K] -> q [N, K], scales [N, 1]: x ~ q * scales. No row of zeros."""
+    largest = x.float().abs().amax(-1, keepdim=True)
+    # A tensor above, as torch takes the reciprocal of what a number is divided by.
+    return (x.float() * (torch.full_like(largest, 127) / largest)).round(), largest / 127
+
+
+def _pack(name, weight, **options):
+    weight_format, group_size = FORMATS[name]
+    packed = PackedLinear(weight_format, *weight.shape, group_size=group_size, **options)
+    packed.pack(weight, 0)
+    packed.finish()
+    return packed
+
+
+@pytest.fixture(params=FORMATS)
+def name(request):
+    return request.param
+
+
+# ---- against references --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_is_the_exact_sum_times_two_scales(kernels: NativeKernels, shape, dtype):
+    weight, x = _random(*shape, scale=0.05, dtype=dtype), _random(5, shape[1], seed=1, dtype=dtype)
+    (q, q_scale), (w, w_scale) = _quantize(x), _quantize(weight)
+    exact = (q.double() @ w.double().T).float()  # as the kernel converts its int32
+    expected = exact * q_scale * w_scale.T
+    result = apply(kernels, _pack("int8", weight), x, out_dtype=torch.float32)
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_is_within_the_steps_of_both_sides(kernels: NativeKernels, shape):
+    weight, x = _random(*shape, scale=0.05), _random(5, shape[1], seed=1)
+    half_w, half_x = weight.abs().amax(-1) / 254, x.abs().amax(-1)[:, None] / 254
+    bound = half_x * weight.abs().sum(-1) + half_w * x.abs().sum(-1, keepdim=True)
+    bound += shape[1] * half_x * half_w
+    result = apply(kernels, _pack("int8", weight), x)
+    assert ((result - x @ weight.T).abs() <= bound * 1.001 + 1e-6).all()
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int4_is_the_sum_of_its_groups(kernels: NativeKernels, shape, group_size):
+    weight, x = _random(*shape, scale=0.05), _random(5, shape[1], seed=1)
+    rows, (q, q_scale) = quantize_int4(weight, group_size), _quantize(x)
+    padded = functional.pad(q.double(), (0, rows.levels[0].numel() - shape[1]))
+    x_groups = padded.view(5, -1, group_size)
+    dots = torch.einsum("mgk,ngk->mng", x_groups, rows.levels.double())
+    above = dots * rows.scales * rows.scale_factors[:, None].double()
+    below = x_groups.sum(-1)[:, None] * rows.offsets * rows.offset_factors[:, None].double()
+    expected = (above - below).sum(-1) * q_scale
+    magnitude = (above.abs().sum(-1) + below.abs().sum(-1)) * q_scale
+    packed = _pack("int4" if group_size == 32 else "int4-64", weight)
+    result = apply(kernels, packed, x, out_dtype=torch.float32)
+    bound = magnitude * 2.0**-23 * (4 + 2 * dots.shape[-1])
+    assert ((result - expected).abs() <= bound).all()
+
+
+def test_int4_is_as_close_as_four_bits_can_be(kernels: NativeKernels):
+    weight, x = _random(96, 512, scale=0.05, dtype=torch.bfloat16), _random(8, 512, seed=1)
+    exact = x.double() @ weight.double().T
+    result = apply(kernels, _pack("int4", weight), x)
+    # A normal group's 16 levels have an error of 0.08 of its deviation; plain rounding between its
+    # extremes, one of 0.09.
+    assert (result - exact).square().mean().sqrt() < 0.085 * exact.square().mean().sqrt()
+
+
+def test_one_hot_rows_read_the_weights_back(kernels: NativeKernels, name):
+    weight = _random(70, 96, scale=0.05)
+    if name == "int8":
+        levels, scales = _quantize(weight)
+        stored = levels * scales
+    else:
+        stored = quantize_int4(weight, FORMATS[name][1]).dequantized().flatten(1)[:, :96]
+    result = apply(kernels, _pack(name, weight), torch.eye(96))
+    torch.testing.assert_close(result.T, stored, rtol=1e-6, atol=1e-7)
+
+
+# ---- the law -------------------------------------------------------------------------------------
+
+
+def test_a_row_has_the_same_bits_in_every_batch(kernels: NativeKernels, name):
+    weight, x = _random(80, 200, scale=0.05), _random(130, 200, seed=1, dtype=torch.bfloat16)
+    packed = _pack(name, weight)
+    whole = apply(kernels, packed, x, out_dtype=torch.float32)
+    for num_rows in range(1, 65):
+        start = 130 - num_rows if num_rows % 2 else 0
+        rows = slice(start, start + num_rows)
+        part = apply(kernels, packed, x[rows], out_dtype=torch.float32)
+        assert torch.equal(part, whole[rows]), num_rows
+
+
+def test_a_row_has_the_same_bits_with_any_number_of_threads(library: NativeLibrary, name):
+    weight, x = _random(224, 300, scale=0.05), _random(37, 300, seed=1, dtype=torch.bfloat16)
+    packed = _pack(name, weight)
+    results = [apply(NativeKernels(library, None, n), packed, x) for n in (1, 2, 3, 5)]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_all_instruction_sets_agree_on_int8(library: NativeLibrary):
+    packed, x = _pack("int8", _random(50, 333)), _random(9, 333, seed=1, dtype=torch.bfloat16)
+    results = [
+        apply(NativeKernels(library, isa, 1), packed, x, out_dtype=torch.float32)
+        for isa in library.isas()
+    ]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_neighbours_and_strides_do_not_matter(kernels: NativeKernels, name):
+    packed, x = _pack(name, _random(40, 64)), _random(6, 64, seed=1)
+    alone = apply(kernels, packed, x[:1])
+    neighbours = x.clone()
+    neighbours[1:] *= 1e20
+    wide = torch.full((6, 100), torch.nan)
+    wide[:, :64] = neighbours
+    out = torch.full((6, 50), -1.0)
+    apply(kernels, packed, wide[:, :64], out=out[:, :40])
+    assert torch.equal(out[:1, :40], alone)
+    assert (out[:, 40:] == -1).all()
+
+
+# ---- what follows the product --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_and_residual(kernels: NativeKernels, name, dtype):
+    weight, bias = _random(70, 96, scale=0.1), _random(70, seed=2)
+    x, residual = _random(7, 96, seed=1, dtype=dtype), _random(7, 70, seed=3, dtype=dtype)
+    plain = apply(kernels, _pack(name, weight), x, out_dtype=torch.float32)
+    packed = _pack(name, weight, has_bias=True)
+    packed.set_bias(bias)
+    assert torch.equal(apply(kernels, packed, x), (plain + bias).to(dtype))
+    out = residual.clone()
+    apply(kernels, packed, x, out=out, epilogue=Epilogue.ADD_RESIDUAL)
+    assert torch.equal(out, residual + (plain + bias).to(dtype))
+
+
+@pytest.mark.parametrize("size", [16, 23, 48])
+def test_gate_and_up(kernels: NativeKernels, name, size):
+    gate, up = _random(size, 96, scale=0.2), _random(size, 96, seed=4, scale=0.2)
+    x = _random(7, 96, seed=1)
+    expected = functional.silu(apply(kernels, _pack(name, gate), x))
+    expected *= apply(kernels, _pack(name, up), x)
+    fused = _pack(name, torch.cat([gate, up]), interleave=size)
+    result = apply(kernels, fused, x, epilogue=Epilogue.SILU_MUL)
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-7)
+
+
+# ---- edges ---------------------------------------------------------------------------------------
+
+
+def test_zeros_give_zeros(kernels: NativeKernels, name):
+    weight, x = _random(40, 96), _random(3, 96, seed=1)
+    weight[5] = 0
+    x[1] = 0
+    result = apply(kernels, _pack(name, weight), x)
+    assert not result[1].any() and not result[:, 5].any()
+    assert result[0].count_nonzero() == 39
+
+
+@pytest.mark.parametrize("value", [0.25, -0.25, 1e-3])
+def test_weights_that_are_all_alike_are_kept(kernels: NativeKernels, name, value):
+    result = apply(kernels, _pack(name, torch.full((9, 96), value)), torch.eye(96))
+    torch.testing.assert_close(result, torch.full((96, 9), value), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_reaches_its_own_row_and_output(kernels: NativeKernels, name, broken):
+    weight, x = _random(40, 96), _random(13, 96, seed=1)
+    whole = apply(kernels, _pack(name, weight), x)
+    weight[5, 40] = broken
+    x[2, 50] = broken
+    result = apply(kernels, _pack(name, weight), x)
+    is_nan = result.isnan()
+    assert is_nan[2].all() and is_nan[:, 5].all()
+    assert is_nan.sum() == 40 + 13 - 1
+    assert torch.equal(result[~is_nan], whole[~is_nan])
+
+
+def test_tiny_and_huge_rows_keep_their_scale(kernels: NativeKernels, name):
+    packed, x = _pack(name, _random(40, 96)), _random(3, 96, seed=1)
+    plain = apply(kernels, packed, x)
+    for factor in (2.0**-60, 2.0**60):
+        assert torch.equal(apply(kernels, packed, x * factor), plain * factor)

@@ -1,0 +1,97 @@
+"""Which kernels an engine gets, what the log says of it, and whose threads compute."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from quire.errors import ConfigurationError
+from quire.kernels.cpu import selection
+from quire.kernels.cpu.library import NativeLibrary, NativeUnavailableError
+from quire.kernels.cpu.selection import describe_kernels, select_kernels, settle_torch_threads
+
+Log = pytest.LogCaptureFixture
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> NativeLibrary:
+        raise NativeUnavailableError("it was not built; build it")
+
+    monkeypatch.setattr(selection, "load_library", missing)
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_auto_takes_the_best_and_says_so(library: NativeLibrary, caplog: Log) -> None:
+    best = next(iter(library.isas()))
+    with caplog.at_level(logging.INFO, "quire"):
+        kernels = select_kernels("auto", 3, torch.bfloat16)
+    assert kernels is not None
+    assert (kernels.isa, kernels.num_threads) == (best, 3)
+    assert caplog.messages == [f"kernels: {best}, num_threads=3"]
+
+
+def test_an_instruction_set_can_be_named(library: NativeLibrary) -> None:
+    kernels = select_kernels("portable", None, torch.float32)
+    assert kernels is not None
+    assert kernels.isa == "portable"
+
+
+def test_torch_can_be_asked_for(caplog: Log) -> None:
+    with caplog.at_level(logging.INFO, "quire"):
+        assert select_kernels("torch", 2, torch.float32) is None
+    assert caplog.messages == ["kernels: torch, as asked for"]
+
+
+def test_without_a_library_torch_serves_and_the_log_says_why(no_library: None, caplog: Log) -> None:
+    assert select_kernels("auto", None, torch.float32) is None
+    assert caplog.messages == ["kernels: torch, which is slower, since it was not built; build it"]
+    assert caplog.records[0].levelname == "WARNING"
+
+
+def test_without_a_library_named_kernels_are_refused(no_library: None) -> None:
+    with pytest.raises(ConfigurationError, match="kernels='avx2' can't be had: it was not built"):
+        select_kernels("avx2", None, torch.float32)
+
+
+def test_a_dtype_that_only_torch_computes_in(caplog: Log) -> None:
+    assert select_kernels("auto", None, torch.float16) is None
+    (message,) = caplog.messages
+    assert message.startswith("kernels: torch, which is slower, since the native kernels compute")
+    assert "float32 and bfloat16, not in torch.float16" in message
+    with pytest.raises(ConfigurationError, match=r"kernels='portable' .*not in torch\.float16"):
+        select_kernels("portable", None, torch.float16)
+
+
+def test_torch_has_one_thread_beside_native_kernels_and_its_own_without(
+    library: NativeLibrary, torch_threads: None
+) -> None:
+    own = selection._torch_threads_at_start()
+    kernels = select_kernels("portable", 2)
+    settle_torch_threads(None, 3)
+    assert torch.get_num_threads() == 3
+    settle_torch_threads(kernels, 2)
+    assert torch.get_num_threads() == 1
+    settle_torch_threads(None, None)
+    assert torch.get_num_threads() == own
+
+
+def test_what_would_be_chosen_is_described(library: NativeLibrary) -> None:
+    versions, kernels = describe_kernels().splitlines()
+    assert f"torch {torch.__version__}" in versions
+    for isa in library.isas():
+        assert isa in kernels
+    assert kernels.startswith(f"kernels: {next(iter(library.isas()))}, ")
+
+
+def test_why_there_are_none_is_described(no_library: None) -> None:
+    assert describe_kernels().splitlines()[1] == (
+        "kernels: torch, since it was not built; build it"
+    )

@@ -1,0 +1,214 @@
+"""Start-up probes: what is run, what is left behind, and when it ends."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from quire.core.cost_model import StepCostModel, StepLoad
+from quire.core.invariants import check_idle
+from quire.core.pacing import StepPacer
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams
+from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
+from quire.engine.build import build_engine
+from quire.engine.engine import Engine
+from quire.runtime.calibration import (
+    LARGEST_RATIO,
+    LONG_CONTEXT,
+    Probe,
+    RunnerShape,
+    calibrate,
+    calibrated_pacer,
+    make_probes,
+)
+
+SHAPE = RunnerShape(
+    num_rows=12,
+    max_num_tokens=256,
+    max_model_len=2048,
+    num_groups=2,
+    num_blocks=600,
+    block_size=16,
+    vocab_size=100,
+)
+BASE_S, TOKEN_S = 0.004, 0.0002
+
+
+class TimedRunner(Runner):
+    """Checks each plan against its own rows; steps take a base and so much a token, on a clock."""
+
+    def __init__(self, base_s: float = BASE_S) -> None:
+        self.now_s = 0.0
+        self.plans: list[StepPlan] = []
+        self.rows: set[int] = set()
+        self.num_resets = 0
+        self._base_s = base_s
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def execute(self, plan: StepPlan) -> None:
+        assert self.rows == set(plan.release), "rows were left behind"
+        self.rows = {admission.row for admission in plan.admit}
+        assert len(self.rows) == plan.num_rows <= SHAPE.num_rows
+        assert plan.num_tokens <= SHAPE.max_num_tokens
+        written = [block for one in plan.admit for table in one.block_tables for block in table]
+        assert len(written) == len(set(written)), "two tables share a block"
+        assert max(written) < SHAPE.num_blocks
+        for one in plan.admit:
+            chunk = next((c.num_new_tokens for c in plan.chunks if c.row == one.row), 1)
+            reached = one.num_computed_tokens + chunk
+            assert reached <= len(one.token_ids) <= SHAPE.max_model_len
+            assert all(len(table) * SHAPE.block_size >= reached for table in one.block_tables)
+            assert len(one.block_tables) == SHAPE.num_groups
+        self.plans.append(plan)
+        self.now_s += self._base_s + TOKEN_S * plan.num_tokens
+
+    def sample(self, masks: TokenMasks | None = None) -> None:
+        assert masks is None
+
+    def result(self) -> StepResult:
+        return StepResult(self.plans[-1].step_id, (), ())
+
+    def reset(self) -> None:
+        self.rows = set()
+        self.num_resets += 1
+
+
+def test_the_samples_say_what_was_run() -> None:
+    runner = TimedRunner()
+    samples = calibrate(runner, SHAPE, time_limit_s=1.0, clock=runner.clock)
+    for load, seconds in samples:
+        num_tokens = load.num_decodes + load.num_chunk_tokens
+        assert seconds == pytest.approx(BASE_S + TOKEN_S * num_tokens)
+    loads = [sample.load for sample in samples]
+    assert {load.num_decodes for load in loads if not load.num_chunk_tokens} == {1, 2, 4, 8, 12}
+    assert StepLoad(2, 2 * (LONG_CONTEXT + 1)) in loads
+    assert len(loads) == len(set(loads))
+
+
+def test_no_row_is_left_and_plans_are_in_order() -> None:
+    runner = TimedRunner()
+    calibrate(runner, SHAPE, clock=runner.clock)
+    assert (runner.rows, runner.num_resets) == (set(), 1)
+    ids = [plan.step_id for plan in runner.plans]
+    assert ids == sorted(set(ids))
+
+
+def test_blocks_are_written_before_attention_over_them_is_measured() -> None:
+    runner = TimedRunner()
+    calibrate(runner, SHAPE, clock=runner.clock)
+    first, *others = runner.plans
+    touched = {copy.target for copy in first.copies} | {copy.source for copy in first.copies}
+    read = {
+        block
+        for plan in others
+        for one in plan.admit
+        for table in one.block_tables
+        for block in table
+    }
+    assert read <= touched
+    assert not any(plan.copies for plan in others)
+
+
+def test_chunks_grow_until_one_is_beyond_any_pace() -> None:
+    """On a machine where tokens cost much, a chunk of a few hundred is no use to anybody."""
+    runner = TimedRunner(base_s=0.0)
+    samples = calibrate(runner, SHAPE, clock=runner.clock)
+    longest_s = max(s for load, s in samples if not load.num_chunk_tokens)
+    chunks = [(load, s) for load, s in samples if load.num_chunk_tokens and load.num_decode_pairs]
+    beyond = [load for load, s in chunks if s > LARGEST_RATIO * longest_s]
+    assert len(beyond) == 1
+    assert max(load.num_chunk_tokens for load, _ in chunks) == beyond[0].num_chunk_tokens < 256
+
+
+def test_slow_steps_are_few() -> None:
+    """A second a step: about LEAST_STEPS of them, and each probe once is enough."""
+    runner = TimedRunner(base_s=1.0)
+    samples = calibrate(runner, SHAPE, time_limit_s=1.5, clock=runner.clock)
+    assert runner.now_s < 40
+    assert StepCostModel.fit(samples).predict_s(StepLoad(3, 30)) == pytest.approx(1, rel=0.05)
+
+
+def test_the_first_round_counts_only_without_another() -> None:
+    """In it everything is touched for the first time."""
+    runner = TimedRunner()
+    execute = runner.execute
+    costs: Iterator[float] = itertools.chain([0.05] * 18, itertools.repeat(0.0))
+
+    def execute_cold(plan: StepPlan) -> None:
+        execute(plan)
+        runner.now_s += next(costs)
+
+    runner.execute = execute_cold  # type: ignore[method-assign]
+    samples = calibrate(runner, SHAPE, time_limit_s=3.0, clock=runner.clock)
+    assert max(sample.seconds for sample in samples) < 0.06
+
+
+def test_rows_are_dropped_when_a_probe_fails() -> None:
+    runner = TimedRunner()
+    execute = runner.execute
+
+    def fail(plan: StepPlan) -> None:
+        execute(plan)
+        if len(runner.plans) == 4:
+            raise RuntimeError("out of memory")
+
+    runner.execute = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        calibrate(runner, SHAPE, clock=runner.clock)
+    assert (runner.rows, runner.num_resets) == (set(), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        ({"num_rows": 1}, Probe(1, 8)),
+        ({"max_model_len": 20}, Probe(1, 64)),
+        ({"num_blocks": 3}, Probe(2)),
+        ({"max_num_tokens": 12}, Probe(1, 16)),
+    ],
+)
+def test_what_has_no_room_is_not_probed(change: dict[str, int], missing: Probe) -> None:
+    fields = {name: getattr(SHAPE, name) for name in SHAPE.__slots__} | change
+    probes = make_probes(RunnerShape(**fields))
+    assert probes[0] == Probe(1)
+    assert missing in make_probes(SHAPE)
+    assert missing not in probes
+
+
+def test_a_paced_engine_gives_the_tokens_of_an_unpaced_one() -> None:
+    """Calibrated on the runner that then serves; nothing of it is left in rows, blocks or cache."""
+    options = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    options |= {"num_blocks": 60, "max_model_len": 200}
+    found = []
+    for ratio in (0.0, 1.1):
+        engine = build_engine({**options, "max_itl_ratio": ratio})
+        check_idle(engine.scheduler)
+        assert isinstance(engine.scheduler.pacer, StepPacer) is bool(ratio)
+        found.append(tokens_and_steps(engine))
+    (plain, num_plain_steps), (paced, num_paced_steps) = found
+    assert paced == plain
+    assert num_paced_steps > num_plain_steps, "no prompt was sliced"
+
+
+def tokens_and_steps(engine: Engine) -> tuple[dict[str, list[int]], int]:
+    """What three requests get that come one after the other, and in how many steps."""
+    found: dict[str, list[int]] = {}
+    for index in range(3):
+        prompt = [2 + (11 * index + 7 * place) % 900 for place in range(60)]
+        params = DecodingParams(max_tokens=20, temperature=0.0)
+        engine.add(Request(f"request-{index}", prompt, params))
+        for output in engine.step():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    while engine.has_work():
+        for output in engine.step():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    return found, engine.scheduler.stats.num_steps
+
+
+def test_the_pacer_keeps_the_ratio_it_was_asked_for() -> None:
+    pacer = calibrated_pacer(TimedRunner(), SHAPE, 2.2)
+    assert pacer.config.max_itl_ratio == 2.2
+    assert pacer.model.predict_s(StepLoad(1, 1)) > 0
