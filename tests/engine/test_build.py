@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine.build import build_engine
+from quire.engine.engine import Engine
 from quire.errors import ConfigurationError, InsufficientMemoryError, UnsupportedModelError
+from quire.kernels.cpu.library import NativeUnavailableError
 from quire.models.hub import EMBEDDED_MODEL
 
 # The embedded model: 4 layers x (K, V) x 2 heads x 64 x 16 tokens.
@@ -175,8 +177,52 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
 
 
 def test_float16_is_computed_as_asked() -> None:
-    engine = build_engine({"dtype": "float16", "max_model_len": 64, "num_blocks": 4})
+    # Named kernels would refuse it.
+    options = {"dtype": "float16", "kernels": "auto", "max_model_len": 64, "num_blocks": 4}
+    engine = build_engine(options)
     torch.set_num_threads(1)
     engine.add(Request("a", [5, 6, 7], DecodingParams(max_tokens=3, temperature=0.0)))
     tokens = [output.token_ids for _ in range(3) for output in engine.step()]
     assert len(tokens) == 3 and not engine.has_work()
+
+
+SMALL = {"max_model_len": 64, "num_blocks": 4, "dtype": "float32"}
+
+
+def greedy_tokens(engine: Engine) -> list[int]:
+    engine.add(Request("a", [5, 6, 7], DecodingParams(max_tokens=6, temperature=0.0)))
+    found: list[int] = []
+    while engine.has_work():
+        found += [token for output in engine.step() for token in output.token_ids]
+    return found
+
+
+def test_the_kernels_that_are_named_compute_with_as_many_threads(
+    native_engine: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "quire"):
+        native = build_engine(SMALL | {"kernels": "portable", "num_threads": 3})
+    assert "kernels: portable, num_threads=3" in caplog.messages
+    assert torch.get_num_threads() == 1
+    expected = build_engine(SMALL | {"kernels": "torch", "num_threads": 1})
+    assert greedy_tokens(native) == greedy_tokens(expected)
+
+
+def test_torch_gets_the_threads_that_are_asked_for() -> None:
+    build_engine(SMALL | {"kernels": "torch"})
+    own = torch.get_num_threads()
+    build_engine(SMALL | {"kernels": "torch", "num_threads": own + 1})
+    assert torch.get_num_threads() == own + 1
+    build_engine(SMALL | {"kernels": "torch"})
+    assert torch.get_num_threads() == own
+
+
+def test_kernels_that_can_not_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise NativeUnavailableError("not built")
+
+    monkeypatch.setattr("quire.kernels.cpu.selection.load_library", missing)
+    with pytest.raises(ConfigurationError, match="kernels='avx2' can't be had: not built"):
+        build_engine(SMALL | {"kernels": "avx2"})
+    engine = build_engine(SMALL | {"kernels": "auto"})
+    assert len(greedy_tokens(engine)) == 6

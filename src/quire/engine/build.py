@@ -21,6 +21,7 @@ from quire.engine.engine import Engine
 from quire.engine.stats import StatsLog
 from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.cpu.selection import select_kernels, settle_torch_threads
 from quire.layers.methods import choose_methods
 from quire.models.config import DecoderConfig
@@ -146,7 +147,8 @@ def _build_runner(
             " into memory; lower max_num_seqs or max_model_len"
         ) from error
     kv_cache = KVCache(layout, sizes.num_blocks, device)
-    sampler = Sampler(SamplingRows(options.max_num_seqs, model.vocab_size))
+    native_sampling = None if kernels is None else NativeSampling(kernels)
+    sampler = Sampler(SamplingRows(options.max_num_seqs, model.vocab_size), native_sampling)
     return ModelRunner(model, backend, kv_cache, rows, sampler, kernels)
 
 

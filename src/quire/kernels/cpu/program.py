@@ -18,6 +18,9 @@ from quire.kernels.cpu.abi import Epilogue, OpKind
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear
 
+ALIASED_BYTES = 4096
+PADDING_BYTES = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
@@ -28,6 +31,11 @@ class Buffer:
     @property
     def width(self) -> int:
         return self.rows.shape[1]
+
+    @property
+    def stride(self) -> int:
+        """Elements from a row to the next."""
+        return self.rows.stride(0)
 
     @property
     def address(self) -> int:
@@ -76,7 +84,7 @@ class ProgramBuilder:
 
     def embed(self, table: torch.Tensor | PackedLinear, width: int) -> Buffer:
         """The step's token ids -> rows of the table [V, H], or of a packed head that it shares."""
-        out = self._buffer("residual", width)
+        out = self._buffer("residual", width, is_dense=True)
         op = self._add(OpKind.EMBED, table, None, out)
         op.size = width
         if isinstance(table, PackedLinear):
@@ -138,11 +146,16 @@ class ProgramBuilder:
         kept = (*self._kept, self._attention_layers)
         return Program(self._kernels, ops, len(self._ops), output, kept)
 
-    def _buffer(self, name: str, width: int) -> Buffer:
+    def _buffer(self, name: str, width: int, is_dense: bool = False) -> Buffer:
+        """is_dense: a row begins where the one before it ends."""
         key = (name, width)
         if key not in self._buffers:
-            rows = torch.empty((self._max_num_tokens, width), dtype=self._dtype)
-            self._buffers[key] = Buffer(rows)
+            # Rows whose addresses are equal modulo ALIASED_BYTES share few lines of the cache: a
+            # linear reads them at 70% of the speed, and would copy them first.
+            is_aliased = width * self._dtype.itemsize % ALIASED_BYTES == 0
+            padding = PADDING_BYTES // self._dtype.itemsize if is_aliased and not is_dense else 0
+            rows = torch.empty((self._max_num_tokens, width + padding), dtype=self._dtype)
+            self._buffers[key] = Buffer(rows[:, :width])
         return self._buffers[key]
 
     def _add_linear(self, x: Buffer, linear: PackedLinear, out: Buffer, epilogue: Epilogue) -> None:
@@ -151,9 +164,9 @@ class ProgramBuilder:
 
     def _add(self, kind: OpKind, kept: object, x: Buffer | None, out: Buffer) -> abi.Op:
         op = abi.Op(kind=kind, dtype=abi.DTYPES[self._dtype])
-        op.out, op.out_stride = out.address, out.width
+        op.out, op.out_stride = out.address, out.stride
         if x is not None:
-            op.input, op.in_stride = x.address, x.width
+            op.input, op.in_stride = x.address, x.stride
         self._ops.append(op)
         self._kept += (kept, x, out)
         return op

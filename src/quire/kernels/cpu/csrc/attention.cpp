@@ -64,56 +64,72 @@ struct Attention {
 
   void run() {
     pool.parallel(tasks.num_tasks, [this](int64_t task, int thread) {
-      for (int i = tasks.task_starts[task]; i < tasks.task_starts[task + 1]; ++i)
-        run_piece(tasks.pieces[i], thread);
+      run_task(tasks.task_starts[task], tasks.task_starts[task + 1], thread);
     });
   }
 
-  // What a piece works with.
+  // What a piece works with; the memory is a thread's.
   struct Rows {
     int num_rows;
     Factor* queries;
     Range* ranges;
     float** records;
-    float* own_records;  // [num_rows], of all tiles where the segment is whole
-    Range seen;          // by any row
+    float* own_records;  // of all tiles where the segment is whole
   };
 
-  void run_piece(const Piece& piece, int thread) {
-    const Segment& segment = tasks.segments[piece.segment];
-    const int num_tokens = segment.run ? segment.num_run : segment.num_tokens;
-    const int64_t num_rows = int64_t(num_tokens) * group_size;
+  // Pieces [first, end) one after the other. The tile that comes next is always found already, be
+  // it another piece's.
+  void run_task(int first, int end, int thread) {
+    const int64_t num_rows = tasks.most_rows;
     const int64_t edge_elements = Tile<Element>::edge_elements(kv.unit, layer.head_dim);
     const int64_t num_bytes =
         num_rows * (layer.head_dim * sizeof(Factor) + sizeof(Range) + sizeof(float*) +
                     shape.size * sizeof(float)) + 2 * edge_elements * sizeof(Element) + 1024;
     Arena arena(pool.scratch(thread, num_bytes));
-    Rows rows{int(num_rows), arena.take<Factor>(num_rows * layer.head_dim),
-              arena.take<Range>(num_rows), arena.take<float*>(num_rows),
-              arena.take<float>(num_rows * shape.size), {INT32_MAX, 0}};
+    Rows rows{0, arena.take<Factor>(num_rows * layer.head_dim), arena.take<Range>(num_rows),
+              arena.take<float*>(num_rows), arena.take<float>(num_rows * shape.size)};
     Tile<Element> tiles[2];
     for (auto& tile : tiles) tile.edges = arena.take<Element>(edge_elements);
-    for (int i = 0; i < num_tokens; ++i) {
-      if (segment.run) add_token(rows, i, segment.run[i], step.query_start[segment.run[i]], piece);
-      else add_token(rows, i, segment.sequence, segment.first_token + i, piece);
+    Tile<Element>*tile = &tiles[0], *next = &tiles[1];
+    find_tile(tasks.pieces[first], tasks.pieces[first].first_tile, *tile);
+    for (int i = first; i < end; ++i) {
+      const Piece& piece = tasks.pieces[i];
+      set_rows(piece, rows);
+      for (int index = piece.first_tile; index < piece.end_tile; ++index) {
+        const bool is_last = index + 1 == piece.end_tile;
+        const bool has_next = !is_last || i + 1 < end;
+        if (!is_last) find_tile(piece, index + 1, *next);
+        else if (has_next) find_tile(tasks.pieces[i + 1], tasks.pieces[i + 1].first_tile, *next);
+        tile->look_ahead(has_next ? next : nullptr);
+        attend(piece, rows, *tile);
+        Tile<Element>* done = tile;
+        tile = next;
+        next = done;
+      }
+      finish_piece(piece, rows);
     }
-    attend(piece, segment, rows, tiles);
-    if (segment.is_whole) {
-      for (int row = 0; row < num_rows; ++row)
-        finish_row(segment.first_token + row / group_size, piece.head, row % group_size,
-                   rows.own_records + int64_t(row) * shape.size);
-    } else if (segment.run) {
-      for (int i = 0; i < segment.num_run; ++i) give_back(segment.run[i], piece, rows.own_records);
-    } else {
-      give_back(segment.sequence, piece, rows.own_records);
+  }
+
+  void find_tile(const Piece& piece, int index, Tile<Element>& tile) const {
+    const KVGroupStep& group = step.groups[layer.group];
+    const Segment& segment = tasks.segments[piece.segment];
+    const int32_t* blocks = group.block_tables + step.rows[segment.sequence] * group.table_stride;
+    tile.find({kv, blocks, piece.head}, index, tasks.range(segment));
+  }
+
+  void set_rows(const Piece& piece, Rows& rows) const {
+    const Segment& segment = tasks.segments[piece.segment];
+    const int num_tokens = segment.num_tokens + segment.num_run;
+    rows.num_rows = num_tokens * group_size;
+    for (int i = 0; i < num_tokens; ++i) {
+      if (segment.run) set_token(rows, i, segment.run[i], step.query_start[segment.run[i]], piece);
+      else set_token(rows, i, segment.sequence, segment.first_token + i, piece);
     }
   }
 
   // Token `index` of a piece: `token` of the step, of sequence s.
-  void add_token(Rows& rows, int index, int s, int token, const Piece& piece) {
+  void set_token(Rows& rows, int index, int s, int token, const Piece& piece) const {
     const Range range = tasks.range(s, token);
-    rows.seen.low = smaller(rows.seen.low, range.low);
-    rows.seen.high = larger(rows.seen.high, range.high);
     const bool is_whole = tasks.segments[piece.segment].is_whole;
     for (int g = 0; g < group_size; ++g) {
       const int row = index * group_size + g;
@@ -127,7 +143,8 @@ struct Attention {
         first += count;
         count = rows_at_once(rows.num_rows - first);
       }
-      const Element* query = q + token * ldq + int64_t(piece.head * group_size + g) * layer.head_dim;
+      const int64_t query_head = piece.head * group_size + g;
+      const Element* query = q + token * ldq + query_head * layer.head_dim;
       pack_query<M>(query, layer.head_dim, row - first, count,
                     rows.queries + int64_t(first) * layer.head_dim);
     }
@@ -143,24 +160,23 @@ struct Attention {
     return records + index * shape.size;
   }
 
-  void attend(const Piece& piece, const Segment& segment, Rows& rows, Tile<Element>* tiles) {
-    const KVGroupStep& group = step.groups[layer.group];
-    const KVSource<Element> source{
-        kv, group.block_tables + step.rows[segment.sequence] * group.table_stride, piece.head};
-    const RowBlock<M> block{rows.num_rows, segment.is_whole, rows.queries, rows.ranges,
-                            rows.records};
+  void attend(const Piece& piece, Rows& rows, Tile<Element>& tile) const {
+    const bool is_whole = tasks.segments[piece.segment].is_whole;
+    const RowBlock<M> block{rows.num_rows, is_whole, rows.queries, rows.ranges, rows.records};
     RowScratch<M> scratch;
-    tiles[piece.first_tile & 1].find(source, piece.first_tile, rows.seen);
-    for (int index = piece.first_tile; index < piece.end_tile; ++index) {
-      Tile<Element>& tile = tiles[index & 1];
-      Tile<Element>* next = index + 1 < piece.end_tile ? &tiles[(index + 1) & 1] : nullptr;
-      if (next) next->find(source, index + 1, rows.seen);
-      tile.look_ahead(next);
-      attend_tile(block, tile, softmax, layer.head_dim, scratch);
-      if (segment.is_whole) continue;
-      for (int row = 0; row < rows.num_rows; ++row)
-        rows.records[row] += int64_t(layer.num_heads) * shape.size;
-    }
+    attend_tile(block, tile, softmax, layer.head_dim, scratch);
+    for (int row = 0; !is_whole && row < rows.num_rows; ++row)
+      rows.records[row] += int64_t(layer.num_heads) * shape.size;
+  }
+
+  void finish_piece(const Piece& piece, const Rows& rows) {
+    const Segment& segment = tasks.segments[piece.segment];
+    for (int row = 0; segment.is_whole && row < rows.num_rows; ++row)
+      finish_row(segment.first_token + row / group_size, piece.head, row % group_size,
+                 rows.own_records + int64_t(row) * shape.size);
+    if (segment.is_whole) return;
+    for (int i = 0; i < segment.num_run; ++i) give_back(segment.run[i], piece, rows.own_records);
+    if (!segment.run) give_back(segment.sequence, piece, rows.own_records);
   }
 
   // A piece of a split sequence is done; whoever is last merges its tiles, in room for the records

@@ -68,13 +68,14 @@ inline void merge_lanes(float* to, const float* values, int count, float keep, f
 }
 
 // A record becomes itself merged with that of one tile.
-inline void merge_record(float* record, const float* part, float factor, const RecordShape& shape) {
-  if (shape.peak(part) == kNever) return;  // nothing else is written in such a part
-  alignas(64) float old_peaks[16] = {shape.peak(record)}, new_peaks[16] = {shape.peak(part)};
+inline void merge_record(float* record, const float* other, float factor,
+                         const RecordShape& shape) {
+  if (shape.peak(other) == kNever) return;  // nothing else is written in such a one
+  alignas(64) float old_peaks[16] = {shape.peak(record)}, new_peaks[16] = {shape.peak(other)};
   MergeFactors factors;
   factors.find(old_peaks, new_peaks, factor);
   shape.peak(record) = old_peaks[0];
-  merge_lanes(record, part, shape.padded_dim + 16, factors.keep[0], factors.add[0]);
+  merge_lanes(record, other, shape.padded_dim + 16, factors.keep[0], factors.add[0]);
 }
 
 // What a thread needs for a few rows and a tile.
@@ -179,14 +180,17 @@ void attend_rows(const RowBlock<M>& block, int row, Tile<typename M::Element>& t
     if (!softmax.is_plain)
       for (int i = first * 16; i < end * 16; i += 16)
         store(scores + i, softmax.score(load(scores + i)));
+    if constexpr (R <= kFewRows) tile.fetch_between(head_dim, r, 2 * R);
     seen[r] = SeenPairs::of(block.ranges[row + r], tile.position, first);
     new_peaks[r] = greatest_score(scores, seen[r]);
     if (block.running) old_peaks[r] = shape.peak(records[r]);
     else shape.peak(records[r]) = new_peaks[r];
   }
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
+    if constexpr (R <= kFewRows) tile.fetch_between(head_dim, R + r, 2 * R);
     store(sums[r], find_probs<M>(scratch.scores + r * kScoreStride, seen[r], first, end,
                                  new_peaks[r], softmax.factor, scratch.probs + r * kProbStride));
+  }
   tile.clear_edges(head_dim);
   MergeFactors factors;
   ValueRows out{records, nullptr, nullptr};
@@ -214,12 +218,12 @@ void attend_tile(const RowBlock<M>& block, Tile<typename M::Element>& tile, cons
     switch (count) {
       case 1: attend_rows<M, 1>(block, row, tile, softmax, head_dim, scratch); break;
       case 2: attend_rows<M, 2>(block, row, tile, softmax, head_dim, scratch); break;
-      case 3: attend_rows<M, 3>(block, row, tile, softmax, head_dim, scratch); break;
 #if defined(__AVX2__)
+      case 3: attend_rows<M, 3>(block, row, tile, softmax, head_dim, scratch); break;
       case 4: attend_rows<M, 4>(block, row, tile, softmax, head_dim, scratch); break;
-      case 6: attend_rows<M, 6>(block, row, tile, softmax, head_dim, scratch); break;
 #endif
 #if defined(__AVX512F__)
+      case 6: attend_rows<M, 6>(block, row, tile, softmax, head_dim, scratch); break;
       case 12: attend_rows<M, 12>(block, row, tile, softmax, head_dim, scratch); break;
 #endif
     }

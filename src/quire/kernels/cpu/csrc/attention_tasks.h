@@ -67,6 +67,7 @@ class Tasks {
   int32_t* tiles_left;       // [S, Hkv] of split sequences
   int num_segments = 0, num_pieces = 0, num_tasks = 0;
   int64_t num_records = 0;
+  int most_rows = 0;  // of a piece
 
   int query_len(int s) const { return step_.query_start[s + 1] - step_.query_start[s]; }
 
@@ -79,6 +80,14 @@ class Tasks {
     if (layer_.causal) seen.high = position + 1;
     else if (window) seen.high = smaller(context, position + window);
     return seen;
+  }
+
+  // What any query of a segment sees.
+  Range range(const Segment& segment) const {
+    if (segment.run) return {segment.first_tile * kTileTokens, segment.end_tile * kTileTokens};
+    const int last_token = segment.first_token + segment.num_tokens - 1;
+    return {range(segment.sequence, segment.first_token).low,
+            range(segment.sequence, last_token).high};
   }
 
  private:
@@ -193,10 +202,9 @@ class Tasks {
     segment.first_token = step_.query_start[s];
     segment.num_tokens = query_len(s);
     segment.is_whole = is_whole;
-    const int low = range(s, segment.first_token).low;
-    const int high = range(s, segment.first_token + segment.num_tokens - 1).high;
-    set_cost(segment, segment.num_tokens, smaller(high, end_tile * kTileTokens) -
-                                              larger(low, first_tile * kTileTokens));
+    const Range seen = range(segment);
+    set_cost(segment, segment.num_tokens, smaller(seen.high, end_tile * kTileTokens) -
+                                              larger(seen.low, first_tile * kTileTokens));
   }
 
   void set_cost(Segment& segment, int num_tokens, int num_keys) {
@@ -218,6 +226,8 @@ class Tasks {
     int64_t room = 0;
     for (int i = num_wide; i < num_segments; ++i) cut_narrow(i, task_cost, room);
     task_starts[num_tasks] = num_pieces;
+    for (int i = 0; i < num_segments; ++i)
+      most_rows = larger(most_rows, (segments[i].num_tokens + segments[i].num_run) * group_size_);
     count_tiles();
   }
 

@@ -29,10 +29,15 @@ struct KVSource {
 
 // keys, values: of units [first_unit, end_unit), sixteen tokens each. Entries of keys outside of
 // that range repeat a neighbour, so that units can be read in groups.
-// next_keys, next_values: what is read some units later, to be fetched.
+//
+// What a tile is read for is limited by memory where the rows are few. So what comes some units
+// later, in the order in which units are read (keys, values, keys of the next tile), is fetched
+// meanwhile: next_keys[u] while the keys of unit u are read, next_values[u] with its values, and
+// `between`, while neither is.
 template <typename T>
 struct Tile {
-  static constexpr int kAhead = 8;  // units; two or four KiB each
+  static constexpr int kAhead = 16;   // units; two or four KiB each
+  static constexpr int kBetween = 4;  // units
   static constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
 
   int position;
@@ -42,7 +47,8 @@ struct Tile {
   const T* values[kTileUnits];
   const T* next_keys[kTileUnits];
   const T* next_values[kTileUnits];
-  T* edges;     // room for the values of 2 units; where pages have units of 8, for K and V of a tile
+  const T* between[kBetween];
+  T* edges;     // room for the values of 2 units; for K and V of a tile where pages' units are 8
   bool joined;  // out of units of 8
 
   static int64_t edge_elements(int unit, int head_dim) {
@@ -71,20 +77,35 @@ struct Tile {
     for (int u = end_unit; u < kTileUnits; ++u) keys[u] = keys[end_unit - 1];
   }
 
-  // Let this tile's reads fetch what follows: its own later units, then those of `next`, or none.
+  // Let this tile's reads fetch what follows, up to the values of `next`, or to its own if null.
   void look_ahead(const Tile* next) {
-    if (next && next->first_unit == next->end_unit) next = nullptr;
-    for (int u = 0; u < kTileUnits; ++u) {
-      next_keys[u] = keys[u];
-      next_values[u] = values[smaller(u, end_unit - 1)];
+    const int num_units = end_unit - first_unit;
+    if (num_units == 0) return;
+    const T* units[4 * kTileUnits];
+    int count = 0;
+    for (int u = first_unit; u < end_unit; ++u) units[count++] = keys[u];
+    for (int u = first_unit; u < end_unit; ++u) units[count++] = values[u];
+    for (int u = next ? next->first_unit : 0; next && u < next->end_unit; ++u)
+      units[count++] = next->keys[u];
+    for (int u = next ? next->first_unit : 0; next && u < next->end_unit; ++u)
+      units[count++] = next->values[u];
+    for (int u = 0; u < kTileUnits; ++u) next_keys[u] = next_values[u] = keys[u];
+    for (int i = 0; i < num_units; ++i) {
+      // The first keys come while what was fetched with the last tile's values is still under way.
+      if (i >= kBetween) next_keys[first_unit + i] = units[smaller(i + kAhead, count - 1)];
+      const int later = num_units + i + kAhead + kBetween;
+      next_values[first_unit + i] = units[smaller(later, count - 1)];
     }
-    for (int u = first_unit; u < end_unit; ++u) {
-      const int beyond = u + kAhead - end_unit;
-      next_keys[u] = beyond < 0 ? keys[u + kAhead]
-                                : values[smaller(first_unit + beyond, end_unit - 1)];
-      if (beyond < 0) next_values[u] = values[u + kAhead];
-      else if (next) next_values[u] = next->keys[smaller(next->first_unit + beyond, 15)];
-    }
+    for (int i = 0; i < kBetween; ++i)
+      between[i] = units[smaller(num_units + kAhead + i, count - 1)];
+  }
+
+  // Part `part` of `num_parts` of fetching `between`.
+  void fetch_between(int head_dim, int part, int num_parts) const {
+    const int line = 64 / sizeof(T), num_lines = 16 * head_dim / line;
+    for (const T* unit : between)
+      for (int i = num_lines * part / num_parts; i < num_lines * (part + 1) / num_parts; ++i)
+        prefetch(unit + i * line);
   }
 
   // Values of keys that nobody sees may be anything, NaN too, which a probability of 0 does not

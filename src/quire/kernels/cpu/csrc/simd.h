@@ -157,6 +157,7 @@ inline vf widen(vh x) {
 #endif
 }
 
+// As to_bf16.
 #if defined(__AVX512BF16__)
 __attribute__((noinline))  // seldom called
 #endif
@@ -166,7 +167,7 @@ inline vh narrow_all(vf x) {
   vu nan = bits >> 16 | 0x40;
   vi broken = is_nan(x);
   vu chosen = (vu)((broken & (vi)nan) | (~broken & (vi)rounded));
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(__AVX512BF16__)
   return (vh)_mm512_cvtepi32_epi16((__m512i)chosen);
 #else
   return __builtin_convertvector(chosen, vh);
