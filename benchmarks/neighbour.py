@@ -163,6 +163,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=128, help="generated for a figure (%(default)s)")
     add("--rounds", type=int, default=4, help="(%(default)s)")
     add("--setup", type=Path, help="peers, in the form of cpu_setup.py")
+    add("--engines", help="comma list: the peers to run (all)")
     add("--precision", default="bf16", help="of the peers to run (%(default)s)")
     add("--out", type=Path, help="all figures, as JSON")
     add("--only", help=argparse.SUPPRESS)
@@ -173,7 +174,8 @@ def run_all(args: argparse.Namespace, words: Sequence[str]) -> list[Speeds]:
     """quire on all kernels that are asked for, and the set-up's peers."""
     peers: tuple[EngineSetup, ...] = ()
     if args.setup is not None:
-        setup = choose(read_setup(args.setup), [args.model], [], [args.precision])
+        engines = [OURS, *args.engines.split(",")] if args.engines else []
+        setup = choose(read_setup(args.setup), [args.model], engines, [args.precision])
         words = [*words, "--model", str(setup.models[0].folder)]
         peers = tuple(one for one in setup.engines if one.name != OURS and args.model in one.models)
     names = args.kernels or f"{next(iter(load_library().isas()))},torch"

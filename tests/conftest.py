@@ -39,15 +39,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def native_engine() -> None:
-    """Skips a test of what only engines on native kernels promise, where engines run on torch."""
-    name = EngineOptions().kernels
-    if name == "torch":
-        pytest.skip("engines run on torch, as asked for")
+def why_torch() -> str | None:
+    """Why engines run on torch where a test doesn't say otherwise; None: they do not."""
+    if EngineOptions().kernels == "torch":
+        return "as asked for"
     # Brings torch, so not before the variables above are set.
     from quire.kernels.cpu.library import NativeUnavailableError, load_library
 
     try:
         load_library()
     except NativeUnavailableError as error:
-        pytest.skip(f"engines run on torch: {error}")
+        return str(error)
+    return None
+
+
+@pytest.fixture(scope="session")
+def native_engine(why_torch: str | None) -> None:
+    """Skips a test of what only engines on native kernels promise."""
+    if why_torch is not None:
+        pytest.skip(f"engines run on torch: {why_torch}")
+
+
+@pytest.fixture(scope="session")
+def kernel_flags(why_torch: str | None) -> list[str]:
+    """For a command that is to say nothing of kernels that weren't built."""
+    return ["--kernels", EngineOptions().kernels if why_torch is None else "torch"]

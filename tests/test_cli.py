@@ -230,22 +230,24 @@ def test_bench_hands_its_words_to_the_benchmark(name: str, monkeypatch: pytest.M
 # ---- as a process, with the embedded model ------------------------------------------------------
 
 
-def test_one_question_is_answered_by_the_embedded_model() -> None:
-    run = _quire("chat", "--prompt", QUESTION)
+def test_one_question_is_answered_by_the_embedded_model(kernel_flags: list[str]) -> None:
+    run = _quire("chat", "--prompt", QUESTION, *kernel_flags)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.startswith(ANSWER)
 
 
-def test_a_full_disk_is_an_error_in_one_line() -> None:
-    command = [sys.executable, "-m", "quire", "generate", "x", "--max-tokens", "2"]
+def test_a_full_disk_is_an_error_in_one_line(kernel_flags: list[str]) -> None:
+    words = ["generate", "x", "--max-tokens", "2", *kernel_flags]
+    command = [sys.executable, "-m", "quire", *words]
     with open("/dev/full", "w") as full:
         run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
     assert run.returncode == 1
     assert run.stderr.startswith("quire: error: ") and run.stderr.count("\n") == 1
 
 
-def test_a_session_over_a_pipe() -> None:
-    run = _quire("chat", "--max-tokens", "8", text=f"{QUESTION}\n/reset\n{QUESTION}\n/exit\nmore\n")
+def test_a_session_over_a_pipe(kernel_flags: list[str]) -> None:
+    lines = f"{QUESTION}\n/reset\n{QUESTION}\n/exit\nmore\n"
+    run = _quire("chat", "--max-tokens", "8", *kernel_flags, text=lines)
     assert (run.returncode, run.stderr) == (0, "")
     first, second = run.stdout.split("The conversation is forgotten.\n")
     assert first == second
@@ -261,9 +263,10 @@ def test_a_conversation_that_no_longer_fits_is_explained() -> None:
 
 
 @pytest.fixture
-def generating() -> Iterator[subprocess.Popen[str]]:
+def generating(kernel_flags: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A long generation whose first character has come."""
     words = [sys.executable, "-m", "quire", "generate", "import os", "--max-tokens", "3000"]
+    words += kernel_flags
     pipe = subprocess.PIPE
     with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None

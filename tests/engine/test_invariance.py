@@ -15,6 +15,8 @@ from quire.engine.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("native_engine")
 
+pytestmark = pytest.mark.usefixtures("native_engine")
+
 NUM_REQUESTS = 14
 MAX_MODEL_LEN = 640  # two tiles of attention and a half
 
