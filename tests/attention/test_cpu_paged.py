@@ -197,7 +197,9 @@ def test_a_block_size_that_cannot_be_served_is_refused(block_size):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float8_e4m3fn])
 def test_a_dtype_that_cannot_be_served_is_refused(dtype):
-    with pytest.raises(ConfigurationError, match=r"no KV dtype .* choose float32 or bfloat16"):
+    with pytest.raises(
+        ConfigurationError, match=r"KV dtype .* can't be served; choose one of float32, bfloat16$"
+    ):
         CpuPagedAttention.page_format(make_spec(), 16, dtype)
 
 

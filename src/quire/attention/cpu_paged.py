@@ -20,13 +20,13 @@ from quire.attention.interface import (
     AttentionSpec,
     KVPageFormat,
     LayerKV,
+    plain_page_format,
 )
 from quire.attention.shared_prefix import DecodeRows, SharedRun, shared_runs
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
 
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 2048
 TILE_TOKENS = 256
 """As in csrc/attention_kernels.h."""
 
@@ -59,25 +59,9 @@ class CpuPagedAttention(AttentionBackend):
 
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
-        is_power_of_two = block_size > 0 and block_size & (block_size - 1) == 0
-        if not is_power_of_two or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
-            raise ConfigurationError(
-                f"block_size={block_size} is not a power of two from {MIN_BLOCK_SIZE} to "
-                f"{MAX_BLOCK_SIZE}; choose one, 16 is the default"
-            )
-        if dtype not in abi.DTYPES:
-            raise ConfigurationError(
-                f"the native kernels serve no KV dtype {dtype}; choose float32 or bfloat16"
-            )
-        if spec.num_heads % spec.num_kv_heads:
-            raise ConfigurationError(
-                f"num_heads={spec.num_heads} is not a multiple of num_kv_heads="
-                f"{spec.num_kv_heads}; every KV head must serve as many query heads"
-            )
         if spec.head_dim % 2:
             raise ConfigurationError(f"head_dim={spec.head_dim} is odd; the kernels need even ones")
-        num_elements = 2 * block_size * spec.num_kv_heads * spec.head_dim
-        return KVPageFormat(block_size, dtype, num_elements * dtype.itemsize)
+        return plain_page_format(spec, block_size, dtype, abi.DTYPES)
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
         bound = [_bound(spec, layer) for spec, layer in zip(specs, layers, strict=True)]

@@ -11,10 +11,13 @@ Hkv KV heads, D head size, N blocks, B block size.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from quire.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,34 @@ class LayerKV:
     pages: torch.Tensor
     group: int
     format: KVPageFormat
+
+
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 2048
+
+
+def plain_page_format(
+    spec: AttentionSpec, block_size: int, dtype: torch.dtype, served: Collection[torch.dtype]
+) -> KVPageFormat:
+    """K and V in a dtype of `served`, without scales or padding.
+
+    Raises ConfigurationError for another dtype, a block size or head counts that can't be.
+    """
+    is_power_of_two = block_size > 0 and block_size & (block_size - 1) == 0
+    if not is_power_of_two or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
+        raise ConfigurationError(
+            f"block_size={block_size} is not a power of two from {MIN_BLOCK_SIZE} to "
+            f"{MAX_BLOCK_SIZE}; choose one, 16 is the default"
+        )
+    if dtype not in served:
+        names = ", ".join(str(d).removeprefix("torch.") for d in served)
+        raise ConfigurationError(f"KV dtype {dtype} can't be served; choose one of {names}")
+    if spec.num_heads % spec.num_kv_heads:
+        raise ConfigurationError(
+            f"num_heads={spec.num_heads} is not a multiple of num_kv_heads="
+            f"{spec.num_kv_heads}; every KV head must serve as many query heads"
+        )
+    num_elements = 2 * block_size * spec.num_kv_heads * spec.head_dim
+    return KVPageFormat(block_size, dtype, num_elements * dtype.itemsize)
 
 
 class AttentionBackend(ABC):

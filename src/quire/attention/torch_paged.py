@@ -26,6 +26,7 @@ from quire.attention.interface import (
     AttentionSpec,
     KVPageFormat,
     LayerKV,
+    plain_page_format,
 )
 from quire.attention.torch_attend import (
     Part,
@@ -51,9 +52,7 @@ from quire.attention.torch_plan import (
     SharedPiece,
     plan_group,
 )
-from quire.errors import ConfigurationError
 
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 2048
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -153,22 +152,7 @@ class TorchPagedAttention(AttentionBackend):
 
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
-        is_power_of_two = block_size > 0 and block_size & (block_size - 1) == 0
-        if not is_power_of_two or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
-            raise ConfigurationError(
-                f"block_size={block_size} is not a power of two from {MIN_BLOCK_SIZE} to "
-                f"{MAX_BLOCK_SIZE}; choose one, 16 is the default"
-            )
-        if dtype not in KV_DTYPES:
-            names = ", ".join(str(d).removeprefix("torch.") for d in KV_DTYPES)
-            raise ConfigurationError(f"KV dtype {dtype} can't be served; choose one of {names}")
-        if spec.num_heads % spec.num_kv_heads:
-            raise ConfigurationError(
-                f"num_heads={spec.num_heads} is not a multiple of num_kv_heads="
-                f"{spec.num_kv_heads}; every KV head must serve as many query heads"
-            )
-        num_elements = 2 * block_size * spec.num_kv_heads * spec.head_dim
-        return KVPageFormat(block_size, dtype, num_elements * dtype.itemsize)
+        return plain_page_format(spec, block_size, dtype, KV_DTYPES)
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
         pairs = zip(specs, layers, strict=True)

@@ -281,3 +281,9 @@ def test_wrong_rows_are_named(library: NativeLibrary) -> None:
         linear.set_bias(torch.zeros(8))
     with pytest.raises(ValueError, match="interleave is 3"):
         PackedLinear(WeightFormat.DENSE_BF16, 8, 16, interleave=3)
+
+
+@pytest.mark.parametrize("weight_format", [WeightFormat.INT8, WeightFormat.INT4])
+def test_sums_that_could_overflow_are_refused(weight_format: WeightFormat) -> None:
+    with pytest.raises(ValueError, match="num_inputs is 65537, but sums of more than 65536"):
+        PackedLinear(weight_format, 16, 65_537, group_size=32)

@@ -24,6 +24,11 @@ _DENSE_DTYPES = {
 }
 
 
+QUANTIZED = (WeightFormat.INT8, WeightFormat.INT4)
+MAX_QUANTIZED_INPUTS = 65_536
+"""Each product is at most 255 * 127 in size."""
+
+
 class PackedLinear:
     """Packed weights, scales and bias, filled row by row. Owns its memory.
 
@@ -46,6 +51,11 @@ class PackedLinear:
         if interleave and num_outputs != 2 * interleave:
             raise ValueError(
                 f"interleave is {interleave}, but must be half of num_outputs, {num_outputs}, or 0"
+            )
+        if weight_format in QUANTIZED and num_inputs > MAX_QUANTIZED_INPUTS:
+            raise ValueError(
+                f"num_inputs is {num_inputs}, but sums of more than {MAX_QUANTIZED_INPUTS} "
+                f"products may leave 32 bits in {weight_format.name}; keep this linear dense"
             )
         self.format = weight_format
         self.num_outputs, self.num_inputs = num_outputs, num_inputs
