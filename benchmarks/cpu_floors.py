@@ -63,8 +63,8 @@ PRECISIONS = {
         Precision("bf16", 2.0, 2.0, "bf16"),
         # A scale per output channel is 4 bytes in hundreds of weights: not counted.
         Precision("int8", 1.0, 1.0, "int8"),
-        # One scale of 2 bytes for each group of 32; the vocabulary projection has 8 bits.
-        Precision("int4", 0.5 + 2 / 32, 1.0, "int8"),
+        # A scale and an offset, of a byte each, for each group of 32.
+        Precision("int4", 0.5 + 2 / 32, 0.5 + 2 / 32, "int8"),
     )
 }
 

@@ -90,7 +90,7 @@ class EngineOptions:
     quantization: linears' weights rounded while they are loaded, from any checkpoint: "int8", each
         output with its scale, or "int4", each group of 32 inputs with its own; both multiply
         activations of eight bits, a scale for each token. Norms, biases and the embedding stay as
-        they are; the vocabulary projection has eight bits under both. None: nothing is rounded.
+        they are. None: nothing is rounded.
     kernels: what computes on the CPU: "auto", the native kernels for the best instruction set that
         this processor has, or torch where they were not built or don't compute in the dtype (the
         log says so); "avx512_bf16", "avx512", "avx2" or "portable", these kernels and no others; or

@@ -16,8 +16,12 @@ from quire.core.pacing import (
 from quire.errors import ConfigurationError
 
 
-def make_pacer(ratio: float = 2.5, least: int = 4) -> StepPacer:
-    return StepPacer(PacingConfig(ratio, least), fitted(roofline))
+def make_pacer(ratio: float = 2.5, least: int = 4, late_rows: int = 0) -> StepPacer:
+    """late_rows: 0: no step is late."""
+    config = PacingConfig(
+        ratio, least, late_share=0.125 if late_rows else 0, max_late_rows=late_rows
+    )
+    return StepPacer(config, fitted(roofline))
 
 
 def open_paced(pacer: StepPacer, num_decodes: int = 4) -> PacedBudget:
@@ -32,6 +36,8 @@ def open_paced(pacer: StepPacer, num_decodes: int = 4) -> PacedBudget:
         ({"max_itl_ratio": 1.0}, "max_itl_ratio is 1.0, but must be at least 1.1"),
         ({"max_itl_ratio": float("nan")}, "max_itl_ratio is nan"),
         ({"min_prefill_tokens": 0}, "min_prefill_tokens is 0, but must be at least 1"),
+        ({"late_share": 1.5}, "late_share is 1.5 and max_late_rows 64"),
+        ({"max_late_rows": -1}, "max_late_rows -1, but must be from 0 to 1, and at least 0"),
     ],
 )
 def test_a_pace_that_cannot_be_kept_is_refused(options: dict[str, float], message: str) -> None:
@@ -87,6 +93,34 @@ def test_a_further_prompt_after_a_long_context_gets_one_token_at_least() -> None
     budget.take(0, 5)
     assert not budget.is_spent
     assert budget.take(10_000_000, 50) == 1
+
+
+def test_a_share_of_the_intervals_may_be_longer() -> None:
+    """Eight rows are saved up: two steps of four take any prompts, then an eighth of them."""
+    pacer = make_pacer(late_rows=8)
+    for step_id in range(2):
+        budget = open_paced(pacer)
+        assert (budget.take(0, 1000), budget.take(0, 900), budget.is_spent) == (1000, 900, False)
+        assert (budget.take(0, 900), budget.is_spent) == (148, True)
+        pacer.launch(step_id)
+    num_between = 0
+    while not open_paced(pacer).may_be_late:
+        pacer.launch(10 + num_between)
+        num_between += 1
+    assert num_between == 6  # one row is left, and each step adds half a row
+    margin = pacer.margin
+    pacer.observe(1, 1000.0)  # nothing that a paced step could learn from
+    assert pacer.margin == margin
+
+
+def test_a_step_is_late_only_where_that_saves_steps() -> None:
+    fitting = open_paced(make_pacer()).take(0, 1000)
+    pacer = make_pacer(late_rows=8)
+    budget = open_paced(pacer)
+    assert budget.take(0, 2 * fitting - 10) <= fitting + 1
+    assert budget.is_spent and not budget.is_late
+    crowd = open_paced(pacer, num_decodes=9)
+    assert not crowd.may_be_late and crowd.take(0, 1000) < 1000
 
 
 def test_where_nothing_decodes_the_budget_is_whole() -> None:

@@ -2,8 +2,8 @@
 
 `quantization` names one of SCHEMES. What stays in the model's dtype under each of them: norms,
 biases and the embedding's table, of which a token reads a single row. The vocabulary projection has
-eight bits under both: at four it would cost more of the quality than all other linears together
-gain in speed.
+the bits of the other linears: under int4 it is half of the loss in quality (0.7 of 1.6%; embedded
+model), and of a small model with a large vocabulary a quarter of the bytes of a step.
 
 Called by `engine.build`.
 """
@@ -30,7 +30,7 @@ class Scheme:
 
 SCHEMES = {
     "int8": Scheme(WeightFormat.INT8, WeightFormat.INT8),
-    "int4": Scheme(WeightFormat.INT4, WeightFormat.INT8),
+    "int4": Scheme(WeightFormat.INT4, WeightFormat.INT4),
 }
 
 
