@@ -1,13 +1,20 @@
 """One line of JSON a step, in order, whole when flushed or closed."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quire.errors import ConfigurationError
-from quire.observability.step_trace import StepRecord, StepTrace, read_step_trace
+from quire.observability.step_trace import (
+    STEP_LOGGER,
+    StepRecord,
+    StepTrace,
+    log_step,
+    read_step_trace,
+)
 
 RECORD = StepRecord(
     step_id=0,
@@ -80,3 +87,15 @@ def test_an_error_inside_still_closes_the_file(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"nowhere/steps.jsonl.*No such file"):
         StepTrace(tmp_path / "nowhere" / "steps.jsonl")
+
+
+def test_a_step_is_one_log_line_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, STEP_LOGGER.name):
+        log_step(RECORD)
+    assert caplog.records == []
+    with caplog.at_level(logging.DEBUG, STEP_LOGGER.name):
+        log_step(RECORD)
+    (line,) = caplog.records
+    assert "step 0: 3 rows, 18 tokens (16 of them prefill), 2 waiting, 7 blocks" in line.message
+    assert "forward 250.00" in line.message and "251.0" in line.message
+    assert line.__dict__["fields"]["num_blocks_used"] == 7

@@ -1,7 +1,8 @@
 """What the engine tells about itself, and the log line that repeats it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from quire.observability.log import get_logger
 
@@ -15,6 +16,9 @@ class EngineStats:
     """Where the engine stands. Blocks: held by sequences, of all; the rest is free or cached.
 
     num_query_tokens, num_hit_tokens: prompt tokens looked up in, and served from, the prefix cache.
+    num_computed_tokens, num_generated_tokens: of steps that succeeded. prefix_misses: requests by
+        why the cache had no more of their prompts (`core.prefix_miss.MissReason`).
+    times: histograms by name (see `engine.request_times`), each with bounds, counts and sum.
     """
 
     num_running: int
@@ -28,6 +32,10 @@ class EngineStats:
     num_failed_steps: int
     num_query_tokens: int
     num_hit_tokens: int
+    num_computed_tokens: int = 0
+    num_generated_tokens: int = 0
+    prefix_misses: dict[str, int] = field(default_factory=dict)
+    times: dict[str, Any] = field(default_factory=dict)
 
 
 class StatsLog:

@@ -1,16 +1,25 @@
-"""Logging: one format, to stderr, set up by whoever owns the process.
+"""Logging: one format, text or JSON, to stderr, set up by whoever owns the process.
 
 Importing this has no side effects, and nothing is printed before `configure`, warnings aside (the
 standard library's own last resort). A library user who sets up `logging` himself need not call it.
-Knows nothing of the rest of quire. `cli` calls `configure`; everybody but core calls `get_logger`.
+Knows nothing of the rest of quire but which call is served. `cli` and the engine process call
+`configure`; everybody but core calls `get_logger`.
 """
 
+import json
 import logging
 import sys
+from datetime import UTC, datetime
+from typing import Any
 
 from quire.errors import ConfigurationError
+from quire.observability.call_context import current_call
 
 LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+
+LIBRARIES = ("uvicorn", "asyncio", "opentelemetry")
+"""Their warnings and errors are printed as ours are: JSON lines have nothing else among them."""
 
 _FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -22,30 +31,101 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if inside else f"quire.{name}")
 
 
-def configure(level: str = "warning") -> None:
-    """Print quire's log lines of `level` and above to stderr. A second call only sets the level.
+def configure(level: str = "warning", log_format: str = "text") -> None:
+    """Print log lines of `level` and above to stderr. A second call sets both anew.
 
-    level: one of LEVELS, in any case. Raises ConfigurationError for any other.
+    level: one of LEVELS, in any case, of what libraries log, warnings at least.
+    log_format: one of FORMATS. Raises ConfigurationError for any other.
     """
-    if level.lower() not in LEVELS:
-        raise ConfigurationError(
-            f"the log level is {level!r}, but must be one of {', '.join(LEVELS)}"
-        )
+    for value, what, known in ((level.lower(), "level", LEVELS), (log_format, "format", FORMATS)):
+        if value not in known:
+            raise ConfigurationError(
+                f"the log {what} is {value!r}, but must be one of {', '.join(known)}"
+            )
+    quire_logger = logging.getLogger("quire")
+    quire_logger.setLevel(level.upper())
+    handler = _own_handler(quire_logger) or _StderrHandler()
+    handler.setFormatter(_JSONFormatter() if log_format == "json" else _TextFormatter())
+    for logger in (quire_logger, *map(logging.getLogger, LIBRARIES)):
+        if logger is not quire_logger:
+            logger.setLevel(max(logging.WARNING, quire_logger.level))
+        if _own_handler(logger) is None:
+            logger.addHandler(handler)
+            logger.propagate = False
+
+
+def arguments() -> list[str]:
+    """The command-line arguments with which another process of ours logs as this one does."""
     logger = logging.getLogger("quire")
-    logger.setLevel(level.upper())
-    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
-        handler = _StderrHandler()
-        handler.setFormatter(logging.Formatter(_FORMAT, _DATE_FORMAT))
-        logger.addHandler(handler)
-        logger.propagate = False
+    number = logger.getEffectiveLevel()
+    names = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
+    level = next((name for bound, name in names.items() if number <= bound), "error")
+    handler = _own_handler(logger)
+    is_json = handler is not None and isinstance(handler.formatter, _JSONFormatter)
+    return ["--log-level", level, "--log-format", "json" if is_json else "text"]
+
+
+def fields(**values: object) -> dict[str, dict[str, object]]:
+    """For a logging call's `extra`: facts that JSON lines have by name beside the message."""
+    return {"fields": values}
+
+
+class _TextFormatter(logging.Formatter):
+    """For people: one line, with the request id at its end where a call is served."""
+
+    def __init__(self) -> None:
+        super().__init__(_FORMAT, _DATE_FORMAT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        call = current_call()
+        line = super().formatMessage(record)
+        return line if call is None else f"{line} request_id={call.request_id}"
+
+
+class _JSONFormatter(logging.Formatter):
+    """For programs: one object a line, whatever the message, a traceback or a name has in it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _timestamp(record.created),
+            "level": record.levelname.lower(),
+            "process": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        call = current_call()
+        if call is not None:
+            line["request_id"] = call.request_id
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        # In ASCII: no encoding of stderr can fail at it.
+        return json.dumps(line, default=str)
+
+
+def _timestamp(created_s: float) -> str:
+    """Seconds since the epoch -> RFC 3339 with microseconds, in UTC."""
+    return datetime.fromtimestamp(created_s, UTC).isoformat(timespec="microseconds")
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what `sys.stderr` is at the moment of writing, not at the moment of set-up."""
+    """Writes to what `sys.stderr` is at the moment of writing, not at the moment of set-up.
+
+    A line that can't be written is lost and nothing else: neither a full disk nor a closed stderr
+    may end a request, and there is nowhere to complain.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record) + "\n"
+        stderr = sys.stderr
+        if stderr is None:
+            return
         try:
-            sys.stderr.write(self.format(record) + "\n")
-            sys.stderr.flush()
-        except (OSError, ValueError):  # closed or full: a lost log line must not end a request
-            self.handleError(record)
+            stderr.write(line)
+            stderr.flush()
+        except (OSError, ValueError):  # full; closed
+            return
+
+
+def _own_handler(logger: logging.Logger) -> logging.Handler | None:
+    return next((one for one in logger.handlers if isinstance(one, _StderrHandler)), None)

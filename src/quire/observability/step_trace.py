@@ -1,4 +1,4 @@
-"""The step trace: one line of JSON per engine step, to a file.
+"""The step trace: one line per engine step, as JSON to a file or as a log line at level debug.
 
 The engine fills a StepRecord a step and hands it over; `quire bench --trace` and tests read the
 file. Knows nothing of plans or results. Writing is buffered: a line reaches the file when the
@@ -6,6 +6,7 @@ buffer is full, at `flush`, or at `close`.
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from io import TextIOWrapper
@@ -13,8 +14,13 @@ from pathlib import Path
 from types import TracebackType
 
 from quire.errors import ConfigurationError
+from quire.observability.log import fields as log_fields
+from quire.observability.log import get_logger
 
 BUFFER_BYTES = 1 << 16
+
+STEP_LOGGER = get_logger("quire.engine.step")
+"""Whose level says whether `log_step` has anything to do: ask it before a record is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class StepRecord:
 
 
 _FIELDS = tuple(field.name for field in fields(StepRecord))
+_TIMES = tuple(name for name in _FIELDS if name.endswith("_s"))
 
 
 class StepTrace:
@@ -99,3 +106,24 @@ def read_step_trace(path: str | Path) -> Iterator[StepRecord]:
     with open(path, encoding="utf-8") as file:
         for line in file:
             yield StepRecord(**json.loads(line))
+
+
+def log_step(record: StepRecord) -> None:
+    """One line at level debug."""
+    if not STEP_LOGGER.isEnabledFor(logging.DEBUG):
+        return
+    STEP_LOGGER.debug(
+        "step %d: %d rows, %d tokens (%d of them prefill), %d waiting, %d blocks,"
+        " %d preemptions, %.2f ms (schedule %.2f, build %.2f, plan %.2f, forward %.2f,"
+        " sample %.2f, apply %.2f)",
+        record.step_id,
+        record.num_rows,
+        record.num_tokens,
+        record.num_prefill_tokens,
+        record.num_waiting,
+        record.num_blocks_used,
+        record.num_preemptions,
+        1e3 * sum(getattr(record, name) for name in _TIMES),
+        *(1e3 * getattr(record, name) for name in _TIMES),
+        extra=log_fields(**{name: round(getattr(record, name), 7) for name in _FIELDS}),
+    )

@@ -1,0 +1,29 @@
+"""What an engine tells of itself: plain data for the wire, and a line a step for those who ask."""
+
+import dataclasses
+import logging
+
+import msgspec
+import pytest
+from tests.engine.test_engine import make_engine, request, run
+
+
+def test_the_numbers_survive_the_wire() -> None:
+    engine = make_engine()
+    engine.add(request("a", n=2))
+    run(engine)
+    told = dataclasses.asdict(engine.stats())
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told)) == told
+    assert told["num_generated_tokens"] == 24 and told["times"]["step_s"]["sum"] > 0
+
+
+def test_each_step_is_one_line_at_debug_and_none_above(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine()
+    engine.add(request("a", length=10, max_tokens=4))
+    with caplog.at_level(logging.INFO, "quire.engine.step"):
+        engine.step()
+    assert caplog.records == []
+    with caplog.at_level(logging.DEBUG, "quire.engine.step"):
+        run(engine)
+    lines = [record.message for record in caplog.records]
+    assert [line.partition(",")[0] for line in lines] == [f"step {i}: 1 rows" for i in (1, 2, 3)]
