@@ -21,6 +21,7 @@ KERNELS = ("auto", "torch", "avx512_bf16", "avx512", "avx2", "portable")
 MAX_NUM_THREADS = 1024
 DEFAULT_BATCHED_TOKENS = 2048
 ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _UNITS = {
     "": 1,
     "b": 1,
@@ -53,6 +54,7 @@ class EngineOptionsDict(TypedDict, total=False):
     quantization: str | None
     kernels: str
     num_threads: int | None
+    max_logprobs: int
     seed: int
     gpu_memory_utilization: float | None
     enforce_eager: bool
@@ -66,7 +68,8 @@ class EngineOptions:
     model: a local folder or a hub id in Hugging Face format; None is the embedded model.
     tokenizer: a folder or hub id to take the tokenizer from instead. revision: of the hub id.
     skip_tokenizer_init: take and give token ids only.
-    dtype: "auto" is the checkpoint's own, or float32 where this processor only emulates that.
+    dtype: "auto" is the checkpoint's own, or float32 where this processor only emulates that;
+        "half" and "float" are float16 and float32.
     max_model_len: prompt and output together; None: the model's, or what fits the KV cache.
     block_size: tokens in a KV block, a power of two from 8 to 2048.
     kv_cache_memory: bytes for the KV cache, or text like "2GiB"; num_blocks says the same in
@@ -97,6 +100,7 @@ class EngineOptions:
         "torch".
     num_threads: threads that compute; None: one for each processor that this process may use, or
         torch's own number with kernels="torch".
+    max_logprobs: the most logprobs, or prompt_logprobs, that one request may ask for.
     enforce_eager: never capture graphs. This version has none to capture: both values run eagerly.
     disable_log_stats: no line with throughput and memory use in the log every ten seconds.
     """
@@ -122,6 +126,7 @@ class EngineOptions:
     quantization: str | None = None
     kernels: str = "auto"
     num_threads: int | None = None
+    max_logprobs: int = 20
     seed: int = 0
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
@@ -140,6 +145,8 @@ class EngineOptions:
                 raise ConfigurationError(f"{name} is given twice, also as {target}; give it once")
             is_path = target in ("model", "tokenizer") and isinstance(value, os.PathLike)
             values[target] = os.fspath(value) if is_path else value
+        if isinstance(dtype := values.get("dtype"), str):
+            values["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
         if values.get("kv_cache_memory") is not None:
             values["kv_cache_memory"] = parse_bytes("kv_cache_memory", values["kv_cache_memory"])
         if values.get("max_num_batched_tokens") is None:
@@ -198,6 +205,7 @@ class EngineOptions:
         _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _whole("num_lookahead_blocks", self.num_lookahead_blocks, 0)
         _whole("seed", self.seed, 0)
+        _whole("max_logprobs", self.max_logprobs, 0)
         _check_ratio(self.max_itl_ratio)
         _whole("num_threads", self.num_threads, 1, optional=True)
         if self.num_threads is not None and self.num_threads > MAX_NUM_THREADS:

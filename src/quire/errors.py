@@ -3,23 +3,39 @@
 QuireError                      500
 ├── InvalidRequestError         400  a request that can't be served as asked (also a ValueError)
 │   ├── PromptTooLongError      400  the prompt leaves no room for a token within max_model_len
-│   └── RequestNeverFitsError   400  needs more KV blocks than the whole pool has
+│   ├── NoTokenLeftError        422  its options exclude every token that could come next
+│   └── RequestNeverFitsError   422  valid, but needs more KV blocks than the whole pool has
+├── AuthenticationError         401  no API key, or none that the server knows
+├── OperatorOnlyError           403  what all tenants' numbers are in, asked for by one of them
+├── RequestTimeoutError         408  the request's body does not come
+├── DeadlineExceededError       408  the request's own deadline passed before its answer was whole
+├── BodyTooLongError            413  the request's body is longer than the server takes
 ├── ConfigurationError          500  an engine option that can't be obeyed (also a ValueError)
 │   ├── UnsupportedModelError   500  an architecture or config field that is not understood
 │   ├── CheckpointError         500  a model folder that can't be read: missing, corrupt, pickled
 │   └── InsufficientMemoryError 500  not enough memory for what the options ask
 ├── OverloadedError             429  a bounded queue is full; `retry_after_s` says when to retry
+│   ├── TenantBusyError         429  the tenant has as many generations open as it may
+│   └── TokenRateError          429  the tenant has used up its tokens per minute
 ├── EngineDeadError             503  the engine process is gone or shutting down
+├── ServerDrainingError         503  the server is about to end and takes no more requests
+├── RequestKillsEngineError     500  the engine died twice while it served this request
 ├── StepFailedError             500  a forward pass failed; ends the requests that were in it
 └── SchedulerStalledError       500  a step can make no progress: a bug, never a user's mistake
 """
 
 
 class QuireError(Exception):
-    """Base of all errors that quire raises on purpose."""
+    """Base of all errors that quire raises on purpose.
+
+    retry_after_s: when the same request may succeed; None: not known.
+    may_be_retried: False tells clients that repeat failed requests by themselves not to.
+    """
 
     http_status = 500
     code = "internal_error"
+    retry_after_s: float | None = None
+    may_be_retried = True
 
 
 class InvalidRequestError(QuireError, ValueError):
@@ -42,7 +58,58 @@ class PromptTooLongError(InvalidRequestError):
 class RequestNeverFitsError(InvalidRequestError):
     """The request needs more KV blocks than the pool has, however long it waits."""
 
+    http_status = 422
     code = "request_never_fits"
+
+
+class NoTokenLeftError(InvalidRequestError):
+    """What the request allows and what it excludes leave no token that could come next.
+
+    Known only at the step at which it is so: TEXT is what the sampler says then.
+    """
+
+    http_status = 422
+    code = "no_token_left"
+    TEXT = (
+        "no token is left to generate: allowed_token_ids, bad_words, min_tokens and the grammar "
+        "together exclude the whole vocabulary; relax one of them"
+    )
+
+
+class AuthenticationError(QuireError):
+    """The request has no API key, or none that the server knows."""
+
+    http_status = 401
+    code = "invalid_api_key"
+
+
+class OperatorOnlyError(QuireError):
+    """A tenant asks for what shows the other tenants, and the server has a key for its operator."""
+
+    http_status = 403
+    code = "operator_only"
+
+
+class RequestTimeoutError(QuireError):
+    """The body of the request does not come, or comes too slowly."""
+
+    http_status = 408
+    code = "request_timeout"
+
+
+class DeadlineExceededError(QuireError):
+    """The request's own deadline passed before its answer was whole."""
+
+    http_status = 408
+    code = "deadline_exceeded"
+    may_be_retried = False
+
+
+class BodyTooLongError(QuireError):
+    """The body of the request is longer than the server takes."""
+
+    http_status = 413
+    code = "body_too_long"
 
 
 class ConfigurationError(QuireError, ValueError):
@@ -77,7 +144,19 @@ class OverloadedError(QuireError):
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s: float = retry_after_s
+
+
+class TenantBusyError(OverloadedError):
+    """The tenant has as many generations open as it may."""
+
+    code = "tenant_busy"
+
+
+class TokenRateError(OverloadedError):
+    """The tenant has used up its tokens per minute."""
+
+    code = "rate_limit_exceeded"
 
 
 class EngineDeadError(QuireError):
@@ -85,12 +164,32 @@ class EngineDeadError(QuireError):
 
     http_status = 503
     code = "engine_dead"
+    retry_after_s = 5.0
+
+
+class ServerDrainingError(QuireError):
+    """The server is about to end: it finishes what is open and takes no more requests."""
+
+    http_status = 503
+    code = "server_draining"
+
+    def __init__(self, message: str, retry_after_s: float = 5.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestKillsEngineError(QuireError):
+    """The engine died twice while it served this request, which is ended alone."""
+
+    code = "request_kills_engine"
+    may_be_retried = False
 
 
 class StepFailedError(QuireError):
     """The model's computation fails for this request, also when it runs alone; it is ended."""
 
     code = "step_failed"
+    may_be_retried = False
 
 
 class SchedulerStalledError(QuireError):

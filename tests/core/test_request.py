@@ -1,5 +1,6 @@
 """Which prompts are refused, in what order, and how long a look at one takes."""
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -7,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quire.core.request import check_prompt
-from quire.core.sampling_params import ModelLimits
+from quire.core.request import Request, ResumedBranch, check_prompt, check_resumed
+from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.errors import InvalidRequestError, PromptTooLongError
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=10)
@@ -69,3 +70,59 @@ def test_a_long_prompt_takes_milliseconds() -> None:
     for _ in range(5):
         check_prompt(prompt, limits)
     assert (time.process_time() - start) / 5 < 0.03  # about 3 ms; ten times that is a mistake
+
+
+# ---- resumed -----------------------------------------------------------------------------------
+
+PARAMS = DecodingParams(5, prompt_logprobs=2)
+REQUEST = Request("r", [1, 2, 3], PARAMS, n=3, deadline_s=10.0)
+
+
+def test_a_request_that_brought_nothing_begins_anew_with_less_time() -> None:
+    again = REQUEST.resume({0: [], 1: [], 2: []}, has_output=False, elapsed_s=4.0)
+    assert again == dataclasses.replace(REQUEST, deadline_s=6.0)
+    late = REQUEST.resume({0: [], 1: [], 2: []}, has_output=False, elapsed_s=40.0)
+    assert late.deadline_s == 0.0
+
+
+def test_open_branches_go_on_and_the_log_probabilities_of_the_prompt_do_not_come_again() -> None:
+    again = REQUEST.resume({2: [7, 8], 0: []}, has_output=True, elapsed_s=0.0)
+    assert again.resumed == (ResumedBranch(2, (7, 8)), ResumedBranch(0, ()))
+    assert again.params == dataclasses.replace(PARAMS, prompt_logprobs=None)
+    assert (again.request_id, again.prompt_token_ids, again.n) == ("r", [1, 2, 3], 3)
+
+
+def test_a_branch_that_was_given_up_before_anything_came_is_not_begun_again() -> None:
+    again = REQUEST.resume({0: [], 2: []}, has_output=False, elapsed_s=0.0)
+    assert again.resumed == (ResumedBranch(0), ResumedBranch(2))
+    assert again.params is PARAMS, "the log-probabilities of the prompt are still to come"
+
+
+def test_a_beam_search_begins_anew() -> None:
+    request = Request("r", [1], DecodingParams(5, beam_width=2), n=2)
+    assert request.resume({1: []}, has_output=True, elapsed_s=3.0) is request
+
+
+@pytest.mark.parametrize(
+    ("branches", "changes", "message"),
+    [
+        ([(0, (1,))], {}, None),
+        ([(0, (1, 2, 3, 4)), (2, ())], {}, None),
+        ([(0, (1,)), (0, (2,))], {}, r"branches are \[0, 0\], but must be some of the 3"),
+        ([(3, (1,))], {}, r"branches are \[3\]"),
+        ([(1, (1, 2, 3, 4, 5))], {}, "branch 1 is to be resumed after 5 tokens, but ends with 5"),
+        ([(1, (1, 2))], {"prompt_token_ids": [1] * 8}, "after 2 tokens, but ends with 2"),
+        ([(1, (1, 100))], {}, "token id 100"),
+        ([(1, ())], {"params": DecodingParams(5, beam_width=3)}, "a beam search is not resumed"),
+    ],
+)
+def test_what_may_be_resumed(
+    branches: list[tuple[int, tuple[int, ...]]], changes: dict[str, Any], message: str | None
+) -> None:
+    resumed = tuple(ResumedBranch(*branch) for branch in branches)
+    request = dataclasses.replace(REQUEST, resumed=resumed, **changes)
+    if message is None:
+        check_resumed(request, LIMITS)
+        return
+    with pytest.raises(InvalidRequestError, match=message):
+        check_resumed(request, LIMITS)

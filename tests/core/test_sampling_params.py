@@ -36,7 +36,7 @@ NUMBER_FIELDS: dict[str, tuple[list[Any], list[Any], str]] = {
     "min_p": ([0, 0.5, 1, None], [-0.01, 1.5], "at least 0 and at most 1"),
     "presence_penalty": ([-2, 0, 2.0], [-2.1, 2.1], "at least -2 and at most 2"),
     "frequency_penalty": ([-2, 0, 2.0], [-2.1, 2.1, -HUGE], "at least -2 and at most 2"),
-    "repetition_penalty": ([0.1, 1, 100, None], [0, -1.0, 101], "above 0 and at most 100"),
+    "repetition_penalty": ([0.01, 1, 100, None], [0, 5e-324, 101], "at least 0.01 and at most 100"),
 }
 WHOLE_FIELDS: dict[str, tuple[list[Any], list[Any], str]] = {
     "n": ([1, MAX_BRANCHES], [0, -1, MAX_BRANCHES + 1], f"at least 1 and at most {MAX_BRANCHES}"),

@@ -2,9 +2,9 @@
 
 import pytest
 
-from quire.core.request import FinishReason
+from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
-from quire.core.sequence import LEGAL_TRANSITIONS, Sequence, SequenceState
+from quire.core.sequence import LEGAL_TRANSITIONS, Sequence, SequenceState, make_sequences
 from quire.core.step import TokenLogprobs
 
 WAITING, RUNNING = SequenceState.WAITING, SequenceState.RUNNING
@@ -148,3 +148,40 @@ def test_a_fork_waits_for_its_parent_until_it_leaves_it() -> None:
 
 def test_a_beam_is_told_by_its_parameters() -> None:
     assert make(beam_width=2).is_beam and not make().is_beam
+
+
+def test_what_it_has_generated_before_counts_as_output() -> None:
+    params = DecodingParams(4, end_token_ids=(2,), min_tokens=3)
+    sequence = Sequence("r", (10, 11, 12), params, output_token_ids=(1, 1))
+    assert (sequence.token_ids, sequence.num_prompt_tokens) == ([10, 11, 12, 1, 1], 3)
+    assert (sequence.num_output_tokens, sequence.max_num_tokens) == (2, 7)
+    assert sequence.append(2), "the third token may be an end"
+    assert sequence.finish_reason is FinishReason.STOP
+
+
+def test_the_sequences_of_a_request_are_equal_but_for_their_index() -> None:
+    request = Request("r", [1, 2], DecodingParams(5), n=3, priority=4, tenant="t", deadline_s=1.5)
+    (group,) = make_sequences(request, 100, b"root", now_s=10.0)
+    assert [one.branch_index for one in group] == [0, 1, 2]
+    for one in group:
+        assert (one.request_id, one.token_ids, one.chain_root) == ("r", [1, 2], b"root")
+        assert (one.priority, one.tenant, one.deadline_s) == (4, "t", 11.5)
+    group[0].append(7)
+    assert group[1].token_ids == [1, 2] == request.prompt_token_ids, "nothing is shared"
+
+
+def test_a_beam_search_begins_with_one_sequence() -> None:
+    request = Request("r", [1, 2], DecodingParams(5, beam_width=4), n=4)
+    ((leader,),) = make_sequences(request, 100, b"", 0.0)
+    assert leader.is_beam and leader.deadline_s is None
+
+
+def test_resumed_branches_come_in_groups_of_equal_tokens() -> None:
+    resumed = tuple(
+        ResumedBranch(index, ids) for index, ids in [(1, (5,)), (2, ()), (4, (5, 6)), (6, (5,))]
+    )
+    request = Request("r", [1, 2], DecodingParams(9), n=8, resumed=resumed)
+    groups = make_sequences(request, 100, b"", 0.0)
+    assert [[one.branch_index for one in group] for group in groups] == [[1, 6], [2], [4]]
+    assert [group[0].token_ids for group in groups] == [[1, 2, 5], [1, 2], [1, 2, 5, 6]]
+    assert all(one.num_prompt_tokens == 2 for group in groups for one in group)

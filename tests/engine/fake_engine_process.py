@@ -3,9 +3,12 @@
 Run in place of `quire.engine.engine_process`; the tests also take FakeEngine from here. Options:
 step_s (a step takes so long), hang_at_step (that step never ends; hang_mark is a file that appears
 when it has begun), hang_s (building takes so long),
-fail and crash (the engine can't be built, for a reason of its own and for a bug).
+num_progress (so often it tells how far the building is),
+fail and crash (the engine can't be built, for a reason of its own and for a bug),
+max_builds with build_marks (a folder: after so many builds, no more succeed).
 They may also come as JSON in the environment variable FAKE_ENGINE.
-A request whose prompt starts with one of the tokens below brings on what its name says.
+A request whose prompt starts with one of the tokens below brings on what its name says, where there
+are more tokens with the output token whose number is the second.
 """
 
 import json
@@ -25,7 +28,7 @@ from quire.engine.engine_process import main
 from quire.errors import CheckpointError, PromptTooLongError
 
 COMMAND = (sys.executable, __file__)
-REFUSE, RAISE, EXIT, HUGE = 900, 901, 902, 903
+REFUSE, RAISE, EXIT, HUGE, HANG = 900, 901, 902, 903, 904
 HUGE_TOKENS = 60_000_000
 
 
@@ -42,6 +45,7 @@ class FakeEngine:
 
     def __init__(self, options):
         self.limits = ModelLimits(vocab_size=4096, max_model_len=512, end_token_ids=(0,))
+        self.facts = {"kernels": "fake", "num_blocks": 12}
         self.step_s = options.get("step_s", 0.0)
         self.hang_at_step = options.get("hang_at_step")
         self.hang_mark = options.get("hang_mark")
@@ -54,8 +58,9 @@ class FakeEngine:
     def add(self, request):
         if request.prompt_token_ids[0] == REFUSE:
             raise PromptTooLongError("the prompt is refused", "prompt")
-        for branch in range(request.n):
-            self.running[request.request_id, branch] = [request, 0]
+        branches = request.resumed or [(branch, ()) for branch in range(request.n)]
+        for branch, token_ids in branches:
+            self.running[request.request_id, branch] = [request, len(token_ids)]
 
     def abort(self, request_id, branch_index=None):
         for key in list(self.running):
@@ -86,11 +91,14 @@ class FakeEngine:
 
     def _advance(self, key):
         request, count = self.running[key]
-        first = request.prompt_token_ids[0]
-        if first == RAISE:
-            raise RuntimeError("the step went wrong")
-        if first == EXIT:
-            os._exit(7)
+        first, *rest = request.prompt_token_ids
+        if count >= (rest[0] if rest else 0):
+            if first == RAISE:
+                raise RuntimeError("the step went wrong")
+            if first == EXIT:
+                os._exit(7)
+            if first == HANG:
+                time.sleep(600)
         self.running[key][1] = count + 1
         reason = FinishReason.LENGTH if count + 1 >= request.params.max_tokens else None
         if reason is not None:
@@ -101,13 +109,20 @@ class FakeEngine:
         return SequenceOutput(key[0], key[1], tokens, finish_reason=reason)
 
 
-def build(options):
+def build(options, on_progress):
     options = options | json.loads(os.environ.get("FAKE_ENGINE", "{}"))
+    for done in range(options.get("num_progress", 0)):
+        on_progress("loading nothing", done + 1, options["num_progress"])
     time.sleep(options.get("hang_s", 0.0))
     if "fail" in options:
         raise CheckpointError(options["fail"])
     if "crash" in options:
         raise ZeroDivisionError(options["crash"])
+    if "max_builds" in options:
+        marks = Path(options["build_marks"])
+        if len(list(marks.iterdir())) >= options["max_builds"]:
+            raise CheckpointError("the model is not there any more")
+        (marks / str(os.getpid())).touch()
     return FakeEngine(options)
 
 

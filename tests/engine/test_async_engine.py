@@ -1,69 +1,35 @@
-"""The front's side: real processes behind real sockets, with a fake engine inside them."""
+"""The front's side: streams over real processes behind real sockets, with a fake engine inside."""
 
 import asyncio
-import logging
-import os
-import signal
 import subprocess
 import sys
 import textwrap
 
 import psutil
 import pytest
-from tests.engine.fake_engine_process import COMMAND, EXIT, RAISE, REFUSE
+from tests.engine.async_harness import (
+    ENDLESS,
+    collect,
+    request,
+    tokens_of,
+    wait_until_free,
+    with_engine,
+)
+from tests.engine.fake_engine_process import COMMAND, REFUSE
 
-from quire.core.request import Request
-from quire.core.sampling_params import DecodingParams
-from quire.engine import async_engine
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.messages import GetBlocks, GetMemory, GetStats
+from quire.engine.recovery import EngineState
 from quire.errors import (
     CheckpointError,
     EngineDeadError,
     InvalidRequestError,
     OverloadedError,
     PromptTooLongError,
+    ServerDrainingError,
 )
 
 WAIT_S = 20.0
-ENDLESS = 10**9
-
-
-def request(request_id, *prompt, max_tokens=3, n=1):
-    return Request(request_id, list(prompt or [10]), DecodingParams(max_tokens=max_tokens), n=n)
-
-
-def with_engine(test, options=None, **arguments):
-    """Run `await test(engine)` with an engine process; no process is left when it returns."""
-
-    async def run():
-        engine = await AsyncEngine.start(options or {}, command=COMMAND, **arguments)
-        try:
-            return await test(engine)
-        finally:
-            await engine.shutdown(drain=False, timeout_s=1)
-            assert not psutil.pid_exists(engine.pid)
-
-    return asyncio.run(asyncio.wait_for(run(), 60))
-
-
-async def collect(stream):
-    async with stream:
-        return [output async for output in stream]
-
-
-def tokens_of(outputs, request_id, branch=0):
-    return [
-        token
-        for output in outputs
-        if (output.request_id, output.branch_index) == (request_id, branch)
-        for token in output.token_ids
-    ]
-
-
-async def wait_until_free(engine):
-    while (await engine.stats())["num_held_blocks"]:
-        await asyncio.sleep(0.005)
 
 
 def test_streams_bring_each_request_its_own_tokens():
@@ -77,6 +43,34 @@ def test_streams_bring_each_request_its_own_tokens():
                 expected = [index + 1, index + 2, index + 3]
                 assert tokens_of(outputs, f"r{index}", branch) == expected
         assert engine.num_open == 0
+
+    with_engine(test)
+
+
+def test_what_it_is_and_how_its_start_went():
+    told = []
+
+    async def test(engine):
+        assert engine.state is EngineState.READY and engine.is_alive and engine.failure is None
+        assert engine.limits.vocab_size == 4096
+        assert engine.facts == {"kernels": "fake", "num_blocks": 12}
+        assert psutil.pid_exists(engine.pid) and engine.num_restarts == 0
+        assert 0 <= engine.last_step_age_s < WAIT_S
+
+    with_engine(test, {"num_progress": 2}, on_progress=lambda *news: told.append(news))
+    assert told == [("loading nothing", 1, 2), ("loading nothing", 2, 2)]
+
+
+def test_streams_are_told_why_the_engine_was_shut_down():
+    async def test(engine):
+        stream = engine.generate(request("a", max_tokens=ENDLESS))
+        await anext(stream)
+        reason = ServerDrainingError("the server ends")
+        await engine.shutdown(drain=False, timeout_s=WAIT_S, reason=reason)
+        with pytest.raises(ServerDrainingError, match="the server ends"):
+            await collect(stream)
+        with pytest.raises(EngineDeadError):
+            engine.generate(request("late"))
 
     with_engine(test)
 
@@ -235,32 +229,6 @@ def test_a_start_that_is_cancelled_leaves_no_process():
     asyncio.run(start())
 
 
-@pytest.mark.parametrize(
-    ("prompt", "reason"),
-    [(EXIT, "exit code 7"), (RAISE, "RuntimeError: the step went wrong"), (None, "SIGKILL")],
-)
-def test_when_the_engine_dies_every_stream_and_every_question_is_answered(prompt, reason):
-    async def test(engine):
-        streams = [engine.generate(request(f"r{i}", max_tokens=ENDLESS)) for i in range(3)]
-        for stream in streams:
-            await anext(stream)
-        if prompt is None:
-            os.kill(engine.pid, signal.SIGKILL)
-        else:
-            streams.append(engine.generate(request("killer", prompt)))
-        for stream in streams:
-            with pytest.raises(EngineDeadError, match=reason):
-                await collect(stream)
-        assert not engine.is_alive
-        assert engine.num_open == 0
-        with pytest.raises(EngineDeadError):
-            engine.generate(request("late"))
-        with pytest.raises(EngineDeadError):
-            await engine.stats()
-
-    with_engine(test)
-
-
 def test_a_stuck_engine_does_not_answer_and_says_so():
     async def test(engine):
         async with engine.generate(request("a", max_tokens=5)) as stream:
@@ -307,7 +275,7 @@ def test_shutdown_drains_what_is_open_and_refuses_what_is_new():
             engine.generate(request("late"))
         assert tokens_of(await reader, "a") == list(range(11, 31))
         await ending
-        assert not psutil.pid_exists(engine.pid)
+        assert engine.pid is None and engine.state is EngineState.CLOSING
         await engine.shutdown()
 
     with_engine(test, {"step_s": 0.005})
@@ -319,7 +287,7 @@ def test_shutdown_ends_a_process_that_does_not_listen(drain):
         reader = asyncio.ensure_future(collect(engine.generate(request("a", max_tokens=9))))
         await asyncio.sleep(0)
         await engine.shutdown(drain=drain, timeout_s=0.3)
-        assert not psutil.pid_exists(engine.pid)
+        assert engine.pid is None and engine.state is EngineState.CLOSING
         with pytest.raises(EngineDeadError, match="shut down before"):
             await reader
 
@@ -350,17 +318,6 @@ def test_the_engine_ends_when_the_front_is_killed():
         front.kill()
         psutil.wait_procs([engine], timeout=WAIT_S)
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.parametrize(
-    ("level", "name"),
-    [(5, "debug"), (10, "debug"), (15, "info"), (20, "info"), (30, "warning"), (50, "error")],
-)
-def test_the_engine_logs_at_the_level_of_the_front(monkeypatch, level, name):
-    logger = logging.getLogger("quire")
-    monkeypatch.setattr(logger, "level", level)
-    logger.manager._clear_cache()
-    assert async_engine._log_level() == name
 
 
 def test_the_front_imports_no_torch():

@@ -226,3 +226,51 @@ def test_kernels_that_can_not_be_had_are_refused(monkeypatch: pytest.MonkeyPatch
         build_engine(SMALL | {"kernels": "avx2"})
     engine = build_engine(SMALL | {"kernels": "auto"})
     assert len(greedy_tokens(engine)) == 6
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
+        ),
+    ],
+)
+def test_memory_that_runs_out_while_it_is_built_is_named(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def load_model(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("quire.engine.build.load_model", load_model)
+    with pytest.raises(InsufficientMemoryError, match="memory ran out while the engine was built"):
+        build_engine(SMALL)
+
+
+def test_a_bug_of_a_model_is_not_taken_for_too_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load_model(*_: object, **__: object) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr("quire.engine.build.load_model", load_model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        build_engine(SMALL)
+
+
+def test_an_engine_tells_what_it_was_built_of_and_how_far_that_is() -> None:
+    told: list[tuple[str, int, int]] = []
+    options = SMALL | {"dtype": "float32", "quantization": None, "max_itl_ratio": 2.8}
+    engine = build_engine(options, lambda *news: told.append(news))
+    facts = engine.facts
+    assert facts["architecture"] == "Qwen3ForCausalLM" and facts["dtype"] == "float32"
+    assert facts["weight_bytes"] == 4 * facts["num_parameters"] > 0
+    assert facts["kv_cache_bytes"] == facts["num_blocks"] * ELEMENTS_PER_BLOCK * 4
+    assert facts["num_blocks"] == engine.stats().num_blocks
+    assert (facts["block_size"], facts["num_kv_groups"]) == (16, 1)
+    assert facts["max_model_len"] == engine.limits.max_model_len
+    assert facts["num_threads"] >= 1 and isinstance(facts["kernels"], str)
+    assert told[-1] == ("measuring what steps take", 0, 0)
+    texts = {text for text, _, _ in told[:-1]}
+    assert texts == {"loading the weights"} and told[-2][1] == told[-2][2] > 0

@@ -10,7 +10,7 @@ from quire.core.invariants import check_idle
 from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.pacing import ConstantPacer
-from quire.core.request import FinishReason, Request, SequenceOutput
+from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduler import Scheduler, SchedulerConfig
 from quire.engine.engine import Engine
@@ -237,3 +237,59 @@ def test_the_log_line_comes_every_ten_seconds(caplog: pytest.LogCaptureFixture) 
     lines = [record.getMessage() for record in caplog.records]
     assert 3 <= len(lines) <= 20
     assert "1 running, 0 waiting" in lines[0] and "tokens/s generated" in lines[0]
+
+
+# ---- resumed requests ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5, 11])
+def test_a_resumed_request_gets_exactly_what_it_lacks(num_steps: int) -> None:
+    params = DecodingParams(12, logprobs=2, prompt_logprobs=1, min_tokens=4, end_token_ids=(0,))
+    asked = [Request(f"r{index}", [5, 6, 7 + index], params, n=3) for index in range(2)]
+    first, second = make_engine(), make_engine()
+    for one in asked:
+        first.add(one)
+    had: dict[tuple[str, int], list[SequenceOutput]] = {}
+    for _ in range(num_steps):
+        for output in first.step():
+            had.setdefault((output.request_id, output.branch_index), []).append(output)
+    for one in asked:
+        outputs = [had.get((one.request_id, index), []) for index in range(3)]
+        branches = {
+            index: tokens(found)
+            for index, found in enumerate(outputs)
+            if not (found and found[-1].finish_reason)
+        }
+        if branches:
+            second.add(one.resume(branches, has_output=any(outputs), elapsed_s=0.0))
+    rest = run(second)
+    for one in asked:
+        for index in range(3):
+            key = one.request_id, index
+            expected = MODEL.expected_output(one, index, LIMITS.max_model_len)
+            outputs = had.get(key, []) + rest.get(key, [])
+            assert tokens(outputs) == list(expected.token_ids)
+            assert outputs[-1].finish_reason is expected.finish_reason
+            entries = [entry for output in outputs for entry in output.logprobs or ()]
+            assert tuple(entries) == expected.logprobs
+            told = [output.prompt_logprobs is not None for output in outputs]
+            assert told == [True] + [False] * (len(told) - 1)
+
+
+def test_equal_branches_share_again_and_a_fork_gets_an_index_that_nobody_had() -> None:
+    engine = make_engine()
+    resumed = tuple(ResumedBranch(index, ids) for index, ids in [(0, (7,)), (2, (7,)), (3, (8,))])
+    engine.add(Request("r", list(range(1, 17)), DecodingParams(6), n=5, resumed=resumed))
+    assert {output.branch_index for output in engine.step()} == {0, 2}, "computed once for both"
+    assert {output.branch_index for output in engine.step()} == {0, 2, 3}
+    assert engine.memory_report().saved_bytes >= 2 * 64, "the prompt's two blocks, at least"
+    assert engine.fork("r", 2) == 5
+    run(engine)
+
+
+def test_a_branch_that_can_not_go_on_is_refused() -> None:
+    engine = make_engine()
+    resumed = (ResumedBranch(0, (1, 2, 3)),)
+    with pytest.raises(InvalidRequestError, match="after 3 tokens, but ends with 3"):
+        engine.add(Request("r", [1], DecodingParams(3), resumed=resumed))
+    assert not engine.has_work()

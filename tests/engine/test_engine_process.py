@@ -10,7 +10,7 @@ import threading
 import pytest
 from tests.engine import fake_engine_process as fake
 
-from quire.core.request import FinishReason, Request
+from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
 from quire.engine import engine_process, messages
 from quire.engine.engine_process import Channel, EngineLoop, FrontGoneError, serve_front
@@ -26,6 +26,9 @@ from quire.engine.messages import (
     MemoryReply,
     MessageError,
     Outputs,
+    Ping,
+    Pong,
+    Progress,
     Ready,
     RequestFailed,
     Shutdown,
@@ -103,12 +106,45 @@ def served(build=fake.build, options=None):
 
 def test_a_request_gets_ready_then_its_tokens_then_the_end():
     with served() as (front, codes):
-        assert front.receive() == Ready(fake.FakeEngine({}).limits)
+        engine = fake.FakeEngine({})
+        assert front.receive() == Ready(engine.limits, engine.facts)
         front.send(AddRequest(request("a", 10)), Shutdown(drain=True))
         received = front.receive_all()
     assert tokens_of(received, "a") == [11, 12, 13]
     assert received[-1].outputs[-1].finish_reason is FinishReason.LENGTH
     assert codes == [0]
+
+
+def test_how_far_the_building_is_comes_before_ready():
+    with served(options={"num_progress": 2}) as (front, codes):
+        assert front.receive() == Progress("loading nothing", 1, 2)
+        assert front.receive() == Progress("loading nothing", 2, 2)
+        assert isinstance(front.receive(), Ready)
+    assert codes == [0]
+
+
+def test_a_resumed_request_gets_the_rest_of_the_branches_that_are_named():
+    with served() as (front, _):
+        front.receive()
+        resumed = (ResumedBranch(1, (11, 12)), ResumedBranch(2))
+        front.send(AddRequest(Request("a", [10], DecodingParams(4), n=3, resumed=resumed)))
+        front.send(Shutdown(drain=True))
+        received = front.receive_all()
+    assert tokens_of(received, "a", 0) == []
+    assert tokens_of(received, "a", 1) == [13, 14]
+    assert tokens_of(received, "a", 2) == [11, 12, 13, 14]
+
+
+def test_a_ping_is_answered_between_two_steps():
+    with served(options={"step_s": 0.02}) as (front, _):
+        front.receive()
+        front.send(AddRequest(request("a", max_tokens=10**9)), Ping(), GetStats(), Ping())
+        received = [front.receive()]
+        while sum(isinstance(message, Pong) for message in received) < 2:
+            received.append(front.receive())
+        answers = [message for message in received if not isinstance(message, Outputs)]
+        assert [type(message) for message in answers] == [Pong, StatsReply, Pong]
+        front.send(Shutdown(drain=False))
 
 
 def test_one_message_a_step_carries_all_sequences():
@@ -250,7 +286,7 @@ def test_a_front_that_does_not_read_stops_the_steps_but_not_the_listening(monkey
     monkeypatch.setattr(engine_process, "MAX_BACKLOG_BYTES", 1000)
     engines = []
 
-    def build(options):
+    def build(options, on_progress):
         engines.append(fake.FakeEngine(options))
         return engines[0]
 

@@ -6,8 +6,11 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.core.prefix_cache import PUBLIC_DOMAIN
-from quire.engine.inputs import RequestOptions, read_prompt
+from quire.core.sampling_params import ModelLimits
+from quire.engine.inputs import InputProcessor, RequestOptions, read_prompt
 from quire.errors import InvalidRequestError
+from quire.models.hub import EMBEDDED_MODEL
+from quire.text.tokenizer import Tokenizer
 
 IDS = list(range(200, 300))
 ONE = SamplingParams(max_tokens=1, temperature=0)
@@ -122,3 +125,34 @@ def test_a_pinned_prefix_outlives_what_is_not() -> None:
     assert found(IDS[::-1], tenant="t") == 0, "the time was over"
     with pytest.raises(InvalidRequestError, match="duration_s is 0"):
         llm.pin_prefix("text", duration_s=0)
+
+
+class CountingTokenizer:
+    """The embedded model's; counts what it was asked to encode."""
+
+    def __init__(self) -> None:
+        self.inner = Tokenizer.from_folder(EMBEDDED_MODEL)
+        self.encoded: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        self.encoded.append(text)
+        return self.inner.encode(text)
+
+    def encode_bad_word(self, word: str) -> list[list[int]]:
+        self.encoded.append(word)
+        return self.inner.encode_bad_word(word)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return CountingTokenizer()
+
+
+def test_the_bad_words_of_a_call_are_encoded_once_for_all_its_prompts(tokenizer: Any) -> None:
+    inputs = InputProcessor(tokenizer, ModelLimits(vocab_size=4096, max_model_len=256))
+    params = SamplingParams(max_tokens=1, bad_words=["never", "ever"])
+    made = [inputs.make_request(str(index), [5, 6], params, seed=0) for index in range(3)]
+    assert tokenizer.encoded == ["never", "ever"]
+    assert made[0].params.bad_words == made[2].params.bad_words != ()
+    other = SamplingParams(max_tokens=1, bad_words=["other"])
+    assert inputs.make_request("4", [5], other, seed=0).params != made[0].params

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire import errors
-from quire.core.request import FinishReason, Request, SequenceOutput
+from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
 from quire.core.sampling_params import DecodingParams, ModelLimits, SamplingDefaults
 from quire.core.step import TokenLogprobs
 from quire.engine import messages
@@ -25,6 +25,9 @@ from quire.engine.messages import (
     MemoryReply,
     MessageError,
     Outputs,
+    Ping,
+    Pong,
+    Progress,
     Ready,
     RequestFailed,
     Shutdown,
@@ -51,6 +54,9 @@ PARAMS = DecodingParams(
 BEAMS = DecodingParams(max_tokens=7, beam_width=4, length_penalty=-0.5)
 REQUEST = Request("cmpl-1", [3, 1, 2], PARAMS, n=2, priority=-1, cache_domain="t")
 BEAM_REQUEST = Request("cmpl-2", [3], BEAMS, n=4, tenant="team a", deadline_s=1.5)
+RESUMED = Request(
+    "cmpl-3", [3, 1], PARAMS, n=3, resumed=(ResumedBranch(2, (5, 6)), ResumedBranch(0))
+)
 LOGPROBS = [TokenLogprobs(7, -0.25, 2, (5, 7), (-0.125, -0.25))]
 
 
@@ -60,8 +66,10 @@ LOGPROBS = [TokenLogprobs(7, -0.25, 2, (5, 7), (-0.125, -0.25))]
         Start({"model": None, "block_size": 16, "stop": ["a"], "f": 0.5, "b": True}),
         AddRequest(REQUEST),
         AddRequest(BEAM_REQUEST),
+        AddRequest(RESUMED),
         AbortRequest("cmpl-1"),
         AbortRequest("cmpl-1", 3),
+        Ping(),
         GetStats(),
         GetMemory(),
         GetBlocks(3, 100),
@@ -76,6 +84,11 @@ def test_messages_to_the_engine_come_out_as_they_went_in(message):
     "message",
     [
         Ready(ModelLimits(100, 512, (0, 1), SamplingDefaults(temperature=0.7), max_logprobs=5)),
+        Ready(
+            ModelLimits(100, 512), {"kernels": "avx2", "num_blocks": 2**40, "quantization": None}
+        ),
+        Progress("loading the weights", 2**33, 2**34),
+        Pong(),
         Outputs([]),
         Outputs(
             [
@@ -193,3 +206,10 @@ def test_a_fatal_message_is_a_configuration_error_only_where_it_says_so():
     assert type(built) is errors.InsufficientMemoryError
     assert str(built) == "need 3 GiB"
     assert type(start_error_from(Fatal("internal_error", "boom"))) is errors.EngineDeadError
+
+
+def test_a_resumed_request_comes_out_as_the_types_of_the_core():
+    back = decode_to_engine(encode(AddRequest(RESUMED))[4:]).request
+    assert isinstance(back.resumed[0], ResumedBranch)
+    assert back.resumed[0].token_ids == (5, 6)
+    assert {back.resumed[0].token_ids: 1}, "hashable: equal ones are found by it"

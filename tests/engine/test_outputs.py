@@ -7,7 +7,7 @@ import pytest
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
 from quire.core.step import TokenLogprobs
-from quire.engine.outputs import RequestAssembler
+from quire.engine.outputs import Delta, RequestAssembler
 from quire.models.hub import EMBEDDED_MODEL
 from quire.text.tokenizer import Tokenizer
 
@@ -185,3 +185,76 @@ def test_a_beam_comes_whole_with_its_log_probability(tokenizer: Tokenizer) -> No
     assert [one.cumulative_logprob for one in target.output.outputs] == [-1.5, -2.5]
     assert [one.text for one in target.output.outputs] == ["def f(x):"] * 2
     assert [one.logprobs for one in target.output.outputs] == [None, None]
+
+
+def test_a_delta_merges_what_came_since_the_last_and_tells_the_end_once(
+    tokenizer: Tokenizer,
+) -> None:
+    target = assembler(tokenizer, SamplingParams(logprobs=0))
+    ids = tokenizer.encode("def f(x): return x")
+    entries = [TokenLogprobs(token_id, -0.5, 1, (), ()) for token_id in ids]
+    for token_id, entry in zip(ids[:-1], entries, strict=False):
+        feed(target, [token_id], logprobs=(entry,))
+    first = target.take_delta(0)
+    assert (first.text, first.token_ids) == (tokenizer.decode(ids[:-1]), ids[:-1])
+    assert (first.logprobs, first.finish_reason) == (entries[:-1], None)
+    feed(target, ids[-1:], FinishReason.LENGTH, logprobs=(entries[-1],))
+    last, nothing = target.take_delta(0), target.take_delta(0)
+    assert (last.token_ids, last.logprobs, last.finish_reason) == (ids[-1:], entries[-1:], "length")
+    assert first.text + last.text == tokenizer.decode(ids)
+    assert nothing == Delta()
+
+
+def test_looking_at_the_output_takes_nothing_from_the_deltas(tokenizer: Tokenizer) -> None:
+    target = assembler(tokenizer, SamplingParams(logprobs=0))
+    ids = tokenizer.encode("one two three")
+    seen = []
+    for token_id in ids:
+        feed(target, [token_id], logprobs=(TokenLogprobs(token_id, -1.0, 1, (), ()),))
+        branch = target.output.outputs[0]
+        assert branch.logprobs is not None and len(branch.logprobs) == len(branch.token_ids)
+        seen.append(branch.text)
+    assert seen == [tokenizer.decode(ids[: end + 1]) for end in range(len(ids))]
+    assert target.take_delta(0).text == tokenizer.decode(ids)
+
+
+def test_with_deltas_only_texts_and_logprobs_are_kept_nowhere_else(tokenizer: Tokenizer) -> None:
+    params = SamplingParams(logprobs=1, prompt_logprobs=0, stop=["!"])
+    request = Request("r", tokenizer.encode("print"), DecodingParams(max_tokens=99))
+    target = RequestAssembler(request, params, tokenizer, "print", deltas_only=True)
+    ids = tokenizer.encode("one two! three")
+    entry = TokenLogprobs(7, -2.0, 3, (8,), (-0.25,))
+    aborts = feed(target, ids, logprobs=(entry,), prompt_logprobs=(entry,))
+    branch = target.output.outputs[0]
+    assert (branch.text, branch.logprobs) == ("", None)
+    assert (branch.finish_reason, branch.stop_reason) == ("stop", "!")
+    assert branch.cumulative_logprob == -2.0 * len(branch.token_ids)
+    assert target.output.prompt_logprobs is not None
+    assert [0] in aborts
+    delta = target.take_delta(0)
+    assert (delta.text, delta.token_ids) == ("one two", branch.token_ids)
+    assert delta.logprobs == [entry] * len(branch.token_ids)
+    assert (delta.finish_reason, delta.stop_reason) == ("stop", "!")
+
+
+def test_cached_tokens_are_those_of_the_first_admission(tokenizer: Tokenizer) -> None:
+    target = assembler(tokenizer, SamplingParams(n=2), n=2)
+    for branch, num_cached in ((1, 48), (0, 16), (0, 32)):  # the last: after a crash
+        target.push(SequenceOutput("r", branch, (10,), num_cached))
+    assert target.output.num_cached_tokens == 16
+
+
+def test_a_fork_begins_with_its_parents_text_but_tells_only_its_own(tokenizer: Tokenizer) -> None:
+    params = SamplingParams(logprobs=0)
+    target = assembler(tokenizer, params)
+    start, own = tokenizer.encode("left"), tokenizer.encode(" right")
+    entry = TokenLogprobs(5, -1.0, 1, (), ())
+    feed(target, start, logprobs=(entry,))
+    index = target.add_branch(0, params)
+    for token_id in own:
+        target.push(SequenceOutput("r", index, (token_id,), logprobs=(entry,)))
+    branch, delta = target.output.outputs[index], target.take_delta(index)
+    assert (branch.text, branch.token_ids) == ("left right", [*start, *own])
+    assert branch.cumulative_logprob == -1.0 * len(branch.token_ids)
+    assert (delta.text, delta.token_ids) == (" right", own)
+    assert delta.logprobs == [entry] * len(own)

@@ -255,6 +255,25 @@ def test_missing_and_unexpected_tensors_are_refused_under_all_methods(
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
+def test_loading_tells_how_far_it_has_come(num_threads, save_checkpoint, small_pieces):
+    folder, _ = save_checkpoint(HFLlamaConfig)
+    told = []
+    model = load_model(
+        folder,
+        load_config(folder),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_len=48,
+        num_threads=num_threads,
+        on_progress=lambda done, total: told.append((done, total)),
+    )
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    assert told[-1] == (num_weights, num_weights)
+    assert 2 < len(told) <= 101
+    assert told == sorted(set(told)) and {total for _, total in told} == {num_weights}
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
 def test_what_a_thread_finds_wrong_is_raised(num_threads, save_checkpoint, edit_weights):
     folder, _ = save_checkpoint(HFLlamaConfig)
     name = "model.layers.1.self_attn.k_proj.weight"

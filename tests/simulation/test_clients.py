@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.request import FinishReason, Request, SequenceOutput
+from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence
 from quire.core.step import TokenLogprobs
@@ -134,3 +134,32 @@ def test_who_was_forgotten_is_named() -> None:
     clients, _ = make(DecodingParams(4))
     with pytest.raises(AssertionError, match=r"never answered: .*<Sequence r/0"):
         clients.check_all_answered()
+
+
+def test_what_is_cut_off_is_asked_for_again_from_what_came() -> None:
+    clients, branches = make(DecodingParams(4, logprobs=0, prompt_logprobs=1), n=3)
+    first = whole(0, logprobs=0, prompt_logprobs=1)
+    clients.receive([first], 3.0)
+    second = whole(1, logprobs=0, prompt_logprobs=1)
+    assert second.logprobs is not None
+    begun = second._replace(
+        token_ids=second.token_ids[:2], finish_reason=None, logprobs=second.logprobs[:2]
+    )
+    clients.receive([begun], 3.0)
+    branches[1].token_ids += begun.token_ids
+    ((request, waiting),) = clients.cut_off(4.0)
+    assert [one.branch_index for one in waiting] == [1, 2]
+    assert request.resumed == (ResumedBranch(1, tuple(begun.token_ids)), ResumedBranch(2))
+    assert request.params.prompt_logprobs is None
+    rest = second._replace(
+        token_ids=second.token_ids[2:], logprobs=second.logprobs[2:], prompt_logprobs=None
+    )
+    third = whole(2, logprobs=0)
+    clients.receive([rest, third], 5.0)
+    clients.check_all_answered()
+
+
+def test_beams_are_asked_for_anew_when_they_are_cut_off() -> None:
+    clients, _ = make(DecodingParams(4, beam_width=2), n=2)
+    ((request, waiting),) = clients.cut_off(4.0)
+    assert (request.resumed, len(waiting)) == ((), 2)

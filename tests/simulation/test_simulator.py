@@ -8,7 +8,9 @@ import pytest
 from quire.core import results
 from quire.core import scheduler as scheduler_module
 from quire.core.policy import POLICIES
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
+from quire.simulation import simulator as simulator_module
 from quire.simulation.report import SimulationReport, add_up
 from quire.simulation.simulator import SimulationError, run
 from quire.simulation.workload import SimulationConfig
@@ -53,6 +55,8 @@ def test_the_worlds_reach_every_state(reports: list[SimulationReport]) -> None:
         "num_beams": 40,
         "num_cow_blocks": 500,
         "num_partial_hits": 200,
+        "num_crashes": 5,
+        "num_resumed": 20,
     }
     reached = {name: getattr(total, name) for name in at_least}
     assert all(reached[name] > least for name, least in at_least.items()), reached
@@ -172,5 +176,89 @@ def test_a_broken_promise_to_a_client_is_found(
     break_it: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_it(monkeypatch)
-    with pytest.raises(SimulationError, match=rf"(?s)^seed 9, after \d+ steps: .*{message}"):
+    with pytest.raises(SimulationError, match=rf"(?s)^seed 9, after \d+ steps: .*({message})"):
         run(SimulationConfig(seed=9, num_requests=40, logprobs_rate=0.5))
+
+
+# ---- crashes ------------------------------------------------------------------------------------
+
+CRASHES = SimulationConfig(
+    num_requests=60,
+    crash_rate=0.08,
+    num_branches=(1, 4),
+    beam_rate=0.15,
+    logprobs_rate=0.5,
+    near_rate=0.3,
+    repeat_rate=0.2,
+    deadline_rate=0.3,
+)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_no_client_notices_a_crash(policy: str) -> None:
+    overlap = sorted(POLICIES).index(policy) % 2
+    config = dataclasses.replace(
+        CRASHES,
+        seed=7 + overlap,
+        policy=policy,
+        overlap=overlap,
+        fork_rate=0.1,
+        step_failure_rate=0.01,
+        nan_rate=0.05,
+        block_size=2 + 2 * overlap,
+        num_groups=1 + overlap,
+        num_blocks=96,
+    )
+    report = run(config)
+    assert report.num_crashes >= 5 and report.num_resumed >= 30
+    assert sum(report.finished.values()) == report.num_sequences
+    assert sum(report.served_tokens.values()) == report.num_output_tokens
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_crashes_change_no_answer(seed: int) -> None:
+    calm = dataclasses.replace(CRASHES, seed=seed, crash_rate=0.0, abort_rate=0.0)
+    one, other = run(calm), run(dataclasses.replace(calm, crash_rate=0.1))
+    assert other.num_crashes >= 5
+    assert one.finished == other.finished
+    assert one.num_output_tokens == other.num_output_tokens
+
+
+def repeated_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Request.resume
+
+    def resume(self: Request, branches: Any, **more: Any) -> Request:
+        return original(self, {key: ids[:-1] for key, ids in branches.items()}, **more)
+
+    monkeypatch.setattr(Request, "resume", resume)
+
+
+def longer_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was generated before does not count against max_tokens."""
+    original = simulator_module.make_sequences
+
+    def make_sequences(*arguments: Any) -> Any:
+        groups = original(*arguments)
+        for sequence in (one for group in groups for one in group):
+            sequence.max_num_tokens += sequence.num_output_tokens
+        return groups
+
+    monkeypatch.setattr(simulator_module, "make_sequences", make_sequences)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [(repeated_token, "got .* not"), (longer_limit, "got .* not|was refused")],
+)
+def test_a_resumption_that_goes_wrong_is_found(
+    break_it: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)
+    with pytest.raises(SimulationError, match=rf"(?s)after \d+ steps: .*({message})"):
+        run(dataclasses.replace(CRASHES, seed=3, end_rate=0.0))
+
+
+def test_a_seed_replays_its_crashes() -> None:
+    report = run(CRASHES)
+    assert report.num_crashes > 0
+    assert run(CRASHES) == report

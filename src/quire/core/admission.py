@@ -159,6 +159,7 @@ class Admission:
     def count_first(self, sequence: Sequence, now_s: float) -> None:
         """Its first admission: how long it waited, and the rank that it keeps from now on."""
         self.stats.queue_s += now_s - sequence.arrival_s
+        sequence.first_scheduled_s = now_s
         rank = self._policy.rank_admitted(sequence)
         if rank is not None:
             sequence.rank = (*rank, sequence.order)

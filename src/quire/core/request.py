@@ -1,7 +1,7 @@
 """What enters the engine and what leaves it: token ids in, token ids out."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import countOf
 from typing import NamedTuple
@@ -20,6 +20,16 @@ class FinishReason(StrEnum):
     ERROR = "error"  # its own computation failed; `SequenceOutput.error` says how
 
 
+class ResumedBranch(NamedTuple):
+    """A branch that goes on from what it generated before, in an engine that is no more.
+
+    token_ids: its output so far, without an end.
+    """
+
+    branch_index: int
+    token_ids: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt to continue, n times over (with beams: n is the beam width, one output each).
@@ -29,6 +39,8 @@ class Request:
         published for all.
     tenant: whose request it is, for fair sharing and the ledger.
     deadline_s: seconds after its arrival by which it should have ended (deadline policy only).
+    resumed: where it goes on after a crash: the branches that have not ended, and none else, get
+        what would have followed. Empty: it begins, with n branches.
     """
 
     request_id: str
@@ -39,6 +51,27 @@ class Request:
     cache_domain: str = ""
     tenant: str = ""
     deadline_s: float | None = None
+    resumed: tuple[ResumedBranch, ...] = ()
+
+    def resume(
+        self, branches: Mapping[int, Sequence[int]], *, has_output: bool, elapsed_s: float
+    ) -> "Request":
+        """The request that brings what is still missing of this one, which was cut off.
+
+        branches: of those that have not ended, the tokens that their client has. has_output:
+        whether any branch, ended ones included, brought a token: with the first came the
+        log-probabilities of the prompt, and they don't come again. elapsed_s: since its arrival.
+
+        A beam search brings everything with its end: it begins anew.
+        """
+        again = self
+        if self.deadline_s is not None:
+            again = replace(again, deadline_s=max(0.0, self.deadline_s - elapsed_s))
+        if self.params.beam_width or (not has_output and len(branches) == self.n):
+            return again
+        params = replace(self.params, prompt_logprobs=None) if has_output else self.params
+        resumed = tuple(ResumedBranch(index, tuple(ids)) for index, ids in branches.items())
+        return replace(again, params=params, resumed=resumed)
 
 
 class SequenceOutput(NamedTuple):
@@ -95,3 +128,29 @@ def _check_whole_numbers(token_ids: Sequence[int]) -> None:
             raise InvalidRequestError(
                 f"the prompt contains {token_id!r}, but token ids are whole numbers", "prompt"
             )
+
+
+def check_resumed(request: Request, limits: ModelLimits) -> None:
+    """Raise InvalidRequestError for branches that can't go on as `request.resumed` says."""
+    if not request.resumed:
+        return
+    if request.params.beam_width:
+        raise InvalidRequestError("a beam search is not resumed; begin it anew", "resumed")
+    indices = {branch.branch_index for branch in request.resumed}
+    if len(indices) < len(request.resumed) or not indices <= set(range(request.n)):
+        given = [branch.branch_index for branch in request.resumed]
+        raise InvalidRequestError(
+            f"the resumed branches are {given}, but must be some of the {request.n}, each once",
+            "resumed",
+        )
+    num_prompt_tokens = len(request.prompt_token_ids)
+    longest = min(request.params.max_tokens, limits.max_model_len - num_prompt_tokens)
+    for branch in request.resumed:
+        if len(branch.token_ids) >= longest:
+            raise InvalidRequestError(
+                f"branch {branch.branch_index} is to be resumed after {len(branch.token_ids)}"
+                f" tokens, but ends with {longest} at the latest",
+                "resumed",
+            )
+        if branch.token_ids:
+            check_prompt(branch.token_ids, limits)

@@ -102,7 +102,7 @@ class SamplingParams:
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _integer("seed", self.seed, -(SEED_LIMIT >> 1), SEED_LIMIT - 1)
         _integer("max_tokens", self.max_tokens, 1, None)
         _integer("min_tokens", self.min_tokens, 0, None)

@@ -4,10 +4,11 @@ Knows no other sequence. All state of a sequence other than its KV is a pure fun
 parameters and its tokens, so dropping the KV at any moment changes nothing but time.
 """
 
+from collections.abc import Sequence as Tokens
 from enum import Enum
 
 from quire.core.prefix_miss import PrefixMiss
-from quire.core.request import FinishReason
+from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenLogprobs
 
@@ -50,6 +51,7 @@ class Sequence:
         num_common_tokens tokens are equal. forks: those that wait to be forked from this one.
     shares_tail: its partly filled last block may have other holders, so a write copies it first.
     miss: why the cache did not have all of its prompt.
+    arrival_s, first_scheduled_s: of the engine's clock, when it was taken in, and first admitted.
     num_registered_blocks: leading blocks that others know it to compute, or to have computed.
     num_served_tokens: prompt tokens that the policy has counted as served.
     num_overtaken: how often later ones were admitted because it found no room.
@@ -71,6 +73,7 @@ class Sequence:
         "deadline_s",
         "end_token_ids",
         "finish_reason",
+        "first_scheduled_s",
         "forks",
         "last_step_id",
         "look_again_at",
@@ -111,18 +114,20 @@ class Sequence:
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Tokens[int],
         params: DecodingParams,
         *,
         branch_index: int = 0,
         priority: int = 0,
         max_num_tokens: int | None = None,
         chain_root: bytes = b"",
+        output_token_ids: Tokens[int] = (),
     ) -> None:
-        """max_num_tokens: the sequence ends at this length (max_model_len), if given."""
+        """max_num_tokens: the sequence ends at this length (max_model_len), if given.
+        output_token_ids: what it has generated already, without an end."""
         self.request_id = request_id
         self.branch_index = branch_index
-        self.token_ids = prompt_token_ids
+        self.token_ids = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
         self.priority = priority
@@ -133,6 +138,7 @@ class Sequence:
         self.max_num_tokens = min(limit, self.max_model_len)
         self.end_token_ids = frozenset(params.end_token_ids) | frozenset(params.stop_token_ids)
         self.arrival_s = 0.0
+        self.first_scheduled_s: float | None = None
         self.order = 0
         self.rank: tuple[float, ...] = ()
         self.state = SequenceState.WAITING
@@ -162,16 +168,14 @@ class Sequence:
         """A new sequence with the confirmed tokens of this one, prompt and output told apart."""
         child = Sequence(
             self.request_id,
-            list(self.token_ids),
+            self.token_ids[: self.num_prompt_tokens],
             params,
             branch_index=branch_index,
             priority=self.priority,
             max_num_tokens=self.max_model_len,
             chain_root=self.chain_root,
+            output_token_ids=self.token_ids[self.num_prompt_tokens :],
         )
-        child.num_prompt_tokens = self.num_prompt_tokens
-        limit = self.num_prompt_tokens + params.max_tokens
-        child.max_num_tokens = min(limit, self.max_model_len)
         child.tenant, child.deadline_s = self.tenant, self.deadline_s
         child.chain = list(self.chain)
         child.chain_tokens = list(self.chain_tokens)
@@ -238,3 +242,35 @@ class Sequence:
         elif len(self.token_ids) >= self.max_num_tokens:
             self.finish_reason = FinishReason.LENGTH
         return self.finish_reason is not None
+
+
+def make_sequences(
+    request: Request, max_model_len: int, chain_root: bytes, now_s: float
+) -> list[list[Sequence]]:
+    """The sequences of a request, those with equal tokens together, as `Scheduler.add` takes them:
+    the first of each group computes what its group has in common.
+
+    Of a beam search only the first beam, from which the others come. now_s: of the engine's clock,
+    from which its deadline counts.
+    """
+    branches = request.resumed
+    if not branches:
+        num_branches = 1 if request.params.beam_width else request.n
+        branches = tuple(ResumedBranch(index) for index in range(num_branches))
+    groups: dict[tuple[int, ...], list[Sequence]] = {}
+    for branch_index, token_ids in branches:
+        sequence = Sequence(
+            request.request_id,
+            request.prompt_token_ids,
+            request.params,
+            branch_index=branch_index,
+            priority=request.priority,
+            max_num_tokens=max_model_len,
+            chain_root=chain_root,
+            output_token_ids=token_ids,
+        )
+        sequence.tenant = request.tenant
+        if request.deadline_s is not None:
+            sequence.deadline_s = now_s + request.deadline_s
+        groups.setdefault(token_ids, []).append(sequence)
+    return list(groups.values())

@@ -1,8 +1,11 @@
 """The composition root: the one file that knows every class. Options in, an engine out."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from quire.config import EngineOptions
 from quire.core.contiguous import make_memory
 from quire.core.eviction import find_order
 from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.pacing import StepPacer
 from quire.core.policy import find_policy
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduler import Scheduler, SchedulerConfig
@@ -24,6 +28,7 @@ from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.cpu.selection import select_kernels, settle_torch_threads
 from quire.layers.methods import choose_methods
+from quire.models.checkpoint import Checkpoint
 from quire.models.config import DecoderConfig
 from quire.models.generation_config import load_generation_config
 from quire.models.hub import resolve_model_folder
@@ -44,6 +49,10 @@ DEFAULT_FREE_SHARE = 0.3
 logger = get_logger(__name__)
 
 
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and of how much (0: not known)."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Sizes:
     """num_blocks: KV blocks in the pool. max_model_len: tokens of the longest sequence."""
@@ -52,13 +61,18 @@ class _Sizes:
     max_model_len: int
 
 
-def build_engine(options: Mapping[str, Any]) -> Engine:
+def build_engine(options: Mapping[str, Any], on_progress: OnProgress | None = None) -> Engine:
     """An engine that is ready to step.
 
     Raises ConfigurationError and its kinds: options that can't be obeyed, a model that is not
     understood or can't be read, not enough memory.
     """
     checked = EngineOptions.from_mapping(options)
+    with _named_out_of_memory(checked):
+        return _build(checked, on_progress or (lambda text, done, total: None))
+
+
+def _build(checked: EngineOptions, tell: OnProgress) -> Engine:
     scheduler_config = SchedulerConfig(
         checked.max_num_seqs, checked.max_num_batched_tokens, checked.num_lookahead_blocks
     )
@@ -76,12 +90,6 @@ def build_engine(options: Mapping[str, Any]) -> Engine:
     methods = choose_methods(kernels, checked.quantization)
     num_weight_bytes = weight_bytes(folder, config, dtype, methods)
     sizes = _choose_sizes(checked, config, layout, num_weight_bytes)
-    limits = ModelLimits(
-        vocab_size=config.vocab_size,
-        max_model_len=sizes.max_model_len,
-        end_token_ids=generation.end_token_ids,
-        defaults=generation.defaults,
-    )
     model = load_model(
         folder,
         config,
@@ -90,26 +98,87 @@ def build_engine(options: Mapping[str, Any]) -> Engine:
         max_model_len=sizes.max_model_len,
         methods=methods,
         num_threads=1 if kernels is None else kernels.num_threads,
+        on_progress=partial(tell, "loading the weights"),
     )
     runner = _build_runner(checked, model, layout, sizes, backend, kernels)
-    memory = _build_memory(checked, layout, sizes)
-    engine = Engine(
-        Scheduler(scheduler_config, memory, policy), runner, limits, timing=runner.timing
+    limits = ModelLimits(
+        vocab_size=config.vocab_size,
+        max_model_len=sizes.max_model_len,
+        end_token_ids=generation.end_token_ids,
+        defaults=generation.defaults,
+        max_logprobs=min(checked.max_logprobs, config.vocab_size),
     )
+    facts = _size_facts(checked, layout, sizes) | {
+        "architecture": config.architecture,
+        "num_parameters": _num_parameters(folder),
+        "dtype": str(dtype).removeprefix("torch."),
+        "kernels": "torch" if kernels is None else kernels.isa,
+        "num_threads": torch.get_num_threads() if kernels is None else kernels.num_threads,
+        "weight_bytes": num_weight_bytes,
+    }
+    scheduler = Scheduler(scheduler_config, _build_memory(checked, layout, sizes), policy)
+    engine = Engine(scheduler, runner, limits, timing=runner.timing, facts=facts)
     if checked.max_itl_ratio:
-        shape = RunnerShape(
-            num_rows=checked.max_num_seqs,
-            max_num_tokens=checked.max_num_batched_tokens,
-            max_model_len=sizes.max_model_len,
-            num_groups=len(layout.groups),
-            num_blocks=sizes.num_blocks,
-            block_size=checked.block_size,
-            vocab_size=config.vocab_size,
-        )
-        engine.scheduler.pacer = calibrated_pacer(runner, shape, checked.max_itl_ratio)
+        tell("measuring what steps take", 0, 0)
+        engine.scheduler.pacer = _build_pacer(checked, runner, layout, sizes, config.vocab_size)
     if not checked.disable_log_stats:
         engine.stats_log = StatsLog()
     return engine
+
+
+@contextmanager
+def _named_out_of_memory(options: EngineOptions) -> Iterator[None]:
+    """Python's word for too little memory, and torch's, become ours."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise InsufficientMemoryError(
+            "memory ran out while the engine was built; give the KV cache less of it"
+            f" (kv_cache_memory, num_blocks), lower max_num_seqs ({options.max_num_seqs}) or"
+            " max_model_len, or choose a smaller model or quantization"
+        ) from error
+
+
+def _size_facts(
+    options: EngineOptions, layout: KVCacheLayout, sizes: _Sizes
+) -> dict[str, int | str | None]:
+    return {
+        "quantization": options.quantization,
+        "kv_cache_bytes": sizes.num_blocks * layout.bytes_per_block,
+        "num_blocks": sizes.num_blocks,
+        "block_size": options.block_size,
+        "num_kv_groups": len(layout.groups),
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "max_model_len": sizes.max_model_len,
+    }
+
+
+def _num_parameters(folder: Path) -> int:
+    """As the checkpoint holds them."""
+    checkpoint = Checkpoint(folder)
+    return sum(prod(checkpoint.shape(name)) for name in checkpoint.names)
+
+
+def _build_pacer(
+    options: EngineOptions,
+    runner: ModelRunner,
+    layout: KVCacheLayout,
+    sizes: _Sizes,
+    vocab_size: int,
+) -> StepPacer:
+    shape = RunnerShape(
+        num_rows=options.max_num_seqs,
+        max_num_tokens=options.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        num_groups=len(layout.groups),
+        num_blocks=sizes.num_blocks,
+        block_size=options.block_size,
+        vocab_size=vocab_size,
+    )
+    return calibrated_pacer(runner, shape, options.max_itl_ratio)
 
 
 def _build_memory(options: EngineOptions, layout: KVCacheLayout, sizes: _Sizes) -> KVCacheManager:

@@ -2,20 +2,22 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from quire.core.block_map import BlockMap, block_map
 from quire.core.memory_report import MemoryReport, memory_report
 from quire.core.prefix_miss import PrefixMiss
-from quire.core.request import Request, SequenceOutput, check_prompt
+from quire.core.request import Request, SequenceOutput, check_prompt, check_resumed
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduler import Scheduler
-from quire.core.sequence import Sequence
+from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import Runner, StepPlan
+from quire.engine.request_times import RequestTimes
 from quire.engine.stats import EngineStats, StatsLog
 from quire.errors import InvalidRequestError
 from quire.observability.log import get_logger
-from quire.observability.step_trace import StepRecord, StepTrace
+from quire.observability.step_trace import STEP_LOGGER, StepRecord, StepTrace, log_step
 from quire.runtime.model_runner import StepTiming
 
 STEP_FAILED = (
@@ -44,16 +46,21 @@ class Engine:
         *,
         timing: StepTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """timing: where the runner says how long the parts of its last step took, if it does."""
+        """timing: where the runner says how long the parts of its last step took, if it does.
+        facts: what it was built of, for people; numbers and strings by name."""
         self.scheduler = scheduler
         self.limits = limits
+        self.facts = dict(facts or {})
+        self.times = RequestTimes()
         self.trace: StepTrace | None = None
         self.stats_log: StatsLog | None = None
         self._runner = runner
         self._timing = timing or StepTiming()
         self._clock = clock
         self._requests: dict[str, list[Sequence]] = {}
+        self._next_branch: dict[str, int] = {}  # the index that a fork would get, by request
         self._misses: dict[str, PrefixMiss] = {}  # of the last requests that ended, oldest first
         self._num_traced_preemptions = 0
 
@@ -62,33 +69,18 @@ class Engine:
         return self.scheduler.has_unfinished
 
     def add(self, request: Request) -> None:
-        """Accept a request, all its branches or none.
+        """Accept a request, all its branches or none; a resumed one brings new tokens only.
 
         Raises InvalidRequestError (and its kinds PromptTooLongError, RequestNeverFitsError).
         """
         self._check(request)
-        memory = self.scheduler.memory
-        root = memory.prefixes.start_chain(request.cache_domain)
         now_s = self._clock()
-        num_sequences = 1 if request.params.beam_width else request.n
-        branches = [
-            Sequence(
-                request.request_id,
-                list(request.prompt_token_ids),
-                request.params,
-                branch_index=index,
-                priority=request.priority,
-                max_num_tokens=self.limits.max_model_len,
-                chain_root=root,
-            )
-            for index in range(num_sequences)
-        ]
-        for sequence in branches:
-            sequence.tenant = request.tenant
-            if request.deadline_s is not None:
-                sequence.deadline_s = now_s + request.deadline_s
-        self.scheduler.add(branches, now_s)
-        self._requests[request.request_id] = branches
+        root = self.scheduler.memory.prefixes.start_chain(request.cache_domain)
+        groups = make_sequences(request, self.limits.max_model_len, root, now_s)
+        for branches in groups:  # all of one size at their end: the first is refused, or none
+            self.scheduler.add(branches, now_s)
+        self._requests[request.request_id] = [one for branches in groups for one in branches]
+        self._next_branch[request.request_id] = request.n
 
     def fork(self, request_id: str, branch_index: int, params: DecodingParams | None = None) -> int:
         """Branch a running request: the new branch goes on from the tokens that the given one has.
@@ -119,8 +111,9 @@ class Engine:
                 f" {parent.num_output_tokens} tokens already",
                 "max_tokens",
             )
-        new_index = max(one.branch_index for one in branches) + 1
+        new_index = self._next_branch[request_id]
         branches.append(self.scheduler.fork(parent, new_index, params, self._clock()))
+        self._next_branch[request_id] += 1
         return new_index
 
     def pin_prefix(
@@ -178,15 +171,18 @@ class Engine:
         else:
             sampled_s = time.perf_counter()
             outputs = self.scheduler.apply(result)
-            self.scheduler.pacer.observe(plan.step_id, time.perf_counter() - started_s)
-            if self.trace is not None:
-                apply_s = time.perf_counter() - sampled_s
-                self._record(self.trace, plan, scheduled_s - started_s, apply_s)
+            ended_s = time.perf_counter()
+            self.scheduler.pacer.observe(plan.step_id, ended_s - started_s)
+            self.times.on_step(ended_s - started_s, plan.num_tokens)
+            if self.trace is not None or STEP_LOGGER.isEnabledFor(logging.DEBUG):
+                self._record(plan, scheduled_s - started_s, ended_s - sampled_s)
+        now_s = self._clock()
+        self.times.on_outputs(outputs, self._requests, now_s)
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget_if_finished(output.request_id)
         if self.stats_log is not None:
-            self.stats_log.observe(plan.num_tokens, len(outputs), self.stats, self._clock())
+            self.stats_log.observe(plan.num_tokens, len(outputs), self.stats, now_s)
         return outputs
 
     def stats(self) -> EngineStats:
@@ -204,6 +200,10 @@ class Engine:
             num_failed_steps=scheduler.stats.num_failed_steps,
             num_query_tokens=memory.prefixes.num_query_tokens,
             num_hit_tokens=memory.prefixes.num_hit_tokens,
+            num_computed_tokens=self.times.num_computed_tokens,
+            num_generated_tokens=self.times.num_generated_tokens,
+            prefix_misses=dict(self.times.prefix_misses),
+            times=self.times.as_dict(),
         )
 
     def memory_report(self) -> MemoryReport:
@@ -222,6 +222,7 @@ class Engine:
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
         check_prompt(request.prompt_token_ids, self.limits)
+        check_resumed(request, self.limits)
 
     def _recover(self) -> list[SequenceOutput]:
         logger.exception("a step failed; its sequences start again")
@@ -235,30 +236,32 @@ class Engine:
             and all(sequence.is_finished for sequence in branches)
             and not self.scheduler.beams.is_searching(request_id)
         ):
-            del self._requests[request_id]
+            del self._requests[request_id], self._next_branch[request_id]
+            self.times.forget(request_id)
             if branches[0].miss is not None:
                 self._misses[request_id] = branches[0].miss
                 if len(self._misses) > NUM_REMEMBERED_MISSES:
                     del self._misses[next(iter(self._misses))]
 
-    def _record(self, trace: StepTrace, plan: StepPlan, schedule_s: float, apply_s: float) -> None:
-        stats = self.stats()
-        num_chunked = sum(chunk.num_new_tokens for chunk in plan.chunks)
-        trace.write(
-            StepRecord(
-                step_id=plan.step_id,
-                num_rows=plan.num_rows,
-                num_tokens=plan.num_tokens,
-                num_prefill_tokens=num_chunked,
-                num_waiting=stats.num_waiting,
-                schedule_s=schedule_s,
-                build_s=self._timing.build_s,
-                plan_s=self._timing.plan_s,
-                forward_s=self._timing.forward_s,
-                sample_s=self._timing.sample_s,
-                apply_s=apply_s,
-                num_blocks_used=stats.num_held_blocks,
-                num_preemptions=stats.num_preemptions - self._num_traced_preemptions,
-            )
+    def _record(self, plan: StepPlan, schedule_s: float, apply_s: float) -> None:
+        scheduler = self.scheduler
+        num_preemptions = scheduler.residents.stats.num_preemptions
+        record = StepRecord(
+            step_id=plan.step_id,
+            num_rows=plan.num_rows,
+            num_tokens=plan.num_tokens,
+            num_prefill_tokens=sum(chunk.num_new_tokens for chunk in plan.chunks),
+            num_waiting=len(scheduler.waiting),
+            schedule_s=schedule_s,
+            build_s=self._timing.build_s,
+            plan_s=self._timing.plan_s,
+            forward_s=self._timing.forward_s,
+            sample_s=self._timing.sample_s,
+            apply_s=apply_s,
+            num_blocks_used=scheduler.memory.pool.num_held,
+            num_preemptions=num_preemptions - self._num_traced_preemptions,
         )
-        self._num_traced_preemptions = stats.num_preemptions
+        self._num_traced_preemptions = num_preemptions
+        if self.trace is not None:
+            self.trace.write(record)
+        log_step(record)

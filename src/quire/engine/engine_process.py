@@ -9,7 +9,7 @@ The process ends by itself when the front is gone, whatever it is doing: the loo
 the stream, and a watching thread covers the times when the loop is not looking (loading a model, a
 long step). A front that does not read stops the steps, not the listening.
 
-Knows no text, no HTTP and no asyncio. Started by `async_engine`.
+Knows no text, no HTTP and no asyncio. Started by `engine_link`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from quire.core.block_map import BlockMap
 from quire.core.memory_report import MemoryReport
@@ -44,6 +44,9 @@ from quire.engine.messages import (
     MemoryReply,
     MessageError,
     Outputs,
+    Ping,
+    Pong,
+    Progress,
     Question,
     Ready,
     Reply,
@@ -75,6 +78,9 @@ class EngineLike(Protocol):
     @property
     def limits(self) -> ModelLimits: ...
 
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+
     def add(self, request: Request) -> None: ...
 
     def abort(self, request_id: str, branch_index: int | None = None) -> None: ...
@@ -88,6 +94,12 @@ class EngineLike(Protocol):
     def memory_report(self) -> MemoryReport: ...
 
     def block_map(self, first_block: int, max_num_blocks: int | None) -> BlockMap: ...
+
+
+OnProgress: TypeAlias = Callable[[str, int, int], None]
+"""Called while the engine is built: with what is done, how much of it, of how much (0: unknown)."""
+
+Build: TypeAlias = Callable[[Mapping[str, object], OnProgress], EngineLike]
 
 
 class FrontGoneError(Exception):
@@ -196,7 +208,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until the end. Raises FrontGoneError, or what the engine raised."""
-        self._channel.send(Ready(self._engine.limits))
+        self._channel.send(Ready(self._engine.limits, dict(self._engine.facts)))
         while True:
             is_clogged = self._channel.num_backlog_bytes > MAX_BACKLOG_BYTES
             can_step = self._engine.has_work() and not is_clogged
@@ -215,7 +227,7 @@ class EngineLoop:
                 self._add(request)
             case AbortRequest(request_id, branch_index):
                 self._engine.abort(request_id, branch_index)
-            case GetStats() | GetMemory() | GetBlocks():
+            case Ping() | GetStats() | GetMemory() | GetBlocks():
                 self._channel.send(self._reply(message))
             case Shutdown(drain):
                 self._is_draining = True
@@ -225,6 +237,8 @@ class EngineLoop:
 
     def _reply(self, question: Question) -> Reply:
         match question:
+            case Ping():
+                return Pong()
             case GetStats():
                 return StatsReply(dataclasses.asdict(self._engine.stats()))
             case GetMemory():
@@ -260,7 +274,7 @@ class EngineLoop:
 
 def serve_front(
     sock: socket.socket,
-    build: Callable[[Mapping[str, object]], EngineLike],
+    build: Build,
     wakeup: socket.socket | None = None,
     on_ready: Callable[[EngineLoop], None] | None = None,
 ) -> int:
@@ -270,7 +284,7 @@ def serve_front(
     """
     channel = Channel(sock, wakeup)
     try:
-        engine = build(_receive_options(channel))
+        engine = _build(build, channel)
         loop = EngineLoop(engine, channel)
         if on_ready is not None:
             on_ready(loop)
@@ -285,6 +299,13 @@ def serve_front(
         traceback.print_exc()
         return _report(channel, Fatal(QuireError.code, f"{type(error).__name__}: {error}"))
     return 0
+
+
+def _build(build: Build, channel: Channel) -> EngineLike:
+    def tell(text: str, done: int, total: int) -> None:
+        channel.send(Progress(text, done, total))
+
+    return build(_receive_options(channel), tell)
 
 
 def _receive_options(channel: Channel) -> Mapping[str, object]:
@@ -323,7 +344,7 @@ def watch_front(sock: socket.socket) -> threading.Thread:
 
 def main(
     argv: Sequence[str] | None = None,
-    build: Callable[[Mapping[str, object]], EngineLike] | None = None,
+    build: Build | None = None,
 ) -> int:
     """Run the process. build: makes the engine; `engine.build.build_engine` by default."""
     # Where a Ctrl-C reaches this process, too, the front alone decides what it means.
@@ -331,8 +352,9 @@ def main(
     parser = argparse.ArgumentParser(prog="quire.engine.engine_process")
     parser.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
     parser.add_argument("--log-level", default="warning")
+    parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args(argv)
-    log.configure(arguments.log_level)
+    log.configure(arguments.log_level, arguments.log_format)
     sock = socket.socket(fileno=arguments.fd)
     watch_front(sock)
     wakeup, signalled = socket.socketpair()
@@ -349,11 +371,11 @@ def main(
     return serve_front(sock, build or _build_engine, wakeup, drain_on_sigterm)
 
 
-def _build_engine(options: Mapping[str, object]) -> EngineLike:
+def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> EngineLike:
     # Imported here: it brings torch, which the watcher above must not wait for.
     from quire.engine.build import build_engine
 
-    return build_engine(options)
+    return build_engine(options, on_progress)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ class InputProcessor:
         """tokenizer: None serves token ids only."""
         self._tokenizer = tokenizer
         self._limits = limits
+        self._last_words: tuple[Sequence[str], list[list[int]]] = ((), [])
 
     def make_request(
         self,
@@ -143,16 +144,17 @@ class InputProcessor:
         return list(prompt)
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        if words and self._tokenizer is None:
+        if not words:
+            return []
+        if self._tokenizer is None:
             raise InvalidRequestError(
                 "bad_words need a tokenizer, but the engine runs without; use logit_bias",
                 "bad_words",
             )
-        found: list[list[int]] = []
-        for word in words:
-            assert self._tokenizer is not None
-            found.extend(list(ids) for ids in self._tokenizer.encode_bad_word(word))
-        return found
+        if self._last_words[0] is not words:  # the prompts of one call have the very same list
+            found = [ids for word in words for ids in self._tokenizer.encode_bad_word(word)]
+            self._last_words = (words, found)
+        return self._last_words[1]
 
 
 def read_prompt(prompt: Any) -> PromptInput:

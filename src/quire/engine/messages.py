@@ -1,11 +1,12 @@
 """What the front and the engine process say to each other, and how it is put on the wire.
 
 Messages are msgpack (nothing is ever unpickled), each behind a length of four bytes. The front
-sends Start once, then AddRequest, AbortRequest, questions (GetStats, GetMemory, GetBlocks) and
-Shutdown; the engine answers with Ready once, then Outputs (one message a step), RequestFailed, one
-reply to each question in the order of the questions and, before it dies of something, Fatal.
+sends Start once, then AddRequest, AbortRequest, questions (Ping, GetStats, GetMemory, GetBlocks)
+and Shutdown; the engine tells of its Progress while it loads, says Ready once, then Outputs (one
+message a step), RequestFailed, one reply to each question in the order of the questions and, before
+it dies of something, Fatal.
 
-Knows no sockets, no processes and no asyncio. Called by `engine_process` and `async_engine`.
+Knows no sockets, no processes and no asyncio. Called by `engine_process` and `engine_link`.
 """
 
 import struct
@@ -56,6 +57,10 @@ class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
     branch_index: int | None = None
 
 
+class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
+    """Is a step under way for too long? Answered by one Pong, in order, from between two steps."""
+
+
 class GetStats(msgspec.Struct, tag="get_stats", array_like=True, frozen=True):
     """Answered by one StatsReply, in order."""
 
@@ -80,10 +85,20 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     drain: bool
 
 
+class Progress(msgspec.Struct, tag="progress", array_like=True, frozen=True):
+    """How far the engine is with what it does before it is ready. total: 0 where it isn't known;
+    done and total are in any one unit."""
+
+    text: str
+    done: int = 0
+    total: int = 0
+
+
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
-    """The engine takes requests; what it was built for."""
+    """The engine takes requests; what it was built for, and of what (by name, for people)."""
 
     limits: ModelLimits
+    facts: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
@@ -101,6 +116,10 @@ class RequestFailed(msgspec.Struct, tag="request_failed", array_like=True, froze
     http_status: int
     param: str | None = None
     retry_after_s: float | None = None
+
+
+class Pong(msgspec.Struct, tag="pong", array_like=True, frozen=True):
+    """The engine is between two steps."""
 
 
 class StatsReply(msgspec.Struct, tag="stats", array_like=True, frozen=True):
@@ -128,10 +147,10 @@ class Fatal(msgspec.Struct, tag="fatal", array_like=True, frozen=True):
     message: str
 
 
-Question: TypeAlias = GetStats | GetMemory | GetBlocks
-Reply: TypeAlias = StatsReply | MemoryReply | BlocksReply
+Question: TypeAlias = Ping | GetStats | GetMemory | GetBlocks
+Reply: TypeAlias = Pong | StatsReply | MemoryReply | BlocksReply
 ToEngine: TypeAlias = Start | AddRequest | AbortRequest | Question | Shutdown
-ToFront: TypeAlias = Ready | Outputs | RequestFailed | Reply | Fatal
+ToFront: TypeAlias = Progress | Ready | Outputs | RequestFailed | Reply | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

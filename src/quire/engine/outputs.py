@@ -91,7 +91,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in a branch since the last look."""
+    """What is new in a branch since the last look. The ends come once, with the last of it."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -101,88 +101,128 @@ class Delta:
 
 
 class _Branch:
-    """Text and results of one branch."""
+    """Text and results of one branch.
+
+    Pieces are put in lists as they come and joined when somebody looks: a text that grows by one
+    token at a time would be copied at each.
+    """
 
     def __init__(
-        self, index: int, params: SamplingParams, prompt_ids: Sequence[int], tok: Tokenizer | None
+        self,
+        index: int,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        tok: Tokenizer | None,
+        *,
+        deltas_only: bool,
     ) -> None:
         self.output = CompletionOutput(index)
-        self.delta = Delta()
         self._params = params
         self._tokenizer = tok
-        self._stop = StopStrings(
-            tuple(params.stop or ()), include_in_output=params.include_stop_str_in_output
-        )
+        self._deltas_only = deltas_only
+        self._stop: StopStrings | None = None
+        if params.stop:
+            include = params.include_stop_str_in_output
+            self._stop = StopStrings(tuple(params.stop), include_in_output=include)
         self._detokenizer = None
         if tok is not None:
             self._detokenizer = IncrementalDetokenizer(
                 tok, prompt_ids, skip_special_tokens=params.skip_special_tokens
             )
         if params.logprobs is not None:
-            self.output.logprobs = []
+            self.output.logprobs = None if deltas_only else []
             self.output.cumulative_logprob = 0.0
+        # Not yet in a delta, and not yet in the output.
+        self._new_texts: list[str] = []
+        self._new_entries: list[TokenLogprobs] = []
+        self._num_told_tokens = 0
+        self._has_told_end = False
+        self._kept_texts: list[str] = []
+        self._kept_entries: list[TokenLogprobs] = []
 
     def push(self, new: SequenceOutput) -> bool:
         """Take new tokens in; returns whether a stop string ended the branch before the engine."""
-        last = len(new.token_ids) - 1
+        output = self.output
         if new.cumulative_logprob is not None:
-            self.output.cumulative_logprob = new.cumulative_logprob
+            output.cumulative_logprob = new.cumulative_logprob
+        num_shown = len(new.token_ids)
+        if new.finish_reason is FinishReason.STOP and not self._params.include_stop_str_in_output:
+            num_shown -= 1  # the end token's text is not part of the answer
         for index, token_id in enumerate(new.token_ids):
-            entry = None if new.logprobs is None else new.logprobs[index]
-            is_end = index == last and new.finish_reason is FinishReason.STOP
-            self._add_token(token_id, entry, hides_text=is_end)
-            if self.output.finish_reason is not None:
-                return new.finish_reason is None
+            output.token_ids.append(token_id)
+            if new.logprobs is not None:
+                self._add_logprobs(new.logprobs[index])
+            if self._detokenizer is not None and index < num_shown:
+                self._add_text(self._detokenizer.append(token_id))
+                if output.finish_reason is not None:
+                    return new.finish_reason is None
         if new.finish_reason is not None:
             self._flush()
-            if self.output.finish_reason is None:
+            if output.finish_reason is None:
                 self._finish(new.finish_reason.value, new.stop_reason)
         return False
 
-    def _add_token(self, token_id: int, entry: TokenLogprobs | None, *, hides_text: bool) -> None:
-        self.output.token_ids.append(token_id)
-        self.delta.token_ids.append(token_id)
-        if entry is not None:
-            self._add_logprobs(entry)
-        if self._detokenizer is None:
-            return
-        if hides_text and not self._params.include_stop_str_in_output:
+    def _add_text(self, piece: str) -> None:
+        if self._stop is None:
+            self._emit(piece)
             return
         armed = len(self.output.token_ids) >= self._params.min_tokens
-        self._add_text(self._detokenizer.append(token_id), armed=armed)
-
-    def _add_text(self, piece: str, *, armed: bool) -> None:
         text, matched = self._stop.push(piece, armed=armed)
-        self.output.text += text
-        self.delta.text += text
+        self._emit(text)
         if matched is not None:
             self._finish(FinishReason.STOP.value, matched)
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._new_texts.append(text)
+            if not self._deltas_only:
+                self._kept_texts.append(text)
 
     def _flush(self) -> None:
         """Bring out what the detokenizer and the search for stop strings still hold back."""
         if self._detokenizer is None:
             return
-        self._add_text(
-            self._detokenizer.finish(), armed=len(self.output.token_ids) >= self._params.min_tokens
-        )
-        if self.output.finish_reason is None:
-            rest = self._stop.finish()
-            self.output.text += rest
-            self.delta.text += rest
+        self._add_text(self._detokenizer.finish())
+        if self._stop is not None and self.output.finish_reason is None:
+            self._emit(self._stop.finish())
 
     def _add_logprobs(self, entry: TokenLogprobs) -> None:
-        self.delta.logprobs.append(entry)
-        assert self.output.logprobs is not None and self.output.cumulative_logprob is not None
-        self.output.logprobs.append(logprob_map(entry, self._tokenizer))
+        assert self.output.cumulative_logprob is not None, "log-probabilities come where asked for"
         self.output.cumulative_logprob += entry.logprob
+        self._new_entries.append(entry)
+        if not self._deltas_only:
+            self._kept_entries.append(entry)
 
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
-        self.output.finish_reason = self.delta.finish_reason = reason
-        self.output.stop_reason = self.delta.stop_reason = stop_reason
+        self.output.finish_reason, self.output.stop_reason = reason, stop_reason
 
     def take_delta(self) -> Delta:
-        delta, self.delta = self.delta, Delta()
+        output, texts, entries = self.output, self._new_texts, self._new_entries
+        delta = Delta(
+            texts[0] if len(texts) == 1 else "".join(texts),
+            output.token_ids[self._num_told_tokens :],
+            entries,
+        )
+        self._num_told_tokens = len(output.token_ids)
+        if texts:
+            self._new_texts = []
+        if entries:
+            self._new_entries = []
+        if output.finish_reason is not None and not self._has_told_end:
+            self._has_told_end = True
+            delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
         return delta
+
+    def settle(self) -> CompletionOutput:
+        """The output, with everything in it that has come."""
+        if self._kept_texts:
+            self.output.text += "".join(self._kept_texts)
+            self._kept_texts.clear()
+        if self._kept_entries:
+            assert self.output.logprobs is not None
+            self.output.logprobs += [logprob_map(e, self._tokenizer) for e in self._kept_entries]
+            self._kept_entries.clear()
+        return self.output
 
     def abandon(self) -> None:
         """End where it is, if it has not ended."""
@@ -194,12 +234,14 @@ class _Branch:
         for token_id in parent.token_ids:
             self.output.token_ids.append(token_id)
             if self._detokenizer is not None:
-                self._add_text(self._detokenizer.append(token_id), armed=False)
+                piece = self._detokenizer.append(token_id)
+                self._emit(piece if self._stop is None else self._stop.push(piece, armed=False)[0])
         if self.output.logprobs is not None:
             assert parent.logprobs is not None and parent.cumulative_logprob is not None
             self.output.logprobs += parent.logprobs
             self.output.cumulative_logprob = parent.cumulative_logprob
-        self.delta = Delta()
+        self._num_told_tokens = len(self.output.token_ids)
+        self._new_texts.clear()
 
 
 class RequestAssembler:
@@ -211,34 +253,46 @@ class RequestAssembler:
         wish: Wish,
         tokenizer: Tokenizer | None,
         prompt_text: str | None,
+        *,
+        deltas_only: bool = False,
     ) -> None:
-        params = as_sampling_params(wish)
+        """deltas_only: text and log-probabilities of the branches are in their deltas alone, so
+        that a stream holds no more than its client has yet to be sent. (All else is in `output`.)
+        """
+        self._params = as_sampling_params(wish)
         self.request = request
         self._tokenizer = tokenizer
-        self._branches = [
-            _Branch(index, params, request.prompt_token_ids, tokenizer)
-            for index in range(request.n)
-        ]
-        self.output = RequestOutput(
-            request.request_id,
-            prompt_text,
-            list(request.prompt_token_ids),
-            [branch.output for branch in self._branches],
+        self._deltas_only = deltas_only
+        self._knows_cached = False
+        self._branches: list[_Branch] = []
+        self._output = RequestOutput(
+            request.request_id, prompt_text, list(request.prompt_token_ids), []
         )
+        for _ in range(request.n):
+            self._add(self._params)
+
+    @property
+    def output(self) -> RequestOutput:
+        """All that has come so far."""
+        for branch in self._branches:
+            branch.settle()
+        return self._output
 
     @property
     def finished(self) -> bool:
-        return self.output.finished
+        return self._output.finished
 
     def push(self, new: SequenceOutput) -> list[int]:
         """Take one output in; returns the branches to abort, since a stop string ended them."""
-        if new.prompt_logprobs is not None and self.output.prompt_logprobs is None:
+        if new.prompt_logprobs is not None and self._output.prompt_logprobs is None:
             entries = [logprob_map(entry, self._tokenizer) for entry in new.prompt_logprobs]
-            self.output.prompt_logprobs = [None, *entries]
-        if new.branch_index == 0:
-            self.output.num_cached_tokens = new.num_cached_tokens
+            self._output.prompt_logprobs = [None, *entries]
+        if new.branch_index == 0 and not self._knows_cached:
+            # The first says it: one that goes on after a crash finds other things in the cache.
+            self._output.num_cached_tokens = new.num_cached_tokens
+            self._knows_cached = True
         if new.error is not None:
-            self.output.error = new.error
+            self._output.error = new.error
         branch = self._branches[new.branch_index]
         if branch.output.finished:
             return []
@@ -250,16 +304,26 @@ class RequestAssembler:
 
     def add_branch(self, parent_index: int, params: SamplingParams) -> int:
         """A new branch, forked from another that goes on; returns its index."""
-        index = len(self._branches)
-        branch = _Branch(index, params, self.request.prompt_token_ids, self._tokenizer)
-        branch.inherit(self._branches[parent_index].output)
-        self._branches.append(branch)
-        self.output.outputs.append(branch.output)
-        return index
+        parent = self._branches[parent_index].settle()
+        branch = self._add(params)
+        branch.inherit(parent)
+        return branch.output.index
 
     def take_delta(self, branch_index: int) -> Delta:
         """What is new in a branch since the last call."""
         return self._branches[branch_index].take_delta()
+
+    def _add(self, params: SamplingParams) -> _Branch:
+        branch = _Branch(
+            len(self._branches),
+            params,
+            self.request.prompt_token_ids,
+            self._tokenizer,
+            deltas_only=self._deltas_only,
+        )
+        self._branches.append(branch)
+        self._output.outputs.append(branch.output)
+        return branch
 
 
 def logprob_map(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

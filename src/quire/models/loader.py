@@ -6,7 +6,7 @@ of another shape is refused by name. Knows no device or format of its own: both 
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 _MAX_NAMES_SHOWN = 8
 
+Progress = Callable[[int, int], None]
+
 
 def load_model(
     folder: Path,
@@ -39,12 +41,14 @@ def load_model(
     max_model_len: int,
     methods: LinearMethods | None = None,
     num_threads: int = 1,
+    on_progress: Progress | None = None,
 ) -> CausalLM:
     """The model of `folder`, whose `config` is `registry.load_config(folder)`, ready to run.
 
     dtype: of all parameters; the checkpoint's numbers are converted. max_model_len: fixes rope
     types that depend on a length. methods: of the linears; None: torch's, dense. num_threads: that
-    fill the model. Needs the model's memory once, plus a few MiB for each thread.
+    fill the model. on_progress: called with (weights read, weights in all) about a hundred times,
+    from the calling thread. Needs the model's memory once, plus a few MiB for each thread.
     Raises CheckpointError that names the file or the tensors at fault.
     """
     checkpoint = Checkpoint(folder)
@@ -66,7 +70,7 @@ def load_model(
     if config.tie_word_embeddings:
         spare_names.add(_merge_ends(slots, checkpoint, entry))
     _check_match(folder, checkpoint, slots, spare_names)
-    _fill(slots, checkpoint, num_threads)
+    _fill(slots, checkpoint, num_threads, on_progress)
     for linear in linears:
         linear.finish()
     return model.eval()
@@ -126,7 +130,10 @@ def _merge_ends(
 
 
 def _fill(
-    slots: Mapping[str, tuple[WeightSlot, ...]], checkpoint: Checkpoint, num_threads: int
+    slots: Mapping[str, tuple[WeightSlot, ...]],
+    checkpoint: Checkpoint,
+    num_threads: int,
+    on_progress: Progress | None = None,
 ) -> None:
     pieces = [
         (name, rows)
@@ -141,13 +148,27 @@ def _fill(
             for slot in slots[name]:
                 slot.load(span.start, rows)
 
+    def load_all(results: Iterable[None]) -> None:
+        """Draw the results, which are of interest for what raised, and for how many there are."""
+        sizes = [_num_weights(checkpoint, piece) for piece in pieces]
+        total, done, told = sum(sizes), 0, -1
+        for size, _ in zip(sizes, results, strict=True):
+            done += size
+            percent = 100 * done // max(1, total)
+            if on_progress is not None and percent > told:
+                told = percent
+                on_progress(done, total)
+
     if num_threads == 1:
-        for piece in pieces:
-            load(piece)
+        load_all(map(load, pieces))
         return
     with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as threads:
-        for _ in threads.map(load, pieces):
-            pass  # only what a piece raised is of interest
+        load_all(threads.map(load, pieces))
+
+
+def _num_weights(checkpoint: Checkpoint, piece: tuple[str, range]) -> int:
+    name, rows = piece
+    return len(rows) * prod(checkpoint.shape(name)[1:])
 
 
 def _ends_differ(checkpoint: Checkpoint, entry: ModelEntry) -> bool:

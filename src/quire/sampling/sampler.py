@@ -27,6 +27,7 @@ import torch
 
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenLogprobs, TokenMasks
+from quire.errors import NoTokenLeftError
 from quire.kernels.cpu.sampling import SAMPLE_ROW, NativeSampling, SamplingCall
 from quire.sampling import choice, logprobs, noise
 from quire.sampling.history import Ints, TokenHistory
@@ -48,10 +49,6 @@ NOT_ASKED = -1
 BROKEN_LOGITS = (
     "the model computed no usable logits for this sequence (NaN or infinity); its weights or its "
     "number format may be damaged, or overflow with this prompt"
-)
-NO_TOKEN_LEFT = (
-    "no token is left to generate: allowed_token_ids, bad_words, min_tokens and the grammar "
-    "together exclude the whole vocabulary; relax one of them"
 )
 
 
@@ -338,5 +335,5 @@ def _result(
     if unusable.any():
         token_ids[unusable] = NO_TOKEN
         for line in np.flatnonzero(unusable).tolist():
-            failed[int(rows[line])] = BROKEN_LOGITS if broken[line] else NO_TOKEN_LEFT
+            failed[int(rows[line])] = BROKEN_LOGITS if broken[line] else NoTokenLeftError.TEXT
     return SampledTokens(token_ids, failed=failed)

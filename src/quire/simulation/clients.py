@@ -34,6 +34,13 @@ class Client:
     cumulative_logprob: float | None = None
     num_received: int = 0
 
+    @property
+    def output_token_ids(self) -> list[int]:
+        """All that its branch has generated, what it was forked with included; a beam search shows
+        nothing before its end."""
+        sequence = self.sequence
+        return [] if sequence.is_beam else sequence.token_ids[sequence.num_prompt_tokens :]
+
 
 class Clients:
     """Those who are not answered yet, by request and branch."""
@@ -43,6 +50,7 @@ class Clients:
         self.report = report
         self._waiting: dict[Key, Client] = {}
         self._num_branches: dict[str, int] = {}
+        self._begun: set[str] = set()  # requests of which a branch, no fork, has a token
 
     def ask(self, request: Request, branches: list[Sequence], now_s: float) -> None:
         """A request was accepted."""
@@ -77,6 +85,26 @@ class Clients:
             if other.sequence is client.sequence:
                 self._end(key, FinishReason.ABORT)
 
+    def cut_off(self, now_s: float) -> list[tuple[Request, list[Client]]]:
+        """The engine is no more: what is to be asked of another one, with those who wait for it."""
+        by_request: dict[int, list[Client]] = {}
+        for client in self._waiting.values():
+            by_request.setdefault(id(client.request), []).append(client)
+        found: list[tuple[Request, list[Client]]] = []
+        for clients in by_request.values():
+            first = clients[0]
+            is_fork = first.branch_index >= first.request.n
+            again = first.request.resume(
+                {client.branch_index: client.output_token_ids for client in clients},
+                has_output=is_fork or first.request.request_id in self._begun,
+                elapsed_s=now_s - first.asked_s,
+            )
+            if again.params.prompt_logprobs is None:  # they came, with the first output
+                for client in clients:
+                    client.expected = replace(client.expected, prompt_logprobs=None)
+            found.append((again, clients))
+        return found
+
     def check_all_answered(self) -> None:
         """Raise AssertionError if anybody still waits."""
         unanswered = [client.sequence for client in self._waiting.values()]
@@ -98,6 +126,8 @@ class Clients:
             if not first and last:
                 self._note_wait(now_s - client.asked_s)
             client.num_received = last
+            if last and output.branch_index < client.request.n:
+                self._begun.add(output.request_id)
             _check_extras(output, client, first, last)
             if output.finish_reason is not None:
                 self._check_end(client, output)

@@ -22,6 +22,7 @@ class SimulationReport:
     num_copied_blocks: all. num_cow_blocks: those that were about to be written by one of several
         holders that run. num_partial_hits: admissions that went on from a copy of a block.
     misses: reason -> prompts. served_tokens: tenant -> output tokens.
+    num_resumed: branches that went on after crashes.
     first_token_s: from arrival to the first token, summed over those who got one;
         max_first_token_s: the longest.
     digest: over all plans and results, in order.
@@ -53,6 +54,8 @@ class SimulationReport:
     misses: dict[str, int] = field(default_factory=dict)
     num_evicted_blocks: int = 0
     num_failed_steps: int = 0
+    num_crashes: int = 0
+    num_resumed: int = 0
     max_num_waiting: int = 0
     max_num_running: int = 0
     virtual_s: float = 0.0
@@ -76,18 +79,18 @@ class SimulationReport:
         )
 
     def take_counts(self, scheduler: Scheduler) -> None:
-        """What scheduler and memory have counted themselves; once, at the end."""
+        """Add what scheduler and memory have counted themselves; once for each, at its end."""
         memory, preemptions = scheduler.memory, scheduler.residents.stats
-        self.num_preemptions = preemptions.num_preemptions
-        self.num_preempted_tokens = preemptions.num_preempted_tokens
-        self.num_recomputed_tokens = preemptions.num_recomputed_tokens
-        self.num_failed_steps = scheduler.stats.num_failed_steps
-        self.num_query_tokens = memory.prefixes.num_query_tokens
-        self.num_hit_tokens = memory.prefixes.num_hit_tokens
-        self.misses = {
-            reason.value: count for reason, count in memory.prefixes.misses.items() if count
-        }
-        self.num_evicted_blocks = memory.num_evicted_blocks
+        self.num_preemptions += preemptions.num_preemptions
+        self.num_preempted_tokens += preemptions.num_preempted_tokens
+        self.num_recomputed_tokens += preemptions.num_recomputed_tokens
+        self.num_failed_steps += scheduler.stats.num_failed_steps
+        self.num_query_tokens += memory.prefixes.num_query_tokens
+        self.num_hit_tokens += memory.prefixes.num_hit_tokens
+        for reason, count in memory.prefixes.misses.items():
+            if count:
+                self.misses[reason.value] = self.misses.get(reason.value, 0) + count
+        self.num_evicted_blocks += memory.num_evicted_blocks
 
 
 LARGEST = {"max_num_waiting", "max_num_running", "max_first_token_s"}

@@ -17,9 +17,9 @@ from quire.core import invariants
 from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.pacing import PacingConfig, StepPacer
 from quire.core.policy import find_policy
-from quire.core.request import SequenceOutput
+from quire.core.request import Request, SequenceOutput
 from quire.core.scheduler import Scheduler, SchedulerConfig
-from quire.core.sequence import Sequence
+from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import StepPlan, StepResult
 from quire.errors import QuireError, RequestNeverFitsError
 from quire.simulation.clients import Clients
@@ -61,6 +61,22 @@ class Simulator:
     def __init__(self, config: SimulationConfig) -> None:
         self.config = config
         self.report = SimulationReport(config.seed)
+        self.step_time = StepTime(config.slow_rate, config.seed)
+        self._start_engine()
+        self.now_s = 0.0
+        self._arrivals = draw_arrivals(config)
+        self._next_arrival = next(self._arrivals, None)
+        self.clients = Clients(config, self.report)
+        self._rng = random.Random(f"forks of {config.seed}")
+        self._crash_rng = random.Random(f"crashes of {config.seed}")
+        self._last_output_at = 0
+        self._aborts: list[tuple[int, bool, str, int]] = []  # (turn, is_between, request, branch)
+        self._turn = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def _start_engine(self) -> None:
+        """A scheduler, its memory and its runner, which know nothing yet."""
+        config = self.config
         self.memory = KVCacheManager(
             KVCacheConfig(
                 config.groups,
@@ -90,35 +106,29 @@ class Simulator:
             model=config.model,
             faults=Faults(
                 step_failure_rate=config.step_failure_rate,
-                seed=config.seed,
+                seed=config.seed + self.report.num_crashes,
                 poison_token_id=config.poison_token_id,
                 nan_token_id=config.nan_token_id,
             ),
         )
-        self.step_time = StepTime(config.slow_rate, config.seed)
         if config.max_itl_ratio:
             model = self.step_time.make_model(config.foretold_ratio)
             self.scheduler.pacer = StepPacer(PacingConfig(config.max_itl_ratio), model)
-        self.now_s = 0.0
-        self._arrivals = draw_arrivals(config)
-        self._next_arrival = next(self._arrivals, None)
-        self.clients = Clients(config, self.report)
-        self._rng = random.Random(f"forks of {config.seed}")
-        self._last_output_at = 0
-        self._aborts: list[tuple[int, bool, str, int]] = []  # (turn, is_between, request, branch)
-        self._turn = 0
-        self._digest = hashlib.blake2b(digest_size=16)
 
     def run(self) -> None:
         """Until every request was answered."""
-        scheduler = self.scheduler
-        while self._next_arrival or scheduler.has_unfinished or scheduler.num_steps_in_flight:
+        while (
+            self._next_arrival
+            or self.scheduler.has_unfinished
+            or self.scheduler.num_steps_in_flight
+        ):
             self._turn += 1
+            self._crash_now_and_then()
             self._take_arrivals()
             self._abort_due(is_between=False)
             self._fork_now_and_then()
             plan = self._step()
-            if plan is None and not scheduler.has_unfinished and self._next_arrival:
+            if plan is None and not self.scheduler.has_unfinished and self._next_arrival:
                 self.now_s = max(self.now_s, self._next_arrival.at_s)
         self._finish()
 
@@ -183,30 +193,34 @@ class Simulator:
 
     def _add(self, arrival: Arrival) -> None:
         request = arrival.request
-        is_beam = request.params.beam_width > 0
-        root = self.memory.prefixes.start_chain(request.cache_domain)
-        branches = [
-            Sequence(
-                request.request_id,
-                list(request.prompt_token_ids),
-                request.params,
-                branch_index=branch_index,
-                priority=request.priority,
-                max_num_tokens=self.config.max_model_len,
-                chain_root=root,
-            )
-            for branch_index in range(1 if is_beam else request.n)
-        ]
-        for sequence in branches:
-            sequence.tenant = request.tenant
-            if request.deadline_s is not None:
-                sequence.deadline_s = self.now_s + request.deadline_s
+        (branches,) = self._make_sequences(request)
         if not self._is_accepted(branches[0], lambda: self.scheduler.add(branches, self.now_s)):
             return
-        self.report.num_beams += is_beam
+        self.report.num_beams += request.params.beam_width > 0
         self.clients.ask(request, branches, self.now_s)
         for branch_index in range(len(branches)):
             self._plan_abort(arrival, branch_index)
+
+    def _make_sequences(self, request: Request) -> list[list[Sequence]]:
+        root = self.memory.prefixes.start_chain(request.cache_domain)
+        return make_sequences(request, self.config.max_model_len, root, self.now_s)
+
+    def _crash_now_and_then(self) -> None:
+        """Everything is lost but what clients have; what they still wait for is asked for again."""
+        if self._crash_rng.random() >= self.config.crash_rate:
+            return
+        self.report.take_counts(self.scheduler)
+        self.report.num_crashes += 1
+        self._start_engine()
+        for request, clients in self.clients.cut_off(self.now_s):
+            groups = self._make_sequences(request)
+            made = {sequence.branch_index: sequence for group in groups for sequence in group}
+            for client in clients:  # a beam search has one sequence at its beginning
+                client.sequence = made.get(client.branch_index, groups[0][0])
+            for branches in groups:
+                self.scheduler.add(branches, self.now_s)
+            self.report.num_resumed += len(clients)
+        self._check()
 
     def _is_accepted(self, sequence: Sequence, add: Callable[[], object]) -> bool:
         """Try it; a refusal must be for want of room, even if all of the pool were its own."""

@@ -49,6 +49,8 @@ class SimulationConfig:
     stop_rate: requests that also end at token 1, of their own wish.
     deadline_rate: requests with a deadline, of 0 to 20 s.
     logprobs_rate: requests that ask for log-probabilities, of prompt and output each.
+    crash_rate: steps after which everything is lost but what clients have; a new scheduler goes on
+        from there.
     step_failure_rate: steps that fail as a whole. poison_rate: requests that make every step fail
         that they are in. nan_rate: requests that fail alone.
     max_itl_ratio: paced steps take at most so many times what their decodes take; 0: no pace.
@@ -94,6 +96,7 @@ class SimulationConfig:
     stop_rate: float = 0.1
     end_rate: float = 0.02
     logprobs_rate: float = 0.1
+    crash_rate: float = 0.0
     step_failure_rate: float = 0.0
     poison_rate: float = 0.0
     nan_rate: float = 0.0

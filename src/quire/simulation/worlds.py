@@ -55,6 +55,7 @@ def draw_world(
         stop_rate=rng.choice((0.0, 0.2)),
         end_rate=rng.choice((0.0, 0.02, 0.1)),
         logprobs_rate=rng.choice((0.0, 0.3)),
+        crash_rate=random.Random(f"crashes in world {index} of {seed}").choice((0.0, 0.005)),
         step_failure_rate=rng.choice((0.0, 0.0, 0.03)),
         poison_rate=rng.choice((0.0, 0.0, 0.03)),
         nan_rate=rng.choice((0.0, 0.0, 0.1)),
