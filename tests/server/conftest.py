@@ -16,6 +16,22 @@ def server():
         yield running
 
 
+@pytest.fixture(scope="session")
+def guarded(tmp_path_factory):
+    """A server with keys, four generations for each tenant; its `http` has one of alice's two.
+
+    key_file: what it reads further keys from; carol's is in it.
+    """
+    file = tmp_path_factory.mktemp("keys") / "keys.txt"
+    file.write_text("# who may call, too\ncarol:carol-key-1\n")
+    keys = ["alice:alice-key-1", "alice:alice-key-2", "bob:bob-key-1"]
+    access = {"api_keys": keys, "api_key_file": str(file), "max_tenant_requests": 4}
+    with launched(OPTIONS, **access) as running:
+        running.http.headers["Authorization"] = "Bearer alice-key-1"
+        running.key_file = file
+        yield running
+
+
 @pytest.fixture
 def http(server):
     """Plain HTTP; afterwards the server must hold no block, whatever the test did."""

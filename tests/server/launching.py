@@ -20,13 +20,17 @@ WAIT_S = 60.0
 
 PROGRAM = """
 import functools, json, sys
+from quire.errors import QuireError
 from quire.server import launch
 
 spec = json.loads(sys.argv[1])
 if spec["command"]:
     start = launch.AsyncEngine.start
     launch.AsyncEngine.start = functools.partial(start, command=spec["command"])
-sys.exit(launch.serve(spec["options"], launch.ServerConfig(**spec["server"])))
+try:
+    sys.exit(launch.serve(spec["options"], launch.ServerConfig(**spec["server"])))
+except QuireError as error:  # as the command line does
+    sys.exit(f"quire: error: {error}")
 """
 
 
@@ -42,6 +46,7 @@ class RunningServer:
         self.url = None
         self.engine = None
         self.http = None
+        self._children = set()
 
     def _read(self):
         for line in self.process.stdout:
@@ -60,18 +65,38 @@ class RunningServer:
     def wait_until_ready(self):
         self.url = self.wait_for_line(r"at (http://\S+) ")[1]
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
-        (self.engine,) = psutil.Process(self.process.pid).children()
+        (self.engine,) = self._note_children()
+
+    def current_engine(self):
+        """The engine process that runs now: after a restart not the first one."""
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            living = [child for child in self._note_children() if is_running(child)]
+            if len(living) == 1:
+                return living[0]
+            assert time.monotonic() < deadline_s, living
+            time.sleep(0.01)
+
+    def _note_children(self):
+        """The children that there are now, which must all be gone in the end."""
+        try:
+            found = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        self._children.update(found)
+        return found
 
     def signal(self, number):
         """To the whole process group, as a terminal does on Ctrl-C."""
+        self._note_children()
         os.killpg(self.process.pid, number)
 
     def wait_for_exit(self):
-        """The exit code. Also checks that the engine process is gone."""
+        """The exit code. Also checks that no engine process is left."""
+        self._note_children()
         code = self.process.wait(WAIT_S)
-        if self.engine is not None:
-            psutil.wait_procs([self.engine], timeout=WAIT_S)
-            assert not self.engine.is_running()
+        _, living = psutil.wait_procs(self._children, timeout=WAIT_S)
+        assert living == []
         return code
 
     def output(self):
@@ -98,6 +123,14 @@ class RunningServer:
             assert time.monotonic() < deadline_s, stats
             time.sleep(0.01)
         return stats
+
+
+def is_running(process):
+    """Whether it has not ended; one that nobody has waited for yet has."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextlib.contextmanager

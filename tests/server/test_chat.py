@@ -1,6 +1,7 @@
 """/v1/chat/completions through OpenAI's own client, on the embedded model."""
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -155,10 +156,12 @@ def test_template_arguments_are_checked_by_the_template(client):
 
 
 def test_a_long_conversation_is_rendered_beside_the_loop(client):
-    with pytest.raises(openai.BadRequestError, match="max_model_len is 1024"):
-        client.chat.completions.create(
-            **GREEDY, messages=[{"role": "user", "content": "word " * 20_000}]
-        )
+    for num_words, words in ((2000, "the prompt has .* tokens"), (200_000, "characters")):
+        with pytest.raises(openai.BadRequestError, match=f"{words}.*max_model_len is 1024") as bad:
+            client.chat.completions.create(
+                **GREEDY, messages=[{"role": "user", "content": "word " * num_words}]
+            )
+        assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "messages")
 
 
 def test_a_beam_search_answers_as_well(client):
@@ -181,3 +184,100 @@ def test_a_streamed_beam_search_is_refused_by_name(client):
             model="embedded", messages=QUESTION, stream=True, extra_body={"use_beam_search": True}
         )
     assert caught.value.body["param"] == "stream"
+
+
+def chunks_of(http, **wish):
+    """The chunks of a stream, as they stand in its events."""
+    body = {"messages": QUESTION, "temperature": 0, "stream": True} | wish
+    answer = http.post("/v1/chat/completions", json=body)
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def test_a_stream_has_openais_chunks(http):
+    wish = {"max_tokens": 5, "stream_options": {"include_usage": True}}
+    first, *middle, end, usage = chunks_of(http, **wish)
+    assert len({chunk["id"] for chunk in (first, *middle, end, usage)}) == 1
+    (choice,) = first["choices"]
+    assert choice["delta"] == {"role": "assistant", "content": ""}
+    for chunk in middle:
+        (choice,) = chunk["choices"]
+        assert set(choice["delta"]) == {"content"}
+        assert choice["finish_reason"] is None
+    (choice,) = end["choices"]
+    assert choice == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 5
+    assert all(chunk["usage"] is None for chunk in (first, *middle, end))
+
+
+def test_every_choice_of_a_stream_begins_with_its_role_and_ends_with_its_reason(http):
+    chunks = chunks_of(http, max_tokens=4, n=3, temperature=1.0, seed=2)
+    assert "usage" not in chunks[0]
+    for index in range(3):
+        deltas = [
+            choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index
+        ]
+        assert [delta["delta"].get("role") for delta in deltas] == ["assistant"] + [None] * (
+            len(deltas) - 1
+        )
+        assert [delta["finish_reason"] is None for delta in deltas] == [True] * (
+            len(deltas) - 1
+        ) + [False]
+
+
+def test_a_stream_tells_token_ids_where_they_are_made(http, client):
+    wish = {"max_tokens": 12, "stop": ["never seen"], "return_token_ids": True}
+    chunks = chunks_of(http, **wish)
+    whole = client.chat.completions.create(**GREEDY, messages=QUESTION, extra_body=wish)
+    joined = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])]
+    assert joined == whole.choices[0].token_ids
+    assert chunks[0]["prompt_token_ids"] == whole.prompt_token_ids
+    assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+
+
+def test_deeply_nested_messages_are_refused_not_fatal(http):
+    deep = "[" * 300 + "]" * 300
+    for field in (f'"content": {deep}', f'"content": "x", "name": {deep}'):
+        answer = http.post(
+            "/v1/chat/completions",
+            content=f'{{"messages": [{{"role": "user", {field}}}]}}',
+            headers={"Content-Type": "application/json"},
+        )
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "messages"
+        assert "64 levels" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "refusal"])
+def test_other_parts_than_text_are_refused_by_name(client, kind):
+    messages = [{"role": "user", "content": [{"type": kind, kind: {}}]}]
+    with pytest.raises(openai.BadRequestError, match=f"content part of type '{kind}'") as caught:
+        client.chat.completions.create(**GREEDY, messages=messages)
+    assert caught.value.param == "messages"
+
+
+def test_the_clients_own_helper_for_streams_understands_ours(client):
+    wish = {**GREEDY, "messages": QUESTION, "logprobs": True}
+    whole = client.chat.completions.create(**wish)
+    with client.chat.completions.stream(**wish, stream_options={"include_usage": True}) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done", "logprobs.content.done"} <= set(kinds)
+    assert final.choices[0].message.content == whole.choices[0].message.content
+    assert final.choices[0].logprobs == whole.choices[0].logprobs
+    assert final.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_an_answer_has_the_id_of_its_request(client):
+    answer = client.chat.completions.create(
+        **GREEDY, messages=QUESTION, max_tokens=1, extra_headers={"X-Request-ID": "mine-7"}
+    )
+    assert answer._request_id == "mine-7"

@@ -237,10 +237,10 @@ def test_the_sampling_fields_reach_the_engine(client, tokenizer):
 
 
 def test_a_long_prompt_is_tokenized_beside_the_loop(client):
-    with pytest.raises(openai.BadRequestError, match="max_model_len is 1024") as caught:
-        client.completions.create(model="embedded", prompt="word " * 20_000)
-    assert caught.value.code == "context_length_exceeded"
-    assert caught.value.param == "prompt"
+    for num_words, words in ((2000, "the prompt has .* tokens"), (200_000, "1000000 characters")):
+        with pytest.raises(openai.BadRequestError, match=f"{words}.*max_model_len is 1024") as bad:
+            client.completions.create(model="embedded", prompt="word " * num_words)
+        assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "prompt")
 
 
 def test_more_choices_than_rows_wait_their_turn(client):
@@ -293,5 +293,48 @@ def test_what_a_beam_search_has_not_is_refused_by_name(client, options, param):
 
 
 def test_more_beams_than_rows_are_refused(client):
-    with pytest.raises(openai.BadRequestError, match="max_num_seqs"):
+    with pytest.raises(openai.UnprocessableEntityError, match="max_num_seqs"):
         client.completions.create(**SEARCH | {"n": 17}, extra_body=BEAMS)
+
+
+def test_a_stream_tells_the_prompts_token_ids_once_for_each_choice(client, tokenizer):
+    wish = {"prompt": [PROMPT, "def f("], "n": 2, "max_tokens": 6}
+    firsts, ids = {}, {}
+    for chunk in client.completions.create(
+        **GREEDY, **wish, stream=True, extra_body={"return_token_ids": True}
+    ):
+        for choice in chunk.choices:
+            found = getattr(choice, "prompt_token_ids", None)
+            assert (found is None) == (choice.index in firsts)
+            firsts.setdefault(choice.index, found)
+            ids.setdefault(choice.index, []).extend(choice.token_ids)
+    prompts = [tokenizer.encode(PROMPT)] * 2 + [tokenizer.encode("def f(")] * 2
+    assert [firsts[index] for index in range(4)] == prompts
+    whole = client.completions.create(**GREEDY, **wish, extra_body={"return_token_ids": True})
+    assert [ids[index] for index in range(4)] == [choice.token_ids for choice in whole.choices]
+
+
+def test_a_scored_prompt_is_scored_as_in_front_of_an_answer(client, tokenizer):
+    prompts = [tokenizer.encode(text) for text in (PROMPT * 3, "def f(x):")]
+    wish = {"prompt": prompts, "logprobs": 5, "echo": True}
+    scored = client.completions.create(**GREEDY, **wish, max_tokens=0)
+    longer = client.completions.create(**GREEDY, **wish, max_tokens=2)
+    assert [choice.text for choice in scored.choices] == [PROMPT * 3, "def f(x):"]
+    assert scored.usage.completion_tokens == 0
+    for alone, before in zip(scored.choices, longer.choices, strict=True):
+        assert alone.finish_reason == "length"
+        assert alone.logprobs.token_logprobs == before.logprobs.token_logprobs[:-2]
+        assert alone.logprobs.top_logprobs == before.logprobs.top_logprobs[:-2]
+    streamed = list(client.completions.create(**GREEDY, **wish, max_tokens=0, stream=True))
+    assert sorted(chunk.choices[0].text for chunk in streamed) == sorted(
+        choice.text for choice in scored.choices
+    )
+
+
+def test_an_echo_is_the_text_that_was_sent(client):
+    """With its special tokens, which an answer leaves out."""
+    text = "<|im_start|>user\nhi"
+    answer = client.completions.create(
+        **GREEDY, prompt=text, max_tokens=0, echo=True, extra_body={"add_special_tokens": False}
+    )
+    assert answer.choices[0].text == text

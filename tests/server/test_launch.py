@@ -14,7 +14,8 @@ from tests.engine.fake_engine_process import COMMAND as FAKE
 from tests.server.launching import WAIT_S, launched
 
 from quire.errors import CheckpointError, ConfigurationError
-from quire.server.launch import ServerConfig, _url, serve
+from quire.server.config import ServerConfig
+from quire.server.launch import _say, _url, serve
 
 WISH = {"prompt": [10], "stream": True}
 
@@ -22,7 +23,7 @@ WISH = {"prompt": [10], "stream": True}
 def words(response):
     """The JSON of a stream's events, [DONE] included as a string."""
     for line in response.iter_lines():
-        if line:
+        if line and not line.startswith(":"):  # a comment keeps the connection open
             data = line.removeprefix("data: ")
             yield data if data == "[DONE]" else json.loads(data)
 
@@ -36,9 +37,12 @@ def test_a_signal_drains_open_streams_and_leaves_no_process(number):
             next(events)
             server.signal(number)
             server.wait_for_line("waiting for 1 open answers")
-            with pytest.raises(httpx.ConnectError):
-                while True:  # the listener closes a moment later
-                    httpx.get(f"{server.url}/health")
+            refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": [10]})
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "server_draining"
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            assert httpx.get(f"{server.url}/ready").status_code == 503
             rest = list(events)
         assert rest[-1] == "[DONE]"
         assert rest[-2]["choices"][0]["finish_reason"] == "length"
@@ -59,22 +63,25 @@ def test_a_second_signal_ends_open_streams_at_once():
         assert "Traceback" not in server.output()
 
 
-def test_draining_has_a_bound():
+def test_after_the_bound_open_streams_end_with_an_error():
     with launched(command=FAKE, fake={"step_s": 0.02}, drain_timeout_s=1) as server:
         endless = WISH | {"max_tokens": 10**6}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=endless) as response:
             events = words(response)
             next(events)
-            server.signal(signal.SIGINT)
-            assert server.wait_for_exit() == 0
+            server.signal(signal.SIGTERM)
+            *_, error, last = events
+        assert error["error"]["code"] == "server_draining"
+        assert last == "[DONE]"
+        server.wait_for_line("1 answers were open after 1 s; they end with an error")
+        assert server.wait_for_exit() == 0
 
 
 def test_a_signal_while_the_model_loads_ends_it():
     with launched(command=FAKE, fake={"hang_s": 600}, wait=False) as server:
         process = psutil.Process(server.process.pid)
-        while not (children := process.children()):
+        while not process.children():
             assert server.process.poll() is None
-        server.engine = children[0]
         server.signal(signal.SIGINT)
         assert server.wait_for_exit() == 0
         assert "Traceback" not in server.output()
@@ -96,8 +103,8 @@ def test_the_real_engine_ends_itself_when_the_server_is_killed():
         assert server.wait_for_exit() == -signal.SIGKILL
 
 
-def test_when_the_engine_dies_streams_end_with_an_error_and_health_fails():
-    with launched(command=FAKE, fake={"step_s": 0.01}) as server:
+def test_when_the_engine_has_failed_for_good_the_server_ends_and_says_why():
+    with launched(command=FAKE, fake={"step_s": 0.01}, max_engine_restarts=0) as server:
         endless = WISH | {"max_tokens": 10**6}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=endless) as response:
             events = words(response)
@@ -105,15 +112,44 @@ def test_when_the_engine_dies_streams_end_with_an_error_and_health_fails():
             os.kill(server.engine.pid, signal.SIGKILL)
             *_, error, last = events
         assert last == "[DONE]"
-        assert "SIGKILL" in error["error"]["message"]
-        for answer in (
-            httpx.get(f"{server.url}/health"),
-            httpx.post(f"{server.url}/v1/completions", json={"prompt": [10]}),
-        ):
-            assert answer.status_code == 503
-            assert answer.json()["error"]["code"] == "engine_dead"
-        server.signal(signal.SIGINT)
-        assert server.wait_for_exit() == 0
+        assert error["error"]["code"] == "engine_dead"
+        assert "failed for good" in error["error"]["message"]
+        assert server.wait_for_exit() == 1
+        printed = server.output()
+        assert "quire: error: " in printed and "SIGKILL" in printed
+        assert "Traceback" not in printed
+
+
+def test_each_option_of_the_server_reaches_the_part_that_keeps_it():
+    options = {
+        "max_prompts": 2,
+        "max_n": 3,
+        "max_choices": 4,
+        "max_stop_strings": 1,
+        "max_list_length": 1,
+        "max_body_bytes": 1000,
+        "max_tenant_requests": 3,
+        "default_deadline_s": 0.2,
+        "allowed_origins": ["https://a.example"],
+    }
+    cases = [
+        ({"prompt": [[10]] * 3}, 400, "bound of 2"),
+        ({"prompt": [10], "n": 4}, 400, "3"),
+        ({"prompt": [[10], [11]], "n": 3}, 400, "4"),
+        ({"prompt": [10], "stop": ["a", "b"]}, 400, "bound of 1"),
+        ({"prompt": [10], "stop_token_ids": [1, 2]}, 400, "bound of 1"),
+        ({"prompt": "x" * 1000}, 413, "1000 bytes"),
+        ({"prompt": [[10], [11]], "n": 2}, 400, "may have 3 open at once"),
+        ({"prompt": [10], "max_tokens": 400}, 408, "0.2"),
+    ]
+    with launched(command=FAKE, fake={"step_s": 0.02}, **options) as server:
+        for body, status, expected in cases:
+            answer = server.http.post("/v1/completions", json=body)
+            assert (answer.status_code, expected in answer.text) == (status, True), answer.text
+        origin = {"Origin": "https://a.example"}
+        answer = server.http.get("/v1/models", headers=origin)
+        assert answer.headers["access-control-allow-origin"] == origin["Origin"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
 
 
 def test_too_many_open_requests_are_told_to_come_again():
@@ -142,6 +178,20 @@ def test_it_tells_its_address_and_a_command_that_works():
         assert answer.json()["model"] == "mine"
 
 
+def test_with_keys_the_command_has_a_place_for_one():
+    with launched(command=FAKE, api_keys=["alice:alice-key-1"]) as server:
+        server.wait_for_line("Authorization: Bearer YOUR_KEY")
+        assert server.http.get("/health").status_code == 200
+        assert server.http.get("/v1/models").status_code == 401
+
+
+def test_it_tells_what_it_loaded_and_where_the_memory_goes(server):
+    printed = "".join(server.lines)
+    assert "embedded (" in printed and "M parameters)" in printed
+    assert "512 blocks of 16 tokens: 8 concurrent requests of 1024 tokens" in printed
+    assert "  weights " in printed and "  KV cache " in printed
+
+
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -164,6 +214,7 @@ def test_a_host_that_is_not_ours_is_told():
         ({"skip_tokenizer_init": True}, ConfigurationError, "the server needs the tokenizer"),
         ({"tokenizer": "."}, CheckpointError, r"no tokenizer\.json"),
         ({"num_blocks": 10**12}, ConfigurationError, "GiB"),
+        ({"max_logprobs": -1}, ConfigurationError, "max_logprobs is -1"),
     ],
 )
 def test_options_that_cannot_be_obeyed_are_refused(options, kind, reason):
@@ -174,11 +225,21 @@ def test_options_that_cannot_be_obeyed_are_refused(options, kind, reason):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("port", -1), ("port", 65536), ("max_queued_requests", 0)]
+    ("server", "reason"),
+    [
+        ({"api_keys": ("short",)}, "API key 1"),
+        ({"api_key_file": "/no/such/file"}, "/no/such/file"),
+        ({"allowed_origins": ("https://a.example/",)}, "allowed_origins has 'https://a.example/'"),
+        ({"max_n": 10**6}, "max_n is 1000000"),
+        ({"max_stop_strings": 65}, "max_stop_strings is 65"),
+        ({"otlp_endpoint": "nowhere"}, "nowhere"),
+    ],
 )
-def test_a_server_config_names_the_field_at_fault(field, value):
-    with pytest.raises(ConfigurationError, match=f"{field} is {value}"):
-        ServerConfig(**{field: value})
+def test_a_server_that_cannot_be_is_refused_before_the_model_is_loaded(server, reason):
+    before = psutil.Process().children()
+    with pytest.raises(ConfigurationError, match=reason):
+        serve({}, ServerConfig(port=0, **server))
+    assert psutil.Process().children() == before
 
 
 def test_urls_are_ones_that_a_client_can_use():
@@ -193,3 +254,18 @@ def test_the_server_imports_no_torch():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=WAIT_S).returncode == 0
+
+
+def test_a_line_that_cannot_be_written_ends_nothing():
+    with open("/dev/full", "w") as full:
+        _say("lost", full)
+        _say("lost as well", full)  # and closing it, which flushes, raises nothing either
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warned"),
+    [("0.0.0.0", [], True), ("0.0.0.0", ["a:alice-key-1"], False), ("localhost", [], False)],
+)
+def test_a_server_that_anybody_may_use_says_so(host, keys, warned):
+    with launched(command=FAKE, host=host, api_keys=keys) as server:
+        assert ("Whoever reaches this machine" in "".join(server.lines)) == warned

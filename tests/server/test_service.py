@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from quire.errors import ServerDrainingError
 from quire.server import service as service_module
 from quire.server.service import Service, UnknownModelError, call_for_text
 
@@ -29,6 +30,27 @@ def test_seeds_are_64_bits_and_repeat_with_the_servers_own_seed():
     assert len(set(seeds)) == 50
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert max(seeds) > 2**60
+
+
+def test_a_server_that_ends_accepts_nothing_more():
+    service = make()
+    service.check_accepting()
+    assert not service.drain.is_on
+    for _ in range(2):
+        service.drain.begin()
+        assert service.drain.is_on
+        with pytest.raises(ServerDrainingError, match="takes no new calls") as caught:
+            service.check_accepting()
+    assert caught.value.http_status == 503
+    assert caught.value.retry_after_s >= 1
+
+
+def test_a_service_of_its_own_has_the_usual_bounds():
+    first, second = make(), make()
+    assert first.limits == second.limits
+    assert first.tenants is not second.tenants
+    assert first.monitor is not second.monitor
+    assert first.drain is not second.drain
 
 
 @pytest.mark.parametrize(("num_characters", "in_thread"), [(9, False), (10, True)])

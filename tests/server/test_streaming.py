@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from itertools import pairwise
 
 import httpx
 import msgspec
@@ -91,32 +92,50 @@ def test_an_answer_is_json_and_nobody_gets_one_who_left():
     assert json_response(Answer("x")).media_type == "application/json"
 
 
-def run_stream(events, receive=never):
+def test_the_tick_is_called_at_the_times_that_it_asks_for_until_the_work_ends():
+    ticks = []
+
+    async def tick():
+        ticks.append(asyncio.get_running_loop().time())
+        return 0.005
+
+    async def work():
+        while len(ticks) < 4:
+            await asyncio.sleep(0.001)
+        return "done"
+
+    assert asyncio.run(unless_disconnected(never, work(), tick)) == "done"
+    assert all(later - earlier >= 0.004 for earlier, later in pairwise(ticks))
+
+
+def run_stream(events, receive=never, *, keep_alive_s=60.0, on_send=None):
     """The messages that the response sends."""
     sent = []
 
     async def send(message):
+        if on_send is not None:
+            await on_send(message)
         sent.append(message)
 
-    asyncio.run(EventStream(events)({"type": "http"}, receive, send))
+    asyncio.run(EventStream(events, keep_alive_s)({"type": "http"}, receive, send))
     return sent
 
 
 def test_events_go_out_one_by_one_and_end_with_done():
     async def events():
         yield event({"a": 1})
-        yield event({"a": 2})
+        yield event({"a": 2}) + event({"a": 3})
 
-    start, *bodies, end = run_stream(events())
+    start, *bodies = run_stream(events())
     assert start["status"] == 200
     assert (b"content-type", b"text/event-stream; charset=utf-8") in start["headers"]
+    assert (b"x-accel-buffering", b"no") in start["headers"]
     assert [body["body"] for body in bodies] == [
         b'data: {"a":1}\n\n',
-        b'data: {"a":2}\n\n',
+        b'data: {"a":2}\n\ndata: {"a":3}\n\n',
         b"data: [DONE]\n\n",
     ]
-    assert all(body["more_body"] for body in bodies)
-    assert not end["more_body"]
+    assert [body["more_body"] for body in bodies] == [True, True, False]
 
 
 def test_an_error_before_the_first_event_is_raised_with_nothing_sent():
@@ -136,7 +155,82 @@ def test_an_error_after_the_first_event_becomes_an_event():
     bodies = [message["body"] for message in run_stream(events())[1:]]
     error = json.loads(bodies[1].removeprefix(b"data: "))["error"]
     assert (error["message"], error["code"]) == ("gone", "engine_dead")
-    assert bodies[-2:] == [b"data: [DONE]\n\n", b""]
+    assert bodies[-1] == b"data: [DONE]\n\n"
+
+
+def comment_counter():
+    """(a list that grows with each comment that is sent, the function that sees the messages)."""
+    comments = []
+
+    async def on_send(message):
+        if message.get("body") == b": keep-alive\n\n":
+            comments.append(message)
+
+    return comments, on_send
+
+
+def test_a_stream_without_news_gets_comments():
+    comments, on_send = comment_counter()
+
+    async def events():
+        yield event({"a": 1})
+        while len(comments) < 3:
+            await asyncio.sleep(0.001)
+        yield event({"a": 2})
+
+    _, first, *between, second, done = run_stream(events(), keep_alive_s=0.01, on_send=on_send)
+    assert [first["body"], second["body"]] == [event({"a": 1}), event({"a": 2})]
+    assert done["body"] == b"data: [DONE]\n\n"
+    assert len(between) >= 3 and between == comments
+
+
+def test_a_busy_stream_gets_none():
+    async def events():
+        for number in range(20):
+            yield event(number)
+            await asyncio.sleep(0.002)
+
+    sent = run_stream(events(), keep_alive_s=5.0)
+    assert len(sent) == 1 + 20 + 1
+
+
+def test_before_the_first_event_the_head_goes_out_with_the_first_comment():
+    comments, on_send = comment_counter()
+
+    async def events():
+        while not comments:
+            await asyncio.sleep(0.001)
+        raise EngineDeadError("gone")
+        yield b""
+
+    start, comment, *_, error, done = run_stream(events(), keep_alive_s=0.01, on_send=on_send)
+    assert (start["type"], start["status"]) == ("http.response.start", 200)
+    assert comment["body"] == b": keep-alive\n\n"
+    assert json.loads(error["body"].removeprefix(b"data: "))["error"]["code"] == "engine_dead"
+    assert done["body"] == b"data: [DONE]\n\n"
+
+
+def test_messages_never_overlap_and_no_comment_goes_to_one_who_does_not_read():
+    sending = []
+
+    async def on_send(message):
+        assert not sending
+        sending.append(message)
+        slow = message.get("body", b"").startswith(b"data: {")
+        await asyncio.sleep(0.05 if slow else 0)
+        sending.clear()
+
+    async def events():
+        yield event({"a": 1})
+        yield event({"a": 2})
+
+    sent = run_stream(events(), keep_alive_s=0.01, on_send=on_send)
+    assert [message.get("body") for message in sent] == [
+        None,
+        event({"a": 1}),
+        event({"a": 2}),
+        b"data: [DONE]\n\n",
+    ]
 
 
 def test_a_client_that_leaves_closes_the_events_where_they_are():
@@ -209,3 +303,37 @@ def test_a_stop_string_in_the_stream_ends_the_branch_in_the_engine(server, http)
     choice = http.post("/v1/completions", json=wish).json()["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     assert server.wait_until(lambda stats: stats["num_held_blocks"] == 0)["num_running"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_misses_its_deadline_is_ended_and_told(server, http, stream):
+    wish = ENDLESS | {"deadline_s": 0.1, "stream": stream}
+    answer = http.post("/v1/completions", json=wish)
+    if stream:
+        *_, last, done = answer.text.strip().split("\n\n")
+        assert (answer.status_code, done) == (200, "data: [DONE]")
+        error = json.loads(last.removeprefix("data: "))["error"]
+    else:
+        assert answer.status_code == 408
+        assert answer.headers["x-should-retry"] == "false"
+        error = answer.json()["error"]
+    assert error["code"] == "deadline_exceeded"
+    assert "0.1 s" in error["message"]
+
+
+def test_a_client_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(server, http):
+    words = ["a word that is never written"] * 400  # long enough to be worked on in a thread
+    body = json.dumps(ENDLESS | {"bad_words": words, "stream": True}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    for _ in range(3):
+        with socket.create_connection((host, int(port)), timeout=WAIT_S) as sock:
+            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    assert http.post("/v1/completions", json=ENDLESS | {"max_tokens": 2}).status_code == 200
+    server.wait_until(lambda stats: stats["num_running"] == stats["num_waiting"] == 0)
+
+
+def test_options_that_leave_no_token_are_told_as_the_callers_own(http, tokenizer):
+    wish = {"prompt": "def f(", "min_tokens": 1, "allowed_token_ids": [tokenizer.eos_token_id]}
+    answer = http.post("/v1/completions", json=wish)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "no_token_left")

@@ -8,14 +8,23 @@ import pytest
 
 from quire.errors import InvalidRequestError
 from quire.text.chat_messages import (
+    MAX_NESTING,
     check_messages,
     plain_value,
     with_joined_parts,
+    with_role_renamed,
     with_text_as_parts,
 )
 
 HI = {"role": "user", "content": "hi"}
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+def nested(num_levels: int) -> Any:
+    value: Any = "x"
+    for _ in range(num_levels):
+        value = [value]
+    return value
 
 
 @pytest.mark.parametrize(
@@ -37,6 +46,13 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'.*only text"),
         ([{"role": "user", "content": [PARTS[0], {"type": "text"}]}], "at position 1"),
         ([{"role": "user", "content": "hi", "extra": object()}], "contains a object"),
+        ([{"role": "assistant", "content": "hi", "audio": {"id": "x"}}], "has audio, which is not"),
+        ([HI, {"role": "assistant", "function_call": {}}], r"messages\[1\] has function_call"),
+        (
+            [{"role": "user", "content": [PARTS[0] | {"prompt_cache_breakpoint": {}}]}],
+            "has .prompt_cache_breakpoint. in its text part at position 0",
+        ),
+        ([{"role": "user", "content": "hi", "name": nested(65)}], "more than 64 levels deep"),
     ],
 )
 def test_what_is_wrong_is_said(messages: Any, words: str) -> None:
@@ -79,3 +95,26 @@ def test_plain_value_strips_enumerations_and_refuses_objects() -> None:
     with pytest.raises(InvalidRequestError, match="x contains a set") as caught:
         plain_value([{"a": {1}}], "x")
     assert caught.value.param == "x"
+
+
+def test_values_may_be_nested_but_not_endlessly() -> None:
+    assert plain_value(nested(MAX_NESTING), "x") == nested(MAX_NESTING)
+    for too_deep in (nested(MAX_NESTING + 1), {"a": nested(MAX_NESTING)}, nested(100_000)):
+        with pytest.raises(InvalidRequestError, match="x is nested more than 64 levels") as caught:
+            plain_value(too_deep, "x")
+        assert caught.value.param == "x"
+
+
+def test_a_part_may_have_fields_that_are_null() -> None:
+    part = PARTS[0] | {"prompt_cache_breakpoint": None}
+    (checked,) = check_messages([{"role": "user", "content": [part]}])
+    assert checked["content"][0]["text"] == "a"
+
+
+def test_a_role_can_be_renamed() -> None:
+    messages = [{"role": "developer", "content": "a"}, HI]
+    assert with_role_renamed(messages, "developer", "system") == [
+        {"role": "system", "content": "a"},
+        HI,
+    ]
+    assert messages[0]["role"] == "developer"

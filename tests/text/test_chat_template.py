@@ -148,6 +148,14 @@ def test_string_becomes_a_part_for_templates_that_want_parts(peer: Any) -> None:
     assert rendered == template.render(parts) == check_equal(peer, ONLY_PARTS, parts)
 
 
+def test_developers_are_systems_where_the_template_knows_only_these() -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, TURNS[0]]
+    system = ChatTemplate({"default": LLAMA3}, SPECIAL).render([SYSTEM, TURNS[0]])
+    assert ChatTemplate({"default": LLAMA3}, SPECIAL).render(messages) == system
+    aware = "{# system or developer #}" + CHATML
+    assert "<|im_start|>developer\n" in ChatTemplate({"default": aware}, {}).render(messages)
+
+
 def test_template_may_overrule_special_tokens(peer: Any) -> None:
     assert check_equal(peer, LLAMA3, TURNS[:1], eos_token="!").count("!") > 1
 
@@ -183,7 +191,8 @@ def test_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
     assert not template.exists
     with pytest.raises(InvalidRequestError, match=r"no chat template.*/v1/completions") as caught:
         template.render(TURNS)
-    assert str(tmp_path) in str(caught.value) and caught.value.param == "messages"
+    assert str(tmp_path) not in str(caught.value)  # clients are told it
+    assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,22 @@ def test_plain_decoders_equal_decode(plain: Tokenizer, data: st.DataObject) -> N
     assert joined(plain, ids) == plain.decode(ids, skip_special_tokens=False)
 
 
+def test_whole_text_is_that_of_tokens_made_of_whole_characters(
+    byte_level: Tokenizer, sentencepiece: Tokenizer
+) -> None:
+    for tokenizer in (byte_level, sentencepiece):
+        whole = 0
+        for token_id in range(tokenizer.vocab_size + 1):
+            share, text = tokenizer.token_bytes(token_id), tokenizer.whole_text(token_id)
+            assert tokenizer.whole_text(token_id) == text  # looked up the second time
+            if text is None:
+                assert "\ufffd" in share.decode(errors="replace")
+            else:
+                assert text.encode() == share
+                whole += 1
+        assert 0 < whole < tokenizer.vocab_size  # both kinds are there
+
+
 def test_every_byte_is_a_byte_level_token(byte_level: Tokenizer) -> None:
     shares = {byte_level.token_bytes(token_id) for token_id in range(byte_level.vocab_size)}
     assert {bytes([byte]) for byte in range(256)} <= shares
@@ -94,3 +110,11 @@ def test_nested_sequence_is_understood() -> None:
 def test_vocabulary_without_any_text_is_refused() -> None:
     with pytest.raises(CheckpointError, match="stands for any text"):
         TokenBytes(make_plain(decoders.Replace(Regex(".*"), "")))
+
+
+def test_no_token_is_longer_than_the_longest(
+    byte_level: Tokenizer, sentencepiece: Tokenizer
+) -> None:
+    for tokenizer in (byte_level, sentencepiece):
+        shares = [len(tokenizer.token_bytes(each)) for each in range(tokenizer.vocab_size)]
+        assert 0 < max(shares) <= tokenizer.longest_token_bytes < 64

@@ -1,47 +1,59 @@
-"""The HTTP application: which path is served where. Imports no torch.
+"""The HTTP application: which path is served where, and what a call goes through on its way there.
+
+From outside in: the request's id and its line in the log (`request_id`), CORS if origins are
+allowed, the guard (`access`), the bounds of the body (`body_limit`), answers to bugs (`errors`),
+the routes. All are plain ASGI, so that streams and disconnects pass through them untouched.
 
 The engine's life is in the hands of `launch`, not of the application: it must also end when the
-server is stopped by force, and then no application code runs any more.
+server is stopped by force, and then no application code runs any more. Imports no torch.
 """
 
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
 
-from quire.server import chat, completions, health, memory, models
-from quire.server.errors import install_error_handlers
+from quire.server import (
+    chat,
+    completions,
+    health,
+    memory,
+    metrics,
+    models,
+    refused,
+    tokens,
+    version,
+)
+from quire.server.access import AccessConfig, AccessGuard
+from quire.server.body_limit import BodyLimit
+from quire.server.errors import BugReporter, install_error_handlers
+from quire.server.request_id import RequestIdMiddleware
 from quire.server.service import Service
 from quire.version import __version__
 
-MAX_BODY_BYTES = 64 << 20
+SECURITY_HEADERS = [("x-content-type-options", "nosniff")]
+"""For every answer; the HTTP server itself adds them, at no cost per call."""
+
+OPEN = AccessConfig()
 
 
-class BodyLimit:
-    """Refuses a request body as soon as more than MAX_BODY_BYTES of it have come."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
-
-        async def receive_some() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
-            return message
-
-        await self._app(scope, receive_some, send)
-
-
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service, access: AccessConfig = OPEN) -> FastAPI:
     """The application that serves `service`."""
     app = FastAPI(title="quire", version=__version__, redoc_url=None)
     app.state.service = service
-    app.add_middleware(BodyLimit)
     install_error_handlers(app)
-    for family in (completions, chat, models, health, memory):
+    # Each one stands outside of those before it.
+    app.add_middleware(BugReporter)
+    app.add_middleware(BodyLimit, max_bytes=access.max_body_bytes, timeout_s=access.body_timeout_s)
+    app.add_middleware(AccessGuard, keys=access.keys)
+    if access.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),  # clients in browsers add headers of their own to each call
+            expose_headers=("X-Request-ID", "Retry-After"),
+        )
+    app.add_middleware(RequestIdMiddleware, monitor=service.monitor)
+    families = (completions, chat, tokens, models, version, health, memory, metrics)
+    for family in (*families, refused):  # the last takes what none of the others has
         app.include_router(family.router)
     return app

@@ -1,19 +1,26 @@
 """POST /v1/chat/completions: messages in, the assistant's next message out.
 
-A streamed answer and a whole one are made of the same pieces, so they say the same.
+A streamed answer has, for each choice, a chunk with the role, chunks with text, and one with the
+reason why it ended, as OpenAI's has; joined they are the whole answer.
 """
 
-import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from quire.engine.outputs import Delta
-from quire.server.generation import Generation, blamed_on, new_call_id, prepare
+from quire.errors import InvalidRequestError
+from quire.server.api_docs import answers
+from quire.server.call import Call
+from quire.server.generation import blamed_on, new_call_id, prepare
+from quire.server.limits import check_text
 from quire.server.logprobs import chat_logprobs
-from quire.server.protocol import ChatCompletionRequest
+from quire.server.protocol import ChatCompletionRequest, TemplateOptions
 from quire.server.responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -23,113 +30,176 @@ from quire.server.responses import (
     ChatLogprobs,
     ChatMessage,
     Usage,
-    usage_of,
 )
-from quire.server.service import Service, call_for_text, service_of
+from quire.server.service import LONG_TEXT_CHARACTERS, Service, call_for_text, service_of
 from quire.server.streaming import EventStream, answer, event
 from quire.server.tenancy import options_of
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))
 async def create_chat_completion(body: ChatCompletionRequest, http: HTTPRequest) -> Response:
     """Answer the messages n times."""
     service = service_of(http)
     service.check_model(body.model)
+    service.limits.check(body, service.engine.limits.max_logprobs)
     wish = body.to_wish()
     call_id = new_call_id("chatcmpl")
-    num_characters = sum(len(str(message)) for message in body.messages)
-    token_ids = await call_for_text(num_characters, _prompt_token_ids, service, body)
-    options = options_of(http, body.priority, body.cache_salt)
-    generation = await prepare(service, call_id, [token_ids], wish, options)
+    options = options_of(http, body)
+    token_ids = await chat_token_ids(
+        service, body.messages, body, add_special_tokens=body.add_special_tokens
+    )
+    with _prompt_is_messages():
+        generation = await prepare(service, http, call_id, [token_ids], wish, options)
     call = _ChatCall(service, body, generation, call_id)
     if body.stream:
-        return EventStream(call.events())
+        return EventStream(call.events(), service.keep_alive_s)
     return await answer(http.receive, call.collect())
 
 
-def _prompt_token_ids(service: Service, body: ChatCompletionRequest) -> list[int]:
-    """The rendered template, which writes its own special tokens. Raises InvalidRequestError."""
-    begins_message = body.add_generation_prompt
+@contextmanager
+def _prompt_is_messages() -> Iterator[None]:
+    """A client of this API knows no field `prompt` that could be at fault."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param == "prompt":
+            error.param = "messages"
+        raise
+
+
+async def chat_token_ids(
+    service: Service,
+    messages: Sequence[Mapping[str, Any]],
+    options: TemplateOptions,
+    *,
+    add_special_tokens: bool,
+) -> list[int]:
+    """The messages as the model takes them. Raises InvalidRequestError.
+
+    add_special_tokens: beside those that the template itself writes.
+    """
+    size = _num_characters([messages, options.chat_template_kwargs])
+    return await call_for_text(size, _render, service, messages, options, add_special_tokens)
+
+
+def _render(
+    service: Service,
+    messages: Sequence[Mapping[str, Any]],
+    options: TemplateOptions,
+    add_special_tokens: bool,
+) -> list[int]:
+    begins_message = options.add_generation_prompt
     if begins_message is None:
-        begins_message = not body.continue_final_message
+        begins_message = not options.continue_final_message
     text = service.chat_template.render(
-        body.messages,
+        messages,
         add_generation_prompt=begins_message,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
+        continue_final_message=options.continue_final_message,
+        chat_template_kwargs=options.chat_template_kwargs,
     )
+    check_text(text, service.tokenizer, service.engine.limits.max_model_len, "messages")
     with blamed_on("messages"):
-        return service.tokenizer.encode(text, add_special_tokens=False)
+        return service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-class _ChatCall:
-    """One call. Invariant: the role is in the first piece of each choice and in no other."""
+def _num_characters(value: Any) -> int:
+    """Of all texts in a JSON value, counted as far as `call_for_text` wants to know."""
+    count, rest = 0, [value]
+    while rest and count < LONG_TEXT_CHARACTERS:
+        each = rest.pop()
+        if isinstance(each, str):
+            count += len(each)
+        elif isinstance(each, Mapping):
+            count += len(each)
+            rest.extend(each.values())
+        elif isinstance(each, Sequence):
+            count += len(each)
+            rest.extend(each)
+    return count
 
-    def __init__(
-        self,
-        service: Service,
-        body: ChatCompletionRequest,
-        generation: Generation,
-        call_id: str,
-    ) -> None:
-        self._service = service
-        self._body = body
-        self._generation = generation
-        self._call_id = call_id
-        self._created_s = int(time.time())
-        self._to_begin = set(range(generation.num_choices))
+
+class _ChatCall(Call[ChatCompletionRequest]):
+    """One call. Invariant: the role is in the first chunk of each choice and in no other."""
 
     async def collect(self) -> ChatCompletion:
         """The whole answer."""
-        choices = [
-            ChatChoice(index, ChatMessage(""), ChatLogprobs([]) if self._body.logprobs else None)
-            for index in range(self._generation.num_choices)
-        ]
         async with self._generation as generation:
-            async for index, delta in generation.deltas():
-                self._grow(choices[index], delta)
-        usage = usage_of(self._generation.results)
+            choices = [self._choice(index, delta) for index, delta in await generation.rest()]
         return ChatCompletion(
-            self._call_id, self._created_s, self._service.model_name, choices, usage
+            self._call_id,
+            self._created_s,
+            self._service.model_name,
+            choices,
+            self._usage(),
+            system_fingerprint=self._service.system_fingerprint,
+            prompt_logprobs=self._prompt_logprobs(0),
+            prompt_token_ids=self._prompt_token_ids(0),
         )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
         async with self._generation as generation:
-            async for index, delta in generation.deltas():
-                if delta.text or delta.logprobs or delta.finish_reason or index in self._to_begin:
-                    yield self._event([self._piece(index, delta)])
+            async for batch in generation.batches():
+                if events := b"".join(self._events(batch)):
+                    yield events
         if self._body.include_usage:
-            yield self._event([], usage_of(self._generation.results))
+            yield event(self._chunk([], self._usage()))
 
-    def _grow(self, choice: ChatChoice, delta: Delta) -> None:
-        choice.message.content += delta.text
-        if choice.logprobs is not None:
-            choice.logprobs.content += chat_logprobs(
-                self._service.tokenizer, delta.logprobs
-            ).content
-        if delta.finish_reason is not None:
-            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-
-    def _piece(self, index: int, delta: Delta) -> ChatChunkChoice:
-        piece = ChatChunkChoice(index, ChatDelta())
-        if index in self._to_begin:
-            self._to_begin.discard(index)
-            piece.delta = ChatDelta(role="assistant", content="")
-        if delta.text:
-            piece.delta.content = delta.text
-        if delta.logprobs:
-            piece.logprobs = chat_logprobs(self._service.tokenizer, delta.logprobs)
-        if delta.finish_reason is not None:
-            piece.finish_reason, piece.stop_reason = delta.finish_reason, delta.stop_reason
-        return piece
-
-    def _event(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> bytes:
-        chunk = ChatCompletionChunk(
-            self._call_id, self._created_s, self._service.model_name, choices
+    def _choice(self, index: int, delta: Delta) -> ChatChoice:
+        """A whole one."""
+        self._num_generated += len(delta.token_ids)
+        return ChatChoice(
+            index,
+            ChatMessage(delta.text),
+            self._logprobs(delta) if self._body.logprobs else None,
+            delta.finish_reason,
+            delta.stop_reason,
+            self._token_ids(delta),
         )
-        if self._body.include_usage:
-            chunk.usage = usage
-        return event(chunk)
+
+    def _events(self, batch: Iterable[tuple[int, Delta]]) -> Iterator[bytes]:
+        for index, delta in batch:
+            if self._begins(index):
+                role = ChatChunkChoice(index, ChatDelta(role="assistant", content=""))
+                yield event(self._chunk([role], prompt_token_ids=self._prompt_token_ids(index)))
+            self._num_generated += len(delta.token_ids)
+            if delta.text or delta.logprobs or (self._body.return_token_ids and delta.token_ids):
+                yield event(self._chunk([self._content(index, delta)]))
+            if delta.finish_reason is not None:
+                end = ChatChunkChoice(
+                    index,
+                    ChatDelta(),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                )
+                yield event(self._chunk([end]))
+
+    def _content(self, index: int, delta: Delta) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index,
+            ChatDelta(content=delta.text),
+            self._logprobs(delta) if delta.logprobs else None,
+            token_ids=self._token_ids(delta),
+        )
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs:
+        return chat_logprobs(self._service.tokenizer, delta.logprobs)
+
+    def _chunk(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | None = None,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
+    ) -> ChatCompletionChunk:
+        """usage: of the last chunk; the others have their own."""
+        return ChatCompletionChunk(
+            self._call_id,
+            self._created_s,
+            self._service.model_name,
+            choices,
+            self._chunk_usage() if usage is None else usage,
+            system_fingerprint=self._service.system_fingerprint,
+            prompt_token_ids=prompt_token_ids,
+        )

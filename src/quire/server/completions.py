@@ -3,95 +3,121 @@
 A streamed answer and a whole one are made of the same pieces, so they say the same.
 """
 
-import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from quire.engine.outputs import Delta, RequestOutput
-from quire.server.generation import Generation, new_call_id, prepare
-from quire.server.logprobs import CompletionLogprobsWriter, extend_logprobs, prompt_logprobs_json
+from quire.engine.outputs import Delta
+from quire.server.api_docs import answers
+from quire.server.call import Call
+from quire.server.generation import Generation, blamed_on, new_call_id, prepare
+from quire.server.limits import check_text
+from quire.server.logprobs import CompletionLogprobsWriter, extend_logprobs
 from quire.server.protocol import CompletionRequest
-from quire.server.responses import Completion, CompletionChoice, CompletionLogprobs, usage_of
-from quire.server.service import Service, service_of
+from quire.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from quire.server.service import Service, call_for_text, service_of
 from quire.server.streaming import EventStream, answer, event
 from quire.server.tenancy import options_of
 
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=answers(Completion, streams=True))
 async def create_completion(body: CompletionRequest, http: HTTPRequest) -> Response:
     """Continue each prompt n times."""
     service = service_of(http)
     service.check_model(body.model)
+    service.limits.check(body, service.engine.limits.max_logprobs)
     wish = body.to_wish()
     call_id = new_call_id("cmpl")
-    options = options_of(http, body.priority, body.cache_salt)
-    generation = await prepare(service, call_id, body.prompts, wish, options)
+    options = options_of(http, body)
+    prompts = await _prompts(service, body)
+    generation = await prepare(service, http, call_id, prompts, wish, options)
     call = _CompletionCall(service, body, generation, call_id)
     if body.stream:
-        return EventStream(call.events())
+        return EventStream(call.events(), service.keep_alive_s)
     return await answer(http.receive, call.collect())
 
 
-class _CompletionCall:
+async def _prompts(service: Service, body: CompletionRequest) -> list[str | list[int]]:
+    """As the engine takes them: token ids, or texts, which get their special tokens there."""
+    for prompt in body.prompts:
+        if isinstance(prompt, str):
+            check_text(prompt, service.tokenizer, service.engine.limits.max_model_len, "prompt")
+    if body.add_special_tokens:
+        return body.prompts
+    num_characters = sum(len(prompt) for prompt in body.prompts)
+    return await call_for_text(num_characters, _without_special_tokens, service, body)
+
+
+def _without_special_tokens(service: Service, body: CompletionRequest) -> list[Any]:
+    with blamed_on("prompt"):
+        return [
+            service.tokenizer.encode(prompt, add_special_tokens=False)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in body.prompts
+        ]
+
+
+class _CompletionCall(Call[CompletionRequest]):
     """One call. Invariant: a choice's echo, if asked for, is at the head of its first piece."""
 
     def __init__(
         self, service: Service, body: CompletionRequest, generation: Generation, call_id: str
     ) -> None:
-        self._service = service
-        self._body = body
-        self._generation = generation
-        self._call_id = call_id
-        self._created_s = int(time.time())
-        self._to_echo = set(range(generation.num_choices)) if body.echo else set()
+        super().__init__(service, body, generation, call_id)
         self._writers = self._make_writers(body.logprobs)
 
     async def collect(self) -> Completion:
         """The whole answer."""
-        choices: dict[int, CompletionChoice] = {}
-        async for piece in self._pieces():
-            choices[piece.index] = _joined(choices.get(piece.index), piece)
-        ordered = [choice for _, choice in sorted(choices.items())]
-        if self._body.prompt_logprobs is not None:
-            for choice in ordered:
-                self._attach_prompt_logprobs(choice, self._body.prompt_logprobs)
-        whole = self._answer(ordered)
-        whole.usage = usage_of(self._generation.results)
-        return whole
+        async with self._generation as generation:
+            choices = [
+                self._piece(choice, self._counted(delta))
+                for choice, delta in await generation.rest()
+            ]
+        for choice in choices:
+            choice.prompt_logprobs = self._prompt_logprobs(choice.index)
+        return self._answer(choices, self._usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
-        async for piece in self._pieces():
-            chunk = self._answer([piece])
-            if self._body.include_usage:
-                chunk.usage = None
-            yield event(chunk)
-        if self._body.include_usage:
-            last = self._answer([])
-            last.usage = usage_of(self._generation.results)
-            yield event(last)
-
-    async def _pieces(self) -> AsyncGenerator[CompletionChoice, None]:
         async with self._generation as generation:
-            async for choice, delta in generation.deltas():
-                piece = self._piece(choice, delta)
-                if piece.text or piece.logprobs is not None or piece.finish_reason is not None:
-                    yield piece
+            async for batch in generation.batches():
+                if events := b"".join(self._events(batch)):
+                    yield events
+        if self._body.include_usage:
+            yield event(self._answer([], self._usage()))
+
+    def _events(self, batch: Iterable[tuple[int, Delta]]) -> Iterator[bytes]:
+        for choice, whole_delta in batch:
+            delta = self._counted(whole_delta)
+            if self._has_news(delta) or (self._body.echo and choice in self._unbegun):
+                yield event(self._answer([self._piece(choice, delta)], self._chunk_usage()))
+
+    def _counted(self, delta: Delta) -> Delta:
+        """What is answered of a delta, its tokens counted."""
+        if self._body.scores_only:
+            return Delta(finish_reason=None if delta.finish_reason is None else "length")
+        self._num_generated += len(delta.token_ids)
+        return delta
 
     def _piece(self, choice: int, delta: Delta) -> CompletionChoice:
-        text, logprobs = delta.text, None
-        is_first = choice in self._to_echo
-        self._to_echo.discard(choice)
-        if is_first:
-            text = self._prompt_text(choice) + text
-        if self._writers:
-            logprobs = self._logprobs(choice, delta, is_first)
-        return CompletionChoice(choice, text, logprobs, delta.finish_reason, delta.stop_reason)
+        begins = self._begins(choice)
+        echoes = begins and self._body.echo
+        return CompletionChoice(
+            choice,
+            self._prompt_text(choice) + delta.text if echoes else delta.text,
+            self._logprobs(choice, delta, echoes) if self._writers else None,
+            delta.finish_reason,
+            delta.stop_reason,
+            prompt_token_ids=self._prompt_token_ids(choice) if begins else UNSET,
+            token_ids=self._token_ids(delta),
+        )
 
     def _logprobs(self, choice: int, delta: Delta, with_echo: bool) -> CompletionLogprobs | None:
         writer, result = self._writers[choice], self._result(choice)
@@ -109,44 +135,29 @@ class _CompletionCall:
         return [
             CompletionLogprobsWriter(
                 self._service.tokenizer,
-                () if self._to_echo else self._result(choice).prompt_token_ids,
+                () if self._body.echo else self._result(choice).prompt_token_ids,
                 num_top=num_top,
                 skip_special_tokens=self._generation.params.skip_special_tokens,
             )
             for choice in range(self._generation.num_choices)
         ]
 
-    def _result(self, choice: int) -> RequestOutput:
-        return self._generation.results[choice // self._generation.params.n]
-
     def _prompt_text(self, choice: int) -> str:
-        result = self._result(choice)
-        if result.prompt is not None:
-            return result.prompt
+        prompt = self._body.prompts[choice // self._generation.params.n]
+        if isinstance(prompt, str):
+            return prompt
         return self._service.tokenizer.decode(
-            result.prompt_token_ids,
-            skip_special_tokens=self._generation.params.skip_special_tokens,
+            prompt, skip_special_tokens=self._generation.params.skip_special_tokens
         )
 
-    def _attach_prompt_logprobs(self, choice: CompletionChoice, num_top: int) -> None:
-        result = self._result(choice.index)
-        assert result.prompt_logprobs is not None, "they come with the first output"
-        choice.prompt_logprobs = prompt_logprobs_json(
-            result.prompt_token_ids, result.prompt_logprobs, num_top
+    def _answer(
+        self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
+    ) -> Completion:
+        return Completion(
+            self._call_id,
+            self._created_s,
+            self._service.model_name,
+            choices,
+            usage,
+            system_fingerprint=self._service.system_fingerprint,
         )
-
-    def _answer(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(self._call_id, self._created_s, self._service.model_name, choices)
-
-
-def _joined(before: CompletionChoice | None, piece: CompletionChoice) -> CompletionChoice:
-    """`before`, grown by the next piece of the same choice."""
-    if before is None:
-        return piece
-    before.text += piece.text
-    if before.logprobs is None or piece.logprobs is None:
-        before.logprobs = before.logprobs or piece.logprobs
-    else:
-        extend_logprobs(before.logprobs, piece.logprobs)
-    before.finish_reason, before.stop_reason = piece.finish_reason, piece.stop_reason
-    return before

@@ -1,71 +1,202 @@
 """Every error as OpenAI's clients expect it: {"error": {message, type, param, code}}.
 
-Installed by `app`. What the client did wrong is told by name; what went wrong here is logged by the
-server and told without its insides.
+Installed by `app`; its middlewares and the streams answer through it, too. What the client did
+wrong is told by name; what went wrong here is logged by the server and told without its insides: no
+traceback, no path.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.errors import InvalidRequestError, OverloadedError, QuireError
+from quire.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    EngineDeadError,
+    InvalidRequestError,
+    QuireError,
+    RequestTimeoutError,
+)
+from quire.observability.log import get_logger
 
-_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+"""Of errors that the HTTP framework finds."""
+
+_CLIENT_GONE = 499
+
+MAX_MESSAGE_CHARACTERS = 2000
+MAX_PARAM_CHARACTERS = 200
+"""Errors name what a client sent, which may be megabytes."""
+
+logger = get_logger(__name__)
 
 
 def error_body(error: QuireError) -> dict[str, Any]:
     """The JSON of an error that quire raised."""
-    param = getattr(error, "param", None)
-    return _body(error.http_status, str(error), param=param, code=error.code)
+    told = _told(error)
+    param = getattr(told, "param", None)
+    return _body(told.http_status, str(told), param=param, code=told.code)
+
+
+def error_response(scope: Scope, error: QuireError) -> Response:
+    """The answer to the call of `scope`, which is marked with the code for the access log."""
+    told = _told(error)
+    _mark(scope, told.code)
+    return JSONResponse(error_body(told), told.http_status, _headers(told))
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Make `app` answer every error in OpenAI's shape."""
 
     @app.exception_handler(QuireError)
-    async def on_quire_error(_request: HTTPRequest, error: QuireError) -> JSONResponse:
-        headers = {}
-        if isinstance(error, OverloadedError):
-            headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-        return JSONResponse(error_body(error), error.http_status, headers)
+    async def on_quire_error(request: HTTPRequest, error: QuireError) -> Response:
+        return error_response(request.scope, error)
 
     @app.exception_handler(RequestValidationError)
-    async def on_bad_body(_request: HTTPRequest, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse(error_body(_first_mistake(error.errors())), 400)
+    async def on_bad_body(request: HTTPRequest, error: RequestValidationError) -> Response:
+        return error_response(request.scope, _first_mistake(request, error.errors()))
 
     @app.exception_handler(HTTPException)
-    async def on_http_error(request: HTTPRequest, error: HTTPException) -> JSONResponse:
-        message = _http_message(request, error)
-        return JSONResponse(_body(error.status_code, message), error.status_code, error.headers)
+    async def on_http_error(request: HTTPRequest, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, ClientDisconnect):  # in the middle of its body
+            return Response(status_code=_CLIENT_GONE)
+        if (mistake := _body_mistake(error)) is not None:
+            return error_response(request.scope, mistake)
+        code = _CODES.get(error.status_code)
+        _mark(request.scope, code)
+        body = _body(error.status_code, _http_message(request, error), code=code)
+        return JSONResponse(body, error.status_code, error.headers)
+
+    @app.exception_handler(RecursionError)
+    async def on_deep_nesting(request: HTTPRequest, error: RecursionError) -> Response:
+        # Only what a client nests can be so deep; should it be a bug, the log has it.
+        logger.warning("a request was too deeply nested", exc_info=error)
+        return error_response(request.scope, _too_deep())
 
     @app.exception_handler(Exception)
-    async def on_bug(_request: HTTPRequest, error: Exception) -> JSONResponse:
-        message = f"the server failed at this request ({type(error).__name__}); its log says more"
-        return JSONResponse(_body(500, message, code=QuireError.code), 500)
+    async def on_bug(request: HTTPRequest, error: Exception) -> Response:
+        return _bug_response(request.scope, error)
+
+
+class BugReporter:
+    """Logs what no handler knows and answers 500.
+
+    The innermost middleware of ours, so that this answer, too, gets what the others add to any.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_some(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_some)
+        except Exception as error:
+            if has_begun or scope["type"] != "http":
+                raise  # the HTTP server logs it and cuts the connection
+            logger.error("a bug at %s %r", scope["method"], scope["path"], exc_info=error)
+            await _bug_response(scope, error)(scope, receive, send)
+
+
+def _told(error: QuireError) -> QuireError:
+    """What a client is told: an engine that can't be built again is the operator's matter."""
+    if isinstance(error, ConfigurationError):
+        return EngineDeadError("the engine can't be started again; the server's log says why")
+    return error
+
+
+def _headers(error: QuireError) -> dict[str, str]:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if not error.may_be_retried:
+        headers["X-Should-Retry"] = "false"  # read by OpenAI's clients, which else retry by status
+    if isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, RequestTimeoutError):
+        headers["Connection"] = "close"  # else the rest of the body could come for ever
+    return headers
 
 
 def _body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        message = f"{message[:MAX_MESSAGE_CHARACTERS]}..."
+    if param is not None:
+        param = _encodable(param[:MAX_PARAM_CHARACTERS])
+    return {"error": {"message": _encodable(message), "type": kind, "param": param, "code": code}}
+
+
+def _encodable(text: str) -> str:
+    """With escapes for halves of surrogate pairs, which a client may send but UTF-8 has not."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _bug_response(scope: Scope, error: Exception) -> Response:
+    _mark(scope, QuireError.code)
+    message = f"the server failed at this request ({type(error).__name__}); its log says more"
+    return JSONResponse(_body(500, message, code=QuireError.code), 500)
+
+
+def _mark(scope: Scope, code: str | None) -> None:
+    scope.setdefault("state", {})["error_code"] = code or ""
 
 
 def _http_message(request: HTTPRequest, error: HTTPException) -> str:
+    path = f"{request.url.path:.200}"
     if error.status_code == 404:
-        return f"there is no {request.url.path} here; try /v1/completions, /v1/chat/completions"
+        return f"there is no {path} here; try /v1/completions, /v1/chat/completions"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        return f"{request.url.path} does not take {request.method}; use {allowed}"
+        return f"{path} does not take {request.method}; use {allowed}"
     return str(error.detail)
 
 
-def _first_mistake(mistakes: Sequence[Mapping[str, Any]]) -> InvalidRequestError:
+def _body_mistake(error: HTTPException) -> QuireError | None:
+    """What is wrong with a body that could not be read or parsed, by the cause of the exception."""
+    cause = error.__cause__
+    if isinstance(cause, QuireError):
+        return cause
+    if error.status_code != 400 or cause is None:
+        return None
+    if isinstance(cause, RecursionError):
+        return _too_deep()
+    if isinstance(cause, UnicodeDecodeError):
+        return InvalidRequestError(f"the body is not UTF-8: {cause.reason} at byte {cause.start}")
+    return InvalidRequestError("the body can't be read as JSON")
+
+
+def _too_deep() -> InvalidRequestError:
+    return InvalidRequestError("the body's JSON is nested too deeply")
+
+
+def _first_mistake(
+    request: HTTPRequest, mistakes: Sequence[Mapping[str, Any]]
+) -> InvalidRequestError:
     """What is wrong with a body: the first field at fault, with all that it could have been."""
     first = mistakes[0]
     if first["type"] == "json_invalid":
@@ -76,6 +207,11 @@ def _first_mistake(mistakes: Sequence[Mapping[str, Any]]) -> InvalidRequestError
     if isinstance(cause, InvalidRequestError):
         return InvalidRequestError(str(cause), ".".join([*map(str, path), str(cause.param)]))
     if not path:
+        kind = request.headers.get("content-type", "")
+        if "json" not in kind.lower():
+            return InvalidRequestError(
+                f"the Content-Type is {kind!r:.80}, but must be application/json"
+            )
         return InvalidRequestError(f"the body must be a JSON object: {first['msg']}")
     return _wrong_type(path, [m for m in mistakes if path[0] in m["loc"]])
 

@@ -1,28 +1,77 @@
 """The requests of one HTTP call while they run: from prompts to text, whatever the API family.
 
 One call becomes one engine request per prompt, and n choices of each: choice = prompt * n + branch.
+Outputs are turned into text as they come off the engine, not as the client takes them: a client
+that does not read holds up no stop string, no deadline and no count. What it has not taken yet is
+merged, so a slow stream never holds more than a whole answer would.
+
 Called by `completions` and `chat`. Knows no JSON.
 """
 
+import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from quire.core.request import Request
+from fastapi import Request as HTTPRequest
+
+from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import Wish, as_sampling_params
-from quire.engine.async_engine import RequestStream
 from quire.engine.inputs import RequestOptions
 from quire.engine.outputs import Delta, RequestAssembler, RequestOutput
-from quire.errors import InvalidRequestError, StepFailedError
+from quire.engine.request_stream import RequestStream
+from quire.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    NoTokenLeftError,
+    QuireError,
+    StepFailedError,
+)
+from quire.server.monitor import CallRecord
 from quire.server.service import Service, call_for_text
+from quire.server.tenants import NO_TENANT, Lease, Tenant
+
+_OPERATIONS = {"cmpl": "text_completion", "chatcmpl": "chat"}
+"""By the prefix of a call's id."""
+
+_ENCODINGS_PER_BAD_WORD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose call it is, its ids, and when it came, by time.monotonic."""
+
+    tenant: Tenant
+    request_id: str
+    call_id: str
+    arrival_s: float
+
+    @classmethod
+    def of(cls, http: HTTPRequest, call_id: str) -> Self:
+        """What the middlewares have found out, where they stand."""
+        state = http.scope.get("state", {})
+        return cls(
+            state.get("tenant", NO_TENANT),
+            state.get("request_id", ""),
+            call_id,
+            state.get("arrival_s", time.monotonic()),
+        )
+
+    @property
+    def operation(self) -> str:
+        """As OpenTelemetry calls it."""
+        return _OPERATIONS.get(self.call_id.partition("-")[0], "text_completion")
 
 
 class Generation:
     """One HTTP call's requests. Use it with `async with`: leaving aborts what still runs.
 
-    Invariant: a stop string that ends a branch here ends it in the engine, too.
+    Invariants: a stop string that ends a branch here ends it in the engine, too; `_news` has each
+    choice of which something came that nobody took, in the order in which it came.
     """
 
     def __init__(
@@ -31,19 +80,31 @@ class Generation:
         requests: Sequence[Request],
         wish: Wish,
         texts: Sequence[str | None],
+        caller: Caller,
     ) -> None:
         """texts: of the prompts, None where the client sent token ids."""
         self.requests = requests
         self.params = params = as_sampling_params(wish)
-        self._engine = service.engine
+        self._service = service
+        self._caller = caller
         self._assemblers = {
-            request.request_id: RequestAssembler(request, wish, service.tokenizer, text)
+            request.request_id: RequestAssembler(
+                request, wish, service.tokenizer, text, deltas_only=True
+            )
             for request, text in zip(requests, texts, strict=True)
         }
         self._first_choice = {
             request.request_id: index * params.n for index, request in enumerate(requests)
         }
+        self._news: dict[int, tuple[RequestAssembler, int]] = {}
+        self._error: Exception | None = None
+        self._has_ended = False
+        self._waits_for_end = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._leaving = ExitStack()
         self._stream: RequestStream | None = None
+        self._record: CallRecord | None = None
+        self._lease: Lease | None = None
 
     @property
     def num_choices(self) -> int:
@@ -51,12 +112,38 @@ class Generation:
 
     @property
     def results(self) -> list[RequestOutput]:
-        """Everything that has come so far, by prompt."""
+        """Everything that has come so far, by prompt, but for the texts and log-probabilities of
+        the choices: these are in the deltas alone."""
         return [assembler.output for assembler in self._assemblers.values()]
 
     async def __aenter__(self) -> Self:
-        """Send the requests to the engine. Raises OverloadedError, EngineDeadError."""
-        self._stream = self._engine.generate(*self.requests)
+        """Send the requests to the engine.
+
+        Raises OverloadedError and its kinds, EngineDeadError, InvalidRequestError for more than the
+        tenant may ever ask, DeadlineExceededError if the deadline has passed already.
+        """
+        left_s = self._time_left_s()
+        if left_s is not None and left_s <= 0:
+            raise self._deadline_error()
+        service, caller = self._service, self._caller
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
+        with ExitStack() as undo:
+            self._lease = service.tenants.open(caller.tenant, self.num_choices, num_prompt_tokens)
+            undo.callback(self._lease.close)
+            self._stream = service.engine.generate(*self.requests)
+            undo.callback(self._stream.close)
+            attributes = {
+                "gen_ai.operation.name": caller.operation,
+                "gen_ai.response.id": caller.call_id,
+            }
+            self._record = service.monitor.open_call(
+                self.requests, caller.tenant.name, caller.request_id, attributes
+            )
+            self._stream.attach(self)
+            if left_s is not None:
+                loop = asyncio.get_running_loop()
+                undo.callback(loop.call_later(left_s, self._on_deadline).cancel)
+            self._leaving = undo.pop_all()
         return self
 
     async def __aexit__(
@@ -65,37 +152,153 @@ class Generation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._leaving.close()
+        self._stream = self._lease = None  # no cycle: what the call held is freed at once
+        if self._record is not None:
+            self._record.close(error)
+
+    def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """All that is new since the last one, as it comes, until every choice has finished.
+
+        A batch has each choice at most once: with one token of it, or with as many as came since
+        the last batch was taken. Raises what the engine refused a request with, StepFailedError,
+        DeadlineExceededError, EngineDeadError; what came before is given first.
+        """
+        return _Batches(self)
+
+    async def next_batch(self) -> list[tuple[int, Delta]]:
+        """For `batches`: the next one, as soon as there is any; empty at the end."""
+        while not self._news:
+            if self._error is not None:
+                raise self._error
+            if self._has_ended:
+                return []
+            await self._wait()
+        return self._take()
+
+    async def rest(self) -> list[tuple[int, Delta]]:
+        """Everything that nobody took, once every choice has finished: each choice once, in order.
+
+        Sleeps until then, however many tokens come. Raises as `batches` does.
+        """
+        self._waits_for_end = True
+        while self._error is None and not self._has_ended:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+        return sorted(self._take(), key=lambda pair: pair[0])
+
+    def on_output(self, output: SequenceOutput) -> None:
+        """For the stream: what a step brought. Never raises, since the connection that brought it
+        is everybody's; what goes wrong here ends this call."""
+        if self._error is not None:
+            return
+        try:
+            self._take_in(output)
+        except Exception as error:  # raised again by whoever reads this call's answer
+            self._fail(error)
+
+    def on_end(self, error: QuireError | None) -> None:
+        """For the stream: nothing more comes."""
+        self._has_ended = True
+        self._error = self._error or error
+        self._wake()
+
+    def _take_in(self, output: SequenceOutput) -> None:
+        assert self._stream and self._record and self._lease, "outputs come inside `async with`"
+        self._record.on_output(output)
+        self._lease.count(len(output.token_ids))
+        assembler = self._assemblers[output.request_id]
+        for branch in assembler.push(output):
+            self._record.on_stop(output.request_id, branch)
+            self._stream.abort_branch(output.request_id, branch)
+        if output.error is not None:
+            is_asked_for = output.error == NoTokenLeftError.TEXT
+            self._fail((NoTokenLeftError if is_asked_for else StepFailedError)(output.error))
+            return
+        choice = self._first_choice[output.request_id] + output.branch_index
+        self._news[choice] = (assembler, output.branch_index)
+        if not self._waits_for_end:
+            self._wake()
+
+    def _take(self) -> list[tuple[int, Delta]]:
+        news, self._news = self._news, {}
+        return [
+            (choice, assembler.take_delta(branch)) for choice, (assembler, branch) in news.items()
+        ]
+
+    def _fail(self, error: Exception) -> None:
+        """End the call: its memory is free before the engine's next step, read or not."""
+        self._error = self._error or error
         if self._stream is not None:
             self._stream.close()
+        self._wake()
 
-    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """(choice, what is new in it) as it comes, until every choice has finished.
+    def _on_deadline(self) -> None:
+        if not self._has_ended:
+            self._fail(self._deadline_error())
 
-        Raises what the engine refused a request with, StepFailedError, EngineDeadError.
-        """
-        assert self._stream is not None, "deltas are read inside `async with`"
-        async for output in self._stream:
-            assembler = self._assemblers[output.request_id]
-            for branch in assembler.push(output):
-                self._stream.abort_branch(output.request_id, branch)
-            if assembler.output.error is not None:
-                raise StepFailedError(assembler.output.error)
-            delta = assembler.take_delta(output.branch_index)
-            yield self._first_choice[output.request_id] + output.branch_index, delta
+    def _time_left_s(self) -> float | None:
+        deadline_s = self.requests[0].deadline_s
+        if deadline_s is None:
+            return None
+        return self._caller.arrival_s + deadline_s - time.monotonic()
+
+    def _deadline_error(self) -> DeadlineExceededError:
+        num_tokens = sum(
+            len(choice.token_ids) for result in self.results for choice in result.outputs
+        )
+        return DeadlineExceededError(
+            f"the call was ended at its deadline, {self.requests[0].deadline_s:g} s after it came,"
+            f" with {num_tokens} tokens generated; allow more time with deadline_s, or ask for"
+            " fewer tokens"
+        )
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Batches:
+    """An iterator, and no generator: one that is left half-way needs nobody to close it."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, Delta]]:
+        batch = await self._generation.next_batch()
+        if not batch:
+            raise StopAsyncIteration
+        return batch
 
 
 async def prepare(
     service: Service,
+    http: HTTPRequest,
     call_id: str,
     prompts: Sequence[str | list[int]],
     wish: Wish,
     options: RequestOptions,
 ) -> Generation:
-    """Tokenize and check the prompts. Raises InvalidRequestError."""
+    """Tokenize and check the prompts. Raises InvalidRequestError, ServerDrainingError."""
+    service.check_accepting()
+    caller = Caller.of(http, call_id)
     size = sum(len(prompt) for prompt in prompts)  # in characters or token ids: both are read
+    words = as_sampling_params(wish).bad_words or ()
+    size += _ENCODINGS_PER_BAD_WORD * sum(len(word) for word in words)
     requests = await call_for_text(size, _make_requests, service, call_id, prompts, wish, options)
     texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-    return Generation(service, requests, wish, texts)
+    return Generation(service, requests, wish, texts, caller)
 
 
 @contextmanager

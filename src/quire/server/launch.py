@@ -1,13 +1,16 @@
 """Starts and ends a server: one socket, one engine process, one event loop.
 
 The port is taken before the model is loaded, so that a wrong one is told at once. The first Ctrl-C
-(or SIGTERM) lets open answers end, for a bounded time; a second one ends them. However this ends,
-no process stays behind. Imports no torch. Called by the command line.
+(or SIGTERM) lets open answers end, for a bounded time, while new calls are refused; what is open
+after that ends with an error. A second signal ends all at once. However this ends, no process stays
+behind. Imports no torch. Called by the command line.
 """
 
 import asyncio
 import contextlib
 import errno
+import ipaddress
+import os
 import random
 import signal
 import socket
@@ -15,45 +18,66 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 import uvicorn
 
 from quire.config import EngineOptions
-from quire.engine.async_engine import DEFAULT_MAX_QUEUED_REQUESTS, AsyncEngine
-from quire.errors import ConfigurationError
+from quire.engine.async_engine import AsyncEngine
+from quire.engine.recovery import RecoveryConfig
+from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.models.hub import resolve_model_folder
-from quire.server.app import create_app
-from quire.server.service import Service
+from quire.observability.spans import Spans, open_spans
+from quire.server.access import AccessConfig
+from quire.server.app import SECURITY_HEADERS, create_app
+from quire.server.config import ServerConfig
+from quire.server.connection import ConnectionLimits, connection_class
+from quire.server.keys import load_keys
+from quire.server.limits import CallLimits
+from quire.server.monitor import Monitor
+from quire.server.progress import LoadingProgress
+from quire.server.service import DRAIN_RETRY_AFTER_S, Service
+from quire.server.tenants import TenantBook
+from quire.server.welcome import invitation, ledger
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
+from quire.version import __version__
 
 EMBEDDED_MODEL_NAME = "embedded"
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted: a crowd of clients that starts at once."""
+
+IDLE_CONNECTION_S = 75
+"""Longer than the usual proxy keeps its side open, which else meets a closed connection."""
+
 _ENGINE_SHUTDOWN_S = 5.0
+_FLUSH_S = 3
+"""For answers to reach their clients once they have ended; who has not taken its own by then is not
+reading, and is cut."""
+
+_DRAIN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """Where to serve, as what, and within which bounds.
+class _Plan:
+    """What one server is made from, all of it checked before the model is loaded.
 
-    port: 0 takes any free one.
-    served_model_name: None: the model as it was named, or "embedded".
-    drain_timeout_s: how long open answers may go on after the first signal.
-    max_queued_requests: open at once; beyond that the answer is 429.
+    process_options: of the engine's process; options: the same, as the front reads them.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    drain_timeout_s: int = 30
-    max_queued_requests: int = DEFAULT_MAX_QUEUED_REQUESTS
+    process_options: Mapping[str, object]
+    options: EngineOptions
+    server: ServerConfig
+    files: "_ModelFiles"
+    access: AccessConfig
+    limits: CallLimits
+    tenants: TenantBook
+    spans: Spans | None
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.port < 1 << 16:
-            raise ConfigurationError(f"port is {self.port}, but must be from 0 (any) to 65535")
-        for name in ("drain_timeout_s", "max_queued_requests"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be at least 1")
+    @property
+    def model_name(self) -> str:
+        return self.server.served_model_name or self.options.model or EMBEDDED_MODEL_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +93,8 @@ def serve(engine_options: Mapping[str, object], server: ServerConfig) -> int:
     """Serve a model until a signal ends it. Returns the exit code, 0.
 
     engine_options: by name, as `EngineOptions` has them. Raises ConfigurationError and its kinds
-    for options, models and ports that can't be used, EngineDeadError if the engine can't start.
+    for options, models and ports that can't be used, EngineDeadError if the engine can't start, and
+    the engine's own error once it has failed for good.
     """
     options = EngineOptions.from_mapping(engine_options)
     if options.skip_tokenizer_init:
@@ -77,12 +102,42 @@ def serve(engine_options: Mapping[str, object], server: ServerConfig) -> int:
             "skip_tokenizer_init is set, but the server needs the tokenizer to take and give text"
         )
     with _bound_socket(server.host, server.port) as sock:
-        files = _load_files(options)
-        process_options = dict(engine_options)
-        if options.model is not None:  # the engine need not look it up, or fetch it, once more
-            process_options |= {"model": str(files.folder), "revision": None}
-        asyncio.run(_serve(process_options, options, server, files, sock))
+        plan = _plan(engine_options, options, server)
+        asyncio.run(_serve(plan, sock))
     return 0
+
+
+def _plan(
+    engine_options: Mapping[str, object], options: EngineOptions, server: ServerConfig
+) -> _Plan:
+    """Raises ConfigurationError and its kinds."""
+    files = _load_files(options)
+    process_options = dict(engine_options)
+    if options.model is not None:  # the engine need not look it up, or fetch it, once more
+        process_options |= {"model": str(files.folder), "revision": None}
+    return _Plan(
+        process_options,
+        options,
+        server,
+        files,
+        AccessConfig(
+            keys=load_keys(server.api_keys, server.api_key_file),
+            allowed_origins=server.allowed_origins,
+            max_body_bytes=server.max_body_bytes,
+        ),
+        CallLimits(
+            max_prompts=server.max_prompts,
+            max_n=server.max_n,
+            max_choices=server.max_choices,
+            max_stop_strings=server.max_stop_strings,
+            max_list_length=server.max_list_length,
+        ),
+        TenantBook(
+            max_requests=server.max_tenant_requests,
+            max_tokens_per_minute=server.max_tenant_tokens_per_minute,
+        ),
+        None if server.otlp_endpoint is None else open_spans(server.otlp_endpoint),
+    )
 
 
 def _load_files(options: EngineOptions) -> _ModelFiles:
@@ -94,31 +149,56 @@ def _load_files(options: EngineOptions) -> _ModelFiles:
     return _ModelFiles(folder, tokenizer, ChatTemplate.from_folder(text_folder))
 
 
-async def _serve(
-    process_options: Mapping[str, object],
-    options: EngineOptions,
-    server: ServerConfig,
-    files: _ModelFiles,
-    sock: socket.socket,
-) -> None:
+async def _serve(plan: _Plan, sock: socket.socket) -> None:
+    server = plan.server
     with _Stopper() as stopper, contextlib.suppress(asyncio.CancelledError):
-        engine = await AsyncEngine.start(
-            process_options, max_queued_requests=server.max_queued_requests
-        )
-        try:
-            service = Service(
-                engine,
-                files.tokenizer,
-                files.chat_template,
-                server.served_model_name or options.model or EMBEDDED_MODEL_NAME,
-                random.Random(options.seed),
+        with contextlib.closing(LoadingProgress(sys.stderr)) as progress:
+            engine = await AsyncEngine.start(
+                plan.process_options,
+                max_queued_requests=server.max_queued_requests,
+                recovery=RecoveryConfig(
+                    max_restarts=server.max_engine_restarts,
+                    heartbeat_timeout_s=server.heartbeat_timeout_s,
+                ),
+                on_progress=progress,
             )
-            http = _HTTPServer(service, server, sock)
-            stopper.on_first = http.stop
-            await http.serve(sockets=[sock])
+        monitor = Monitor(model_name=plan.model_name, spans=plan.spans)
+        try:
+            http = _HTTPServer(_make_service(plan, engine, monitor), plan, sock)
+            stopper.on_first = http.drain
+            watch = asyncio.create_task(http.watch_engine())
+            try:
+                await http.serve(sockets=[sock])
+            finally:
+                watch.cancel()
+            if http.failure is not None:
+                raise http.failure
         finally:
             # Drained as far as it was to be: uvicorn has waited for the open answers.
             await engine.shutdown(drain=False, timeout_s=_ENGINE_SHUTDOWN_S)
+            await asyncio.to_thread(monitor.close)
+
+
+def _make_service(plan: _Plan, engine: AsyncEngine, monitor: Monitor) -> Service:
+    return Service(
+        engine,
+        plan.files.tokenizer,
+        plan.files.chat_template,
+        plan.model_name,
+        random.Random(plan.options.seed),
+        limits=plan.limits,
+        tenants=plan.tenants,
+        monitor=monitor,
+        keep_alive_s=plan.server.keep_alive_s,
+        default_deadline_s=plan.server.default_deadline_s,
+        system_fingerprint=_fingerprint(engine.facts),
+    )
+
+
+def _fingerprint(facts: Mapping[str, Any]) -> str:
+    """What the numbers of an answer depend on beside the request and the model."""
+    told = (facts.get(key) for key in ("kernels", "dtype", "quantization"))
+    return "-".join(["quire", __version__, *(str(fact) for fact in told if fact is not None)])
 
 
 class _Stopper:
@@ -149,39 +229,113 @@ class _Stopper:
 
 
 class _HTTPServer(uvicorn.Server):
-    """uvicorn, with signals left to `_Stopper` and the address told once it serves."""
+    """uvicorn, with signals left to `_Stopper` and the address told once it serves.
 
-    def __init__(self, service: Service, server: ServerConfig, sock: socket.socket) -> None:
+    failure: why the engine has failed for good, if it has. Invariant: whatever ends the serving,
+    open answers get their end or an error before their connections are closed.
+    """
+
+    def __init__(self, service: Service, plan: _Plan, sock: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
-                create_app(service),
+                create_app(service, plan.access),
+                http=connection_class(ConnectionLimits()),
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                timeout_graceful_shutdown=server.drain_timeout_s,
+                proxy_headers=False,
+                server_header=False,
+                headers=SECURITY_HEADERS,
+                backlog=BACKLOG,
+                timeout_keep_alive=IDLE_CONNECTION_S,
+                timeout_graceful_shutdown=_FLUSH_S + 1,
             )
         )
+        self.failure: QuireError | None = None
         self._service = service
-        self._host, self._port = server.host, sock.getsockname()[1]
+        self._plan = plan
+        address, self._port = sock.getsockname()[:2]
+        self._is_local = ipaddress.ip_address(address).is_loopback
+        self._draining: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        host, name = self._plan.server.host, self._service.model_name
+        is_guarded = self._plan.access.is_guarded
         try:
             await super().startup(sockets)
         except OSError as error:  # another server took the port while the model was loading
-            raise ConfigurationError(_bind_failure(self._host, self._port, error)) from error
-        print(_welcome(_url(self._host, self._port), self._service), flush=True)
+            raise ConfigurationError(_bind_failure(host, self._port, error)) from error
+        _say(ledger(name, self._service.engine.facts))
+        text = invitation(
+            name,
+            _url(host, self._port),
+            has_chat=self._service.chat_template.exists,
+            needs_key=is_guarded,
+            is_exposed=not is_guarded and not self._is_local,
+        )
+        _say(text)
 
-    def stop(self) -> None:
-        """Take no more connections and return once the open answers have ended."""
-        self.should_exit = True
-        num_open = self._service.engine.num_open
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        cut = asyncio.get_running_loop().call_later(_FLUSH_S, self._cut)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
+
+    def _cut(self) -> None:
+        """So that tasks end as on any disconnect; uvicorn would cancel them, with tracebacks."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    def drain(self) -> None:
+        """Take no new calls, and end the serving once the open ones have ended."""
+        self._service.drain.begin()
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Beside open answers the listener stays open: who calls is told to come again."""
+        limit_s, num_open = self._plan.server.drain_timeout_s, self._num_open
         if num_open:
-            message = f"waiting for {num_open} open answers; once more ends them at once"
-            print(message, file=sys.stderr, flush=True)
+            _say(f"waiting for {num_open} open answers; once more ends them at once", sys.stderr)
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + limit_s
+        while self._num_open and loop.time() < until_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if self._num_open:
+            text = f"{self._num_open} answers were open after {limit_s} s; they end with an error"
+            _say(text, sys.stderr)
+            reason = ServerDrainingError(
+                "the server ended before the answer had; ask again", DRAIN_RETRY_AFTER_S
+            )
+            await self._service.engine.shutdown(
+                drain=False, timeout_s=_ENGINE_SHUTDOWN_S, reason=reason
+            )
+        self.should_exit = True
+
+    @property
+    def _num_open(self) -> int:
+        """Answers under way, those included whose request has not reached the engine yet."""
+        return len(self.server_state.tasks)
+
+    async def watch_engine(self) -> None:
+        """End the serving when the engine has failed for good: its streams have been told why."""
+        self.failure = await self._service.engine.wait_failed()
+        self.should_exit = True
+
+
+def _say(text: str, stream: TextIO | None = None) -> None:
+    """To standard output, or to `stream`; a full disk or a closed pipe there ends no server."""
+    stream = sys.stdout if stream is None else stream
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        # What is left in the buffer would fail once more at exit, and be the exit code.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextlib.contextmanager
@@ -220,19 +374,3 @@ def _url(host: str, port: int) -> str:
     """Where a client on this machine finds the server."""
     name = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-
-
-def _welcome(url: str, service: Service) -> str:
-    name = service.model_name
-    if service.chat_template.exists:
-        path, wish = (
-            "chat/completions",
-            ('"messages": [{"role": "user", "content": "What does os.path.join do?"}]'),
-        )
-    else:
-        path, wish = "completions", '"prompt": "Once upon a time"'
-    return (
-        f"quire serves {name} at {url} (Ctrl-C ends it). Try:\n"
-        f"  curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n"
-        f'    -d \'{{"model": "{name}", {wish}}}\''
-    )

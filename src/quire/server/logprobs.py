@@ -79,7 +79,7 @@ class CompletionLogprobsWriter:
         logprob: float | None,
         top: Mapping[int, float] | None,
     ) -> None:
-        written.tokens.append(_token_name(self._tokenizer, token_id))
+        written.tokens.append(token_name(self._tokenizer, token_id))
         written.token_logprobs.append(None if logprob is None else max(logprob, LEAST_LOGPROB))
         written.top_logprobs.append(None if top is None else self._named(top))
         written.text_offset.append(self._offset)
@@ -88,7 +88,7 @@ class CompletionLogprobsWriter:
     def _named(self, top: Mapping[int, float]) -> dict[str, float]:
         named: dict[str, float] = {}
         for token_id, logprob in top.items():  # of two tokens that read alike, the likelier one
-            named.setdefault(_token_name(self._tokenizer, token_id), max(logprob, LEAST_LOGPROB))
+            named.setdefault(token_name(self._tokenizer, token_id), max(logprob, LEAST_LOGPROB))
         return named
 
 
@@ -148,7 +148,7 @@ def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> ChatTokenLogprob:
     )
 
 
-def _token_name(tokenizer: Tokenizer, token_id: int) -> str:
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
     """The token's text, or its bytes in OpenAI's notation where they are no whole characters."""
     share = tokenizer.token_bytes(token_id)
     try:

@@ -1,6 +1,6 @@
 """GET /memory and /memory/blocks: the ledger of the KV memory, for operators.
 
-They name requests and the tenants' keys (by hash), so they are not for the clients' eyes.
+They name requests and tenants, so they are for the operator's eyes rather than for clients'.
 """
 
 from collections.abc import Iterable
@@ -11,10 +11,11 @@ from fastapi import Request as HTTPRequest
 
 from quire.engine.messages import GetBlocks, GetMemory
 from quire.errors import InvalidRequestError
+from quire.server.api_docs import ERROR_RESPONSES
 from quire.server.health import ENGINE_TIMEOUT_S
 from quire.server.service import service_of
 
-router = APIRouter()
+router = APIRouter(responses=ERROR_RESPONSES)
 
 MAX_NUM_BLOCKS = 10_000
 """In one answer: about 1 MiB of JSON where no block has several owners."""

@@ -1,34 +1,47 @@
 """GET /v1/models: what is served here."""
 
-from typing import Any
-
+import msgspec
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
+from starlette.responses import Response
 
+from quire.server.api_docs import answers
 from quire.server.service import Service, service_of
+from quire.server.streaming import json_response
 
 router = APIRouter()
 
 
-@router.get("/v1/models")
-async def list_models(http: HTTPRequest) -> dict[str, Any]:
+class ModelCard(msgspec.Struct):
+    """A model. max_model_len: how many tokens a prompt and its answer may have together."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "quire"
+
+
+class ModelList(msgspec.Struct):
+    """All models."""
+
+    data: list[ModelCard]
+    object: str = "list"
+
+
+@router.get("/v1/models", responses=answers(ModelList))
+async def list_models(http: HTTPRequest) -> Response:
     """The one model of this server."""
-    return {"object": "list", "data": [_card(service_of(http))]}
+    return json_response(ModelList([_card(service_of(http))]))
 
 
-@router.get("/v1/models/{name:path}")
-async def get_model(name: str, http: HTTPRequest) -> dict[str, Any]:
+@router.get("/v1/models/{name:path}", responses=answers(ModelCard))
+async def get_model(name: str, http: HTTPRequest) -> Response:
     """The model called `name`."""
     service = service_of(http)
     service.check_model(name)
-    return _card(service)
+    return json_response(_card(service))
 
 
-def _card(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.model_name,
-        "object": "model",
-        "created": service.created_s,
-        "owned_by": "quire",
-        "max_model_len": service.engine.limits.max_model_len,
-    }
+def _card(service: Service) -> ModelCard:
+    return ModelCard(service.model_name, service.created_s, service.engine.limits.max_model_len)

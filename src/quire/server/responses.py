@@ -5,12 +5,15 @@ the API families.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.engine.outputs import RequestOutput
+
+PromptLogprobs = list[dict[str, Any] | None]
+"""For each prompt token but the first, by token id."""
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -38,14 +41,19 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """stop_reason: the stop string or stop token that ended it."""
+    """stop_reason: the stop string or stop token that ended it.
+
+    prompt_token_ids: come with a choice's first piece; token_ids: of this piece.
+    """
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -56,7 +64,7 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    object: str = "text_completion"
+    object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None = None
 
 
@@ -88,7 +96,7 @@ class ChatMessage(msgspec.Struct):
     """The assistant's answer."""
 
     content: str
-    role: str = "assistant"
+    role: Literal["assistant"] = "assistant"
     refusal: str | None = None
 
 
@@ -100,6 +108,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -110,8 +119,10 @@ class ChatCompletion(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    object: str = "chat.completion"
+    object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -129,24 +140,25 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct):
-    """One server-sent event."""
+    """One server-sent event. prompt_token_ids: come with each choice's first chunk."""
 
     id: str
     created: int
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    object: str = "chat.completion.chunk"
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-def usage_of(results: Sequence[RequestOutput]) -> Usage:
+def usage_of(results: Sequence[RequestOutput], num_generated: int) -> Usage:
     """Each prompt counts once, however many choices it has."""
     num_prompt = sum(len(result.prompt_token_ids) for result in results)
-    num_generated = sum(len(choice.token_ids) for result in results for choice in result.outputs)
     num_cached = sum(result.num_cached_tokens for result in results)
     return Usage(
         num_prompt, num_generated, num_prompt + num_generated, PromptTokensDetails(num_cached)

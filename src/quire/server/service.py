@@ -1,4 +1,4 @@
-"""What every HTTP handler needs: the engine, the text side of the model, and its name.
+"""What every HTTP handler needs: the engine, the text side of the model, its name, and the bounds.
 
 Made by `launch`, read by the API families. Imports no torch.
 """
@@ -14,12 +14,20 @@ from fastapi import Request as HTTPRequest
 
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.inputs import InputProcessor
-from quire.errors import QuireError
+from quire.errors import QuireError, ServerDrainingError
+from quire.server.config import KEEP_ALIVE_S
+from quire.server.limits import CallLimits
+from quire.server.monitor import Monitor
+from quire.server.tenants import TenantBook
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 LONG_TEXT_CHARACTERS = 8192
 """Longer texts are tokenized in a thread: some milliseconds during which other streams go on."""
+
+DRAIN_RETRY_AFTER_S = 5.0
+"""What a client that is refused while the server ends is told: another server, or the next one on
+this address, may be there by then."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,9 +41,33 @@ class UnknownModelError(QuireError):
     param = "model"
 
 
+class Drain:
+    """Whether the server is ending: open answers go on, new calls are refused.
+
+    Invariant: once it is on, it stays on.
+    """
+
+    def __init__(self) -> None:
+        self._is_on = False
+
+    @property
+    def is_on(self) -> bool:
+        return self._is_on
+
+    def begin(self) -> None:
+        """From now on `check_accepting` refuses. May be called twice."""
+        self._is_on = True
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One served model. seeds: draws the seed of each request that brings none."""
+    """One served model.
+
+    seeds: draws the seed of each request that brings none. limits: of one call. tenants: who has
+    how much open. monitor: is told of every call. keep_alive_s: a stream without news gets a
+    comment so often. default_deadline_s: of calls that name none; None: no deadline.
+    system_fingerprint: what the numbers of an answer depend on, in OpenAI's field.
+    """
 
     engine: AsyncEngine
     tokenizer: Tokenizer
@@ -43,6 +75,13 @@ class Service:
     model_name: str
     seeds: random.Random = field(default_factory=random.Random)
     created_s: int = field(default_factory=lambda: int(time.time()))
+    limits: CallLimits = field(default_factory=CallLimits)
+    tenants: TenantBook = field(default_factory=TenantBook)
+    monitor: Monitor = field(default_factory=Monitor)
+    keep_alive_s: float = KEEP_ALIVE_S
+    default_deadline_s: float | None = None
+    system_fingerprint: str | None = None
+    drain: Drain = field(default_factory=Drain)
 
     @property
     def inputs(self) -> InputProcessor:
@@ -55,8 +94,16 @@ class Service:
         """Raises UnknownModelError unless `name` is the served model, or left out."""
         if name is not None and name != self.model_name:
             raise UnknownModelError(
-                f"the model {name!r} is not served here; this server has {self.model_name!r} "
+                f"the model {name!r:.80} is not served here; this server has {self.model_name!r} "
                 "(see /v1/models)"
+            )
+
+    def check_accepting(self) -> None:
+        """Raises ServerDrainingError once the server is ending."""
+        if self.drain.is_on:
+            raise ServerDrainingError(
+                "the server is ending and takes no new calls; retry, here or at another server",
+                DRAIN_RETRY_AFTER_S,
             )
 
 

@@ -4,20 +4,24 @@ Called by the API families. Knows no engine: cancelling the work is what aborts 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import QuireError
+from quire.server.config import KEEP_ALIVE_S
 from quire.server.errors import error_body
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it, and whatever stands between sees that the stream lives."""
 
 _encode_json = msgspec.json.Encoder().encode
 
@@ -36,18 +40,26 @@ def event(content: Any) -> bytes:
     return b"data: " + _encode_json(content) + b"\n\n"
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(
+    receive: Receive,
+    work: Coroutine[Any, Any, T],
+    tick: Callable[[], Awaitable[float]] | None = None,
+) -> T:
     """The result of `work`, which is cancelled, and ClientGoneError raised, if the client goes.
 
-    receive: of a request whose body has been read. Whichever way this ends, `work` has ended.
+    receive: of a request whose body has been read. tick: called at once and then again and again,
+    after as many seconds as it returned. Whichever way this ends, `work` has ended.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return await task
+        while True:
+            timeout_s = None if tick is None else await tick()
+            await asyncio.wait((task, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return await task
+            if gone.done():
+                raise ClientGoneError
     finally:
         for each in (task, gone):
             each.cancel()
@@ -70,47 +82,81 @@ async def answer(receive: Receive, work: Coroutine[Any, Any, msgspec.Struct]) ->
 class EventStream(Response):
     """A response of server-sent events, ended by [DONE].
 
-    The status line waits for the first event, so that a refusal can still be told by its status; an
-    error after that becomes an event. A client that goes away closes the iterator.
+    The status line waits for the first event, so that a refusal can still be told by its status,
+    but no longer than keep_alive_s: a request may wait in the queue, or for an engine that comes
+    back. From then on an error becomes an event, as it does after the first one. A client that goes
+    away closes the iterator; one that does not read stops it, until the connection's own time limit
+    (`connection`) takes it for gone.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        """events: at least one, encoded by `event`; the iterator is closed however this ends."""
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], keep_alive_s: float = KEEP_ALIVE_S
+    ) -> None:
+        """events: each one or more, encoded by `event`, which go out together; at least one. The
+        iterator is closed however this ends. keep_alive_s: after so long without news a comment
+        goes out."""
         self.status_code = 200
         self.background = None
-        self.init_headers({"cache-control": "no-cache"})
+        # The second is for proxies that would collect a stream before they pass it on (nginx).
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
+        self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        outlet = _Outlet(send, head, self._keep_alive_s)
         try:
-            await unless_disconnected(receive, self._send_all(send))
+            await unless_disconnected(receive, self._send_all(outlet), outlet.keep_alive)
         except ClientGoneError:
             return
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, outlet: "_Outlet") -> None:
         async with aclosing(self._events) as events:
-            first = await anext(events)
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
-            await _send_body(send, first)
             try:
-                await self._send_rest(events, send)
+                async for each in events:
+                    await outlet.put(each)
             except QuireError as error:
-                await _send_body(send, event(error_body(error)))
-        await _send_body(send, DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_rest(self, events: AsyncIterator[bytes], send: Send) -> None:
-        async for each in events:
-            await _send_body(send, each)
+                if not outlet.has_begun:
+                    raise
+                await outlet.put(event(error_body(error)))
+        await outlet.put(DONE, is_last=True)
 
 
-async def _send_body(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+class _Outlet:
+    """The sending end of one stream, used by the stream and by its keep-alive.
+
+    Invariant: the head goes out once, before everything else; one message is sent at a time.
+    """
+
+    def __init__(self, send: Send, head: Message, keep_alive_s: float) -> None:
+        self.has_begun = False
+        self._send = send
+        self._head = head
+        self._keep_alive_s = keep_alive_s
+        self._lock = asyncio.Lock()
+        self._last_s = time.monotonic()
+
+    async def put(self, body: bytes, *, is_last: bool = False) -> None:
+        """Returns once the client's buffer has room again."""
+        async with self._lock:
+            if not self.has_begun:
+                self.has_begun = True
+                await self._send(self._head)
+            await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+            self._last_s = time.monotonic()
+
+    async def keep_alive(self) -> float:
+        """Send a comment if it is time; returns in how many seconds to look again."""
+        if self._lock.locked():  # something is on its way
+            return self._keep_alive_s
+        left_s = self._last_s + self._keep_alive_s - time.monotonic()
+        if left_s > 0:
+            return left_s
+        await self.put(KEEP_ALIVE)
+        return self._keep_alive_s

@@ -12,6 +12,12 @@ from quire.errors import InvalidRequestError
 # Names under which a message's reasoning is passed; the first is what most templates read.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
+# What messages may have in OpenAI's API and no template here understands.
+_NOT_SUPPORTED_FIELDS = ("audio", "function_call")
+
+MAX_NESTING = 64
+"""Levels of lists and objects inside of each other: more than any message or schema has."""
+
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """A plain copy of `messages`, without the fields that are None, as transformers drops them.
@@ -45,23 +51,41 @@ def with_text_as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def plain_value(value: Any, param: str) -> Any:
+def with_role_renamed(messages: list[dict[str, Any]], old: str, new: str) -> list[dict[str, Any]]:
+    """The messages of one role as if they were of another."""
+    return [{**message, "role": new} if message["role"] == old else message for message in messages]
+
+
+def plain_value(value: Any, param: str, num_levels: int = MAX_NESTING) -> Any:
     """A copy of `value` out of plain JSON types, all that a template may be handed.
 
-    Other objects have methods that the template's sandbox can't judge, so they are refused.
+    Other objects have methods that the template's sandbox can't judge, so they are refused. So is
+    what is nested deeper than num_levels, before it exhausts the stack of whoever walks over it.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
         return str.__str__(value)  # of an enumeration, say: the plain string
     if isinstance(value, Mapping):
-        return {plain_value(key, param): plain_value(item, param) for key, item in value.items()}
+        left = _one_level_less(num_levels, param)
+        return {
+            plain_value(key, param): plain_value(item, param, left) for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [plain_value(item, param) for item in value]
+        left = _one_level_less(num_levels, param)
+        return [plain_value(item, param, left) for item in value]
     raise InvalidRequestError(
         f"{param} contains a {type(value).__name__}, but only JSON values can go into a template",
         param,
     )
+
+
+def _one_level_less(num_levels: int, param: str) -> int:
+    if num_levels == 0:
+        raise InvalidRequestError(
+            f"{param} is nested more than {MAX_NESTING} levels deep; make it flatter", param
+        )
+    return num_levels - 1
 
 
 def _check_message(message: Any, where: str) -> dict[str, Any]:
@@ -72,7 +96,10 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     }
     role = plain.get("role")
     if not isinstance(role, str) or not role:
-        raise _wrong(f"{where} has the role {role!r}, but a role must be a non-empty string")
+        raise _wrong(f"{where} has the role {role!r:.80}, but a role must be a non-empty string")
+    for name in _NOT_SUPPORTED_FIELDS:
+        if name in plain:
+            raise _wrong(f"{where} has {name}, which is not supported; leave it out")
     if "content" in plain:
         _check_content(plain["content"], where)
     elif "tool_calls" not in plain:
@@ -92,11 +119,21 @@ def _check_content(content: Any, where: str) -> None:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text":
             raise _wrong(
-                f"{where} has a content part of type {kind!r} at position {at}, "
+                f"{where} has a content part of type {kind!r:.80} at position {at}, "
                 'but only text is understood: {"type": "text", "text": ...}'
             )
         if not isinstance(part.get("text"), str):
             raise _wrong(f"{where} has a text part without a string as text at position {at}")
+        unknown = [
+            name
+            for name, value in part.items()
+            if value is not None and name not in ("type", "text")
+        ]
+        if unknown:
+            raise _wrong(
+                f"{where} has {unknown[0]!r:.80} in its text part at position {at}, which is not"
+                " supported; leave it out"
+            )
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

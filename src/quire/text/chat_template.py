@@ -19,6 +19,7 @@ from quire.text.chat_messages import (
     check_messages,
     plain_value,
     with_joined_parts,
+    with_role_renamed,
     with_text_as_parts,
 )
 from quire.text.template_sandbox import make_environment
@@ -58,11 +59,10 @@ class ChatTemplate:
         """sources: template name -> Jinja source; "default" is used, "tool_use" when given tools.
 
         special_tokens: variables of every template, such as "bos_token".
-        origin: what to call the model in error messages.
+        origin: what to call the model where a source is no Jinja; clients are not told it.
         Raises CheckpointError for a source that is not Jinja.
         """
         environment = make_environment()
-        self._origin = origin
         self._templates: dict[str, _Template] = {}
         for name, source in sources.items():
             try:
@@ -72,7 +72,9 @@ class ChatTemplate:
                     f"the chat template {name!r} of {origin} is not valid Jinja: "
                     f"line {error.lineno}: {error.message}"
                 ) from error
-            self._templates[name] = _Template(compiled, dict(special_tokens))
+            self._templates[name] = _Template(
+                compiled, dict(special_tokens), knows_developer="developer" in source
+            )
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ChatTemplate":
@@ -128,16 +130,16 @@ class ChatTemplate:
     def _choose(self, *, has_tools: bool) -> "_Template":
         if not self._templates:
             raise InvalidRequestError(
-                f"{self._origin} has no chat template, so it can't take chat messages; send a text "
+                "the model has no chat template, so it can't take chat messages; send a text "
                 "prompt instead (/v1/completions, LLM.generate), or put a chat_template.jinja into "
-                "the model's folder",
+                "its folder",
                 "messages",
             )
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" not in self._templates:
             raise InvalidRequestError(
-                f"{self._origin} has chat templates named {', '.join(sorted(self._templates))} but "
+                f"the model has chat templates named {', '.join(sorted(self._templates))} but "
                 "none named default; put the wanted one into its folder as chat_template.jinja",
                 "messages",
             )
@@ -146,10 +148,15 @@ class ChatTemplate:
 
 @dataclass
 class _Template:
-    """One compiled template and what was found out about it."""
+    """One compiled template and what was found out about it.
+
+    knows_developer: whether it mentions the role, which OpenAI's newer models have in place of
+        system. A model whose template does not was trained on system messages.
+    """
 
     compiled: jinja2.Template
     special_tokens: dict[str, str]
+    knows_developer: bool = True
 
     def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         everything = {"documents": None, **self.special_tokens, **variables, "messages": messages}
@@ -161,7 +168,9 @@ class _Template:
             ) from error
 
     def shape(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with their contents in a form that this template understands."""
+        """The messages with their roles and contents in a form that this template understands."""
+        if not self.knows_developer:
+            messages = with_role_renamed(messages, "developer", "system")
         if self._takes_text:
             has_parts = any(isinstance(message.get("content"), list) for message in messages)
             return messages if not has_parts or self._takes_parts else with_joined_parts(messages)

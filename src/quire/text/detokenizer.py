@@ -34,22 +34,36 @@ class IncrementalDetokenizer:
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
     ) -> None:
         self._tokenizer = tokenizer
+        self._whole_text = tokenizer.whole_text
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tail = self._last_bytes(prompt_token_ids)
         self._at_start = not tail
         self._decoder.decode(tail)
         self._prompt_is_cut = bool(self._decoder.getstate()[0])
+        # Between two characters, with nothing pending: a token that is whole characters is its own
+        # text, whatever came before. So it is with nearly all tokens, for the price of a look-up.
+        self._is_between = not (self._at_start or self._prompt_is_cut)
 
     def append(self, token_id: int) -> str:
         """The text that is complete with this token; empty inside a character."""
         if token_id in self._skipped:
             return ""
+        if self._is_between:
+            text = self._whole_text(token_id)
+            if text is not None:
+                return text
+        return self._append_bytes(token_id)
+
+    def _append_bytes(self, token_id: int) -> str:
         share = self._tokenizer.token_bytes(token_id)
         if self._at_start and share:
             share = self._tokenizer.first_token_bytes(token_id)
             self._at_start = False
-        return self._own(self._decoder.decode(share))
+        text = self._own(self._decoder.decode(share))
+        is_cut = self._prompt_is_cut or bool(self._decoder.getstate()[0])
+        self._is_between = not (self._at_start or is_cut)
+        return text
 
     def finish(self) -> str:
         """What was still held back: U+FFFD for a character that remains cut, or nothing."""

@@ -44,6 +44,7 @@ class TokenBytes:
         self._byte_level = any(step["type"] == "ByteLevel" for step in steps)
         self._byte_fallback = any(step["type"] == "ByteFallback" for step in steps)
         self._following: dict[int, bytes] = {}
+        self._whole: dict[int, str | None] = {}
         if not self._byte_level:
             self._anchor_id = self._find_anchor()
             self._anchor_text = self._decode(self._anchor_id)
@@ -54,6 +55,19 @@ class TokenBytes:
         if share is None:
             share = self._following[token_id] = self._compute(token_id)
         return share
+
+    def whole(self, token_id: int) -> str | None:
+        """`following` as text; None where it is not made of whole characters."""
+        try:
+            return self._whole[token_id]
+        except KeyError:
+            pass
+        try:
+            text: str | None = self.following(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self._whole[token_id] = text
+        return text
 
     def first(self, token_id: int) -> bytes:
         """The bytes of `token_id` at the start of a text, where some decoders drop a space."""

@@ -5,6 +5,7 @@ command line and `text.detokenizer`.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -109,6 +110,11 @@ class Tokenizer:
                 f"{wrong} is no token id; they go from 0 to {self.vocab_size - 1}"
             ) from error
 
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """No token adds more bytes than this to a text."""
+        return max(len(token.encode()) for token in self._backend.get_vocab())
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to a text, maybe only a part of a character.
 
@@ -121,6 +127,10 @@ class Tokenizer:
     def first_token_bytes(self, token_id: int) -> bytes:
         """`token_bytes` of a token that begins a text: without the space that is taken away."""
         return self._bytes.first(token_id)
+
+    def whole_text(self, token_id: int) -> str | None:
+        """`token_bytes` as text; None for a token that is not made of whole characters."""
+        return self._bytes.whole(token_id)
 
     def token_text(self, token_id: int) -> str:
         """The token as text for people: with its leading space, cut characters as U+FFFD."""

@@ -1,0 +1,69 @@
+"""What routes say of their answers in the OpenAPI document, /openapi.json.
+
+Answers are encoded by msgspec, past FastAPI's models, so their schemas are handed over here. Called
+by the API families where they define a route. Knows no route.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+_ERROR_BODY: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string", "description": "what is wrong, and what to do"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "the field at fault"},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ERROR_CONTENT = {"application/json": {"schema": _ERROR_BODY}}
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {
+        "description": "400: a field can't be obeyed (`param` names it); 401: no valid API key; "
+        "404: no such model or path; 408: the deadline passed; 413: the body is too long; "
+        "429: too much at once (Retry-After says when to come back)",
+        "content": _ERROR_CONTENT,
+    },
+    "5XX": {
+        "description": "500: the server failed; 503: it is starting, draining or has lost its "
+        "engine",
+        "content": _ERROR_CONTENT,
+    },
+}
+"""For the `responses` of any route."""
+
+
+def answers(kind: type[msgspec.Struct], *, streams: bool = False) -> dict[int | str, Any]:
+    """The `responses` of a route that answers with `kind`, or with a stream of events, as asked."""
+    content: dict[str, Any] = {"application/json": {"schema": json_schema(kind)}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return {200: {"description": "the answer", "content": content}, **ERROR_RESPONSES}
+
+
+def json_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The JSON schema of a struct in one piece, without references; structs must not recur."""
+    (schema,), parts = msgspec.json.schema_components([kind], ref_template="{name}")
+    resolved = _resolved(schema, parts)
+    assert isinstance(resolved, dict)
+    return resolved
+
+
+def _resolved(value: Any, parts: Mapping[str, Any]) -> Any:
+    if isinstance(value, dict):
+        if "$ref" in value:
+            return _resolved(parts[value["$ref"]], parts)
+        return {name: _resolved(part, parts) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_resolved(part, parts) for part in value]
+    return value

@@ -1,0 +1,116 @@
+"""How much one call may ask for. Checked before anything is tokenized or looped over.
+
+The bounds are the operator's, except that of log-probabilities, which is the engine's. Values that
+mean nothing, whoever serves, are refused by `core.sampling_params`. Called by the API families;
+made by `launch`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire.core.sampling_params import MAX_BRANCHES, MAX_STOP_STRINGS
+from quire.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
+from quire.server.protocol import CompletionRequest, GenerationBody
+from quire.text.tokenizer import Tokenizer
+
+_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias")
+_COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
+
+MAX_WORD_CHARACTERS = 1000
+"""Of one bad word, which is tokenized in several forms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """The bounds of one call. Each is at least 1.
+
+    max_prompts: of a completion. max_n: choices of each prompt. max_choices: of all prompts.
+    max_stop_strings: in `stop`. max_list_length: of stop_token_ids, bad_words, allowed_token_ids
+        and logit_bias, each.
+
+    Raises ConfigurationError for a bound that can't be kept to.
+    """
+
+    max_prompts: int = 256
+    max_n: int = 128
+    max_choices: int = 1024
+    max_stop_strings: int = 64
+    max_list_length: int = 4096
+
+    def __post_init__(self) -> None:
+        highest = {"max_n": MAX_BRANCHES, "max_stop_strings": MAX_STOP_STRINGS}
+        for field in fields(self):
+            value, high = getattr(self, field.name), highest.get(field.name)
+            if value < 1 or (high is not None and value > high):
+                bound = "at least 1" + ("" if high is None else f" and at most {high}")
+                raise ConfigurationError(f"{field.name} is {value}, but must be {bound}")
+
+    def check(self, body: GenerationBody, max_logprobs: int) -> None:
+        """Raises InvalidRequestError that names the field and the bound.
+
+        max_logprobs: the engine's bound.
+        """
+        for name, count, bound in self._counts(body):
+            if count > bound:
+                raise InvalidRequestError(
+                    f"{name} has {count} entries, above this server's bound of {bound};"
+                    " send fewer, or several calls",
+                    name,
+                )
+        self._check_choices(body)
+        for word in body.bad_words or ():
+            if len(word) > MAX_WORD_CHARACTERS:
+                raise InvalidRequestError(
+                    f"bad_words contains a text of {len(word)} characters, above the bound of"
+                    f" {MAX_WORD_CHARACTERS}",
+                    "bad_words",
+                )
+        _check_logprobs(body, max_logprobs)
+
+    def _counts(self, body: GenerationBody) -> Iterator[tuple[str, int, int]]:
+        """(field, number of entries, bound)"""
+        if isinstance(body, CompletionRequest):
+            yield "prompt", len(body.prompts), self.max_prompts
+        if isinstance(body.stop, list):
+            yield "stop", len(body.stop), self.max_stop_strings
+        for name in _LISTS:
+            yield name, len(getattr(body, name) or ()), self.max_list_length
+
+    def _check_choices(self, body: GenerationBody) -> None:
+        n = 1 if body.n is None else body.n
+        if n > self.max_n:
+            raise InvalidRequestError(
+                f"n is {n}, above this server's bound of {self.max_n}; ask for fewer choices", "n"
+            )
+        num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        if n * num_prompts > self.max_choices:
+            raise InvalidRequestError(
+                f"n is {n} for each of {num_prompts} prompts, {n * num_prompts} choices, above"
+                f" this server's bound of {self.max_choices}; ask for fewer in one call",
+                "n",
+            )
+
+
+def check_text(text: str, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
+    """Refuse a text that is too long whatever its tokens are, before they are looked for.
+
+    Raises PromptTooLongError.
+    """
+    if len(text) > max_model_len * tokenizer.longest_token_bytes:
+        raise PromptTooLongError(
+            f"the prompt has {len(text)} characters, more than the tokens of any prompt hold"
+            f" (max_model_len is {max_model_len}); shorten the prompt",
+            param,
+        )
+
+
+def _check_logprobs(body: GenerationBody, max_logprobs: int) -> None:
+    for name in _COUNTS_OF_LOGPROBS:
+        count: Any = getattr(body, name, None)
+        if count is None or isinstance(count, bool):  # a chat's `logprobs` is a switch
+            continue
+        if not 0 <= count <= max_logprobs:
+            raise InvalidRequestError(
+                f"{name} is {count}, but must be at least 0 and at most {max_logprobs}", name
+            )

@@ -1,0 +1,75 @@
+"""How far loading has come, for people: a bar on a terminal, a few plain lines elsewhere.
+
+Writes to one stream and knows no engine. Called by `launch`, with what the engine tells.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+BAR_WIDTH = 30
+REDRAW_S = 0.1
+QUIET_S = 2.0
+"""Where there is no terminal, loading that takes less than this is not worth a line."""
+LINE_EVERY_PERCENT = 25
+
+_CLEAR = "\r\x1b[K"
+
+
+class LoadingProgress:
+    """Call it with (text, done, total) as loading goes on; a total of 0 says that nobody knows.
+
+    A stream that is closed, full or not there at all is nobody's concern: the news is lost, loading
+    goes on.
+    """
+
+    def __init__(self, stream: TextIO | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._is_terminal = stream is not None and stream.isatty()
+        self._started_s: float | None = None
+        self._drawn_s = -REDRAW_S
+        self._text = ""
+        self._next_percent = 0
+
+    def __call__(self, text: str, done: int, total: int) -> None:
+        if self._started_s is None:
+            self._started_s = self._clock()
+        if text != self._text:
+            self._text, self._next_percent, self._drawn_s = text, 0, -REDRAW_S
+        if self._is_terminal:
+            self._draw(done, total)
+        elif self._clock() - self._started_s >= QUIET_S:
+            self._tell(done, total)
+
+    def close(self) -> None:
+        """Take the bar away. May be called twice."""
+        if self._is_terminal and self._text:
+            self._write(_CLEAR)
+            self._text = ""
+
+    def _draw(self, done: int, total: int) -> None:
+        now_s = self._clock()
+        if now_s - self._drawn_s < REDRAW_S and done < total:
+            return
+        self._drawn_s = now_s
+        bar = ""
+        if total:
+            filled = BAR_WIDTH * done // total
+            bar = f" [{'#' * filled}{' ' * (BAR_WIDTH - filled)}] {100 * done // total:3}%"
+        self._write(f"{_CLEAR}{self._text}{bar}")
+
+    def _tell(self, done: int, total: int) -> None:
+        percent = 100 * done // total if total else 0
+        if percent < self._next_percent:
+            return
+        self._next_percent = percent - percent % LINE_EVERY_PERCENT + LINE_EVERY_PERCENT
+        self._write(f"{self._text}: {percent}%\n" if total else f"{self._text}\n")
+
+    def _write(self, text: str) -> None:
+        if self._stream is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()

@@ -1,0 +1,98 @@
+"""What `quire serve` prints: what was loaded, the memory it will use, the address, a first call.
+
+Text from plain facts; knows no engine and no socket. Called by `launch`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.core.memory_report import format_bytes
+from quire.version import __version__
+
+TYPICAL_REQUEST_TOKENS = 2048
+
+EXPOSED = "Whoever reaches this machine may use the server; --api-key-file would say who may.\n"
+
+_MEMORY = {"weight_bytes": "weights", "kv_cache_bytes": "KV cache", "workspace_bytes": "workspace"}
+
+
+def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
+    """What was loaded and where the memory goes, in lines. facts: of the engine; what it does not
+    tell is left out."""
+    lines = [f"quire {__version__}: {', '.join(_loaded(model_name, facts))}"]
+    for key, label in _MEMORY.items():
+        if key in facts:
+            note = _capacity(facts) if key == "kv_cache_bytes" else ""
+            lines.append(f"  {label:<10}{format_bytes(facts[key]):>12}  {note}".rstrip())
+    return "\n".join(lines)
+
+
+def invitation(
+    model_name: str, url: str, *, has_chat: bool, needs_key: bool, is_exposed: bool
+) -> str:
+    """The address, and a command that works when it is pasted (with a key in it, where needed).
+
+    is_exposed: other machines may reach it, and nobody needs a key.
+    """
+    if has_chat:
+        path = "chat/completions"
+        wish = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
+    else:
+        path, wish = "completions", '"prompt": "Once upon a time"'
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    warning = EXPOSED if is_exposed else ""
+    return (
+        f"{warning}quire serves {model_name} at {url} (Ctrl-C ends it). Try:\n"
+        f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n"
+        f'    -d \'{{"model": "{model_name}", {wish}}}\''
+    )
+
+
+def num_concurrent(facts: Mapping[str, Any], num_tokens: int) -> int:
+    """How many sequences of so many tokens the KV blocks hold at once, sharing nothing."""
+    blocks_each = -(-num_tokens // facts["block_size"]) * facts.get("num_kv_groups", 1)
+    return int(facts["num_blocks"] // blocks_each)
+
+
+def _loaded(model_name: str, facts: Mapping[str, Any]) -> list[str]:
+    described = [
+        facts[key] if key == "architecture" else f"{_count(facts[key])} parameters"
+        for key in ("architecture", "num_parameters")
+        if facts.get(key)
+    ]
+    parts = [f"{model_name} ({', '.join(described)})" if described else model_name]
+    if facts.get("dtype"):
+        parts.append(str(facts["dtype"]))
+    if facts.get("quantization"):
+        parts.append(f"{facts['quantization']} weights")
+    if facts.get("kernels"):
+        parts.append(f"kernels {facts['kernels']}")
+    if facts.get("num_threads"):
+        threads = facts["num_threads"]
+        parts.append(f"{threads} thread{'s' if threads > 1 else ''}")
+    return parts
+
+
+def _capacity(facts: Mapping[str, Any]) -> str:
+    """What the KV cache means to people: how many requests at once."""
+    if not {"num_blocks", "block_size", "max_model_len"} <= facts.keys():
+        return ""
+    num_tokens = min(TYPICAL_REQUEST_TOKENS, facts["max_model_len"])
+    fitting = num_concurrent(facts, num_tokens)
+    blocks = f"{facts['num_blocks']} blocks of {facts['block_size']} tokens"
+    bound = facts.get("max_num_seqs")
+    if bound is not None and bound < fitting:
+        return (
+            f"{blocks}: {bound} concurrent requests of {num_tokens} tokens"
+            f" (max_num_seqs; there is memory for {fitting})"
+        )
+    plural = "" if fitting == 1 else "s"
+    return f"{blocks}: {fitting} concurrent request{plural} of {num_tokens} tokens"
+
+
+def _count(number: int) -> str:
+    """7615616512 -> "7.6 B"."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)
