@@ -15,7 +15,7 @@ import pytest
 import quire
 from quire import cli
 from quire.errors import CheckpointError
-from quire.server.launch import ServerConfig
+from quire.server.config import ServerConfig
 from quire.version import __version__
 
 QUESTION = "What does os.path.join do?"
@@ -195,25 +195,111 @@ def test_ctrl_c_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: Captu
     assert capsys.readouterr().err == ""
 
 
-def test_serve_hands_its_options_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+Handed = list[tuple[dict[str, object], ServerConfig]]
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> Handed:
+    """What reached the server, which ends with the number of its start as exit code."""
+    seen: Handed = []
 
     def serve(options: dict[str, object], server: ServerConfig) -> int:
         seen.append((options, server))
         return len(seen)
 
-    launch = SimpleNamespace(ServerConfig=ServerConfig, serve=serve)
-    monkeypatch.setitem(sys.modules, "quire.server.launch", launch)
+    monkeypatch.setitem(sys.modules, "quire.server.launch", SimpleNamespace(serve=serve))
+    for name in ("QUIRE_API_KEYS", "QUIRE_LOG_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    return seen
+
+
+def test_serve_hands_its_options_to_the_server(handed: Handed) -> None:
     assert cli.main(["serve"]) == 1
     words = "serve org/model --host 0.0.0.0 --port 81 --served-model-name m --seed 4 --num-blocks 9"
-    assert cli.main([*words.split(), "--max-itl-ratio", "0"]) == 2
-    assert seen == [
-        ({"max_itl_ratio": 2.8}, ServerConfig()),
+    more = ["--max-itl-ratio", "0", "--disable-log-stats", "--max-body-bytes", "2KiB"]
+    assert cli.main([*words.split(), *more]) == 2
+    assert handed == [
+        ({"max_itl_ratio": 2.8, "disable_log_stats": False}, ServerConfig()),
         (
-            {"model": "org/model", "num_blocks": 9, "max_itl_ratio": 0.0, "seed": 4},
-            ServerConfig("0.0.0.0", 81, "m"),
+            {
+                "model": "org/model",
+                "num_blocks": 9,
+                "max_itl_ratio": 0.0,
+                "seed": 4,
+                "disable_log_stats": True,
+            },
+            ServerConfig(host="0.0.0.0", port=81, served_model_name="m", max_body_bytes=2048),
         ),
     ]
+
+
+def test_keys_come_from_the_environment_too(
+    handed: Handed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_API_KEYS", "alice:alice-key, bob:bob-key-1\ncarol-key-1")
+    cli.main(["serve", "--api-key", "dave:dave-key"])
+    keys = ("alice:alice-key", "bob:bob-key-1", "carol-key-1", "dave:dave-key")
+    assert handed[0][1].api_keys == keys
+
+
+def test_the_flag_wins_over_the_environments_log_level(
+    handed: Handed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_LOG_LEVEL", "ERROR")
+    cli.main(["serve"])
+    assert logging.getLogger("quire").level == logging.ERROR
+    cli.main(["serve", "--log-level", "debug"])
+    assert logging.getLogger("quire").level == logging.DEBUG
+    assert [server.log_level for _, server in handed] == ["error", "debug"]
+
+
+@pytest.mark.parametrize("text", ["", " , \n"])
+def test_keys_that_are_missing_open_no_server(
+    text: str, handed: Handed, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("QUIRE_API_KEYS", text)
+    assert cli.main(["serve", "--api-key", "dave:dave-key"]) == 1
+    assert "QUIRE_API_KEYS is set, but has no key in it" in capsys.readouterr().err
+    assert handed == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("serve --port 70000", "port is 70000, but must be from 0"),
+        ("serve --log-format xml", "log_format is 'xml', but must be one of text, json"),
+        ("serve --max-body-bytes big", "max_body_bytes is 'big', but must be a number of bytes"),
+        ("serve --keep-alive-s 0", "keep_alive_s is 0, but must be above 0"),
+    ],
+)
+def test_a_server_that_cannot_be_is_refused_in_one_line(
+    words: str, expected: str, handed: Handed, capsys: Capture
+) -> None:
+    assert cli.main(words.split()) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"quire: error: {expected}") and printed.count("\n") == 1
+    assert handed == []
+
+
+def test_doctor_has_the_exit_code_of_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def examine(port: int, measure: bool) -> int:
+        asked.append((port, measure))
+        return len(asked) - 1
+
+    monkeypatch.setitem(sys.modules, "quire.cli_doctor", SimpleNamespace(examine=examine))
+    assert cli.main(["doctor"]) == 0
+    assert cli.main(["doctor", "--port", "81", "--no-measure"]) == 1
+    assert asked == [(8000, True), (81, False)]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_commands_and_flags(shell: str, capsys: Capture) -> None:
+    assert cli.main(["--print-completion", shell]) == 0
+    printed = capsys.readouterr().out
+    for word in ("serve", "doctor", "max-model-len", "max-tenant-requests"):
+        assert word in printed, word
 
 
 @pytest.mark.parametrize("name", ["throughput", "memory", "perplexity"])

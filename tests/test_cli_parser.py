@@ -4,9 +4,7 @@ import argparse
 
 import pytest
 
-from quire.cli_parser import ENGINE_OPTIONS, Parser, build_parser, engine_options, sampling_options
-from quire.config import EngineOptions
-from quire.core.sampling_params import SamplingParams
+from quire.cli_parser import build_parser
 
 
 def _refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -24,7 +22,7 @@ def _refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", "name a command: generate, chat, serve, bench (see 'quire --help')"),
+        ("", "name a command: generate, chat, serve, bench, doctor (see 'quire --help')"),
         ("srve", "there is no command 'srve'; did you mean serve? (see 'quire --help')"),
         ("xyzzy", "there is no command 'xyzzy' (see 'quire --help')"),
         ("--verson", "there is no option --verson; did you mean --version?"),
@@ -62,48 +60,6 @@ def test_words_that_only_look_like_options_are_values() -> None:
     assert parser.parse_args(["chat", "--seed", "-1"]).seed == -1
 
 
-def test_only_what_was_given_reaches_the_engine() -> None:
-    assert engine_options(build_parser().parse_args(["chat"])) == {}
-    words = (
-        "serve org/model --max-model-len 512 --kv-cache-memory 2GiB --no-enable-prefix-caching"
-        " --block-size 32 --seed 3"
-    )
-    args = build_parser().parse_args(words.split())
-    assert engine_options(args) == {
-        "model": "org/model",
-        "max_model_len": 512,
-        "kv_cache_memory": "2GiB",
-        "enable_prefix_caching": False,
-        "block_size": 32,
-    }
-
-
-def test_the_engine_knows_every_option_that_is_handed_to_it() -> None:
-    assert set(ENGINE_OPTIONS) <= set(EngineOptions.__dataclass_fields__)
-
-
-@pytest.mark.parametrize("name", ENGINE_OPTIONS)
-@pytest.mark.parametrize("command", ["generate x", "chat", "serve"])
-def test_every_engine_option_is_a_flag_of_every_command(name: str, command: str) -> None:
-    args = build_parser().parse_args(command.split())
-    assert getattr(args, name) is None
-
-
-def test_sampling_goes_by_the_names_of_sampling_params() -> None:
-    words = "generate x --max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 3 --min-p 0.1 --seed 4"
-    args = build_parser().parse_args([*words.split(), "--stop", "a b", "--stop", "\n"])
-    params = SamplingParams(**sampling_options(args))
-    assert (params.max_tokens, params.temperature, params.top_p) == (7, 0.5, 0.9)
-    assert (params.top_k, params.min_p, params.seed) == (3, 0.1, 4)
-    assert params.stop == ("a b", "\n")
-
-
-@pytest.mark.parametrize(("command", "max_tokens"), [("generate x", 128), ("chat", None)])
-def test_without_options_the_model_decides(command: str, max_tokens: int | None) -> None:
-    params = SamplingParams(**sampling_options(build_parser().parse_args(command.split())))
-    assert params == SamplingParams(max_tokens=max_tokens)
-
-
 @pytest.mark.parametrize("words", [["--debug", "chat"], ["chat", "--debug"]])
 def test_debug_may_stand_before_or_after_the_command(words: list[str]) -> None:
     assert build_parser().parse_args(words).debug
@@ -135,5 +91,14 @@ def test_help_is_printed_and_ends_well(words: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("usage: quire")
 
 
-def test_an_own_parser_without_commands_needs_none() -> None:
-    assert Parser(prog="x").parse_args([]) == argparse.Namespace()
+def test_a_shell_is_not_taken_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--print-completion", "zsh"], ["--print-completion=zsh"]):
+        assert build_parser().parse_args(words).print_completion == "zsh"
+    assert "invalid choice: 'fish'" in _refusal("--print-completion fish", capsys)
+
+
+def test_doctor_takes_a_port_and_may_leave_out_the_measurement() -> None:
+    args = build_parser().parse_args(["doctor"])
+    assert (args.port, args.measure) == (8000, True)
+    args = build_parser().parse_args(["doctor", "--port", "81", "--no-measure"])
+    assert (args.port, args.measure) == (81, False)

@@ -40,6 +40,13 @@ def test_a_model_may_be_a_path() -> None:
     assert (options.model, options.tokenizer) == ("a/b", "c")
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")]
+)
+def test_a_dtype_goes_by_its_usual_names(name: str, expected: str) -> None:
+    assert EngineOptions.from_mapping({"dtype": name}).dtype == expected
+
+
 def test_defaults() -> None:
     options = EngineOptions.from_mapping({})
     assert (options.block_size, options.max_num_batched_tokens) == (16, 2048)
@@ -58,6 +65,9 @@ def test_defaults() -> None:
         ({"block_size": 4}, "block_size is 4, but must be at least 8"),
         ({"dtype": "int3"}, "dtype is 'int3'"),
         ({"dtype": 7}, "dtype is 7"),
+        ({"dtype": ["half"]}, "dtype is .'half'."),
+        ({"max_logprobs": -1}, "max_logprobs is -1, but must be at least 0"),
+        ({"max_logprobs": "5"}, "max_logprobs is '5', but must be a whole number"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"quantization": "int3"}, "quantization is 'int3', but must be None or one of"),
         ({"quantization": "none"}, "quantization is 'none'"),

@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 HEADER = """\
-# Every package of an install with the extras `dev` and `bench`, at the versions that are tested.
+# Every package of an install with all extras, at the versions that are tested.
 # Written by scripts/lock; used as pip's constraints by the other scripts.
 """
 

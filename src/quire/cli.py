@@ -10,13 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.cli_parser import (
-    SERVED_MAX_ITL_RATIO,
-    build_parser,
-    engine_options,
-    sampling_options,
-)
-from quire.errors import QuireError
+from quire.cli_options import SERVED_MAX_ITL_RATIO, engine_options, sampling_options
+from quire.cli_parser import build_parser
+from quire.cli_serve import server_options
+from quire.cli_words import Parser
+from quire.errors import ConfigurationError, QuireError
+from quire.server.config import ServerConfig
 from quire.version import __version__
 
 INTERRUPTED = 130
@@ -39,7 +38,10 @@ def main(words: Sequence[str] | None = None) -> int:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = args.debug or os.environ.get("QUIRE_DEBUG", "0") not in ("", "0")
     try:
-        _configure_log(args.command)
+        if args.print_completion:
+            return _print_completion(parser, args.print_completion)
+        if args.command != "serve":  # which knows more to configure
+            _configure_log("warning")
         return _COMMANDS[args.command](args)
     except QuireError as error:
         if debug:
@@ -70,17 +72,24 @@ def _version(is_verbose: bool) -> int:
     return 0
 
 
-def _configure_log(command: str) -> None:
+def _print_completion(parser: Parser, shell: str) -> int:
+    import shtab  # only here
+
+    print(shtab.complete(parser, shell))
+    return 0
+
+
+def _configure_log(usual: str) -> None:
     from quire.observability.log import configure  # `--version` and `--help` do without logging
 
-    usual = "info" if command == "serve" else "warning"
     configure(os.environ.get("QUIRE_LOG_LEVEL") or usual)
 
 
 def _bench_arguments(words: Sequence[str]) -> dict[str, Any] | None:
-    """Benchmark -> function that adds its arguments; None unless `bench` is the command."""
+    """Benchmark -> function that adds its arguments; None where they are not needed."""
     command = next((word for word in words if not word.startswith("-")), None)
-    if command != "bench":
+    is_completion = any(word.startswith("--print-completion") for word in words)
+    if command != "bench" and not is_completion:
         return None
     return {name: benchmark.add_arguments for name, benchmark in _benchmarks().items()}
 
@@ -130,12 +139,43 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from quire.server.launch import ServerConfig, serve  # brings the web framework
+    from quire.config import parse_bytes  # only this command has a size of its own
+
+    given = server_options(args)
+    if level := os.environ.get("QUIRE_LOG_LEVEL"):
+        given.setdefault("log_level", level.lower())
+    given["api_keys"] = (*_environment_keys(), *given.get("api_keys", ()))
+    if "max_body_bytes" in given:
+        given["max_body_bytes"] = parse_bytes("max_body_bytes", given["max_body_bytes"])
+    server = ServerConfig(**given)
+    from quire.observability.log import configure  # once what was given is known to be sound
+
+    configure(server.log_level, server.log_format)
+    from quire.server.launch import serve  # brings the web framework
 
     options = {"max_itl_ratio": SERVED_MAX_ITL_RATIO, **engine_options(args)}
+    options["disable_log_stats"] = bool(args.disable_log_stats)
     if args.seed is not None:
         options["seed"] = args.seed
-    return serve(options, ServerConfig(args.host, args.port, args.served_model_name))
+    return serve(options, server)
+
+
+def _environment_keys() -> list[str]:
+    """Raises ConfigurationError for a variable that is set and empty: a secret that is missing must
+    not open the server to everybody."""
+    text = os.environ.get("QUIRE_API_KEYS")
+    keys = (text or "").replace(",", " ").split()
+    if text is not None and not keys:
+        raise ConfigurationError(
+            "QUIRE_API_KEYS is set, but has no key in it; give one as NAME:KEY, or unset it"
+        )
+    return keys
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from quire.cli_doctor import examine  # only this command looks at the machine
+
+    return examine(args.port, measure=args.measure)
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -147,4 +187,5 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "chat": _chat,
     "serve": _serve,
     "bench": _bench,
+    "doctor": _doctor,
 }

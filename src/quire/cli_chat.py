@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from quire.cli_parser import nearest
+from quire.cli_words import nearest
 from quire.errors import InvalidRequestError, PromptTooLongError
 
 Message = dict[str, str]

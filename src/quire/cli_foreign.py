@@ -1,0 +1,170 @@
+"""Flags that other engines' users bring: taken where quire has the thing, else refused with a hint.
+
+Four tables by flag. A flag that is neither in one of them nor ours is unknown, and gets the nearest
+name of ours. Knows no parser; `cli_parser` asks before it parses.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
+from typing import NoReturn
+
+SAME: Mapping[str, str] = {
+    "--alias": "--served-model-name",
+    "-a": "--served-model-name",
+    "--context-length": "--max-model-len",
+    "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--hostname": "--host",
+    "--kv-cache-memory-bytes": "--kv-cache-memory",
+    "--max-concurrent-requests": "--max-queued-requests",
+    "--max-running-requests": "--max-num-seqs",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--model-id": "--model",
+    "--model-path": "--model",
+    "-m": "--model",
+    "--num-gpu-blocks-override": "--num-blocks",
+    "--page-size": "--block-size",
+    "--parallel": "--max-num-seqs",
+    "-np": "--max-num-seqs",
+    "-q": "--quantization",
+    "--random-seed": "--seed",
+    "--threads": "--num-threads",
+    "-t": "--num-threads",
+    "--tokenizer-path": "--tokenizer",
+    "--watchdog-timeout": "--heartbeat-timeout-s",
+}
+"""Flag -> ours of equal meaning."""
+
+ALWAYS = frozenset(
+    {
+        "--cont-batching",
+        "-cb",
+        "--disable-log-requests",
+        "--enable-chunked-prefill",
+        "--enable-metrics",
+        "--enable-request-id-headers",
+        "--enforce-eager",
+        "--jinja",
+        "--metrics",
+        "--no-enable-log-requests",
+        "--no-trust-remote-code",
+    }
+)
+"""Flags without a value that ask for what is always so here."""
+
+_ONE_PROCESS = "one process computes in this version"
+_NO_SWAP = "preempted sequences are computed anew; there is no swap space in this version"
+
+FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "--api-server-count": (("1",), "one process serves HTTP"),
+    "--cpu-offload-gb": (("0",), "weights are in the memory that computes"),
+    "--data-parallel-size": (("1",), _ONE_PROCESS),
+    "-dp": (("1",), _ONE_PROCESS),
+    "--kv-cache-dtype": (("auto",), "keys and values have the model's dtype"),
+    "--load-format": (("auto", "safetensors"), "only safetensors are read, never pickles"),
+    "--num-scheduler-steps": (("1",), "each step is planned by itself"),
+    "--num-shard": (("1",), _ONE_PROCESS),
+    "--pipeline-parallel-size": (("1",), _ONE_PROCESS),
+    "-pp": (("1",), _ONE_PROCESS),
+    "--runner": (("auto", "generate"), "models generate text here"),
+    "--swap-space": (("0",), _NO_SWAP),
+    "--task": (("auto", "generate"), "models generate text here"),
+    "--tensor-parallel-size": (("1",), _ONE_PROCESS),
+    "-tp": (("1",), _ONE_PROCESS),
+    "--tokenizer-mode": (("auto",), "there is one kind of tokenizer, the fast one"),
+    "--tp": (("1",), _ONE_PROCESS),
+    "--tp-size": (("1",), _ONE_PROCESS),
+}
+"""Flag with a value -> the values that say what is so here, and why there are no others."""
+
+_TLS = "put a reverse proxy that speaks TLS in front"
+_LATER = "this version has no tool calls and no reasoning parsers"
+_TEMPLATE = "the template of the model's folder is used, or that of --tokenizer's"
+_LORA = "adapters are not served in this version"
+_LOG = "--log-level sets how much is logged, by everybody"
+_CTX = (
+    "--max-model-len bounds one sequence; --kv-cache-memory or --num-blocks bound all of them"
+    " together"
+)
+
+REFUSED: Mapping[str, str] = {
+    "--allow-credentials": "keys travel in the Authorization header, never in cookies",
+    "--attention-backend": "--kernels chooses what computes",
+    "--batch-size": "--max-num-batched-tokens bounds a step's tokens, --max-num-seqs its sequences",
+    "-b": "--max-num-batched-tokens bounds a step's tokens, --max-num-seqs its sequences",
+    "--cache-type-k": "keys and values have the model's dtype",
+    "--cache-type-v": "keys and values have the model's dtype",
+    "--chat-template": _TEMPLATE,
+    "--chunked-prefill-size": "--max-num-batched-tokens bounds the tokens of a step",
+    "--ctx-size": _CTX,
+    "-c": _CTX,
+    "--disable-access-log": _LOG,
+    "--disable-uvicorn-access-log": _LOG,
+    "--download-dir": "models are kept where HF_HOME says",
+    "--enable-auto-tool-choice": _LATER,
+    "--enable-log-requests": "prompts are never logged; calls are, at --log-level info",
+    "--enable-lora": _LORA,
+    "--gpu-layers": "this version computes on the CPU",
+    "--hf-token": "the environment's HF_TOKEN is read, where other processes can't see it",
+    "--log-disable": "--log-level error logs errors only",
+    "--lora-modules": _LORA,
+    "--max-input-length": _CTX,
+    "--max-input-tokens": _CTX,
+    "--max-total-tokens": _CTX,
+    "--n-gpu-layers": "this version computes on the CPU",
+    "-ngl": "this version computes on the CPU",
+    "--no-enable-chunked-prefill": "a prompt is always computed in chunks, within a step's budget",
+    "--otlp-traces-endpoint": "--otlp-endpoint takes spans, over HTTP rather than gRPC",
+    "--reasoning-parser": _LATER,
+    "--root-path": "a reverse proxy in front can strip its prefix",
+    "--schedule-policy": "--scheduling-policy has other names: see --help",
+    "--speculative-config": "there is no speculative decoding in this version",
+    "--ssl-ca-certs": _TLS,
+    "--ssl-certfile": _TLS,
+    "--ssl-keyfile": _TLS,
+    "--timeout": "--default-deadline-s ends a call, --keep-alive-s keeps a silent stream open",
+    "--tool-call-parser": _LATER,
+    "--trust-remote-code": "code from a model's folder is never run",
+    "--uds": "--host and --port say where to listen",
+    "--uvicorn-log-level": _LOG,
+    "--workers": "one process serves HTTP",
+}
+"""Flag -> what to use instead, or why there is no such thing."""
+
+KNOWN = frozenset(chain(SAME, ALWAYS, FIXED, REFUSED))
+
+
+def settle(
+    words: Sequence[str], ours: Collection[str], refuse: Callable[[str], NoReturn]
+) -> list[str]:
+    """The words with others' flags made ours, taken out where they ask for what is so, or refused.
+
+    ours: the flags of the command. refuse: is called with a sentence and does not return.
+    """
+    settled: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            return [*settled, word, *rest]
+        flag, equals, value = word.partition("=")
+        if flag in ours or flag not in KNOWN:
+            settled.append(word)
+        elif flag in SAME:
+            # Where this command has no such flag, it is told of as the unknown one that it is.
+            name = SAME[flag] if SAME[flag] in ours else flag
+            settled.append(f"{name}{equals}{value}")
+        elif flag in FIXED:
+            _check_fixed(flag, value if equals else next(rest, None), refuse)
+        elif flag in REFUSED:
+            refuse(f"there is no option {flag}: {REFUSED[flag]}")
+        elif equals:
+            refuse(f"{flag} takes no value, but got {value!r}")
+    return settled
+
+
+def _check_fixed(flag: str, value: str | None, refuse: Callable[[str], NoReturn]) -> None:
+    known, why = FIXED[flag]
+    if value not in known:
+        refuse(
+            f"{flag} is {'missing its value' if value is None else repr(value)}, but must be"
+            f" {' or '.join(known)}: {why}"
+        )

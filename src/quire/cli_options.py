@@ -1,0 +1,153 @@
+"""The flags that several commands share: the model, the sampling, the engine.
+
+Each stands under the name that the engine, or SamplingParams, has for it; those that were not given
+are not handed on, so that the defaults stay where they belong. Only light imports. Called by
+`cli_parser` and `cli_serve`.
+"""
+
+import argparse
+from typing import Any
+
+ENGINE_OPTIONS = (
+    "tokenizer",
+    "revision",
+    "device",
+    "dtype",
+    "max_model_len",
+    "block_size",
+    "kv_cache_memory",
+    "num_blocks",
+    "gpu_memory_utilization",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enable_prefix_caching",
+    "scheduling_policy",
+    "num_lookahead_blocks",
+    "eviction",
+    "kv_allocator",
+    "max_itl_ratio",
+    "quantization",
+    "kernels",
+    "num_threads",
+    "max_logprobs",
+)
+"""Handed to the engine under these names, where given; the defaults are the engine's own."""
+
+SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+"""Handed to SamplingParams under these names; None there means the model's default."""
+
+SERVED_MAX_ITL_RATIO = 2.8
+
+MODEL_HELP = "local folder or hub id in Hugging Face format (the embedded model)"
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given for the engine, `model` included, by the engine's own names."""
+    names = ("model", *ENGINE_OPTIONS)
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given for the sampling, by SamplingParams' names."""
+    return {name: getattr(args, name) for name in SAMPLING_OPTIONS}
+
+
+def add_debug(parser: argparse.ArgumentParser, default: Any) -> None:
+    parser.add_argument(
+        "--debug", action="store_true", default=default, help="show the traceback of an error"
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+    group = parser.add_argument_group("sampling", "Without a value: the model's default.")
+    limit = "as many as fit" if max_tokens is None else str(max_tokens)
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", default=max_tokens, help=f"at most so many ({limit})"
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest, P in sum")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0: all")
+    group.add_argument("--min-p", type=float, metavar="P", help="keep those P times the likeliest")
+    group.add_argument("--seed", type=int, help="makes sampling reproducible")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """The engine's options, in groups."""
+    _add_model_options(parser)
+    _add_memory_options(parser)
+    _add_scheduling_options(parser)
+    group = parser.add_argument_group("computation")
+    group.add_argument("--device", help="auto or cpu (auto)")
+    group.add_argument(
+        "--kernels", metavar="NAME", help="avx512_bf16, avx512, avx2, portable or torch (auto)"
+    )
+    group.add_argument("--num-threads", type=int, metavar="N", help="threads that compute")
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--tokenizer", metavar="PATH", help="folder or hub id (as the model)")
+    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the hub id")
+    group.add_argument(
+        "--dtype", help="auto, float32, bfloat16 or float16; half and float, too (auto)"
+    )
+    group.add_argument(
+        "--quantization", metavar="NAME", help="int8 or int4: round weights while loading (none)"
+    )
+    group.add_argument("--max-model-len", type=int, metavar="N", help="tokens in one sequence")
+    group.add_argument(
+        "--max-logprobs", type=int, metavar="N", help="logprobs that a request may ask for (20)"
+    )
+
+
+def _add_memory_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory")
+    group.add_argument("--kv-cache-memory", metavar="SIZE", help="memory for the KV cache, as 2GiB")
+    group.add_argument("--num-blocks", type=int, metavar="N", help="KV blocks, instead of a size")
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="X",
+        help="share of the memory for weights and KV cache together, instead of a size;"
+        " on the CPU of the machine's memory",
+    )
+    group.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block (16)")
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="share the KV blocks of equal prefixes (yes)",
+    )
+    group.add_argument(
+        "--eviction", metavar="NAME", help="cached prefixes to forget first (hit_density), or lru"
+    )
+    group.add_argument(
+        "--num-lookahead-blocks", type=int, metavar="N", help="KV blocks reserved ahead (1)"
+    )
+    group.add_argument(
+        "--kv-allocator",
+        metavar="NAME",
+        help="paged, or contiguous_max, _pow2, _oracle to compare (paged)",
+    )
+
+
+def _add_scheduling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("scheduling")
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in one step (64)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step (2048)"
+    )
+    group.add_argument(
+        "--scheduling-policy",
+        metavar="NAME",
+        help="fcfs, priority, fair, longest_prefix or deadline (fcfs)",
+    )
+    group.add_argument(
+        "--max-itl-ratio",
+        type=float,
+        metavar="X",
+        help="prompts make a step of running sequences at most X times as long; 0: no limit"
+        f" (0; serve: {SERVED_MAX_ITL_RATIO})",
+    )

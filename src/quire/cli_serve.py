@@ -1,0 +1,167 @@
+"""The flags of `quire serve`: every field of ServerConfig has one, in groups, beside the engine's.
+
+Only light imports: `quire serve --help` comes through this file. Called by `cli_parser` and `cli`.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from quire.cli_options import MODEL_HELP, add_engine
+from quire.server.config import LOG_FORMATS, LOG_LEVELS, ServerConfig
+
+_DEFAULTS = ServerConfig()
+
+
+class _Once(argparse.Action):
+    """Stores a value that may be given as a flag or by its place, but not as both."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        if before not in (None, values):
+            parser.error(f"the {self.dest} is given twice: {before} and {values}")
+        setattr(namespace, self.dest, values)
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """All flags of the command."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        action=_Once,
+        metavar="MODEL",
+        help=MODEL_HELP,
+        default=argparse.SUPPRESS,  # so that its absence leaves alone what --model has set
+    )
+    _add_server(parser)
+    _add_access(parser)
+    _add_limits(parser)
+    _add_recovery(parser)
+    _add_logging(parser)
+    add_engine(parser)
+
+
+def server_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given for the server, by ServerConfig's names; sizes are numbers or text."""
+    given = {field.name: getattr(args, field.name) for field in fields(ServerConfig)}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--config", metavar="FILE", help="YAML file with these flags; those given here win"
+    )
+    group.add_argument(
+        "--model", action=_Once, metavar="MODEL", help="the same as MODEL by its place"
+    )
+    group.add_argument("--host", help=f"address to listen on ({_DEFAULTS.host})")
+    group.add_argument("--port", type=int, help=f"port; 0: any that is free ({_DEFAULTS.port})")
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call the model (as MODEL)"
+    )
+    group.add_argument(
+        "--drain-timeout-s",
+        type=int,
+        metavar="S",
+        help=f"how long open answers may go on after SIGTERM ({_DEFAULTS.drain_timeout_s})",
+    )
+    group.add_argument(
+        "--keep-alive-s",
+        type=float,
+        metavar="S",
+        help=f"a stream without news gets a comment so often ({_DEFAULTS.keep_alive_s:g})",
+    )
+    group.add_argument("--seed", type=int, help="where the seeds of unseeded requests begin (0)")
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("access", "Without a key, everybody is served.")
+    group.add_argument(
+        "--api-key",
+        dest="api_keys",
+        action="append",
+        metavar="NAME:KEY",
+        help="a tenant's key; may be repeated. Others see it in the list of processes: prefer"
+        " --api-key-file, or QUIRE_API_KEYS in the environment",
+    )
+    group.add_argument(
+        "--api-key-file", metavar="FILE", help="one NAME:KEY a line; read again when it changes"
+    )
+    group.add_argument(
+        "--allowed-origins",
+        action="append",
+        metavar="ORIGIN",
+        help="web pages from there may call the server; may be repeated; '*': any (none)",
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits", "What is beyond them is refused by name.")
+
+    def add(flag: str, metavar: str, text: str, kind: Any = int) -> None:
+        default = getattr(_DEFAULTS, flag.removeprefix("--").replace("-", "_"))
+        shown = "no bound" if default is None else f"{default:g}"
+        group.add_argument(flag, type=kind, metavar=metavar, help=f"{text} ({shown})")
+
+    add("--max-queued-requests", "N", "generations open at once; beyond: 429")
+    add("--max-tenant-requests", "N", "generations that one tenant may have open")
+    add("--max-tenant-tokens-per-minute", "N", "prompt and generated tokens of one tenant")
+    group.add_argument(
+        "--max-body-bytes",
+        metavar="SIZE",
+        help=f"of one call's body, as 4MiB ({_DEFAULTS.max_body_bytes >> 20}MiB)",
+    )
+    add("--max-prompts", "N", "prompts in one call")
+    add("--max-n", "N", "choices (n) for each prompt")
+    add("--max-choices", "N", "prompts times n of one call")
+    add("--max-stop-strings", "N", "stop strings of one call")
+    add("--max-list-length", "N", "stop_token_ids, bad_words, logit_bias and the like")
+    add("--default-deadline-s", "S", "a call that says none is ended after so long", float)
+
+
+def _add_recovery(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("recovery")
+    group.add_argument(
+        "--heartbeat-timeout-s",
+        type=float,
+        metavar="S",
+        help="an engine whose step takes longer is started anew"
+        f" ({_DEFAULTS.heartbeat_timeout_s:g})",
+    )
+    group.add_argument(
+        "--max-engine-restarts",
+        type=int,
+        metavar="N",
+        help=f"after so many in five minutes the server ends ({_DEFAULTS.max_engine_restarts})",
+    )
+
+
+def _add_logging(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("logging")
+    group.add_argument(
+        "--log-level", metavar="LEVEL", help=f"{', '.join(LOG_LEVELS)} ({_DEFAULTS.log_level})"
+    )
+    group.add_argument(
+        "--log-format", metavar="NAME", help=f"{' or '.join(LOG_FORMATS)} ({_DEFAULTS.log_format})"
+    )
+    group.add_argument(
+        "--otlp-endpoint", metavar="URL", help="where OpenTelemetry spans go, over HTTP (nowhere)"
+    )
+    group.add_argument(
+        "--disable-log-stats",
+        action="store_true",
+        default=None,
+        help="no line with throughput and memory use every ten seconds",
+    )
