@@ -78,10 +78,8 @@ def test_a_decode_step_reads_weights_and_kv(make_floors: Callable[[str], Any]) -
     assert make_floors("bf16").decode_tok_s([8192] * 16) == pytest.approx(16 * READ_BYTES_S / read)
 
 
-def test_int4_has_a_scale_for_32_weights_and_a_projection_of_8_bits(
-    make_floors: Callable[[str], Any],
-) -> None:
-    read = LINEAR_WEIGHTS * 18 / 32 + HEAD_WEIGHTS + 101 * KV_BYTES
+def test_int4_has_a_scale_and_an_offset_for_32_weights(make_floors: Callable[[str], Any]) -> None:
+    read = (LINEAR_WEIGHTS + HEAD_WEIGHTS) * 18 / 32 + 101 * KV_BYTES
     assert make_floors("int4").decode_tok_s([100]) == pytest.approx(READ_BYTES_S / read)
 
 

@@ -57,6 +57,20 @@ def test_streams_notice_nothing_of_a_killed_process():
     with_engine(test, {"step_s": 0.002})
 
 
+def test_calls_notice_nothing_of_a_process_that_is_told_to_end():
+    async def test(engine):
+        open_one = engine.generate(request("a", 10, max_tokens=60))
+        first = await anext(open_one)
+        os.kill(engine.pid, signal.SIGTERM)
+        late = [collect(engine.generate(request(f"l{i}", 20, max_tokens=5))) for i in range(3)]
+        for index, outputs in enumerate(await asyncio.gather(*late)):
+            assert tokens_of(outputs, f"l{index}") == [21, 22, 23, 24, 25]
+        assert tokens_of([first, *await collect(open_one)], "a") == list(range(11, 71))
+        assert (engine.num_restarts, engine.num_open) == (1, 0)
+
+    with_engine(test, {"step_s": 0.005}, recovery=PATIENT)
+
+
 @pytest.mark.parametrize("killer", [[EXIT, 3], [RAISE, 0], [HANG, 2]])
 def test_a_request_that_kills_the_engine_twice_is_ended_alone(killer):
     async def test(engine):

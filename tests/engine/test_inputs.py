@@ -156,3 +156,14 @@ def test_the_bad_words_of_a_call_are_encoded_once_for_all_its_prompts(tokenizer:
     assert made[0].params.bad_words == made[2].params.bad_words != ()
     other = SamplingParams(max_tokens=1, bad_words=["other"])
     assert inputs.make_request("4", [5], other, seed=0).params != made[0].params
+
+
+def test_bad_words_that_would_hold_up_each_step_are_refused(tokenizer: Any) -> None:
+    inputs = InputProcessor(tokenizer, ModelLimits(4096, 4096))
+    short = [f"zq{number}" for number in range(4000)]
+    fine = SamplingParams(max_tokens=1, bad_words=short)
+    assert inputs.make_request("a", "hello", fine, seed=0).params.bad_words
+    mixed = SamplingParams(max_tokens=1, bad_words=[*short, "qxzjk" * 100])
+    with pytest.raises(InvalidRequestError, match=r"4001 words.*too much") as refused:
+        inputs.make_request("a", "hello", mixed, seed=0)
+    assert refused.value.param == "bad_words"

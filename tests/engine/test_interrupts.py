@@ -3,12 +3,21 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine.interrupts import deferred_interrupts
 from quire.engine.llm import LLM
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_handled() -> Iterator[None]:
+    """Whoever starts the tests in the background may have them ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt() -> None:

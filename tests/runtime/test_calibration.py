@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.cost_model import StepCostModel, StepLoad
 from quire.core.invariants import check_idle
-from quire.core.pacing import StepPacer
+from quire.core.pacing import PacingConfig, StepPacer
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
@@ -187,6 +187,9 @@ def test_a_paced_engine_gives_the_tokens_of_an_unpaced_one() -> None:
         engine = build_engine({**options, "max_itl_ratio": ratio})
         check_idle(engine.scheduler)
         assert isinstance(engine.scheduler.pacer, StepPacer) is bool(ratio)
+        if isinstance(engine.scheduler.pacer, StepPacer):
+            model = engine.scheduler.pacer.model
+            engine.scheduler.pacer = StepPacer(PacingConfig(ratio, max_late_rows=0), model)
         found.append(tokens_and_steps(engine))
     (plain, num_plain_steps), (paced, num_paced_steps) = found
     assert paced == plain

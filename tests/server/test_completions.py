@@ -4,6 +4,14 @@ import asyncio
 
 import openai
 import pytest
+from tests.server import test_generation as faked
+
+from quire.core.request import FinishReason
+from quire.core.sampling_params import SamplingParams
+from quire.server.chat import _ChatCall
+from quire.server.completions import _CompletionCall
+from quire.server.protocol import ChatCompletionRequest, CompletionRequest
+from quire.server.service import Service
 
 PROMPT = "import os\n"
 GREEDY = {"model": "embedded", "temperature": 0}
@@ -338,3 +346,35 @@ def test_an_echo_is_the_text_that_was_sent(client):
         **GREEDY, prompt=text, max_tokens=0, echo=True, extra_body={"add_special_tokens": False}
     )
     assert answer.choices[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("make_call", "body"),
+    [
+        (_CompletionCall, CompletionRequest.model_validate({"prompt": "print", "n": 5})),
+        (
+            _ChatCall,
+            ChatCompletionRequest.model_validate(
+                {"messages": [{"role": "user", "content": "print"}], "n": 5}
+            ),
+        ),
+    ],
+)
+def test_a_long_answer_is_written_choice_by_choice_while_others_go_on(tokenizer, make_call, body):
+    async def play():
+        engine = faked.FakeEngine()
+        service = Service(engine, tokenizer, None, "model")
+        generation = faked.make(service, tokenizer, params=SamplingParams(n=5))
+        answer = asyncio.ensure_future(make_call(service, body, generation, "c").collect())
+        while engine.stream is None:
+            await asyncio.sleep(0)
+        for branch in range(5):
+            engine.stream.push(faked.token(tokenizer, "a", branch, FinishReason.LENGTH))
+        num_turns = 0
+        while not answer.done():
+            num_turns += 1
+            await asyncio.sleep(0)
+        return num_turns, (await answer).choices
+
+    num_turns, choices = asyncio.run(play())
+    assert len(choices) == 5 and num_turns > 5

@@ -7,9 +7,11 @@ import time
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from quire.errors import ConfigurationError
+from quire.server import connection
 from quire.server.connection import ConnectionLimits, connection_class
 
 PATIENCE_S = 20.0
@@ -175,3 +177,31 @@ def test_a_client_that_takes_its_answer_slowly_is_left_alone():
 def test_a_limit_must_be_above_zero(name):
     with pytest.raises(ConfigurationError, match=f"{name} is 0"):
         ConnectionLimits(**{name: 0})
+
+
+@pytest.mark.parametrize("kind", [H11Protocol, pytest.param("httptools", id="httptools")])
+def test_what_is_sent_ahead_of_answers_is_bounded(monkeypatch, kind):
+    if kind == "httptools":
+        pytest.importorskip("httptools")
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as kind
+
+    monkeypatch.setattr(connection, "AutoHTTPProtocol", kind)
+    monkeypatch.setattr(connection, "MAX_AHEAD_BYTES", 1 << 20)
+
+    async def send_until_cut(port, start, piece):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(start)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            for _ in range(1000):
+                writer.write(piece)
+                await asyncio.wait_for(writer.drain(), 1)
+            raise AssertionError(f"all of it was taken, {piece[:20]!r}")
+        writer.transport.abort()
+
+    async def test():
+        async with serving(App(BIG), head_timeout_s=PATIENCE_S) as port:
+            await send_until_cut(port, b"GET /", b"a" * 65536)
+            await send_until_cut(port, b"GET / HTTP/1.1\r\n", b"A: " + b"a" * 60000 + b"\r\n")
+            await send_until_cut(port, b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
+
+    run(test())

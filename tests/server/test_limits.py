@@ -2,8 +2,10 @@
 
 import pytest
 
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams
 from quire.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
-from quire.server.limits import MAX_WORD_CHARACTERS, CallLimits, check_text
+from quire.server.limits import MAX_WORD_CHARACTERS, CallLimits, check_text, check_whole_answer
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 
 LIMITS = CallLimits(max_prompts=3, max_n=4, max_choices=8, max_stop_strings=2, max_list_length=5)
@@ -104,9 +106,32 @@ def test_the_bounds_reach_the_client_by_name(server):
         assert answer.json()["error"]["param"] == param
 
 
+def test_prompt_logprobs_are_bounded_by_all_that_the_answer_has_of_them(server):
+    fields = {"prompt": [[5] * 1000] * 8, "n": 8, "max_tokens": 1, "seed": 1}
+    for more in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}):
+        answer = server.http.post("/v1/completions", json=fields | more)
+        assert answer.status_code == 400, answer.text[:300]
+        error = answer.json()["error"]
+        assert error["param"] == "prompt_logprobs"
+        assert "1344000 log-probabilities" in error["message"]
+
+
 def test_a_text_that_no_tokens_could_hold_is_not_looked_at(tokenizer):
     longest = 10 * tokenizer.longest_token_bytes
     check_text("x" * longest, tokenizer, 10, "prompt")
     with pytest.raises(PromptTooLongError, match="max_model_len is 10") as caught:
         check_text("x" * (longest + 1), tokenizer, 10, "messages")
     assert caught.value.param == "messages"
+
+
+def test_a_whole_answer_is_bounded_by_what_it_might_become():
+    def requests(n, max_tokens, logprobs):
+        params = DecodingParams(max_tokens=max_tokens, logprobs=logprobs)
+        return [Request("a", [1] * 100, params, n)]
+
+    check_whole_answer(requests(1, 2**31 - 1, 20), 4096)
+    check_whole_answer(requests(1024, 10_000, None), 4096)
+    check_whole_answer(requests(1024, 100, 20), 4096)
+    with pytest.raises(InvalidRequestError, match="might have 85929984 log-probabilities") as found:
+        check_whole_answer(requests(1024, 10_000, 20), 4096)
+    assert found.value.param == "logprobs"

@@ -60,7 +60,7 @@ from quire.engine.messages import (
     encode,
     request_failed,
 )
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import QuireError
 from quire.observability import log
 
 MAX_BACKLOG_BYTES = 16 << 20
@@ -193,7 +193,8 @@ class Channel:
 class EngineLoop:
     """Reads, steps, answers, until it is told to end or the front is gone.
 
-    Invariant: each request that came is answered by outputs up to its end or by RequestFailed.
+    Invariant: each request that came before it drained is answered by outputs up to its end or by
+    RequestFailed.
     """
 
     def __init__(self, engine: EngineLike, channel: Channel) -> None:
@@ -247,9 +248,9 @@ class EngineLoop:
                 return BlocksReply(block_page(self._engine.block_map(first_block, max_num_blocks)))
 
     def _add(self, request: Request) -> None:
+        if self._is_draining:
+            return  # the front sends it again, to the next process
         try:
-            if self._is_draining:
-                raise EngineDeadError("the engine is shutting down and takes no more requests")
             self._engine.add(request)
         except QuireError as error:
             self._channel.send(request_failed(request.request_id, error))

@@ -17,6 +17,10 @@ from quire.errors import InvalidRequestError
 from quire.text.tokenizer import Tokenizer
 
 MAX_NAME_LENGTH = 256
+MAX_BAD_WORD_CELLS = 1 << 17
+"""Forms of all bad words times the tokens of the longest: so many tokens are compared with what a
+branch has generated, at each of its steps, while all other branches wait."""
+
 OPTION_NAMES = ("priority", "tenant", "cache_salt", "deadline_s")
 
 
@@ -153,6 +157,13 @@ class InputProcessor:
             )
         if self._last_words[0] is not words:  # the prompts of one call have the very same list
             found = [ids for word in words for ids in self._tokenizer.encode_bad_word(word)]
+            num_cells = len(found) * max(map(len, found))
+            if num_cells > MAX_BAD_WORD_CELLS:
+                raise InvalidRequestError(
+                    f"bad_words has {len(words)} words, and {max(map(len, found))} tokens in the"
+                    f" longest, which is too much to look for at each step; send fewer, or shorter",
+                    "bad_words",
+                )
             self._last_words = (words, found)
         return self._last_words[1]
 

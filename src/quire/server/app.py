@@ -37,7 +37,8 @@ OPEN = AccessConfig()
 
 def create_app(service: Service, access: AccessConfig = OPEN) -> FastAPI:
     """The application that serves `service`."""
-    app = FastAPI(title="quire", version=__version__, redoc_url=None)
+    # A redirect would name the scheme and host that this process sees, not those of a proxy.
+    app = FastAPI(title="quire", version=__version__, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     install_error_handlers(app)
     # Each one stands outside of those before it.

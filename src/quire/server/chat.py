@@ -4,6 +4,7 @@ A streamed answer has, for each choice, a chunk with the role, chunks with text,
 reason why it ended, as OpenAI's has; joined they are the whole answer.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from quire.errors import InvalidRequestError
 from quire.server.api_docs import answers
 from quire.server.call import Call
 from quire.server.generation import blamed_on, new_call_id, prepare
-from quire.server.limits import check_text
+from quire.server.limits import check_text, check_whole_answer
 from quire.server.logprobs import chat_logprobs
 from quire.server.protocol import ChatCompletionRequest, TemplateOptions
 from quire.server.responses import (
@@ -55,6 +56,7 @@ async def create_chat_completion(body: ChatCompletionRequest, http: HTTPRequest)
     call = _ChatCall(service, body, generation, call_id)
     if body.stream:
         return EventStream(call.events(), service.keep_alive_s)
+    check_whole_answer(generation.requests, service.engine.limits.max_model_len)
     return await answer(http.receive, call.collect())
 
 
@@ -126,7 +128,10 @@ class _ChatCall(Call[ChatCompletionRequest]):
     async def collect(self) -> ChatCompletion:
         """The whole answer."""
         async with self._generation as generation:
-            choices = [self._choice(index, delta) for index, delta in await generation.rest()]
+            choices = []
+            for index, delta in await generation.rest():
+                choices.append(self._choice(index, delta))
+                await asyncio.sleep(0)  # others go on: one with log-probabilities takes long
         return ChatCompletion(
             self._call_id,
             self._created_s,

@@ -3,6 +3,7 @@
 A streamed answer and a whole one are made of the same pieces, so they say the same.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from quire.engine.outputs import Delta
 from quire.server.api_docs import answers
 from quire.server.call import Call
 from quire.server.generation import Generation, blamed_on, new_call_id, prepare
-from quire.server.limits import check_text
+from quire.server.limits import check_text, check_whole_answer
 from quire.server.logprobs import CompletionLogprobsWriter, extend_logprobs
 from quire.server.protocol import CompletionRequest
 from quire.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
@@ -40,6 +41,7 @@ async def create_completion(body: CompletionRequest, http: HTTPRequest) -> Respo
     call = _CompletionCall(service, body, generation, call_id)
     if body.stream:
         return EventStream(call.events(), service.keep_alive_s)
+    check_whole_answer(generation.requests, service.engine.limits.max_model_len)
     return await answer(http.receive, call.collect())
 
 
@@ -76,10 +78,10 @@ class _CompletionCall(Call[CompletionRequest]):
     async def collect(self) -> Completion:
         """The whole answer."""
         async with self._generation as generation:
-            choices = [
-                self._piece(choice, self._counted(delta))
-                for choice, delta in await generation.rest()
-            ]
+            choices = []
+            for index, delta in await generation.rest():
+                choices.append(self._piece(index, self._counted(delta)))
+                await asyncio.sleep(0)  # others go on: one with log-probabilities takes long
         for choice in choices:
             choice.prompt_logprobs = self._prompt_logprobs(choice.index)
         return self._answer(choices, self._usage())

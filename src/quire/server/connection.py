@@ -20,6 +20,11 @@ SEND_BUFFER_BYTES = 128 << 10
 """The kernel's own buffer for answers: by itself it would grow to megabytes for each client that
 does not read, and a client that reads slowly would seem not to read until a third of it is free."""
 
+MAX_AHEAD_BYTES = 16 << 20
+MAX_AHEAD_REQUESTS = 128
+"""What a client may send ahead of an answer: of a head that does not end (or of a body that nobody
+wants any more), and whole requests. h11 has bounds of its own; httptools would keep it all."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
@@ -77,6 +82,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, **from_uvicorn: Any) -> None:
         self._inner: Any = AutoHTTPProtocol(**from_uvicorn)
         self._transport: asyncio.Transport | None = None
+        self._cycle: Any = None  # uvicorn's last request
+        self._num_ahead = 0  # bytes that came after it
         self._head = _Timer(self.limits.head_timeout_s, self._cut)
         self._reader = _Timer(self.limits.unread_timeout_s, self._cut)
 
@@ -93,6 +100,13 @@ class Connection(asyncio.Protocol):
             self._head.start()
         else:
             self._head.stop()
+        if cycle is not self._cycle:
+            self._cycle, self._num_ahead = cycle, 0
+        elif cycle is None or cycle.response_complete or not cycle.more_body:
+            self._num_ahead += len(data)
+        num_requests = len(getattr(self._inner, "pipeline", ()))  # httptools'
+        if self._num_ahead > MAX_AHEAD_BYTES or num_requests > MAX_AHEAD_REQUESTS:
+            self._cut()
 
     def eof_received(self) -> None:
         self._inner.eof_received()

@@ -31,6 +31,7 @@ from quire.errors import (
     QuireError,
     StepFailedError,
 )
+from quire.server.limits import check_prompt_logprobs
 from quire.server.monitor import CallRecord
 from quire.server.service import Service, call_for_text
 from quire.server.tenants import NO_TENANT, Lease, Tenant
@@ -297,6 +298,7 @@ async def prepare(
     words = as_sampling_params(wish).bad_words or ()
     size += _ENCODINGS_PER_BAD_WORD * sum(len(word) for word in words)
     requests = await call_for_text(size, _make_requests, service, call_id, prompts, wish, options)
+    check_prompt_logprobs(requests)
     texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
     return Generation(service, requests, wish, texts, caller)
 

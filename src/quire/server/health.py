@@ -40,6 +40,7 @@ class NotReadyError(QuireError):
     retry_after_s = 1.0
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(http: HTTPRequest) -> dict[str, Any]:
     """Raises EngineDeadError, which is 503, once the engine has failed for good.
@@ -61,6 +62,7 @@ async def health(http: HTTPRequest) -> dict[str, Any]:
     }
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(http: HTTPRequest) -> dict[str, str]:
     """Raises NotReadyError, which is 503, with the reason."""

@@ -5,10 +5,11 @@ mean nothing, whoever serves, are refused by `core.sampling_params`. Called by t
 made by `launch`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from quire.core.request import Request
 from quire.core.sampling_params import MAX_BRANCHES, MAX_STOP_STRINGS
 from quire.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
 from quire.server.protocol import CompletionRequest, GenerationBody
@@ -16,6 +17,13 @@ from quire.text.tokenizer import Tokenizer
 
 _LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias")
 _COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
+
+MAX_PROMPT_LOGPROBS = 1_000_000
+"""Of all prompt tokens in one answer, which has them for each choice. All streams wait while it is
+written: about a second, and 0.3 GiB."""
+
+MAX_LOGPROBS = 4_000_000
+"""Of the tokens of an answer that comes in one piece, if it grows as long as it may: 1 GiB."""
 
 MAX_WORD_CHARACTERS = 1000
 """Of one bad word, which is tokenized in several forms."""
@@ -102,6 +110,37 @@ def check_text(text: str, tokenizer: Tokenizer, max_model_len: int, param: str) 
             f"the prompt has {len(text)} characters, more than the tokens of any prompt hold"
             f" (max_model_len is {max_model_len}); shorten the prompt",
             param,
+        )
+
+
+def check_prompt_logprobs(requests: Sequence[Request]) -> None:
+    """Raises InvalidRequestError where an answer would be too long for one piece."""
+    count = sum(
+        (1 + one.params.prompt_logprobs) * len(one.prompt_token_ids) * one.n
+        for one in requests
+        if one.params.prompt_logprobs is not None
+    )
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"the answer would have {count} log-probabilities of prompt tokens, for each choice"
+            f" its own, above the bound of {MAX_PROMPT_LOGPROBS}; send fewer prompts in one call,"
+            " or ask for fewer choices or likeliest tokens",
+            "prompt_logprobs",
+        )
+
+
+def check_whole_answer(requests: Sequence[Request], max_model_len: int) -> None:
+    """Raises InvalidRequestError where an answer that is not streamed could be too long."""
+    count = 0
+    for one in requests:
+        if one.params.logprobs is not None:
+            room = max_model_len - len(one.prompt_token_ids)
+            count += (1 + one.params.logprobs) * min(one.params.max_tokens, room) * one.n
+    if count > MAX_LOGPROBS:
+        raise InvalidRequestError(
+            f"the answer might have {count} log-probabilities, above the bound of {MAX_LOGPROBS};"
+            " stream it, or lower max_tokens, n or the number of likeliest tokens",
+            "logprobs",
         )
 
 
