@@ -25,7 +25,7 @@ def make_pacer(ratio: float = 2.5, least: int = 4, late_rows: int = 0) -> StepPa
 
 
 def open_paced(pacer: StepPacer, num_decodes: int = 4) -> PacedBudget:
-    budget = pacer.open_step(2048, num_decodes, num_decodes * 100)
+    budget = pacer.open_step(2048, num_decodes, num_decodes * 100, num_prompts=2)
     assert isinstance(budget, PacedBudget)
     return budget
 
@@ -36,7 +36,7 @@ def open_paced(pacer: StepPacer, num_decodes: int = 4) -> PacedBudget:
         ({"max_itl_ratio": 1.0}, "max_itl_ratio is 1.0, but must be at least 1.1"),
         ({"max_itl_ratio": float("nan")}, "max_itl_ratio is nan"),
         ({"min_prefill_tokens": 0}, "min_prefill_tokens is 0, but must be at least 1"),
-        ({"late_share": 1.5}, "late_share is 1.5 and max_late_rows 64"),
+        ({"late_share": 1.5}, "late_share is 1.5 and max_late_rows 128"),
         ({"max_late_rows": -1}, "max_late_rows -1, but must be from 0 to 1, and at least 0"),
     ],
 )
@@ -119,6 +119,8 @@ def test_a_step_is_late_only_where_that_saves_steps() -> None:
     budget = open_paced(pacer)
     assert budget.take(0, 2 * fitting - 10) <= fitting + 1
     assert budget.is_spent and not budget.is_late
+    single = pacer.open_step(2048, 4, 400, num_prompts=1)
+    assert isinstance(single, PacedBudget) and not single.may_be_late
     crowd = open_paced(pacer, num_decodes=9)
     assert not crowd.may_be_late and crowd.take(0, 1000) < 1000
 

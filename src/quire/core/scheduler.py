@@ -303,7 +303,8 @@ class Scheduler:
                 chunks[sequence] = 1
                 num_pairs += sequence.num_tokens
         num_left = self.config.max_num_batched_tokens - len(chunks)
-        budget = self.pacer.open_step(num_left, len(chunks), num_pairs)
+        num_prompts = len(partial) + len(self.waiting)
+        budget = self.pacer.open_step(num_left, len(chunks), num_pairs, num_prompts)
         for sequence in partial:
             if not budget.is_spent and sequence.state is SequenceState.RUNNING:
                 chunks[sequence] = self.admission.serve(sequence, budget)
