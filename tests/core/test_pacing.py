@@ -96,8 +96,8 @@ def test_a_further_prompt_after_a_long_context_gets_one_token_at_least() -> None
 
 
 def test_a_share_of_the_intervals_may_be_longer() -> None:
-    """Eight rows are saved up: two steps of four take any prompts, then an eighth of them."""
-    pacer = make_pacer(late_rows=8)
+    """Eight rows at the start: two steps of four take any prompts, then an eighth of them."""
+    pacer = make_pacer(late_rows=16)
     for step_id in range(2):
         budget = open_paced(pacer)
         assert (budget.take(0, 1000), budget.take(0, 900), budget.is_spent) == (1000, 900, False)

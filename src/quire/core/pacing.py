@@ -94,8 +94,8 @@ class PacingConfig:
     it takes; so every prompt goes on in every step that reaches it.
 
     late_share: of the intervals between tokens of decoding rows so many may be longer.
-    max_late_rows: what is saved up of that at most, and there at the start: a step that takes
-        longer costs as many as it has decoding rows.
+    max_late_rows: what is saved up of that at most; half of it is there at the start. A step that
+        takes longer costs as many as it has decoding rows.
 
     2.8 leaves something below 3 for what the model can't foretell: rows that join, the loop itself.
     With 0.005 and 128 the 99th percentile over 26,000 intervals or more keeps the ratio.
@@ -192,7 +192,8 @@ class StepPacer:
         self.config = config
         self.model = model
         self.margin = 1.05
-        self._num_late_rows = float(config.max_late_rows)  # that may still be
+        # That may still be. Half at first: a model that is wrong is late against its will, too.
+        self._num_late_rows = config.max_late_rows / 2
         self._open: StepBudget | None = None
         self._in_flight: dict[int, PacedBudget] = {}
 
