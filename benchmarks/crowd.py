@@ -183,7 +183,8 @@ async def ask(
 
     _, answer = await asyncio.get_running_loop().create_connection(make, host, port)
     try:
-        await asyncio.wait_for(answer.done, limit_s)
+        async with asyncio.timeout(limit_s):
+            await answer.done
     except TimeoutError:
         return None
     finally:
@@ -298,7 +299,8 @@ async def _vanish(sock: socket.socket, choose: random.Random, number: int) -> No
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, _long_request(number))
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(loop.sock_recv(sock, 1 << 16), choose.random())
+        async with asyncio.timeout(choose.random()):
+            await loop.sock_recv(sock, 1 << 16)
     if choose.random() < 0.5:  # half of them with a reset instead of an end
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 

@@ -150,7 +150,8 @@ class AsyncEngine:
         if link is None:
             raise EngineDeadError("the engine is being started again; ask once more in a moment")
         try:
-            return await asyncio.wait_for(link.ask(question), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await link.ask(question)
         except TimeoutError as error:
             raise EngineDeadError(
                 f"the engine has not answered for {timeout_s:g} s: no step has ended meanwhile"

@@ -127,7 +127,8 @@ class EngineKeeper:
             if link is not None and link.is_open:
                 link.send(encode(Shutdown(drain)))
                 with contextlib.suppress(TimeoutError):  # it had its time; `finally` ends it
-                    await asyncio.wait_for(link.wait_dead(), timeout_s)
+                    async with asyncio.timeout(timeout_s):
+                        await link.wait_dead()
         finally:
             if self._build_timer is not None:
                 self._build_timer.cancel()

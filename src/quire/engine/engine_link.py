@@ -213,7 +213,8 @@ class EngineLink(asyncio.Protocol):
             self._pulse.cancel()
         assert process is not None
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), _REAP_TIMEOUT_S)
+            async with asyncio.timeout(_REAP_TIMEOUT_S):
+                await process.wait()
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
