@@ -15,6 +15,8 @@ from quire.config import KERNELS, EngineOptions
 # One thread each: pytest and such a process would otherwise fight for the same few cores.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Read when a kernel is decorated: in tests all Triton kernels run in the interpreter, on the CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shared machine makes single examples slow at random; the timeout of pytest bounds whole tests.
 settings.register_profile("quire", deadline=None)

@@ -58,7 +58,15 @@ def test_defaults() -> None:
     ("options", "message"),
     [
         ({"blocksize": 16}, "unknown option blocksize; did you mean block_size"),
-        ({"tensor_parallel_size": 2}, "unknown option tensor_parallel_size"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0, but must be at least 1"),
+        (
+            {"attention_backend": "flash"},
+            "attention_backend is 'flash', but must be None or one of",
+        ),
+        ({"async_scheduling": "yes"}, "async_scheduling is 'yes', but must be True, False or None"),
+        ({"batch_invariant": 1}, "batch_invariant is 1, but must be True or False"),
+        ({"device": "cuda:"}, "device is 'cuda:'"),
+        ({"device": 0}, "device is 0"),
         ({"block_size": 12}, "block_size is 12, but must be a power of two"),
         ({"block_size": 4096}, "block_size is 4096, but must be a power of two"),
         ({"block_size": "16"}, "block_size is '16', but must be a whole number"),

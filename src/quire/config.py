@@ -14,14 +14,15 @@ from quire.core.contiguous import KV_ALLOCATORS
 from quire.core.pacing import LEAST_MAX_ITL_RATIO
 from quire.errors import ConfigurationError
 
-DEVICES = ("auto", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
-KERNELS = ("auto", "torch", "avx512_bf16", "avx512", "avx2", "portable")
+KERNELS = ("auto", "torch", "triton", "avx512_bf16", "avx512", "avx2", "portable")
+ATTENTION_BACKENDS = ("native", "triton", "flashinfer", "torch")
 MAX_NUM_THREADS = 1024
 DEFAULT_BATCHED_TOKENS = 2048
 ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+_DEVICE = r"auto|cpu|cuda(:\d+)?"
 _UNITS = {
     "": 1,
     "b": 1,
@@ -53,7 +54,11 @@ class EngineOptionsDict(TypedDict, total=False):
     max_itl_ratio: float
     quantization: str | None
     kernels: str
+    attention_backend: str | None
     num_threads: int | None
+    tensor_parallel_size: int
+    batch_invariant: bool
+    async_scheduling: bool | None
     max_logprobs: int
     seed: int
     gpu_memory_utilization: float | None
@@ -68,6 +73,7 @@ class EngineOptions:
     model: a local folder or a hub id in Hugging Face format; None is the embedded model.
     tokenizer: a folder or hub id to take the tokenizer from instead. revision: of the hub id.
     skip_tokenizer_init: take and give token ids only.
+    device: "cpu", "cuda" or "cuda:1"; "auto": the GPU where there is one that torch can use.
     dtype: "auto" is the checkpoint's own, or float32 where this processor only emulates that;
         "half" and "float" are float16 and float32.
     max_model_len: prompt and output together; None: the model's, or what fits the KV cache.
@@ -97,11 +103,19 @@ class EngineOptions:
     kernels: what computes on the CPU: "auto", the native kernels for the best instruction set that
         this processor has, or torch where they were not built or don't compute in the dtype (the
         log says so); "avx512_bf16", "avx512", "avx2" or "portable", these kernels and no others; or
-        "torch".
+        "torch". On a GPU "auto" and "triton" are the Triton kernels; on the CPU "triton" has Triton's
+        interpreter run them (TRITON_INTERPRET=1), thousands of times slower, to check them.
+    attention_backend: "native", "triton", "flashinfer" or "torch"; None: the best for the kernels.
     num_threads: threads that compute; None: one for each processor that this process may use, or
         torch's own number with kernels="torch".
+    tensor_parallel_size: so many processes hold a share of every layer each, on a GPU of their own
+        or on the CPU, and compute a step together.
+    batch_invariant: on a GPU too, tokens and log-probabilities don't depend on what else runs, to
+        the bit; on the CPU they never do.
+    async_scheduling: plan a step while the one before it runs; None: on a GPU, where the two
+        overlap, and not on the CPU, where they don't.
     max_logprobs: the most logprobs, or prompt_logprobs, that one request may ask for.
-    enforce_eager: never capture graphs. This version has none to capture: both values run eagerly.
+    enforce_eager: never capture CUDA graphs: less memory, slower decoding. The CPU has none.
     disable_log_stats: no line with throughput and memory use in the log every ten seconds.
     """
 
@@ -125,7 +139,11 @@ class EngineOptions:
     max_itl_ratio: float = 0.0
     quantization: str | None = None
     kernels: str = "auto"
+    attention_backend: str | None = None
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
+    batch_invariant: bool = False
+    async_scheduling: bool | None = None
     max_logprobs: int = 20
     seed: int = 0
     gpu_memory_utilization: float | None = None
@@ -165,6 +183,7 @@ class EngineOptions:
             "skip_tokenizer_init",
             "enable_prefix_caching",
             "enforce_eager",
+            "batch_invariant",
             "disable_log_stats",
         ):
             if not isinstance(getattr(self, name), bool):
@@ -179,9 +198,11 @@ class EngineOptions:
             )
 
     def _check_choices(self) -> None:
-        if self.device not in DEVICES:
+        device: object = self.device
+        if not isinstance(device, str) or not re.fullmatch(_DEVICE, device):
             raise ConfigurationError(
-                f"device is {self.device!r}, but this version runs on 'cpu' only (or 'auto')"
+                f"device is {self.device!r}, but must be 'auto', 'cpu', 'cuda' or a GPU by its"
+                " number, like 'cuda:1'"
             )
         if self.dtype not in DTYPES:
             raise ConfigurationError(f"dtype is {self.dtype!r}, but must be one of {DTYPES}")
@@ -196,6 +217,15 @@ class EngineOptions:
             )
         if self.kernels not in KERNELS:
             raise ConfigurationError(f"kernels is {self.kernels!r}, but must be one of {KERNELS}")
+        if self.attention_backend not in (None, *ATTENTION_BACKENDS):
+            raise ConfigurationError(
+                f"attention_backend is {self.attention_backend!r}, but must be None or one of"
+                f" {ATTENTION_BACKENDS}"
+            )
+        if self.async_scheduling not in (None, True, False):
+            raise ConfigurationError(
+                f"async_scheduling is {self.async_scheduling!r}, but must be True, False or None"
+            )
 
     def _check_numbers(self) -> None:
         _whole("max_model_len", self.max_model_len, 2, optional=True)
@@ -203,6 +233,7 @@ class EngineOptions:
         _whole("kv_cache_memory", self.kv_cache_memory, 1, optional=True)
         _whole("max_num_seqs", self.max_num_seqs, 1)
         _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _whole("tensor_parallel_size", self.tensor_parallel_size, 1)
         _whole("num_lookahead_blocks", self.num_lookahead_blocks, 0)
         _whole("seed", self.seed, 0)
         _whole("max_logprobs", self.max_logprobs, 0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire.attention.interface import AttentionSpec
+from quire.kernels.rotary import Angles, rotate
 from quire.layers.attention import Attention, AttentionBias
 from quire.layers.linear import LinearKind
 
@@ -15,10 +16,12 @@ NUM_TOKENS, HIDDEN = 5, 10
 
 
 class Recorder:
-    """Returns q plus one and remembers what it was given."""
+    """Returns q plus one and remembers what it was given, q and k as they are to be stored."""
 
-    def __call__(self, layer, q, k, v, sinks=None):
+    def __call__(self, layer, q, k, v, sinks=None, rotation=None):
         self.layer, self.sinks = layer, sinks
+        assert rotation is not None
+        q, k = rotate(q, k, rotation)
         self.q, self.k, self.v = q.clone(), k.clone(), v.clone()
         return q + 1
 
@@ -44,14 +47,15 @@ def hidden() -> torch.Tensor:
     return torch.randn(NUM_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
-def _angles(turn: float) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = torch.full((NUM_TOKENS, SPEC.head_dim), turn)
-    return angles.cos(), angles.sin()
+def _angles(turn: float) -> Angles:
+    turns = torch.full((1, SPEC.head_dim // 2), turn)
+    table = torch.cat((turns.cos(), turns.sin()), dim=-1)
+    return Angles(table, torch.zeros(NUM_TOKENS, dtype=torch.int64), torch.float32)
 
 
 def test_hands_over_heads_and_projects_the_answer(hidden):
     block, seen = _attention(), Recorder()
-    output = block(hidden, *_angles(0.0), seen)
+    output = block(hidden, _angles(0.0), seen)
     q, k, v = block.qkv_proj(hidden).split((24, 8, 8), dim=-1)
     assert (seen.layer, seen.sinks) == (3, None)
     assert torch.equal(seen.q, q.reshape(NUM_TOKENS, 6, 4))
@@ -62,8 +66,8 @@ def test_hands_over_heads_and_projects_the_answer(hidden):
 
 def test_turns_q_and_k_but_not_v(hidden):
     block, still, turned = _attention(), Recorder(), Recorder()
-    block(hidden, *_angles(0.0), still)
-    block(hidden, *_angles(torch.pi), turned)
+    block(hidden, _angles(0.0), still)
+    block(hidden, _angles(torch.pi), turned)
     torch.testing.assert_close(turned.q, -still.q)
     torch.testing.assert_close(turned.k, -still.k)
     assert torch.equal(turned.v, still.v)
@@ -73,7 +77,7 @@ def test_norms_each_head_of_q_and_k_before_the_turn(hidden):
     block, seen = _attention(qk_norm_eps=1e-6), Recorder()
     block.q_norm.weight.fill_(2.0)
     block.k_norm.weight.fill_(3.0)
-    block(hidden, *_angles(0.7), seen)
+    block(hidden, _angles(0.7), seen)
     # A rotation keeps lengths: root mean square = the norm's weight.
     for heads, size in ((seen.q, 2.0), (seen.k, 3.0)):
         lengths = heads.pow(2).mean(-1).sqrt()

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.attention.interface import AttentionSpec
 from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
+from quire.kernels.rotary import rotate
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.registry import load_config
@@ -37,9 +38,11 @@ class DenseAttention:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
-    def __call__(self, layer, q, k, v, sinks=None):
+    def __call__(self, layer, q, k, v, sinks=None, rotation=None):
         spec = self.specs[layer]
         assert sinks is None
+        if rotation is not None:
+            q, k = rotate(q, k, rotation)
         assert q.shape[1:] == (spec.num_heads, spec.head_dim)
         assert k.shape[1:] == v.shape[1:] == (spec.num_kv_heads, spec.head_dim)
         keys = self.keys[layer] = torch.cat((self.keys.get(layer, k[:0]), k))

@@ -26,6 +26,7 @@ from quire.attention.shared_prefix import DecodeRows, SharedRun, shared_runs
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.rotary import Rotation, rotate
 
 TILE_TOKENS = 256
 """As in csrc/attention_kernels.h."""
@@ -127,7 +128,10 @@ class CpuPagedAttention(AttentionBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
+        if rotation is not None:
+            q, k = rotate(q, k, rotation)
         return self._run(layer, (q, k, v), sinks, None)
 
     def run_with_lse(
@@ -137,7 +141,10 @@ class CpuPagedAttention(AttentionBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if rotation is not None:
+            q, k = rotate(q, k, rotation)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         return self._run(layer, (q, k, v), sinks, lse), lse
 

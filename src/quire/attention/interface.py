@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from quire.errors import ConfigurationError
+from quire.kernels.rotary import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class GroupBatch:
         that no query's window reaches (holes, -1) may hold anything and are never read. Rows may
         name the same blocks (branches, a common prompt); none of them is written by two of a step's
         sequences. A backend may read such a block once for all; no result depends on it.
-    slot_mapping: [T] int64, block id * B + offset, where each token's K and V are written.
+    slot_mapping: [T] int64, block id * B + offset, where each token's K and V are written; -1 for a
+        token of padding, whose K and V go nowhere.
     """
 
     block_tables: torch.Tensor
@@ -70,6 +72,10 @@ class AttentionBatch:
     groups: one entry per KV group.
 
     The queries of sequence s stand at positions context_lens[s] - query_len[s] onward.
+
+    The lists are of the sequences that there are. A captured step has more decoding ones in its
+    tensors, up to a fixed number: those of padding have a context of 0 tokens, a row that may be
+    any, and an output that nobody reads. Only backends that say `serves_graphs` are given such.
     """
 
     query_start: torch.Tensor
@@ -137,7 +143,13 @@ def plain_page_format(
 
 
 class AttentionBackend(ABC):
-    """Attention over paged memory. One object serves all layers of a model."""
+    """Attention over paged memory. One object serves all layers of a model.
+
+    serves_graphs: `run` of a step in which all sequences decode reads nothing but tensors, whose
+    addresses and shapes may be captured once and replayed for all steps of as many sequences.
+    """
+
+    serves_graphs = False
 
     @staticmethod
     @abstractmethod
@@ -160,10 +172,13 @@ class AttentionBackend(ABC):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
         """Write k, v [T, Hkv, D] into the blocks, then attend with q [T, Hq, D].
 
-        sinks: [Hq], for specs with has_sinks. Returns [T, Hq, D] in q's dtype.
+        sinks: [Hq], for specs with has_sinks. rotation: what is done to q and k first; None: they
+        come as they are to be stored and compared. q, k and v may be overwritten.
+        Returns [T, Hq, D] in q's dtype.
         """
 
     @abstractmethod
@@ -174,6 +189,7 @@ class AttentionBackend(ABC):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `run`, and the natural-log-sum-exp of the scores, [T, Hq] fp32, for merging parts."""
 
@@ -188,4 +204,5 @@ class AttentionCall(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor: ...

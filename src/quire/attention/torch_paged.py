@@ -52,6 +52,7 @@ from quire.attention.torch_plan import (
     SharedPiece,
     plan_group,
 )
+from quire.kernels.rotary import Rotation, rotate
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -183,8 +184,9 @@ class TorchPagedAttention(AttentionBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        return self.run_with_lse(layer, q, k, v, sinks)[0]
+        return self.run_with_lse(layer, q, k, v, sinks, rotation)[0]
 
     def run_with_lse(
         self,
@@ -193,10 +195,13 @@ class TorchPagedAttention(AttentionBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         bound = self._layers[layer]
         assert q.shape[0] == self._num_tokens, "run serves the step that was planned"
         assert (sinks is not None) == bound.spec.has_sinks
+        if rotation is not None:
+            q, k = rotate(q, k, rotation)
         slots = self._slots[bound.group, bound.block_size]
         bound.keys[slots] = k.to(bound.keys.dtype)
         bound.values[slots] = v.to(bound.values.dtype)

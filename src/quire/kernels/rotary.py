@@ -3,14 +3,65 @@
     out[:D/2] = x[:D/2] * cos - x[D/2:] * sin
     out[D/2:] = x[D/2:] * cos + x[:D/2] * sin
 
-Called by `layers.attention` with the step's cosines and sines from `layers.rotary`. Knows neither
-positions nor rope types.
+`layers.attention` says with a `Rotation` what is to be done to q and k, and the attention backends
+do it, by `rotate` or fused with the write of K and V. Knows no rope types: the table of cosines and
+sines comes from `layers.rotary`.
 
 Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even). cos and sin hold each of their
 D/2 values twice: [c, c]. All tensors have one dtype; q and k may be strided views.
 """
 
+from dataclasses import dataclass
+
 import torch
+
+from quire.kernels.rms_norm import rms_norm
+
+
+class Angles:
+    """How far the tokens of a step are turned.
+
+    table: [max_model_len, D] fp32, for each position D/2 cosines, then D/2 sines. positions: [T]
+    int64. dtype: the model's, to which cosines and sines are rounded before they multiply.
+    """
+
+    def __init__(self, table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> None:
+        self.table = table
+        self.positions = positions
+        self.dtype = dtype
+        self._cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each token, [T, D] each, every value twice: gathered once for all layers."""
+        if self._cos_sin is None:
+            rows = self.table.index_select(0, self.positions).to(self.dtype)
+            cos, sin = rows.chunk(2, dim=-1)
+            self._cos_sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        return self._cos_sin
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What is done to q and k before they are stored and compared.
+
+    q_norm, k_norm: [D], weights of the RMSNorm of each head before it is turned, both or none.
+    eps: of that norm.
+    """
+
+    angles: Angles
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, rotation: Rotation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [T, Hq, D], k [T, Hkv, D] -> (normed and rotated q, k); both may be overwritten."""
+    if rotation.q_norm is not None and rotation.k_norm is not None:
+        q = rms_norm(q, rotation.q_norm, rotation.eps)
+        k = rms_norm(k, rotation.k_norm, rotation.eps)
+    return rotary(q, k, *rotation.angles.cos_sin(), in_place=True)
 
 
 def rotary(

@@ -13,7 +13,7 @@ from torch import nn
 from quire.attention.interface import AttentionCall, AttentionSpec
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.program import Buffer, ProgramBuilder
-from quire.kernels.rotary import rotary
+from quire.kernels.rotary import Angles, Rotation
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import RMSNorm
 from quire.layers.packed_linear import packed
@@ -67,22 +67,23 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(spec.head_dim, qk_norm_eps, dtype=dtype, device=device)
 
     def forward(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionCall
+        self, hidden: torch.Tensor, angles: Angles, attention: AttentionCall
     ) -> torch.Tensor:
-        """hidden [T, H], cos and sin [T, D] -> [T, H].
+        """hidden [T, H] -> [T, H].
 
-        The attention call may get q and k, and always gets v, as strided views of the fused output.
+        The attention call gets q, k and v as strided views of the fused output, which is its to
+        overwrite, and is told how to norm and rotate the first two.
         """
         head_dim = self.spec.head_dim
         q, k, v = (
             part.unflatten(-1, (-1, head_dim))
             for part in self.qkv_proj(hidden).split(self.part_sizes, dim=-1)
         )
+        rotation = Rotation(angles)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        # q and k are ours: views of the projection's output, or the norms' outputs.
-        rotary(q, k, cos, sin, in_place=True)
-        output: torch.Tensor = self.o_proj(attention(self.layer, q, k, v).flatten(-2))
+            rotation = Rotation(angles, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        attended = attention(self.layer, q, k, v, rotation=rotation)
+        output: torch.Tensor = self.o_proj(attended.flatten(-2))
         return output
 
     def lower(

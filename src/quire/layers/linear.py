@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.kernels.silu_mul import silu_mul
 
 
@@ -111,7 +112,13 @@ class LinearMethod(ABC):
 
 
 class DenseMethod(LinearMethod):
-    """weight [O, I] and bias [O] in the model's dtype, multiplied by torch."""
+    """weight [O, I] and bias [O] in the model's dtype, multiplied by torch.
+
+    operators: compute what follows a gated linear.
+    """
+
+    def __init__(self, operators: Operators = TORCH_OPERATORS) -> None:
+        self._operators = operators
 
     def create(
         self, linear: "Linear", bias: bool, dtype: torch.dtype, device: torch.device
@@ -137,6 +144,9 @@ class DenseMethod(LinearMethod):
     ) -> torch.Tensor:
         output = functional.linear(x, linear.weight, linear.bias)
         return output if out_dtype is None else output.to(out_dtype)
+
+    def silu_mul(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor:
+        return self._operators.silu_mul(self.apply(linear, x))
 
     def tie(self, linear: "Linear", table: nn.Parameter) -> RowSource | None:
         linear.weight = table

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from quire.kernels.rotary import Angles
+
 _LENGTHS_PER_TURN = 2 * math.pi
 
 
@@ -231,8 +233,6 @@ class RotaryEmbedding(nn.Module):
         table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
         self.register_buffer("table", table.to(device), persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [T] int64 below max_model_len -> cos, sin [T, D] in the model's dtype."""
-        rows = self.table.index_select(0, positions).to(self.dtype)
-        cos, sin = rows.chunk(2, dim=-1)
-        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    def forward(self, positions: torch.Tensor) -> Angles:
+        """Of the tokens at positions [T] int64, each below max_model_len."""
+        return Angles(self.table, positions, self.dtype)

@@ -13,6 +13,7 @@ from torch import nn
 
 from quire.attention.interface import AttentionCall
 from quire.kernels.cpu.program import Buffer, ProgramBuilder
+from quire.kernels.rotary import Angles
 from quire.layers.attention import Attention, AttentionBias
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.mlp import MLP
@@ -70,8 +71,7 @@ class DecoderLayer(nn.Module):
         self,
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        angles: Angles,
         attention: AttentionCall,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden: what the layer before adds to the residual stream, [T, H]; the stream itself
@@ -80,7 +80,7 @@ class DecoderLayer(nn.Module):
             normed, residual = self.input_layernorm(hidden), hidden
         else:
             normed, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(normed, cos, sin, attention)
+        hidden = self.self_attn(normed, angles, attention)
         normed, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(normed), residual
 
@@ -141,11 +141,11 @@ class LlamaForCausalLM(CausalLM):
             raise ValueError("give exactly one of token_ids and input_embeds")
         hidden = self.embed(token_ids) if token_ids is not None else input_embeds
         assert hidden is not None
-        cos, sin = self.model.rotary(positions)
+        angles = self.model.rotary(positions)
         residual: torch.Tensor | None = None
         captured: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.model.layers):
-            hidden, residual = layer(hidden, residual, cos, sin, attention)
+            hidden, residual = layer(hidden, residual, angles, attention)
             if index in capture_layers:
                 captured[index] = residual + hidden
         assert residual is not None  # a config has at least one layer

@@ -1,0 +1,57 @@
+"""Copies between the host and one device that nobody waits for, except where the result is read.
+
+On the CPU both directions are plain copies. On a GPU they go through page-locked memory, in the
+order of the current stream: torch's allocator of such memory reuses a buffer only once the stream
+has passed its copy.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class Download:
+    """Values on their way to the host."""
+
+    def __init__(self, values: torch.Tensor, event: torch.cuda.Event | None) -> None:
+        self._values = values
+        self._event = event
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> npt.NDArray[Any]:
+        """The values, as they were when the copy was asked for."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        values: npt.NDArray[Any] = self._values.numpy()
+        return values
+
+
+class DeviceLink:
+    """The two directions between the host and `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def upload(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        """A copy on the device, of the same shape and dtype; `values` may be changed afterwards."""
+        found = torch.from_numpy(np.array(values, order="C"))
+        if self.device.type == "cpu":
+            return found
+        return found.pin_memory().to(self.device, non_blocking=True)
+
+    def download(self, values: torch.Tensor) -> Download:
+        """Begin to copy; what is written to `values` afterwards is not seen."""
+        if self.device.type == "cpu":
+            return Download(values.clone(), None)
+        found = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        found.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return Download(found, event)
