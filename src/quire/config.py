@@ -103,8 +103,8 @@ class EngineOptions:
     kernels: what computes on the CPU: "auto", the native kernels for the best instruction set that
         this processor has, or torch where they were not built or don't compute in the dtype (the
         log says so); "avx512_bf16", "avx512", "avx2" or "portable", these kernels and no others; or
-        "torch". On a GPU "auto" and "triton" are the Triton kernels; on the CPU "triton" has Triton's
-        interpreter run them (TRITON_INTERPRET=1), thousands of times slower, to check them.
+        "torch". On a GPU "auto" and "triton" are the Triton kernels; on the CPU "triton" has them
+        run by Triton's interpreter (TRITON_INTERPRET=1), thousands of times slower, as a check.
     attention_backend: "native", "triton", "flashinfer" or "torch"; None: the best for the kernels.
     num_threads: threads that compute; None: one for each processor that this process may use, or
         torch's own number with kernels="torch".
