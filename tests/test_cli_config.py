@@ -22,7 +22,7 @@ revision: 1.10
 api-key: [alice:alice-key, bob:bob-key-1]
 allowed_origins:
   - https://a.example
-tensor-parallel-size: 1
+data-parallel-size: 1
 enable-chunked-prefill: true
 disable-log-stats: false
 max-itl-ratio: 3
@@ -93,7 +93,7 @@ def test_an_empty_file_changes_nothing(parse: Parse) -> None:
         ("enable-prefix-caching: maybe", "line 1: --enable-prefix-caching must be true or false"),
         ("no-enable-prefix-caching: false", "line 1: --no-enable-prefix-caching can't be false"),
         ("enable-chunked-prefill: false", "line 1: there is no option --no-enable-chunked-prefill"),
-        ("tensor-parallel-size: 2", "line 1: --tensor-parallel-size is '2', but must be 1"),
+        ("data-parallel-size: 2", "line 1: --data-parallel-size is '2', but must be 1"),
         ("config: other.yaml", "line 1: --config belongs on the command line"),
         ("- port", "must hold flags and values, as in 'port: 8000'"),
         ("port: [1", "line 1: not YAML"),

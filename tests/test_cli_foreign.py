@@ -42,6 +42,7 @@ def test_flags_of_equal_meaning_become_ours() -> None:
     words = (
         "serve -m org/model -np 8 -t=2 --context-length 512 --page-size=32 --random-seed 3"
         " --alias mine --disable-radix-cache --mem-fraction-static 0.5 --watchdog-timeout 9"
+        " --tp-size 2 --disable-cuda-graph --disable-overlap-schedule"
     )
     args = build_parser().parse_args(words.split())
     assert engine_options(args) == {
@@ -52,6 +53,9 @@ def test_flags_of_equal_meaning_become_ours() -> None:
         "block_size": 32,
         "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.5,
+        "tensor_parallel_size": 2,
+        "enforce_eager": True,
+        "async_scheduling": False,
     }
     assert server_options(args) == {"served_model_name": "mine", "heartbeat_timeout_s": 9.0}
     assert args.seed == 3
@@ -59,8 +63,8 @@ def test_flags_of_equal_meaning_become_ours() -> None:
 
 def test_what_is_so_anyway_may_be_asked_for() -> None:
     words = (
-        "serve --enable-chunked-prefill --tensor-parallel-size 1 -pp=1 --swap-space 0 --metrics"
-        " --disable-log-requests --load-format safetensors --enforce-eager --kv-cache-dtype auto"
+        "serve --enable-chunked-prefill --data-parallel-size 1 -pp=1 --swap-space 0 --metrics"
+        " --disable-log-requests --load-format safetensors --kv-cache-dtype auto"
     )
     args = build_parser().parse_args(words.split())
     assert (engine_options(args), server_options(args)) == ({}, {})
@@ -70,10 +74,11 @@ def test_what_is_so_anyway_may_be_asked_for() -> None:
     ("words", "expected"),
     [
         (
-            "serve --tensor-parallel-size 2",
-            "--tensor-parallel-size is '2', but must be 1: one process computes in this version",
+            "serve --data-parallel-size 2",
+            "--data-parallel-size is '2', but must be 1: one engine computes here",
         ),
-        ("serve -tp=4", "-tp is '4', but must be 1"),
+        ("serve -dp=4", "-dp is '4', but must be 1"),
+        ("serve --n-gpu-layers 9", "there is no option --n-gpu-layers: --device says where"),
         ("serve --swap-space", "--swap-space is missing its value, but must be 0"),
         ("serve --load-format pt", "--load-format is 'pt', but must be auto or safetensors"),
         ("serve --enable-chunked-prefill=yes", "--enable-chunked-prefill takes no value"),

@@ -12,6 +12,8 @@ SAME: Mapping[str, str] = {
     "--alias": "--served-model-name",
     "-a": "--served-model-name",
     "--context-length": "--max-model-len",
+    "--disable-cuda-graph": "--enforce-eager",
+    "--disable-overlap-schedule": "--no-async-scheduling",
     "--disable-radix-cache": "--no-enable-prefix-caching",
     "--hostname": "--host",
     "--kv-cache-memory-bytes": "--kv-cache-memory",
@@ -22,6 +24,7 @@ SAME: Mapping[str, str] = {
     "--model-path": "--model",
     "-m": "--model",
     "--num-gpu-blocks-override": "--num-blocks",
+    "--num-shard": "--tensor-parallel-size",
     "--page-size": "--block-size",
     "--parallel": "--max-num-seqs",
     "-np": "--max-num-seqs",
@@ -30,6 +33,8 @@ SAME: Mapping[str, str] = {
     "--threads": "--num-threads",
     "-t": "--num-threads",
     "--tokenizer-path": "--tokenizer",
+    "--tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
     "--watchdog-timeout": "--heartbeat-timeout-s",
 }
 """Flag -> ours of equal meaning."""
@@ -42,7 +47,6 @@ ALWAYS = frozenset(
         "--enable-chunked-prefill",
         "--enable-metrics",
         "--enable-request-id-headers",
-        "--enforce-eager",
         "--jinja",
         "--metrics",
         "--no-enable-log-requests",
@@ -51,7 +55,7 @@ ALWAYS = frozenset(
 )
 """Flags without a value that ask for what is always so here."""
 
-_ONE_PROCESS = "one process computes in this version"
+_ONE_PROCESS = "one engine computes here; --tensor-parallel-size splits its layers"
 _NO_SWAP = "preempted sequences are computed anew; there is no swap space in this version"
 
 FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -62,20 +66,16 @@ FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "--kv-cache-dtype": (("auto",), "keys and values have the model's dtype"),
     "--load-format": (("auto", "safetensors"), "only safetensors are read, never pickles"),
     "--num-scheduler-steps": (("1",), "each step is planned by itself"),
-    "--num-shard": (("1",), _ONE_PROCESS),
     "--pipeline-parallel-size": (("1",), _ONE_PROCESS),
     "-pp": (("1",), _ONE_PROCESS),
     "--runner": (("auto", "generate"), "models generate text here"),
     "--swap-space": (("0",), _NO_SWAP),
     "--task": (("auto", "generate"), "models generate text here"),
-    "--tensor-parallel-size": (("1",), _ONE_PROCESS),
-    "-tp": (("1",), _ONE_PROCESS),
     "--tokenizer-mode": (("auto",), "there is one kind of tokenizer, the fast one"),
-    "--tp": (("1",), _ONE_PROCESS),
-    "--tp-size": (("1",), _ONE_PROCESS),
 }
 """Flag with a value -> the values that say what is so here, and why there are no others."""
 
+_WHOLE = "--device says where the whole model computes; no layer is split off"
 _TLS = "put a reverse proxy that speaks TLS in front"
 _LATER = "this version has no tool calls and no reasoning parsers"
 _TEMPLATE = "the template of the model's folder is used, or that of --tokenizer's"
@@ -88,7 +88,6 @@ _CTX = (
 
 REFUSED: Mapping[str, str] = {
     "--allow-credentials": "keys travel in the Authorization header, never in cookies",
-    "--attention-backend": "--kernels chooses what computes",
     "--batch-size": "--max-num-batched-tokens bounds a step's tokens, --max-num-seqs its sequences",
     "-b": "--max-num-batched-tokens bounds a step's tokens, --max-num-seqs its sequences",
     "--cache-type-k": "keys and values have the model's dtype",
@@ -103,15 +102,15 @@ REFUSED: Mapping[str, str] = {
     "--enable-auto-tool-choice": _LATER,
     "--enable-log-requests": "prompts are never logged; calls are, at --log-level info",
     "--enable-lora": _LORA,
-    "--gpu-layers": "this version computes on the CPU",
+    "--gpu-layers": _WHOLE,
     "--hf-token": "the environment's HF_TOKEN is read, where other processes can't see it",
     "--log-disable": "--log-level error logs errors only",
     "--lora-modules": _LORA,
     "--max-input-length": _CTX,
     "--max-input-tokens": _CTX,
     "--max-total-tokens": _CTX,
-    "--n-gpu-layers": "this version computes on the CPU",
-    "-ngl": "this version computes on the CPU",
+    "--n-gpu-layers": _WHOLE,
+    "-ngl": _WHOLE,
     "--no-enable-chunked-prefill": "a prompt is always computed in chunks, within a step's budget",
     "--otlp-traces-endpoint": "--otlp-endpoint takes spans, over HTTP rather than gRPC",
     "--reasoning-parser": _LATER,

@@ -28,7 +28,12 @@ ENGINE_OPTIONS = (
     "max_itl_ratio",
     "quantization",
     "kernels",
+    "attention_backend",
     "num_threads",
+    "tensor_parallel_size",
+    "batch_invariant",
+    "async_scheduling",
+    "enforce_eager",
     "max_logprobs",
 )
 """Handed to the engine under these names, where given; the defaults are the engine's own."""
@@ -79,12 +84,45 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     _add_model_options(parser)
     _add_memory_options(parser)
     _add_scheduling_options(parser)
+    _add_computation_options(parser)
+
+
+def _add_computation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("computation")
-    group.add_argument("--device", help="auto or cpu (auto)")
+    group.add_argument("--device", help="auto, cpu, cuda or cuda:N (auto)")
     group.add_argument(
-        "--kernels", metavar="NAME", help="avx512_bf16, avx512, avx2, portable or torch (auto)"
+        "--kernels",
+        metavar="NAME",
+        help="avx512_bf16, avx512, avx2, portable; triton on a GPU; or torch (auto)",
+    )
+    group.add_argument(
+        "--attention-backend",
+        metavar="NAME",
+        help="native, triton, flashinfer or torch (the best for the kernels)",
     )
     group.add_argument("--num-threads", type=int, metavar="N", help="threads that compute")
+    group.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        metavar="N",
+        help="processes, each on a GPU of its own, that share every layer (1)",
+    )
+    group.add_argument(
+        "--batch-invariant",
+        action=argparse.BooleanOptionalAction,
+        help="on a GPU, too, tokens equal to the bit whatever else runs; slower there (no)",
+    )
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="plan a step while the one before it runs (on a GPU)",
+    )
+    group.add_argument(
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        help="capture no CUDA graphs (no)",
+    )
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +149,7 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory-utilization",
         type=float,
         metavar="X",
-        help="share of the memory for weights and KV cache together, instead of a size;"
+        help="share of the device's memory for weights and KV cache together, instead of a size;"
         " on the CPU of the machine's memory",
     )
     group.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block (16)")
