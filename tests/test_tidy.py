@@ -51,7 +51,7 @@ def _num_parameters(node: Function, *, is_method: bool) -> int:
 
 def _is_kernel(node: Function) -> bool:
     """Compiled by Triton: the parameters are what a launch passes, and nothing can bundle them."""
-    return any(ast.unparse(entry) == "triton.jit" for entry in node.decorator_list)
+    return any(ast.unparse(entry).startswith("triton.jit") for entry in node.decorator_list)
 
 
 def _methods(node: ast.ClassDef) -> list[Function]:
@@ -155,6 +155,7 @@ def test_what_is_above_a_limit_is_found(source: str, expected: str) -> None:
         "@decorator\n" * 9 + _function(70),
         "x = 1\n" * 500,
         _class(20),
+        f"@triton.jit(do_not_specialize=['i'])\ndef k(i, {EIGHT}): ...",
         f"class C:\n    def f(self, {EIGHT}): ...",
         f"class C:\n    @classmethod\n    def f(cls, {EIGHT}): ...",
     ],

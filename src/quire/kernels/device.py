@@ -46,6 +46,16 @@ class DeviceLink:
             return found
         return found.pin_memory().to(self.device, non_blocking=True)
 
+    def upload_into(self, target: torch.Tensor, values: npt.NDArray[Any]) -> None:
+        """The same into a tensor that stays where it is, once all that was queued has run."""
+        found = torch.from_numpy(np.array(values, order="C"))
+        target.copy_(found if self.device.type == "cpu" else found.pin_memory(), non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Wait until all that was queued has run. Raises what has failed there."""
+        if self.device.type != "cpu":
+            torch.cuda.synchronize(self.device)
+
     def download(self, values: torch.Tensor) -> Download:
         """Begin to copy; what is written to `values` afterwards is not seen."""
         if self.device.type == "cpu":

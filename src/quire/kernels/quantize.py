@@ -1,6 +1,8 @@
 """Numbers as small integers, by torch: the reference of the native kernels' packing, and what
 serves in their place. The formats' layouts are theirs (`cpu/csrc/linear_int8.h`, `linear_int4.h`);
-the numbers are the same to the bit, so every operation here is in fp32 and in a fixed order.
+the numbers are the same to the bit, so every operation here is in fp32 and in a fixed order. Where
+a number is divided by a constant or the reverse, both are tensors: torch would take the reciprocal
+of one and multiply, which rounds twice (the constant's on a GPU, the other's anywhere).
 
 Called by `layers.quantized_torch`.
 
@@ -29,9 +31,10 @@ def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.float()
     largest = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(len(x))
     largest = torch.where(largest.isfinite(), largest, torch.nan)
-    factor = torch.where(largest >= _SMALLEST, INT8_LEVELS / largest, 0.0)
+    levels = torch.full_like(largest, INT8_LEVELS)
+    factor = torch.where(largest >= _SMALLEST, levels / largest, 0.0)
     q = (x * factor[:, None]).nan_to_num_(0.0, 0.0, 0.0).round_()
-    return q.to(torch.int8), largest / INT8_LEVELS
+    return q.to(torch.int8), largest / levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,10 @@ def quantize_int4(rows: torch.Tensor, group_size: int) -> Int4Rows:
     w = padded.view(len(rows), num_groups, group_size)
     fit = _fit_groups(w)
     is_sound = fit.error.isfinite().all(-1)
-    scale_factors = torch.where(is_sound, fit.scale.amax(-1) / _FACTOR_LEVELS, torch.nan)
-    offset_factors = torch.where(is_sound, fit.offset.amax(-1) / _FACTOR_LEVELS, torch.nan)
+    scale_factors = torch.where(is_sound, _quotient(fit.scale.amax(-1), _FACTOR_LEVELS), torch.nan)
+    offset_factors = torch.where(
+        is_sound, _quotient(fit.offset.amax(-1), _FACTOR_LEVELS), torch.nan
+    )
     scales = _in_units(fit.scale, scale_factors)
     offsets = _in_units(fit.offset, offset_factors)
     levels = _round_to_levels(w, scales * scale_factors[:, None], offsets * offset_factors[:, None])
@@ -117,7 +122,8 @@ def _fit_groups(w: torch.Tensor) -> _Fit:
     sums = _Sums(_sum_in_order(w), _sum_in_order(w * w))
     best = _Fit(zero, zero, sums.ww)
     for shrink in _SHRINK:
-        best = _fit(w, (high - low) * shrink / INT4_LEVELS, -low * shrink, sums).better(best)
+        scale = _quotient((high - low) * shrink, INT4_LEVELS)
+        best = _fit(w, scale, -low * shrink, sums).better(best)
     return _fit(w, best.scale, best.offset, sums).better(best)
 
 
@@ -147,6 +153,10 @@ def _in_units(values: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
     """values [N, g] in units [N], rounded to 0 to 255, as floats."""
     scaled = (values / units[:, None]).clamp_(0, _FACTOR_LEVELS).round_()
     return torch.where(units[:, None] > 0, scaled, 0.0)
+
+
+def _quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    return x / torch.full_like(x, divisor)
 
 
 def _sum_in_order(x: torch.Tensor) -> torch.Tensor:

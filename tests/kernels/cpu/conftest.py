@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.config import KERNELS
+from quire.config import NATIVE_KERNELS
 from quire.kernels.cpu.library import (
     NativeKernels,
     NativeLibrary,
@@ -19,7 +19,7 @@ def library() -> NativeLibrary:
         pytest.skip(f"no native kernels: {error}")
 
 
-@pytest.fixture(scope="session", params=[name for name in KERNELS if name not in ("auto", "torch")])
+@pytest.fixture(scope="session", params=NATIVE_KERNELS)
 def kernels(request: pytest.FixtureRequest, library: NativeLibrary) -> NativeKernels:
     """The kernels of each instruction set that this processor has, with two threads."""
     if request.param not in library.isas():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import KERNELS
+from quire.config import NATIVE_KERNELS
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi, build
 from quire.kernels.cpu import library as module
@@ -97,7 +97,7 @@ def test_instruction_sets_come_best_first_and_the_last_runs_everywhere(
     library: NativeLibrary,
 ) -> None:
     names = list(library.isas())
-    assert names == [name for name in KERNELS if name in names]
+    assert names == [name for name in NATIVE_KERNELS if name in names]
     assert names[-1] == "portable"
     assert NativeKernels(library).isa == names[0]
 

@@ -1,0 +1,8 @@
+"""The GPU kernels: Triton, one operator a file. Where Triton is missing, only `support` loads."""
+
+import importlib.util
+
+if importlib.util.find_spec("triton") is not None:
+    from quire.kernels.triton.interpreter import compute_as_gpus_do
+
+    compute_as_gpus_do()

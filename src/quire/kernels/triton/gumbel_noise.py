@@ -1,0 +1,62 @@
+"""The noise of `sampling.noise` inside Triton kernels: its bits exactly, the Gumbel number twice.
+
+    bits   = mix(key + (token id + 1) G) >> 12       52 bits, G and mix those of SplitMix64
+    u      = (bits + 1/2) / 2**52,  e = -log(1 - u),  gumbel = -log(e)
+
+`coarse_gumbel` is fp32 and for every token; its error is below COARSE_ERROR. `exact_score` is fp64,
+which costs 64 times as much on many GPUs, and for the few tokens that the coarse one can't part.
+
+The coarse one follows u where u is small, by a series whose next term is 1e-6 of it, and 1 - u,
+from the bits' complement, where u is large: so no digits cancel. A logarithm that errs by 2**-22 of
+its largest value, 52, and by 1e-5 near zero would still do.
+
+Called by `gumbel_sample.py`.
+"""
+
+import triton
+import triton.language as tl
+
+INCREMENT = tl.constexpr(0x9E3779B97F4A7C15)
+_MULTIPLIER_0 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MULTIPLIER_1 = tl.constexpr(0x94D049BB133111EB)
+_UNIT = tl.constexpr(2.0**-52)
+_SMALL = tl.constexpr(1.0 / 64)
+_THIRD = tl.constexpr(1.0 / 3)
+
+COARSE_ERROR = 1e-4
+
+
+@triton.jit
+def _mix(z):  # type: ignore[no-untyped-def]
+    z = (z ^ (z >> 30)) * _MULTIPLIER_0
+    z = (z ^ (z >> 27)) * _MULTIPLIER_1
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def row_key(stream, position):  # type: ignore[no-untyped-def]
+    """Both int64; the stream's is the bit pattern."""
+    return _mix(stream.to(tl.uint64) + (position + 1).to(tl.uint64) * INCREMENT)
+
+
+@triton.jit
+def _bits(key, token_ids):  # type: ignore[no-untyped-def]
+    return _mix(key + (token_ids + 1).to(tl.uint64) * INCREMENT) >> 12
+
+
+@triton.jit
+def coarse_gumbel(key, token_ids):  # type: ignore[no-untyped-def]
+    """fp32. token_ids: int32."""
+    bits = _bits(key, token_ids).to(tl.int64)
+    u = (bits.to(tl.float32) + 0.5) * _UNIT
+    rest = ((0x10000000000000 - bits).to(tl.float32) - 0.5) * _UNIT
+    e = tl.where(u < _SMALL, u * (1.0 + u * (0.5 + u * _THIRD)), -tl.log(rest))
+    return -tl.log(e)
+
+
+@triton.jit
+def exact_score(x, key, token_id):  # type: ignore[no-untyped-def]
+    """x + gumbel in fp64; x is fp32. 1 - u is exact in fp64, so its logarithm is log1p(-u)."""
+    bits = _bits(key, token_id).to(tl.int64)
+    rest = ((0x10000000000000 - bits).to(tl.float64) - 0.5) * _UNIT
+    return x.to(tl.float64) - tl.log(-tl.log(rest))

@@ -1,0 +1,105 @@
+"""Triton's interpreter computes as GPUs do.
+
+Up to Triton 3.6 at least it keeps bf16 numbers as their bits and then: drops the lower bits of fp32
+in casts, where GPUs round to nearest, ties to even; multiplies and adds the bits as integers. It
+warns of infinities, which kernels meet on purpose, and takes no loop's bound from a scalar of a
+recent numpy. Put right once, when this package is imported where TRITON_INTERPRET is set; elsewhere
+nothing is changed.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton.language as tl
+from triton import knobs
+from triton.runtime import interpreter
+
+_LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+"""A function that sees all that a kernel and Triton's own functions call."""
+
+_COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
+
+
+def round_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The bits of the nearest bf16 numbers; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+
+
+def widen_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """The numbers, as fp32."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _wide(handle: Any) -> Any:
+    """A handle of bf16 as one of fp32; others as they are."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return interpreter.TensorHandle(widen_bfloat16(np.asarray(handle.data)), tl.float32)
+
+
+def _rounded(handle: Any) -> Any:
+    """A handle of any numbers as one of bf16."""
+    values = np.asarray(handle.data).astype(np.float32)
+    return interpreter.TensorHandle(round_bfloat16(values), tl.bfloat16)
+
+
+def compute_as_gpus_do() -> None:
+    """Replace what the interpreter does otherwise, if kernels are interpreted."""
+    if not knobs.runtime.interpret:
+        return
+    builder, launch = interpreter.InterpreterBuilder, interpreter.GridExecutor.__call__
+    cast, compute, dot = builder.cast_impl, builder.binary_op, builder.create_dot
+
+    def cast_rounded(self: Any, source: Any, target_type: Any) -> Any:
+        is_bfloat16 = source.dtype.scalar == tl.bfloat16
+        if target_type.scalar == tl.bfloat16:
+            return source if is_bfloat16 else _rounded(source)
+        return cast(self, _wide(source), target_type)
+
+    def compute_wide(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        result = compute(self, _wide(left), _wide(right), operation)
+        is_short = left.dtype.scalar == tl.bfloat16 and operation not in _COMPARISONS
+        return _rounded(result) if is_short else result
+
+    def dot_wide(self: Any, left: Any, right: Any, *more: Any) -> Any:
+        return dot(self, _wide(left), _wide(right), *more)
+
+    def launch_silently(self: Any, *arguments: Any, **options: Any) -> None:
+        scope = interpreter._patch_lang(_LANGUAGE)
+        try:
+            with np.errstate(all="ignore"):
+                launch(self, *arguments, **options)
+        finally:
+            scope.restore()
+
+    builder.cast_impl, builder.binary_op, builder.create_dot = cast_rounded, compute_wide, dot_wide
+    interpreter.GridExecutor.__call__ = launch_silently
+    interpreter.InterpretedFunction.__call__ = _call_inside
+    _index_scalars()
+    # Computed for every sum and product of integers, and asserted only under `debug`.
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options
+
+
+def _call_inside(self: Any, *arguments: Any, **options: Any) -> Any:
+    """The launch has put the interpreter's functions in the place of the language's. By itself the
+    interpreter does so at every call, over those of the calls before: half of all time."""
+    return self.rewrite()(*arguments, **options)
+
+
+def _index_scalars() -> None:
+    """Let a scalar be the bound of a loop: the interpreter keeps it as an array of one element,
+    which numpy since 2.4 takes no integer from."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_with_index

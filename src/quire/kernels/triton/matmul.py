@@ -1,0 +1,250 @@
+"""y = x W^T + b, with a result that is the same to the bit whatever else is in the batch.
+
+An output element is the sum over K of products of one row of x and one row of W. Here it is summed
+in one order that depends on W's shape and dtype alone:
+
+    K is cut into slices of equal size, but for the last; their number is `slices_of`
+    p_s = fp32 sum over the slice, in the tensor core, steps of k = 16 in ascending order
+    y   = round((((0 + p_0) + p_1) + ...) + b)
+
+What differs with M is only who computes what, never what is added to what:
+
+- a tile of 64 rows by one group of four warps, or of 128 rows by two such groups. On sm_90 each
+  group issues the same instruction, wgmma m64 n128 k16, with the same accumulator from slice start
+  to slice end; below sm_90 it is mma m16 n8 k16 in both. An element of an instruction's result
+  depends on its own row of A and column of B, so neighbours don't matter.
+- slices by one program, one after the other, or where the tiles alone don't fill the device by a
+  program each, with `merge_slices_kernel` adding what they left in fp32, in the same order. An
+  fp32 addition is the same operation in either place; nothing there is multiplied, so that
+  nothing can be contracted.
+
+fp32 is multiplied without tensor cores, in chains of fused multiply-adds with ascending k.
+
+Decode (M <= 64) streams W: a program holds 3 tiles of 128 x 64 x 2 bytes in flight, two programs
+fit on an SM, and slices make about 128 programs or more of a weight of any shape, where K is long
+enough to be cut. Prefill has 64 operations for each byte that a 128 x 128 tile reads from L2.
+
+Shapes: M rows of x, K inputs, N outputs. dtypes: bf16, fp16, fp32; x and W alike.
+Called by `layers.triton_linear`. Reference: `torch.nn.functional.linear`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.support import as_rows, check_same
+
+_BLOCK_N = 128
+_ENOUGH_PROGRAMS = 128
+"""That fill a device: its SMs, nearly. A constant, since results depend on it."""
+_SMALLEST_SLICE = 512
+_SLICE_UNIT = 64
+"""Of a slice's size: whole tiles, whatever their extent."""
+_GROUPED_ROWS = 8
+"""Tiles of rows that go over the same columns of W while those are in L2."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Of one launch; see the module on why these may depend on M."""
+
+    rows: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+def slices_of(num_outputs: int, num_inputs: int) -> int:
+    """Into how many slices K is cut, for a weight of this shape."""
+    wanted = -(-_ENOUGH_PROGRAMS // -(-num_outputs // _BLOCK_N))
+    return max(1, min(wanted, num_inputs // _SMALLEST_SLICE))
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [..., K], weight [N, K], bias [N] -> [..., N]. out_dtype: x's (None), or fp32, to which the
+    sums are then not rounded."""
+    check_operands(x, weight, bias)
+    num_outputs = len(weight)
+    out = torch.empty((*x.shape[:-1], num_outputs), dtype=out_dtype or x.dtype, device=x.device)
+    if out.numel():
+        _launch(as_rows(x), weight, bias, out.view(-1, num_outputs))
+    return out
+
+
+def check_operands(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises ValueError unless x [..., K] can be multiplied by weight [N, K], contiguous, and bias
+    [N] added."""
+    if weight.dim() != 2 or not weight.is_contiguous():
+        raise ValueError(f"weight is {tuple(weight.shape)}, but must be [N, K] and contiguous")
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x is {tuple(x.shape)}, but weight needs [..., {weight.shape[1]}]")
+    check_same("x", x, "weight", weight)
+    if bias is None:
+        return
+    check_same("bias", bias, "weight", weight)
+    if bias.shape != weight.shape[:1] or not bias.is_contiguous():
+        raise ValueError(f"bias is {tuple(bias.shape)}, but must be [{weight.shape[0]}]")
+
+
+def _tiles(num_rows: int, dtype: torch.dtype) -> _Tiles:
+    if dtype == torch.float32:
+        return _Tiles(rows=64, inputs=16, num_warps=8, num_stages=2)
+    if num_rows <= 64:
+        return _Tiles(rows=64, inputs=64, num_warps=4, num_stages=4)
+    return _Tiles(rows=128, inputs=64, num_warps=8, num_stages=3)
+
+
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """x [M, K], its rows anywhere; out [M, N] contiguous."""
+    num_rows, (num_outputs, num_inputs) = len(x), weight.shape
+    tiles = _tiles(num_rows, x.dtype)
+    num_tiles = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(num_outputs, _BLOCK_N)
+    num_slices = slices_of(num_outputs, num_inputs)
+    slice_size = triton.cdiv(num_inputs, num_slices * _SLICE_UNIT) * _SLICE_UNIT
+    is_split = num_slices > 1 and num_tiles < _ENOUGH_PROGRAMS
+    sums = (
+        torch.empty(num_slices, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+        if is_split
+        else out
+    )
+    matmul_kernel[(num_tiles, num_slices if is_split else 1)](
+        x,
+        weight,
+        None if is_split else bias,
+        sums,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        x.stride(0),
+        slice_size,
+        NUM_SLICES=1 if is_split else num_slices,
+        IS_EVEN=num_inputs % tiles.inputs == 0,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=tiles.inputs,
+        GROUP_M=_GROUPED_ROWS,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if is_split:
+        merge_slices_kernel[(triton.cdiv(out.numel(), 1024),)](
+            sums, bias, out, num_rows, num_outputs, num_slices, BLOCK=1024, num_warps=4
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def matmul_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [M, K], rows x_stride apart
+    weight_ptr,  # [N, K]
+    bias_ptr,  # [N], or None
+    out_ptr,  # [programs along axis 1, M, N]
+    num_rows,
+    num_outputs,
+    num_inputs,
+    x_stride,
+    slice_size,  # a multiple of BLOCK_K
+    NUM_SLICES: tl.constexpr,  # that this program goes over; 1: slice tl.program_id(1)
+    IS_EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    tile_m, tile_n = place_of(tl.program_id(0), num_rows, num_outputs, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inputs = tl.arange(0, BLOCK_K)
+    # Rows beyond the last are not read: with few rows they would be most of what is. Outputs
+    # beyond are the last one again, and are not stored.
+    row_mask = rows[:, None] < num_rows
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
+    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    weight_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
+    first_slice = tl.program_id(1)
+
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for index in range(NUM_SLICES):
+        start = (first_slice + index) * slice_size
+        end = tl.minimum(start + slice_size, num_inputs)
+        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(start, end, BLOCK_K):
+            x = load_rows(x_ptrs + k, row_mask, inputs, num_inputs - k, IS_EVEN)
+            weight = load_weight(weight_ptrs + k, inputs, num_inputs - k, IS_EVEN)
+            sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+        total += sums
+
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + near)[None, :].to(tl.float32)
+    out_rows = first_slice.to(tl.int64) * num_rows + rows
+    out_ptrs = out_ptr + out_rows[:, None] * num_outputs + outputs[None, :]
+    out_mask = row_mask & (outputs[None, :] < num_outputs)
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), out_mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_rows(  # type: ignore[no-untyped-def]
+    ptrs, row_mask, inputs, num_left, IS_EVEN: tl.constexpr
+):
+    """A tile of x [rows, inputs]: zeros in rows that the mask [rows, 1] leaves out, and, unless
+    IS_EVEN, from the input num_left on."""
+    if IS_EVEN:
+        tile = tl.load(ptrs, row_mask, other=0.0)
+    else:
+        tile = tl.load(ptrs, row_mask & (inputs[None, :] < num_left), other=0.0)
+    return tile
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_weight(ptrs, inputs, num_left, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of W [outputs, inputs]: zeros from the input num_left on, unless IS_EVEN."""
+    return tl.load(ptrs) if IS_EVEN else tl.load(ptrs, inputs[None, :] < num_left, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def place_of(  # type: ignore[no-untyped-def]
+    program,
+    num_rows,
+    num_outputs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Of which tile a program is: GROUP_M tiles of rows for each tile of columns in turn."""
+    tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    group_size = GROUP_M * tl.cdiv(num_outputs, BLOCK_N)
+    first_m = program // group_size * GROUP_M
+    group_rows = tl.minimum(tiles_m - first_m, GROUP_M)
+    place = program % group_size
+    return first_m + place % group_rows, place // group_rows
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def merge_slices_kernel(  # type: ignore[no-untyped-def]
+    sums_ptr,  # [num_slices, M, N] fp32
+    bias_ptr,  # [N], or None
+    out_ptr,  # [M, N]
+    num_rows,
+    num_outputs,
+    num_slices,
+    BLOCK: tl.constexpr,
+):
+    num_elements = num_rows.to(tl.int64) * num_outputs
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < num_elements
+    total = tl.zeros((BLOCK,), tl.float32)
+    sums_ptrs = sums_ptr + places
+    for _ in range(num_slices):
+        total += tl.load(sums_ptrs, mask, other=0.0)
+        sums_ptrs += num_elements
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + places % num_outputs, mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask)

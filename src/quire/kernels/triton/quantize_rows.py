@@ -1,0 +1,95 @@
+"""Activations as int8 with a scale for each row, on a GPU: what the quantized products read.
+
+    scale = max |x| / 127,  q = round(x * (127 / max |x|))
+
+Formula, roundings and what becomes of NaN and infinity: `kernels/quantize.py::quantize_int8`, the
+reference, which this equals to the bit: divisions are rounded to the nearest, and nothing is
+contracted. A program takes a row, and reads it twice: the second time from the cache.
+
+Shapes: M rows, K inputs, P >= K with padding. dtypes: fp32, bf16, fp16.
+Called by `int8_matmul.py` and `int4_matmul.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.support import as_rows, next_power_of_two
+
+_BLOCK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """q [M, P] int8, zeros from K on; scales [M] fp32; sums [M] int32: of each row's q, or None."""
+
+    q: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor | None
+
+
+def quantize_rows(x: torch.Tensor, *, multiple: int = 16, with_sums: bool = False) -> QuantizedRows:
+    """x [..., K], whose leading dimensions become M. multiple: of which P is one."""
+    rows = as_rows(x)
+    num_rows, num_inputs = rows.shape
+    width = triton.cdiv(num_inputs, multiple) * multiple
+    q = torch.empty(num_rows, width, dtype=torch.int8, device=x.device)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    sums = torch.empty(num_rows, dtype=torch.int32, device=x.device) if with_sums else None
+    if num_rows:
+        quantize_rows_kernel[(num_rows,)](
+            rows,
+            q,
+            scales,
+            sums,
+            num_inputs,
+            width,
+            rows.stride(0),
+            BLOCK=min(_BLOCK, next_power_of_two(width)),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return QuantizedRows(q, scales, sums)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quantize_rows_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [M, K], rows x_stride apart
+    q_ptr,  # [M, P]
+    scales_ptr,  # [M]
+    sums_ptr,  # [M], or None
+    num_inputs,
+    width,  # P
+    x_stride,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    unsound = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_inputs, BLOCK):
+        mask = columns < num_inputs - start
+        x = tl.abs(
+            tl.load(x_ptr + row * x_stride + start + columns, mask, other=0.0).to(tl.float32)
+        )
+        is_finite = x < float("inf")  # a NaN is not
+        largest = tl.where(is_finite, tl.maximum(largest, x), largest)
+        unsound = tl.where(is_finite, unsound, 1)
+    is_sound = tl.max(unsound, 0) == 0
+    top = tl.max(largest, 0)
+    usable = is_sound & (top >= 1e-30)  # below, 127 / top would overflow
+    factor = tl.where(usable, tl.div_rn(127.0, tl.where(usable, top, 1.0)), 0.0)
+    tl.store(scales_ptr + row, tl.where(is_sound, tl.div_rn(top, 127.0), float("nan")))
+
+    sums = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, width, BLOCK):
+        mask = columns < num_inputs - start
+        x = tl.load(x_ptr + row * x_stride + start + columns, mask, other=0.0).to(tl.float32)
+        # Adding 1.5 * 2^23 leaves no bits for a fraction: to the nearest integer, ties to even.
+        q = tl.where(usable, (x * factor + 12582912.0) - 12582912.0, 0.0).to(tl.int8)
+        tl.store(q_ptr + row * width + start + columns, q, columns < width - start)
+        sums += q.to(tl.int32)
+    if sums_ptr is not None:
+        tl.store(sums_ptr + row, tl.sum(sums, 0))

@@ -1,0 +1,127 @@
+"""Root mean square normalisation on a GPU, alone or after adding to the residual stream.
+
+    y = weight * round(x / sqrt(mean(x^2) + eps))
+
+Formula, source and order of roundings: `kernels/rms_norm.py`, whose functions are the reference.
+The sum of squares is fp32, in a tree whose shape follows from D alone, so a row's bits don't depend
+on the other rows. Results differ from torch's by that order: fp32 by some ulps, bf16 and fp16 by
+one, where a quotient lies near the middle of two numbers.
+
+Bound by memory: R rows read and write 2 R D elements (4 R D with the residual), and each element is
+read once, into registers. One program has as many whole rows as fill its threads with 16 bytes
+each, so a head of 128 elements is no waste and a row of 8192 has all lanes of 32 warps.
+
+Shapes: R rows (all leading dimensions together), D normalised size. dtypes: fp32, bf16, fp16.
+Called by `operators.py`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.support import as_rows, check_same, next_power_of_two
+
+MAX_SIZE = 16384
+"""D above which a row doesn't fit the registers of one program."""
+
+_PROGRAM_ELEMENTS = 1024
+_THREAD_ELEMENTS = 8
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., D], any even strides, weight [D] -> [..., D], contiguous."""
+    _check(x, weight)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, eps, out)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual [..., D], weight [D] -> (norm of residual + x, residual + x).
+
+    The sum is rounded to the dtype, and written over residual, the norm over x: a step's
+    activations stay where they are, in the L2 cache; over copies where they aren't contiguous.
+    """
+    _check(x, weight)
+    check_same("residual", residual, "x", x)
+    if residual.shape != x.shape:
+        raise ValueError(f"residual is {tuple(residual.shape)}, but must be as x, {tuple(x.shape)}")
+    x, residual = x.contiguous(), residual.contiguous()
+    _launch(x, residual, weight, eps, x)
+    return x, residual
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    check_same("weight", weight, "x", x)
+    if x.shape[-1:] != weight.shape or not weight.is_contiguous():
+        raise ValueError(
+            f"weight is {tuple(weight.shape)}, strides {weight.stride()}, but x, {tuple(x.shape)}, "
+            f"needs {tuple(x.shape[-1:])}, contiguous"
+        )
+    if x.shape[-1] > MAX_SIZE:
+        raise ValueError(f"x is {tuple(x.shape)}, but its last dimension may be {MAX_SIZE} at most")
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+) -> None:
+    """out: contiguous, like x; may be x."""
+    rows = as_rows(x)
+    num_rows, size = rows.shape
+    if not num_rows:
+        return
+    block = next_power_of_two(size)
+    num_program_rows = max(1, _PROGRAM_ELEMENTS // block)
+    num_warps = max(4, min(32, block // (32 * _THREAD_ELEMENTS)))
+    rms_norm_kernel[(triton.cdiv(num_rows, num_program_rows),)](
+        rows,
+        residual,
+        weight,
+        out,
+        num_rows,
+        rows.stride(0),
+        eps,
+        D=size,
+        BLOCK_D=block,
+        BLOCK_R=num_program_rows,
+        num_warps=num_warps,
+    )
+
+
+# As many variants as sizes D: the number of rows is another each step.
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [R, D], rows x_stride apart
+    residual_ptr,  # [R, D], contiguous, becomes residual + x; None: there is none
+    weight_ptr,  # [D]
+    out_ptr,  # [R, D], contiguous
+    num_rows,
+    x_stride,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    columns = tl.arange(0, BLOCK_D)
+    mask = (rows < num_rows)[:, None] & (columns < D)[None, :]
+    places = rows[:, None] * D + columns[None, :]
+    dtype = out_ptr.dtype.element_ty
+
+    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask, other=0.0)
+    x = x.to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + places, mask, other=0.0).to(tl.float32)
+        total = (residual + x).to(dtype)
+        tl.store(residual_ptr + places, total, mask)
+        x = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
+    quotient = (x * scale[:, None]).to(dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, columns < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, (quotient * weight[None, :]).to(dtype), mask)

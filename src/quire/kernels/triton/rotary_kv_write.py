@@ -1,0 +1,263 @@
+"""Per-head norm and rotation of q and k, and the write of K and V into their pages, in one launch.
+
+For each token t and head h, with n(x) = weight * round(x / sqrt(mean(x^2) + eps)) where heads are
+normed, else x, and cos and sin rounded to the dtype:
+
+    q, k: y[:D/2] = round(n(x)[:D/2] cos) - round(n(x)[D/2:] sin)
+          y[D/2:] = round(n(x)[D/2:] cos) + round(n(x)[:D/2] sin)
+    page[0, h, offset] = y of k,  page[1, h, offset] = v
+
+Sources: rotary position embedding arXiv:2104.09864, paged KV arXiv:2309.06180. The reference is
+`kernels/rotary.py::rotate`, then the stores by index. Every product and every sum is rounded to the
+dtype as there, and multiply-adds are not fused, so without norms the bits are the reference's in
+all dtypes; with norms those of `rms_norm.py`, whose sums of squares have another order.
+
+A page is one layer's part of a block, seen as kv[block] of kv [N, 2, Hkv, B, D]: a head's B tokens
+lie side by side, so that attention loads a head's tile of a block as one piece. Pages lie
+kv.stride(0) elements apart: the layers of a group interleave.
+
+Bound by memory: a token reads and writes (Hq + 2 Hkv) D elements, 12 KiB each way for 32 + 8 heads
+of 128 in bf16; its D cosines and sines come from the L2 cache. A program has one token and as many
+heads as make 1024 elements, 16 bytes a thread and half: a lone token still occupies several
+multiprocessors. Nothing depends on T but how many programs there are.
+
+Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), N blocks, B block size.
+dtypes: q, k, v fp32, bf16 or fp16, all alike; kv one of these. Called by `attention/triton_paged`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.rotary import Rotation
+from quire.kernels.triton.support import check_same, next_power_of_two
+
+_PROGRAM_ELEMENTS = 1024
+
+
+def rotate_and_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotation: Rotation | None,
+    kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Norm and rotate q [T, Hq, D] and k [T, Hkv, D], write k and v [T, Hkv, D] to their slots.
+
+    rotation: None: q and k come as they are to be compared and stored.
+    kv: [N, 2, Hkv, B, D], pages any distance apart. slot_mapping: [T] int64, block * B + offset; -1
+        is a token of padding, which is not written. No two others are equal.
+    out: like q, where it goes to; None: q itself is overwritten. k and v are left as they are.
+    Returns q as it is to be attended with. All may be views whose last dimension is contiguous.
+    """
+    _check(q, k, v, kv, slot_mapping)
+    if rotation is not None:
+        _check_rotation(q, rotation)
+    is_moved = rotation is not None or out is not None
+    out = q if out is None else out
+    check_same("out", out, "q", q)
+    if out.shape != q.shape or out.stride(2) != 1:
+        raise ValueError(f"out is {tuple(out.shape)}, but must be as q, {tuple(q.shape)}, by rows")
+    num_tokens, num_heads, size = q.shape
+    num_kv_heads, half = k.shape[1], next_power_of_two(size // 2)
+    num_tile_heads = min(
+        max(1, _PROGRAM_ELEMENTS // (2 * half)), next_power_of_two(max(num_heads, num_kv_heads))
+    )
+    num_q_tiles = triton.cdiv(num_heads, num_tile_heads) if is_moved else 0
+    if not num_tokens:
+        return out
+    angles = None if rotation is None else rotation.angles
+    num_tiles = num_q_tiles + triton.cdiv(num_kv_heads, num_tile_heads)
+    rotary_kv_write_kernel[(num_tokens, num_tiles)](
+        q,
+        k,
+        v,
+        out,
+        kv,
+        slot_mapping,
+        None if angles is None else angles.table,
+        None if angles is None else angles.positions,
+        None if rotation is None else rotation.q_norm,
+        None if rotation is None else rotation.k_norm,
+        0.0 if rotation is None else rotation.eps,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *out.stride()[:2],
+        kv.stride(0),
+        HQ=num_heads,
+        HKV=num_kv_heads,
+        D=size,
+        B=kv.shape[3],
+        NUM_Q_TILES=num_q_tiles,
+        BLOCK_H=num_tile_heads,
+        BLOCK_HALF=half,
+        num_warps=2,
+        enable_fp_fusion=False,  # see the module's text
+    )
+    return out
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor
+) -> None:
+    check_same("k", k, "q", q)
+    check_same("v", v, "q", q)
+    num_tokens, _, size = q.shape
+    expected = (num_tokens, kv.shape[2], size)
+    if k.shape != expected or v.shape != expected or kv.shape[1] != 2 or kv.shape[4] != size:
+        raise ValueError(
+            f"k is {tuple(k.shape)} and v {tuple(v.shape)}, but q, {tuple(q.shape)}, and kv, "
+            f"{tuple(kv.shape)} [N, 2, Hkv, B, D], need {expected}"
+        )
+    if size % 2:
+        raise ValueError(f"q is {tuple(q.shape)}, but the head size must be even")
+    rows = kv.shape[3] * size
+    is_page = kv.stride()[1:] == (kv.shape[2] * rows, rows, size, 1)
+    if not (q.stride(2) == k.stride(2) == v.stride(2) == 1 and is_page):
+        raise ValueError("the last dimension of q, k and v and each page of kv must be contiguous")
+    if slots.shape != (num_tokens,) or slots.dtype != torch.int64 or not slots.is_contiguous():
+        raise ValueError(
+            f"slot_mapping is {tuple(slots.shape)} {slots.dtype}, but must be ({num_tokens},) "
+            "torch.int64, contiguous"
+        )
+
+
+def _check_rotation(q: torch.Tensor, rotation: Rotation) -> None:
+    num_tokens, _, size = q.shape
+    angles = rotation.angles
+    table, positions = angles.table, angles.positions
+    if table.shape[1:] != (size,) or table.dtype != torch.float32 or not table.is_contiguous():
+        raise ValueError(
+            f"the table of angles is {tuple(table.shape)} {table.dtype}, but must be [any, {size}] "
+            "torch.float32, contiguous"
+        )
+    is_list = positions.dtype == torch.int64 and positions.is_contiguous()
+    if positions.shape != (num_tokens,) or not is_list:
+        raise ValueError(
+            f"positions are {tuple(positions.shape)} {positions.dtype}, but must be "
+            f"({num_tokens},) torch.int64, contiguous"
+        )
+    if angles.dtype != q.dtype:
+        raise ValueError(f"angles are of {angles.dtype}, but must be as q, {q.dtype}")
+    if (rotation.q_norm is None) != (rotation.k_norm is None):
+        raise ValueError("q_norm and k_norm must be given both or not at all")
+    for name, weight in (("q_norm", rotation.q_norm), ("k_norm", rotation.k_norm)):
+        if weight is None:
+            continue
+        check_same(name, weight, "q", q)
+        if weight.shape != (size,) or not weight.is_contiguous():
+            raise ValueError(f"{name} is {tuple(weight.shape)}, but must be ({size},), contiguous")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    kv_ptr,
+    slots_ptr,
+    table_ptr,  # [any, D] fp32: D/2 cosines, then D/2 sines; None: nothing is rotated
+    positions_ptr,
+    q_norm_ptr,  # [D]; None: nothing is normed
+    k_norm_ptr,
+    eps,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    out_token_stride,
+    out_head_stride,
+    page_stride,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    NUM_Q_TILES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """Programs (token, tile of heads): the tiles of q, then those of k and v."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    lanes = tl.arange(0, BLOCK_HALF)
+    if tile < NUM_Q_TILES:
+        heads = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask = (heads < HQ)[:, None] & (lanes < D // 2)[None, :]
+        source = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride + lanes[None, :]
+        low = tl.load(source, mask, other=0.0)
+        high = tl.load(source + D // 2, mask, other=0.0)
+        low, high = _norm_and_rotate(
+            low, high, lanes, q_norm_ptr, eps, table_ptr, positions_ptr, token, D
+        )
+        target = out_ptr + token * out_token_stride
+        target += heads[:, None] * out_head_stride + lanes[None, :]
+        tl.store(target, low, mask)
+        tl.store(target + D // 2, high, mask)
+    else:
+        slot = tl.load(slots_ptr + token)
+        if slot >= 0:
+            heads = (tile - NUM_Q_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
+            mask = (heads < HKV)[:, None] & (lanes < D // 2)[None, :]
+            source = v_ptr + token * v_token_stride + heads[:, None] * v_head_stride
+            source += lanes[None, :]
+            v_low = tl.load(source, mask, other=0.0)
+            v_high = tl.load(source + D // 2, mask, other=0.0)
+            source = k_ptr + token * k_token_stride + heads[:, None] * k_head_stride
+            source += lanes[None, :]
+            k_low = tl.load(source, mask, other=0.0)
+            k_high = tl.load(source + D // 2, mask, other=0.0)
+            k_low, k_high = _norm_and_rotate(
+                k_low, k_high, lanes, k_norm_ptr, eps, table_ptr, positions_ptr, token, D
+            )
+            stored = kv_ptr.dtype.element_ty
+            target = kv_ptr + slot // B * page_stride + slot % B * D
+            target += heads[:, None] * (B * D) + lanes[None, :]
+            tl.store(target, k_low.to(stored), mask)
+            tl.store(target + D // 2, k_high.to(stored), mask)
+            target += HKV * B * D
+            tl.store(target, v_low.to(stored), mask)
+            tl.store(target + D // 2, v_high.to(stored), mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_and_rotate(  # type: ignore[no-untyped-def]
+    low,  # [heads, D/2], the first halves of one token's heads
+    high,  # [heads, D/2], the second halves
+    lanes,
+    norm_ptr,
+    eps,
+    table_ptr,
+    positions_ptr,
+    token,
+    D: tl.constexpr,
+):
+    """(low, high) normed where there is a norm, then rotated where there are angles."""
+    dtype = low.dtype
+    is_lane = lanes < D // 2
+    if norm_ptr is not None:
+        low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
+        squares = tl.sum(low_wide * low_wide + high_wide * high_wide, axis=1)
+        scale = tl.rsqrt(squares / D + eps)[:, None]
+        low_weight = tl.load(norm_ptr + lanes, is_lane, other=0.0).to(tl.float32)
+        high_weight = tl.load(norm_ptr + D // 2 + lanes, is_lane, other=0.0).to(tl.float32)
+        low = ((low_wide * scale).to(dtype).to(tl.float32) * low_weight[None, :]).to(dtype)
+        high = ((high_wide * scale).to(dtype).to(tl.float32) * high_weight[None, :]).to(dtype)
+    if table_ptr is not None:
+        row = table_ptr + tl.load(positions_ptr + token) * D + lanes
+        cos = tl.load(row, is_lane, other=0.0).to(dtype).to(tl.float32)[None, :]
+        sin = tl.load(row + D // 2, is_lane, other=0.0).to(dtype).to(tl.float32)[None, :]
+        low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
+        low_cos = (low_wide * cos).to(dtype).to(tl.float32)
+        low_sin = (low_wide * sin).to(dtype).to(tl.float32)
+        high_cos = (high_wide * cos).to(dtype).to(tl.float32)
+        high_sin = (high_wide * sin).to(dtype).to(tl.float32)
+        low = (low_cos - high_sin).to(dtype)
+        high = (high_cos + low_sin).to(dtype)
+    return low, high

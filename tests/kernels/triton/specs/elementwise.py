@@ -1,0 +1,93 @@
+"""How norms, gates, rotations and copies are launched."""
+
+from tests.kernels.triton.compiling import KernelSpec
+
+from quire.kernels.triton.copy_blocks import copy_blocks_kernel
+from quire.kernels.triton.rms_norm import rms_norm_kernel
+from quire.kernels.triton.rotary_kv_write import rotary_kv_write_kernel
+from quire.kernels.triton.silu_mul import silu_mul_kernel
+
+
+def _rms_norm(dtype: str, size: int, block: int, num_warps: int, with_residual: bool) -> KernelSpec:
+    pointers = {name: f"*{dtype}" for name in ("x_ptr", "weight_ptr", "out_ptr")}
+    constants = {"D": size, "BLOCK_D": block, "BLOCK_R": max(1, 1024 // block)}
+    if with_residual:
+        pointers["residual_ptr"] = f"*{dtype}"
+    else:
+        constants["residual_ptr"] = None
+    return KernelSpec(
+        rms_norm_kernel,
+        f"{dtype} D{size}" + " with residual" * with_residual,
+        {**pointers, "num_rows": "i32", "x_stride": "i32:16", "eps": "fp32"},
+        constants,
+        num_warps=num_warps,
+    )
+
+
+def _silu_mul(dtype: str, size: int) -> KernelSpec:
+    return KernelSpec(
+        silu_mul_kernel,
+        f"{dtype} F{size}",
+        {"gate_up_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "gate_up_stride": "i32:16"},
+        {"F": size, "BLOCK_F": 1024},
+    )
+
+
+def _rotary(
+    dtype: str, num_heads: int, num_kv_heads: int, size: int, half: int, *, normed: bool = False
+) -> KernelSpec:
+    """Of a fused qkv projection with pages in the same dtype."""
+    tile = 1024 // (2 * half)
+    tensors = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "kv_ptr")
+    arguments = {name: f"*{dtype}" for name in tensors}
+    arguments |= {"slots_ptr": "*i64", "positions_ptr": "*i64", "table_ptr": "*fp32", "eps": "fp32"}
+    for tensor in ("q", "k", "v", "out"):
+        arguments |= {f"{tensor}_{stride}_stride": "i32:16" for stride in ("token", "head")}
+    norms = {"q_norm_ptr": f"*{dtype}", "k_norm_ptr": f"*{dtype}"}
+    constants = {
+        "HQ": num_heads,
+        "HKV": num_kv_heads,
+        "D": size,
+        "B": 16,
+        "NUM_Q_TILES": -(-num_heads // tile),
+        "BLOCK_H": tile,
+        "BLOCK_HALF": half,
+    }
+    return KernelSpec(
+        rotary_kv_write_kernel,
+        f"{dtype} {num_heads}/{num_kv_heads} heads of {size}" + " normed" * normed,
+        {**arguments, "page_stride": "i64:16"} | (norms if normed else {}),
+        constants | ({} if normed else dict.fromkeys(norms)),
+        num_warps=2,
+        options={"enable_fp_fusion": False},
+    )
+
+
+SPECS = [
+    _rms_norm("bf16", 4096, 4096, 16, with_residual=True),
+    _rms_norm("fp32", 80, 128, 4, with_residual=False),
+    _silu_mul("bf16", 14336),
+    _rotary("bf16", 32, 8, 128, 64),
+    _rotary("fp32", 14, 2, 80, 64, normed=True),
+    KernelSpec(
+        copy_blocks_kernel,
+        "",
+        {
+            **{"source_ptr": "*i32", "target_ptr": "*i32", "pairs_ptr": "*i64"},
+            **{"source_stride": "i32:16", "target_stride": "i32:16"},
+            **{"num_words": "i32:16", "num_pieces": "i32"},
+        },
+        {"PIECE": 4096},
+        num_warps=8,
+    ),
+]
+MORE = [
+    _rms_norm("bf16", 128, 128, 4, with_residual=False),
+    _rms_norm("fp16", 5120, 8192, 32, with_residual=True),
+    _rms_norm("fp32", 16384, 16384, 32, with_residual=True),
+    _silu_mul("fp32", 3072),
+    _silu_mul("fp16", 1013),
+    _rotary("bf16", 16, 8, 128, 64, normed=True),
+    _rotary("fp16", 32, 32, 80, 64),
+    _rotary("fp32", 32, 8, 256, 128),
+]

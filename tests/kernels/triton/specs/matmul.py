@@ -1,0 +1,95 @@
+"""How matrix products are launched."""
+
+from tests.kernels.triton.compiling import KernelSpec
+
+from quire.kernels.triton.matmul import matmul_kernel, merge_slices_kernel
+from quire.kernels.triton.skinny_matmul import skinny_matmul_kernel
+
+
+def _matmul(
+    label: str,
+    dtype: str,
+    tile: tuple[int, int],
+    num_warps: int,
+    num_stages: int,
+    *,
+    slices: int = 1,
+    even: bool = True,
+    targets: tuple[int, ...] = (90,),
+) -> KernelSpec:
+    strides = {"num_rows": "i32", "num_outputs": "i32:16", "num_inputs": "i32:16"}
+    return KernelSpec(
+        matmul_kernel,
+        f"{dtype} {label}",
+        {name: f"*{dtype}" for name in ("x_ptr", "weight_ptr", "bias_ptr")}
+        | {"out_ptr": f"*{dtype}", "x_stride": "i32:16", "slice_size": "i32:16"}
+        | strides,
+        {
+            "NUM_SLICES": slices,
+            "IS_EVEN": even,
+            "BLOCK_M": tile[0],
+            "BLOCK_N": 128,
+            "BLOCK_K": tile[1],
+            "GROUP_M": 8,
+        },
+        num_warps=num_warps,
+        num_stages=num_stages,
+        targets=targets,
+    )
+
+
+def _skinny(
+    label: str,
+    rows: int,
+    outputs: int,
+    *,
+    gated: bool = False,
+    even: bool = True,
+    bias: bool = False,
+    out: str = "bf16",
+    targets: tuple[int, ...] = (90,),
+) -> KernelSpec:
+    strides = {"num_rows": "i32", "num_outputs": "i32:16", "num_inputs": "i32:16"}
+    return KernelSpec(
+        skinny_matmul_kernel,
+        label,
+        {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": f"*{out}", "x_stride": "i32:16"}
+        | ({"bias_ptr": "*bf16"} if bias else {})
+        | strides,
+        {"IS_GATED": gated, "IS_EVEN": even, "BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 128}
+        | ({} if bias else {"bias_ptr": None}),
+        num_warps=outputs // 16,
+        num_stages=5,
+        targets=targets,
+    )
+
+
+SPECS = [
+    _matmul("64 rows", "bf16", (64, 64), 4, 4, targets=(80, 90)),
+    _matmul("128 rows", "bf16", (128, 64), 8, 3, targets=(80, 90)),
+    _matmul("128 rows, slices", "bf16", (128, 64), 8, 3, slices=4),
+    KernelSpec(
+        merge_slices_kernel,
+        "fp32 to bf16",
+        {
+            "sums_ptr": "*fp32",
+            "bias_ptr": "*bf16",
+            "out_ptr": "*bf16",
+            "num_rows": "i32",
+            "num_outputs": "i32:16",
+            "num_slices": "i32",
+        },
+        {"BLOCK": 1024},
+    ),
+    _skinny("8 rows", 8, 32),
+    _skinny("8 rows, gated", 8, 32, gated=True, targets=(80, 90)),
+]
+MORE = [
+    _matmul("64 rows, odd K", "bf16", (64, 64), 4, 4, even=False),
+    _matmul("128 rows, odd K", "fp16", (128, 64), 8, 3, even=False),
+    _matmul("64 rows", "fp32", (64, 16), 8, 2, slices=4),
+    _matmul("64 rows, odd K", "fp32", (64, 16), 8, 2, even=False),
+    _skinny("16 rows", 16, 32, bias=True),
+    _skinny("16 rows, narrow, odd K", 16, 16, even=False, out="fp32"),
+    _skinny("16 rows, gated, bias", 16, 16, gated=True, bias=True),
+]

@@ -1,0 +1,120 @@
+"""How the attention backend launches its kernels, for the GPUs that `LIMITS` stand for."""
+
+import torch
+from tests.attention.paged import make_spec
+from tests.kernels.triton.compiling import KernelSpec
+
+from quire.attention.triton_plan import (
+    DeviceLimits,
+    decode_shape,
+    mixed_shapes,
+    uniform_shape,
+)
+from quire.kernels.triton.decode_work import ChunkRule, decode_work_kernel
+from quire.kernels.triton.merge_parts import merge_parts_kernel
+from quire.kernels.triton.paged_attention import paged_attention_kernel
+
+LIMITS = {
+    90: DeviceLimits(132, 228 << 10, 227 << 10, is_wide=True),
+    80: DeviceLimits(108, 164 << 10, 163 << 10, is_wide=False),
+}
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+
+
+def attend(shape, dtype, target, *, with_all=False):
+    """with_all: sinks and log-sum-exps too."""
+    kind = TYPES[dtype]
+    arguments = {
+        "q_ptr": kind,
+        "pages_ptr": kind,
+        "tables_ptr": "*i32",
+        "items_ptr": "*i32",
+        "num_items_ptr": "*i32",
+        "out_ptr": kind,
+        "parts_ptr": "*fp32",
+        "scales_ptr": "*fp32",
+        "q_stride": "i32:16",
+        "page_stride": "i32:16",
+        "table_stride": "i32",
+        "parts_per_token": "i32",
+        "chunk_tokens": "i32:16",
+    }
+    others = {"sinks_ptr": kind, "lse_ptr": "*fp32"}
+    name = "uniform" if shape.uniform else "attend"
+    return KernelSpec(
+        paged_attention_kernel,
+        f"{name} {kind[1:]} {shape.rows}x{shape.tile} D{shape.head_dim} B{shape.block_size} "
+        f"G{shape.group} W{shape.window}{' all' if with_all else ''}",
+        arguments=arguments | (others if with_all else {}),
+        constants={"S": shape} | ({} if with_all else dict.fromkeys(others)),
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        targets=(target,),
+        max_shared_bytes=LIMITS[target].program_shared_bytes,
+    )
+
+
+def merge(dtype, head_dim):
+    kind = TYPES[dtype]
+    return KernelSpec(
+        merge_parts_kernel,
+        f"merge {kind[1:]} D{head_dim}",
+        arguments={
+            "tokens_ptr": "*i32",
+            "parts_ptr": "*fp32",
+            "scales_ptr": "*fp32",
+            "sinks_ptr": kind,
+            "out_ptr": kind,
+            "lse_ptr": "*fp32",
+        },
+        constants={"NUM_HEADS": 32, "HEAD_DIM": head_dim, "PADDED_DIM": 128, "UNROLL": 8},
+        num_warps=1,
+    )
+
+
+def work(block, rule):
+    pointers = ("query_start_ptr", "context_lens_ptr", "items_ptr", "count_ptr", "merges_ptr")
+    return KernelSpec(
+        decode_work_kernel,
+        f"work {block} {rule}",
+        arguments=dict.fromkeys(pointers, "*i32") | {"rows_ptr": "*i64", "num_sequences": "i32"},
+        constants={"rule": rule, "BLOCK_S": block},
+        num_warps=4,
+    )
+
+
+def shapes(spec, block_size, dtype, target):
+    """All that a layer may be attended with."""
+    limits = LIMITS[target]
+    yield decode_shape(spec, block_size, dtype, limits)
+    yield from mixed_shapes(spec, block_size, dtype, limits)
+    yield uniform_shape(spec, block_size, dtype, limits)
+
+
+LLAMA = make_spec(32, 8, 128)
+_BF16 = torch.bfloat16
+SPECS = [
+    attend(decode_shape(LLAMA, 16, _BF16, LIMITS[90]), _BF16, 90),
+    attend(mixed_shapes(LLAMA, 16, _BF16, LIMITS[90])[-1], _BF16, 90),
+    attend(uniform_shape(LLAMA, 16, _BF16, LIMITS[90]), _BF16, 90),
+    merge(_BF16, 128),
+    work(256, ChunkRule(17, 0, 64, 4096)),
+]
+
+_MODELS = [
+    (LLAMA, 256),
+    (make_spec(28, 4, 128), 16),
+    (make_spec(8, 4, 256, window=1024, soft_cap=50.0), 16),
+    (make_spec(64, 8, 64, window=128, has_sinks=True), 16),
+    (make_spec(32, 32, 80), 8),
+    (make_spec(32, 32, 96), 16),
+    (make_spec(32, 1, 128, causal=False, window=64), 2048),
+    (make_spec(64, 1, 128), 16),
+]
+MORE = [
+    attend(shape, dtype, target, with_all=spec.has_sinks)
+    for target in LIMITS
+    for dtype in TYPES
+    for spec, block_size in _MODELS
+    for shape in shapes(spec, block_size, dtype, target)
+] + [merge(torch.float32, 80), merge(torch.float16, 128), work(1, ChunkRule(3, 1024, 32, None))]

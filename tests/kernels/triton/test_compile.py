@@ -1,0 +1,103 @@
+"""Every kernel compiles for the GPUs it is meant for, without spills, into the memory there is.
+
+All are compiled by one process, since this one interprets kernels; see `compiling.py`.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.kernels.triton.compiling import (
+    SHARED_BYTES_OF_ALL,
+    Compiled,
+    KernelSpec,
+    complaint,
+    count_instructions,
+    kernel_name,
+    line,
+    load_specs,
+    run_in_process,
+)
+
+import quire.kernels.triton
+
+KERNEL_FILES = sorted(Path(quire.kernels.triton.__file__).parent.glob("*.py"))
+
+
+def test_every_kernel_has_a_spec():
+    written = {
+        name
+        for path in KERNEL_FILES
+        for name in re.findall(r"def (\w+_kernel)\(", path.read_text())
+    }
+    assert written, f"no kernels in {KERNEL_FILES}"
+    assert written == {kernel_name(spec) for spec in load_specs(with_more=False)}
+
+
+def test_every_kernel_is_in_the_documentation():
+    page = (Path(__file__).parents[3] / "docs/gpu.md").read_text()
+    found = [path.stem for path in KERNEL_FILES if re.search(r"def \w+_kernel\(", path.read_text())]
+    assert [name for name in found if f"`{name}`" not in page] == []
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_in_process("compiling", timeout_s=110)
+
+
+def test_all_kernels_compile_without_spills_into_the_memory_there_is(results):
+    num_expected = sum(len(spec.targets) for spec in load_specs(with_more=False))
+    assert len(results) == num_expected
+    found = [line(result) for result in results if result.complaint]
+    assert not found, "\n" + "\n".join(found)
+    assert all(result.registers > 0 for result in results)
+
+
+@pytest.mark.parametrize(
+    ("target", "products"),
+    [
+        (80, ["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"]),
+        (90, ["wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"]),
+    ],
+)
+def test_a_batch_invariant_product_is_one_instruction_for_all_batches(results, target, products):
+    found = [
+        result.products
+        for result in results
+        if result.kernel == "matmul_kernel" and result.target == target
+    ]
+    assert len(found) >= 2 and all(each == products for each in found)
+
+
+def _spec(**limits):
+    return KernelSpec(None, "", {}, {}, **limits)
+
+
+@pytest.mark.parametrize(
+    ("limits", "usage", "expected"),
+    [
+        ({}, {}, ""),
+        ({}, {"stack_bytes": 8}, "spills: 8 bytes of stack, above 0"),
+        ({"max_stack_bytes": 8}, {"stack_bytes": 8}, ""),
+        ({}, {"shared_bytes": SHARED_BYTES_OF_ALL}, ""),
+        ({}, {"shared_bytes": SHARED_BYTES_OF_ALL + 1}, "101377 bytes of shared memory, above"),
+        ({"max_shared_bytes": 227 * 1024}, {"shared_bytes": 200 * 1024}, ""),
+    ],
+)
+def test_what_a_spec_does_not_allow_is_said(limits, usage, expected):
+    found = complaint(_spec(**limits), Compiled("", "", 90, **usage))
+    assert found.startswith(expected) and bool(found) == bool(expected)
+
+
+def test_instructions_are_counted_with_and_without_modifiers():
+    sass = """
+        /*0010*/                   LDG.E.128.CONSTANT R4, [R2.64] ;     /* 0x0000 */
+        /*0020*/              @!P0 LDG.E R8, [R2.64] ;
+        /*0030*/             @!UP0 HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
+        /*0040*/                   STL [R1], R4 ;
+        /*0050*/                   IADD3 R4, R4, R5, RZ ;
+    """
+    assert count_instructions(sass) == {"LDG.E.128": 1, "LDG": 2, "HMMA": 1, "STL": 1}

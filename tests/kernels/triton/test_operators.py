@@ -1,0 +1,35 @@
+"""The operators of a GPU: those of torch, on whole models too."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quire.kernels.operators import TORCH_OPERATORS, Operators
+from quire.kernels.triton.operators import TritonOperators
+from quire.layers.norm import RMSNorm
+from quire.layers.operators import use_operators
+
+
+def _random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_each_is_as_torch_defines_it():
+    operators: Operators = TritonOperators()
+    x, residual, weight = _random(3, 5, 48), _random(3, 5, 48, seed=1), _random(48, seed=2)
+    close = torch.testing.assert_close
+    close(operators.rms_norm(x, weight, 1e-5), TORCH_OPERATORS.rms_norm(x, weight, 1e-5))
+    close(operators.silu_mul(x), TORCH_OPERATORS.silu_mul(x))
+    expected = TORCH_OPERATORS.add_rms_norm(x, residual, weight, 1e-5)
+    close(operators.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5), expected)
+
+
+def test_a_model_is_given_them_from_outside():
+    norm = RMSNorm(48, 1e-5, dtype=torch.float32, device=torch.device("cpu"))
+    norm.weight.data = _random(48)
+    x = _random(2, 48, seed=1)
+    expected = norm(x)
+    use_operators(norm, TritonOperators())
+    assert isinstance(norm.operators, TritonOperators)
+    torch.testing.assert_close(norm(x), expected)
