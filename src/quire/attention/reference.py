@@ -44,7 +44,7 @@ def attend_dense(
     scores = torch.einsum("qhd,khd->qhk", q.double(), k) * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    hidden = ~visible_keys(spec, q.shape[0], k.shape[0])
+    hidden = ~visible_keys(spec, q.shape[0], k.shape[0]).to(q.device)
     scores = scores.masked_fill(hidden[:, None, :], float("-inf"))
     if spec.has_sinks:
         assert sinks is not None, "a layer with sinks is called with them"

@@ -1,0 +1,224 @@
+"""Attention by FlashInfer (arXiv:2501.01005), an optional package for NVIDIA GPUs.
+
+Chosen by name only: attention_backend="flashinfer". Norm, rotation and the write of K and V are our
+own kernel's; FlashInfer's wrapper for paged prefill attends, decoding rows being prompts of one
+token, which is how it serves grouped heads itself. A page is [2, Hkv, B, D], which it calls HND,
+and pages may lie apart. Built by `registry.py`.
+
+What it lacks is refused when the memory is laid out: fp32, sinks, head sizes other than HEAD_DIMS,
+windows that look ahead. Its plan is made on the host for every step, so no step is captured, and
+its split of long contexts depends on the batch, so batch_invariant is refused as well.
+"""
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.attention.interface import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVPageFormat,
+    LayerKV,
+    plain_page_format,
+)
+from quire.errors import ConfigurationError
+from quire.kernels.device import DeviceLink
+from quire.kernels.rotary import Rotation
+
+KV_DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 128, 256)
+
+WORKSPACE_BYTES = 128 << 20
+"""For the parts of split contexts: what its documentation recommends. One for all layers, whose
+launches follow each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanKey:
+    """Layers with equal keys share a plan."""
+
+    group: int
+    spec: AttentionSpec
+    block_size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _PageTable:
+    """The blocks of a step's sequences, one sequence after the other.
+
+    indptr: [S + 1] int32 on the host, where each sequence's blocks begin. indices: int32 on the
+    device, the blocks. last_lens: [S] int32 on the host, tokens in each sequence's last block.
+    """
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_lens: torch.Tensor
+
+
+class FlashInferAttention(AttentionBackend):
+    """Between `plan` and the step's last `run` the batch stays unchanged."""
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        """Raises ConfigurationError where the package is missing or can't obey."""
+        if batch_invariant:
+            raise ConfigurationError(
+                "attention_backend='flashinfer' can't obey batch_invariant=True: how it splits a "
+                "context depends on the batch; choose attention_backend='triton'"
+            )
+        if importlib.util.find_spec("flashinfer") is None:
+            raise ConfigurationError(
+                "attention_backend='flashinfer' needs the package flashinfer: pip install "
+                "flashinfer-python, or choose attention_backend='triton'"
+            )
+        self._layers: tuple[tuple[_PlanKey, torch.Tensor], ...] = ()
+        self._wrappers: dict[_PlanKey, Any] = {}
+        self._slots: list[torch.Tensor] = []
+        self._link = DeviceLink(torch.device("cpu"))
+        self._planned: torch.cuda.Event | None = None
+        self._num_tokens = 0
+
+    @staticmethod
+    def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
+        lacking = None
+        if spec.has_sinks:
+            lacking = "attention sinks"
+        elif spec.head_dim not in HEAD_DIMS:
+            lacking = f"heads of {spec.head_dim} (of {', '.join(map(str, HEAD_DIMS))} it has)"
+        elif spec.window is not None and not spec.causal:
+            lacking = "windows that look ahead"
+        if lacking is not None:
+            raise ConfigurationError(
+                f"attention_backend='flashinfer' has no {lacking}, which this model needs; "
+                "choose attention_backend='triton'"
+            )
+        return plain_page_format(spec, block_size, dtype, KV_DTYPES)
+
+    def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
+        # Slow to load, and an extra.
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        device = layers[0].pages.device
+        self._link = DeviceLink(device)
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        bound = []
+        for spec, layer in zip(specs, layers, strict=True):
+            form = layer.format
+            shape = (-1, 2, spec.num_kv_heads, form.block_size, spec.head_dim)
+            pages = layer.pages.view(form.dtype).view(shape)
+            bound.append((_PlanKey(layer.group, spec, form.block_size, form.dtype), pages))
+        self._layers = tuple(bound)
+        self._wrappers = {
+            key: BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+            for key in dict.fromkeys(key for key, _ in bound)
+        }
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Waits until the device has the plan of the step before, whose host buffers are used
+        again: when this is called the step itself is running."""
+        if self._planned is not None:
+            self._planned.synchronize()
+        self._num_tokens = sum(batch.query_lens_list)
+        self._slots = [group.slot_mapping for group in batch.groups]
+        query_start = _starts(batch.query_lens_list)
+        for key, wrapper in self._wrappers.items():
+            table = self._page_table(batch, key)
+            spec = key.spec
+            wrapper.plan(
+                query_start,
+                table.indptr,
+                table.indices,
+                table.last_lens,
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                key.block_size,
+                causal=spec.causal,
+                sm_scale=spec.scale,
+                window_left=-1 if spec.window is None else spec.window - 1,
+                logits_soft_cap=spec.soft_cap,
+                q_data_type=key.dtype,
+                kv_data_type=key.dtype,
+            )
+        if self._link.device.type == "cuda":
+            self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._planned.record()
+
+    def _page_table(self, batch: AttentionBatch, key: _PlanKey) -> _PageTable:
+        """Of what the step's queries see: blocks before all their windows may be gone."""
+        contexts = np.array(batch.context_lens_list, np.int64)
+        first_block = np.zeros_like(contexts)
+        if key.spec.window is not None:
+            first_query = contexts - np.array(batch.query_lens_list, np.int64)
+            first_block = np.maximum(first_query - key.spec.window + 1, 0) // key.block_size
+        counts = -(-contexts // key.block_size) - first_block
+        starts = _starts(counts)
+        rows = np.array(batch.rows_list, np.int64)
+        shifts = first_block - starts[:-1].numpy()
+        row, shift, count = self._link.upload(np.stack((rows, shifts, counts))).unbind()
+        total = int(starts[-1])
+        sequence = torch.repeat_interleave(count, output_size=total)
+        places = torch.arange(total, device=count.device) + shift[sequence]
+        indices = batch.groups[key.group].block_tables[row[sequence], places]
+        last_lens = ((contexts - 1) % key.block_size + 1).astype(np.int32)
+        return _PageTable(starts, indices, torch.from_numpy(last_lens))
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        q, pages, wrapper = self._write(layer, q, k, v, sinks, rotation)
+        out: torch.Tensor = wrapper.run(q, pages, out=torch.empty_like(q))
+        return out
+
+    def run_with_lse(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, pages, wrapper = self._write(layer, q, k, v, sinks, rotation)
+        out, lse = wrapper.run(q, pages, out=torch.empty_like(q), return_lse=True)
+        # Its logarithms are to the base 2.
+        return out, lse * math.log(2)
+
+    def _write(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        rotation: Rotation | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """(q to attend with, contiguous, the layer's pages, the planned wrapper)."""
+        # Brings Triton.
+        from quire.kernels.triton.rotary_kv_write import rotate_and_write
+
+        key, pages = self._layers[layer]
+        assert q.shape[0] == self._num_tokens, "run serves the step that was planned"
+        assert sinks is None and q.dtype == key.dtype
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        rotate_and_write(q, k, v, rotation, pages, self._slots[key.group], out=out)
+        return out, pages, self._wrappers[key]
+
+
+def _starts(counts: list[int] | npt.NDArray[np.int64]) -> torch.Tensor:
+    """[len(counts) + 1] int32 on the host: 0 and the running sums."""
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return torch.from_numpy(starts)

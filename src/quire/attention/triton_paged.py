@@ -1,0 +1,227 @@
+"""Attention over paged memory by the Triton kernels: straight from the blocks, nothing is gathered.
+
+A layer's page is [2, Hkv, B, D], K then V, in the KV dtype: what one program reads of a block, a
+KV head's K or V, is one range of bytes. A run is three launches: q and k are normed and rotated and
+K and V written; all tiles of the step are attended; tokens whose keys several programs attended are
+merged. Layers that see the same keys with heads of the same shape share a step's work list.
+
+What holds: a decode row's attention depends on its own context alone, to the bit, whatever decodes
+beside it. With `batch_invariant` that holds for every row of every step, decoded or part of a
+prompt in whatever chunks: all rows are attended by one kernel of one shape (`uniform` in
+`kernels/triton/paged_attention.py`).
+
+Built by `registry.py`. Shapes as in `interface.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.attention.interface import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVPageFormat,
+    LayerKV,
+    plain_page_format,
+)
+from quire.attention.triton_plan import (
+    DeviceLimits,
+    chunk_rule,
+    decode_shape,
+    host_work,
+    mixed_shapes,
+    num_resident,
+    uniform_shape,
+)
+from quire.errors import ConfigurationError
+from quire.kernels.device import DeviceLink
+from quire.kernels.rotary import Rotation
+from quire.kernels.triton.decode_work import decode_work
+from quire.kernels.triton.merge_parts import merge_parts
+from quire.kernels.triton.paged_attention import AttendShape, AttendWork, paged_attention
+from quire.kernels.triton.rotary_kv_write import rotate_and_write
+
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+MAX_HEAD_DIM = 256
+"""Of which a tile of queries, its output and a tile of K and V fit a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class _BoundLayer:
+    """pages: [N, 2, Hkv, B, D]. mixed: by rows, ascending. key: of what layers share."""
+
+    spec: AttentionSpec
+    group: int
+    pages: torch.Tensor
+    decode: AttendShape
+    mixed: tuple[AttendShape, ...]
+
+    @property
+    def key(self) -> "_WorkKey":
+        spec = self.spec
+        return _WorkKey(
+            (spec.num_heads, spec.num_kv_heads, spec.head_dim),
+            spec.window,
+            spec.causal,
+            self.pages.dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkKey:
+    """Layers with equal keys attend the same items."""
+
+    heads: tuple[int, int, int]
+    window: int | None
+    causal: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _StepWork:
+    """rows: of the shape that attends; None: that of decoding. merges: None: nothing to merge."""
+
+    rows: int | None
+    work: AttendWork
+    merges: torch.Tensor | None
+
+
+class TritonPagedAttention(AttentionBackend):
+    """Between `plan` and the step's last `run` the batch stays unchanged.
+
+    is_batch_invariant: all rows are attended by the uniform kernel.
+    """
+
+    serves_graphs = True
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.is_batch_invariant = batch_invariant
+        self._layers: tuple[_BoundLayer, ...] = ()
+        self._work: dict[_WorkKey, _StepWork] = {}
+        self._batch: AttentionBatch | None = None
+        self._link = DeviceLink(torch.device("cpu"))
+        self._limits = DeviceLimits.of(torch.device("cpu"))
+
+    @staticmethod
+    def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
+        if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
+            raise ConfigurationError(
+                f"head_dim={spec.head_dim} can't be served by the Triton kernels, which need a "
+                f"multiple of 8 up to {MAX_HEAD_DIM}"
+            )
+        return plain_page_format(spec, block_size, dtype, KV_DTYPES)
+
+    def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
+        device = layers[0].pages.device
+        self._link, self._limits = DeviceLink(device), DeviceLimits.of(device)
+        self._layers = tuple(map(self._bound, specs, layers))
+        self._work = {}
+
+    def _bound(self, spec: AttentionSpec, layer: LayerKV) -> _BoundLayer:
+        block_size, dtype = layer.format.block_size, layer.format.dtype
+        page = (2, spec.num_kv_heads, block_size, spec.head_dim)
+        pages = layer.pages.view(dtype).view(-1, *page)
+        if self.is_batch_invariant:
+            shape = uniform_shape(spec, block_size, dtype, self._limits)
+            return _BoundLayer(spec, layer.group, pages, shape, (shape,))
+        decode = decode_shape(spec, block_size, dtype, self._limits)
+        mixed = mixed_shapes(spec, block_size, dtype, self._limits)
+        return _BoundLayer(spec, layer.group, pages, decode, mixed)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Of a step in which all sequences decode: launches only, which may be captured."""
+        self._batch = batch
+        is_decode = batch.num_decodes == len(batch.query_lens_list)
+        plan = self._plan_decode if is_decode else self._plan_mixed
+        self._work = {}
+        for bound in self._layers:
+            if bound.key not in self._work:
+                self._work[bound.key] = plan(bound, batch)
+
+    def _plan_decode(self, bound: _BoundLayer, batch: AttentionBatch) -> _StepWork:
+        shape = bound.decode
+        rule = chunk_rule(shape, self._max_context(bound, batch))
+        items, count, merges = decode_work(batch.query_start, batch.context_lens, batch.rows, rule)
+        most = items.shape[0] * shape.num_kv_heads
+        num_programs = min(most, num_resident(shape, bound.pages.dtype, self._limits))
+        parts, scales = self._parts(bound, items.shape[0])
+        work = AttendWork(
+            items, count, num_programs, parts, scales, rule.parts_per_token, rule.chunk_tokens
+        )
+        return _StepWork(None, work, merges)
+
+    def _plan_mixed(self, bound: _BoundLayer, batch: AttentionBatch) -> _StepWork:
+        group_size = bound.spec.num_heads // bound.spec.num_kv_heads
+        wanted = max(batch.query_lens_list) * group_size
+        shape = next((s for s in bound.mixed if s.rows >= wanted), bound.mixed[-1])
+        rule = chunk_rule(shape, self._max_context(bound, batch))
+        host = host_work(batch, shape, rule)
+        items, merges = self._link.upload(host.items), self._link.upload(host.merges)
+        num_items = items.shape[0]
+        count = torch.full((1,), num_items, dtype=torch.int32, device=items.device)
+        parts, scales = self._parts(bound, host.num_parts)
+        num_programs = num_items * shape.num_kv_heads
+        work = AttendWork(
+            items, count, num_programs, parts, scales, rule.parts_per_token, rule.chunk_tokens
+        )
+        return _StepWork(shape.rows, work, merges if len(host.merges) else None)
+
+    def _max_context(self, bound: _BoundLayer, batch: AttentionBatch) -> int:
+        return batch.groups[bound.group].block_tables.shape[1] * bound.pages.shape[3]
+
+    def _parts(self, bound: _BoundLayer, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        num_heads, device = bound.spec.num_heads, bound.pages.device
+        shape = (num_parts, num_heads, bound.spec.head_dim)
+        parts = torch.empty(shape, dtype=torch.float32, device=device)
+        return parts, torch.empty((num_parts, num_heads, 2), dtype=torch.float32, device=device)
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        return self._run(layer, (q, k, v), sinks, rotation, None)
+
+    def run_with_lse(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        return self._run(layer, (q, k, v), sinks, rotation, lse), lse
+
+    def _run(
+        self,
+        layer: int,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        sinks: torch.Tensor | None,
+        rotation: Rotation | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        bound, batch = self._layers[layer], self._batch
+        assert batch is not None, "a step is planned before it is run"
+        assert (sinks is not None) == bound.spec.has_sinks
+        group = batch.groups[bound.group]
+        assert qkv[0].shape[0] == group.slot_mapping.shape[0], "run serves the planned step"
+        q = rotate_and_write(*qkv, rotation, bound.pages, group.slot_mapping)
+        if q.stride(1) != q.shape[2]:
+            q = q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        step = self._work[bound.key]
+        shape = bound.decode
+        if step.rows is not None:
+            shape = next(s for s in bound.mixed if s.rows == step.rows)
+        paged_attention(q, bound.pages, group.block_tables, step.work, sinks, out, lse, shape)
+        if step.merges is not None:
+            merge_parts(step.merges, step.work.parts, step.work.scales, sinks, out, lse)
+        return out

@@ -1,0 +1,282 @@
+"""What the Triton backend prepares once a step: how tiles are shaped, and which work there is.
+
+Knows lengths and windows; knows no q, k, v, launches nothing. Called by `triton_paged.py`. A step
+in which all sequences decode gets its work list on the device (`kernels/triton/decode_work.py`);
+here are the rules for it, and the list of any other step, made on the host: its lengths are known
+there, and it has too many shapes to be captured.
+
+Words as in `kernels/triton/paged_attention.py`: an item is a tile of queries with a range of keys.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.attention.interface import AttentionBatch, AttentionSpec
+from quire.kernels.triton.decode_work import MIN_CHUNK_TOKENS, ChunkRule
+from quire.kernels.triton.paged_attention import AttendShape
+from quire.kernels.triton.support import next_power_of_two
+
+Ints = npt.NDArray[np.int64]
+
+MIN_UNIFORM_CHUNK_TOKENS = 512
+"""The smallest chunk of uniform attention, where all chunks are of one size."""
+
+MAX_PROGRAM_PARTS = 128
+"""Parts of one token over its KV heads that are worth making: about a program for each processor
+of the largest GPUs, so that one long sequence alone uses all of them."""
+
+MAX_PART_BYTES = 64 << 20
+"""Of the parts of a step with prompts. Beyond it short chunks are attended in one piece."""
+
+OTHER_SHARED_BYTES = 12 << 10
+"""Of a program, beside queries, K and V: for reductions and for changes of layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """num_processors: of the device. shared_bytes: of one processor, and of one program.
+
+    is_wide: its matrix instructions take operands from shared memory (sm_90, sm_100); where they
+    come from registers, those bound the tiles.
+    """
+
+    num_processors: int
+    shared_bytes: int
+    program_shared_bytes: int
+    is_wide: bool
+
+    @staticmethod
+    def of(device: torch.device) -> "DeviceLimits":
+        if device.type == "cpu":
+            # Triton's interpreter: few programs, and those of the largest shapes.
+            return DeviceLimits(1, 233_472, 232_448, is_wide=True)
+        properties = torch.cuda.get_device_properties(device)
+        return DeviceLimits(
+            properties.multi_processor_count,
+            properties.shared_memory_per_multiprocessor,
+            properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+            is_wide=properties.major in (9, 10),
+        )
+
+
+def decode_shape(
+    spec: AttentionSpec, block_size: int, dtype: torch.dtype, limits: DeviceLimits
+) -> AttendShape:
+    """For steps in which all sequences decode: one token a tile, bound by memory.
+
+    A stage of K and V is 32 KiB, two are under way while one is computed: with three programs a
+    processor 192 KiB are asked for at any time, several times what latency times bandwidth of an
+    H200 asks for (4.3 TB/s / 132 x 0.8 us = 26 KiB). Elsewhere, and for fp32, tiles are half as
+    large, for the sake of registers.
+    """
+    row_bytes = max(16, next_power_of_two(spec.head_dim)) * dtype.itemsize
+    tile = max(16, min(128, 16_384 // row_bytes))
+    if dtype == torch.float32 or not limits.is_wide:
+        tile = max(16, tile // 2)
+    return _shape(spec, block_size, dtype, limits, _Tiles(16, tile, 4))
+
+
+def mixed_shapes(
+    spec: AttentionSpec, block_size: int, dtype: torch.dtype, limits: DeviceLimits
+) -> tuple[AttendShape, ...]:
+    """For all other steps, by the number of rows of their tiles, ascending.
+
+    128 rows are bound by the tensor cores: a tile of 64 keys of 128 elements is 4 MFLOP for 32 KiB,
+    128 FLOP a byte from L2, beyond what 132 processors at 400 TFLOP/s and 5.5 TB/s of L2 need (73).
+    """
+    tile = 64 if spec.head_dim <= 128 else 32
+    if dtype == torch.float32:
+        tiles = [_Tiles(32, 16, 8)]
+    elif limits.is_wide:
+        tiles = [_Tiles(64, tile, 4), _Tiles(128, tile, 8)]
+    else:
+        tiles = [_Tiles(64, tile // 2, 8)]
+    return tuple(_shape(spec, block_size, dtype, limits, t) for t in tiles)
+
+
+def uniform_shape(
+    spec: AttentionSpec, block_size: int, dtype: torch.dtype, limits: DeviceLimits
+) -> AttendShape:
+    """For all steps, where a row's bits must not depend on the step.
+
+    64 rows, so that decoding stays bound by memory: 2 MFLOP for 32 KiB are half of what the tensor
+    cores do while it is read. Two outputs, a chunk's and that of the chunks before, take half of
+    the registers, which is what bounds the tile.
+    """
+    is_large = spec.head_dim > 128
+    if dtype == torch.float32:
+        tiles = _Tiles(16, 16, 4)
+    elif limits.is_wide and spec.head_dim <= 64:
+        tiles = _Tiles(64, 64, 4)
+    else:
+        rows, num_warps = (64, 4) if limits.is_wide else (32, 8)
+        tiles = _Tiles(rows, 16, 8) if is_large else _Tiles(rows, 32, num_warps)
+    return _shape(spec, block_size, dtype, limits, tiles, uniform=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Sizes found by compiling for sm_90 and sm_80: the largest that don't spill registers."""
+
+    rows: int
+    keys: int
+    num_warps: int
+
+
+def _shape(
+    spec: AttentionSpec,
+    block_size: int,
+    dtype: torch.dtype,
+    limits: DeviceLimits,
+    tiles: _Tiles,
+    *,
+    uniform: bool = False,
+) -> AttendShape:
+    assert spec.scale > 0, "the greatest product is to be the greatest score"
+    rows = max(tiles.rows, next_power_of_two(spec.num_heads // spec.num_kv_heads))
+    row_bytes = max(16, next_power_of_two(spec.head_dim)) * dtype.itemsize
+    queries_bytes = rows * row_bytes if rows >= 64 else 0
+    room = limits.program_shared_bytes - queries_bytes - OTHER_SHARED_BYTES
+    return AttendShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=block_size,
+        scale=spec.scale,
+        window=spec.window,
+        soft_cap=spec.soft_cap,
+        causal=spec.causal,
+        uniform=uniform,
+        rows=rows,
+        tile=tiles.keys,
+        num_warps=8 if dtype == torch.float32 and rows >= 64 else tiles.num_warps,
+        num_stages=max(1, min(3, room // (2 * tiles.keys * row_bytes))),
+    )
+
+
+def num_resident(shape: AttendShape, dtype: torch.dtype, limits: DeviceLimits) -> int:
+    """Programs of a shape that run at a time on the whole device, by their shared memory and
+    registers: 146 a thread for 16 rows of 128, up to 255 else, of 64 Ki."""
+    stage_bytes = 2 * shape.tile * shape.padded_dim * dtype.itemsize
+    used = max(1, shape.num_stages - 1) * stage_bytes + OTHER_SHARED_BYTES // 2
+    if shape.rows >= 64:
+        used += stage_bytes + shape.rows * shape.padded_dim * dtype.itemsize
+    is_small = shape.rows == 16 and shape.padded_dim <= 128
+    by_registers = (3 if is_small else 2) * 4 // shape.num_warps
+    return limits.num_processors * max(1, min(by_registers, limits.shared_bytes // used))
+
+
+def chunk_rule(shape: AttendShape, max_context: int) -> ChunkRule:
+    """max_context: tokens of the longest sequence that the block tables have room for.
+
+    A row sees at most as many tokens as its window; a tile, those of all its queries.
+    """
+    max_parts = max(8, MAX_PROGRAM_PARTS // shape.num_kv_heads)
+    most = max_context
+    if shape.window is not None:
+        most = min(most, shape.window + shape.queries)
+    if not shape.uniform:
+        parts = min(max_parts, -(-most // MIN_CHUNK_TOKENS)) + 1
+        return ChunkRule(parts, 0, shape.tile, shape.window)
+    chunk = max(MIN_UNIFORM_CHUNK_TOKENS, next_power_of_two(-(-most // max_parts)))
+    return ChunkRule(-(-most // chunk) + 1, chunk, shape.tile, shape.window)
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """items [*, ITEM_FIELDS], the longest first; merges [*, MERGE_FIELDS]; both int32.
+
+    num_parts: that the items write.
+    """
+
+    items: npt.NDArray[np.int32]
+    merges: npt.NDArray[np.int32]
+    num_parts: int
+
+
+def host_work(batch: AttentionBatch, shape: AttendShape, rule: ChunkRule) -> HostWork:
+    """Of any step: tiles of queries, those of short chunks and of decoding sequences with their
+    keys in several items."""
+    query_lens = np.array(batch.query_lens_list, np.int64)
+    context = np.array(batch.context_lens_list, np.int64)
+    num_tiles = -(-query_lens // shape.queries)
+    sequence = np.repeat(np.arange(len(query_lens)), num_tiles)
+    number = np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    offset = number * shape.queries
+    first_token = (np.cumsum(query_lens) - query_lens)[sequence] + offset
+    num_tokens = np.minimum(query_lens[sequence] - offset, shape.queries)
+    position = (context - query_lens)[sequence] + offset
+    low, end = _seen_keys(shape, position, num_tokens, context[sequence])
+
+    chunk = _chunk_tokens(rule, end - low)
+    count = -(-end // chunk) - low // chunk
+    may_split = (num_tiles[sequence] == 1) & (count > 1)
+    if not rule.chunk_tokens:
+        may_split &= end - low > chunk
+    room = MAX_PART_BYTES // (shape.num_heads * (shape.head_dim + 2) * 4 * rule.parts_per_token)
+    slots = np.cumsum(np.where(may_split, num_tokens, 0))
+    is_split = may_split & (slots <= room)
+    first_part = (slots - num_tokens) * rule.parts_per_token
+
+    count = np.where(is_split, count, 1)
+    tile = np.repeat(np.arange(len(sequence)), count)
+    piece = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
+    begin = np.where(is_split[tile], (low[tile] // chunk[tile] + piece) * chunk[tile], 0)
+    first_key = np.maximum(begin, low[tile] // shape.tile * shape.tile)
+    end_key = np.where(piece + 1 < count[tile], begin + chunk[tile], end[tile])
+    part = np.where(is_split[tile], first_part[tile] + piece, -1)
+    rows = np.array(batch.rows_list, np.int64)[sequence[tile]]
+    tokens, lens = first_token[tile], num_tokens[tile]
+    contexts = context[sequence[tile]]
+    fields = (rows, tokens, lens, position[tile], first_key, end_key, part, contexts)
+    items = np.stack(fields, axis=1).astype(np.int32)
+    longest = np.argsort(first_key - end_key, kind="stable")
+    merges = _merges(first_token, num_tokens, first_part, count, is_split, rule.parts_per_token)
+    num_parts = int(slots[is_split].max(initial=0)) * rule.parts_per_token
+    return HostWork(items[longest], merges, num_parts)
+
+
+def _seen_keys(
+    shape: AttendShape, position: Ints, num_tokens: Ints, context: Ints
+) -> tuple[Ints, Ints]:
+    """The first key and the end of those that some token of a tile sees."""
+    low, end = np.zeros_like(position), context
+    if shape.window is not None:
+        low = np.maximum(position + 1 - shape.window, 0)
+        end = np.minimum(end, position + num_tokens - 1 + shape.window)
+    if shape.causal:
+        end = position + num_tokens
+    return low, end
+
+
+def _chunk_tokens(rule: ChunkRule, num_seen: Ints) -> Ints:
+    """Of each tile, by the keys that it sees."""
+    if rule.chunk_tokens:
+        return np.full_like(num_seen, rule.chunk_tokens)
+    chunk = np.full_like(num_seen, MIN_CHUNK_TOKENS)
+    while (is_small := chunk * (rule.parts_per_token - 1) < num_seen).any():
+        chunk[is_small] *= 2
+    return chunk
+
+
+def _merges(
+    first_token: Ints,
+    num_tokens: Ints,
+    first_part: Ints,
+    count: Ints,
+    is_split: npt.NDArray[np.bool_],
+    parts_per_token: int,
+) -> npt.NDArray[np.int32]:
+    lens = num_tokens[is_split]
+    tile = np.repeat(np.flatnonzero(is_split), lens)
+    offset = np.arange(len(tile)) - np.repeat(np.cumsum(lens) - lens, lens)
+    fields = (
+        first_token[tile] + offset,
+        first_part[tile] + offset * parts_per_token,
+        count[tile],
+        np.zeros_like(tile),
+    )
+    return np.stack(fields, axis=1).astype(np.int32)
