@@ -3,6 +3,8 @@
 Shapes: T tokens, R rows that need logits, H hidden size, V vocabulary size.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -18,12 +20,17 @@ from quire.layers.linear import (
     empty_parameter,
 )
 
+LookUp = Callable[[torch.Tensor], torch.Tensor]
+"""token_ids [T], each below V -> [T, H]."""
+
 
 class VocabEmbedding(nn.Module):
     """One vector of the model's width for each token id.
 
     weight: the vectors [V, H]; None where a tied head's storage of them serves both ends.
     source: that storage, or None. Exactly one of the two is there.
+    shard: where the vectors are only a share of the vocabulary's, called with token ids of the
+        whole and with how to look up those of the share.
     """
 
     weight: torch.Tensor | None
@@ -36,6 +43,7 @@ class VocabEmbedding(nn.Module):
         self.hidden_size = hidden_size
         self.weight = empty_parameter((vocab_size, hidden_size), dtype, device)
         self.source: RowSource | None = None
+        self.shard: Callable[[torch.Tensor, LookUp], torch.Tensor] | None = None
 
     def take_rows_from(self, source: RowSource) -> None:
         """Give up the table of our own."""
@@ -43,6 +51,11 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [T] int64, each below V -> [T, H]."""
+        if self.shard is not None:
+            return self.shard(token_ids, self._look_up)
+        return self._look_up(token_ids)
+
+    def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.source is not None:
             return self.source.unpack(token_ids)
         assert self.weight is not None
@@ -50,6 +63,7 @@ class VocabEmbedding(nn.Module):
 
     def lower(self, program: ProgramBuilder) -> Buffer:
         """`forward` of the step's token ids, as an operation of a native program."""
+        assert self.shard is None, "a native program has no collectives"
         if self.source is None:
             assert self.weight is not None
             return program.embed(self.weight, self.hidden_size)

@@ -20,8 +20,8 @@ from quire.layers.linear import Linear, LinearMethod, empty_parameter
 _MAX_ROWS = 256
 
 
-class QuantizedTorchMethod(LinearMethod):
-    """What both formats share: the bias, and activations as int8 with a scale for each token."""
+class QuantizedMethod(LinearMethod):
+    """What all formats share: weights that are rounded as they come in, and the bias."""
 
     @property
     def is_exact(self) -> bool:
@@ -43,6 +43,17 @@ class QuantizedTorchMethod(LinearMethod):
         else:
             self._load_rows(linear, span, rows)
 
+    @abstractmethod
+    def _create_weights(self, linear: Linear, device: torch.device) -> None: ...
+
+    @abstractmethod
+    def _load_rows(self, linear: Linear, span: slice, rows: torch.Tensor) -> None:
+        """rows [R, I] of the weight, outputs `span`."""
+
+
+class QuantizedTorchMethod(QuantizedMethod):
+    """Activations as int8 with a scale for each token, multiplied some rows at once."""
+
     def apply(
         self, linear: Linear, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
@@ -56,13 +67,6 @@ class QuantizedTorchMethod(LinearMethod):
                 result += linear.bias.float()
             output[start : start + _MAX_ROWS] = result.to(dtype)
         return output.view(*x.shape[:-1], linear.output_size)
-
-    @abstractmethod
-    def _create_weights(self, linear: Linear, device: torch.device) -> None: ...
-
-    @abstractmethod
-    def _load_rows(self, linear: Linear, span: slice, rows: torch.Tensor) -> None:
-        """rows [R, I] of the weight, outputs `span`."""
 
     @abstractmethod
     def _multiply(self, linear: Linear, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

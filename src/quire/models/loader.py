@@ -18,10 +18,12 @@ from torch import nn
 from quire.errors import CheckpointError
 from quire.layers.linear import Linear, WeightSlot
 from quire.layers.methods import LinearMethods
+from quire.layers.sharded import Sharding
 from quire.models.checkpoint import Checkpoint
 from quire.models.config import DecoderConfig
 from quire.models.interface import CausalLM
 from quire.models.registry import MODELS, ModelEntry
+from quire.models.sharding import split_config
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ def load_model(
     """The model of `folder`, whose `config` is `registry.load_config(folder)`, ready to run.
 
     dtype: of all parameters; the checkpoint's numbers are converted. max_model_len: fixes rope
-    types that depend on a length. methods: of the linears; None: torch's, dense. num_threads: that
+    types that depend on a length. methods: of the linears; None: torch's, dense; where they have a
+    `sharding`, the model is one rank's share of the one that `config` describes. num_threads: that
     fill the model. on_progress: called with (weights read, weights in all) about a hundred times,
     from the calling thread. Needs the model's memory once, plus a few MiB for each thread.
     Raises CheckpointError that names the file or the tensors at fault.
@@ -60,12 +63,20 @@ def load_model(
             folder,
         )
         config = dataclasses.replace(config, tie_word_embeddings=False)
-    model = entry.model(config, dtype=dtype, device=device, max_model_len=max_model_len)
+    sharding = None if methods is None else methods.sharding
+    share = config
+    if sharding is not None:
+        share = split_config(config, sharding.group.rank, sharding.group.size)
+    model = entry.model(share, dtype=dtype, device=device, max_model_len=max_model_len)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     for linear in linears:
         if methods is not None:
             linear.use(methods.of(linear), dtype, device)
     slots = checkpoint_slots(model, entry.checkpoint_parts)
+    if sharding is not None:
+        sharding.join_embeddings(model)
+        model.vocab_size = config.vocab_size
+        slots = _cut_slots(slots, sharding, config, entry)
     spare_names = set()
     if config.tie_word_embeddings:
         spare_names.add(_merge_ends(slots, checkpoint, entry))
@@ -112,6 +123,26 @@ def checkpoint_slots(
             load = partial(_copy_rows, parameter)
             slots[f"{path}.{name}"] = (WeightSlot(tuple(parameter.shape), load),)
     return slots
+
+
+def _cut_slots(
+    slots: Mapping[str, tuple[WeightSlot, ...]],
+    sharding: Sharding,
+    config: DecoderConfig,
+    entry: ModelEntry,
+) -> dict[str, tuple[WeightSlot, ...]]:
+    """The same slots, for whole tensors. Their shapes are those of a model without memory."""
+    untied = dataclasses.replace(config, tie_word_embeddings=False)
+    meta = torch.device("meta")
+    whole = entry.model(untied, dtype=torch.float32, device=meta, max_model_len=1)
+    shapes = {
+        name: slot.shape
+        for name, (slot,) in checkpoint_slots(whole, entry.checkpoint_parts).items()
+    }
+    return {
+        name: tuple(sharding.cut(slot, shapes[name]) for slot in places)
+        for name, places in slots.items()
+    }
 
 
 def _copy_rows(parameter: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:

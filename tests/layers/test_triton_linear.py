@@ -1,0 +1,174 @@
+"""Linears by the Triton kernels, in the interpreter, against torch's, loaded in odd slices."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("triton")
+
+from quire.kernels.operators import TORCH_OPERATORS
+from quire.layers import triton_linear
+from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.linear import DenseMethod, Linear, LinearKind
+from quire.layers.methods import choose_methods
+from quire.layers.quantized_torch import Int4TorchMethod, Int8TorchMethod
+from quire.layers.triton_linear import (
+    InvariantDenseMethod,
+    TritonDenseMethod,
+    TritonInt4Method,
+    TritonInt8Method,
+    TritonLinears,
+)
+
+CPU = torch.device("cpu")
+FAST = TritonLinears(TORCH_OPERATORS, batch_invariant=False)
+INVARIANT = TritonLinears(TORCH_OPERATORS, batch_invariant=True)
+DENSE = {"dense": FAST.dense(), "invariant": INVARIANT.dense()}
+PAIRS = {
+    "int8": (FAST.int8(), Int8TorchMethod()),
+    "int8, invariant": (INVARIANT.int8(), Int8TorchMethod()),
+    "int4": (FAST.int4(32), Int4TorchMethod(32)),
+}
+
+
+def _numbers(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _linear(method, part_sizes, dtype, *, gated=False, rows_at_once=7):
+    """Filled with the same numbers whatever the method."""
+    linear = Linear(
+        100, part_sizes, LinearKind.COLUMN, bias=True, dtype=dtype, device=CPU, gated=gated
+    )
+    linear.use(method, dtype, CPU)
+    for index, slot in enumerate(linear.slots().values()):
+        numbers = _numbers(*slot.shape, seed=index) * 0.2
+        for start in reversed(range(0, len(numbers), rows_at_once)):
+            slot.load(start, numbers[start : start + rows_at_once])
+    linear.finish()
+    return linear
+
+
+def _close(result, expected):
+    """Equal but for the order of fp32 sums, and what a rounding to bf16 makes of that."""
+    is_wide = result.dtype == torch.float32
+    limits = (2e-5, 1e-5) if is_wide else (2e-2, 2**-7)
+    torch.testing.assert_close(result, expected, atol=limits[0], rtol=limits[1])
+
+
+@pytest.mark.parametrize("num_rows", [2, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", DENSE.values(), ids=DENSE.keys())
+def test_dense_multiplies_as_torch_does(method, dtype, num_rows):
+    linear = _linear(method, (30, 30), dtype, gated=True)
+    reference = _linear(DenseMethod(), (30, 30), dtype, gated=True)
+    x = _numbers(2, num_rows // 2, 100).to(dtype)
+    assert linear(x).shape == (2, num_rows // 2, 60) and linear(x).dtype == dtype
+    _close(linear(x), reference(x))
+    _close(linear.silu_mul(x), reference.silu_mul(x))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "expected"),
+    [
+        (torch.bfloat16, 16, ["skinny", "skinny gated"]),
+        (torch.bfloat16, 17, []),
+        (torch.float32, 1, []),
+    ],
+)
+def test_few_rows_of_short_numbers_have_a_kernel_of_their_own(
+    dtype, num_rows, expected, monkeypatch
+):
+    linear, called = _linear(FAST.dense(), (30, 30), dtype, gated=True), []
+    skinny_matmul = triton_linear.skinny_matmul
+
+    def observed(*operands, gated=False, **options):
+        called.append("skinny gated" if gated else "skinny")
+        return skinny_matmul(*operands, gated=gated, **options)
+
+    monkeypatch.setattr(triton_linear, "skinny_matmul", observed)
+    x = _numbers(num_rows, 100).to(dtype)
+    linear(x), linear.silu_mul(x)
+    assert called == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [None, "int8", "int4"])
+def test_invariant_rows_have_the_same_bits_in_any_batch(scheme, dtype):
+    method = choose_methods(None, scheme, INVARIANT).body
+    linear = _linear(method, (30, 30), dtype, gated=True)
+    x = _numbers(21, 100).to(dtype)
+    for call in (linear, linear.silu_mul):
+        whole = call(x)
+        assert torch.equal(call(x[3:4]), whole[3:4])
+        assert torch.equal(call(x[4:21]), whole[4:21])
+
+
+@pytest.mark.parametrize("num_rows", [3, 18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
+def test_quantized_equal_torchs_to_the_bit(pair, dtype, num_rows):
+    linear, reference = (_linear(method, (24, 24), dtype, gated=True) for method in pair)
+    x = _numbers(num_rows, 100).to(dtype)
+    assert torch.equal(linear(x), reference(x))
+    _close(linear.silu_mul(x), reference.silu_mul(x))
+
+
+@pytest.mark.parametrize("method", [*DENSE.values(), FAST.int8(), FAST.int4(32)])
+def test_the_size_is_that_of_the_parameters(method):
+    linear = Linear(300, (20,), LinearKind.ROW, bias=False, dtype=torch.bfloat16, device=CPU)
+    linear.use(method, torch.bfloat16, CPU)
+    num_bytes = sum(each.numel() * each.element_size() for each in linear.parameters())
+    assert method.num_bytes(20, 300, torch.bfloat16) == num_bytes
+
+
+def test_four_bits_and_their_factors_take_four_and_a_half():
+    assert FAST.int4(32).num_bytes(1000, 4096, torch.bfloat16) == 1000 * (4096 * 9 // 16 + 8)
+
+
+def _ends(method, dtype, *, tied):
+    """An embedding and a head that were filled from the same numbers."""
+    embedding = VocabEmbedding(70, 64, dtype=dtype, device=CPU)
+    head = LMHead(embedding, tied=tied)
+    head.use(method, dtype, CPU)
+    numbers = _numbers(70, 64).to(dtype)
+    for slot in head.slots().values():
+        slot.load(0, numbers)
+    embedding.weight.copy_(numbers)
+    head.finish()
+    return embedding, head, numbers
+
+
+@pytest.mark.parametrize("method", [*DENSE.values(), FAST.int8(), FAST.int4(32)])
+def test_a_tied_head_is_there_once_if_it_is_exact(method):
+    embedding, head, numbers = _ends(method, torch.bfloat16, tied=True)
+    assert torch.equal(embedding(torch.arange(70)), numbers)
+    is_shared = any(each is embedding.weight for each in head.parameters())
+    assert is_shared is method.is_exact is isinstance(method, DenseMethod)
+
+
+@pytest.mark.parametrize("num_rows", [3, 20])
+@pytest.mark.parametrize("method", DENSE.values(), ids=DENSE.keys())
+def test_logits_are_fp32(method, num_rows):
+    _, head, numbers = _ends(method, torch.bfloat16, tied=False)
+    hidden = _numbers(num_rows, 64).bfloat16()
+    logits = head(hidden)
+    assert logits.dtype == torch.float32
+    is_rounded = isinstance(method, TritonDenseMethod) and num_rows > 16  # by torch, on the CPU
+    expected = functional.linear(hidden.float(), numbers.float())
+    limits = (0.1, 2**-7) if is_rounded else (1e-4, 1e-5)
+    torch.testing.assert_close(logits, expected, atol=limits[0], rtol=limits[1])
+
+
+@pytest.mark.parametrize(
+    ("quantization", "family", "expected"),
+    [
+        (None, FAST, TritonDenseMethod),
+        (None, INVARIANT, InvariantDenseMethod),
+        ("int8", FAST, TritonInt8Method),
+        ("int4", INVARIANT, TritonInt4Method),
+    ],
+)
+def test_a_gpu_has_methods_of_its_own(quantization, family, expected):
+    methods = choose_methods(None, quantization, family)
+    assert type(methods.body) is expected and type(methods.head) is expected
