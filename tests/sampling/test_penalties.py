@@ -185,3 +185,14 @@ def test_an_impossible_token_stays_impossible(value: float) -> None:
     assert bound is not None
     bound(logits, history_of([[1, 2]]))
     assert bool((logits == float("-inf")).all())
+
+
+def test_a_slot_takes_memory_when_it_first_counts() -> None:
+    """Where a device counts, nobody does here."""
+    counts = TokenCounts(V)
+    slots = np.array([counts.take() for _ in range(9)])
+    counts.release(8)
+    assert counts._table.nbytes == 0
+    counts.follow(slots[7:8], np.array([0]), np.array([2]), history_of([[3, 4, 4]]))
+    tokens, times = counts.seen(slots[7:8])
+    assert dict(zip(tokens[0].tolist(), times[0].tolist(), strict=True)) == {3: 0.0, 4: 1.0}

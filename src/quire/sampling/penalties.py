@@ -90,17 +90,13 @@ class TokenCounts:
         self._num_unique: Rows = np.zeros(0, dtype=np.int64)
         self._num_counted: Rows = np.zeros(0, dtype=np.int64)
         self._free: list[int] = []
+        self._num_slots = 0
 
     def take(self) -> int:
-        """An empty slot. The slots double when they run out, so that rows without pay nothing."""
+        """An empty slot. Its memory comes when it first counts: a device may count instead."""
         if not self._free:
-            num_old = len(self._num_unique)
-            num_new = max(4, 2 * num_old)
-            self._table = _grown(self._table, 0, num_new)
-            self._unique = _grown(self._unique, 0, num_new)
-            self._num_unique = _grown(self._num_unique, 0, num_new)
-            self._num_counted = _grown(self._num_counted, 0, num_new)
-            self._free.extend(range(num_new - 1, num_old - 1, -1))
+            self._free.append(self._num_slots)
+            self._num_slots += 1
         return self._free.pop()
 
     def release(self, slot: int) -> None:
@@ -110,6 +106,7 @@ class TokenCounts:
 
     def follow(self, slots: Rows, rows: Rows, num_prompt: Rows, history: TokenHistory) -> None:
         """Count what was appended to `rows`; slots, rows and num_prompt (prompt tokens): [n]."""
+        self._make_slots(int(slots.max()) + 1)
         missing = history.num_tokens[rows] - self._num_counted[slots]
         for index in np.flatnonzero((missing != 0) & (missing != 1)).tolist():
             self._count_many(int(slots[index]), int(rows[index]), int(num_prompt[index]), history)
@@ -161,7 +158,19 @@ class TokenCounts:
         self._num_unique[new_slots] += 1
         self._table[slots, tokens] += is_new.astype(np.int32) + generated
 
+    def _make_slots(self, num_used: int) -> None:
+        """The slots double when they run out, so that rows without penalties pay nothing."""
+        num_old = len(self._num_unique)
+        if num_used > num_old:
+            num_new = max(4, 2 * num_old, num_used)
+            self._table = _grown(self._table, 0, num_new)
+            self._unique = _grown(self._unique, 0, num_new)
+            self._num_unique = _grown(self._num_unique, 0, num_new)
+            self._num_counted = _grown(self._num_counted, 0, num_new)
+
     def _forget(self, slot: int) -> None:
+        if slot >= len(self._num_unique):
+            return
         self._table[slot, self._unique[slot, : self._num_unique[slot]]] = 0
         self._num_unique[slot] = 0
         self._num_counted[slot] = 0

@@ -48,15 +48,21 @@ class LogitsProcessor(ABC, Generic[T]):
 
     def bind(self, rows: Rows, device: torch.device) -> BoundProcessor | None:
         """The option for logits whose line i belongs to rows[i]; None where none uses it."""
+        lines, kept = self.users(rows)
+        return self._bind(lines, rows[lines], kept, device) if kept else None
+
+    def users(self, rows: Rows) -> tuple[Rows, list[T]]:
+        """Lines, that is indices into `rows`, whose rows use the option, and what it keeps of each:
+        the same object for as long as a sequence is in its row."""
         if not self._by_row:
-            return None
+            return np.empty(0, dtype=np.int64), []
         lines = [line for line, row in enumerate(rows.tolist()) if row in self._by_row]
-        if not lines:
-            return None
-        used_lines = np.array(lines, dtype=np.int64)
-        used_rows = rows[used_lines]
-        kept = [self._by_row[row] for row in used_rows.tolist()]
-        return self._bind(used_lines, used_rows, kept, device)
+        used = np.array(lines, dtype=np.int64)
+        return used, [self._by_row[row] for row in rows[used].tolist()]
+
+    def kept(self, row: int) -> T | None:
+        """What is kept of the sequence in `row`; None if it does not use the option."""
+        return self._by_row.get(row)
 
     @abstractmethod
     def _keep(self, params: DecodingParams, num_prompt_tokens: int) -> T | None:
@@ -116,7 +122,7 @@ class BadWords(LogitsProcessor[tuple[int, tuple[tuple[int, ...], ...]]]):
     ) -> BoundProcessor:
         num_words = [len(words) for _, words in kept]
         word_lines, word_rows = np.repeat(lines, num_words), np.repeat(rows, num_words)
-        last, prefixes, num_before = _split_words([word for _, words in kept for word in words])
+        last, prefixes, num_before = split_words([word for _, words in kept for word in words])
         min_length = num_before + np.repeat([num_prompt for num_prompt, _ in kept], num_words)
         back = np.arange(-prefixes.shape[1], 0)
 
@@ -124,19 +130,19 @@ class BadWords(LogitsProcessor[tuple[int, tuple[tuple[int, ...], ...]]]):
             length = history.num_tokens[word_rows]
             columns = np.maximum(length[:, None] + back, 0)
             before = history.token_ids[word_rows[:, None], columns]
-            matches = ((before == prefixes) | (prefixes == _ANY)).all(axis=1)
+            matches = ((before == prefixes) | (prefixes == ANY_TOKEN)).all(axis=1)
             _forbid(logits, word_lines, last, matches & (length >= min_length))
 
         return apply
 
 
-_ANY = -1  # in a prefix shorter than the longest: matches whatever stands there
+ANY_TOKEN = -1  # in a prefix shorter than the longest: matches whatever stands there
 
 
-def _split_words(words: Sequence[tuple[int, ...]]) -> tuple[Rows, Rows, Rows]:
+def split_words(words: Sequence[tuple[int, ...]]) -> tuple[Rows, Rows, Rows]:
     """Last tokens [W], the tokens before them [W, longest] aligned to the right, their number."""
     num_before = np.array([len(word) - 1 for word in words], dtype=np.int64)
-    prefixes = np.full((len(words), int(num_before.max())), _ANY, dtype=np.int64)
+    prefixes = np.full((len(words), int(num_before.max())), ANY_TOKEN, dtype=np.int64)
     for index, word in enumerate(words):
         if len(word) > 1:
             prefixes[index, 1 - len(word) :] = word[:-1]

@@ -169,7 +169,7 @@ class Sampler:
         is_finite = np.isfinite(largest)
         if is_finite.all() and len(bound.logprob_lines) == 0:
             return SampledTokens(token_ids)
-        result = _result(bound.rows, token_ids, ~is_finite)
+        result = sampled_tokens(bound.rows, token_ids, ~is_finite)
         self._add_logprobs(result, logits, bound.logprob_lines, bound)
         return result
 
@@ -217,7 +217,7 @@ class Sampler:
         raw = _take_lines(logits, bound.logprob_lines)
         _edit(logits, bound, tokens, masks)
         token_ids, largest = call.run(logits, self._positions(bound, tokens))
-        result = _result(bound.rows, token_ids, broken, ~np.isfinite(largest))
+        result = sampled_tokens(bound.rows, token_ids, broken, ~np.isfinite(largest))
         self._add_logprobs(result, raw, np.arange(len(raw)), bound)
         return result
 
@@ -231,7 +231,7 @@ class Sampler:
     ) -> SampledTokens:
         if bound.only_argmax and not masks:
             best = choice.first_argmax(logits)
-            return _result(bound.rows, best, ~_is_finite(_at(logits, best)))
+            return sampled_tokens(bound.rows, best, ~_is_finite(_at(logits, best)))
         broken = ~_is_finite(logits.amax(dim=1))
         raw = _take_lines(logits, bound.logprob_lines)
         _edit(logits, bound, tokens, masks)
@@ -241,7 +241,7 @@ class Sampler:
         lines = bound.sampled_lines[~(broken | empty)[bound.sampled_lines]]
         if len(lines):
             best[lines] = self._draw(logits, largest, lines, bound.rows[lines], tokens)
-        result = _result(bound.rows, best, broken, empty)
+        result = sampled_tokens(bound.rows, best, broken, empty)
         self._add_logprobs(result, raw, np.arange(len(raw)), bound)
         return result
 
@@ -323,7 +323,7 @@ def _is_finite(values: torch.Tensor) -> npt.NDArray[np.bool_]:
     return finite
 
 
-def _result(
+def sampled_tokens(
     rows: Rows,
     token_ids: Rows,
     broken: npt.NDArray[np.bool_],
