@@ -19,8 +19,10 @@ DECODE = StepRecord(
     build_s=20e-6,
     plan_s=100e-6,
     forward_s=800e-6,
-    sample_s=60e-6,
+    sample_s=40e-6,
+    wait_s=20e-6,
     apply_s=10e-6,
+    elapsed_s=1e-3,
     num_blocks_used=7,
     num_preemptions=0,
 )
@@ -41,7 +43,7 @@ def test_cost_and_shares_of_a_step(tmp_path: Path) -> None:
     assert cost.per_sequence_us == pytest.approx(10)
     assert cost.mean_per_sequence_us == cost.p99_per_sequence_us == pytest.approx(10)
     host = {"schedule": 0.01, "build": 0.02, "apply": 0.01}
-    expected = host | {"plan": 0.1, "forward": 0.8, "sample": 0.06}
+    expected = host | {"plan": 0.1, "forward": 0.8, "sample": 0.04, "wait": 0.02}
     assert cost.shares == pytest.approx(expected)
     assert list(cost.shares) == list(PARTS)
 

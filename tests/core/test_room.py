@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from tests.core.harness import Harness, make_memory
 
 from quire.core.policy import PriorityPolicy
@@ -196,3 +197,30 @@ def test_the_crowd_is_over_when_nobody_waits() -> None:
     assert room.is_crowded
     harness.run()
     assert not room.is_crowded
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_where_all_could_grow_to_their_limits_no_forecast_is_made_and_none_would_say_no(
+    num_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over pools of any size: what is said is the same with and without the shortcut."""
+    told: set[tuple[bool, bool]] = set()
+    for num_blocks in range(6, 30):
+        harness = Harness(make_memory(num_blocks * num_groups, num_groups=num_groups))
+        room = harness.scheduler.admission.room
+        for length in (3, 8, 30):
+            room.lengths.observe(length)
+        harness.add("a", 7, 16)
+        harness.add_branches("b", 9, 9, n=2)
+        for _ in range(5):
+            harness.step()
+        newcomer = harness.add("c", 5, 11)
+        needed = harness.memory.blocks_for(5)
+        is_sure = room._fit_all(newcomer)
+        with monkeypatch.context() as patch:
+            patch.setattr(room, "_fit_all", lambda _: False)
+            fits = room.fits_later(newcomer, needed)
+        assert room.fits_later(newcomer, needed) is fits
+        assert fits or not is_sure
+        told.add((is_sure, fits))
+    assert told == {(True, True), (False, True), (False, False)}

@@ -27,7 +27,9 @@ RECORD = StepRecord(
     plan_s=1e-5,
     forward_s=0.25,
     sample_s=0.001,
+    wait_s=0.002,
     apply_s=1e-5,
+    elapsed_s=0.26,
     num_blocks_used=7,
     num_preemptions=1,
 )
@@ -97,5 +99,6 @@ def test_a_step_is_one_log_line_at_debug(caplog: pytest.LogCaptureFixture) -> No
         log_step(RECORD)
     (line,) = caplog.records
     assert "step 0: 3 rows, 18 tokens (16 of them prefill), 2 waiting, 7 blocks" in line.message
-    assert "forward 250.00" in line.message and "251.0" in line.message
+    assert "260.00 ms" in line.message and "forward 250.00" in line.message
+    assert "wait 2.00, apply 0.01" in line.message
     assert line.__dict__["fields"]["num_blocks_used"] == 7

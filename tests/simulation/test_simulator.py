@@ -11,6 +11,7 @@ from quire.core.policy import POLICIES
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.simulation import simulator as simulator_module
+from quire.simulation.engine_simulator import run_world
 from quire.simulation.report import SimulationReport, add_up
 from quire.simulation.simulator import SimulationError, run
 from quire.simulation.workload import SimulationConfig
@@ -26,7 +27,7 @@ def world(index: int) -> SimulationConfig:
 
 @pytest.fixture(scope="module")
 def reports() -> list[SimulationReport]:
-    return [run(world(index)) for index in range(NUM_WORLDS)]
+    return [run_world(world(index)) for index in range(NUM_WORLDS)]
 
 
 def test_all_laws_hold_in_all_worlds(reports: list[SimulationReport]) -> None:
@@ -57,6 +58,7 @@ def test_the_worlds_reach_every_state(reports: list[SimulationReport]) -> None:
         "num_partial_hits": 200,
         "num_crashes": 5,
         "num_resumed": 20,
+        "num_interrupts": 20,
     }
     reached = {name: getattr(total, name) for name in at_least}
     assert all(reached[name] > least for name, least in at_least.items()), reached
@@ -64,7 +66,7 @@ def test_the_worlds_reach_every_state(reports: list[SimulationReport]) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 7, 11])
 def test_a_seed_replays_exactly(seed: int, reports: list[SimulationReport]) -> None:
-    again = run(world(seed))
+    again = run_world(world(seed))
     assert again == reports[seed]
     assert again.digest and again.digest != reports[seed + 12].digest
 

@@ -20,10 +20,9 @@ from quire.bench.report import QUIRE, Results
 from quire.bench.trace_summary import summarize_trace
 from quire.bench.workload import BenchRequest, WorkloadSpec, make_requests, request_lengths
 from quire.config import EngineOptions
-from quire.engine.build import build_engine, choose_dtype
+from quire.engine.build import build_engine
 from quire.engine.engine import Engine
 from quire.models.hub import resolve_model_folder
-from quire.models.registry import load_config
 from quire.observability.step_trace import StepTrace
 from quire.version import __version__
 
@@ -107,7 +106,6 @@ def _hf(spec: BenchSpec, setting: dict[str, Any]) -> Maker:
 def _setting(spec: BenchSpec, engine: Engine) -> dict[str, Any]:
     """What was measured, on what; names as in vLLM's results where they have one."""
     options = EngineOptions.from_mapping(spec.options)
-    config = load_config(resolve_model_folder(options.model, options.revision))
     scheduler = engine.scheduler.config
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
@@ -115,7 +113,7 @@ def _setting(spec: BenchSpec, engine: Engine) -> dict[str, Any]:
         "model_id": options.model or "embedded model",
         "num_prompts": len(request_lengths(spec.workload)),
         "request_rate": "inf",
-        "dtype": str(choose_dtype(options, config)).removeprefix("torch."),
+        "dtype": engine.facts["dtype"],
         "num_threads": torch.get_num_threads(),
         "processor": processor(),
         "versions": {"quire": __version__, "torch": str(torch.__version__)},

@@ -1,8 +1,8 @@
 """What a step trace says about the cost of a step: `quire bench throughput --trace FILE`.
 
 The overhead of a step is what is not the model: schedule, batch building, apply. The attention
-backend's planning and sampling count with the model. Knows the file format through
-`observability.step_trace` alone.
+backend's planning, sampling and the waiting for a result count with the model. Knows the file
+format through `observability.step_trace` alone.
 """
 
 import statistics
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire.observability.step_trace import StepRecord, read_step_trace
 
-PARTS = ("schedule", "build", "plan", "forward", "sample", "apply")
+PARTS = ("schedule", "build", "plan", "forward", "sample", "wait", "apply")
 OVERHEAD_PARTS = ("schedule", "build", "apply")
 
 

@@ -9,6 +9,7 @@ moment when one of them ends. Knows no sequence and no pool.
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from itertools import pairwise
 
 BINS_PER_DOUBLING = 8
 LONGEST_TOKENS = 1 << 20
@@ -21,6 +22,9 @@ def _edges() -> list[int]:
 
 
 EDGES = _edges()
+# Of each bin: its width, and the prior's share of it.
+_WIDTHS = [high - low for low, high in pairwise(EDGES)]
+_PRIOR = [math.log2((high + 1) / (low + 1)) for low, high in pairwise(EDGES)]
 
 
 class OutputLengthPredictor:
@@ -62,13 +66,29 @@ class OutputLengthPredictor:
         The mean of min(length, limit) - num_output_tokens over the lengths above num_output_tokens:
         the integral of the survival function from here to the limit, over its value here.
         """
-        if num_output_tokens >= limit:
-            return 0
+        return self.all_expected_remaining([(num_output_tokens, limit)])[0]
+
+    def all_expected_remaining(self, outputs: Iterable[tuple[int, int]]) -> list[int]:
+        """The same of many at once, each (num_output_tokens, limit). A step may ask for all that
+        run, so there is hardly a call for each."""
         if self._is_stale:
             self._sum_up()
-        weight, area = self._above(num_output_tokens)
-        remaining = (area - self._above(limit)[1]) / weight if weight > 0 else 0.0
-        return min(limit - num_output_tokens, max(1, math.ceil(remaining - 1e-6)))
+        above = self._above
+        beyond: dict[int, float] = {}  # limit -> what is above it; many have the same
+        found: list[int] = []
+        for num_tokens, limit in outputs:
+            if num_tokens >= limit:
+                found.append(0)
+                continue
+            if limit not in beyond:
+                beyond[limit] = above(limit)[1]
+            weight, area = above(num_tokens)
+            remaining = (area - beyond[limit]) / weight if weight > 0 else 0.0
+            least = math.ceil(remaining - 1e-6)
+            if least < 1:
+                least = 1
+            found.append(least if least < limit - num_tokens else limit - num_tokens)
+        return found
 
     def _above(self, num_tokens: int) -> tuple[float, float]:
         """The weight of longer lengths, and its integral from there on."""
@@ -87,12 +107,12 @@ class OutputLengthPredictor:
         self._survivors = [0.0] * num_edges
         self._survived = [0.0] * num_edges
         prior = self._unit / math.log2(LONGEST_TOKENS + 1)
+        survived = above = 0.0
         for index in range(num_edges - 2, -1, -1):
-            low, high = EDGES[index], EDGES[index + 1]
-            weight = self._weights[index] + prior * math.log2((high + 1) / (low + 1))
-            above = self._survivors[index + 1]
-            self._survivors[index] = above + weight
-            self._survived[index] = self._survived[index + 1] + (high - low) * (above + weight / 2)
+            weight = self._weights[index] + prior * _PRIOR[index]
+            survived += _WIDTHS[index] * (above + weight / 2)
+            above += weight
+            self._survivors[index], self._survived[index] = above, survived
         self._is_stale = False
 
 

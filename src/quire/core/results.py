@@ -19,6 +19,11 @@ def extend(
         if sequence.append(token_id):
             token_ids = token_ids[:num_taken]
             break
+    else:
+        if logprobs is None and prompt_logprobs is None:  # nearly all there are
+            return SequenceOutput(
+                sequence.request_id, sequence.branch_index, token_ids, sequence.num_cached_tokens
+            )
     stop_reason = None
     if sequence.finish_reason is FinishReason.STOP:
         last = sequence.token_ids[-1]

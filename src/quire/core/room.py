@@ -112,17 +112,26 @@ class RoomFinder:
         What several hold is counted for each of them by the prediction, and taken off again here.
         """
         memory, running = self._memory, self._residents.running
-        if not (self.forecasts and self._memory.num_blocks_to_grow):
+        if not (self.forecasts and self._memory.num_blocks_to_grow) or self._fit_all(sequence):
             return True
         if self._forecast_of != (self._step_id, len(running)):
             self._forecast_of = self._step_id, len(running)
-            self._growths = [self._growth(one) for one in running]
+            self._growths = self._growths_of(running)
         num_shared = sum([entry[0] for entry in self._growths]) - memory.pool.num_held
         size = memory.block_size
         num_slots = -(-len(sequence.token_ids) // size) * size
         entry = (num_new_blocks, num_slots - len(sequence.token_ids), self._remaining(sequence))
         peak = predicted_peak_blocks([*self._growths, entry], size, memory.num_groups)
         return peak - max(0, num_shared) <= memory.pool.num_blocks
+
+    def _fit_all(self, sequence: Sequence) -> bool:
+        """Whether there are blocks enough even if all grow to their limits. No forecast says
+        more, and each takes much longer to make."""
+        memory = self._memory
+        size = memory.block_size
+        num_blocks = sum([-(-one.max_num_tokens // size) for one in self._residents.running])
+        num_blocks += -(-sequence.max_num_tokens // size)
+        return num_blocks * memory.num_groups <= memory.pool.num_blocks
 
     def observe_end(self, sequence: Sequence) -> None:
         """Learn from a sequence that has ended."""
@@ -156,10 +165,21 @@ class RoomFinder:
         num_block_steps = num_steps * (num_new_blocks + num_grown_blocks / 2)
         return min(num_block_steps / memory.pool.num_blocks, LONGEST_PAUSE_STEPS)
 
-    def _growth(self, sequence: Sequence) -> tuple[int, int, int]:
-        num_held = len(sequence.block_tables) * (sequence.num_slots // self._memory.block_size)
-        num_left = max(0, sequence.num_slots - sequence.num_tokens)
-        return num_held, num_left, self._remaining(sequence)
+    def _growths_of(self, running: list[Sequence]) -> list[tuple[int, int, int]]:
+        """See `predicted_peak_blocks`; of each in one go, since many may run."""
+        size, num_groups = self._memory.block_size, self._memory.num_groups
+        counts: list[int] = []
+        outputs: list[tuple[int, int]] = []
+        for one in running:
+            num_tokens = len(one.token_ids) + one.num_pending_tokens
+            counts.append(num_tokens)
+            num_prompt = one.num_prompt_tokens
+            outputs.append((num_tokens - num_prompt, one.max_num_tokens - num_prompt))
+        remaining = self.lengths.all_expected_remaining(outputs)
+        return [
+            (num_groups * (one.num_slots // size), max(0, one.num_slots - count), to_come)
+            for one, count, to_come in zip(running, counts, remaining, strict=True)
+        ]
 
     def _remaining(self, sequence: Sequence) -> int:
         num_prompt = sequence.num_prompt_tokens

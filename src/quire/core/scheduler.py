@@ -16,7 +16,7 @@ Progress: see `residents` and `admission`; and `add` refuses what would not fit 
 """
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from quire.core.admission import Admission
 from quire.core.beam_scheduling import BeamScheduling
@@ -31,6 +31,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.slots import SlotProvider
 from quire.core.step import Chunk, StepPlan, StepResult, TokenLogprobs
+from quire.core.step_in_flight import StepInFlight
 from quire.core.suspects import Suspects
 from quire.core.waiting import WaitingQueue
 from quire.errors import (
@@ -68,20 +69,6 @@ class SchedulerConfig:
             raise ConfigurationError(
                 f"num_lookahead_blocks is {self.num_lookahead_blocks}, but must be at least 0"
             )
-
-
-@dataclass(slots=True)
-class _StepInFlight:
-    """What `apply` needs to know of a step.
-
-    rows: row -> (who was in it, its num_admissions then, tokens written when the step has ended).
-    num_sampling: how many of them close their gap and so must come back with a token.
-    """
-
-    step_id: int
-    rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
-    num_tokens: int = 0
-    num_sampling: int = 0
 
 
 @dataclass(slots=True)
@@ -126,7 +113,7 @@ class Scheduler:
             memory, self.residents, self.beams, self._draft, config.num_lookahead_blocks
         )
         self._suspects = Suspects()
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._num_added = 0
         self._next_step_id = 0
 
@@ -284,24 +271,25 @@ class Scheduler:
         all of them, while one long prompt would take the whole budget from everyone.
         """
         partial: list[Sequence] = []
-        running, num_pairs, index = self.running, 0, 0
-        while index < len(running):  # whoever makes room shortens the list from its end
-            sequence = running[index]
-            index += 1
-            gap = sequence.num_tokens - sequence.num_computed_tokens
+        num_pairs = 0
+        # Most of the loop's rows take its last branch: no call there, not even of a property.
+        for sequence in self.running:  # whoever makes room shortens the list from its end
+            num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
+            computed = sequence.num_computed_tokens
+            gap = num_tokens - computed
             if gap > 1:
                 partial.append(sequence)
-            elif not gap or sequence.num_tokens >= sequence.max_num_tokens or sequence in chunks:
+            elif not gap or num_tokens >= sequence.max_num_tokens or sequence in chunks:
                 continue
             elif sequence.is_beam:
                 for beam in self._slots.make_beams_writable(sequence, self._next_step_id):
                     chunks[beam] = 1
                     num_pairs += beam.num_tokens
             elif (
-                sequence.num_computed_tokens < sequence.num_slots and not sequence.shares_tail
+                computed < sequence.num_slots and not sequence.shares_tail
             ) or self._slots.make_writable(sequence, self._next_step_id):
                 chunks[sequence] = 1
-                num_pairs += sequence.num_tokens
+                num_pairs += num_tokens
         num_left = self.config.max_num_batched_tokens - len(chunks)
         num_prompts = len(partial) + len(self.waiting)
         budget = self.pacer.open_step(num_left, len(chunks), num_pairs, num_prompts)
@@ -310,32 +298,33 @@ class Scheduler:
                 chunks[sequence] = self.admission.serve(sequence, budget)
         return budget
 
-    def _launch(self, chunks: dict[Sequence, int]) -> tuple[_StepInFlight, tuple[Chunk, ...]]:
+    def _launch(self, chunks: dict[Sequence, int]) -> tuple[StepInFlight, tuple[Chunk, ...]]:
         """Count the planned tokens as computed and remember the step until its result comes."""
-        step = _StepInFlight(self._next_step_id)
+        step = StepInFlight(self._next_step_id)
         self._next_step_id += 1
         named: list[Chunk] = []
+        step_id, rows = step.step_id, step.rows
         for sequence in self.running:
             num_new_tokens = chunks.get(sequence, 0)
             row = sequence.row
             assert row is not None
             computed = sequence.num_computed_tokens + num_new_tokens
-            closes_gap = computed == sequence.num_tokens
+            closes_gap = computed == len(sequence.token_ids) + sequence.num_pending_tokens
             if num_new_tokens != 1 or not closes_gap:
                 named.append(Chunk(row, num_new_tokens))
                 if num_new_tokens == 0:
                     continue
             step.num_tokens += num_new_tokens
             sequence.num_computed_tokens = computed
-            sequence.last_step_id = step.step_id
-            step.rows[row] = (sequence, sequence.num_admissions, computed)
+            sequence.last_step_id = step_id
+            rows[row] = (sequence, sequence.num_admissions, computed)
             if closes_gap:
                 sequence.num_pending_tokens += 1
                 step.num_sampling += 1
         self._in_flight.append(step)
         return step, tuple(named)
 
-    def _join_forks(self, step: _StepInFlight, parents: list[Sequence]) -> None:
+    def _join_forks(self, step: StepInFlight, parents: list[Sequence]) -> None:
         """Forks that wait for a sequence which closes its gap in this step go on with it: they
         share its blocks and sample from the same logits."""
         memory, residents = self.memory, self.residents
@@ -356,7 +345,7 @@ class Scheduler:
                     break
                 self._join(step, child, parent)
 
-    def _join(self, step: _StepInFlight, child: Sequence, parent: Sequence) -> None:
+    def _join(self, step: StepInFlight, child: Sequence, parent: Sequence) -> None:
         self.waiting.remove(child)
         child.leave_parent()
         child.prompt_logprobs = parent.prompt_logprobs  # one list: it may still be filled
@@ -383,20 +372,21 @@ class Scheduler:
         self.stats.num_steps += 1
         self.residents.first_step_in_flight = step.step_id + 1
         self.memory.end_step(step.step_id)
-        _take_in_prompts(step, result, self.memory)
+        step.take_in(result, self.memory)
         outputs: list[SequenceOutput] = []
         counts_service = self.policy.counts_service
+        rows, logprobs = step.rows, result.logprobs
         for row, token_ids in zip(result.rows, result.token_ids, strict=True):
-            sequence = step.rows[row][0]
-            if sequence.is_finished:
+            sequence = rows[row][0]
+            if sequence.state is SequenceState.FINISHED:
                 continue
             sequence.num_pending_tokens -= 1
             if counts_service:
                 self.policy.on_service(sequence, 0, len(token_ids))
             if sequence.is_beam:
-                outputs += self._take_in_beam(sequence, result.logprobs[row][0])
+                outputs += self._take_in_beam(sequence, logprobs[row][0])
                 continue
-            outputs.append(extend(sequence, token_ids, result.logprobs.get(row)))
+            outputs.append(extend(sequence, token_ids, logprobs.get(row)))
             if sequence.finish_reason is not None:
                 self._finish(sequence, sequence.finish_reason)
         for row, message in result.failed.items():
@@ -466,28 +456,6 @@ def _check_fits(sequence: Sequence, config: SchedulerConfig, memory: KVCacheMana
             f"beam_width is {width}, but at most max_num_seqs={config.max_num_seqs}"
             " sequences run at once; lower beam_width or raise max_num_seqs"
         )
-
-
-def _take_in_prompts(step: _StepInFlight, result: StepResult, memory: KVCacheManager) -> None:
-    """Publish the blocks that the step filled, and keep the log-probabilities of prompts."""
-    for row, prompt_logprobs in result.prompt_logprobs.items():
-        sequence, num_admissions, _ = step.rows[row]
-        is_current = sequence.num_admissions == num_admissions and row not in result.failed
-        # Whoever was preempted in the middle of its prompt computes these positions again.
-        is_kept = sequence.state is not SequenceState.PREEMPTED or sequence.num_pending_tokens
-        if is_current and is_kept and sequence.needs_prompt_logprobs:
-            sequence.prompt_logprobs.extend(prompt_logprobs)
-    block_size = memory.block_size
-    for row, (sequence, num_admissions, num_written) in step.rows.items():
-        if (
-            sequence.state is not SequenceState.RUNNING
-            or sequence.num_admissions != num_admissions
-            or row in result.failed
-        ):
-            continue
-        sequence.num_written_tokens = num_written
-        if num_written >= (sequence.num_published_blocks + 1) * block_size:
-            memory.publish(sequence, num_written)
 
 
 def _describe(scheduler: Scheduler) -> str:

@@ -43,6 +43,7 @@ class Sequence:
     chain, chain_tokens: content hashes and tokens of the full blocks of token_ids, as far as they
         were needed.
     num_published_blocks: leading blocks offered to the prefix cache (or taken from it).
+    is_beam: whether it is part of a beam search, which chooses its tokens.
     num_slots: tokens that the tables have room for.
     num_written_tokens: tokens whose K and V are known to be written: of steps that have ended.
     num_cached_tokens: prompt tokens that its first admission found in the cache.
@@ -75,6 +76,7 @@ class Sequence:
         "finish_reason",
         "first_scheduled_s",
         "forks",
+        "is_beam",
         "last_step_id",
         "look_again_at",
         "max_model_len",
@@ -130,6 +132,7 @@ class Sequence:
         self.token_ids = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
+        self.is_beam = params.beam_width > 0
         self.priority = priority
         self.tenant = ""
         self.deadline_s: float | None = None
@@ -213,11 +216,6 @@ class Sequence:
         return self.state is SequenceState.FINISHED
 
     @property
-    def is_beam(self) -> bool:
-        """Whether it is part of a beam search, which chooses its tokens."""
-        return self.params.beam_width > 0
-
-    @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether prompt positions are still to be computed (and so not read from the cache)."""
         return (
@@ -236,10 +234,11 @@ class Sequence:
 
         Sets finish_reason, but leaves the state to the scheduler, which owns rows and blocks.
         """
-        self.token_ids.append(token_id)
+        token_ids = self.token_ids
+        token_ids.append(token_id)
         if token_id in self.end_token_ids and self.num_output_tokens >= self.params.min_tokens:
             self.finish_reason = FinishReason.STOP
-        elif len(self.token_ids) >= self.max_num_tokens:
+        elif len(token_ids) >= self.max_num_tokens:
             self.finish_reason = FinishReason.LENGTH
         return self.finish_reason is not None
 

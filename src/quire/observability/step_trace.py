@@ -23,14 +23,27 @@ STEP_LOGGER = get_logger("quire.engine.step")
 """Whose level says whether `log_step` has anything to do: ask it before a record is made."""
 
 
+@dataclass(slots=True)
+class StepTiming:
+    """Seconds of the parts of the step that a runner launched last; plan_s is the attention
+    backend's planning. On a device these are the times of launching, not of running."""
+
+    build_s: float = 0.0
+    plan_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step, as counts and times.
 
     num_rows: live rows of the step; num_tokens: tokens computed, of which num_prefill_tokens were
         not decode tokens. num_waiting: requests without a row after scheduling.
-    schedule_s .. apply_s: wall-clock time of each part; build_s is batch building, plan_s the
-        attention backend's planning, forward_s the forward pass without these.
+    schedule_s .. apply_s: wall-clock time of each part on the host; build_s is batch building,
+        plan_s the attention backend's planning, forward_s the forward pass without these (on a
+        device: its launch), wait_s the waiting for the result. elapsed_s: all of them, or where
+        steps overlap, from the end of the step before to the end of this one.
     num_blocks_used: KV blocks held after the step. num_preemptions: in this step.
     """
 
@@ -44,13 +57,15 @@ class StepRecord:
     plan_s: float
     forward_s: float
     sample_s: float
+    wait_s: float
     apply_s: float
+    elapsed_s: float
     num_blocks_used: int
     num_preemptions: int
 
 
 _FIELDS = tuple(field.name for field in fields(StepRecord))
-_TIMES = tuple(name for name in _FIELDS if name.endswith("_s"))
+_PARTS = tuple(name for name in _FIELDS if name.endswith("_s") and name != "elapsed_s")
 
 
 class StepTrace:
@@ -115,7 +130,7 @@ def log_step(record: StepRecord) -> None:
     STEP_LOGGER.debug(
         "step %d: %d rows, %d tokens (%d of them prefill), %d waiting, %d blocks,"
         " %d preemptions, %.2f ms (schedule %.2f, build %.2f, plan %.2f, forward %.2f,"
-        " sample %.2f, apply %.2f)",
+        " sample %.2f, wait %.2f, apply %.2f)",
         record.step_id,
         record.num_rows,
         record.num_tokens,
@@ -123,7 +138,7 @@ def log_step(record: StepRecord) -> None:
         record.num_waiting,
         record.num_blocks_used,
         record.num_preemptions,
-        1e3 * sum(getattr(record, name) for name in _TIMES),
-        *(1e3 * getattr(record, name) for name in _TIMES),
+        1e3 * record.elapsed_s,
+        *(1e3 * getattr(record, name) for name in _PARTS),
         extra=log_fields(**{name: round(getattr(record, name), 7) for name in _FIELDS}),
     )

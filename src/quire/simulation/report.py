@@ -54,6 +54,7 @@ class SimulationReport:
     misses: dict[str, int] = field(default_factory=dict)
     num_evicted_blocks: int = 0
     num_failed_steps: int = 0
+    num_interrupts: int = 0
     num_crashes: int = 0
     num_resumed: int = 0
     max_num_waiting: int = 0

@@ -18,6 +18,7 @@ from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.pacing import PacingConfig, StepPacer
 from quire.core.policy import find_policy
 from quire.core.request import Request, SequenceOutput
+from quire.core.sampling_params import DecodingParams
 from quire.core.scheduler import Scheduler, SchedulerConfig
 from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import StepPlan, StepResult
@@ -42,7 +43,12 @@ class SimulationError(AssertionError):
 
 def run(config: SimulationConfig) -> SimulationReport:
     """Simulate. Raises SimulationError, with the step and its cause, where a law is broken."""
-    simulator = Simulator(config)
+    return run_simulator(Simulator(config))
+
+
+def run_simulator(simulator: Simulator) -> SimulationReport:
+    """See `run`."""
+    config = simulator.config
     started_s = time.perf_counter()
     try:
         simulator.run()
@@ -127,49 +133,67 @@ class Simulator:
             self._take_arrivals()
             self._abort_due(is_between=False)
             self._fork_now_and_then()
-            plan = self._step()
-            if plan is None and not self.scheduler.has_unfinished and self._next_arrival:
+            has_planned = self._step()
+            if not has_planned and not self.scheduler.has_unfinished and self._next_arrival:
                 self.now_s = max(self.now_s, self._next_arrival.at_s)
         self._finish()
 
+    # ---- what a simulated engine would do ---------------------------------------------------
+
+    def _enter(self, request: Request, branches: list[Sequence]) -> list[Sequence]:
+        """Have a request taken in; returns its sequences, `branches` or others like them."""
+        self.scheduler.add(branches, self.now_s)
+        return branches
+
+    def _fork(self, parent: Sequence, branch_index: int, params: DecodingParams) -> Sequence:
+        return self.scheduler.fork(parent, branch_index, params, self.now_s)
+
+    def _abort(self, sequence: Sequence) -> None:
+        self.scheduler.abort(sequence)
+
     # ---- one turn ---------------------------------------------------------------------------
 
-    def _step(self) -> StepPlan | None:
-        """Plan and execute a step; take in the oldest result unless one may stay in flight."""
+    def _step(self) -> bool:
+        """Plan and execute a step; take in the oldest result unless one may stay in flight.
+
+        Returns whether there was a step to plan, which didn't fail.
+        """
         try:
             plan = self._execute() if self.scheduler.has_unfinished else None
             self._abort_due(is_between=True)
             in_flight = self.scheduler.num_steps_in_flight
             if in_flight > self.config.overlap or (in_flight and plan is None):
-                self._take_in(self.runner.result())
+                result = self.runner.result()
+                self._digest.update(result_bytes(result))
+                outputs = self.scheduler.apply(result)
+                self._check()
+                self._receive(outputs)
         except InjectedFailureError as failure:
             self.runner.reset()
             self._receive(self.scheduler.recover(str(failure)))
             self._check()
-            return None
-        return plan
+            return False
+        return plan is not None
 
     def _execute(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.now_s)
         self._check()
         if plan is None:
             return None
-        assert plan.num_tokens <= self.config.max_num_batched_tokens
-        assert plan.num_rows <= self.config.max_num_seqs
-        self._digest.update(_plan_bytes(plan))
-        seconds = self.step_time.draw_s(plan.num_tokens)
+        seconds = self._note_plan(plan)
         self.now_s += seconds
-        self.report.note_plan(plan, len(self.scheduler.waiting))
         self.runner.execute(plan)
         self.runner.sample()
         self.scheduler.pacer.observe(plan.step_id, seconds)
         return plan
 
-    def _take_in(self, result: StepResult) -> None:
-        self._digest.update(repr((result.step_id, result.rows, result.token_ids)).encode())
-        outputs = self.scheduler.apply(result)
-        self._check()
-        self._receive(outputs)
+    def _note_plan(self, plan: StepPlan) -> float:
+        """Check and count a plan; returns how long its step takes."""
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert plan.num_rows <= self.config.max_num_seqs
+        self._digest.update(_plan_bytes(plan))
+        self.report.note_plan(plan, len(self.scheduler.waiting))
+        return self.step_time.draw_s(plan.num_tokens)
 
     def _check(self) -> None:
         if self.report.num_steps % self.config.check_every == 0:
@@ -194,10 +218,13 @@ class Simulator:
     def _add(self, arrival: Arrival) -> None:
         request = arrival.request
         (branches,) = self._make_sequences(request)
-        if not self._is_accepted(branches[0], lambda: self.scheduler.add(branches, self.now_s)):
+        entered: list[Sequence] = []
+        if not self._is_accepted(
+            branches[0], lambda: entered.extend(self._enter(request, branches))
+        ):
             return
         self.report.num_beams += request.params.beam_width > 0
-        self.clients.ask(request, branches, self.now_s)
+        self.clients.ask(request, entered, self.now_s)
         for branch_index in range(len(branches)):
             self._plan_abort(arrival, branch_index)
 
@@ -251,7 +278,7 @@ class Simulator:
         draft = parent.branch(index, params)
         if self._is_accepted(
             draft,
-            lambda: made.append(self.scheduler.fork(parent, index, params, self.now_s)),
+            lambda: made.append(self._fork(parent, index, params)),
         ):
             self.report.num_forks += 1
             self.clients.ask_fork(client, made[0], self.now_s)
@@ -274,7 +301,7 @@ class Simulator:
             state = client.sequence.state.value
             if client.sequence.num_pending_tokens:
                 state += " in flight"
-            self.scheduler.abort(client.sequence)
+            self._abort(client.sequence)
             self.clients.end_aborted(client)
             aborted_in = self.report.aborted_in
             aborted_in[state] = aborted_in.get(state, 0) + 1
@@ -295,6 +322,11 @@ class Simulator:
         self.report.take_counts(self.scheduler)
         self.report.virtual_s = round(self.now_s, 6)
         self.report.digest = self._digest.hexdigest()
+
+
+def result_bytes(result: StepResult) -> bytes:
+    """What a result says, but for log-probabilities, which follow from it."""
+    return repr((result.step_id, result.rows, result.token_ids)).encode()
 
 
 def _plan_bytes(plan: StepPlan) -> bytes:

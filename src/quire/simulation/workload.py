@@ -58,6 +58,8 @@ class SimulationConfig:
         take. slow_rate: steps that a neighbour makes five times as long.
     overlap: steps planned ahead of the last result, 0 or 1. check_every: steps from one check of
         all accounting laws to the next.
+    through_engine: the real engine's loop runs it, without crashes. interrupt_rate: then, moments
+        before and after calls of the runner at which the step is interrupted, as by Ctrl-C.
     """
 
     seed: int = 0
@@ -104,6 +106,8 @@ class SimulationConfig:
     foretold_ratio: float = 1.0
     slow_rate: float = 0.0
     overlap: int = 0
+    through_engine: bool = False
+    interrupt_rate: float = 0.0
     vocab_size: int = 1000
     check_every: int = 1
 
@@ -115,6 +119,14 @@ class SimulationConfig:
             raise ConfigurationError(f"arrivals is {self.arrivals!r}, but must be one of {known}")
         if self.arrivals == "at_once" and self.max_num_requests == math.inf:
             raise ConfigurationError("arrivals is 'at_once', which needs num_requests")
+        if self.through_engine and self.crash_rate:
+            raise ConfigurationError(
+                f"crash_rate is {self.crash_rate}, but must be 0 where through_engine is True"
+            )
+        if self.interrupt_rate and not self.through_engine:
+            raise ConfigurationError(
+                f"interrupt_rate is {self.interrupt_rate}, which needs through_engine"
+            )
         for name in ("check_every", "max_num_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be at least 1")

@@ -18,7 +18,9 @@ STEPS_PER_WORLD = 5000
 def draw_world(
     seed: int, index: int, num_steps: int = STEPS_PER_WORLD, check_every: int = 10
 ) -> SimulationConfig:
-    """A world with everything on. Overlap and policies take turns, so that all pairs come."""
+    """A world with everything on. Overlap, the engine's loop and policies take turns, so that all
+    combinations come."""
+    through_engine = index % 3 == 2
     rng = random.Random(f"world {index} of {seed}")
     block_size = rng.choice((1, 2, 4, 8, 16))
     num_groups = rng.choice((1, 1, 2, 3))
@@ -55,7 +57,13 @@ def draw_world(
         stop_rate=rng.choice((0.0, 0.2)),
         end_rate=rng.choice((0.0, 0.02, 0.1)),
         logprobs_rate=rng.choice((0.0, 0.3)),
-        crash_rate=random.Random(f"crashes in world {index} of {seed}").choice((0.0, 0.005)),
+        through_engine=through_engine,
+        crash_rate=0.0
+        if through_engine
+        else random.Random(f"crashes in world {index} of {seed}").choice((0.0, 0.005)),
+        interrupt_rate=random.Random(f"interrupts in world {index} of {seed}").choice((0.0, 0.01))
+        if through_engine
+        else 0.0,
         step_failure_rate=rng.choice((0.0, 0.0, 0.03)),
         poison_rate=rng.choice((0.0, 0.0, 0.03)),
         nan_rate=rng.choice((0.0, 0.0, 0.1)),

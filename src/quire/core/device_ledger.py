@@ -1,0 +1,43 @@
+"""Where each byte of a device's memory is, decided when the engine is built.
+
+Beside `memory_report`, which looks into one part of it, the KV cache, at any moment. Plain numbers,
+which travel as the engine's facts. Written by `engine/device_sizes`, printed by `server/welcome`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+PARTS = ("weight", "activation", "graph", "kv_cache", "other", "unused")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLedger:
+    """Bytes of one device by what they are for; the parts add up to total_bytes.
+
+    activation_bytes: what the largest step takes beside weights and KV cache, rows' state included.
+    graph_bytes: kept for CUDA graphs. other_bytes: other programs, the driver's context, kernels'
+    code. unused_bytes: beyond what gpu_memory_utilization allows, or less than a block.
+    """
+
+    weight_bytes: int
+    activation_bytes: int
+    graph_bytes: int
+    kv_cache_bytes: int
+    other_bytes: int
+    unused_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(asdict(self).values())
+
+    def facts(self) -> dict[str, int]:
+        """By name, for `Engine.facts`."""
+        return {"device_memory_bytes": self.total_bytes, **asdict(self)}
+
+
+def ledger_parts(facts: Mapping[str, Any]) -> dict[str, int]:
+    """Of an engine's facts those that say where its memory is: bytes by PARTS, in their order. On
+    the CPU there are weights and KV cache alone."""
+    named = {name: facts.get(f"{name}_bytes") for name in PARTS}
+    return {name: int(num_bytes) for name, num_bytes in named.items() if num_bytes is not None}

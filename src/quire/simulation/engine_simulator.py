@@ -1,0 +1,154 @@
+"""The simulation through the real engine: its loop, its overlap, its recovery from failed steps.
+
+`simulator` calls scheduler and runner by turns itself. Here `Engine.step` does, and everything that
+clients ask goes through `Engine.add`, `fork` and `abort`. The device is modelled as one that runs
+its steps by itself: a step begins when it was launched and the one before it has ended, and waiting
+for its result brings the clock to its end. A step may be interrupted anywhere, as by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams, ModelLimits
+from quire.core.sequence import Sequence
+from quire.core.step import StepPlan, StepResult, TokenMasks
+from quire.engine.engine import Engine
+from quire.simulation.fake_runner import FakeRunner, InjectedFailureError
+from quire.simulation.report import SimulationReport
+from quire.simulation.simulator import Simulator, result_bytes, run_simulator
+from quire.simulation.workload import SimulationConfig
+
+_T = TypeVar("_T")
+
+
+def run_world(config: SimulationConfig) -> SimulationReport:
+    """`simulator.run`, through the engine where the config says so."""
+    return run_simulator(EngineSimulator(config) if config.through_engine else Simulator(config))
+
+
+class EngineSimulator(Simulator):
+    """One run. Crashes are left to `Simulator`: a new engine knows no forks of the old one."""
+
+    def __init__(self, config: SimulationConfig) -> None:
+        self._interrupt_rng = random.Random(f"interrupts of {config.seed}")
+        super().__init__(config)
+
+    def _start_engine(self) -> None:
+        super()._start_engine()
+        # Poisonous tokens are beyond the vocabulary.
+        limits = ModelLimits(self.config.nan_token_id + 1, self.config.max_model_len)
+        self.engine = Engine(
+            self.scheduler,
+            _Device(self, self.runner),
+            limits,
+            clock=lambda: self.now_s,
+            overlap=bool(self.config.overlap),
+        )
+
+    def _step(self) -> bool:
+        num_steps, num_failed = self.report.num_steps, self.scheduler.stats.num_failed_steps
+        try:
+            outputs = self.engine.step()
+        except KeyboardInterrupt:
+            outputs = []
+        assert self.scheduler.num_steps_in_flight <= self.config.overlap
+        self._check()
+        self._receive(outputs)
+        has_failed = self.scheduler.stats.num_failed_steps > num_failed
+        return self.report.num_steps > num_steps and not has_failed
+
+    def _check(self) -> None:
+        super()._check()
+        if self.report.num_steps % (16 * self.config.check_every) == 0:
+            num_bytes = sum(group.bytes_per_block for group in self.config.groups[:1])
+            total = self.config.num_blocks * num_bytes
+            assert self.engine.memory_report().total_bytes == total
+
+    def _finish(self) -> None:
+        assert not self.engine.has_work()
+        forgotten = not self.engine._requests and not self.engine.times._first_tokens
+        assert forgotten, "the engine remembers requests that have ended"
+        super()._finish()
+
+    def _enter(self, request: Request, branches: list[Sequence]) -> list[Sequence]:
+        self.engine.add(request)
+        return self.engine.sequences(request.request_id)
+
+    def _fork(self, parent: Sequence, branch_index: int, params: DecodingParams) -> Sequence:
+        found = self.engine.fork(parent.request_id, parent.branch_index, params)
+        assert found == branch_index, f"branch {found} of {parent} should be {branch_index}"
+        return self.engine.sequences(parent.request_id)[-1]
+
+    def _abort(self, sequence: Sequence) -> None:
+        self.engine.abort(sequence.request_id, None if sequence.is_beam else sequence.branch_index)
+
+    # ---- for the device ---------------------------------------------------------------------
+
+    def on_plan(self, plan: StepPlan) -> float:
+        """A plan is about to be executed; returns how long its step takes."""
+        self._check()
+        return self._note_plan(plan)
+
+    def on_sampled(self) -> None:
+        """A step is on its way: clients may go away now."""
+        self._abort_due(is_between=True)
+
+    def on_result(self, result: StepResult) -> None:
+        """A result has come."""
+        self._digest.update(result_bytes(result))
+
+    def interrupt_now_and_then(self) -> None:
+        """Raise KeyboardInterrupt, or not."""
+        if self._interrupt_rng.random() < self.config.interrupt_rate:
+            self.report.num_interrupts += 1
+            raise KeyboardInterrupt
+
+
+class _Device:
+    """A `core.step.Runner` that takes time and is watched."""
+
+    def __init__(self, simulator: EngineSimulator, runner: FakeRunner) -> None:
+        self._simulator = simulator
+        self._runner = runner
+        self._ends_s: deque[float] = deque()  # of the steps in flight
+
+    def execute(self, plan: StepPlan) -> None:
+        simulator = self._simulator
+        begins_s = self._ends_s[-1] if self._ends_s else simulator.now_s
+        self._ends_s.append(max(begins_s, simulator.now_s) + simulator.on_plan(plan))
+        self._call(lambda: self._runner.execute(plan))
+
+    def sample(self, masks: TokenMasks | None = None) -> None:
+        self._call(lambda: self._runner.sample(masks))
+        self._simulator.on_sampled()
+
+    def result(self) -> StepResult:
+        simulator = self._simulator
+        simulator.now_s = max(simulator.now_s, self._ends_s[0])
+        result = self._call(self._runner.result)
+        self._ends_s.popleft()
+        simulator.on_result(result)
+        return result
+
+    def reset(self) -> None:
+        self._simulator.now_s = max(self._simulator.now_s, *self._ends_s, 0.0)
+        self._ends_s.clear()
+        self._runner.reset()
+
+    def _call(self, do: Callable[[], _T]) -> _T:
+        """With interruptions before and after. What isn't an injected failure is a bug, which the
+        engine must not take for a step that failed."""
+        self._simulator.interrupt_now_and_then()
+        try:
+            found = do()
+        except InjectedFailureError:
+            raise
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise AssertionError(f"{type(error).__name__}: {error}") from error
+        self._simulator.interrupt_now_and_then()
+        return found
