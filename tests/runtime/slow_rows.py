@@ -30,8 +30,11 @@ class SlowRows:
     Tables always have all 8 blocks, so that they cover whatever is computed.
     """
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, decode_share: float = 0.0) -> None:
+        """decode_share: of the steps in which no row leads others, so many compute one token of
+        each row that has a gap."""
         self.rng = rng
+        self.decode_share = decode_share
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[list[int]]] = {}
         self.computed: dict[int, int] = {}
@@ -46,10 +49,13 @@ class SlowRows:
         token_edits = self.edit_tokens()
         table_edits = self.edit_tables()
         self.counts = {}
+        only_decodes = self.decode_share > 0 and self.rng.random() < self.decode_share
         for row in sorted(set(self.tokens) - set(self.joins)):
             gap = len(self.tokens[row]) - self.computed[row]
-            leads = row in self.joins.values()
-            self.counts[row] = gap if leads else self.rng.randrange(gap + 1)
+            if row in self.joins.values():
+                self.counts[row] = gap
+            else:
+                self.counts[row] = min(gap, 1) if only_decodes else self.rng.randrange(gap + 1)
         chunks = tuple(Chunk(row, count) for row, count in self.counts.items() if count != 1)
         num_tokens = sum(self.counts.values())
         return StepPlan(

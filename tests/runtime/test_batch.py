@@ -17,6 +17,7 @@ from quire.core.step import (
     TokenEdit,
 )
 from quire.runtime.batch import RowBatch, StepBatch
+from quire.sampling.sampler import NO_TOKEN, SampledTokens
 
 SCORED = DecodingParams(max_tokens=8, prompt_logprobs=1)
 
@@ -149,6 +150,46 @@ def test_a_paused_row_computes_nothing_and_others_go_on() -> None:
     step = rows.build(plan)
     assert step.rows.tolist() == [1]
     assert step.token_ids.tolist() == [9]
+
+
+def test_decoding_goes_on_in_the_same_memory_while_the_same_rows_pause() -> None:
+    rows = make_rows()
+    admissions = tuple(admit(row, [row], (row,)) for row in range(4))
+    steps = [step_of(rows, StepPlan(0, 4, 4, admit=admissions))]
+    inputs = []
+    for paused in ((1, 3), (1, 3), (1,), ()):
+        rows.append_sampled(steps[-1].sample_rows, 10 * len(steps) + steps[-1].sample_rows)
+        chunks = tuple(Chunk(row, 0) for row in paused)
+        steps.append(step_of(rows, StepPlan(1, 4, 4 - len(paused), chunks=chunks)))
+        inputs.append(steps[-1].token_ids.tolist())
+    assert inputs == [[10, 12], [20, 22], [30, 32, 13], [40, 11, 42, 43]]
+    assert [step.rows.tolist() for step in steps[2:]] == [[0, 2], [0, 2, 3], [0, 1, 2, 3]]
+    assert steps[1] is steps[2]
+
+
+class Sampled:
+    """A sample of which one row failed."""
+
+    def fetch(self) -> SampledTokens:
+        return SampledTokens(np.array([7, NO_TOKEN]), failed={1: "broken"})
+
+
+def test_a_row_that_failed_can_be_computed_once_more() -> None:
+    rows = make_rows()
+    step = step_of(rows, StepPlan(0, 2, 2, admit=(admit(0, [1], (1,)), admit(1, [2], (2,)))))
+    rows.take_sampled(step.sample_rows, Sampled())
+    assert step_of(rows, StepPlan(1, 2, 2)).token_ids.tolist() == [7, 0]
+
+
+def test_tokens_that_are_stored_elsewhere_are_only_counted() -> None:
+    rows = make_rows()
+    step = step_of(rows, StepPlan(0, 1, 2, admit=(admit(0, [1, 2], (1,)),), chunks=(Chunk(0, 2),)))
+    rows.count_sampled(step.sample_rows)
+    assert rows.history.num_tokens[0] == 3
+    assert step_of(rows, StepPlan(1, 1, 1)).positions.tolist() == [2]
+    assert rows.prompt_token_ids(0, 1, 1).tolist() == [2]
+    with pytest.raises(AssertionError):
+        rows.prompt_token_ids(0, 1, 2)
 
 
 def test_table_edits() -> None:

@@ -88,6 +88,24 @@ def test_the_samples_say_what_was_run() -> None:
     assert len(loads) == len(set(loads))
 
 
+class FirstIsSlow(TimedRunner):
+    """Minutes for the first step of so many tokens, as where kernels are compiled for it."""
+
+    def execute(self, plan: StepPlan) -> None:
+        is_new = all(plan.num_tokens != other.num_tokens for other in self.plans)
+        super().execute(plan)
+        self.now_s += 60.0 * is_new
+
+
+def test_what_only_the_first_step_of_a_kind_takes_is_not_measured() -> None:
+    runner = FirstIsSlow()
+    samples = calibrate(runner, SHAPE, warms_up=True, time_limit_s=1.0, clock=runner.clock)
+    assert [sample.load for sample in samples] == [probe.load for probe in make_probes(SHAPE)]
+    for load, seconds in samples:
+        num_tokens = load.num_decodes + load.num_chunk_tokens
+        assert seconds == pytest.approx(BASE_S + TOKEN_S * num_tokens)
+
+
 def test_no_row_is_left_and_plans_are_in_order() -> None:
     runner = TimedRunner()
     calibrate(runner, SHAPE, clock=runner.clock)

@@ -1,5 +1,7 @@
 """How layers form groups and pages, and that copies move whole blocks."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 
@@ -8,7 +10,14 @@ from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.kv_groups import KVKind
 from quire.core.step import BlockCopy
 from quire.errors import InsufficientMemoryError
-from quire.runtime.kv_cache import KVCache, KVCacheLayout, choose_width, plan_layout
+from quire.runtime.kv_cache import (
+    KVCache,
+    KVCacheLayout,
+    choose_width,
+    copy_at_once,
+    copy_one_by_one,
+    plan_layout,
+)
 
 CPU = torch.device("cpu")
 
@@ -99,11 +108,16 @@ def test_copies_move_whole_blocks() -> None:
     assert cache.storage.float().mean(dim=1).tolist() == [0, 1, 2, 3, 1, 0]
 
 
-def test_one_block_may_be_copied_to_several() -> None:
+@pytest.mark.parametrize("copy", [copy_one_by_one, copy_at_once])
+def test_one_block_may_be_copied_to_several(
+    copy: Callable[[torch.Tensor, Sequence[BlockCopy]], None],
+) -> None:
+    if copy is copy_at_once:
+        pytest.importorskip("triton")
     cache = KVCache(layout(*[spec()] * 3), 8, CPU)
     cache.storage.random_(0, 256)
     before = cache.storage.clone()
-    cache.copy_blocks([BlockCopy(2, 7), BlockCopy(5, 1), BlockCopy(2, 0), BlockCopy(2, 4)])
+    copy(cache.storage, [BlockCopy(2, 7), BlockCopy(5, 1), BlockCopy(2, 0), BlockCopy(2, 4)])
     assert torch.equal(cache.storage, before[[2, 5, 2, 3, 2, 5, 6, 2]])
 
 

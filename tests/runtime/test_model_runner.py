@@ -24,6 +24,7 @@ from quire.runtime.batch import RowBatch
 from quire.runtime.kv_cache import KVCache, plan_layout
 from quire.runtime.model_runner import ModelRunner
 from quire.sampling.sampler import Sampler, SamplingRows
+from quire.sampling.step_sampler import HostStepSampler
 
 PROMPT = [1, 600, 700, 800, 900, 1000, 1100, 1200, 1300, 1400]
 GREEDY = DecodingParams(max_tokens=20, temperature=0.0)
@@ -43,7 +44,9 @@ def runner(model) -> ModelRunner:
     layout = plan_layout(model.attention_specs, type(backend), 8, torch.float32)
     rows = RowBatch(num_rows=4, max_model_len=128, max_num_tokens=64, num_groups=1, block_size=8)
     sampler = Sampler(SamplingRows(4, model.vocab_size))
-    return ModelRunner(model, backend, KVCache(layout, 16, CPU), rows, sampler)
+    return ModelRunner(
+        model, backend, KVCache(layout, 16, CPU), rows, HostStepSampler(sampler, rows.history)
+    )
 
 
 def admission(row: int, blocks: tuple[int, ...], params=GREEDY, tokens=PROMPT) -> RowAdmission:
@@ -147,6 +150,31 @@ def test_nan_in_one_rows_logits_fails_that_row_alone(runner, model, monkeypatch)
     result = run(runner, plan)
     assert list(result.rows) == [1]
     assert "NaN" in result.failed[0]
+
+
+def test_a_row_that_failed_is_computed_once_more_where_the_next_step_was_under_way(
+    runner, model, monkeypatch
+) -> None:
+    plain, broken_lines = model.logits, [0]
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        logits = plain(hidden)
+        while broken_lines:
+            logits[broken_lines.pop()] = math.nan
+        return logits
+
+    monkeypatch.setattr(model, "logits", broken)
+    admissions = (admission(0, (0, 1)), admission(1, (2, 3)))
+    runner.execute(StepPlan(0, 2, 20, admit=admissions, chunks=(Chunk(0, 10), Chunk(1, 10))))
+    runner.sample()
+    runner.execute(StepPlan(1, 2, 2))
+    runner.sample()
+    first, second = runner.result(), runner.result()
+    assert (list(first.rows), list(first.failed)) == ([1], [0])
+    assert (list(second.rows), list(second.failed)) == ([0, 1], [])
+    runner.reset()
+    assert start(runner).token_ids == first.token_ids
+    assert decode(runner, 1) == list(second.token_ids[1])
 
 
 def test_moves_are_refused(runner) -> None:

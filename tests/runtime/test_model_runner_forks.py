@@ -27,6 +27,7 @@ from quire.runtime.kv_cache import KVCache, plan_layout
 from quire.runtime.model_runner import ModelRunner
 from quire.sampling import choice
 from quire.sampling.sampler import Sampler, SamplingRows
+from quire.sampling.step_sampler import HostStepSampler
 
 CPU = torch.device("cpu")
 PROMPT = [1, 600, 700, 800, 900, 1000, 1100, 1200, 1300, 1400]  # fills 2 of a second block's 8
@@ -105,7 +106,10 @@ def steps(model) -> Steps:
     rows = RowBatch(num_rows=5, max_model_len=128, max_num_tokens=64, num_groups=1, block_size=8)
     kv_cache = KVCache(layout, 32, CPU)
     sampler = Sampler(SamplingRows(5, model.vocab_size))
-    return Steps(ModelRunner(model, backend, kv_cache, rows, sampler), kv_cache.storage)
+    return Steps(
+        ModelRunner(model, backend, kv_cache, rows, HostStepSampler(sampler, rows.history)),
+        kv_cache.storage,
+    )
 
 
 @pytest.fixture

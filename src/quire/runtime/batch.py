@@ -16,12 +16,11 @@ import torch
 
 from quire.attention.interface import AttentionBatch, GroupBatch
 from quire.core.step import EditKind, RowAdmission, RowFork, StepPlan, TableEdit, TokenEdit
+from quire.runtime.block_tables import BlockTables, Int32, Int64
 from quire.sampling.history import TokenHistory
+from quire.sampling.step_sampler import PendingSample
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-
-NO_LINES: Int64 = np.zeros(0, np.int64)
+NO_LINES = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(slots=True)
@@ -35,6 +34,9 @@ class StepBatch:
         step; for each of them, the place of that other row in sample_rows.
     prompt_logprob_spans: (row, first token of the step, count, index of the first predicted token)
         for the rows that want log-probabilities of the prompt tokens that follow these positions.
+    static_size: the tensors that the model and the attention read are those of all steps in which
+        so many sequences or fewer decode, those that miss are padding: such a step may be captured
+        once and replayed. 0: they are this step's own.
     """
 
     token_ids: torch.Tensor
@@ -44,19 +46,21 @@ class StepBatch:
     num_new_tokens: Int64
     sample_rows: Int64
     sample_index: torch.Tensor
-    joined_lines: Int64
+    joined_lines: torch.Tensor
     prompt_logprob_spans: list[tuple[int, int, int, int]]
+    static_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     """What steps have in common in which the same rows decode and no other computes anything.
 
-    rows: [S]. token_base, table_base: [S], where each row begins in the flattened token_ids and in
-    a group's flattened table. context_lens: [S] int32, written at every step, as are the buffers
-    that `step` names.
+    paused: the live rows that compute nothing. rows: [S]. token_base, table_base: [S], where each
+    row begins in the flattened token_ids and in a group's flattened table. context_lens: [S] int32,
+    written at every step, as are the buffers that `step` names.
     """
 
+    paused: tuple[int, ...]
     rows: Int64
     token_base: Int64
     table_base: Int64
@@ -68,8 +72,8 @@ class RowBatch:
     """The permanent rows.
 
     Invariant: for a live row, token_ids[row, :num_tokens[row]] are its tokens, K and V of the first
-    num_computed[row] of them are in the blocks of its tables, and every table entry up to
-    table_lens is a block id or a hole.
+    num_computed[row] of them are in the blocks of its tables, and every entry of these is a block
+    id or a hole.
     """
 
     def __init__(
@@ -94,15 +98,11 @@ class RowBatch:
         self.is_live = np.zeros(num_rows, np.bool_)
         self.wants_prompt_logprobs = np.zeros(num_rows, np.bool_)
         max_blocks = -(-max_model_len // block_size)
-        self._tables = [np.zeros((num_rows, max_blocks), np.int32) for _ in range(num_groups)]
-        self._table_views = [torch.from_numpy(table) for table in self._tables]
-        self._table_lens = [np.zeros(num_rows, np.int64) for _ in range(num_groups)]
-        self._shift = block_size.bit_length() - 1
-        self._mask = block_size - 1
+        self.tables = BlockTables(num_groups, num_rows, max_blocks, block_size)
+        self._block_size = block_size
         self._input_ids: Int64 = np.zeros(max_num_tokens, np.int64)
         self._positions: Int64 = np.zeros(max_num_tokens, np.int64)
         self._slots: list[Int64] = [np.zeros(max_num_tokens, np.int64) for _ in range(num_groups)]
-        self._is_named = np.zeros(num_rows, np.bool_)
         self._decodes: _Decodes | None = None  # of the live rows; None: to be made
 
     # ---- the plan's changes -----------------------------------------------------------------
@@ -136,9 +136,7 @@ class RowBatch:
         self._num_computed_before_cuts[row] = 0
         self.wants_prompt_logprobs[row] = admission.params.prompt_logprobs is not None
         self.is_live[row] = True
-        for group, blocks in enumerate(admission.block_tables):
-            self._tables[group][row, : len(blocks)] = blocks
-            self._table_lens[group][row] = len(blocks)
+        self.tables.put(row, admission.block_tables)
 
     def _fork(self, fork: RowFork) -> None:
         row, source = fork.row, fork.source_row
@@ -153,10 +151,7 @@ class RowBatch:
         # The prompt's log-probabilities are the same for both, and the source yields them.
         self.wants_prompt_logprobs[row] = False
         self.is_live[row] = True
-        for table, lengths in zip(self._tables, self._table_lens, strict=True):
-            length = int(lengths[source])
-            table[row, :length] = table[source, :length]
-            lengths[row] = length
+        self.tables.fork(row, source)
 
     def _edit_tokens(self, edit: TokenEdit) -> None:
         row, first = edit.row, edit.first_position
@@ -172,23 +167,12 @@ class RowBatch:
         self.num_tokens[row] = last
 
     def _edit_table(self, edit: TableEdit) -> None:
-        table, lengths = self._tables[edit.group][edit.row], self._table_lens[edit.group]
-        first, last = edit.first_logical_block, edit.first_logical_block + len(edit.block_ids)
-        if edit.kind is EditKind.CUT:
-            lengths[edit.row] = first
-            self._cut_computed(edit.row, first << self._shift)
-            return
-        if edit.kind is EditKind.APPEND:
-            assert first == lengths[edit.row], f"{edit} does not append at {lengths[edit.row]}"
-            lengths[edit.row] = last
-        assert last <= lengths[edit.row], f"{edit} goes beyond {lengths[edit.row]} blocks"
-        table[first:last] = edit.block_ids
-
-    def _cut_computed(self, row: int, limit: int) -> None:
-        computed, most = int(self.num_computed[row]), self._num_computed_before_cuts
-        if limit < computed:
-            self.num_computed[row] = limit
-            most[row] = max(int(most[row]), computed)
+        self.tables.edit(edit)
+        limit, computed = edit.first_logical_block * self._block_size, self.num_computed[edit.row]
+        if edit.kind is EditKind.CUT and limit < computed:
+            self.num_computed[edit.row] = limit
+            most = self._num_computed_before_cuts
+            most[edit.row] = max(most[edit.row], computed)
 
     def reset(self) -> None:
         """Drop all rows."""
@@ -199,8 +183,10 @@ class RowBatch:
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The tensors of the step, and the rows' num_computed moved on past it."""
-        if not plan.chunks and not plan.forks and not self.wants_prompt_logprobs.any():
-            decodes = self._build_decodes(plan)
+        paused = tuple(chunk.row for chunk in plan.chunks if not chunk.num_new_tokens)
+        is_plain = len(paused) == len(plan.chunks) and not plan.forks
+        if is_plain and not self.wants_prompt_logprobs.any():
+            decodes = self._build_decodes(plan, paused)
             if decodes is not None:
                 return decodes
         joins = [fork for fork in plan.forks if fork.joins_step]
@@ -222,7 +208,7 @@ class RowBatch:
         if joins:
             joined_lines = self._join(joins, sample_rows)
             sample_rows = np.append(sample_rows, [fork.row for fork in joins])
-            sample_index = np.append(sample_index, sample_index[joined_lines])
+            sample_index = np.append(sample_index, sample_index[joined_lines.numpy()])
         return StepBatch(
             token_ids=torch.from_numpy(self._input_ids[:num_tokens]),
             positions=torch.from_numpy(self._positions[:num_tokens]),
@@ -237,10 +223,12 @@ class RowBatch:
             prompt_logprob_spans=spans,
         )
 
-    def _build_decodes(self, plan: StepPlan) -> StepBatch | None:
-        """`build` where each live row closes a gap of one token: most steps, so nothing is made
-        anew that lasts. None: some row's gap is another."""
-        decodes = self._decodes = self._decodes or self._make_decodes()
+    def _build_decodes(self, plan: StepPlan, paused: tuple[int, ...]) -> StepBatch | None:
+        """`build` where each live row that isn't paused closes a gap of one token: most steps, so
+        nothing is made anew that lasts. None: some row's gap is another."""
+        decodes = self._decodes
+        if decodes is None or decodes.paused != paused:
+            decodes = self._decodes = self._make_decodes(paused)
         rows, count = decodes.rows, len(decodes.rows)
         positions = self.num_computed[rows]
         computed = positions + 1
@@ -249,18 +237,14 @@ class RowBatch:
         assert count == plan.num_tokens, f"{count} tokens, the plan has {plan.num_tokens}"
         self._positions[:count] = positions
         self._input_ids[:count] = self.token_ids.reshape(-1)[decodes.token_base + positions]
-        entries = decodes.table_base + (positions >> self._shift)
-        offsets = positions & self._mask
-        for slots, table in zip(self._slots, self._tables, strict=True):
-            blocks = table.reshape(-1)[entries].astype(np.int64)
-            slots[:count] = (blocks << self._shift) + offsets
+        self.tables.fill_slots(self._slots, slice(count), decodes.table_base, positions)
         decodes.context_lens[:] = computed
         self.num_computed[rows] = computed
         decodes.step.attention.context_lens_list = computed.tolist()
         return decodes.step
 
-    def _make_decodes(self) -> _Decodes:
-        rows = np.flatnonzero(self.is_live)
+    def _make_decodes(self, paused: tuple[int, ...]) -> _Decodes:
+        rows = _rows_without(self.is_live, paused)
         count = len(rows)
         counts, context_lens = np.ones(count, np.int64), np.zeros(count, np.int32)
         query_start = np.arange(count + 1, dtype=np.int32)
@@ -276,19 +260,34 @@ class RowBatch:
             prompt_logprob_spans=[],
         )
         return _Decodes(
+            paused=paused,
             rows=rows,
             token_base=rows * self.token_ids.shape[1],
-            table_base=rows * self._tables[0].shape[1],
+            table_base=self.tables.base(rows),
             context_lens=context_lens,
             step=step,
         )
 
+    def take_sampled(self, rows: Int64, sample: PendingSample) -> None:
+        """Store what is sampled for `rows`, at once; a row that failed gets token 0: a step that
+        was planned before anybody knew still computes it."""
+        self.append_sampled(rows, np.maximum(sample.fetch().token_ids, 0))
+
     def append_sampled(self, rows: Int64, token_ids: Int64) -> None:
         """Store what was sampled: these are the next inputs of their rows."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.count_sampled(rows)
+
+    def count_sampled(self, rows: Int64) -> None:
+        """A token more for each of `rows`, whose values are stored elsewhere."""
         self.num_tokens[rows] += 1
 
-    def _join(self, joins: Sequence[RowFork], sample_rows: Int64) -> Int64:
+    def prompt_token_ids(self, row: int, first: int, count: int) -> Int32:
+        """So many tokens of a row's prompt."""
+        assert first + count <= self.num_prompt_tokens[row]
+        return self.token_ids[row, first : first + count]
+
+    def _join(self, joins: Sequence[RowFork], sample_rows: Int64) -> torch.Tensor:
         """Move the joining rows past the step; the places of their sources in sample_rows."""
         line_of = {row: line for line, row in enumerate(sample_rows.tolist())}
         rows = [fork.row for fork in joins]
@@ -299,11 +298,10 @@ class RowBatch:
         assert (self.num_tokens[rows] == computed).all(), (
             "a joining row's tokens are not its source's"
         )
-        for lengths in self._table_lens:
-            reached = lengths[rows] << self._shift
-            assert (reached >= computed).all(), "a joining row's table ends before the step does"
+        reached = self.tables.lengths[:, rows] * self._block_size
+        assert (reached >= computed).all(), "a joining row's table ends before the step does"
         self.num_computed[rows] = computed
-        return np.array([line_of[source] for source in sources], np.int64)
+        return torch.tensor([line_of[source] for source in sources], dtype=torch.int64)
 
     def _step_rows(self, plan: StepPlan, joins: Sequence[RowFork]) -> tuple[Int64, Int64, int]:
         """Rows that compute, tokens of each, and how many of them (the first) decode."""
@@ -311,9 +309,7 @@ class RowBatch:
         for fork in joins:
             assert fork.row not in named, f"row {fork.row} joins a step and computes a chunk"
             named.append(fork.row)
-        self._is_named[named] = True
-        decodes = np.flatnonzero(self.is_live & ~self._is_named)
-        self._is_named[named] = False
+        decodes = _rows_without(self.is_live, named)
         chunks = [chunk for chunk in plan.chunks if chunk.num_new_tokens]
         rows = np.concatenate([decodes, np.array([chunk.row for chunk in chunks], np.int64)])
         counts = np.ones(len(rows), np.int64)
@@ -325,9 +321,7 @@ class RowBatch:
         positions = self.num_computed[rows]
         self._positions[:count] = positions
         self._input_ids[:count] = self.token_ids[rows, positions]
-        for slots, table in zip(self._slots, self._tables, strict=True):
-            blocks = table[rows, positions >> self._shift].astype(np.int64)
-            slots[:count] = (blocks << self._shift) + (positions & self._mask)
+        self.tables.fill_slots(self._slots, slice(count), self.tables.base(rows), positions)
 
     def _fill_chunk(self, row: int, start: int, count: int) -> None:
         first = int(self.num_computed[row])
@@ -335,9 +329,8 @@ class RowBatch:
         span = slice(start, start + count)
         self._positions[span] = positions
         self._input_ids[span] = self.token_ids[row, first : first + count]
-        for slots, table in zip(self._slots, self._tables, strict=True):
-            blocks = table[row, positions >> self._shift].astype(np.int64)
-            slots[span] = (blocks << self._shift) + (positions & self._mask)
+        base = self.tables.base(np.array([row]))
+        self.tables.fill_slots(self._slots, span, base, positions)
 
     def _attention_batch(
         self,
@@ -354,7 +347,7 @@ class RowBatch:
                 block_tables=table,
                 slot_mapping=torch.from_numpy(slots[:num_tokens]),
             )
-            for table, slots in zip(self._table_views, self._slots, strict=True)
+            for table, slots in zip(self.tables.views, self._slots, strict=True)
         )
         return AttentionBatch(
             query_start=torch.from_numpy(query_start),
@@ -381,3 +374,10 @@ class RowBatch:
             if count > 0:
                 spans.append((row, int(query_start[index]), count, first + 1))
         return spans
+
+
+def _rows_without(is_live: npt.NDArray[np.bool_], named: Sequence[int]) -> Int64:
+    """The live rows but for these."""
+    is_chosen = is_live.copy()
+    is_chosen[list(named)] = False
+    return np.flatnonzero(is_chosen)

@@ -63,10 +63,12 @@ class Probe:
         return [self.num_context + 1] * self.num_decodes + chunks
 
 
-def calibrated_pacer(runner: Runner, shape: RunnerShape, max_itl_ratio: float) -> StepPacer:
+def calibrated_pacer(
+    runner: Runner, shape: RunnerShape, max_itl_ratio: float, *, warms_up: bool = False
+) -> StepPacer:
     """A pacer whose cost model is fitted to this runner; see `calibrate` for what that takes."""
     started_s = time.perf_counter()
-    model = StepCostModel.fit(calibrate(runner, shape))
+    model = StepCostModel.fit(calibrate(runner, shape, warms_up=warms_up))
     alone = StepLoad(1, 1)
     alone_s = model.predict_s(alone)
     logger.info(
@@ -84,10 +86,14 @@ def calibrate(
     runner: Runner,
     shape: RunnerShape,
     *,
+    warms_up: bool = False,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StepSample]:
     """Measure steps for about time_limit_s, or for LEAST_STEPS of the shortest if that is longer.
+
+    warms_up: each probe runs once before, however long that takes: on a GPU the first step of a
+    kind compiles kernels and captures graphs, which may take a thousand times as long as the next.
 
     The runner must have no rows, and has none afterwards. All probes take turns in rounds, so that
     a disturbance doesn't touch all rounds of one. A sample is the fastest of its rounds, for what
@@ -99,6 +105,9 @@ def calibrate(
     rounds: dict[Probe, list[float]] = {}
     try:
         bench.write_blocks(max(_num_blocks(probe, shape) for probe in probes))
+        if warms_up:
+            for probe in probes:
+                bench.run(probe)
         limit_s = max(time_limit_s, LEAST_STEPS * bench.run(probes[0]))
         deadline_s = clock() + limit_s
         for _ in range(NUM_ROUNDS):

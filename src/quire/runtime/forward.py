@@ -1,7 +1,7 @@
 """How the hidden states of a step are computed: module by module, or as one native program.
 
-Called by `model_runner.py` after the attention backend has planned the step. Both ways compute the
-same model; `engine.build` chooses.
+Called by `model_runner.py`. Both ways compute the same model, whichever the kernels allow; a third,
+`graphs.py`, replays the first.
 
 Legend: T tokens of the step, H hidden size.
 """
@@ -21,6 +21,10 @@ from quire.runtime.batch import StepBatch
 class Forward(Protocol):
     """Runs all layers over a step's tokens."""
 
+    def plan(self, step: StepBatch) -> None:
+        """What attention does once a step, before the call."""
+        ...
+
     def __call__(self, step: StepBatch) -> torch.Tensor:
         """The hidden states [T, H] after the final norm, valid until the next call."""
         ...
@@ -33,6 +37,9 @@ class ModuleForward:
         self._model = model
         self._backend = backend
 
+    def plan(self, step: StepBatch) -> None:
+        self._backend.plan(step.attention)
+
     def __call__(self, step: StepBatch) -> torch.Tensor:
         hidden: torch.Tensor = self._model(step.token_ids, step.positions, self._backend.run).hidden
         return hidden
@@ -44,6 +51,9 @@ class NativeForward:
     def __init__(self, program: Program, backend: CpuPagedAttention) -> None:
         self._program = program
         self._backend = backend
+
+    def plan(self, step: StepBatch) -> None:
+        self._backend.plan(step.attention)
 
     def __call__(self, step: StepBatch) -> torch.Tensor:
         native = self._backend.step

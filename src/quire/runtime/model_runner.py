@@ -1,12 +1,15 @@
 """Executes plans on a model: forward pass, then sampling. Knows no requests and no text.
 
 Obeys the contract of `core.step.Runner`. On the CPU all work is done when `execute` and `sample`
-return, so `result` never waits.
+return, so `result` never waits. On a device they only put work into its queue: the rows' tokens
+stay there (`device_rows.py`), and `result` is the one place that waits.
 """
 
-import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
 
 import torch
 
@@ -14,23 +17,79 @@ from quire.attention.interface import AttentionBackend
 from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from quire.kernels.cpu.library import NativeKernels
 from quire.models.interface import CausalLM
-from quire.runtime.batch import RowBatch, StepBatch
+from quire.observability.step_trace import StepTiming
+from quire.runtime.batch import StepBatch
+from quire.runtime.block_tables import Int32, Int64
+from quire.runtime.device_rows import DeviceRows
 from quire.runtime.forward import make_forward
+from quire.runtime.graphs import GraphCapture, GraphForward
 from quire.runtime.kv_cache import KVCache
-from quire.sampling.sampler import NO_TOKEN, Sampler
+from quire.sampling.sampler import NO_TOKEN
+from quire.sampling.step_sampler import PendingLogprobs, PendingSample, StepSampler
 
 # Prompt log-probabilities need the whole vocabulary for each position: so many positions at once.
 PROMPT_LOGPROB_ROWS = 128
 
 
-@dataclass(slots=True)
-class StepTiming:
-    """Seconds of the last step's parts; plan_s is the attention backend's planning."""
+class StepRows(Protocol):
+    """The runner's permanent rows: `batch.RowBatch` in main memory, or `device_rows.DeviceRows`.
 
-    build_s: float = 0.0
-    plan_s: float = 0.0
-    forward_s: float = 0.0
-    sample_s: float = 0.0
+    num_prompt_tokens: by row.
+    """
+
+    max_num_tokens: int
+    num_prompt_tokens: Int32
+
+    def change(self, plan: StepPlan) -> None:
+        """Carry out release, admit, forks, token_edits and table_edits."""
+        ...
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        """The tensors of the step; the rows count its tokens as computed."""
+        ...
+
+    def take_sampled(self, rows: Int64, sample: PendingSample) -> None:
+        """What is sampled for `rows` is their next input, failed ones included."""
+        ...
+
+    def prompt_token_ids(self, row: int, first: int, count: int) -> Int32:
+        """So many tokens of a row's prompt, on the host."""
+        ...
+
+    def reset(self) -> None:
+        """Drop all rows, after all that was queued has run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _SampledStep:
+    """What one step will have found. sample: None where no row closes its gap."""
+
+    step_id: int
+    rows: Int64
+    sample: PendingSample | None
+    prompt_logprobs: list[tuple[int, PendingLogprobs]]
+
+    def fetch(self) -> StepResult:
+        """Waits for the device."""
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        for row, entries in self.prompt_logprobs:
+            prompt_logprobs.setdefault(row, []).extend(entries.fetch())
+        if self.sample is None:
+            return StepResult(self.step_id, (), (), prompt_logprobs=prompt_logprobs)
+        sampled = self.sample.fetch()
+        rows, token_ids = self.rows, sampled.token_ids
+        if sampled.failed:
+            succeeded = token_ids != NO_TOKEN
+            rows, token_ids = rows[succeeded], token_ids[succeeded]
+        return StepResult(
+            self.step_id,
+            rows.tolist(),
+            [(token_id,) for token_id in token_ids.tolist()],
+            logprobs={row: (entry,) for row, entry in sampled.logprobs.items()},
+            prompt_logprobs=prompt_logprobs,
+            failed=sampled.failed,
+        )
 
 
 class ModelRunner:
@@ -41,12 +100,15 @@ class ModelRunner:
         model: CausalLM,
         backend: AttentionBackend,
         kv_cache: KVCache,
-        rows: RowBatch,
-        sampler: Sampler,
+        rows: StepRows,
+        sampler: StepSampler,
         kernels: NativeKernels | None = None,
+        capture: GraphCapture | None = None,
     ) -> None:
-        """backend: not yet bound; it is given kv_cache's memory here. kernels: those that the model
-        and the backend were made with; None: torch computes."""
+        """backend: it is given kv_cache's memory here, for as long as this runner is used.
+        sampler: reads the history of `rows`. kernels: those that the model and the backend were
+        made with; None: torch computes, or Triton. capture: how steps of a static size are captured
+        that `rows` may build; None: they are not."""
         self.timing = StepTiming()
         self._model = model
         self._backend = backend
@@ -54,75 +116,73 @@ class ModelRunner:
         self._rows = rows
         self._sampler = sampler
         self._executed: tuple[StepPlan, StepBatch, torch.Tensor] | None = None
-        self._results: deque[StepResult] = deque()
+        self._sampled: deque[_SampledStep] = deque()
         backend.bind(model.attention_specs, kv_cache.layers())
         self._forward = make_forward(model, backend, kernels, rows.max_num_tokens)
+        self.graphs: GraphForward | None = None
+        if capture is not None:
+            assert backend.serves_graphs, "steps of this attention backend can't be captured"
+            assert isinstance(rows, DeviceRows), "only rows on a device build steps to capture"
+            self.graphs = GraphForward(self._forward, capture, rows.build_padding)
+            self._forward = self.graphs
+
+    @torch.inference_mode()
+    def capture_graphs(self, sizes: Iterable[int]) -> None:
+        """Capture the decode steps of these static sizes now, not when the first of each comes.
+        Raises what the device raises."""
+        assert self.graphs is not None, "this runner captures nothing"
+        self.graphs.capture_all(sizes)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
         """See `core.step.Runner`. Raises whatever the forward pass raises; then call `reset`."""
         assert self._executed is None, "the previous step was not sampled"
         assert not plan.moves, "this runner has one tier; there is nowhere to move a block"
-        started_s = time.perf_counter()
+        started_s = perf_counter()
         self._change_rows(plan)
         step = self._rows.build(plan)
-        built_s = time.perf_counter()
-        self._backend.plan(step.attention)
-        planned_s = time.perf_counter()
-        self._executed = (plan, step, self._forward(step))
+        built_s = perf_counter()
+        self._forward.plan(step)
+        planned_s = perf_counter()
+        self._executed = (plan, step, self._forward(step)[: plan.num_tokens])
         self.timing.build_s = built_s - started_s
         self.timing.plan_s = planned_s - built_s
-        self.timing.forward_s = time.perf_counter() - planned_s
+        self.timing.forward_s = perf_counter() - planned_s
 
     @torch.inference_mode()
     def sample(self, masks: TokenMasks | None = None) -> None:
         """See `core.step.Runner`."""
         assert self._executed is not None, "there is no executed step to sample"
-        started_s = time.perf_counter()
+        started_s = perf_counter()
         (plan, step, hidden), self._executed = self._executed, None
-        self._results.append(self._sample(plan, step, hidden, masks))
-        self.timing.sample_s = time.perf_counter() - started_s
+        prompt_logprobs = self._prompt_logprobs(step, hidden)
+        sample: PendingSample | None = None
+        if len(step.sample_rows):
+            sample = self._sampler.sample(self._logits(step, hidden), step.sample_rows, masks)
+            self._rows.take_sampled(step.sample_rows, sample)
+        self._sampled.append(_SampledStep(plan.step_id, step.sample_rows, sample, prompt_logprobs))
+        self.timing.sample_s = perf_counter() - started_s
 
     def result(self) -> StepResult:
         """See `core.step.Runner`."""
-        assert self._results, "there is no sampled step"
-        return self._results.popleft()
+        assert self._sampled, "there is no sampled step"
+        return self._sampled.popleft().fetch()
 
-    def _sample(
-        self, plan: StepPlan, step: StepBatch, hidden: torch.Tensor, masks: TokenMasks | None
-    ) -> StepResult:
-        prompt_logprobs = self._prompt_logprobs(step, hidden)
-        rows = step.sample_rows
-        if len(rows) == 0:
-            return StepResult(plan.step_id, (), (), prompt_logprobs=prompt_logprobs)
-        sampled = self._sampler.sample(self._logits(step, hidden), rows, self._rows.history, masks)
-        token_ids = sampled.token_ids
-        if sampled.failed:
-            succeeded = token_ids != NO_TOKEN
-            rows, token_ids = rows[succeeded], token_ids[succeeded]
-        self._rows.append_sampled(rows, token_ids)
-        return StepResult(
-            plan.step_id,
-            rows.tolist(),
-            [(token_id,) for token_id in token_ids.tolist()],
-            logprobs={row: (entry,) for row, entry in sampled.logprobs.items()},
-            prompt_logprobs=prompt_logprobs,
-            failed=sampled.failed,
-        )
+    def reset(self) -> None:
+        """See `core.step.Runner`. Raises what the device raises if it can't go on."""
+        self._executed = None
+        self._sampled.clear()
+        self._rows.reset()
 
     def _logits(self, step: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Of each sample row, [R, V]; a joining row's are a copy: the sampler edits each line."""
         num_computing = len(step.sample_rows) - len(step.joined_lines)
-        logits = self._model.logits(hidden[step.sample_index[:num_computing]])
+        if num_computing < len(hidden):  # else each token is the last one of its sequence
+            hidden = hidden[step.sample_index[:num_computing]]
+        logits = self._model.logits(hidden)
         if len(step.joined_lines) == 0:
             return logits
-        return torch.cat([logits, logits[torch.from_numpy(step.joined_lines)]])
-
-    def reset(self) -> None:
-        """See `core.step.Runner`."""
-        self._executed = None
-        self._results.clear()
-        self._rows.reset()
+        return torch.cat([logits, logits[step.joined_lines]])
 
     def _change_rows(self, plan: StepPlan) -> None:
         self._rows.change(plan)
@@ -139,15 +199,15 @@ class ModelRunner:
 
     def _prompt_logprobs(
         self, step: StepBatch, hidden: torch.Tensor
-    ) -> dict[int, list[TokenLogprobs]]:
-        found: dict[int, list[TokenLogprobs]] = {}
+    ) -> list[tuple[int, PendingLogprobs]]:
+        found: list[tuple[int, PendingLogprobs]] = []
         for row, start, count, first in step.prompt_logprob_spans:
-            entries = found.setdefault(row, [])
             num_top = self._sampler.rows.num_prompt_logprobs(row)
             assert num_top is not None
             for offset in range(0, count, PROMPT_LOGPROB_ROWS):
                 size = min(PROMPT_LOGPROB_ROWS, count - offset)
                 logits = self._model.logits(hidden[start + offset : start + offset + size])
-                following = self._rows.token_ids[row, first + offset : first + offset + size]
-                entries.extend(self._sampler.prompt_logprobs(logits, following, num_top))
+                following = self._rows.prompt_token_ids(row, first + offset, size)
+                entries = self._sampler.prompt_logprobs(logits, following, num_top)
+                found.append((row, entries))
         return found

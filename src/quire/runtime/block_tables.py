@@ -1,0 +1,71 @@
+"""The block tables of all rows and KV groups, in one array; part of `batch.RowBatch`.
+
+Legend: R rows, G KV groups, M most blocks of a sequence.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.core.step import EditKind, TableEdit
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+class BlockTables:
+    """entries: [G, R, M], the same memory always. views: of each group, [R, M], as tensors.
+
+    Invariant: entries[group, row, :lengths[group, row]] is the row's table; beyond, anything.
+    """
+
+    def __init__(self, num_groups: int, num_rows: int, max_blocks: int, block_size: int) -> None:
+        self.entries: Int32 = np.zeros((num_groups, num_rows, max_blocks), np.int32)
+        self.views = list(torch.from_numpy(self.entries))
+        self.lengths: Int64 = np.zeros((num_groups, num_rows), np.int64)
+        self._flat = [table.reshape(-1) for table in self.entries]
+        self._shift = block_size.bit_length() - 1
+        self._mask = block_size - 1
+
+    def put(self, row: int, tables: Sequence[Sequence[int]]) -> None:
+        """The row's tables are these, one for each group."""
+        for group, blocks in enumerate(tables):
+            self.entries[group, row, : len(blocks)] = blocks
+            self.lengths[group, row] = len(blocks)
+
+    def fork(self, row: int, source: int) -> None:
+        """The row's tables are those of another row."""
+        for table, length in zip(self.entries, self.lengths[:, source].tolist(), strict=True):
+            table[row, :length] = table[source, :length]
+        self.lengths[:, row] = self.lengths[:, source]
+
+    def edit(self, edit: TableEdit) -> None:
+        """Carry out an edit."""
+        lengths = self.lengths[edit.group]
+        first, last = edit.first_logical_block, edit.first_logical_block + len(edit.block_ids)
+        if edit.kind is EditKind.CUT:
+            lengths[edit.row] = first
+            return
+        if edit.kind is EditKind.APPEND:
+            assert first == lengths[edit.row], f"{edit} does not append at {lengths[edit.row]}"
+            lengths[edit.row] = last
+        assert last <= lengths[edit.row], f"{edit} goes beyond {lengths[edit.row]} blocks"
+        self.entries[edit.group, edit.row, first:last] = edit.block_ids
+
+    def base(self, rows: Int64) -> Int64:
+        """Where each row begins in a group's flattened table, for `fill_slots`."""
+        found: Int64 = rows * self.entries.shape[2]
+        return found
+
+    def fill_slots(
+        self, slots: Sequence[Int64], span: slice, base: Int64 | int, positions: Int64
+    ) -> None:
+        """Write into each group's slots[span] where the tokens at `positions` of the rows that
+        begin at `base` have K and V."""
+        places = base + (positions >> self._shift)
+        offsets = positions & self._mask
+        for target, table in zip(slots, self._flat, strict=True):
+            blocks = table[places].astype(np.int64)
+            target[span] = (blocks << self._shift) + offsets

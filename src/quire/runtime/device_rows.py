@@ -1,0 +1,321 @@
+"""The runner's rows where the forward pass runs on a device: counts on the host, values there.
+
+A `RowBatch` keeps the rows on the host as it does without a device, and works out a step's numbers.
+Mirrored here are the token ids of all rows and their block tables. The last token ids of a row the
+host doesn't even know when it builds the next step: the device samples them, they stay there, and
+a step's inputs are gathered from them. A step's numbers go up in one copy, a plan's changes of
+tables in another, and so does each new prompt.
+
+Everything is put into the queue of one stream, in order: what a step still reads is overwritten
+only after it, and nobody waits. Knows no sampler and no model; the runner calls it.
+
+Legend: R rows, L tokens of a row, S sequences of the step, T tokens of the step, G KV groups.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from quire.attention.interface import AttentionBatch, GroupBatch
+from quire.core.step import EditKind, StepPlan
+from quire.kernels.device import DeviceLink
+from quire.runtime.batch import NO_LINES, RowBatch, StepBatch
+from quire.runtime.block_tables import Int32, Int64
+from quire.sampling.device_history import DeviceHistory
+from quire.sampling.step_sampler import PendingSample
+
+A = TypeVar("A")
+
+# K and V of a token of padding are written nowhere.
+NO_SLOT = -1
+
+# Of the parts of an upload, in 64-bit words: Triton compiles a kernel again for pointers that are
+# not multiples of 16 bytes, and a line of the cache has 128.
+ALIGNMENT_WORDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers(Generic[A]):
+    """A step's numbers, as arrays or as tensors.
+
+    token_index: [T] int64, where each token's id stands among those of all rows, [R * L].
+    positions: [T] int64. slots: of each group, [T] int64. rows: [S] int64. sample_index: [S] int64,
+    the tokens whose hidden states predict, as many as do. query_start: [S + 1] int32.
+    context_lens: [S] int32.
+    """
+
+    token_index: A
+    positions: A
+    slots: tuple[A, ...]
+    rows: A
+    sample_index: A
+    query_start: A
+    context_lens: A
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the numbers of a step lie in one buffer of 64-bit words."""
+
+    num_tokens: int
+    num_seqs: int
+    num_groups: int
+
+    def open(self, buffer: Any, int32: Any) -> _Numbers[Any]:
+        """Views into buffer [num_words] int64, an array or a tensor; int32: its library's dtype."""
+        first, parts = 0, []
+        for size in self._sizes():
+            parts.append(buffer[first : first + size])
+            first += _aligned(size)
+        token_index, positions, *slots, rows, sample_index, query_start, context_lens = parts
+        return _Numbers(
+            token_index,
+            positions,
+            tuple(slots),
+            rows,
+            sample_index,
+            query_start.view(int32)[: self.num_seqs + 1],
+            context_lens.view(int32)[: self.num_seqs],
+        )
+
+    @property
+    def num_words(self) -> int:
+        return sum(_aligned(size) for size in self._sizes())
+
+    def _sizes(self) -> list[int]:
+        tokens, seqs = self.num_tokens, self.num_seqs
+        return [tokens] * (2 + self.num_groups) + [seqs, seqs, seqs // 2 + 1, (seqs + 1) // 2]
+
+
+def _aligned(num_words: int) -> int:
+    return num_words + -num_words % ALIGNMENT_WORDS
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a step's tensors lie on the device. buffer: `numbers` are views into it."""
+
+    layout: _Layout
+    buffer: torch.Tensor
+    numbers: _Numbers[torch.Tensor]
+    groups: tuple[GroupBatch, ...]
+    token_ids: torch.Tensor
+
+
+class DeviceRows:
+    """See `model_runner.StepRows`.
+
+    history: the token ids on the device, for the sampler, which appends to them.
+
+    Invariant: once all that is queued has run, the token ids and block tables on the device are
+    those of the rows, but for what lies beyond a row's tokens or its table's end.
+    """
+
+    def __init__(self, host: RowBatch, link: DeviceLink, static_sizes: Sequence[int] = ()) -> None:
+        """host: without any row yet. static_sizes: see `StepBatch.static_size`. A step in
+        which more sequences compute, or one of them more than one token, is not static."""
+        self.max_num_tokens = host.max_num_tokens
+        self.num_prompt_tokens = host.num_prompt_tokens
+        self._host = host
+        self._link = link
+        self._static_sizes = sorted(static_sizes)
+        self._places: dict[int, _Place] = {}
+        token_ids = torch.zeros(host.token_ids.shape, dtype=torch.int32, device=link.device)
+        self._token_ids = token_ids.view(-1)
+        self.history = DeviceHistory(token_ids, host.num_tokens)
+        self._tables = torch.zeros(host.tables.entries.shape, dtype=torch.int32, device=link.device)
+
+    # ---- the plan's changes -----------------------------------------------------------------
+
+    def change(self, plan: StepPlan) -> None:
+        """See `StepRows`. In the plan's order, so that a fork finds the tokens before any edit."""
+        host = self._host
+        host.change(plan)
+        for one in plan.admit:
+            # The host has them as an array, unless it has already edited them.
+            count = len(one.token_ids)
+            given = one.token_ids if plan.token_edits else host.token_ids[one.row, :count]
+            target = self.history.token_ids[one.row, :count]
+            self._link.upload_into(target, np.asarray(given, np.int32))
+        for fork in plan.forks:
+            # Whole: what lies beyond the tokens is never read.
+            self.history.token_ids[fork.row].copy_(self.history.token_ids[fork.source_row])
+        length = host.token_ids.shape[1]
+        edits = [
+            (edit.row * length + edit.first_position, len(edit.token_ids))
+            for edit in plan.token_edits
+        ]
+        self._write(self._token_ids, _ranges(edits), host.token_ids)
+        self._write(self._tables.view(-1), self._table_places(plan), host.tables.entries)
+
+    def _table_places(self, plan: StepPlan) -> Int64:
+        """Indices into the flattened block tables of all entries that the plan has changed."""
+        tables = self._host.tables
+        num_groups, num_rows, length = tables.entries.shape
+        spans: list[tuple[int, int]] = []
+        for row in [*(one.row for one in plan.admit), *(one.row for one in plan.forks)]:
+            for group in range(num_groups):
+                count = int(tables.lengths[group, row])
+                spans.append(((group * num_rows + row) * length, count))
+        for edit in plan.table_edits:
+            if edit.kind is not EditKind.CUT:
+                first = (edit.group * num_rows + edit.row) * length + edit.first_logical_block
+                spans.append((first, len(edit.block_ids)))
+        return _ranges(spans)
+
+    def _write(self, target: torch.Tensor, places: Int64, source: Int32) -> None:
+        """Copy these places of `source`, flattened, to the same places of `target`."""
+        count = len(places)
+        if not count:
+            return
+        words = np.empty(_aligned(count) + (count + 1) // 2, np.int64)
+        words[:count] = places
+        words[_aligned(count) :].view(np.int32)[:count] = source.reshape(-1)[places]
+        sent = self._link.upload(words)
+        target.index_copy_(0, sent[:count], sent[_aligned(count) :].view(torch.int32)[:count])
+
+    def take_sampled(self, rows: Int64, sample: PendingSample) -> None:
+        """See `StepRows`. The sampler has stored the tokens in the history."""
+        self._host.count_sampled(rows)
+
+    def prompt_token_ids(self, row: int, first: int, count: int) -> Int32:
+        """See `StepRows`."""
+        return self._host.prompt_token_ids(row, first, count)
+
+    def reset(self) -> None:
+        """See `StepRows`. Raises what has failed on the device."""
+        self._link.synchronize()
+        self._host.reset()
+
+    # ---- the step's tensors -----------------------------------------------------------------
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        """See `StepRows`."""
+        step = self._host.build(plan)
+        num_tokens, num_seqs = len(step.positions), len(step.rows)
+        size = self._static_size(num_seqs) if num_tokens == num_seqs else 0
+        place = self._static_place(size) if size else self._make_place(num_tokens, num_seqs)
+        words = np.zeros(place.layout.num_words, np.int64)
+        numbers = place.layout.open(words, np.int32)
+        lengths = step.num_new_tokens
+        numbers.positions[:num_tokens] = step.positions.numpy()
+        numbers.token_index[:num_tokens] = np.repeat(
+            step.rows * self._host.token_ids.shape[1], lengths
+        )
+        numbers.token_index[:num_tokens] += numbers.positions[:num_tokens]
+        for slots, group in zip(numbers.slots, step.attention.groups, strict=True):
+            slots[:num_tokens] = group.slot_mapping.numpy()
+            slots[num_tokens:] = NO_SLOT
+        numbers.rows[:num_seqs] = step.rows
+        num_sampling = len(step.sample_rows) - len(step.joined_lines)
+        numbers.sample_index[:num_sampling] = step.sample_index.numpy()[:num_sampling]
+        _fill_query_start(numbers.query_start, step.attention.query_start.numpy())
+        numbers.context_lens[:num_seqs] = step.attention.context_lens.numpy()
+        self._fill(place, words)
+        return self._step_batch(place, step, size)
+
+    def build_padding(self, size: int) -> StepBatch:
+        """A step of a static size in which no sequence computes."""
+        place = self._static_place(size)
+        words = np.zeros(place.layout.num_words, np.int64)
+        numbers = place.layout.open(words, np.int32)
+        for slots in numbers.slots:
+            slots[:] = NO_SLOT
+        _fill_query_start(numbers.query_start, np.zeros(1, np.int32))
+        self._fill(place, words)
+        none = np.zeros(0, np.int64)
+        return StepBatch(
+            token_ids=place.token_ids,
+            positions=place.numbers.positions,
+            attention=_attention_batch(place, ([], [], []), 0),
+            rows=none,
+            num_new_tokens=none,
+            sample_rows=none,
+            sample_index=place.numbers.sample_index[:0],
+            joined_lines=NO_LINES,
+            prompt_logprob_spans=[],
+            static_size=size,
+        )
+
+    def _static_size(self, num_seqs: int) -> int:
+        index = bisect_left(self._static_sizes, num_seqs)
+        return self._static_sizes[index] if index < len(self._static_sizes) else 0
+
+    def _static_place(self, size: int) -> _Place:
+        if size not in self._places:
+            self._places[size] = self._make_place(size, size)
+        return self._places[size]
+
+    def _make_place(self, num_tokens: int, num_seqs: int) -> _Place:
+        layout = _Layout(num_tokens, num_seqs, len(self._tables))
+        device = self._link.device
+        buffer = torch.empty(layout.num_words, dtype=torch.int64, device=device)
+        numbers = layout.open(buffer, torch.int32)
+        groups = tuple(map(GroupBatch, self._tables, numbers.slots))
+        token_ids = torch.empty(num_tokens, dtype=torch.int64, device=device)
+        return _Place(layout, buffer, numbers, groups, token_ids)
+
+    def _fill(self, place: _Place, words: Int64) -> None:
+        self._link.upload_into(place.buffer, words)
+        place.token_ids.copy_(self._token_ids.index_select(0, place.numbers.token_index))
+
+    def _step_batch(self, place: _Place, step: StepBatch, size: int) -> StepBatch:
+        """`step`, of the host, with the place's tensors."""
+        host, numbers = step.attention, place.numbers
+        lists = (host.query_lens_list, host.context_lens_list, host.rows_list)
+        num_seqs = len(step.rows)
+        num_decodes = num_seqs if len(step.positions) == num_seqs else host.num_decodes
+        joined_lines = NO_LINES
+        if len(step.joined_lines):
+            joined_lines = self._link.upload(step.joined_lines.numpy())
+        return StepBatch(
+            token_ids=place.token_ids,
+            positions=numbers.positions,
+            attention=_attention_batch(place, lists, num_decodes),
+            rows=step.rows,
+            num_new_tokens=step.num_new_tokens,
+            sample_rows=step.sample_rows,
+            sample_index=numbers.sample_index[: len(step.sample_rows) - len(joined_lines)],
+            joined_lines=joined_lines,
+            prompt_logprob_spans=step.prompt_logprob_spans,
+            static_size=size,
+        )
+
+
+def _attention_batch(
+    place: _Place, lists: tuple[list[int], list[int], list[int]], num_decodes: int
+) -> AttentionBatch:
+    numbers = place.numbers
+    query_lens, context_lens, rows = lists
+    return AttentionBatch(
+        query_start=numbers.query_start,
+        context_lens=numbers.context_lens,
+        rows=numbers.rows,
+        query_lens_list=query_lens,
+        context_lens_list=context_lens,
+        rows_list=rows,
+        num_decodes=num_decodes,
+        groups=place.groups,
+    )
+
+
+def _fill_query_start(target: Int32, query_start: Int32) -> None:
+    """query_start, and one token each for the sequences of padding after those that it has."""
+    num_given = len(query_start)
+    target[:num_given] = query_start
+    num_missing = len(target) - num_given
+    target[num_given:] = query_start[-1] + 1 + np.arange(num_missing)
+
+
+def _ranges(spans: Sequence[tuple[int, int]]) -> Int64:
+    """All whole numbers of spans (first, count), one span after the other."""
+    if not spans:
+        return np.zeros(0, np.int64)
+    firsts, counts = np.array(spans, np.int64).T
+    ends = np.cumsum(counts)
+    found: Int64 = np.arange(ends[-1]) + np.repeat(firsts - (ends - counts), counts)
+    return found

@@ -1,0 +1,274 @@
+"""Rank 0's side of tensor parallelism: the other ranks' processes, and a runner that drives all.
+
+The ranks must make the same calls in the same order, or their collectives meet the wrong partner.
+So a call that fails on any rank ends the group: nobody knows what the others did of it. The engine
+process then ends too, and is started again as after any other death.
+
+Knows no model. Called by `engine.build`.
+"""
+
+import contextlib
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
+from quire.distributed.group import ProcessGroup
+from quire.errors import (
+    CheckpointError,
+    ConfigurationError,
+    EngineDeadError,
+    InsufficientMemoryError,
+    QuireError,
+    UnsupportedModelError,
+)
+from quire.observability import log
+from quire.runtime.worker import (
+    Call,
+    Execute,
+    Failed,
+    FetchResult,
+    FromWorker,
+    Join,
+    Joining,
+    PeerGoneError,
+    Ready,
+    Reset,
+    Sample,
+    receive_news,
+    send,
+)
+
+END_TIMEOUT_S = 5.0
+"""A worker whose socket has ended gets so long to end by itself."""
+
+_START_ERRORS: dict[str, type[QuireError]] = {
+    kind.code: kind
+    for kind in (
+        CheckpointError,
+        ConfigurationError,
+        InsufficientMemoryError,
+        UnsupportedModelError,
+    )
+}
+
+FAILURE_TIMEOUT_S = 1.0
+"""A collective may fail on this rank before the one that is to blame has said why."""
+
+T = TypeVar("T")
+
+
+class Workers:
+    """The processes of ranks 1 to size - 1.
+
+    They end when this object does, however that comes about.
+    """
+
+    def __init__(self, command: Sequence[str], options: Mapping[str, Any], size: int) -> None:
+        """Starts them. command: what to run; `--fd N` and the arguments of logging are appended.
+        options: of the engine, as plain data."""
+        self.size = size
+        self._has_lost_one = threading.Event()
+        folder = tempfile.TemporaryDirectory(prefix="quire-")
+        self.meeting_place = Path(folder.name) / "ranks"
+        self._sockets: list[socket.socket] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._end = weakref.finalize(self, _end, self._sockets, self._processes, folder)
+        try:
+            for rank in range(1, size):
+                self._start(command)
+                join = Join(dict(options), rank, size, str(self.meeting_place))
+                send(self._sockets[-1], join)
+        except (OSError, PeerGoneError) as error:
+            self._end()
+            raise EngineDeadError(f"the process of a rank can't be started: {error}") from error
+
+    def _start(self, command: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair()
+        self._sockets.append(ours)
+        with theirs:
+            self._processes.append(
+                subprocess.Popen(
+                    [*command, "--fd", str(theirs.fileno()), *log.arguments()],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
+                    start_new_session=True,  # a terminal's Ctrl-C is for rank 0 to understand
+                )
+            )
+
+    def wait_joining(self) -> None:
+        """Until all are about to meet. Raises why one of them failed."""
+        self._wait_for(Joining)
+
+    def wait_ready(self) -> None:
+        """Until all take calls. Raises why one of them failed."""
+        self._wait_for(Ready)
+
+    def _wait_for(self, kind: type[FromWorker]) -> None:
+        for rank, sock in enumerate(self._sockets, 1):
+            news = _news(sock)
+            if isinstance(news, Failed):
+                raise _error(rank, news)
+            assert isinstance(news, kind), news
+
+    def send(self, call: Call) -> None:
+        """To all of them. Raises PeerGoneError."""
+        for sock in self._sockets:
+            send(sock, call)
+
+    def failure(self, timeout_s: float = 0.0) -> QuireError | None:
+        """Why one of them failed, if one did by then."""
+        poll = select.poll()
+        ranks = {}
+        for rank, sock in enumerate(self._sockets, 1):
+            ranks[sock.fileno()] = rank, sock
+            poll.register(sock, select.POLLIN)
+        # What they say before they fail is read on the way.
+        while happened := poll.poll(1000 * timeout_s):
+            for fd, _ in happened:
+                rank, sock = ranks[fd]
+                if isinstance(news := _news(sock), Failed):
+                    return _error(rank, news)
+        return None
+
+    @property
+    def has_lost_one(self) -> bool:
+        """Whether `watch` has seen one of them go."""
+        return self._has_lost_one.is_set()
+
+    def watch(self, on_death: Callable[[], object]) -> None:
+        """Call on_death, from a thread of its own, when one of them is gone."""
+        poll, end, lost = select.poll(), self._end, self._has_lost_one
+        for sock in self._sockets:
+            poll.register(sock, 0)  # no events asked for: only hang-up and errors are told
+
+        def watch() -> None:
+            poll.poll()
+            if end.alive:  # it was not we who ended them
+                lost.set()
+                on_death()
+
+        threading.Thread(target=watch, name="quire-watch-ranks", daemon=True).start()
+
+    def end(self) -> None:
+        """End all of them; waits for that. More calls change nothing."""
+        self._end()
+
+
+def _end(
+    sockets: Sequence[socket.socket],
+    processes: Sequence[subprocess.Popen[bytes]],
+    folder: tempfile.TemporaryDirectory[str],
+) -> None:
+    for sock in sockets:
+        with contextlib.suppress(OSError):  # the other end has gone first
+            sock.shutdown(socket.SHUT_RDWR)  # a thread may still watch it, and keep it from closing
+        sock.close()
+    for process in processes:
+        try:
+            process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    folder.cleanup()
+
+
+def _news(sock: socket.socket) -> FromWorker:
+    """What the worker says next; waits for it."""
+    try:
+        return receive_news(sock)
+    except PeerGoneError:
+        return Failed(EngineDeadError.code, "its process has died")
+
+
+def _error(rank: int, failed: Failed) -> QuireError:
+    return _START_ERRORS.get(failed.code, EngineDeadError)(f"rank {rank}: {failed.message}")
+
+
+@contextmanager
+def first_rank(
+    workers: Workers, device: torch.device, *, fixed_order: bool = False
+) -> Iterator[ProcessGroup]:
+    """Meet the workers. Rank 0 builds its share of the model inside the `with`; at its end all
+    ranks are ready, and where it fails all workers have ended.
+
+    fixed_order: see `ProcessGroup`. Raises what a worker failed of, where one did.
+    """
+    try:
+        workers.wait_joining()
+        group = ProcessGroup(
+            workers.meeting_place, 0, workers.size, device, fixed_order=fixed_order
+        )
+        workers.watch(group.abort)
+        yield group
+        workers.wait_ready()
+    except QuireError:
+        workers.end()
+        raise
+    except BaseException as error:
+        failure = workers.failure(FAILURE_TIMEOUT_S)
+        workers.end()
+        if failure is not None:
+            raise failure from error
+        raise
+
+
+class DistributedRunner:
+    """Makes every call on all ranks: on the workers by a message, on rank 0 by `runner`.
+
+    See `core.step.Runner`. Invariant: until a call has failed, all ranks have made, or will make,
+    the same calls; afterwards there are no workers, and every call but `reset` raises.
+    """
+
+    def __init__(self, runner: Runner, workers: Workers) -> None:
+        """runner: of rank 0. workers: all ready."""
+        self._runner = runner
+        self._workers = workers
+        self._failure: str | None = None
+
+    def execute(self, plan: StepPlan) -> None:
+        """Raises EngineDeadError, as all others do, where any rank fails."""
+        self._call(Execute(plan), lambda: self._runner.execute(plan))
+
+    def sample(self, masks: TokenMasks | None = None) -> None:
+        call = Sample(None if masks is None else dict(masks))
+        self._call(call, lambda: self._runner.sample(masks))
+
+    def result(self) -> StepResult:
+        return self._call(FetchResult(), self._runner.result)
+
+    def reset(self) -> None:
+        if self._failure is None:
+            self._call(Reset(), self._runner.reset)
+
+    def _call(self, call: Call, make: Callable[[], T]) -> T:
+        if self._failure is None:
+            try:
+                self._workers.send(call)
+                made = make()
+                if self._workers.has_lost_one:  # a collective that was let go of leaves anything
+                    raise RuntimeError("another rank is gone")
+                return made
+            except Exception as error:
+                self._give_up(str(error) or type(error).__name__)
+                raise EngineDeadError(f"tensor parallelism: {self._failure}") from error
+            except BaseException:  # Ctrl-C: nobody knows what the ranks did of the call
+                self._give_up("a step was interrupted")
+                raise
+        raise EngineDeadError(f"tensor parallelism: {self._failure}; make a new engine")
+
+    def _give_up(self, reason: str) -> None:
+        failure = self._workers.failure(FAILURE_TIMEOUT_S)
+        self._failure = f"rank 0: {reason}" if failure is None else str(failure)
+        self._workers.end()

@@ -1,0 +1,117 @@
+"""The steps that take the most memory, run on a real runner so that somebody can look at it.
+
+One computes as many prompt tokens as a step may, one decodes with all rows; in both every row ends
+at the longest context and samples with every option that takes memory. All rows hold the same
+tokens and the same few blocks, again and again, so that they write the same bytes to the same
+places and the pool may be tiny. What they sample is nobody's. Called by `engine/device_sizes`.
+"""
+
+from dataclasses import dataclass
+
+from quire.core.sampling_params import DecodingParams
+from quire.core.step import Chunk, RowAdmission, Runner, StepPlan
+from quire.runtime.calibration import RunnerShape
+
+
+@dataclass(frozen=True, slots=True)
+class WorstSteps:
+    """shape: of the runner, of whose num_blocks nothing is asked here. max_logprobs: the most that
+    a request may ask for."""
+
+    shape: RunnerShape
+    max_logprobs: int
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that the steps use: those that the longest chunk lies in."""
+        return self._num_cycled * self.shape.num_groups
+
+    def run(self, runner: Runner) -> None:
+        """Both steps. The runner must have no rows, and has none afterwards."""
+        try:
+            for plan in self.plans():
+                runner.execute(plan)
+                runner.sample()
+                runner.result()
+        finally:
+            runner.reset()
+
+    def plans(self) -> tuple[StepPlan, StepPlan]:
+        """The prompts' step, then the decoding one."""
+        chunks = self._chunks()
+        num_rows = len(chunks)
+        prompts = StepPlan(
+            step_id=1,
+            num_rows=num_rows,
+            num_tokens=sum(chunks),
+            admit=self._admissions(chunks),
+            chunks=tuple(Chunk(row, size) for row, size in enumerate(chunks)),
+        )
+        decodes = StepPlan(
+            step_id=2,
+            num_rows=num_rows,
+            num_tokens=num_rows,
+            release=tuple(range(num_rows)),
+            admit=self._admissions([1] * num_rows),
+        )
+        return prompts, decodes
+
+    @property
+    def _length(self) -> int:
+        """Tokens of a row before it samples."""
+        return self.shape.max_model_len - 1
+
+    @property
+    def _num_cycled(self) -> int:
+        # One more than whole blocks: the chunk may begin in the middle of one.
+        longest = -(-self._chunks()[0] // self.shape.block_size) + 1
+        return min(longest, self._num_logical)
+
+    @property
+    def _num_logical(self) -> int:
+        return -(-self.shape.max_model_len // self.shape.block_size)
+
+    def _chunks(self) -> list[int]:
+        """Prompt tokens of each row: most of them the first one's, for prompt log-probabilities
+        are made of many positions at once."""
+        left = self.shape.max_num_tokens
+        chunks: list[int] = []
+        for row in range(self.shape.num_rows):
+            num_others = self.shape.num_rows - row - 1
+            chunks.append(min(left - num_others, self._length))
+            left -= chunks[-1]
+        return chunks
+
+    def _admissions(self, chunks: list[int]) -> tuple[RowAdmission, ...]:
+        token_ids = [place % self.shape.vocab_size for place in range(self._length)]
+        tables = tuple(
+            tuple(
+                group * self._num_cycled + logical % self._num_cycled
+                for logical in range(self._num_logical)
+            )
+            for group in range(self.shape.num_groups)
+        )
+        return tuple(
+            RowAdmission(
+                row,
+                token_ids,
+                self._length,
+                self._length - size,
+                tables,
+                self._params(prompt_logprobs=row == 0 and size > 1),
+            )
+            for row, size in enumerate(chunks)
+        )
+
+    def _params(self, *, prompt_logprobs: bool) -> DecodingParams:
+        return DecodingParams(
+            max_tokens=2,
+            top_p=0.9,
+            top_k=self.shape.vocab_size // 2,
+            min_p=0.01,
+            presence_penalty=0.1,
+            frequency_penalty=0.1,
+            repetition_penalty=1.1,
+            logprobs=self.max_logprobs,
+            prompt_logprobs=self.max_logprobs if prompt_logprobs else None,
+        )

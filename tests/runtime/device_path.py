@@ -1,0 +1,162 @@
+"""The device's path in main memory: stand-ins for what only a GPU, or Triton, brings."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.attention.interface import AttentionBatch, GroupBatch
+from quire.attention.torch_paged import TorchPagedAttention
+from quire.core.step import TokenMasks
+from quire.engine.engine import Engine
+from quire.kernels.device import DeviceLink
+from quire.kernels.rotary import Rotation, rotate
+from quire.runtime.batch import RowBatch
+from quire.runtime.device_rows import DeviceRows
+from quire.runtime.graphs import RepeatedCalls, graph_sizes
+from quire.runtime.model_runner import ModelRunner
+from quire.sampling.device_history import DeviceHistory
+from quire.sampling.history import Ints, TokenHistory
+from quire.sampling.sampler import Rows, SampledTokens, Sampler, SamplingRows
+from quire.sampling.step_sampler import HostStepSampler, PendingLogprobs, PendingSample
+
+CPU = torch.device("cpu")
+LINK = DeviceLink(CPU)
+
+
+@dataclass
+class Late:
+    """A sample that may be fetched only once its step's successor is under way, or later."""
+
+    found: SampledTokens
+    num_fetched: int = 0
+
+    def fetch(self) -> SampledTokens:
+        self.num_fetched += 1
+        assert self.num_fetched == 1, "a result is fetched once"
+        return self.found
+
+
+class HistorySampler:
+    """Samples as the host does, from the device's history and into it, as a device's sampler."""
+
+    def __init__(self, rows: SamplingRows, history: DeviceHistory) -> None:
+        self.rows = rows
+        self._history = history
+        tokens = TokenHistory(history.token_ids.numpy(), history.num_tokens)
+        self._sampler = HostStepSampler(Sampler(rows), tokens)
+
+    def sample(
+        self, logits: torch.Tensor, rows: Rows, masks: TokenMasks | None = None
+    ) -> PendingSample:
+        assert torch.isfinite(logits).all() or logits.isnan().any()
+        found = self._sampler.sample(logits, rows, masks).fetch()
+        places = self._history.num_tokens[rows]
+        self._history.token_ids.numpy()[rows, places] = np.maximum(found.token_ids, 0)
+        return Late(found)
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, next_token_ids: Ints, k: int
+    ) -> PendingLogprobs:
+        return self._sampler.prompt_logprobs(logits, next_token_ids, k)
+
+
+class TensorsOnly(TorchPagedAttention):
+    """Steps in which all sequences decode are planned from tensors alone, padding and all.
+
+    The output of padding is NaN: nobody may read it.
+    """
+
+    serves_graphs = True
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.num_padded = 0
+        if batch.num_decodes == len(batch.query_lens_list):
+            batch = self.without_padding(batch)
+        if len(batch.rows):
+            super().plan(batch)
+
+    def without_padding(self, batch: AttentionBatch) -> AttentionBatch:
+        is_real = batch.context_lens > 0
+        count = int(is_real.sum())
+        self.num_padded = len(is_real) - count
+        assert is_real[:count].all(), "padding comes last"
+        assert batch.query_start.tolist() == list(range(len(is_real) + 1))
+        for group in batch.groups:
+            assert (group.slot_mapping[count:] == -1).all()
+            assert (group.slot_mapping[:count] >= 0).all()
+        return AttentionBatch(
+            query_start=batch.query_start[: count + 1],
+            context_lens=batch.context_lens[:count],
+            rows=batch.rows[:count],
+            query_lens_list=[1] * count,
+            context_lens_list=batch.context_lens[:count].tolist(),
+            rows_list=batch.rows[:count].tolist(),
+            num_decodes=count,
+            groups=tuple(
+                GroupBatch(group.block_tables, group.slot_mapping[:count]) for group in batch.groups
+            ),
+        )
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        if not self.num_padded:
+            return super().run(layer, q, k, v, sinks, rotation)
+        if rotation is not None:
+            q, k = rotate(q, k, rotation)
+        output = torch.full_like(q, float("nan"))
+        count = len(q) - self.num_padded
+        if count:
+            output[:count] = super().run(layer, q[:count], k[:count], v[:count], sinks)
+        return output
+
+
+class CountedCalls(RepeatedCalls):
+    """Knows how often it captured, and how often that was replayed."""
+
+    def __init__(self) -> None:
+        self.num_captured = self.num_replayed = 0
+
+    def capture(self, computation):
+        self.num_captured += 1
+        again = super().capture(computation)
+
+        def replay() -> torch.Tensor:
+            self.num_replayed += 1
+            return again()
+
+        return replay
+
+
+def host_rows(engine: Engine) -> RowBatch:
+    """Rows as the engine's own runner has them."""
+    facts = engine.facts
+    return RowBatch(
+        num_rows=facts["max_num_seqs"],
+        max_model_len=facts["max_model_len"],
+        max_num_tokens=facts["max_num_batched_tokens"],
+        num_groups=facts["num_kv_groups"],
+        block_size=facts["block_size"],
+    )
+
+
+def move_to_device(
+    engine: Engine, *, overlap: bool, capture: RepeatedCalls | None = None
+) -> ModelRunner:
+    """Let an engine that was built to compute with torch go on along the device's path."""
+    old, host = engine._runner, host_rows(engine)
+    num_rows = len(host.num_tokens)
+    rows = DeviceRows(host, LINK, () if capture is None else graph_sizes(num_rows))
+    sampler = HistorySampler(SamplingRows(num_rows, old._model.vocab_size), rows.history)
+    backend = TorchPagedAttention() if capture is None else TensorsOnly()
+    runner = ModelRunner(old._model, backend, old._kv_cache, rows, sampler, capture=capture)
+    engine._runner = runner
+    engine.overlap = overlap
+    return runner

@@ -1,0 +1,190 @@
+"""When steps are captured and what is replayed, with calls that are repeated in place of graphs."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quire.runtime.graphs import CudaGraphCapture, GraphForward, RepeatedCalls, graph_sizes
+
+
+class Doubling:
+    """A forward pass: twice the token ids; counts its calls, of `plan` too."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def plan(self, step) -> None:
+        self.calls.append(("plan", step.static_size))
+
+    def __call__(self, step) -> torch.Tensor:
+        self.calls.append(("run", step.static_size))
+        return 2 * step.token_ids
+
+
+def make_step(*token_ids: int, static_size: int = 0):
+    return SimpleNamespace(token_ids=torch.tensor(token_ids), static_size=static_size)
+
+
+def padding(size: int):
+    return make_step(*[0] * size, static_size=size)
+
+
+def run(forward: GraphForward, step) -> list[int]:
+    forward.plan(step)
+    return forward(step).tolist()
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (5, (1, 2, 4, 5)),
+        (64, (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)),
+        (70, (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 70)),
+        (100, (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100)),
+    ],
+)
+def test_the_sizes_end_with_the_most_sequences(most: int, expected: tuple[int, ...]) -> None:
+    assert graph_sizes(most) == expected
+
+
+def test_no_size_adds_more_than_31_rows_and_there_are_few() -> None:
+    sizes = graph_sizes(512)
+    assert max(b - a for a, b in pairwise(sizes)) == 32
+    assert len(sizes) < 32
+    assert len(graph_sizes(256)) == 23
+
+
+def test_a_static_step_is_captured_once_and_then_replayed_with_new_values() -> None:
+    eager = Doubling()
+    forward = GraphForward(eager, RepeatedCalls(), padding)
+    step = make_step(1, 2, static_size=2)
+    assert run(forward, step) == [2, 4]
+    # Captured, then replayed: each time both planned and run.
+    assert eager.calls == [("plan", 2), ("run", 2)] * 2
+    step.token_ids[:] = torch.tensor([5, 6])
+    later = SimpleNamespace(token_ids="only the first step's tensors count", static_size=2)
+    assert run(forward, later) == [10, 12]
+    assert forward.sizes == (2,)
+    assert forward.capture_s > 0
+    assert forward.num_bytes == 0
+
+
+def test_other_steps_are_planned_and_run_one_by_one() -> None:
+    eager = Doubling()
+    forward = GraphForward(eager, RepeatedCalls(), padding)
+    assert run(forward, make_step(1)) == [2]
+    assert run(forward, make_step(7, 8)) == [14, 16]
+    assert eager.calls == [("plan", 0), ("run", 0)] * 2
+    assert forward.sizes == ()
+
+
+def test_all_sizes_may_be_captured_at_once_the_largest_first() -> None:
+    eager = Doubling()
+    forward = GraphForward(eager, RepeatedCalls(), padding)
+    forward.capture_all((1, 4, 2))
+    forward.capture_all((4,))
+    assert [size for name, size in eager.calls if name == "run"] == [4, 2, 1]
+    assert forward.sizes == (1, 2, 4)
+
+
+class FakeCuda:
+    """What torch.cuda does for a capture, written down; each capture takes 1,000 bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[str] = []
+        self.free_bytes = 100_000
+        self.streams: list[FakeStream] = []
+        for name in ("current_stream", "stream", "graph", "mem_get_info"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", self.new_graph)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.told.append("wait"))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def new_stream(self, device: str) -> "FakeStream":
+        self.streams.append(FakeStream(f"side {device}", self.told))
+        return self.streams[-1]
+
+    def current_stream(self, device: str) -> "FakeStream":
+        return FakeStream("main", self.told)
+
+    def mem_get_info(self, device: str) -> tuple[int, int]:
+        return self.free_bytes, 200_000
+
+    def new_graph(self) -> SimpleNamespace:
+        replay = partial(self.told.append, "replay")
+        return SimpleNamespace(replay=replay, pool=lambda: "the pool")
+
+    @contextmanager
+    def stream(self, stream: "FakeStream") -> Iterator[None]:
+        self.told.append(f"on {stream.name}")
+        yield
+
+    @contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        self.told.append(f"capture on {stream.name} into {pool}")
+        self.free_bytes -= 1000
+        yield
+
+
+class FakeStream:
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name = name
+        self.told = told
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.told.append(f"{self.name} after {other.name}")
+
+
+def test_cuda_graphs_are_captured_after_a_warm_up_and_share_a_pool(monkeypatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    capture = CudaGraphCapture("gpu")
+
+    def compute() -> torch.Tensor:
+        cuda.told.append("compute")
+        return torch.tensor([3])
+
+    replay = capture.capture(compute)
+    assert cuda.told == [
+        *("side gpu after main", "on side gpu", "compute", "main after side gpu"),
+        *("wait", "capture on side gpu into None", "compute", "wait"),
+    ]
+    assert capture.num_bytes == 1000
+    cuda.told.clear()
+    assert replay().tolist() == replay().tolist() == [3]
+    assert cuda.told == ["replay", "replay"]
+    capture.capture(compute)
+    assert "capture on side gpu into the pool" in cuda.told
+    assert (capture.num_bytes, len(cuda.streams)) == (2000, 1)
+
+
+class Full(RepeatedCalls):
+    def capture(self, computation):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_without_memory_for_a_graph_its_steps_are_launched_singly(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    forward = GraphForward(Doubling(), Full(), padding)
+    step = make_step(1, 2, static_size=2)
+    with caplog.at_level(logging.WARNING):
+        assert run(forward, step) == [2, 4]
+        assert run(forward, step) == [2, 4]
+    (record,) = caplog.records
+    assert "no memory to capture the decode step of 2 sequences" in record.getMessage()
+    assert "enforce_eager" in record.getMessage()
+
+
+def test_asked_for_at_the_start_it_is_an_error() -> None:
+    forward = GraphForward(Doubling(), Full(), padding)
+    with pytest.raises(torch.OutOfMemoryError):
+        forward.capture_all((1,))

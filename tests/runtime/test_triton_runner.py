@@ -1,0 +1,71 @@
+"""The device's path with nothing but Triton kernels, in the interpreter, from end to end.
+
+Small, for the interpreter takes half a second a step; `test_device_runner.py` has the crowds.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.checkpoints import save_checkpoint
+
+from quire.core.sampling_params import SamplingParams
+from quire.engine.llm import LLM
+from quire.runtime.graphs import graph_sizes
+
+pytest.importorskip("triton")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21, 22]]
+WISHES = [
+    SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, logprobs=1, prompt_logprobs=0),
+    SamplingParams(n=2, temperature=1.2, top_p=0.9, seed=3, max_tokens=5, frequency_penalty=0.5),
+]
+
+
+def test_a_prompt_in_chunks_forks_and_static_steps_give_the_tokens_of_torch(tmp_path) -> None:
+    folder = str(save_checkpoint("qwen3", tmp_path, **SMALL))
+    torch.set_num_threads(1)
+
+    def make_llm(kernels: str, **options: Any) -> LLM:
+        return LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            kernels=kernels,
+            max_model_len=32,
+            block_size=8,
+            max_num_seqs=4,
+            max_num_batched_tokens=8,
+            **options,
+        )
+
+    llm = make_llm("triton", async_scheduling=True, num_blocks=6)
+    found, expected = (
+        one.generate([{"prompt_token_ids": ids} for ids in PROMPTS], WISHES, use_tqdm=False)
+        for one in (llm, make_llm("torch"))
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        for branch, other in zip(ours.outputs, theirs.outputs, strict=True):
+            assert (branch.token_ids, branch.finish_reason) == (
+                other.token_ids,
+                other.finish_reason,
+            )
+    assert logprobs(found[0]) == pytest.approx(logprobs(expected[0]), abs=1e-5)
+    runner = llm.engine._runner
+    assert set(runner.graphs.sizes) <= set(graph_sizes(4)) and 4 in runner.graphs.sizes
+    assert llm.engine.stats().num_held_blocks == 0
+
+
+def logprobs(output: Any) -> list[float]:
+    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    return [one.logprob for entry in entries for one in entry.values()]

@@ -1,0 +1,124 @@
+"""The largest steps: that they are legal, as large as allowed, and run on a real runner."""
+
+import dataclasses
+
+import pytest
+
+from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
+from quire.engine.build import build_engine
+from quire.runtime.calibration import RunnerShape
+from quire.runtime.worst_step import WorstSteps
+
+SHAPE = RunnerShape(
+    num_rows=6,
+    max_num_tokens=50,
+    max_model_len=100,
+    num_groups=2,
+    num_blocks=0,
+    block_size=16,
+    vocab_size=30,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunks", "num_blocks"),
+    [
+        ({}, [45, 1, 1, 1, 1, 1], 8),
+        ({"num_groups": 1}, [45, 1, 1, 1, 1, 1], 4),
+        ({"max_num_tokens": 6}, [1] * 6, 4),
+        ({"max_num_tokens": 300}, [99, 99, 99, 1, 1, 1], 14),
+        ({"max_num_tokens": 10_000}, [99] * 6, 14),
+        ({"num_rows": 1, "max_num_tokens": 1}, [1], 4),
+        ({"max_model_len": 2}, [1] * 6, 2),
+        ({"block_size": 128}, [45, 1, 1, 1, 1, 1], 2),
+    ],
+)
+def test_steps_are_as_large_as_rows_and_lengths_allow(
+    changes: dict[str, int], chunks: list[int], num_blocks: int
+) -> None:
+    shape = dataclasses.replace(SHAPE, **changes)
+    steps = WorstSteps(shape, max_logprobs=4)
+    prompts, decodes = steps.plans()
+    assert [chunk.num_new_tokens for chunk in prompts.chunks] == chunks
+    assert prompts.num_tokens == sum(chunks) <= shape.max_num_tokens
+    assert decodes.num_tokens == decodes.num_rows == len(decodes.release) == shape.num_rows
+    assert decodes.chunks == ()
+    assert steps.num_blocks == num_blocks
+    for plan, sizes in ((prompts, chunks), (decodes, [1] * len(chunks))):
+        check_rows(plan, shape, num_blocks, sizes)
+
+
+def check_rows(plan: StepPlan, shape: RunnerShape, num_blocks: int, sizes: list[int]) -> None:
+    """Each row reaches its end there, has place for what it samples, and writes a block once."""
+    for one, size in zip(plan.admit, sizes, strict=True):
+        assert len(one.token_ids) == shape.max_model_len - 1 == one.num_computed_tokens + size
+        assert max(one.token_ids) < shape.vocab_size
+        assert len(one.block_tables) == shape.num_groups
+        own: set[int] = set()
+        for table in one.block_tables:
+            assert len(table) * shape.block_size >= shape.max_model_len
+            assert set(table) <= set(range(num_blocks)) and own.isdisjoint(table)
+            own |= set(table)
+            first = one.num_computed_tokens // shape.block_size
+            written = table[first : (shape.max_model_len - 2) // shape.block_size + 1]
+            assert len(set(written)) == len(written), "a row writes a block twice"
+
+
+def test_all_memory_hungry_options_are_on_and_prompts_have_logprobs() -> None:
+    prompts, decodes = WorstSteps(SHAPE, max_logprobs=4).plans()
+    params = [one.params for plan in (prompts, decodes) for one in plan.admit]
+    assert all(one.temperature and one.top_k and one.top_p < 1 and one.min_p for one in params)
+    assert all(one.presence_penalty and one.repetition_penalty != 1 for one in params)
+    assert {one.logprobs for one in params} == {4}
+    assert [one.prompt_logprobs for one in params] == [4] + [None] * 11
+
+
+class Runs(Runner):
+    """Counts what is called; fails in the step of that number."""
+
+    def __init__(self, failing_step: int = 0) -> None:
+        self.calls: list[str] = []
+        self._failing_step = failing_step
+
+    def execute(self, plan: StepPlan) -> None:
+        self.calls.append("execute")
+        if plan.step_id == self._failing_step:
+            raise RuntimeError("no")
+
+    def sample(self, masks: TokenMasks | None = None) -> None:
+        self.calls.append("sample")
+
+    def result(self) -> StepResult:
+        self.calls.append("result")
+        return StepResult(0, (), ())
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+
+def test_the_rows_are_dropped_whatever_happens() -> None:
+    runner = Runs()
+    WorstSteps(SHAPE, 0).run(runner)
+    assert runner.calls == ["execute", "sample", "result"] * 2 + ["reset"]
+    runner = Runs(failing_step=2)
+    with pytest.raises(RuntimeError, match="no"):
+        WorstSteps(SHAPE, 0).run(runner)
+    assert runner.calls == ["execute", "sample", "result", "execute", "reset"]
+
+
+def test_a_real_runner_carries_them_out() -> None:
+    engine = build_engine(
+        {"num_blocks": 12, "max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 40}
+    )
+    runner = engine._runner
+    shape = dataclasses.replace(SHAPE, num_rows=3, max_num_tokens=40, max_model_len=96)
+    steps = WorstSteps(dataclasses.replace(shape, num_groups=1, vocab_size=4096), max_logprobs=3)
+    results: list[StepResult] = []
+    for plan in steps.plans():
+        runner.execute(plan)
+        runner.sample()
+        results.append(runner.result())
+    prompts, decodes = results
+    assert sorted(prompts.rows) == sorted(decodes.rows) == [0, 1, 2]
+    assert len(prompts.prompt_logprobs[0]) == 37 and set(prompts.logprobs) == {0, 1, 2}
+    assert all(len(entries[0].top_token_ids) == 3 for entries in decodes.logprobs.values())
