@@ -34,8 +34,8 @@ def edited_model(tmp_path: Path, **changes: object) -> Path:
 
 
 def set_memory(monkeypatch: pytest.MonkeyPatch, available: int, total: int = 2**34) -> None:
-    monkeypatch.setattr("quire.engine.build.available_memory_bytes", lambda: available)
-    monkeypatch.setattr("quire.engine.build.total_memory_bytes", lambda: total)
+    monkeypatch.setattr("quire.engine.sizes.available_memory_bytes", lambda: available)
+    monkeypatch.setattr("quire.engine.sizes.total_memory_bytes", lambda: total)
 
 
 def test_memory_becomes_blocks() -> None:
@@ -243,7 +243,7 @@ def test_memory_that_runs_out_while_it_is_built_is_named(
     def load_model(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("quire.engine.build.load_model", load_model)
+    monkeypatch.setattr("quire.engine.share.load_model", load_model)
     with pytest.raises(InsufficientMemoryError, match="memory ran out while the engine was built"):
         build_engine(SMALL)
 
@@ -254,7 +254,7 @@ def test_a_bug_of_a_model_is_not_taken_for_too_little_memory(
     def load_model(*_: object, **__: object) -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    monkeypatch.setattr("quire.engine.build.load_model", load_model)
+    monkeypatch.setattr("quire.engine.share.load_model", load_model)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         build_engine(SMALL)
 

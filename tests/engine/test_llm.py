@@ -225,7 +225,7 @@ def test_a_request_that_never_fits_is_refused_at_once() -> None:
         ({"kv_cache_memry": 1}, ConfigurationError, "did you mean kv_cache_memory"),
         ({"swap_space": 4}, ConfigurationError, "unknown option swap_space"),
         ({"model": "/no/such/folder"}, CheckpointError, "/no/such/folder"),
-        ({"device": "cuda"}, ConfigurationError, "'cuda'.*'cpu' only"),
+        ({"device": "cuda:99"}, ConfigurationError, "device is 'cuda:99', but torch .*sees"),
     ],
 )
 def test_bad_options(options, kind, message) -> None:

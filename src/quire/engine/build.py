@@ -1,18 +1,18 @@
-"""The composition root: the one file that knows every class. Options in, an engine out."""
+"""The composition root: options in, an engine out.
+
+The only file that knows every class, together with `compute` and `share`, which choose and make
+what one rank computes with.
+"""
 
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from quire.attention.interface import AttentionBackend
-from quire.attention.registry import select
 from quire.config import EngineOptions
 from quire.core.contiguous import make_memory
 from quire.core.eviction import find_order
@@ -21,44 +21,28 @@ from quire.core.pacing import StepPacer
 from quire.core.policy import find_policy
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduler import Scheduler, SchedulerConfig
+from quire.core.step import Runner
+from quire.distributed.group import ProcessGroup
+from quire.engine.compute import choose_device
 from quire.engine.engine import Engine
+from quire.engine.share import OnProgress, Share, build_share
+from quire.engine.sizes import Sizes
 from quire.engine.stats import StatsLog
-from quire.errors import ConfigurationError, InsufficientMemoryError
-from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.cpu.sampling import NativeSampling
-from quire.kernels.cpu.selection import select_kernels, settle_torch_threads
-from quire.layers.methods import choose_methods
+from quire.errors import InsufficientMemoryError
 from quire.models.checkpoint import Checkpoint
 from quire.models.config import DecoderConfig
 from quire.models.generation_config import load_generation_config
 from quire.models.hub import resolve_model_folder
-from quire.models.interface import CausalLM
-from quire.models.loader import load_model, weight_bytes
 from quire.models.registry import load_config
-from quire.observability.log import get_logger
-from quire.runtime.batch import RowBatch
+from quire.models.sharding import check_split
 from quire.runtime.calibration import RunnerShape, calibrated_pacer
-from quire.runtime.kv_cache import KVCache, KVCacheLayout, plan_layout
-from quire.runtime.memory import available_memory_bytes, total_memory_bytes
-from quire.runtime.model_runner import ModelRunner
-from quire.sampling.sampler import Sampler, SamplingRows
+from quire.runtime.device_memory import is_out_of_memory
+from quire.runtime.executor import DistributedRunner, Workers, first_rank
+from quire.runtime.kv_cache import KVCacheLayout
+from quire.runtime.worker import Join
 
-# With no size given, the KV cache takes at most this share of the memory that is free.
-DEFAULT_FREE_SHARE = 0.3
-
-logger = get_logger(__name__)
-
-
-OnProgress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and of how much (0: not known)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """num_blocks: KV blocks in the pool. max_model_len: tokens of the longest sequence."""
-
-    num_blocks: int
-    max_model_len: int
+WORKER_COMMAND = (sys.executable, "-m", "quire.engine.worker_process")
+"""Starts a rank beyond the first."""
 
 
 def build_engine(options: Mapping[str, Any], on_progress: OnProgress | None = None) -> Engine:
@@ -69,7 +53,28 @@ def build_engine(options: Mapping[str, Any], on_progress: OnProgress | None = No
     """
     checked = EngineOptions.from_mapping(options)
     with _named_out_of_memory(checked):
-        return _build(checked, on_progress or (lambda text, done, total: None))
+        return _build(checked, on_progress or _tell_nobody)
+
+
+def build_worker(join: Join, tell_joining: Callable[[], None]) -> Runner:
+    """The runner of a rank beyond the first; see `runtime.worker.Build`."""
+    checked = EngineOptions.from_mapping(join.options)
+    device = choose_device(checked.device, join.rank, join.size)
+    tell_joining()
+    group = ProcessGroup(
+        Path(join.meeting_place),
+        join.rank,
+        join.size,
+        device,
+        fixed_order=checked.batch_invariant,
+    )
+    with _named_out_of_memory(checked):
+        folder = resolve_model_folder(checked.model, checked.revision)
+        return build_share(checked, folder, load_config(folder), group, _tell_nobody).runner
+
+
+def _tell_nobody(text: str, done: int, total: int) -> None:
+    """An `OnProgress` for builds that nobody watches."""
 
 
 def _build(checked: EngineOptions, tell: OnProgress) -> Engine:
@@ -78,29 +83,11 @@ def _build(checked: EngineOptions, tell: OnProgress) -> Engine:
     )
     policy = find_policy(checked.scheduling_policy)
     find_order(checked.eviction)  # refused here, before the model is loaded
-    device = torch.device("cpu")
     folder = resolve_model_folder(checked.model, checked.revision)
     config = load_config(folder)
     generation = load_generation_config(folder)
-    dtype = choose_dtype(checked, config)
-    kernels = select_kernels(checked.kernels, checked.num_threads, dtype)
-    settle_torch_threads(kernels, checked.num_threads)
-    backend = select(device.type, kernels=kernels)
-    layout = plan_layout(config.attention_specs, type(backend), checked.block_size, dtype)
-    methods = choose_methods(kernels, checked.quantization)
-    num_weight_bytes = weight_bytes(folder, config, dtype, methods)
-    sizes = _choose_sizes(checked, config, layout, num_weight_bytes)
-    model = load_model(
-        folder,
-        config,
-        dtype=dtype,
-        device=device,
-        max_model_len=sizes.max_model_len,
-        methods=methods,
-        num_threads=1 if kernels is None else kernels.num_threads,
-        on_progress=partial(tell, "loading the weights"),
-    )
-    runner = _build_runner(checked, model, layout, sizes, backend, kernels)
+    share, runner = _build_shares(checked, folder, config, tell)
+    sizes, layout = share.sizes, share.layout
     limits = ModelLimits(
         vocab_size=config.vocab_size,
         max_model_len=sizes.max_model_len,
@@ -111,19 +98,42 @@ def _build(checked: EngineOptions, tell: OnProgress) -> Engine:
     facts = _size_facts(checked, layout, sizes) | {
         "architecture": config.architecture,
         "num_parameters": _num_parameters(folder),
-        "dtype": str(dtype).removeprefix("torch."),
-        "kernels": "torch" if kernels is None else kernels.isa,
-        "num_threads": torch.get_num_threads() if kernels is None else kernels.num_threads,
-        "weight_bytes": num_weight_bytes,
     }
     scheduler = Scheduler(scheduler_config, _build_memory(checked, layout, sizes), policy)
-    engine = Engine(scheduler, runner, limits, timing=runner.timing, facts=facts)
+    is_on_gpu = share.device.type == "cuda"
+    overlap = checked.async_scheduling
+    engine = Engine(
+        scheduler,
+        runner,
+        limits,
+        timing=share.runner.timing,
+        facts=facts | share.facts,
+        overlap=is_on_gpu if overlap is None else overlap,
+    )
     if checked.max_itl_ratio:
         tell("measuring what steps take", 0, 0)
-        engine.scheduler.pacer = _build_pacer(checked, runner, layout, sizes, config.vocab_size)
+        engine.scheduler.pacer = _build_pacer(
+            checked, runner, layout, sizes, config.vocab_size, is_on_gpu
+        )
     if not checked.disable_log_stats:
         engine.stats_log = StatsLog()
     return engine
+
+
+def _build_shares(
+    checked: EngineOptions, folder: Path, config: DecoderConfig, tell: OnProgress
+) -> tuple[Share, Runner]:
+    """This process's share of the model, and the runner that drives all of them."""
+    size = checked.tensor_parallel_size
+    if size == 1:
+        share = build_share(checked, folder, config, None, tell)
+        return share, share.runner
+    check_split(config, size)
+    device = choose_device(checked.device, 0, size)
+    workers = Workers(WORKER_COMMAND, asdict(checked), size)
+    with first_rank(workers, device, fixed_order=checked.batch_invariant) as group:
+        share = build_share(checked, folder, config, group, tell)
+    return share, DistributedRunner(share.runner, workers)
 
 
 @contextmanager
@@ -132,17 +142,18 @@ def _named_out_of_memory(options: EngineOptions) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise InsufficientMemoryError(
             "memory ran out while the engine was built; give the KV cache less of it"
-            f" (kv_cache_memory, num_blocks), lower max_num_seqs ({options.max_num_seqs}) or"
-            " max_model_len, or choose a smaller model or quantization"
+            " (kv_cache_memory, num_blocks, gpu_memory_utilization), lower max_num_seqs"
+            f" ({options.max_num_seqs}), max_num_batched_tokens ({options.max_num_batched_tokens})"
+            " or max_model_len, or choose a smaller model or quantization"
         ) from error
 
 
 def _size_facts(
-    options: EngineOptions, layout: KVCacheLayout, sizes: _Sizes
+    options: EngineOptions, layout: KVCacheLayout, sizes: Sizes
 ) -> dict[str, int | str | None]:
     return {
         "quantization": options.quantization,
@@ -164,10 +175,11 @@ def _num_parameters(folder: Path) -> int:
 
 def _build_pacer(
     options: EngineOptions,
-    runner: ModelRunner,
+    runner: Runner,
     layout: KVCacheLayout,
-    sizes: _Sizes,
+    sizes: Sizes,
     vocab_size: int,
+    is_on_gpu: bool,
 ) -> StepPacer:
     shape = RunnerShape(
         num_rows=options.max_num_seqs,
@@ -178,10 +190,10 @@ def _build_pacer(
         block_size=options.block_size,
         vocab_size=vocab_size,
     )
-    return calibrated_pacer(runner, shape, options.max_itl_ratio)
+    return calibrated_pacer(runner, shape, options.max_itl_ratio, warms_up=is_on_gpu)
 
 
-def _build_memory(options: EngineOptions, layout: KVCacheLayout, sizes: _Sizes) -> KVCacheManager:
+def _build_memory(options: EngineOptions, layout: KVCacheLayout, sizes: Sizes) -> KVCacheManager:
     config = KVCacheConfig(
         groups=layout.groups,
         num_blocks=sizes.num_blocks,
@@ -191,120 +203,3 @@ def _build_memory(options: EngineOptions, layout: KVCacheLayout, sizes: _Sizes) 
         eviction=options.eviction,
     )
     return make_memory(options.kv_allocator, config, sizes.max_model_len)
-
-
-def _build_runner(
-    options: EngineOptions,
-    model: CausalLM,
-    layout: KVCacheLayout,
-    sizes: _Sizes,
-    backend: AttentionBackend,
-    kernels: NativeKernels | None,
-) -> ModelRunner:
-    device = torch.device("cpu")
-    try:
-        rows = RowBatch(
-            num_rows=options.max_num_seqs,
-            max_model_len=sizes.max_model_len,
-            max_num_tokens=options.max_num_batched_tokens,
-            num_groups=len(layout.groups),
-            block_size=options.block_size,
-        )
-    except MemoryError as error:
-        raise InsufficientMemoryError(
-            f"max_num_seqs={options.max_num_seqs} rows of {sizes.max_model_len} tokens do not fit"
-            " into memory; lower max_num_seqs or max_model_len"
-        ) from error
-    kv_cache = KVCache(layout, sizes.num_blocks, device)
-    native_sampling = None if kernels is None else NativeSampling(kernels)
-    sampler = Sampler(SamplingRows(options.max_num_seqs, model.vocab_size), native_sampling)
-    return ModelRunner(model, backend, kv_cache, rows, sampler, kernels)
-
-
-def choose_dtype(options: EngineOptions, config: DecoderConfig) -> torch.dtype:
-    """The dtype asked for; on "auto" the checkpoint's own, where the processor computes with it."""
-    if options.dtype != "auto":
-        dtype = getattr(torch, options.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-    own = config.dtype or torch.float32
-    if own is torch.float16 or (own is torch.bfloat16 and not _has_bfloat16()):
-        logger.info("this processor only emulates %s; computing in float32", own)
-        return torch.float32
-    return own
-
-
-def _has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 (AVX-512 BF16, AMX, Arm's bf16)."""
-    flags = Path("/proc/cpuinfo").read_text().lower().split()
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
-
-
-def _choose_sizes(
-    options: EngineOptions, config: DecoderConfig, layout: KVCacheLayout, weight_bytes: int
-) -> _Sizes:
-    """How many blocks, and how long a sequence may be. The rules stand in EngineOptions."""
-    longest = config.max_supported_positions
-    if options.max_model_len is not None and options.max_model_len > longest:
-        rope, factor = type(config.rope).__name__, longest / config.max_position_embeddings
-        how = f"which its {rope} stretches {factor:g} times"
-        raise ConfigurationError(
-            f"max_model_len is {options.max_model_len}, but the model was made for at most"
-            f" {longest} positions (max_position_embeddings is {config.max_position_embeddings},"
-            f" {how if factor > 1 else f'and its {rope} does not stretch it'}); lower max_model_len"
-        )
-    wanted_len = options.max_model_len or config.max_position_embeddings
-    num_blocks = _choose_num_blocks(options, layout, wanted_len, weight_bytes)
-    fitting_len = num_blocks // len(layout.groups) * options.block_size
-    if fitting_len >= wanted_len:
-        return _Sizes(num_blocks, wanted_len)
-    there = (
-        f"{num_blocks} KV blocks of {layout.bytes_per_block} bytes hold {fitting_len} tokens"
-        f" of one sequence"
-    )
-    if options.max_model_len is not None or fitting_len < 2:
-        raise InsufficientMemoryError(
-            f"{there}, but max_model_len is {wanted_len}; raise kv_cache_memory (or num_blocks) to"
-            f" {_blocks_for(wanted_len, options, layout) * layout.bytes_per_block} bytes or more,"
-            " or lower max_model_len"
-        )
-    logger.warning("%s, so max_model_len is %d instead of %d", there, fitting_len, wanted_len)
-    return _Sizes(num_blocks, fitting_len)
-
-
-def _choose_num_blocks(
-    options: EngineOptions, layout: KVCacheLayout, model_len: int, weight_bytes: int
-) -> int:
-    page = layout.bytes_per_block
-    total, available = total_memory_bytes(), available_memory_bytes()
-    if options.num_blocks is not None:
-        num_blocks, source = options.num_blocks, f"num_blocks={options.num_blocks}"
-    elif options.kv_cache_memory is not None:
-        num_blocks = options.kv_cache_memory // page
-        source = f"kv_cache_memory={options.kv_cache_memory}"
-    elif options.gpu_memory_utilization is not None:
-        share = int(total * options.gpu_memory_utilization)
-        num_blocks = max(0, share - weight_bytes) // page
-        source = f"gpu_memory_utilization={options.gpu_memory_utilization}"
-    else:
-        enough = _blocks_for(model_len, options, layout) * options.max_num_seqs
-        room = max(0, available - weight_bytes)
-        num_blocks = min(enough, int(room * DEFAULT_FREE_SHARE) // page)
-        source = f"{available} bytes of available memory"
-    if num_blocks * page + weight_bytes > available:
-        raise InsufficientMemoryError(
-            f"{source} asks for {num_blocks * page / 2**30:.1f} GiB of KV cache beside"
-            f" {weight_bytes / 2**30:.1f} GiB of weights, but the machine has"
-            f" {available / 2**30:.1f} GiB available now of {total / 2**30:.1f} GiB in all; lower"
-            " num_blocks, kv_cache_memory or gpu_memory_utilization, or free memory"
-        )
-    if num_blocks < len(layout.groups):
-        raise InsufficientMemoryError(
-            f"{source} leaves no room for one KV block of each of the model's"
-            f" {len(layout.groups)} KV groups ({page} bytes each); give the KV cache more memory"
-        )
-    return num_blocks
-
-
-def _blocks_for(num_tokens: int, options: EngineOptions, layout: KVCacheLayout) -> int:
-    return -(-num_tokens // options.block_size) * len(layout.groups)

@@ -1,8 +1,17 @@
-"""The synchronous loop: add, step, abort. Token ids in, token ids out; no text, no asyncio."""
+"""The synchronous loop: add, step, abort. Token ids in, token ids out; no text, no asyncio.
+
+    no overlap      plan n │ run n │ result n, apply n │ plan n+1 │ run n+1 │ result n+1, ...
+    overlap         plan n, launch n │ plan n+1, launch n+1 │ result n, apply n │ plan n+2, ...
+
+With overlap a device that runs steps by itself has the next one before it has finished the last.
+A sequence that turns out to have ended is then in one step more; what that samples for it is
+dropped by the scheduler.
+"""
 
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.core.block_map import BlockMap, block_map
@@ -12,13 +21,18 @@ from quire.core.request import Request, SequenceOutput, check_prompt, check_resu
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduler import Scheduler
 from quire.core.sequence import Sequence, make_sequences
-from quire.core.step import Runner, StepPlan
+from quire.core.step import Runner, StepPlan, StepResult
 from quire.engine.request_times import RequestTimes
 from quire.engine.stats import EngineStats, StatsLog
+from quire.engine.steps_in_flight import LaunchedStep, StepsInFlight
 from quire.errors import InvalidRequestError
 from quire.observability.log import get_logger
-from quire.observability.step_trace import STEP_LOGGER, StepRecord, StepTrace, log_step
-from quire.runtime.model_runner import StepTiming
+from quire.observability.step_trace import (
+    STEP_LOGGER,
+    StepTiming,
+    StepTrace,
+    log_step,
+)
 
 STEP_FAILED = (
     "the forward pass fails with this request in it, also when it runs alone; the engine's log says"
@@ -47,33 +61,41 @@ class Engine:
         timing: StepTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
         facts: Mapping[str, Any] | None = None,
+        overlap: bool = False,
     ) -> None:
         """timing: where the runner says how long the parts of its last step took, if it does.
-        facts: what it was built of, for people; numbers and strings by name."""
+        clock: seconds, never going back. facts: what it was built of, for people; numbers and
+        strings by name. overlap: plan and launch a step before the result of the last is fetched.
+        """
         self.scheduler = scheduler
         self.limits = limits
         self.facts = dict(facts or {})
+        self.overlap = overlap
         self.times = RequestTimes()
         self.trace: StepTrace | None = None
         self.stats_log: StatsLog | None = None
         self._runner = runner
         self._timing = timing or StepTiming()
         self._clock = clock
+        self._in_flight = StepsInFlight()
         self._requests: dict[str, list[Sequence]] = {}
         self._next_branch: dict[str, int] = {}  # the index that a fork would get, by request
         self._misses: dict[str, PrefixMiss] = {}  # of the last requests that ended, oldest first
         self._num_traced_preemptions = 0
 
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
-        return self.scheduler.has_unfinished
+        """Whether `step` would do anything, if only fetch a result."""
+        return self.scheduler.has_unfinished or len(self._in_flight) > 0
 
     def add(self, request: Request) -> None:
         """Accept a request, all its branches or none; a resumed one brings new tokens only.
 
         Raises InvalidRequestError (and its kinds PromptTooLongError, RequestNeverFitsError).
         """
-        self._check(request)
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
+        check_prompt(request.prompt_token_ids, self.limits)
+        check_resumed(request, self.limits)
         now_s = self._clock()
         root = self.scheduler.memory.prefixes.start_chain(request.cache_domain)
         groups = make_sequences(request, self.limits.max_model_len, root, now_s)
@@ -151,39 +173,37 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """One forward pass over what the scheduler chose; the new tokens of each sequence.
 
-        A pass that fails as a whole is tried again without the requests that it fails with.
+        With overlap, those of the pass before it, if there was one. A pass that fails as a whole is
+        tried again without the requests that it fails with.
         """
-        started_s = time.perf_counter()
-        plan = self.scheduler.schedule(self._clock())
-        if plan is None:
-            return []
-        scheduled_s = time.perf_counter()
+        began_s = self._clock()
+        self._in_flight.enter(began_s)
+        plan = self.scheduler.schedule(began_s)
+        planned_s = self._clock()
         try:
-            self._runner.execute(plan)
-            self._runner.sample()
-            result = self._runner.result()
+            if plan is not None:
+                self._launch(plan, began_s, planned_s)
+            landed = self._fetch(is_idle=plan is None)
         except (RuntimeError, ValueError, IndexError, MemoryError, FloatingPointError):
-            outputs = self._recover()
-        except BaseException:  # a bug, or Ctrl-C: the step never was, and the engine can go on
-            self._runner.reset()
-            self.scheduler.recover(None)
+            logger.exception("a step failed; its sequences start again")
+            outputs = self._drop_steps(STEP_FAILED)
+            self._tell(outputs, 0, self._clock())
+        except BaseException:  # a bug, or Ctrl-C: the steps never were, and the engine can go on
+            self._drop_steps(None)
             raise
         else:
-            sampled_s = time.perf_counter()
-            outputs = self.scheduler.apply(result)
-            ended_s = time.perf_counter()
-            self.scheduler.pacer.observe(plan.step_id, ended_s - started_s)
-            self.times.on_step(ended_s - started_s, plan.num_tokens)
-            if self.trace is not None or STEP_LOGGER.isEnabledFor(logging.DEBUG):
-                self._record(plan, scheduled_s - started_s, ended_s - sampled_s)
-        now_s = self._clock()
-        self.times.on_outputs(outputs, self._requests, now_s)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._forget_if_finished(output.request_id)
-        if self.stats_log is not None:
-            self.stats_log.observe(plan.num_tokens, len(outputs), self.stats, now_s)
+            outputs = [] if landed is None else self._apply(*landed)
+        self._in_flight.leave(self._clock())
         return outputs
+
+    def settle(self) -> None:
+        """Take in what is in flight although all requests have ended, so that nothing is held."""
+        while self._in_flight and not self.scheduler.has_unfinished:
+            self.step()
+
+    def sequences(self, request_id: str) -> list[Sequence]:
+        """The branches of a request, for tests and the simulator; empty once all have ended."""
+        return list(self._requests.get(request_id, ()))
 
     def stats(self) -> EngineStats:
         """A snapshot."""
@@ -218,16 +238,68 @@ class Engine:
         """All sequences that may hold blocks."""
         return [*self.scheduler.running, *self.scheduler.waiting]
 
-    def _check(self, request: Request) -> None:
-        if request.request_id in self._requests:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
-        check_prompt(request.prompt_token_ids, self.limits)
-        check_resumed(request, self.limits)
+    def _launch(self, plan: StepPlan, began_s: float, planned_s: float) -> None:
+        self._runner.execute(plan)
+        self._runner.sample()
+        scheduler = self.scheduler
+        num_preemptions = scheduler.residents.stats.num_preemptions
+        step = LaunchedStep(
+            plan,
+            began_s,
+            schedule_s=planned_s - began_s,
+            timing=replace(self._timing),
+            num_waiting=len(scheduler.waiting),
+            num_preemptions=num_preemptions - self._num_traced_preemptions,
+        )
+        self._num_traced_preemptions = num_preemptions
+        self._in_flight.launch(step)
 
-    def _recover(self) -> list[SequenceOutput]:
-        logger.exception("a step failed; its sequences start again")
+    def _fetch(self, *, is_idle: bool) -> tuple[LaunchedStep, StepResult, float] | None:
+        """The oldest result, if it is due, and how long it was waited for. is_idle: nothing can be
+        launched before it."""
+        num_in_flight = len(self._in_flight)
+        if num_in_flight <= self.overlap and not (is_idle and num_in_flight):
+            return None
+        asked_s = self._clock()
+        result = self._runner.result()
+        return self._in_flight.land(), result, self._clock() - asked_s
+
+    def _apply(self, step: LaunchedStep, result: StepResult, wait_s: float) -> list[SequenceOutput]:
+        fetched_s = self._clock()
+        outputs = self.scheduler.apply(result)
+        ended_s = self._clock()
+        elapsed_s, is_known = self._in_flight.end(step, ended_s)
+        if is_known:
+            self.scheduler.pacer.observe(step.plan.step_id, elapsed_s)
+        num_tokens = step.plan.num_tokens
+        self.times.on_step(elapsed_s, num_tokens)
+        if self.trace is not None or STEP_LOGGER.isEnabledFor(logging.DEBUG):
+            record = step.record(
+                wait_s=wait_s,
+                apply_s=ended_s - fetched_s,
+                elapsed_s=elapsed_s,
+                num_blocks_used=self.scheduler.memory.pool.num_held,
+            )
+            if self.trace is not None:
+                self.trace.write(record)
+            log_step(record)
+        self._tell(outputs, num_tokens, ended_s)
+        return outputs
+
+    def _tell(self, outputs: list[SequenceOutput], num_computed_tokens: int, now_s: float) -> None:
+        """Note what a step brought, and forget the requests that ended with it."""
+        self.times.on_outputs(outputs, self._requests, now_s)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._forget_if_finished(output.request_id)
+        if self.stats_log is not None:
+            self.stats_log.observe(num_computed_tokens, len(outputs), self.stats, now_s)
+
+    def _drop_steps(self, message: str | None) -> list[SequenceOutput]:
+        """See `Scheduler.recover`."""
+        self._in_flight.drop()
         self._runner.reset()
-        return self.scheduler.recover(STEP_FAILED)
+        return self.scheduler.recover(message)
 
     def _forget_if_finished(self, request_id: str) -> None:
         branches = self._requests.get(request_id)
@@ -242,26 +314,3 @@ class Engine:
                 self._misses[request_id] = branches[0].miss
                 if len(self._misses) > NUM_REMEMBERED_MISSES:
                     del self._misses[next(iter(self._misses))]
-
-    def _record(self, plan: StepPlan, schedule_s: float, apply_s: float) -> None:
-        scheduler = self.scheduler
-        num_preemptions = scheduler.residents.stats.num_preemptions
-        record = StepRecord(
-            step_id=plan.step_id,
-            num_rows=plan.num_rows,
-            num_tokens=plan.num_tokens,
-            num_prefill_tokens=sum(chunk.num_new_tokens for chunk in plan.chunks),
-            num_waiting=len(scheduler.waiting),
-            schedule_s=schedule_s,
-            build_s=self._timing.build_s,
-            plan_s=self._timing.plan_s,
-            forward_s=self._timing.forward_s,
-            sample_s=self._timing.sample_s,
-            apply_s=apply_s,
-            num_blocks_used=scheduler.memory.pool.num_held,
-            num_preemptions=num_preemptions - self._num_traced_preemptions,
-        )
-        self._num_traced_preemptions = num_preemptions
-        if self.trace is not None:
-            self.trace.write(record)
-        log_step(record)

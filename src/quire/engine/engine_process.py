@@ -14,6 +14,7 @@ Knows no text, no HTTP and no asyncio. Started by `engine_link`.
 
 import argparse
 import dataclasses
+import gc
 import math
 import os
 import select
@@ -376,7 +377,12 @@ def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> Eng
     # Imported here: it brings torch, which the watcher above must not wait for.
     from quire.engine.build import build_engine
 
-    return build_engine(options, on_progress)
+    engine = build_engine(options, on_progress)
+    # What stands now stays. Python would look through all of it now and then in search of garbage,
+    # which takes 0.1 s where torch is loaded, in the middle of a step.
+    gc.collect()
+    gc.freeze()
+    return engine
 
 
 if __name__ == "__main__":

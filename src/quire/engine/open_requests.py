@@ -96,6 +96,7 @@ class OpenRequests:
                     assembler.output.prefix_miss = self._report(miss)
                 self._engine.abort(request_id)
                 self._open.pop(request_id, None)
+            self._engine.settle()
 
     def _step(self) -> tuple[int, set[str]]:
         num_tokens = 0

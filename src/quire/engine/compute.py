@@ -1,0 +1,181 @@
+"""What a rank computes on and with: its device, its number format, and the parts that follow.
+
+    on the CPU     native kernels, or torch where they can't be had; or Triton's interpreter
+    on a GPU       Triton kernels and torch's matrix products
+
+Everything that an option forbids here is refused before a model is read. Called by `share`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire.attention.interface import AttentionBackend
+from quire.attention.registry import select
+from quire.config import EngineOptions
+from quire.errors import ConfigurationError
+from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.selection import select_kernels, settle_torch_threads
+from quire.kernels.operators import TORCH_OPERATORS, Operators
+from quire.kernels.triton.support import why_not
+from quire.layers.methods import LinearMethods, choose_methods
+from quire.models.config import DecoderConfig
+from quire.observability.log import get_logger
+
+TRITON, TORCH, AUTO = "triton", "torch", "auto"
+
+BFLOAT16_CAPABILITY = (8, 0)
+"""Of the first GPUs that multiply bfloat16."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """kernels: the native ones; None: Triton's where `is_triton`, else torch's operators.
+
+    operators: between the model's linears. methods: of its linears, all of their weights.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: NativeKernels | None
+    is_triton: bool
+    operators: Operators
+    methods: LinearMethods
+    attention_backend: str | None
+    batch_invariant: bool
+
+    @property
+    def name(self) -> str:
+        """What computes, in a word."""
+        if self.is_triton:
+            return TRITON
+        return TORCH if self.kernels is None else self.kernels.isa
+
+    @property
+    def num_threads(self) -> int:
+        """That compute on the CPU."""
+        return torch.get_num_threads() if self.kernels is None else self.kernels.num_threads
+
+    def new_backend(self) -> AttentionBackend:
+        """An attention backend that is not bound yet."""
+        return select(
+            self.device.type,
+            self.attention_backend or (TRITON if self.is_triton else None),
+            self.kernels,
+            batch_invariant=self.batch_invariant,
+        )
+
+
+def choose_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """Of one of several ranks; a GPU becomes the current one of this thread.
+
+    Raises ConfigurationError for a device that is not there.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == AUTO:
+        name = "cuda" if num_gpus else "cpu"
+    kind, _, number = name.partition(":")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if num_gpus == 0:
+        raise ConfigurationError(
+            f"device is {name!r}, but torch {torch.__version__} sees no GPU; `quire doctor` says"
+            " what it sees, and device='cpu' computes without one"
+        )
+    if num_ranks > 1 and number:
+        raise ConfigurationError(
+            f"device is {name!r}, but tensor_parallel_size is {num_ranks}, which takes GPUs 0 to"
+            f" {num_ranks - 1}; say 'cuda', and choose GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    if num_ranks > num_gpus:
+        raise ConfigurationError(
+            f"tensor_parallel_size is {num_ranks}, but torch sees {num_gpus} GPUs; lower it"
+        )
+    index = rank if num_ranks > 1 else int(number or torch.cuda.current_device())
+    if index >= num_gpus:
+        raise ConfigurationError(f"device is {name!r}, but torch sees {num_gpus} GPUs, from 0 on")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_compute(
+    options: EngineOptions, config: DecoderConfig, device: torch.device, num_threads: int | None
+) -> Compute:
+    """num_threads: of this rank. Raises ConfigurationError for what the device can't do."""
+    dtype = choose_dtype(options, config, device)
+    is_triton = options.kernels == TRITON or device.type == "cuda"
+    if is_triton:
+        _check_triton(options, device)
+        kernels = None
+    else:
+        kernels = select_kernels(options.kernels, num_threads, dtype)
+    settle_torch_threads(kernels, num_threads)
+    operators: Operators = TORCH_OPERATORS
+    if is_triton:
+        operators, methods = _triton_parts(options)
+    else:
+        methods = choose_methods(kernels, options.quantization)
+    return Compute(
+        device=device,
+        dtype=dtype,
+        kernels=kernels,
+        is_triton=is_triton,
+        operators=operators,
+        methods=methods,
+        attention_backend=options.attention_backend,
+        batch_invariant=options.batch_invariant,
+    )
+
+
+def _check_triton(options: EngineOptions, device: torch.device) -> None:
+    if options.kernels not in (AUTO, TRITON):
+        raise ConfigurationError(
+            f"kernels is {options.kernels!r}, which compute on the CPU, but the device is"
+            f" {str(device)!r}; leave kernels out, or say device='cpu'"
+        )
+    reason = why_not(device.type)
+    if reason is not None:
+        raise ConfigurationError(f"the Triton kernels can't run on {device.type}: {reason}")
+
+
+def _triton_parts(options: EngineOptions) -> tuple[Operators, LinearMethods]:
+    # Triton may be missing, and takes a while to load.
+    from quire.kernels.triton.operators import TritonOperators
+    from quire.layers.triton_linear import TritonLinears
+
+    # Else torch's products in halves may be summed in halves, too, where K is split.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    operators = TritonOperators()
+    linears = TritonLinears(operators, batch_invariant=options.batch_invariant)
+    return operators, choose_methods(None, options.quantization, linears)
+
+
+def choose_dtype(
+    options: EngineOptions, config: DecoderConfig, device: torch.device
+) -> torch.dtype:
+    """The dtype asked for; on "auto" the checkpoint's own, where the device computes with it."""
+    if options.dtype != AUTO:
+        dtype = getattr(torch, options.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    own = config.dtype or torch.float32
+    if device.type == "cuda":
+        if own is torch.bfloat16 and torch.cuda.get_device_capability(device) < BFLOAT16_CAPABILITY:
+            logger.warning("this GPU only emulates %s; computing in float16", own)
+            return torch.float16
+        return own
+    if own is torch.float16 or (own is torch.bfloat16 and not _has_bfloat16()):
+        logger.info("this processor only emulates %s; computing in float32", own)
+        return torch.float32
+    return own
+
+
+def _has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 (AVX-512 BF16, AMX, Arm's bf16)."""
+    flags = Path("/proc/cpuinfo").read_text().lower().split()
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
