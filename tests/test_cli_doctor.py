@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from quire.cli_doctor import describe, examine, findings
+from quire.cli_gpu import Gpu, GpuSoftware
 from quire.cli_machine import Kernels, Machine
 
 GIB = 1 << 30
@@ -30,6 +31,9 @@ SOUND = Machine(
     is_port_free=True,
 )
 
+H200 = Gpu("NVIDIA H200", 140 * GIB, GIB, "580.1")
+READY = GpuSoftware("13.0", 1, ((9, 0),), "3.6.0")
+
 BYTES = "each token reads all weights once"
 
 
@@ -52,6 +56,16 @@ def test_what_was_not_measured_is_not_promised() -> None:
     assert any("not measured" in line for line in describe(unmeasured))
 
 
+def test_a_gpu_that_can_be_used_is_described_and_leaves_nothing_to_advise() -> None:
+    machine = replace(SOUND, gpus=(H200,), gpu_software=READY)
+    (advice,) = advices(machine)
+    assert advice.startswith(BYTES)
+    lines = "\n".join(describe(machine))
+    assert "NVIDIA H200, 140.0 GiB, 1.0 GiB in use, driver 580.1" in lines
+    assert "torch for CUDA 13.0; 1 GPU usable (compute capability 9.0); triton 3.6.0" in lines
+    assert "GPU software" not in "\n".join(describe(SOUND))
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -68,7 +82,30 @@ def test_what_was_not_measured_is_not_promised() -> None:
             "allows 1.5 processors' time, but 2 threads .* --num-threads 1",
         ),
         ({"transparent_huge_pages": "never"}, "transparent huge pages are off"),
-        ({"gpus": ("H200, 143771 MiB",)}, "there is a GPU, but this version computes on the CPU"),
+        ({"gpus": (H200,)}, "there is a GPU, but torch was built without CUDA"),
+        (
+            {"gpus": (H200,), "gpu_software": GpuSoftware("13.0", 0, (), "3.6.0")},
+            "with CUDA 13.0, can't use the GPU: driver 580.1 is too old",
+        ),
+        (
+            {"gpus": (H200,), "gpu_software": GpuSoftware("13.0", 1, ((9, 0),), None)},
+            "Triton, .* is missing: pip install triton",
+        ),
+        (
+            {"gpus": (H200,), "gpu_software": GpuSoftware("13.0", 1, ((7, 5),), "3.6.0")},
+            "multiplies no bfloat16: give --dtype float16",
+        ),
+        (
+            {"gpus": (replace(H200, used_bytes=20 * GIB),), "gpu_software": READY},
+            "other programs hold 20.0 GiB of the NVIDIA H200's 140.0 GiB",
+        ),
+        (
+            {
+                "gpus": (H200, H200),
+                "gpu_software": replace(READY, num_usable=2, capabilities=((9, 0), (9, 0))),
+            },
+            "--tensor-parallel-size 2 shares each layer",
+        ),
         ({"cache_free_bytes": GIB}, "the disk of /home/someone/.cache has 1.0 GiB left"),
         ({"extras": {"fast": ("httptools",)}}, r"quire\[fast\]'. brings httptools, with which"),
     ],

@@ -8,12 +8,16 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from quire.cli_gpu import Gpu, GpuSoftware
 from quire.cli_machine import EXTRAS, Machine, read_machine
 from quire.core.memory_report import format_bytes
 from quire.version import __version__
 
 LEAST_MEMORY_BYTES = 1 << 30
 LEAST_DISK_BYTES = 10 << 30
+LEAST_CAPABILITY = (8, 0)
+LEAST_USED_SHARE = 0.1
+"""Of a GPU's memory, held by others, below which nothing is said."""
 
 _EXAMPLE_WEIGHTS_BYTES = 2 * 10**9
 """Of a model of 10^9 parameters in bfloat16."""
@@ -52,12 +56,14 @@ def describe(machine: Machine) -> Iterator[str]:
         "memory": _memory(machine),
         "huge pages": machine.transparent_huge_pages or "not told",
         "reads": _reads(machine),
-        "GPU": "; ".join(machine.gpus) or "none",
+        "GPU": "; ".join(map(_gpu, machine.gpus)) or "none",
         "kernels": _kernels(machine),
         "extras": ", ".join(_extra(machine, name) for name in EXTRAS),
         "model cache": _cache(machine),
         "port": f"{machine.port} is {'free' if machine.is_port_free else 'in use'}",
     }
+    if machine.gpus:
+        rows["GPU software"] = _gpu_software(machine.gpu_software)
     for name, value in rows.items():
         yield f"  {name:<12}{value}"
 
@@ -95,7 +101,7 @@ def _advices(machine: Machine) -> Iterator[str]:
             " root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         )
     if machine.gpus:
-        yield "there is a GPU, but this version computes on the CPU only"
+        yield from _advices_on_gpus(machine.gpus, machine.gpu_software)
     if machine.cache_free_bytes is not None and machine.cache_free_bytes < LEAST_DISK_BYTES:
         yield (
             f"the disk of {machine.cache_folder} has {format_bytes(machine.cache_free_bytes)} left,"
@@ -123,6 +129,39 @@ def _advices_on_kernels(machine: Machine) -> Iterator[str]:
         yield (
             f"the native kernels can't be used ({kernels.reason}); torch computes, which is several"
             " times slower"
+        )
+
+
+def _advices_on_gpus(gpus: tuple[Gpu, ...], software: GpuSoftware) -> Iterator[str]:
+    if software.cuda is None:
+        yield (
+            "there is a GPU, but torch was built without CUDA, so the CPU computes; install torch"
+            " for CUDA (https://pytorch.org/get-started)"
+        )
+        return
+    if not software.num_usable:
+        yield (
+            f"torch, built with CUDA {software.cuda}, can't use the GPU: driver {gpus[0].driver} is"
+            " too old for it, or the GPU is hidden (CUDA_VISIBLE_DEVICES); update the driver, or"
+            " install torch for an older CUDA"
+        )
+        return
+    if software.triton is None:
+        yield "Triton, which quire's GPU kernels are written in, is missing: pip install triton"
+    if min(software.capabilities, default=LEAST_CAPABILITY) < LEAST_CAPABILITY:
+        yield (
+            "a GPU of before compute capability 8.0 multiplies no bfloat16: give --dtype float16"
+        )
+    for gpu in gpus:
+        if gpu.used_bytes > LEAST_USED_SHARE * gpu.memory_bytes:
+            yield (
+                f"other programs hold {format_bytes(gpu.used_bytes)} of the {gpu.name}'s"
+                f" {format_bytes(gpu.memory_bytes)}, which the KV cache goes without; end them"
+            )
+    if software.num_usable > 1:
+        yield (
+            f"a model is computed by one GPU of {software.num_usable};"
+            f" --tensor-parallel-size {software.num_usable} shares each layer among them"
         )
 
 
@@ -162,6 +201,24 @@ def _reads(machine: Machine) -> str:
     if machine.read_bytes_per_s is None:
         return "not measured"
     return f"{machine.read_bytes_per_s / 1e9:.1f} GB/s from memory just now, all cores together"
+
+
+def _gpu(gpu: Gpu) -> str:
+    used = format_bytes(gpu.used_bytes)
+    return f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, {used} in use, driver {gpu.driver}"
+
+
+def _gpu_software(software: GpuSoftware) -> str:
+    capabilities = ", ".join(f"{major}.{minor}" for major, minor in software.capabilities)
+    plural = "" if software.num_usable == 1 else "s"
+    usable = f"{software.num_usable} GPU{plural} usable"
+    parts = [
+        f"torch for CUDA {software.cuda}" if software.cuda else "torch without CUDA",
+        f"{usable} (compute capability {capabilities})" if capabilities else usable,
+        f"triton {software.triton or 'not installed'}",
+        f"flashinfer {software.flashinfer or 'not installed'} (optional)",
+    ]
+    return "; ".join(parts)
 
 
 def _kernels(machine: Machine) -> str:

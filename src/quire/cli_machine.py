@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from quire.cli_gpu import Gpu, GpuSoftware, read_gpu_software, read_gpus
 from quire.runtime.memory import available_memory_bytes, total_memory_bytes
 
 ROOT = Path("/")
@@ -37,7 +37,6 @@ EXTRAS = {
 
 MEASURE_S = 0.3
 _MEASURE_BYTES = 64 << 20  # of each thread: beyond its share of any usual cache
-_NVIDIA_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,8 @@ class Machine:
     memory_bytes: int
     available_bytes: int
     transparent_huge_pages: str | None
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    gpu_software: GpuSoftware = field(default_factory=GpuSoftware)
     torch_version: str | None
     torch_error: str | None = None
     kernels: Kernels | None
@@ -104,7 +104,8 @@ def read_machine(port: int, *, measure: bool, root: Path = ROOT) -> Machine:
         memory_bytes=total_memory_bytes(root),
         available_bytes=available_bytes,
         transparent_huge_pages=_huge_pages(root),
-        gpus=_gpus(),
+        gpus=read_gpus(),
+        gpu_software=GpuSoftware() if torch_version is None else read_gpu_software(),
         torch_version=torch_version,
         torch_error=torch_error,
         kernels=None if torch_version is None else _kernels(),
@@ -210,21 +211,6 @@ def _kernels() -> Kernels:
         num_usable = len(os.sched_getaffinity(0))  # torch looks at no control group
         return Kernels("torch", num_usable, reason=str(error), compiler=compiler)
     return Kernels(chosen, available_processors(), tuple(others), None, compiler)
-
-
-def _gpus() -> tuple[str, ...]:
-    """As nvidia-smi names them."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return ()
-    query = [command, "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, timeout=_NVIDIA_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(done.stdout.strip().splitlines()) if done.returncode == 0 else ()
 
 
 def _missing(modules: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ from quire.errors import ConfigurationError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
-KERNELS = ("auto", "torch", "triton", "avx512_bf16", "avx512", "avx2", "portable")
+NATIVE_KERNELS = ("avx512_bf16", "avx512", "avx2", "portable")
+KERNELS = ("auto", "torch", "triton", *NATIVE_KERNELS)
 ATTENTION_BACKENDS = ("native", "triton", "flashinfer", "torch")
 MAX_NUM_THREADS = 1024
 DEFAULT_BATCHED_TOKENS = 2048

@@ -19,6 +19,8 @@ def test_an_idle_server_holds_nothing(http):
     assert sum(parts(report)) == report["total_bytes"] > 0
     assert sum(parts(report)[:4]) == 0 and report["useful_share"] is None
     assert report["tenants"] == {}
+    assert set(report["device"]) == {"weight_bytes", "kv_cache_bytes"}
+    assert report["device"]["kv_cache_bytes"] == report["total_bytes"]
 
 
 def test_what_a_running_request_holds_is_told_by_tenant_and_by_block(http):

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from quire.core.device_ledger import DeviceLedger
 from quire.server.welcome import invitation, ledger, num_concurrent
 from quire.version import __version__
 
@@ -17,7 +18,6 @@ FACTS = {
     "num_threads": 2,
     "weight_bytes": 600 << 20,
     "kv_cache_bytes": 1 << 30,
-    "workspace_bytes": 20 << 20,
     "num_blocks": 640,
     "block_size": 16,
     "num_kv_groups": 1,
@@ -32,7 +32,28 @@ def test_the_ledger_says_what_was_loaded_and_where_the_memory_goes():
         " kernels avx512_bf16, 2 threads",
         "  weights      600.0 MiB",
         "  KV cache       1.0 GiB  640 blocks of 16 tokens: 5 concurrent requests of 2048 tokens",
-        "  workspace     20.0 MiB",
+    ]
+
+
+def test_on_a_gpu_the_ledger_has_all_parts_and_their_sum():
+    device = DeviceLedger(
+        weight_bytes=600 << 20,
+        activation_bytes=300 << 20,
+        graph_bytes=100 << 20,
+        kv_cache_bytes=1 << 30,
+        other_bytes=500 << 20,
+        unused_bytes=36 << 20,
+    )
+    facts = FACTS | device.facts() | {"device_name": "NVIDIA H200"}
+    assert ledger("mine", facts).splitlines()[1:] == [
+        "  weights          600.0 MiB",
+        "  largest step     300.0 MiB",
+        "  CUDA graphs      100.0 MiB",
+        "  KV cache           1.0 GiB  640 blocks of 16 tokens: 5 concurrent requests of 2048"
+        " tokens",
+        "  others           500.0 MiB  other programs, the driver, kernels' code",
+        "  unused            36.0 MiB",
+        "  total              2.5 GiB  NVIDIA H200",
     ]
 
 

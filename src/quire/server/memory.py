@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 
+from quire.core.device_ledger import ledger_parts
 from quire.engine.messages import GetBlocks, GetMemory
 from quire.errors import InvalidRequestError
 from quire.server.api_docs import ERROR_RESPONSES
@@ -27,9 +28,13 @@ MAX_BLOCK = 2**31 - 1
 
 @router.get("/memory")
 async def memory(http: HTTPRequest) -> dict[str, Any]:
-    """Bytes by what they do (see `core.memory_report`). Raises EngineDeadError, which is 503."""
+    """Bytes of the KV cache by what they do (see `core.memory_report`); `device`: what it is a part
+    of (see `core.device_ledger`). Raises EngineDeadError, which is 503."""
     _check_query(http, ())
-    return await service_of(http).engine.ask(GetMemory(), ENGINE_TIMEOUT_S)
+    engine = service_of(http).engine
+    report = await engine.ask(GetMemory(), ENGINE_TIMEOUT_S)
+    parts = ledger_parts(engine.facts)
+    return report | {"device": {f"{name}_bytes": count for name, count in parts.items()}}
 
 
 @router.get("/memory/blocks")

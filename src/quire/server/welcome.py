@@ -6,6 +6,7 @@ Text from plain facts; knows no engine and no socket. Called by `launch`.
 from collections.abc import Mapping
 from typing import Any
 
+from quire.core.device_ledger import ledger_parts
 from quire.core.memory_report import format_bytes
 from quire.version import __version__
 
@@ -13,17 +14,29 @@ TYPICAL_REQUEST_TOKENS = 2048
 
 EXPOSED = "Whoever reaches this machine may use the server; --api-key-file would say who may.\n"
 
-_MEMORY = {"weight_bytes": "weights", "kv_cache_bytes": "KV cache", "workspace_bytes": "workspace"}
+_MEMORY = {
+    "weight": "weights",
+    "activation": "largest step",
+    "graph": "CUDA graphs",
+    "kv_cache": "KV cache",
+    "other": "others",
+    "unused": "unused",
+}
+_NOTES = {"other": "other programs, the driver, kernels' code"}
 
 
 def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
     """What was loaded and where the memory goes, in lines. facts: of the engine; what it does not
     tell is left out."""
     lines = [f"quire {__version__}: {', '.join(_loaded(model_name, facts))}"]
-    for key, label in _MEMORY.items():
-        if key in facts:
-            note = _capacity(facts) if key == "kv_cache_bytes" else ""
-            lines.append(f"  {label:<10}{format_bytes(facts[key]):>12}  {note}".rstrip())
+    parts = ledger_parts(facts)
+    width = max((len(_MEMORY[name]) for name in parts), default=0) + 2
+    for name, num_bytes in parts.items():
+        note = _capacity(facts) if name == "kv_cache" else _NOTES.get(name, "")
+        lines.append(f"  {_MEMORY[name]:<{width}}{format_bytes(num_bytes):>12}  {note}".rstrip())
+    if "device_memory_bytes" in facts:
+        total = format_bytes(facts["device_memory_bytes"])
+        lines.append(f"  {'total':<{width}}{total:>12}  {facts.get('device_name', '')}".rstrip())
     return "\n".join(lines)
 
 
