@@ -50,7 +50,10 @@ CORE_CONTRACTS = ("sampling_params", "step", "request", "kv_groups")
 """Plain data of core, which text, models, layers and sampling may import as well."""
 CONTRACT_READERS = ("text", "models", "layers", "attention", "speculation", "sampling")
 
-CONFIG_READERS = ("cli", "bench", "quire.server.launch", "quire.engine.build", "quire.engine.llm")
+CONFIG_READERS = (
+    *("cli", "bench", "quire.server.launch", "quire.engine.llm"),
+    *("quire.engine.build", "quire.engine.compute", "quire.engine.share"),
+)
 """Areas and modules that may read `config.py`."""
 
 NOT_IN_CORE = {

@@ -64,6 +64,7 @@ def test_defaults() -> None:
             "attention_backend is 'flash', but must be None or one of",
         ),
         ({"async_scheduling": "yes"}, "async_scheduling is 'yes', but must be True, False or None"),
+        ({"async_scheduling": 1}, "async_scheduling is 1, but must be True, False or None"),
         ({"batch_invariant": 1}, "batch_invariant is 1, but must be True or False"),
         ({"device": "cuda:"}, "device is 'cuda:'"),
         ({"device": 0}, "device is 0"),

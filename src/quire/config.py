@@ -223,7 +223,8 @@ class EngineOptions:
                 f"attention_backend is {self.attention_backend!r}, but must be None or one of"
                 f" {ATTENTION_BACKENDS}"
             )
-        if self.async_scheduling not in (None, True, False):
+        overlap: object = self.async_scheduling
+        if overlap is not None and not isinstance(overlap, bool):
             raise ConfigurationError(
                 f"async_scheduling is {self.async_scheduling!r}, but must be True, False or None"
             )

@@ -137,7 +137,7 @@ def test_the_pool_is_what_the_share_leaves() -> None:
     assert sized.ledger.other_bytes == 55 * MIB
     assert sized.ledger.unused_bytes == 100 * MIB
     assert sized.ledger.total_bytes == device.total_bytes
-    assert sized.runner.num_steps == 2, "the final runner was not proven"
+    assert sized.runner.num_steps == 3, "the final runner was not proven"
     assert device.held_bytes() == 400 * MIB + 315 * MIB + FakeRunner.ROWS
 
 

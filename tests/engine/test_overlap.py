@@ -452,6 +452,17 @@ def test_who_comes_and_goes_while_a_real_step_is_in_flight() -> None:
     check_idle(llm.engine.scheduler)
 
 
+def test_nothing_is_held_once_the_last_generation_was_stepped_to_its_end() -> None:
+    llm = LLM(dtype="float32", max_model_len=128, async_scheduling=True, num_blocks=64)
+    generation = llm.start("import os", SamplingParams(max_tokens=20, stop="o"))
+    for _ in range(30):
+        generation.step()
+        if generation.output.finished:
+            break
+    assert generation.output.finish_reason == "stop"
+    check_idle(llm.engine.scheduler)
+
+
 def test_on_the_path_of_a_device(tmp_path: Path) -> None:
     """Rows, sampler and attention as on a GPU, with Triton's kernels in the interpreter."""
     pytest.importorskip("triton")

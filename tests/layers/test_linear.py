@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from quire.layers.linear import Linear, LinearKind, LinearMethod, empty_parameter
+from quire.layers.linear import (
+    DenseMethod,
+    Linear,
+    LinearKind,
+    LinearMethod,
+    empty_parameter,
+    without_weights,
+)
 
 CPU = torch.device("cpu")
 
@@ -145,3 +152,12 @@ def test_an_adapter_adds_to_the_output():
     expected = linear(_x()) + _x() @ down.T @ up.T
     linear.adapter = lambda x, output: output + x @ down.T @ up.T
     torch.testing.assert_close(linear(_x()), expected)
+
+
+def test_has_no_memory_before_a_method_takes_over_where_one_will():
+    with without_weights():
+        linear = Linear(5, (4,), LinearKind.COLUMN, bias=True, dtype=torch.float32, device=CPU)
+    assert {parameter.device.type for parameter in linear.parameters()} == {"meta"}
+    linear.use(DenseMethod(), torch.float32, CPU)
+    assert {parameter.device.type for parameter in linear.parameters()} == {"cpu"}
+    assert _linear().weight.device == CPU

@@ -145,6 +145,7 @@ def test_ranks_hold_each_weight_once_but_for_the_norms(
             " 1, 3, 6, 12",
         ),
         ({"intermediate_size": 99}, 2, "intermediate_size, 99, is no multiple of it"),
+        ({"vocab_size": 5}, 4, "of the model's 5 tokens there would be none for the last rank"),
     ],
 )
 def test_what_can_not_be_split_is_refused(

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
+from quire.core.step import Chunk, Runner, StepPlan, StepResult, TokenMasks
 from quire.engine.build import build_engine
 from quire.runtime.calibration import RunnerShape
 from quire.runtime.worst_step import WorstSteps
@@ -38,13 +38,18 @@ def test_steps_are_as_large_as_rows_and_lengths_allow(
 ) -> None:
     shape = dataclasses.replace(SHAPE, **changes)
     steps = WorstSteps(shape, max_logprobs=4)
-    prompts, decodes = steps.plans()
-    assert [chunk.num_new_tokens for chunk in prompts.chunks] == chunks
+    prompts, decodes, *others = steps.plans()
+    assert prompts.chunks == tuple(Chunk(row, size) for row, size in enumerate(chunks) if size > 1)
     assert prompts.num_tokens == sum(chunks) <= shape.max_num_tokens
     assert decodes.num_tokens == decodes.num_rows == len(decodes.release) == shape.num_rows
     assert decodes.chunks == ()
     assert steps.num_blocks == num_blocks
-    for plan, sizes in ((prompts, chunks), (decodes, [1] * len(chunks))):
+    has_room = shape.max_num_tokens > shape.num_rows and shape.max_model_len > 2
+    assert [plan.chunks for plan in others] == [(Chunk(0, 2),)] * has_room
+    mixed = [2] + [1] * (len(chunks) - 1)
+    all_sizes = [chunks, [1] * len(chunks), mixed][: 2 + has_room]
+    for plan, sizes in zip([prompts, decodes, *others], all_sizes, strict=True):
+        assert plan.num_tokens == sum(sizes) <= shape.max_num_tokens
         check_rows(plan, shape, num_blocks, sizes)
 
 
@@ -65,12 +70,12 @@ def check_rows(plan: StepPlan, shape: RunnerShape, num_blocks: int, sizes: list[
 
 
 def test_all_memory_hungry_options_are_on_and_prompts_have_logprobs() -> None:
-    prompts, decodes = WorstSteps(SHAPE, max_logprobs=4).plans()
-    params = [one.params for plan in (prompts, decodes) for one in plan.admit]
+    plans = WorstSteps(SHAPE, max_logprobs=4).plans()
+    params = [one.params for plan in plans for one in plan.admit]
     assert all(one.temperature and one.top_k and one.top_p < 1 and one.min_p for one in params)
     assert all(one.presence_penalty and one.repetition_penalty != 1 for one in params)
     assert {one.logprobs for one in params} == {4}
-    assert [one.prompt_logprobs for one in params] == [4] + [None] * 11
+    assert [one.prompt_logprobs for one in params] == [4, *[None] * 11, 4, *[None] * 5]
 
 
 class Runs(Runner):
@@ -99,7 +104,7 @@ class Runs(Runner):
 def test_the_rows_are_dropped_whatever_happens() -> None:
     runner = Runs()
     WorstSteps(SHAPE, 0).run(runner)
-    assert runner.calls == ["execute", "sample", "result"] * 2 + ["reset"]
+    assert runner.calls == ["execute", "sample", "result"] * 3 + ["reset"]
     runner = Runs(failing_step=2)
     with pytest.raises(RuntimeError, match="no"):
         WorstSteps(SHAPE, 0).run(runner)
@@ -118,7 +123,8 @@ def test_a_real_runner_carries_them_out() -> None:
         runner.execute(plan)
         runner.sample()
         results.append(runner.result())
-    prompts, decodes = results
+    prompts, decodes, mixed = results
+    assert sorted(mixed.rows) == [0, 1, 2]
     assert sorted(prompts.rows) == sorted(decodes.rows) == [0, 1, 2]
     assert len(prompts.prompt_logprobs[0]) == 37 and set(prompts.logprobs) == {0, 1, 2}
     assert all(len(entries[0].top_token_ids) == 3 for entries in decodes.logprobs.values())

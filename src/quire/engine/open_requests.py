@@ -110,6 +110,7 @@ class OpenRequests:
                 self._engine.abort(output.request_id, branch_index)
             if assembler.finished:
                 finished.add(output.request_id)
+        self._engine.settle()
         return num_tokens, finished
 
     def _report(self, miss: PrefixMiss) -> PrefixMissReport:

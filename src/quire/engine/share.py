@@ -185,6 +185,8 @@ class _Builder:
         options, compute = self.options, self.compute
         backend = compute.new_backend()
         rows, sampler = self._rows(model, sizes, backend)
+        # Attention alone by Triton, on the CPU, leaves the rows on the host.
+        captures = compute.is_triton and backend.serves_graphs and not options.enforce_eager
         return ModelRunner(
             model,
             backend,
@@ -193,7 +195,7 @@ class _Builder:
             sampler,
             # A native program has no collectives in it: with several ranks the modules are called.
             compute.kernels if self.group is None else None,
-            self._capture() if backend.serves_graphs and not options.enforce_eager else None,
+            self._capture() if captures else None,
         )
 
     def _rows(

@@ -9,7 +9,9 @@ Shapes: ... any leading dimensions, I input size, O output size (the sum of the 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -153,6 +155,20 @@ class DenseMethod(LinearMethod):
         return None
 
 
+_is_deferred: ContextVar[bool] = ContextVar("_is_deferred", default=False)
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Linears that are made here get no memory until `use`: on a GPU it would be taken at once, and
+    weights that are going to be quantized need not fit there as they are."""
+    token = _is_deferred.set(True)
+    try:
+        yield
+    finally:
+        _is_deferred.reset(token)
+
+
 class Linear(nn.Module):
     """y = x W^T + b, fused of parts that lie one after the other in the output.
 
@@ -189,7 +205,8 @@ class Linear(nn.Module):
         self.adapter: LinearAdapter | None = None
         self.state: object = None
         self.method: LinearMethod = DenseMethod()
-        self.method.create(self, bias, dtype, device)
+        own_device = torch.device("meta") if _is_deferred.get() else device
+        self.method.create(self, bias, dtype, own_device)
 
     def use(self, method: LinearMethod, dtype: torch.dtype, device: torch.device) -> None:
         """Let `method` take over, before the checkpoint is read: its parameters replace ours."""

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from quire.errors import CheckpointError
-from quire.layers.linear import Linear, WeightSlot
+from quire.layers.linear import Linear, WeightSlot, without_weights
 from quire.layers.methods import LinearMethods
 from quire.layers.sharded import Sharding
 from quire.models.checkpoint import Checkpoint
@@ -67,7 +68,8 @@ def load_model(
     share = config
     if sharding is not None:
         share = split_config(config, sharding.group.rank, sharding.group.size)
-    model = entry.model(share, dtype=dtype, device=device, max_model_len=max_model_len)
+    with nullcontext() if methods is None else without_weights():
+        model = entry.model(share, dtype=dtype, device=device, max_model_len=max_model_len)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     for linear in linears:
         if methods is not None:

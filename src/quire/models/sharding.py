@@ -29,6 +29,8 @@ def _why_not(config: DecoderConfig, num_ranks: int) -> str | None:
         return f"neither it nor the model's {config.num_kv_heads} KV heads divide the other"
     if config.intermediate_size % num_ranks:
         return f"the model's intermediate_size, {config.intermediate_size}, is no multiple of it"
+    if not vocab_share(config.vocab_size, num_ranks - 1, num_ranks):
+        return f"of the model's {config.vocab_size} tokens there would be none for the last rank"
     return None
 
 

@@ -1,9 +1,11 @@
 """The steps that take the most memory, run on a real runner so that somebody can look at it.
 
-One computes as many prompt tokens as a step may, one decodes with all rows; in both every row ends
-at the longest context and samples with every option that takes memory. All rows hold the same
-tokens and the same few blocks, again and again, so that they write the same bytes to the same
-places and the pool may be tiny. What they sample is nobody's. Called by `engine/device_sizes`.
+One computes as many prompt tokens as a step may, one decodes with all rows; in all of them every
+row ends at the longest context and samples with every option that takes memory. A third, where
+there is room for it, has the shortest chunk beside decodes: it takes little, but has kernels
+compiled that the first request would wait for. All rows hold the same tokens and the same few
+blocks, again and again, so that they write the same bytes to the same places and the pool may be
+tiny. What they sample is nobody's. Called by `engine/device_sizes`.
 """
 
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ class WorstSteps:
         return self._num_cycled * self.shape.num_groups
 
     def run(self, runner: Runner) -> None:
-        """Both steps. The runner must have no rows, and has none afterwards."""
+        """All of them. The runner must have no rows, and has none afterwards."""
         try:
             for plan in self.plans():
                 runner.execute(plan)
@@ -36,25 +38,23 @@ class WorstSteps:
         finally:
             runner.reset()
 
-    def plans(self) -> tuple[StepPlan, StepPlan]:
-        """The prompts' step, then the decoding one."""
-        chunks = self._chunks()
-        num_rows = len(chunks)
-        prompts = StepPlan(
-            step_id=1,
-            num_rows=num_rows,
-            num_tokens=sum(chunks),
-            admit=self._admissions(chunks),
-            chunks=tuple(Chunk(row, size) for row, size in enumerate(chunks)),
-        )
-        decodes = StepPlan(
-            step_id=2,
-            num_rows=num_rows,
-            num_tokens=num_rows,
-            release=tuple(range(num_rows)),
-            admit=self._admissions([1] * num_rows),
-        )
-        return prompts, decodes
+    def plans(self) -> list[StepPlan]:
+        """The prompts' step, the decoding one, the mixed one."""
+        num_rows = self.shape.num_rows
+        steps = [self._chunks(), [1] * num_rows]
+        if self.shape.max_num_tokens > num_rows and self._length > 1:
+            steps.append([2] + [1] * (num_rows - 1))
+        return [
+            StepPlan(
+                step_id=index + 1,
+                num_rows=num_rows,
+                num_tokens=sum(sizes),
+                release=tuple(range(num_rows)) if index else (),
+                admit=self._admissions(sizes),
+                chunks=tuple(Chunk(row, size) for row, size in enumerate(sizes) if size > 1),
+            )
+            for index, sizes in enumerate(steps)
+        ]
 
     @property
     def _length(self) -> int:
