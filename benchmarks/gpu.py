@@ -44,7 +44,7 @@ class Section:
 
 
 SECTIONS = {
-    "kernels": Section(("gpu_kernels:check_kernels", "gpu_attention:check_attention"), 150),
+    "kernels": Section(("gpu_kernels:check_kernels", "gpu_attention:check_attention"), 200),
     "speeds": Section(("gpu_attention:measure_attention", "gpu_kernels:measure_kernels"), 90),
     "tokens": Section(("gpu_tokens:check_tokens", "gpu_tokens:check_tensor_parallel"), 100),
     "invariance": Section(("gpu_tokens:check_invariance",), 90),

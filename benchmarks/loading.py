@@ -29,7 +29,7 @@ def child(options: dict[str, Any], started_s: float) -> dict[str, Any]:
     """Load and generate. started_s: of the process, by the monotonic clock. Returns seconds by
     phase, and bytes."""
     from quire import LLM, SamplingParams  # what it takes to import is one of the phases
-    from quire.engine import build
+    from quire.engine import build, share
     from quire.text.tokenizer import Tokenizer
 
     seconds = {"imports": time.monotonic() - started_s}
@@ -48,8 +48,8 @@ def child(options: dict[str, Any], started_s: float) -> dict[str, Any]:
 
     time_phase("tokenizer", Tokenizer, "from_folder")
     time_phase("config", build, "load_config")
-    time_phase("weights", build, "load_model")
-    time_phase("kv_cache", build, "KVCache")
+    time_phase("weights", share, "load_model")
+    time_phase("kv_cache", share, "KVCache")
     begun_s = time.monotonic()
     llm = LLM(**options)
     built_s = time.monotonic()

@@ -92,6 +92,10 @@ def test_a_gpu_that_can_be_used_is_described_and_leaves_nothing_to_advise() -> N
             "Triton, .* is missing: pip install triton",
         ),
         (
+            {"gpus": (H200,), "gpu_software": replace(READY, obstacle="no C compiler")},
+            "quire's GPU kernels can't run: no C compiler",
+        ),
+        (
             {"gpus": (H200,), "gpu_software": GpuSoftware("13.0", 1, ((7, 5),), "3.6.0")},
             "multiplies no bfloat16: give --dtype float16",
         ),

@@ -148,6 +148,8 @@ def _advices_on_gpus(gpus: tuple[Gpu, ...], software: GpuSoftware) -> Iterator[s
         return
     if software.triton is None:
         yield "Triton, which quire's GPU kernels are written in, is missing: pip install triton"
+    elif software.obstacle is not None:
+        yield f"quire's GPU kernels can't run: {software.obstacle}"
     if min(software.capabilities, default=LEAST_CAPABILITY) < LEAST_CAPABILITY:
         yield (
             "a GPU of before compute capability 8.0 multiplies no bfloat16: give --dtype float16"

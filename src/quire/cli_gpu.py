@@ -27,7 +27,8 @@ class GpuSoftware:
     """What would compute on GPUs.
 
     cuda: the version that torch was built with, None: without any. num_usable: GPUs that torch can
-    use. capabilities: of these, as (9, 0). triton, flashinfer: installed versions.
+    use. capabilities: of these, as (9, 0). triton, flashinfer: installed versions. obstacle: why
+    Triton's kernels can't run there; None: they can, or there is nothing to run them on.
     """
 
     cuda: str | None = None
@@ -35,6 +36,7 @@ class GpuSoftware:
     capabilities: tuple[tuple[int, int], ...] = ()
     triton: str | None = None
     flashinfer: str | None = None
+    obstacle: str | None = None
 
 
 def read_gpus() -> tuple[Gpu, ...]:
@@ -57,6 +59,8 @@ def read_gpu_software() -> GpuSoftware:
     """Imports torch, and asks its CUDA part where there is one."""
     import torch  # a second, and `doctor` has found out before that it is there
 
+    from quire.kernels.triton.support import why_not  # brings torch
+
     num_usable = torch.cuda.device_count()
     return GpuSoftware(
         torch.version.cuda,
@@ -64,6 +68,7 @@ def read_gpu_software() -> GpuSoftware:
         tuple(torch.cuda.get_device_capability(index) for index in range(num_usable)),
         _version("triton"),
         _version("flashinfer-python"),
+        why_not("cuda") if num_usable else None,
     )
 
 

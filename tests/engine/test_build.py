@@ -259,6 +259,13 @@ def test_a_bug_of_a_model_is_not_taken_for_too_little_memory(
         build_engine(SMALL)
 
 
+def test_triton_kernels_that_can_not_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.compute.why_not", lambda device_type: "it is too warm")
+    refusal = "kernels is 'triton', but the Triton kernels can't run on cpu: it is too warm"
+    with pytest.raises(ConfigurationError, match=refusal):
+        build_engine(SMALL | {"kernels": "triton"})
+
+
 def test_an_engine_tells_what_it_was_built_of_and_how_far_that_is() -> None:
     told: list[tuple[str, int, int]] = []
     options = SMALL | {"dtype": "float32", "quantization": None, "max_itl_ratio": 2.8}

@@ -245,6 +245,7 @@ def test_ctrl_c_leaves_a_working_llm(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return forward(step)
 
+    interrupted.plan = forward.plan
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine._runner, "_forward", interrupted)
         with pytest.raises(KeyboardInterrupt):

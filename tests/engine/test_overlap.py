@@ -464,7 +464,7 @@ def test_nothing_is_held_once_the_last_generation_was_stepped_to_its_end() -> No
 
 
 def test_on_the_path_of_a_device(tmp_path: Path) -> None:
-    """Rows, sampler and attention as on a GPU, with Triton's kernels in the interpreter."""
+    """Rows, sampler and attention as on a GPU, or attention alone, in Triton's interpreter."""
     pytest.importorskip("triton")
     changes = {"num_hidden_layers": 1, "vocab_size": 64, "eos_token_id": 1}
     folder = str(save_checkpoint("llama", tmp_path, **changes))
@@ -474,7 +474,11 @@ def test_on_the_path_of_a_device(tmp_path: Path) -> None:
         for index in range(3)
     ]
     found: list[Any] = []
-    for options in ({"kernels": "torch"}, {"kernels": "triton", "async_scheduling": True}):
+    for options in (
+        {"kernels": "torch"},
+        {"kernels": "triton", "async_scheduling": True},
+        {"kernels": "torch", "attention_backend": "triton", "async_scheduling": True},
+    ):
         llm = LLM(
             folder,
             skip_tokenizer_init=True,
@@ -489,4 +493,4 @@ def test_on_the_path_of_a_device(tmp_path: Path) -> None:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         found.append([output.outputs[0].token_ids for output in outputs])
         check_idle(llm.engine.scheduler)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]

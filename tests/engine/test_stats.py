@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import time
 
 import msgspec
 import pytest
@@ -9,7 +10,7 @@ from tests.engine.test_engine import make_engine, request, run
 
 
 def test_the_numbers_survive_the_wire() -> None:
-    engine = make_engine()
+    engine = make_engine(clock=time.monotonic)
     engine.add(request("a", n=2))
     run(engine)
     told = dataclasses.asdict(engine.stats())

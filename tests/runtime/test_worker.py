@@ -203,3 +203,17 @@ def test_a_worker_that_fails_after_rank_0_has_gone_ends_quietly(sockets) -> None
     thread, codes = start_worker(theirs, build)
     thread.join()
     assert codes == [0]
+
+
+def test_the_last_to_go_tidy_up_where_the_ranks_have_met(sockets, tmp_path) -> None:
+    """A rank 0 that was killed could not."""
+    ours, theirs = sockets
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+    (folder / "ranks").touch()
+    send(ours, Join({}, 1, 2, str(folder / "ranks")))
+    thread, codes = start_worker(theirs, lambda *_: RecordingRunner())
+    assert receive_news(ours) == Ready()
+    ours.close()
+    thread.join()
+    assert codes == [0] and not folder.exists() and tmp_path.exists()

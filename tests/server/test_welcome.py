@@ -35,6 +35,11 @@ def test_the_ledger_says_what_was_loaded_and_where_the_memory_goes():
     ]
 
 
+def test_several_ranks_are_told():
+    ranks = {"kernels": "avx2", "tensor_parallel_size": 2, "num_threads": 1}
+    assert ledger("m", ranks) == f"quire {__version__}: m, kernels avx2, 2 ranks, 1 thread each"
+
+
 def test_on_a_gpu_the_ledger_has_all_parts_and_their_sum():
     device = DeviceLedger(
         weight_bytes=600 << 20,

@@ -139,7 +139,10 @@ def _check_triton(options: EngineOptions, device: torch.device) -> None:
         )
     reason = why_not(device.type)
     if reason is not None:
-        raise ConfigurationError(f"the Triton kernels can't run on {device.type}: {reason}")
+        raise ConfigurationError(
+            f"kernels is {options.kernels!r}, but the Triton kernels can't run on {device.type}:"
+            f" {reason}"
+        )
 
 
 def _triton_parts(options: EngineOptions) -> tuple[Operators, LinearMethods]:

@@ -1,10 +1,12 @@
 """Copies between the host and one device that nobody waits for, except where the result is read.
 
-On the CPU both directions are plain copies. On a GPU they go through page-locked memory, in the
-order of the current stream: torch's allocator of such memory reuses a buffer only once the stream
-has passed its copy.
+On the CPU both directions are plain copies. On a GPU they go through page-locked memory, which
+torch's allocator reuses only once the stream of the copy has passed it. Uploads travel while
+earlier work runs, and what is queued after them waits for them; downloads are in the order of the
+current stream.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,12 @@ class Download:
         return values
 
 
+@cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of their own, on which uploads don't wait for the step that is running."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class DeviceLink:
     """The two directions between the host and `device`."""
 
@@ -44,12 +52,16 @@ class DeviceLink:
         found = torch.from_numpy(np.array(values, order="C"))
         if self.device.type == "cpu":
             return found
-        return found.pin_memory().to(self.device, non_blocking=True)
+        uploads, current = _upload_stream(self.device), torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(uploads):
+            sent = found.pin_memory().to(self.device, non_blocking=True)
+        current.wait_stream(uploads)
+        sent.record_stream(current)  # else its memory could be the next upload's before it is read
+        return sent
 
     def upload_into(self, target: torch.Tensor, values: npt.NDArray[Any]) -> None:
         """The same into a tensor that stays where it is, once all that was queued has run."""
-        found = torch.from_numpy(np.array(values, order="C"))
-        target.copy_(found if self.device.type == "cpu" else found.pin_memory(), non_blocking=True)
+        target.copy_(self.upload(values))
 
     def synchronize(self) -> None:
         """Wait until all that was queued has run. Raises what has failed there."""

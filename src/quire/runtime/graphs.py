@@ -71,9 +71,11 @@ class CudaGraphCapture:
     def capture(self, computation: Computation) -> Computation:
         # Once as usual: kernels are compiled and libraries allocate what no graph may hold.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            computation()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                computation()
+        finally:  # what was queued before memory ran out still uses the step's tensors
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         free_bytes = self._free_bytes()
         graph = torch.cuda.CUDAGraph()
         pool = self._graphs[0].pool() if self._graphs else None

@@ -8,10 +8,12 @@ it failed. It ends when the socket does.
 Knows no scheduler and no requests. Called by `engine.worker_process`; `executor` is the other end.
 """
 
+import contextlib
 import socket
 import struct
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
@@ -130,21 +132,28 @@ to be called just before the ranks meet."""
 
 def serve_calls(sock: socket.socket, build: Build) -> int:
     """Be a worker until rank 0 is gone. Returns the process's exit code."""
+    meeting_place: Path | None = None
     try:
         join = receive_call(sock)
         assert isinstance(join, Join), "the first message must say who the worker is"
+        meeting_place = Path(join.meeting_place)
         runner = build(join, lambda: send(sock, Joining()))
         send(sock, Ready())
         while True:
             _make(receive_call(sock), runner)
     except PeerGoneError:
-        return 0
+        code = 0
     except QuireError as error:
-        return _report(sock, Failed(error.code, str(error)))
+        code = _report(sock, Failed(error.code, str(error)))
     except Exception as error:
         # The last line of defence: the process ends either way, and rank 0 is told why.
         traceback.print_exc()
-        return _report(sock, Failed(QuireError.code, f"{type(error).__name__}: {error}"))
+        code = _report(sock, Failed(QuireError.code, f"{type(error).__name__}: {error}"))
+    if code == 0 and meeting_place is not None:  # a rank 0 that was killed has not tidied up
+        with contextlib.suppress(OSError):
+            meeting_place.unlink(missing_ok=True)
+            meeting_place.parent.rmdir()
+    return code
 
 
 def _make(call: ToWorker, runner: Runner) -> None:

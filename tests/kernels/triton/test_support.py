@@ -36,8 +36,22 @@ def test_this_much_loads_where_triton_is_missing(monkeypatch):
 def test_what_serves_what(monkeypatch, device_type, is_interpreting, expected):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", is_interpreting)
+    monkeypatch.setattr(support, "_why_not_launched", lambda: None)
     found = support.why_not(device_type)
     assert found is expected if expected is None else expected in (found or "")
+
+
+def test_what_launches_kernels_needs_a_compiler_and_headers(monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "install gcc or clang" in (support.why_not("cuda") or "")
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    assert "Python.h is missing" in (support.why_not("cuda") or "")
+    (tmp_path / "Python.h").touch()
+    assert support.why_not("cuda") is None
 
 
 def test_tests_interpret():

@@ -5,6 +5,9 @@ where it isn't. Called by the kernels' wrappers, the registries that offer them,
 """
 
 import importlib.util
+import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 
@@ -34,6 +37,19 @@ def why_not(device_type: str) -> str | None:
         return f"they serve cuda devices, not {device_type!r}"
     if is_interpreting():
         return "TRITON_INTERPRET is set, and the interpreter serves the CPU alone; unset it"
+    return _why_not_launched()
+
+
+def _why_not_launched() -> str | None:
+    """Triton compiles kernels by itself, but as of 3.7 the C code that calls the driver with what
+    the system has, against Python's headers."""
+    from triton import knobs  # slow to load
+
+    if not (knobs.build.cc or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler for what launches them; install gcc or clang, or set CC"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        return f"Triton needs Python's headers for what launches them, but {header} is missing"
     return None
 
 
