@@ -105,6 +105,11 @@ def select(
     if name is not None and name not in _BACKENDS:
         known = ", ".join(_BACKENDS)
         raise ConfigurationError(f"attention backend {name!r} is unknown; there is: {known}")
+    if name is not None and name not in serving and device_type in _BACKENDS[name].device_types:
+        raise ConfigurationError(
+            f"attention backend {name!r} needs the native kernels, which don't compute here;"
+            " leave attention_backend out, or kernels"
+        )
     if not serving or (name is not None and name not in serving):
         wanted = "no attention backend" if name is None else f"attention backend {name!r} does not"
         raise ConfigurationError(

@@ -109,7 +109,7 @@ class TritonPagedAttention(AttentionBackend):
         if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
             raise ConfigurationError(
                 f"head_dim={spec.head_dim} can't be served by the Triton kernels, which need a "
-                f"multiple of 8 up to {MAX_HEAD_DIM}"
+                f"multiple of 8 up to {MAX_HEAD_DIM}; device='cpu' with kernels='auto' computes it"
             )
         return plain_page_format(spec, block_size, dtype, KV_DTYPES)
 
