@@ -9,7 +9,12 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.interpreter import compute_as_gpus_do, round_bfloat16, widen_bfloat16
+from quire.kernels.triton.interpreter import (
+    compute_as_gpus_do,
+    dot_in_k_order,
+    round_bfloat16,
+    widen_bfloat16,
+)
 
 N = 16
 
@@ -59,6 +64,14 @@ def _loop_kernel(bound_ptr, out_ptr):
         tl.store(out_ptr + number, number)
 
 
+@triton.jit
+def _masked_kernel(count_ptr, out_ptr):
+    place = tl.arange(0, 1)
+    for step in tl.static_range(4):
+        is_wanted = step < tl.load(count_ptr)
+        tl.store(out_ptr + step + place, step, is_wanted)
+
+
 def _random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -106,6 +119,35 @@ def test_products_are_of_numbers():
     out = torch.empty(N, N)
     _dot_kernel[(1,)](left, right, out, N)
     torch.testing.assert_close(out, left.float() @ right.float())
+
+
+def test_a_product_sums_in_one_order_whatever_its_shape():
+    left, right, start = (
+        _random(*shape, seed=seed).numpy()
+        for seed, shape in enumerate([(5, 70), (70, 33), (5, 33)])
+    )
+    found = dot_in_k_order(left, right, start)
+    for row, column in ((0, 0), (4, 32), (2, 17)):
+        total = start[row, column]
+        for k in range(70):
+            total = np.float32(total + np.float32(left[row, k] * right[k, column]))
+        assert found[row, column] == total
+    part = dot_in_k_order(left[2:3], right[:, 8:9], start[2:3, 8:9])
+    assert part == found[2, 8]
+
+
+def test_a_kernels_product_sums_in_that_order():
+    left, right = _random(N, N, seed=1), _random(N, N, seed=2)
+    out = torch.empty(N, N)
+    _dot_kernel[(1,)](left, right, out, N)
+    zeros = np.zeros((N, N), np.float32)
+    assert np.array_equal(out.numpy(), dot_in_k_order(left.numpy(), right.numpy(), zeros))
+
+
+def test_a_mask_may_be_a_scalar():
+    out = torch.full((4,), -1, dtype=torch.int32)
+    _masked_kernel[(1,)](torch.tensor([2], dtype=torch.int32), out)
+    assert out.tolist() == [0, 1, -1, -1]
 
 
 def test_infinities_are_silent_as_on_a_gpu():

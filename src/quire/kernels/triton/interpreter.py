@@ -1,10 +1,12 @@
 """Triton's interpreter computes as GPUs do.
 
-Up to Triton 3.6 at least it keeps bf16 numbers as their bits and then: drops the lower bits of fp32
-in casts, where GPUs round to nearest, ties to even; multiplies and adds the bits as integers. It
-warns of infinities, which kernels meet on purpose, and takes no loop's bound from a scalar of a
-recent numpy. Put right once, when this package is imported where TRITON_INTERPRET is set; elsewhere
-nothing is changed.
+Up to Triton 3.9 it keeps bf16 numbers as their bits and then: drops the lower bits of fp32 in
+casts, where GPUs round to nearest, ties to even; multiplies and adds the bits as integers. It
+leaves the order of a product's sums to numpy's BLAS, which chooses it by shape and processor. It
+gives the result of a comparison the dtype of what was compared, and since 3.9 refuses that as a
+mask where it is a scalar. It warns of infinities, which kernels meet on purpose, and takes no
+loop's bound from a scalar of a recent numpy. Put right once, when this package is imported where
+TRITON_INTERPRET is set; elsewhere nothing is changed.
 """
 
 from types import SimpleNamespace
@@ -36,6 +38,24 @@ def widen_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def dot_in_k_order(
+    left: npt.NDArray[Any], right: npt.NDArray[Any], start: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """start [..., M, N] + left [..., M, K] @ right [..., K, N], K in ascending order; each product
+    and each sum is rounded to start's dtype.
+
+    An element has the same bits whatever M and N are, and on every processor: these are single
+    IEEE operations. A BLAS, which numpy.matmul calls, chooses its order by shape and processor.
+    """
+    left, right = left.astype(start.dtype, copy=False), right.astype(start.dtype, copy=False)
+    result = start.copy()
+    product = np.empty_like(result)
+    for k in range(left.shape[-1]):
+        np.multiply(left[..., :, k, None], right[..., k, None, :], out=product)
+        np.add(result, product, out=result)
+    return result
+
+
 def _wide(handle: Any) -> Any:
     """A handle of bf16 as one of fp32; others as they are."""
     if handle.dtype.scalar != tl.bfloat16:
@@ -64,11 +84,16 @@ def compute_as_gpus_do() -> None:
 
     def compute_wide(self: Any, left: Any, right: Any, operation: Any) -> Any:
         result = compute(self, _wide(left), _wide(right), operation)
-        is_short = left.dtype.scalar == tl.bfloat16 and operation not in _COMPARISONS
-        return _rounded(result) if is_short else result
+        if operation in _COMPARISONS:
+            return interpreter.TensorHandle(np.asarray(result.data, np.bool_), tl.int1)
+        return _rounded(result) if left.dtype.scalar == tl.bfloat16 else result
 
-    def dot_wide(self: Any, left: Any, right: Any, *more: Any) -> Any:
-        return dot(self, _wide(left), _wide(right), *more)
+    def dot_in_order(self: Any, left: Any, right: Any, start: Any, *more: Any) -> Any:
+        left, right = _wide(left), _wide(right)
+        if not all(operand.dtype.is_floating() for operand in (left, right, start)):
+            return dot(self, left, right, start, *more)  # integers have one sum in every order
+        result = dot_in_k_order(np.asarray(left.data), np.asarray(right.data), start.data)
+        return interpreter.TensorHandle(result, start.dtype.scalar)
 
     def launch_silently(self: Any, *arguments: Any, **options: Any) -> None:
         scope = interpreter._patch_lang(_LANGUAGE)
@@ -78,7 +103,8 @@ def compute_as_gpus_do() -> None:
         finally:
             scope.restore()
 
-    builder.cast_impl, builder.binary_op, builder.create_dot = cast_rounded, compute_wide, dot_wide
+    builder.cast_impl, builder.binary_op = cast_rounded, compute_wide
+    builder.create_dot = dot_in_order
     interpreter.GridExecutor.__call__ = launch_silently
     interpreter.InterpretedFunction.__call__ = _call_inside
     _index_scalars()
