@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -260,7 +262,9 @@ def test_a_bug_of_a_model_is_not_taken_for_too_little_memory(
 
 
 def test_triton_kernels_that_can_not_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.compute.why_not", lambda device_type: "it is too warm")
+    monkeypatch.setattr(
+        "quire.kernels.triton.support.why_not", lambda device_type: "it is too warm"
+    )
     refusal = "kernels is 'triton', but the Triton kernels can't run on cpu: it is too warm"
     with pytest.raises(ConfigurationError, match=refusal):
         build_engine(SMALL | {"kernels": "triton"})
@@ -281,3 +285,17 @@ def test_an_engine_tells_what_it_was_built_of_and_how_far_that_is() -> None:
     assert told[-1] == ("measuring what steps take", 0, 0)
     texts = {text for text, _, _ in told[:-1]}
     assert texts == {"loading the weights"} and told[-2][1] == told[-2][2] > 0
+
+
+def test_an_engine_on_the_cpu_imports_no_triton_and_leaves_without_a_word():
+    """Where Triton was imported, its bindings report leaks when the process ends."""
+    program = (
+        "import sys; from quire import LLM, SamplingParams;"
+        "LLM(device='cpu', num_blocks=16, max_model_len=64, disable_log_stats=True)"
+        ".generate('import os', SamplingParams(max_tokens=2));"
+        "sys.exit('triton' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")

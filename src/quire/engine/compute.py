@@ -18,7 +18,6 @@ from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.selection import select_kernels, settle_torch_threads
 from quire.kernels.operators import TORCH_OPERATORS, Operators
-from quire.kernels.triton.support import why_not
 from quire.layers.methods import LinearMethods, choose_methods
 from quire.models.config import DecoderConfig
 from quire.observability.log import get_logger
@@ -137,6 +136,9 @@ def _check_triton(options: EngineOptions, device: torch.device) -> None:
             f"kernels is {options.kernels!r}, which compute on the CPU, but the device is"
             f" {str(device)!r}; leave kernels out, or say device='cpu'"
         )
+    # Imports Triton, which an engine on the CPU does without.
+    from quire.kernels.triton.support import why_not
+
     reason = why_not(device.type)
     if reason is not None:
         raise ConfigurationError(

@@ -1,7 +1,7 @@
 """What the Triton kernels share: whether they can run here, sizes, and checks of tensors.
 
-Triton is not imported by importing this, so that whoever asks whether it is there gets an answer
-where it isn't. Called by the kernels' wrappers, the registries that offer them, and `doctor`.
+Loads where Triton is missing, so that whoever asks whether it is there gets an answer. Called by
+the kernels' wrappers, the registries that offer them, and `doctor`.
 """
 
 import importlib.util
