@@ -63,6 +63,7 @@ class Listener:
 async def kept(
     options: dict[str, Any] | None = None, recovery: RecoveryConfig = QUICK, **more: Any
 ) -> AsyncIterator[tuple[EngineKeeper, Listener]]:
+    before = psutil.Process().children()  # of fixtures, in whatever order the tests run
     listener = Listener()
     keeper = EngineKeeper(options or {}, COMMAND, recovery, listener, **more)
     assert keeper.state is EngineState.STARTING and keeper.link is None
@@ -72,7 +73,7 @@ async def kept(
     finally:
         await keeper.shutdown(drain=False, timeout_s=2, reason=None)
         assert keeper.state is EngineState.CLOSING and keeper.pid is None
-        assert not psutil.Process().children()
+        assert psutil.Process().children() == before
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -229,10 +230,11 @@ def test_a_first_start_that_fails_is_not_repeated(
     options: dict[str, Any], kind: type[QuireError], reason: str
 ) -> None:
     async def test() -> None:
+        before = psutil.Process().children()
         with pytest.raises(kind, match=reason):
             async with kept(options):
                 raise AssertionError(f"{json.dumps(options)} started")
-        assert not psutil.Process().children()
+        assert psutil.Process().children() == before
 
     run(test)
 
@@ -240,10 +242,11 @@ def test_a_first_start_that_fails_is_not_repeated(
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
 def test_a_first_start_that_is_cancelled_leaves_no_process(delay_s: float) -> None:
     async def test() -> None:
+        before = psutil.Process().children()
         keeper = EngineKeeper({"hang_s": 600}, COMMAND, QUICK, Listener())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(keeper.start(), delay_s)
-        assert not psutil.Process().children()
+        assert psutil.Process().children() == before
 
     run(test)
 
