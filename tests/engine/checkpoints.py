@@ -50,7 +50,10 @@ def save_checkpoint(name: str, folder: Path, **changes: Any) -> Path:
     torch.manual_seed(len(name))
     config = CONFIGS[name]
     if changes:
-        config = type(config)(**(config.to_dict() | changes))
+        given = config.to_dict() | changes
+        if given.get("layer_types"):
+            given["layer_types"] = given["layer_types"][: given["num_hidden_layers"]]
+        config = type(config)(**given)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms and biases start as constants: make them matter

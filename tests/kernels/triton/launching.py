@@ -30,6 +30,7 @@ MAX_GRID = (2**31 - 1, 65535, 65535)
 PROMPTS = ([2 + 7 * i % 120 for i in range(20)], [3, 5, 7, 9, 11, 13, 2, 4], [9, 4, 2])
 
 SMALL = {
+    "num_hidden_layers": 2,
     "hidden_size": 64,
     "intermediate_size": 128,
     "vocab_size": 128,
