@@ -1,13 +1,16 @@
 """What holds for all tests: no network, one torch thread, Hypothesis without a clock.
 
-`pytest --kernels NAME` runs the engines of all tests that don't ask for other kernels on these.
+`pytest --kernels NAME` runs the engines of all tests that don't ask for other kernels on these;
+`pytest -n auto` runs the tests in several processes (README.md here says which tests run alone).
 """
 
 import os
+from collections.abc import Generator
 from dataclasses import fields
 
 import pytest
 from hypothesis import settings
+from tests.turns import Turns
 
 from quire.config import KERNELS, EngineOptions
 
@@ -38,6 +41,36 @@ def pytest_configure(config: pytest.Config) -> None:
     EngineOptions.__init__.__defaults__ = tuple(
         name if field.name == "kernels" else field.default for field in fields(EngineOptions)
     )
+
+
+# ---- several processes (pytest-xdist) ------------------------------------------------------------
+
+MAX_WORKERS = 4
+"""By default: each takes up to 1.5 GB."""
+
+TURNS = pytest.StashKey[Turns]()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which may be missing
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """What `-n auto` is: a process for each processor."""
+    return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around the timeout: waiting does not count
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that is marked `alone` runs while all other processes of this run wait."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    if TURNS not in item.config.stash:
+        factory: pytest.TempPathFactory = item.config._tmp_path_factory  # type: ignore[attr-defined]
+        item.config.stash[TURNS] = Turns(factory.getbasetemp().parent)
+    is_alone = item.get_closest_marker("alone") is not None
+    with item.config.stash[TURNS].turn(is_alone=is_alone):
+        return (yield)
+
+
+# ---- which kernels compute ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")

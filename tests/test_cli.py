@@ -53,11 +53,13 @@ def _processor_s(command: list[str]) -> float:
 # ---- light start ----------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["serve", "--help"]])
 def test_version_and_help_are_there_at_once(words: list[str]) -> None:
     assert _processor_s([sys.executable, "-m", "quire", *words]) < 0.3
 
 
+@pytest.mark.alone
 def test_importing_quire_is_light() -> None:
     code = (
         "import sys, time; before = time.process_time(); import quire\n"

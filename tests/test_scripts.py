@@ -121,6 +121,31 @@ def test_tests_need_more_than_the_demo(machine: Machine) -> None:
     assert "(dev)" in machine.run("test").stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), ["-n", "auto", "--dist", "worksteal", "--durations=20"]),
+        (("tests/core", "--pdb"), ["tests/core", "--pdb"]),
+    ],
+)
+def test_all_tests_use_all_processors_and_words_are_pytests(
+    machine: Machine, words: tuple[str, ...], expected: list[str]
+) -> None:
+    machine.set_up("dev")
+    assert machine.run("test", *words).stdout == "".join(
+        f"<{word}>" for word in ("-m", "pytest", *expected)
+    )
+
+
+def test_the_tests_keep_compiled_modules(machine: Machine) -> None:
+    machine.set_up("dev")
+    machine.program(
+        machine.root / ".venv" / "bin" / "python", 'echo "${PYTHONDONTWRITEBYTECODE-kept}"'
+    )
+    machine.environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    assert machine.run("test").stdout == "kept\n"
+
+
 @pytest.mark.parametrize("name", INPUTS)
 def test_a_change_of_what_is_installed_from_sets_up_anew(machine: Machine, name: str) -> None:
     machine.set_up("runtime")

@@ -49,6 +49,7 @@ def test_our_own_work_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not noise.is_loud
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs /proc/stat")
 def test_a_busy_neighbour_is_heard() -> None:
     with subprocess.Popen([sys.executable, "-c", SPIN], stdout=subprocess.PIPE) as neighbour:

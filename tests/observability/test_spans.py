@@ -95,6 +95,7 @@ def test_spans_reach_a_collector_over_http() -> None:
     assert told["service.name"] == "quire-test"
 
 
+@pytest.mark.alone
 def test_a_collector_that_is_gone_costs_nothing_but_the_spans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

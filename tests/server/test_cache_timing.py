@@ -94,6 +94,7 @@ def test_nor_does_what_another_tenant_is_computing_right_now(guarded, prompts):
     assert asyncio.run(at_once(prompts(), [ALICE, ALICE_TOO]))[1] > 0
 
 
+@pytest.mark.alone
 def test_nor_does_the_clock_tell(guarded, prompts):
     """Medians of calls in turns; the control shows that a hit would be seen."""
     times_s = {"same": [], "fresh": [], "own": []}

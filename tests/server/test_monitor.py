@@ -186,6 +186,7 @@ def test_the_call_that_is_served_is_told_what_it_cost(clock, monitor):
     assert monitor.time_to_first_token_s.total == pytest.approx(6)
 
 
+@pytest.mark.alone
 def test_an_output_costs_microseconds(monitor):
     """2 us is the aim; the bound leaves room for a busy machine."""
     num_outputs, best_s = 2000, float("inf")

@@ -130,6 +130,7 @@ def test_by_default_every_processor_has_a_thread(library: NativeLibrary) -> None
     assert NativeKernels(library, "portable").num_threads == available_processors()
 
 
+@pytest.mark.alone
 def test_idle_threads_use_no_processor(library: NativeLibrary) -> None:
     kernels = NativeKernels(library, num_threads=3)
     time.sleep(0.05)  # they spin a moment first
