@@ -91,6 +91,15 @@ def test_why_the_cache_had_no_more_is_counted_once_a_request() -> None:
     assert times.prefix_misses == {"evicted": 1}
 
 
+def test_what_another_domain_has_is_counted_as_never_seen() -> None:
+    times = RequestTimes()
+    for name, reason in (("a", MissReason.OTHER_DOMAIN), ("b", MissReason.NEVER_SEEN)):
+        one = sequence(name)
+        one.miss = PrefixMiss(reason, 0)
+        times.on_outputs([output(name)], {name: [one]}, 101.0)
+    assert times.prefix_misses == {"never_seen": 2}
+
+
 def test_a_forgotten_request_s_id_may_be_used_again() -> None:
     times, known = RequestTimes(), {"a": [sequence("a")]}
     for _ in range(2):

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from quire.core.prefix_miss import MissReason
+from quire.core.prefix_miss import COUNTED_REASONS
 from quire.observability.histogram import Histogram
 from quire.server.metric_families import (
     engine_families,
@@ -54,7 +54,7 @@ def test_what_an_engine_does_not_tell_is_left_out():
 
 def test_every_reason_of_a_miss_is_there_from_the_start():
     found = samples(engine_families({"prefix_misses": {"evicted": 4}}))
-    assert len(found) == len(MissReason)
+    assert len(found) == len(COUNTED_REASONS)
     assert found["quire_prefix_misses_total", "evicted"] == 4
     assert found["quire_prefix_misses_total", "never_seen"] == 0
 

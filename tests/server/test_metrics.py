@@ -17,7 +17,7 @@ from tests.engine.fake_engine_process import COMMAND
 from tests.server.launching import WAIT_S, launched
 
 from quire.core.memory_report import PARTS
-from quire.core.prefix_miss import MissReason
+from quire.core.prefix_miss import COUNTED_REASONS
 from quire.engine.recovery import EngineState
 from quire.server.monitor import FINISH_REASONS
 
@@ -86,7 +86,7 @@ def test_what_was_asked_for_and_generated_is_counted(http):
     assert more("quire_sampled_tokens_total") >= 16
     assert more("quire_computed_tokens_total") >= 15
     assert more("quire_prefix_query_tokens_total") >= usage["prompt_tokens"]
-    assert sum(more("quire_prefix_misses_total", why.value) for why in MissReason) == 2
+    assert sum(more("quire_prefix_misses_total", why.value) for why in COUNTED_REASONS) == 2
     assert after["quire_generations_open",] == after["quire_requests_running",] == 0
 
 
@@ -242,9 +242,9 @@ def test_while_the_engine_recovers_the_front_s_numbers_still_come():
 
 
 def test_tenants_and_the_causes_of_refusals_are_told_apart():
-    keys = {"alice": "alice-secret-1", "bob": "bob-secret-22"}
+    keys = {"alice": "alice-secret-1", "bob": "bob-secret-22", "operator": "operator-secret-3"}
     entries = [f"{name}:{key}" for name, key in keys.items()]
-    alice, bob = ({"Authorization": f"Bearer {key}"} for key in keys.values())
+    alice, bob, operator = ({"Authorization": f"Bearer {key}"} for key in keys.values())
     body = {"prompt": [10, 11], "max_tokens": 3}
     server = launched(command=FAKE, fake={"step_s": 0.01}, api_keys=entries, max_tenant_requests=1)
     with server as running:
@@ -258,7 +258,7 @@ def test_tenants_and_the_causes_of_refusals_are_told_apart():
             next(lines)
             assert http.post(url, json=body, headers=alice).status_code == 429
             http.post(url, json=body, headers=bob).raise_for_status()
-            http.headers.update(bob)
+            http.headers.update(operator)
             found = scrape(http)
             text = http.get("/metrics").text
             assert http.get("/health").json()["engine"]["num_running"] == 1

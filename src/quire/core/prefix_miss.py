@@ -1,6 +1,8 @@
-"""Why a prompt was not served whole from the prefix cache: kept per request, told to operators.
+"""Why a prompt was not served whole from the prefix cache: kept per request, for the offline API
+and the simulator.
 
-Not told to clients: that another domain has the same prompt is that domain's affair.
+Not told to clients, and counted without OTHER_DOMAIN (see `counted_as`): that another domain has
+the same prompt is that domain's affair.
 """
 
 from collections.abc import Sequence
@@ -22,6 +24,18 @@ class MissReason(StrEnum):
     BELOW_BLOCK = "below_block"  # what is missing is less than a block
     OTHER_DOMAIN = "other_domain"  # only another cache domain has it
     NEVER_SEEN = "never_seen"  # nobody asked for it before, or so long ago that it is forgotten
+
+
+COUNTED_REASONS = tuple(reason for reason in MissReason if reason is not MissReason.OTHER_DOMAIN)
+
+
+def counted_as(reason: MissReason) -> MissReason:
+    """The reason under which an engine counts a miss; one of COUNTED_REASONS.
+
+    Counts get around: to dashboards, and to clients of a server without keys. A count of
+    OTHER_DOMAIN would answer whoever reads it and sends a guess: some other domain has that prompt.
+    """
+    return MissReason.NEVER_SEEN if reason is MissReason.OTHER_DOMAIN else reason
 
 
 @dataclass(frozen=True, slots=True)

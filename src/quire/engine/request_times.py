@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+from quire.core.prefix_miss import counted_as
 from quire.core.request import SequenceOutput
 from quire.core.sequence import Sequence
 from quire.observability.histogram import Histogram
@@ -84,7 +85,7 @@ class RequestTimes:
         prefill and what was decoding can't be told apart: it counts in the queue only."""
         first = next((one for one in branches if one.branch_index == branch_index), branches[0])
         if first.miss is not None:
-            self.prefix_misses[first.miss.reason.value] += 1
+            self.prefix_misses[counted_as(first.miss.reason).value] += 1
         if first.first_scheduled_s is None:
             return
         self.queue_s.observe(first.first_scheduled_s - first.arrival_s)

@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.utils import floatToGoString
 
 from quire.core.memory_report import HELD_PARTS, PARTS
-from quire.core.prefix_miss import MissReason
+from quire.core.prefix_miss import COUNTED_REASONS
 from quire.server.monitor import FINISH_REASONS, MAX_TENANTS, OTHER_TENANTS, Monitor
 from quire.version import __version__
 
@@ -190,7 +190,7 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
             "quire_prefix_misses_total",
             "Requests by why the prefix cache had no more of their prompts.",
             ("reason",),
-            (((reason.value,), found.get(reason.value, 0)) for reason in MissReason),
+            (((reason.value,), found.get(reason.value, 0)) for reason in COUNTED_REASONS),
         )
     for key, name, text in _ENGINE_TIMES:
         if key in stats.get("times", ()):
