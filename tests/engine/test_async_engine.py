@@ -155,7 +155,7 @@ def test_open_requests_are_bounded():
     async def test(engine):
         async with engine.generate(request("a", max_tokens=ENDLESS)):
             with pytest.raises(
-                OverloadedError, match="1 generations are open and 2 more"
+                OverloadedError, match="too many generations open to take 2 more"
             ) as caught:
                 engine.generate(request("b"), request("c"))
             assert caught.value.retry_after_s > 0

@@ -108,11 +108,22 @@ def test_requests_that_come_before_a_process_wait_for_it() -> None:
     assert world.start_process().added() == ["a", "b"]
 
 
+def test_a_full_queue_is_told_without_how_many_are_open() -> None:
+    told = set()
+    for num_open in (2, 3, 4):
+        world = World(max_num_open=4)
+        world.open("a", n=num_open)
+        with pytest.raises(OverloadedError) as caught:
+            world.open("b", n=3)
+        told.add((str(caught.value), caught.value.retry_after_s))
+    assert len(told) == 1
+
+
 def test_too_many_and_those_of_one_name_are_refused_and_nothing_is_kept() -> None:
     world = World(max_num_open=4)
     wire = world.start_process()
     world.open("a", n=2)
-    with pytest.raises(OverloadedError, match="2 generations are open and 3 more would exceed"):
+    with pytest.raises(OverloadedError, match="too many generations open to take 3 more"):
         world.open("b", n=3)
     with pytest.raises(InvalidRequestError, match="5 generations at once"):
         world.open("b", n=5)

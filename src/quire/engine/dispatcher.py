@@ -194,7 +194,8 @@ class Dispatcher:
                 "send them in several calls"
             )
         if self.num_open + num_wanted > bound:
+            # How many are open is not told: it is other clients' affair.
             raise OverloadedError(
-                f"{self.num_open} generations are open and {num_wanted} more would exceed the"
-                f" bound of {bound}; retry later"
+                f"the server has too many generations open to take {num_wanted} more: its bound is"
+                f" {bound}; retry later"
             )

@@ -135,9 +135,11 @@ class TenantBook:
                 f"{_name(tenant)} may have {bound} open at once; ask for fewer",
                 "n",
             )
+        # Where all clients are one tenant, how many are open is other people's affair.
+        num_open = account.num_open if tenant.name else "too many"
         raise TenantBusyError(
-            f"{_name(tenant)} has {account.num_open} generations open and asks for "
-            f"{num_generations} more, but may have {bound} at once; retry when some have ended",
+            f"{_name(tenant)} has {num_open} generations open and asks for {num_generations} more, "
+            f"but may have {bound} at once; retry when some have ended",
             BUSY_RETRY_AFTER_S,
         )
 
