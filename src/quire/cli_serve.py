@@ -83,7 +83,11 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"a stream without news gets a comment so often ({_DEFAULTS.keep_alive_s:g})",
     )
-    group.add_argument("--seed", type=int, help="where the seeds of unseeded requests begin (0)")
+    group.add_argument(
+        "--seed",
+        type=int,
+        help="makes the seeds of unseeded requests repeat from start to start (they are random)",
+    )
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:

@@ -13,9 +13,10 @@ import pytest
 from tests.engine.fake_engine_process import COMMAND as FAKE
 from tests.server.launching import WAIT_S, launched
 
+from quire.config import EngineOptions
 from quire.errors import CheckpointError, ConfigurationError
 from quire.server.config import ServerConfig
-from quire.server.launch import _say, _url, serve
+from quire.server.launch import _plan, _say, _url, serve
 
 WISH = {"prompt": [10], "stream": True}
 
@@ -240,6 +241,12 @@ def test_a_server_that_cannot_be_is_refused_before_the_model_is_loaded(server, r
     with pytest.raises(ConfigurationError, match=reason):
         serve({}, ServerConfig(port=0, **server))
     assert psutil.Process().children() == before
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, None), ({"seed": 0}, 0), ({"seed": 7}, 7)])
+def test_seeds_of_unseeded_requests_repeat_only_if_that_was_asked_for(given, expected):
+    plan = _plan(given, EngineOptions.from_mapping(given), ServerConfig())
+    assert plan.server_seed == expected
 
 
 def test_urls_are_ones_that_a_client_can_use():

@@ -1,7 +1,6 @@
-"""What handlers share: the model's name, seeds, and threads for long texts."""
+"""What handlers share: the model's name, and threads for long texts."""
 
 import asyncio
-import random
 import threading
 
 import pytest
@@ -11,8 +10,8 @@ from quire.server import service as service_module
 from quire.server.service import Service, UnknownModelError, call_for_text
 
 
-def make(name="mine", seed=1):
-    return Service(None, None, None, name, random.Random(seed))
+def make(name="mine"):
+    return Service(None, None, None, name)
 
 
 def test_only_the_served_model_is_known_and_it_may_be_left_out():
@@ -21,15 +20,6 @@ def test_only_the_served_model_is_known_and_it_may_be_left_out():
     with pytest.raises(UnknownModelError, match="'other' is not served here") as caught:
         make().check_model("other")
     assert (caught.value.http_status, caught.value.param) == (404, "model")
-
-
-def test_seeds_are_64_bits_and_repeat_with_the_servers_own_seed():
-    first, second = make(seed=3), make(seed=3)
-    seeds = [first.draw_seed() for _ in range(50)]
-    assert seeds == [second.draw_seed() for _ in range(50)]
-    assert len(set(seeds)) == 50
-    assert all(0 <= seed < 2**64 for seed in seeds)
-    assert max(seeds) > 2**60
 
 
 def test_a_server_that_ends_accepts_nothing_more():

@@ -326,10 +326,11 @@ def _make_requests(
     options: RequestOptions,
 ) -> list[Request]:
     inputs = service.inputs
+    draw, tenant = service.seeds.draw, options.tenant
     with blamed_on("prompt"):
         return [
             inputs.make_request(
-                f"{call_id}-{index}", prompt, wish, seed=service.draw_seed(), options=options
+                f"{call_id}-{index}", prompt, wish, seed=draw(tenant), options=options
             )
             for index, prompt in enumerate(prompts)
         ]

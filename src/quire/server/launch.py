@@ -11,7 +11,6 @@ import contextlib
 import errno
 import ipaddress
 import os
-import random
 import signal
 import socket
 import sys
@@ -36,6 +35,7 @@ from quire.server.keys import load_keys
 from quire.server.limits import CallLimits
 from quire.server.monitor import Monitor
 from quire.server.progress import LoadingProgress
+from quire.server.seeds import Seeds
 from quire.server.service import DRAIN_RETRY_AFTER_S, Service
 from quire.server.tenants import TenantBook
 from quire.server.welcome import invitation, ledger
@@ -74,6 +74,11 @@ class _Plan:
     limits: CallLimits
     tenants: TenantBook
     spans: Spans | None
+
+    @property
+    def server_seed(self) -> int | None:
+        """What the seeds of unseeded requests are made from; None: random ones."""
+        return self.options.seed if "seed" in self.process_options else None
 
     @property
     def model_name(self) -> str:
@@ -185,7 +190,7 @@ def _make_service(plan: _Plan, engine: AsyncEngine, monitor: Monitor) -> Service
         plan.files.tokenizer,
         plan.files.chat_template,
         plan.model_name,
-        random.Random(plan.options.seed),
+        Seeds(plan.server_seed),
         limits=plan.limits,
         tenants=plan.tenants,
         monitor=monitor,

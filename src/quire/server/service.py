@@ -4,7 +4,6 @@ Made by `launch`, read by the API families. Imports no torch.
 """
 
 import asyncio
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from quire.errors import QuireError, ServerDrainingError
 from quire.server.config import KEEP_ALIVE_S
 from quire.server.limits import CallLimits
 from quire.server.monitor import Monitor
+from quire.server.seeds import Seeds
 from quire.server.tenants import TenantBook
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ class Service:
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     model_name: str
-    seeds: random.Random = field(default_factory=random.Random)
+    seeds: Seeds = field(default_factory=Seeds)
     created_s: int = field(default_factory=lambda: int(time.time()))
     limits: CallLimits = field(default_factory=CallLimits)
     tenants: TenantBook = field(default_factory=TenantBook)
@@ -86,9 +86,6 @@ class Service:
     @property
     def inputs(self) -> InputProcessor:
         return InputProcessor(self.tokenizer, self.engine.limits)
-
-    def draw_seed(self) -> int:
-        return self.seeds.getrandbits(64)
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is the served model, or left out."""
