@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     named = [str(args.model)] if args.model else []
     arguments = [*named, "--max-num-seqs", str(args.batch), *args.serve_arguments]
     folder = args.model or EMBEDDED_MODEL
-    parts = parts_us(Tokenizer.from_folder(folder), args.batch)
+    parts = parts_us(Tokenizer.from_folder(folder, remembers_words=False), args.batch)
     if not ChatTemplate.from_folder(folder).exists:
         args.forms = [form for form in args.forms if not form.startswith("chat")]
     rounds, hot = [], []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.text.small_tokenizers import SPECIAL, make_byte_level, make_sentencepiece
+from tests.text.small_tokenizers import SPECIAL, make_byte_level, make_plain, make_sentencepiece
 from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
 
@@ -272,3 +272,21 @@ def test_import_is_light() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("remembers_words", [True, False])
+def test_words_are_remembered_only_where_they_may_be(remembers_words: bool) -> None:
+    """A rule that is changed between two calls shows which words are looked up and not worked out:
+    those of an earlier text, whoever sent it."""
+    backend = make_sentencepiece()
+    tokenizer = Tokenizer(backend, remembers_words=remembers_words)
+    first = tokenizer.encode("\u65e5", add_special_tokens=False)
+    assert len(first) > 1, "it is written in bytes"
+    backend.model.byte_fallback = False
+    again = tokenizer.encode("\u65e5", add_special_tokens=False)
+    assert (again == first) == remembers_words
+
+
+def test_one_without_a_memory_for_words_needs_none_to_be_switched_off() -> None:
+    plain = Tokenizer(make_plain(None), remembers_words=False)
+    assert plain.encode("hello") == Tokenizer(make_plain(None)).encode("hello")

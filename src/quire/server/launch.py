@@ -150,7 +150,7 @@ def _load_files(options: EngineOptions) -> _ModelFiles:
     text_folder = folder
     if options.tokenizer is not None:
         text_folder = resolve_model_folder(options.tokenizer)
-    tokenizer = Tokenizer.from_folder(text_folder)
+    tokenizer = Tokenizer.from_folder(text_folder, remembers_words=False)
     return _ModelFiles(folder, tokenizer, ChatTemplate.from_folder(text_folder))
 
 
