@@ -121,7 +121,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
     add("--max-queued-requests", "N", "generations open at once; beyond: 429")
     add("--max-tenant-requests", "N", "generations that one tenant may have open")
-    add("--max-tenant-tokens-per-minute", "N", "prompt and generated tokens of one tenant")
+    add("--max-tenant-tokens-per-minute", "N", "tokens of one tenant, prompts included, on average")
     group.add_argument(
         "--max-body-bytes",
         metavar="SIZE",

@@ -101,6 +101,18 @@ def test_an_answer_may_leave_a_debt_that_time_pays(clock):
     book.open(ALICE, 1, 1)
 
 
+def test_calls_that_come_together_leave_a_debt(clock):
+    """docs/serving.md has this example."""
+    book = TenantBook(max_tokens_per_minute=300, clock=clock)
+    leases = [book.open(ALICE, 1, 30) for _ in range(4)]
+    for lease in leases:
+        lease.count(200)
+    with pytest.raises(TokenRateError) as caught:
+        book.open(ALICE, 1, 30)
+    assert caught.value.retry_after_s == pytest.approx(130)
+    book.open(BOB, 1, 30)
+
+
 def test_a_prompt_longer_than_a_minutes_tokens_waits_for_a_full_bucket(clock):
     book = TenantBook(max_tokens_per_minute=60, clock=clock)
     book.open(ALICE, 1, 30)
