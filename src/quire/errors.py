@@ -6,7 +6,7 @@ QuireError                      500
 │   ├── NoTokenLeftError        422  its options exclude every token that could come next
 │   └── RequestNeverFitsError   422  valid, but needs more KV blocks than the whole pool has
 ├── AuthenticationError         401  no API key, or none that the server knows
-├── OperatorOnlyError           403  what all tenants' numbers are in, asked for by one of them
+├── OperatorOnlyError           403  the whole server's numbers, asked for by a tenant
 ├── RequestTimeoutError         408  the request's body does not come
 ├── DeadlineExceededError       408  the request's own deadline passed before its answer was whole
 ├── BodyTooLongError            413  the request's body is longer than the server takes
@@ -84,7 +84,7 @@ class AuthenticationError(QuireError):
 
 
 class OperatorOnlyError(QuireError):
-    """A tenant asks for what shows the other tenants, and the server has a key for its operator."""
+    """Somebody who is not the operator asks for numbers of the whole server."""
 
     http_status = 403
     code = "operator_only"

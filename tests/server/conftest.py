@@ -7,7 +7,8 @@ from tests.server.launching import launched
 from quire.models.hub import EMBEDDED_MODEL
 from quire.text.tokenizer import Tokenizer
 
-OPTIONS = {"num_blocks": 512, "max_num_seqs": 16, "max_model_len": 1024}
+SEED = 5
+OPTIONS = {"num_blocks": 512, "max_num_seqs": 16, "max_model_len": 1024, "seed": SEED}
 
 
 @pytest.fixture(scope="session")
@@ -20,15 +21,18 @@ def server():
 def guarded(tmp_path_factory):
     """A server with keys, four generations for each tenant; its `http` has one of alice's two.
 
-    key_file: what it reads further keys from; carol's is in it.
+    key_file: what it reads further keys from; carol's is in it. dave, erin and fred are for
+    test_who_sees_what alone, where nobody may have called in their names before. seed: its own.
     """
     file = tmp_path_factory.mktemp("keys") / "keys.txt"
     file.write_text("# who may call, too\ncarol:carol-key-1\n")
-    keys = ["alice:alice-key-1", "alice:alice-key-2", "bob:bob-key-1"]
+    keys = ["alice:alice-key-1", "alice:alice-key-2", "bob:bob-key-1", "operator:operator-key-1"]
+    keys += ["dave:dave-key-1", "erin:erin-key-1", "fred:fred-key-1"]
     access = {"api_keys": keys, "api_key_file": str(file), "max_tenant_requests": 4}
     with launched(OPTIONS, **access) as running:
         running.http.headers["Authorization"] = "Bearer alice-key-1"
-        running.key_file = file
+        running.operator = {"Authorization": "Bearer operator-key-1"}
+        running.key_file, running.seed = file, SEED
         yield running
 
 

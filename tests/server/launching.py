@@ -35,7 +35,10 @@ except QuireError as error:  # as the command line does
 
 
 class RunningServer:
-    """A server process. Its output is read in the background, line by line."""
+    """A server process. Its output is read in the background, line by line.
+
+    operator: the headers of its operator's calls, where it has keys.
+    """
 
     def __init__(self, process):
         self.process = process
@@ -46,6 +49,7 @@ class RunningServer:
         self.url = None
         self.engine = None
         self.http = None
+        self.operator = {}
         self._children = set()
 
     def _read(self):
@@ -114,7 +118,7 @@ class RunningServer:
             self.http.close()
 
     def stats(self):
-        return self.http.get("/health").json()["engine"]
+        return self.http.get("/health", headers=self.operator).json()["engine"]
 
     def wait_until(self, condition):
         """Poll the engine's numbers until `condition(stats)` holds."""

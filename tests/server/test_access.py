@@ -78,21 +78,32 @@ def test_without_a_valid_key_the_answer_is_401_before_the_body_is_read(path, hea
 def test_a_valid_key_names_the_tenant(path, headers, name):
     inner = Inner()
     assert call(AccessGuard(inner, KEYS), path, headers=headers).status == 200
-    assert inner.states == [{"tenant": Tenant(name)}]
+    assert inner.states == [{"tenant": Tenant(name), "is_operator": False}]
 
 
 @pytest.mark.parametrize("headers", [[], [bearer("wrong-key-1")]])
 def test_health_is_open_and_then_of_no_tenant(headers):
     inner = Inner()
     assert call(AccessGuard(inner, KEYS), "/health", method="GET", headers=headers).status == 200
-    assert inner.states == [{}]
+    assert inner.states == [{"is_operator": False}]
 
 
-def test_without_keys_everybody_is_one_tenant_whatever_he_sends():
+@pytest.mark.parametrize(
+    ("headers", "is_operator"),
+    [
+        ([], True),
+        ([(b"authorization", b" "), (b"x-api-key", b"")], True),
+        ([bearer("anything")], False),
+        ([(b"authorization", b"Basic eA==")], False),
+        ([(b"x-api-key", b"anything")], False),
+    ],
+)
+def test_without_keys_all_are_one_tenant_and_who_brings_none_the_operator(headers, is_operator):
     inner = Inner()
-    for headers in ([], [bearer("anything")]):
-        assert call(AccessGuard(inner, None), "/memory", headers=headers).status == 200
-    assert inner.states == [{"tenant": NO_TENANT}] * 2
+    assert call(AccessGuard(inner, None), "/v1/models", headers=headers).status == 200
+    assert inner.states == [{"tenant": NO_TENANT, "is_operator": is_operator}]
+    status = call(AccessGuard(inner, None), "/metrics", headers=headers).status
+    assert status == (200 if is_operator else 403)
 
 
 def test_only_one_key_of_each_kind_is_looked_up():
@@ -162,7 +173,8 @@ def test_every_route_but_health_needs_a_key(guarded):
             else:
                 assert answer.status_code == 200 and "engine" not in answer.json()
         assert stranger.get("/health").status_code == 200
-    assert "engine" in guarded.http.get("/health").json()
+    assert guarded.http.get("/health").json() == {"status": "ok"}
+    assert "engine" in guarded.http.get("/health", headers=guarded.operator).json()
 
 
 def test_a_stranger_uploads_nothing(guarded):
@@ -225,24 +237,40 @@ def test_tenants_are_named_and_keys_are_not(guarded):
     with guarded.http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()  # held: to drop it would end the request
         next(lines)
-        report = guarded.http.get("/memory").text
-    assert '"alice"' in report
-    assert "alice-key" not in report + guarded.http.get("/metrics").text
+        report = guarded.http.get("/memory", headers=guarded.operator).text
+        scraped = guarded.http.get("/metrics", headers=guarded.operator).text
+    assert '"alice"' in report and 'tenant="alice"' in scraped
+    assert "alice-key" not in report + scraped
 
 
 @pytest.mark.parametrize("path", ["/memory", "/memory/blocks", "/metrics", "/metrics/"])
-def test_what_names_tenants_is_the_operators_where_there_is_one(path):
+@pytest.mark.parametrize(
+    ("keys", "key", "advice"),
+    [
+        (WITH_OPERATOR, "alice-key-1", "ask with a key that is named operator"),
+        (KEYS, "alice-key-1", "(operator:KEY among the server's keys)"),
+        (None, "anything", "has no keys, so a call that brings one counts as a tenant's"),
+    ],
+)
+def test_the_whole_servers_numbers_are_the_operators(path, keys, key, advice):
     inner = Inner()
-    answer = call(AccessGuard(inner, WITH_OPERATOR), path, headers=[bearer("alice-key-1")])
+    answer = call(AccessGuard(inner, keys), path, headers=[bearer(key)])
     assert (answer.status, answer.num_received, inner.states) == (403, 0, [])
     assert (answer.error["type"], answer.error["code"]) == ("permission_error", "operator_only")
-    assert (
-        call(AccessGuard(inner, WITH_OPERATOR), path, headers=[bearer("operator-key-1")]).status
-        == 200
-    )
-    assert call(AccessGuard(inner, KEYS), path, headers=[bearer("alice-key-1")]).status == 200
-    assert call(AccessGuard(inner, None), path).status == 200
-    assert len(inner.states) == 3
+    assert path in answer.error["message"] and advice in answer.error["message"]
+
+
+def test_the_operator_has_a_key_of_that_name_or_needs_none():
+    inner = Inner()
+    headers = [bearer("operator-key-1")]
+    assert call(AccessGuard(inner, WITH_OPERATOR), "/metrics", headers=headers).status == 200
+    assert call(AccessGuard(inner, None), "/metrics").status == 200
+    assert inner.states == [
+        {"tenant": Tenant("operator"), "is_operator": True},
+        {"tenant": NO_TENANT, "is_operator": True},
+    ]
+    assert AccessConfig(keys=WITH_OPERATOR).has_operator and AccessConfig().has_operator
+    assert not AccessConfig(keys=KEYS).has_operator
 
 
 def test_all_else_is_everybodys():

@@ -36,8 +36,8 @@ class Engine:
         return STATS
 
 
-def get(path, engine, *, draining=False, tenant=True):
-    """The answer of an application with nothing else in it. tenant: whether a key was shown."""
+def get(path, engine, *, draining=False, is_operator=True):
+    """The answer of an application with nothing else in it."""
 
     async def ask():
         app = FastAPI()
@@ -45,20 +45,18 @@ def get(path, engine, *, draining=False, tenant=True):
         app.include_router(health.router)
         install_error_handlers(app)
 
-        async def with_tenant(scope, receive, send):
-            scope.setdefault("state", {})
-            if tenant:
-                scope["state"]["tenant"] = SimpleNamespace(name="")
+        async def guarded(scope, receive, send):
+            scope.setdefault("state", {})["is_operator"] = is_operator
             await app(scope, receive, send)
 
-        transport = httpx.ASGITransport(app=with_tenant)
+        transport = httpx.ASGITransport(app=guarded)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.get(path)
 
     return asyncio.run(ask())
 
 
-def test_health_comes_with_the_engine_s_numbers_but_not_with_histograms():
+def test_the_operator_gets_the_engine_s_numbers_but_no_histograms():
     answer = get("/health", Engine())
     assert answer.status_code == 200
     assert answer.json() == {
@@ -69,9 +67,9 @@ def test_health_comes_with_the_engine_s_numbers_but_not_with_histograms():
     }
 
 
-def test_without_a_key_only_the_status_is_told_and_the_engine_is_not_asked():
+def test_others_are_told_the_status_alone_and_the_engine_is_not_asked():
     engine = Engine()
-    answer = get("/health", engine, tenant=False)
+    answer = get("/health", engine, is_operator=False)
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
     assert engine.asked == 0
 
@@ -88,9 +86,9 @@ def test_a_step_that_takes_long_is_no_reason_to_restart_the_server():
     assert (answer.status_code, answer.json()["status"]) == (200, "ok")
 
 
-@pytest.mark.parametrize("tenant", [True, False])
-def test_an_engine_that_has_failed_for_good_is_told_without_its_insides(tenant):
-    answer = get("/health", Engine(EngineState.FAILED), tenant=tenant)
+@pytest.mark.parametrize("is_operator", [True, False])
+def test_an_engine_that_has_failed_for_good_is_told_without_its_insides(is_operator):
+    answer = get("/health", Engine(EngineState.FAILED), is_operator=is_operator)
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "engine_dead"
     assert "can't be started any more" in answer.json()["error"]["message"]

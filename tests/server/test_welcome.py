@@ -83,8 +83,18 @@ def test_requests_at_once_are_whole_blocks_of_all_groups(num_blocks, num_groups,
     assert num_concurrent(facts, 2048) == expected
 
 
+PLAIN = {"has_chat": True, "needs_key": False, "is_exposed": False, "has_operator": True}
+
+
+def test_a_server_whose_metrics_nobody_may_read_says_so():
+    kind = PLAIN | {"needs_key": True, "has_operator": False}
+    first, second, *_ = invitation("m", "http://h:1", **kind).splitlines()
+    assert first.startswith("No key is named operator, so /metrics and /memory are refused")
+    assert second.startswith("quire serves m at http://h:1 ")
+
+
 def test_a_server_that_anybody_may_use_says_so():
-    text = invitation("m", "http://h:1", has_chat=True, needs_key=False, is_exposed=True)
+    text = invitation("m", "http://h:1", **PLAIN | {"is_exposed": True})
     assert text.splitlines()[0].startswith("Whoever reaches this machine may use the server")
     assert text.splitlines()[1].startswith("quire serves m at http://h:1 ")
 
@@ -95,9 +105,8 @@ def test_a_server_that_anybody_may_use_says_so():
     [(True, "chat/completions", "messages"), (False, "completions", "prompt")],
 )
 def test_the_command_is_one_that_a_shell_understands(needs_key, has_chat, path, field):
-    first, *rest = invitation(
-        "mine", "http://127.0.0.1:8000", has_chat=has_chat, needs_key=needs_key, is_exposed=False
-    ).splitlines()
+    kind = PLAIN | {"has_chat": has_chat, "needs_key": needs_key}
+    first, *rest = invitation("mine", "http://127.0.0.1:8000", **kind).splitlines()
     assert first.startswith("quire serves mine at http://127.0.0.1:8000 (Ctrl-C")
     command, url, *options = shlex.split("\n".join(rest))
     assert (command, url) == ("curl", f"http://127.0.0.1:8000/v1/{path}")

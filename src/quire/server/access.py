@@ -2,7 +2,9 @@
 
 A call without a valid key is answered before its body is read or a route is looked for, so that
 nothing but /health can be told apart from outside. Knows the keys through `keys.ApiKeys` and puts
-the tenant into the call's state, where `tenancy` finds it. Set up by `app`.
+the tenant into the call's state, where `tenancy` finds it, and whether the caller is the operator,
+who alone may see numbers of the whole server: they move with what others do, and would tell a
+tenant so. docs/security.md has the table of who may see what. Set up by `app`.
 """
 
 import re
@@ -22,8 +24,9 @@ OPEN_PATHS = frozenset({"/health"})
 
 OPERATOR = Tenant("operator")
 OPERATOR_PATHS = ("/memory", "/metrics")
-"""Where tenants are named: with what is below them for the operator alone, if there is a key for
-one."""
+"""Where the whole server's numbers are: with what is below them for the operator alone."""
+
+KEY_HEADERS = (b"authorization", b"x-api-key")
 
 ANY_ORIGIN = "*"
 
@@ -64,12 +67,21 @@ class AccessConfig:
     def is_guarded(self) -> bool:
         return self.keys is not None
 
+    @property
+    def has_operator(self) -> bool:
+        """Whether anybody can be the operator now."""
+        return self.keys is None or OPERATOR in self.keys.tenants
+
 
 class AccessGuard:
-    """Answers 401 to calls without a valid key, where there are keys at all, and 403 to tenants
-    that ask for what is the operator's.
+    """Answers 401 to calls without a valid key, where there are keys at all, and 403 to those that
+    ask for what is the operator's and are not the operator's.
 
-    Sets `tenant` in the state of the calls that it lets in; an open path without a key has none.
+    The operator is who has a key of the tenant called `operator`. Where there are no keys it is who
+    brings none: behind a gateway that checks keys and passes them on, those with one are clients.
+
+    Sets in the state of the calls that it lets in: `is_operator`, and `tenant`, which a call that
+    has no key and asks for an open path has not.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys | None) -> None:
@@ -78,37 +90,60 @@ class AccessGuard:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket"):
-            presented = list(presented_keys(scope["headers"]))
-            tenant = NO_TENANT if self._keys is None else self._keys.tenant_of(presented)
-            if tenant is not None:
-                scope.setdefault("state", {})["tenant"] = tenant
-                if self._is_operators(scope["path"]) and tenant != OPERATOR:
-                    error = OperatorOnlyError(f"{scope['path']:.80} is for the operator's key")
-                    await error_response(scope, error)(scope, receive, send)
-                    return
-            elif scope["path"] not in OPEN_PATHS:
-                await _refuse(scope, receive, send, has_key=bool(presented))
-                return
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers, path, state = scope["headers"], scope["path"], scope.setdefault("state", {})
+        presented = list(presented_keys(headers))
+        tenant = NO_TENANT if self._keys is None else self._keys.tenant_of(presented)
+        if self._keys is None:
+            state["is_operator"] = not brings_key(headers)
+        else:
+            state["is_operator"] = tenant == OPERATOR
+        if tenant is not None:
+            state["tenant"] = tenant
+        elif path not in OPEN_PATHS:
+            await _refuse(scope, receive, send, has_key=bool(presented))
+            return
+        if _is_operators(path) and not state["is_operator"]:
+            error = _for_the_operator(path, has_keys=self._keys is not None)
+            await error_response(scope, error)(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
-    def _is_operators(self, path: str) -> bool:
-        if self._keys is None or OPERATOR not in self._keys.tenants:
-            return False
-        return any(path == one or path.startswith(f"{one}/") for one in OPERATOR_PATHS)
+
+def brings_key(headers: Headers) -> bool:
+    """Whether there is anything in a header for keys, in whatever form."""
+    return any(name in KEY_HEADERS and value.strip() for name, value in headers)
 
 
 def presented_keys(headers: Headers) -> Iterator[bytes]:
     """The key in `Authorization: Bearer KEY` and that in `X-Api-Key: KEY`; one of each at most."""
     first: dict[bytes, bytes] = {}
     for name, value in headers:
-        if name in (b"authorization", b"x-api-key"):
+        if name in KEY_HEADERS:
             first.setdefault(name, value.strip())
     scheme, _, key = first.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer" and key.strip():
         yield key.strip()
     if first.get(b"x-api-key"):
         yield first[b"x-api-key"]
+
+
+def _is_operators(path: str) -> bool:
+    return any(path == one or path.startswith(f"{one}/") for one in OPERATOR_PATHS)
+
+
+def _for_the_operator(path: str, *, has_keys: bool) -> OperatorOnlyError:
+    whose = f"{path:.80} shows what the whole server does, so it is for the operator alone: "
+    if has_keys:
+        return OperatorOnlyError(
+            f"{whose}ask with a key that is named operator (operator:KEY among the server's keys)"
+        )
+    return OperatorOnlyError(
+        f"{whose}this server has no keys, so a call that brings one counts as a tenant's; ask"
+        " without a key"
+    )
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, *, has_key: bool) -> None:

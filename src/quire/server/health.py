@@ -2,7 +2,8 @@
 
 /health is for whoever restarts servers: 200 while the front lives and the engine can answer, now
 or once it has recovered by itself. /ready is for whoever balances load: 200 only while the engine
-takes steps and new requests are taken. Only the details of /health wait for the engine.
+takes steps and new requests are taken. Both say the same to everybody but the operator, who gets
+numbers of the whole server from /health, too; only these wait for the engine.
 """
 
 from typing import Any
@@ -45,14 +46,15 @@ class NotReadyError(QuireError):
 async def health(http: HTTPRequest) -> dict[str, Any]:
     """Raises EngineDeadError, which is 503, once the engine has failed for good.
 
-    `engine`: its own numbers, null while it has none to give; left out, like all but `status`, for
-    clients that have not shown the key that the server wants.
+    For the operator also `engine`: its own numbers, null while it has none to give; `num_open`:
+    generations of all clients; `num_restarts`. Others get the status alone: each of these numbers
+    moves with what other clients do.
     """
     engine = service_of(http).engine
     if engine.state is EngineState.FAILED:
         raise EngineDeadError(f"{_NOT_READY[EngineState.FAILED]}; the server's log says why")
     status = "ok" if engine.state is EngineState.READY else engine.state.value
-    if getattr(http.state, "tenant", None) is None:
+    if not http.state.is_operator:
         return {"status": status}
     return {
         "status": status,

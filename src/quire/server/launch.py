@@ -282,6 +282,7 @@ class _HTTPServer(uvicorn.Server):
             has_chat=self._service.chat_template.exists,
             needs_key=is_guarded,
             is_exposed=not is_guarded and not self._is_local,
+            has_operator=self._plan.access.has_operator,
         )
         _say(text)
 

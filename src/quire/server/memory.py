@@ -1,6 +1,6 @@
-"""GET /memory and /memory/blocks: the ledger of the KV memory, for operators.
+"""GET /memory and /memory/blocks: the ledger of the KV memory, for the operator (see `access`).
 
-They name requests and tenants, so they are for the operator's eyes rather than for clients'.
+They name requests and tenants, and show what all of them hold.
 """
 
 from collections.abc import Iterable

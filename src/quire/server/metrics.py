@@ -1,4 +1,4 @@
-"""GET /metrics: everything that can be counted, as Prometheus scrapes it.
+"""GET /metrics: everything that can be counted, as Prometheus scrapes it, for the operator.
 
 The front's own numbers always come. The engine's come with them while it answers: during a restart,
 or a step that takes longer than SCRAPE_TIMEOUT_S, they are left out rather than repeated, and

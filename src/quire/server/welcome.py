@@ -13,6 +13,9 @@ from quire.version import __version__
 TYPICAL_REQUEST_TOKENS = 2048
 
 EXPOSED = "Whoever reaches this machine may use the server; --api-key-file would say who may.\n"
+NO_OPERATOR = (
+    "No key is named operator, so /metrics and /memory are refused (403): add operator:KEY.\n"
+)
 
 _MEMORY = {
     "weight": "weights",
@@ -41,11 +44,18 @@ def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
 
 
 def invitation(
-    model_name: str, url: str, *, has_chat: bool, needs_key: bool, is_exposed: bool
+    model_name: str,
+    url: str,
+    *,
+    has_chat: bool,
+    needs_key: bool,
+    is_exposed: bool,
+    has_operator: bool,
 ) -> str:
     """The address, and a command that works when it is pasted (with a key in it, where needed).
 
-    is_exposed: other machines may reach it, and nobody needs a key.
+    is_exposed: other machines may reach it, and nobody needs a key. has_operator: somebody may ask
+    for the whole server's numbers.
     """
     if has_chat:
         path = "chat/completions"
@@ -53,7 +63,7 @@ def invitation(
     else:
         path, wish = "completions", '"prompt": "Once upon a time"'
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
-    warning = EXPOSED if is_exposed else ""
+    warning = (EXPOSED if is_exposed else "") + ("" if has_operator else NO_OPERATOR)
     return (
         f"{warning}quire serves {model_name} at {url} (Ctrl-C ends it). Try:\n"
         f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n"
