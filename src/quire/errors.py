@@ -24,6 +24,10 @@ QuireError                      500
 └── SchedulerStalledError       500  a step can make no progress: a bug, never a user's mistake
 """
 
+import re
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 class QuireError(Exception):
     """Base of all errors that quire raises on purpose.
@@ -196,3 +200,17 @@ class SchedulerStalledError(QuireError):
     """The scheduler has work, nothing is in flight, and no step can make progress."""
 
     code = "scheduler_stalled"
+
+
+def check_characters(text: str, param: str | None, name: str | None = None) -> None:
+    """Refuse a text that has half of a surrogate pair: it can't be encoded, hence never matched.
+
+    name: what to call the text, if not `param`. Raises InvalidRequestError.
+    """
+    if text.isascii() or (found := _SURROGATE.search(text)) is None:
+        return
+    raise InvalidRequestError(
+        f"{name or param or 'the text'} has U+{ord(found[0]):04X} at position {found.start()}: half"
+        " of a surrogate pair, which is no character; send well-formed Unicode",
+        param,
+    )

@@ -19,6 +19,7 @@ from quire.errors import InvalidRequestError
 from quire.server.api_docs import answers
 from quire.server.call import Call
 from quire.server.generation import blamed_on, new_call_id, prepare
+from quire.server.json_body import JSONRoute
 from quire.server.limits import check_text, check_whole_answer
 from quire.server.logprobs import chat_logprobs
 from quire.server.protocol import ChatCompletionRequest, TemplateOptions
@@ -36,7 +37,7 @@ from quire.server.service import LONG_TEXT_CHARACTERS, Service, call_for_text, s
 from quire.server.streaming import EventStream, answer, event
 from quire.server.tenancy import options_of
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 
 @router.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))

@@ -16,6 +16,7 @@ from quire.engine.outputs import Delta
 from quire.server.api_docs import answers
 from quire.server.call import Call
 from quire.server.generation import Generation, blamed_on, new_call_id, prepare
+from quire.server.json_body import JSONRoute
 from quire.server.limits import check_text, check_whole_answer
 from quire.server.logprobs import CompletionLogprobsWriter, extend_logprobs
 from quire.server.protocol import CompletionRequest
@@ -24,7 +25,7 @@ from quire.server.service import Service, call_for_text, service_of
 from quire.server.streaming import EventStream, answer, event
 from quire.server.tenancy import options_of
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 
 @router.post("/v1/completions", responses=answers(Completion, streams=True))

@@ -15,11 +15,12 @@ from quire.server.api_docs import answers
 from quire.server.body import Body
 from quire.server.chat import chat_token_ids
 from quire.server.generation import blamed_on
+from quire.server.json_body import JSONRoute
 from quire.server.logprobs import token_name
 from quire.server.protocol import Messages, TemplateOptions, TokenIds
 from quire.server.service import Service, call_for_text, service_of
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 MAX_CHARACTERS = 2 << 20
 """Of one text: seconds of work, in which other calls go on."""
