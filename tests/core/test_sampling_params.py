@@ -5,7 +5,9 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from quire.core.sampling_params import (
     MAX_BEAM_WIDTH,
@@ -329,3 +331,62 @@ def test_a_beam_search_may_go_to_the_end_and_past_end_tokens() -> None:
 def test_a_sample_searches_no_beams() -> None:
     params = resolve(SamplingParams(n=3), LIMITS, num_prompt_tokens=1, seed=0)
     assert (params.beam_width, params.length_penalty) == (0, 1.0)
+
+
+ARRAYS = [np.array([3, 5]), np.array([3, 5], dtype=np.uint8), torch.tensor([3, 5])]
+LISTS_OF_SCALARS = [[np.int64(3), np.uint8(5)], (3, torch.tensor(5)), [np.array(3), 5]]
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
+@pytest.mark.parametrize("given", [*ARRAYS, *LISTS_OF_SCALARS], ids=repr)
+def test_token_ids_may_be_of_other_types_of_whole_numbers(field: str, given: Any) -> None:
+    taken = getattr(SamplingParams(**{field: given}), field)
+    assert taken == (3, 5) and set(map(type, taken)) == {int}
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        np.array([1.0]),
+        np.array([True]),
+        np.array([[1]]),
+        np.array(1),
+        torch.tensor([1.5]),
+        torch.tensor([True]),
+        [np.bool_(True)],
+        [torch.tensor(True)],
+        [np.float64(1)],
+        np.array([-1]),
+        b"ab",
+    ],
+    ids=repr,
+)
+def test_arrays_of_other_numbers_are_no_token_ids(field: str, given: Any) -> None:
+    refusal(field, given)
+
+
+def test_numbers_may_be_of_other_types() -> None:
+    params = SamplingParams(
+        n=np.int64(2),
+        max_tokens=torch.tensor(7),
+        temperature=np.float32(0.5),
+        min_p=np.float64(0.25),
+        logit_bias={np.int32(4): np.float64(1.5)},
+    )
+    assert params == SamplingParams(
+        n=2, max_tokens=7, temperature=0.5, min_p=0.25, logit_bias={4: 1.5}
+    )
+    values = [params.n, params.max_tokens, params.temperature, params.min_p]
+    assert [type(value) for value in values] == [int, int, float, float]
+    assert [(type(k), type(v)) for k, v in params.logit_bias.items()] == [(int, float)]
+    assert type(BeamSearchParams(beam_width=np.int8(2)).beam_width) is int
+    for value in (np.float32(1), np.bool_(True), torch.tensor(True), "1"):
+        refusal("n", value)
+    for value in (np.bool_(True), torch.tensor([1.0]), np.float32("nan")):
+        refusal("temperature", value)
+
+
+@pytest.mark.parametrize(("field", "value"), [("stop", "a\udc00"), ("bad_words", ["\udc00"])])
+def test_a_text_that_can_not_be_encoded_is_refused(field: str, value: Any) -> None:
+    assert "U+DC00 at position" in refusal(field, value)

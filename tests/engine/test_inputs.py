@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.core.prefix_cache import PUBLIC_DOMAIN
@@ -50,11 +52,62 @@ def test_a_prompt_carries_its_options() -> None:
         ({"deadline_s": 0}, "deadline_s is 0"),
         ({"deadline_s": "soon"}, "deadline_s is 'soon'"),
         ({"prority": 1}, "unknown key 'prority'"),
+        ({"tenant": "a\ud800"}, "tenant has U.D800 at position 1"),
+        ({"cache_salt": "\udfff"}, "cache_salt has U.DFFF at position 0"),
+        ({"prompt": "\udfff"}, "prompt has U.DFFF at position 0"),
+        ({"priority": np.float32(1)}, "priority is"),
+        ({"deadline_s": np.bool_(True)}, "deadline_s is"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         read_prompt({"prompt": "text", **options})
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [
+        np.array([5, 6]),
+        np.array([5, 6], dtype=np.int16),
+        torch.tensor([5, 6]),
+        [np.int64(5), 6],
+        (torch.tensor(5), np.uint8(6)),
+        range(5, 7),
+    ],
+    ids=repr,
+)
+def test_token_ids_may_be_of_any_type_of_whole_numbers(token_ids: Any) -> None:
+    taken = read_prompt({"prompt_token_ids": token_ids}).prompt
+    assert taken == [5, 6] and set(map(type, taken)) == {int}
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [
+        np.array([5.0]),
+        np.array([True]),
+        np.array([[5]]),
+        np.array(5),
+        torch.tensor([5.5]),
+        [torch.tensor(True)],
+        [np.bool_(True)],
+        [np.float32(5)],
+        b"ab",
+    ],
+    ids=repr,
+)
+def test_arrays_of_other_numbers_are_no_prompts(tokenizer: Any, token_ids: Any) -> None:
+    inputs = InputProcessor(tokenizer, ModelLimits(vocab_size=100, max_model_len=64))
+    with pytest.raises(InvalidRequestError) as caught:
+        asked = read_prompt({"prompt_token_ids": token_ids})
+        inputs.make_request("r", asked.prompt, ONE, seed=0)
+    assert caught.value.param == "prompt"
+
+
+def test_options_may_be_of_other_types_of_numbers() -> None:
+    options = RequestOptions(priority=np.int64(2), deadline_s=np.float32(1.5))
+    assert options == RequestOptions(priority=2, deadline_s=1.5)
+    assert (type(options.priority), type(options.deadline_s)) == (int, float)
 
 
 def test_salts_and_tenants_do_not_share_and_a_published_prefix_is_for_all() -> None:

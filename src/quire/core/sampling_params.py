@@ -7,11 +7,12 @@ crosses into the engine.
 """
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, check_characters
 
 MAX_BRANCHES = 1024
 MAX_BEAM_WIDTH = 64
@@ -31,6 +32,26 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+
+_INTEGERS: tuple[tuple[str, int, int | None], ...] = (
+    ("n", 1, MAX_BRANCHES),
+    ("top_k", -1, None),
+    ("seed", -(SEED_LIMIT >> 1), SEED_LIMIT - 1),
+    ("max_tokens", 1, None),
+    ("min_tokens", 0, None),
+    ("logprobs", 0, None),
+    ("prompt_logprobs", 0, None),
+)
+_NUMBERS = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.01, 100.0),
+)
+"""SamplingParams' fields with their lowest and highest values, both allowed but for top_p = 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +80,7 @@ class SamplingParams:
     bad_words: strings that are never generated. allowed_token_ids: only these are generated.
     skip_special_tokens: leave special tokens out of the text.
 
+    Numbers and lists of token ids may be NumPy's or torch's.
     Raises InvalidRequestError (a ValueError) that names the field, its value and the bound.
     """
 
@@ -95,19 +117,12 @@ class SamplingParams:
             )
 
     def _check_numbers(self) -> None:
-        _integer("n", self.n, 1, MAX_BRANCHES)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
-        _integer("top_k", self.top_k, -1, None)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _integer("seed", self.seed, -(SEED_LIMIT >> 1), SEED_LIMIT - 1)
-        _integer("max_tokens", self.max_tokens, 1, None)
-        _integer("min_tokens", self.min_tokens, 0, None)
-        _integer("logprobs", self.logprobs, 0, None)
-        _integer("prompt_logprobs", self.prompt_logprobs, 0, None)
+        set_field = object.__setattr__  # frozen: normalised values go in the dataclass's own way
+        for name, low, high in _INTEGERS:
+            set_field(self, name, _integer(name, getattr(self, name), low, high))
+        for name, least, most in _NUMBERS:
+            number = _number(name, getattr(self, name), least, most, above_low=name == "top_p")
+            set_field(self, name, number)
         for name in ("n", "presence_penalty", "frequency_penalty", "min_tokens"):
             if getattr(self, name) is None:
                 raise InvalidRequestError(f"{name} is None, but must be a number", name)
@@ -123,12 +138,10 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"stop has {len(stop)} strings, above the bound of {MAX_STOP_STRINGS}", "stop"
             )
-        set_field = (
-            object.__setattr__
-        )  # frozen: the normalised values go in the dataclass's own way
+        set_field = object.__setattr__
         set_field(self, "stop", stop)
         set_field(self, "bad_words", _strings("bad_words", self.bad_words))
-        set_field(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
+        set_field(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
@@ -164,10 +177,15 @@ class BeamSearchParams:
         for name in ("beam_width", "length_penalty", "temperature"):
             if getattr(self, name) is None:
                 raise InvalidRequestError(f"{name} is None, but must be a number", name)
-        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        _integer("max_tokens", self.max_tokens, 1, None)
-        _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
-        _number("temperature", self.temperature, 0.0, 100.0)
+        longest = MAX_LENGTH_PENALTY
+        given = {
+            "beam_width": _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH),
+            "max_tokens": _integer("max_tokens", self.max_tokens, 1, None),
+            "length_penalty": _number("length_penalty", self.length_penalty, -longest, longest),
+            "temperature": _number("temperature", self.temperature, 0.0, 100.0),
+        }
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
         _flag("ignore_eos", self.ignore_eos)
 
 
@@ -312,26 +330,51 @@ def _bounds(low: float | None, high: float | None, above_low: bool) -> str:
     return " and ".join(parts)
 
 
-def _number(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> None:
+def as_python(value: Any) -> Any:
+    """A number or an array of NumPy or torch as Python's own; everything else as it is."""
+    to_list = getattr(value, "tolist", None)
+    return value if to_list is None else to_list()
+
+
+def whole_number(value: Any) -> int | None:
+    """`value` as an int, if it is a whole number of any type; True and False are none."""
+    plain = as_python(value)
+    if isinstance(plain, bool):
+        return None
+    try:
+        return int(operator.index(plain))
+    except TypeError:
+        return None
+
+
+def _number(
+    name: str, value: Any, low: float, high: float, *, above_low: bool = False
+) -> float | None:
+    """`value` as Python has it. Raises InvalidRequestError for what is no number within bounds."""
     if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    plain = as_python(value)
+    if isinstance(plain, bool) or not isinstance(plain, (int, float)):
         raise InvalidRequestError(f"{name} is {value!r}, but must be a number", name)
-    too_low = value <= low if above_low else value < low
-    if too_low or value > high or math.isnan(value):
+    too_low = plain <= low if above_low else plain < low
+    if too_low or plain > high or math.isnan(plain):
         raise InvalidRequestError(
-            f"{name} is {value!r}, but must be {_bounds(low, high, above_low)}", name
+            f"{name} is {plain!r}, but must be {_bounds(low, high, above_low)}", name
         )
+    return plain
 
 
-def _integer(name: str, value: Any, low: int, high: int | None) -> None:
+def _integer(name: str, value: Any, low: int, high: int | None) -> int | None:
+    """As `_number`."""
     if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    whole = whole_number(value)
+    if whole is None:
         raise InvalidRequestError(f"{name} is {value!r}, but must be a whole number", name)
-    if value < low or (high is not None and value > high):
+    if whole < low or (high is not None and whole > high):
         bound = f"at least {low}" + (f" and at most {high}" if high is not None else "")
-        raise InvalidRequestError(f"{name} is {value!r}, but must be {bound}", name)
+        raise InvalidRequestError(f"{name} is {whole!r}, but must be {bound}", name)
+    return whole
 
 
 def _flag(name: str, value: Any) -> None:
@@ -349,18 +392,23 @@ def _strings(name: str, values: Any) -> tuple[str, ...]:
             raise InvalidRequestError(
                 f"{name} contains {value!r}, but each must be a non-empty string", name
             )
+        check_characters(value, name)
     return tuple(values)
 
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:
-    if isinstance(values, str) or not isinstance(values, Sequence):
+    listed = () if values is None else as_python(values)
+    if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence):
         raise InvalidRequestError(f"{name} is {values!r}, but must be a list of token ids", name)
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    found = []
+    for value in listed:
+        token_id = whole_number(value)
+        if token_id is None or token_id < 0:
             raise InvalidRequestError(
                 f"{name} contains {value!r}, but each must be a token id (0 or more)", name
             )
-    return tuple(values)
+        found.append(token_id)
+    return tuple(found)
 
 
 def _logit_bias(values: Any) -> Mapping[int, float]:
@@ -370,17 +418,20 @@ def _logit_bias(values: Any) -> Mapping[int, float]:
         raise InvalidRequestError(
             f"logit_bias is {values!r}, but must map token ids to numbers", "logit_bias"
         )
-    for token_id, bias in values.items():
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+    biases: dict[int, float] = {}
+    for key, value in values.items():
+        token_id = whole_number(key)
+        if token_id is None or token_id < 0:
             raise InvalidRequestError(
-                f"logit_bias has the key {token_id!r}, but keys must be token ids", "logit_bias"
+                f"logit_bias has the key {key!r}, but keys must be token ids", "logit_bias"
             )
+        bias = _number("logit_bias", value, -100.0, 100.0)
         if bias is None:
             raise InvalidRequestError(
                 f"logit_bias of token {token_id} is None, but must be a number", "logit_bias"
             )
-        _number("logit_bias", bias, -100.0, 100.0)
-    return dict(values)
+        biases[token_id] = bias
+    return biases
 
 
 def _check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

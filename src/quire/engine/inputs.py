@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import countOf
 from typing import Any, NamedTuple
 
 from quire.core.prefix_cache import PUBLIC_DOMAIN
@@ -10,10 +11,12 @@ from quire.core.sampling_params import (
     DecodingParams,
     ModelLimits,
     Wish,
+    as_python,
     as_sampling_params,
     resolve,
+    whole_number,
 )
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, check_characters
 from quire.text.tokenizer import Tokenizer
 
 MAX_NAME_LENGTH = 256
@@ -44,10 +47,12 @@ class RequestOptions:
     is_public: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+        priority = whole_number(self.priority)
+        if priority is None:
             raise InvalidRequestError(
                 f"priority is {self.priority!r}, but must be a whole number", "priority"
             )
+        object.__setattr__(self, "priority", priority)
         for name in ("tenant", "cache_salt"):
             value = getattr(self, name)
             if not isinstance(value, str) or len(value) > MAX_NAME_LENGTH:
@@ -56,13 +61,15 @@ class RequestOptions:
                     " characters",
                     name,
                 )
-        given: Any = self.deadline_s
+            check_characters(value, name)
+        given: Any = as_python(self.deadline_s)
         if given is not None and (
             isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0
         ):
             raise InvalidRequestError(
                 f"deadline_s is {given!r}, but must be a number of seconds above 0", "deadline_s"
             )
+        object.__setattr__(self, "deadline_s", given)
 
     @property
     def cache_domain(self) -> str:
@@ -172,6 +179,7 @@ def read_prompt(prompt: Any) -> PromptInput:
     """One prompt of the offline API: text, or {"prompt": text} or {"prompt_token_ids": [...]} with
     any of priority, tenant, cache_salt and deadline_s beside it."""
     if isinstance(prompt, str):
+        check_characters(prompt, "prompt")
         return PromptInput(prompt)
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids", *OPTION_NAMES}
@@ -182,11 +190,20 @@ def read_prompt(prompt: Any) -> PromptInput:
                 "prompt",
             )
         options = RequestOptions(**{name: prompt[name] for name in OPTION_NAMES if name in prompt})
-        token_ids = prompt.get("prompt_token_ids")
-        if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
-            return PromptInput(list(token_ids), options)
+        token_ids = as_python(prompt.get("prompt_token_ids"))
+        if isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes)):
+            return PromptInput(_whole_numbers(token_ids), options)
         if token_ids is None and isinstance(prompt.get("prompt"), str):
+            check_characters(prompt["prompt"], "prompt")
             return PromptInput(str(prompt["prompt"]), options)
     raise InvalidRequestError(
         f'a prompt is {prompt!r:.80}, but must be text or {{"prompt_token_ids": [...]}}', "prompt"
     )
+
+
+def _whole_numbers(token_ids: Sequence[Any]) -> list[int]:
+    """Token ids of any type of whole numbers; what is none stays, and is refused with the rest."""
+    if countOf(map(type, token_ids), int) == len(token_ids):
+        return list(token_ids)
+    whole = [(token_id, whole_number(token_id)) for token_id in token_ids]
+    return [given if found is None else found for given, found in whole]

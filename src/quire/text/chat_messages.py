@@ -7,7 +7,7 @@ Knows the shape of OpenAI's messages, as far as they are text, and no template. 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, check_characters
 
 # Names under which a message's reasoning is passed; the first is what most templates read.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -62,6 +62,8 @@ def plain_value(value: Any, param: str, num_levels: int = MAX_NESTING) -> Any:
     Other objects have methods that the template's sandbox can't judge, so they are refused. So is
     what is nested deeper than num_levels, before it exhausts the stack of whoever walks over it.
     """
+    if isinstance(value, str):
+        check_characters(value, param, f"a text in {param}")
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -92,7 +94,9 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _wrong(f"{where} is a {type(message).__name__}, but must be an object with a role")
     plain = {
-        name: plain_value(value, "messages") for name, value in message.items() if value is not None
+        plain_value(name, "messages"): plain_value(value, "messages")
+        for name, value in message.items()
+        if value is not None
     }
     role = plain.get("role")
     if not isinstance(role, str) or not role:
