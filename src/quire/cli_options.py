@@ -35,6 +35,7 @@ ENGINE_OPTIONS = (
     "async_scheduling",
     "enforce_eager",
     "max_logprobs",
+    "allow_special_tokens",
 )
 """Handed to the engine under these names, where given; the defaults are the engine's own."""
 
@@ -138,6 +139,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-len", type=int, metavar="N", help="tokens in one sequence")
     group.add_argument(
         "--max-logprobs", type=int, metavar="N", help="logprobs that a request may ask for (20)"
+    )
+    group.add_argument(
+        "--allow-special-tokens",
+        action=argparse.BooleanOptionalAction,
+        help="special tokens that are written out in chat messages take effect (no)",
     )
 
 

@@ -38,6 +38,7 @@ class EngineOptionsDict(TypedDict, total=False):
     tokenizer: str | None
     revision: str | None
     skip_tokenizer_init: bool
+    allow_special_tokens: bool
     device: str
     dtype: str
     max_model_len: int | None
@@ -74,6 +75,9 @@ class EngineOptions:
     model: a local folder or a hub id in Hugging Face format; None is the embedded model.
     tokenizer: a folder or hub id to take the tokenizer from instead. revision: of the hub id.
     skip_tokenizer_init: take and give token ids only.
+    allow_special_tokens: special tokens that are written out in chat messages ("<|im_end|>") take
+        effect; else they are encoded as the characters that they are made of. In text prompts they
+        always do.
     device: "cpu", "cuda" or "cuda:1"; "auto": the GPU where there is one that torch can use.
     dtype: "auto" is the checkpoint's own, or float32 where this processor only emulates that;
         "half" and "float" are float16 and float32.
@@ -124,6 +128,7 @@ class EngineOptions:
     tokenizer: str | None = None
     revision: str | None = None
     skip_tokenizer_init: bool = False
+    allow_special_tokens: bool = False
     device: str = "auto"
     dtype: str = "auto"
     max_model_len: int | None = None
@@ -182,6 +187,7 @@ class EngineOptions:
                 raise ConfigurationError(f"{name} is {value!r}, but must be a folder or a hub id")
         for name in (
             "skip_tokenizer_init",
+            "allow_special_tokens",
             "enable_prefix_caching",
             "enforce_eager",
             "batch_invariant",

@@ -28,6 +28,7 @@ from quire.engine.outputs import RequestAssembler, RequestOutput
 from quire.errors import InvalidRequestError
 from quire.models.hub import resolve_model_folder
 from quire.observability.log import configure, get_logger
+from quire.text.chat_prompt import encode_chat
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -59,6 +60,7 @@ class LLM:
             self._tokenizer_folder = resolve_model_folder(source, revision)
             self._tokenizer = Tokenizer.from_folder(self._tokenizer_folder)
         self._chat_template: ChatTemplate | None = None
+        self._allow_special_tokens = checked.allow_special_tokens
         if not checked.disable_log_stats:
             configure("info")
         self.engine = build_engine(given)
@@ -206,13 +208,16 @@ class LLM:
         if self._chat_template is None:
             assert self._tokenizer_folder is not None
             self._chat_template = ChatTemplate.from_folder(self._tokenizer_folder)
-        text = self._chat_template.render(
+        token_ids = encode_chat(
+            self._chat_template,
+            tokenizer,
             messages,
+            allow_special_tokens=self._allow_special_tokens,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return PromptInput(tokenizer.encode(text, add_special_tokens=False))
+        return PromptInput(token_ids)
 
     def _run(
         self,

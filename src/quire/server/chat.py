@@ -36,6 +36,7 @@ from quire.server.responses import (
 from quire.server.service import LONG_TEXT_CHARACTERS, Service, call_for_text, service_of
 from quire.server.streaming import EventStream, answer, event
 from quire.server.tenancy import options_of
+from quire.text.chat_prompt import encode_chat
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -96,15 +97,19 @@ def _render(
     begins_message = options.add_generation_prompt
     if begins_message is None:
         begins_message = not options.continue_final_message
-    text = service.chat_template.render(
-        messages,
-        add_generation_prompt=begins_message,
-        continue_final_message=options.continue_final_message,
-        chat_template_kwargs=options.chat_template_kwargs,
-    )
-    check_text(text, service.tokenizer, service.engine.limits.max_model_len, "messages")
+    max_model_len = service.engine.limits.max_model_len
     with blamed_on("messages"):
-        return service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return encode_chat(
+            service.chat_template,
+            service.tokenizer,
+            messages,
+            allow_special_tokens=service.allow_special_tokens,
+            add_special_tokens=add_special_tokens,
+            check_text=lambda text: check_text(text, service.tokenizer, max_model_len, "messages"),
+            add_generation_prompt=begins_message,
+            continue_final_message=options.continue_final_message,
+            chat_template_kwargs=options.chat_template_kwargs,
+        )
 
 
 def _num_characters(value: Any) -> int:

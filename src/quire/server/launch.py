@@ -196,6 +196,7 @@ def _make_service(plan: _Plan, engine: AsyncEngine, monitor: Monitor) -> Service
         monitor=monitor,
         keep_alive_s=plan.server.keep_alive_s,
         default_deadline_s=plan.server.default_deadline_s,
+        allow_special_tokens=plan.options.allow_special_tokens,
         system_fingerprint=_fingerprint(engine.facts),
     )
 

@@ -66,6 +66,7 @@ class Service:
     seeds: draws the seed of each request that brings none. limits: of one call. tenants: who has
     how much open. monitor: is told of every call. keep_alive_s: a stream without news gets a
     comment so often. default_deadline_s: of calls that name none; None: no deadline.
+    allow_special_tokens: those that are written out in messages take effect.
     system_fingerprint: what the numbers of an answer depend on, in OpenAI's field.
     """
 
@@ -80,6 +81,7 @@ class Service:
     monitor: Monitor = field(default_factory=Monitor)
     keep_alive_s: float = KEEP_ALIVE_S
     default_deadline_s: float | None = None
+    allow_special_tokens: bool = False
     system_fingerprint: str | None = None
     drain: Drain = field(default_factory=Drain)
 

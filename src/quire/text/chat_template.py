@@ -1,9 +1,8 @@
 """Renders a list of chat messages to the prompt text that the model was trained on.
 
 Templates are Jinja programs that come with a model. They are run as transformers runs them, with
-the same variables and in the same sandbox (`text.template_sandbox`). Knows no tokens: the caller
-encodes what comes out, without adding special tokens, since templates write their own. Called by
-the server's chat API, `LLM.chat` and `quire chat`.
+the same variables and in the same sandbox (`text.template_sandbox`). Knows no tokens:
+`text.chat_prompt`, which calls it, encodes what comes out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from quire.text.chat_messages import (
     with_role_renamed,
     with_text_as_parts,
 )
+from quire.text.special_tokens import Escape
 from quire.text.template_sandbox import make_environment
 from quire.text.tokenizer_config import read_tokenizer_config
 
@@ -100,6 +100,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        escape: Escape | None = None,
     ) -> str:
         """The prompt text of `messages`.
 
@@ -110,6 +111,8 @@ class ChatTemplate:
         continue_final_message: end inside the last message, for the model to go on with it.
         tools: JSON schemas of functions that the template may describe to the model.
         chat_template_kwargs: further variables of the template, such as enable_thinking.
+        escape: marks the special tokens that are written out in all of these; the text has its
+            marks, and only it can encode that. None: they are left alone.
         Raises InvalidRequestError for messages that are malformed or that the template refuses.
         """
         if add_generation_prompt and continue_final_message:
@@ -121,7 +124,10 @@ class ChatTemplate:
         variables = _check_variables(chat_template_kwargs)
         checked_tools = _check_tools(tools)
         template = self._choose(has_tools=checked_tools is not None)
-        shaped = template.shape(check_messages(messages))
+        checked = check_messages(messages)
+        if escape is not None:
+            checked, checked_tools, variables = escape.mark([checked, checked_tools, variables])
+        shaped = template.shape(checked)
         variables |= {"tools": checked_tools, "add_generation_prompt": add_generation_prompt}
         if continue_final_message:
             return _render_unfinished(template, shaped, variables)
@@ -253,7 +259,8 @@ def _check_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"chat_template_kwargs has {name!r}, which is an option of its own; set it there",
                 "chat_template_kwargs",
             )
-    return {name: plain_value(value, "chat_template_kwargs") for name, value in variables.items()}
+    plain: dict[str, Any] = plain_value(variables, "chat_template_kwargs")
+    return plain
 
 
 def _check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import tokenizers
 import tokenizers.models
 
-from quire.errors import CheckpointError, InvalidRequestError
+from quire.errors import CheckpointError, InvalidRequestError, check_characters
+from quire.text.special_tokens import SpecialTokens
 from quire.text.token_bytes import TokenBytes
 from quire.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
@@ -94,8 +95,9 @@ class Tokenizer:
                 [text], add_special_tokens=add_special_tokens
             )
             return list(encoding.ids)
-        except TypeError as error:
-            raise _bad_text(text) from error
+        except TypeError:
+            _check_text(text)
+            raise
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
@@ -105,8 +107,10 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
             )
-        except TypeError as error:
-            raise next(map(_bad_text, filter(_is_bad_text, texts))) from error
+        except TypeError:
+            for text in texts:
+                _check_text(text)
+            raise
         return [list(encoding.ids) for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -122,6 +126,11 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"{wrong} is no token id; they go from 0 to {self.vocab_size - 1}"
             ) from error
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """Where they are in texts, and texts encoded without them; for `text.chat_prompt`."""
+        return SpecialTokens(self._backend)
 
     @cached_property
     def longest_token_bytes(self) -> int:
@@ -214,15 +223,8 @@ def _missing_file_message(folder: Path) -> str:
     )
 
 
-def _is_bad_text(text: object) -> bool:
-    return not isinstance(text, str) or any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _bad_text(text: object) -> InvalidRequestError:
+def _check_text(text: object) -> None:
+    """Raises InvalidRequestError for what can't be encoded."""
     if not isinstance(text, str):
-        return InvalidRequestError(f"a text must be a string, but is a {type(text).__name__}")
-    position = next(at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff")
-    return InvalidRequestError(
-        f"the text has U+{ord(text[position]):04X} at position {position}: half of a surrogate "
-        "pair, which is no character; send well-formed Unicode"
-    )
+        raise InvalidRequestError(f"a text must be a string, but is a {type(text).__name__}")
+    check_characters(text, None)

@@ -1,0 +1,339 @@
+"""Keeps special tokens that a client writes out in a message from taking effect.
+
+A chat template is a program that joins the client's texts and the special tokens which the model
+was trained on (`<|im_end|>`) to one text, and the tokenizer finds the tokens in that text, whoever
+wrote them. So a marker, a character that nobody can have sent, is put into each special token that
+a client's text has in it, and at the ends of texts that have a part of one there, before the
+template runs. What it writes is encoded without the markers; a special token that has had one
+inside is encoded as the characters that it is made of. A text without any of this gets exactly the
+tokens that it got anyway: it is marked nowhere, or no token has a mark inside.
+
+Tokens that are added to a vocabulary without being special (`<think>`) are text like any other.
+Knows no templates. Called by `text.chat_prompt`.
+"""
+
+import json
+import re
+import secrets
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, models
+
+from quire.errors import InvalidRequestError
+
+Span = tuple[int, int, int]
+"""A token in a text: its id, and the positions of its first character and behind its last."""
+
+_PRIVATE_PLANE = 0xF0000
+_NUM_PRIVATE = 0xFFFE
+"""Of characters that have no meaning, of which markers and stand-ins are made."""
+
+_MAX_MARKERS_TRIED = 3
+_MAX_CUTS = 3
+
+_NAME = re.compile(r"[\w-]*")
+"""What templates compare texts with: "user", "function". No mark is put at the end of one."""
+
+
+class SpecialTokens:
+    """The special tokens of one tokenizer: where they are in texts, and texts encoded without.
+
+    Immutable once made, so any number of threads may use one.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        """backend: complete; it is neither changed nor copied, but shared in its parts."""
+        self._backend = backend
+        added = {
+            token_id: token
+            for token_id, token in sorted(backend.get_added_tokens_decoder().items())
+            if token.content
+        }
+        self._contents = {i: token.content for i, token in added.items() if token.special}
+        self._starts = {content[:2] for content in self._contents.values()}
+        self._ends = {content[-2:] for content in self._contents.values()}
+        self._first = {content[0] for content in self._contents.values()}
+        self._last = {content[-1] for content in self._contents.values()}
+        self._longest = max(map(len, self._contents.values()), default=0)
+        self._heads = {c[:n] for c in self._contents.values() for n in range(1, len(c))}
+        self._tails = {c[n:] for c in self._contents.values() for n in range(1, len(c))}
+        self._is_normalized = backend.normalizer is not None and any(
+            token.normalized for token in added.values() if token.special
+        )
+        # Found wherever its text is, and without the spaces around it that it may take in.
+        bare = {
+            token_id: AddedToken(content, normalized=added[token_id].normalized)
+            for token_id, content in self._contents.items()
+        }
+        self._finder = _Finder(backend, bare)
+        self._reader = _Finder(backend, added)
+        self._reader.backend.encode_special_tokens = backend.encode_special_tokens
+        self._writer = _Writer(backend, added)
+
+    def marked(self, text: str, marker: str) -> str:
+        """`text` with `marker` inside of each special token, and beside a part of one at an end."""
+        places = self._inside(text) | self._at_ends(text)
+        if not places:
+            return text
+        cuts = [0, *sorted(places), len(text)]
+        return marker.join(text[begin:end] for begin, end in pairwise(cuts))
+
+    def encode(self, pieces: Sequence[str], *, add_special_tokens: bool) -> list[int]:
+        """The token ids of the joined pieces, without special tokens that lie in more than one.
+
+        Raises InvalidRequestError where the tokenizer has no other way to write such a token.
+        """
+        text = "".join(pieces)
+        if len(pieces) > 1:
+            marks = list(accumulate(map(len, pieces[:-1])))
+            spans = [span for span in self._reader.spans(text) if span[0] in self._contents]
+            kept = [span for span in spans if not _is_marked(span, marks)]
+            if len(kept) < len(spans):
+                return self._writer.encode(text, kept, self._contents, add_special_tokens)
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(found.ids)
+
+    def _inside(self, text: str) -> set[int]:
+        """A position in each special token of a text; both ends of one that has no inside."""
+        if not self._is_normalized and not _has_any(text, self._starts):
+            return set()
+        places = set()
+        for _, begin, end in self._finder.spans(text):
+            places |= {begin + 1} if end - begin > 1 else {begin, end}
+        return places
+
+    def _at_ends(self, text: str) -> set[int]:
+        """The ends of a text, but for spaces, that a text beside it might complete to a token."""
+        inner = text.strip()
+        if _NAME.fullmatch(inner):
+            return set()
+        begin = len(text) - len(text.lstrip())
+        places = set()
+        if self._may_begin_with_tail(inner[: self._longest]):
+            places.add(begin)
+        if self._may_end_with_head(inner[-self._longest :]):
+            places.add(begin + len(inner))
+        return places
+
+    def _may_begin_with_tail(self, text: str) -> bool:
+        if not (self._is_normalized or text[0] in self._last or _has_any(text, self._ends)):
+            return False
+        return any(
+            form[:count] in self._tails
+            for form in self._forms(text)
+            for count in range(1, len(form) + 1)
+        )
+
+    def _may_end_with_head(self, text: str) -> bool:
+        if not (self._is_normalized or text[-1] in self._first or _has_any(text, self._starts)):
+            return False
+        return any(
+            form[-count:] in self._heads
+            for form in self._forms(text)
+            for count in range(1, len(form) + 1)
+        )
+
+    def _forms(self, text: str) -> set[str]:
+        """As it is, and as the tokenizer normalizes it, where tokens are looked for in that."""
+        return {text, self._finder.normalized(text)} if self._is_normalized else {text}
+
+
+class _Finder:
+    """Finds added tokens in texts as their tokenizer does, but encodes nothing."""
+
+    def __init__(self, like: tokenizers.Tokenizer, tokens: dict[int, AddedToken]) -> None:
+        """tokens: by their ids in `like`, whose normalizer they share."""
+        self.backend = tokenizers.Tokenizer(models.WordLevel({"\0": 0}, unk_token="\0"))
+        if like.normalizer is not None:
+            self.backend.normalizer = like.normalizer
+        self.backend.add_tokens(list(tokens.values()))
+        self._ids: dict[int | None, int] = {
+            self.backend.token_to_id(token.content): token_id for token_id, token in tokens.items()
+        }
+
+    def spans(self, text: str) -> list[Span]:
+        found = _encoding(self.backend, text, False)
+        return [
+            (self._ids[token_id], begin, end)
+            for token_id, (begin, end) in zip(found.ids, found.offsets, strict=True)
+            if token_id in self._ids
+        ]
+
+    def normalized(self, text: str) -> str:
+        normalizer = self.backend.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
+
+
+class _Writer:
+    """A tokenizer that knows special tokens by stand-ins only, which nobody can have sent."""
+
+    def __init__(self, like: tokenizers.Tokenizer, added: dict[int, AddedToken]) -> None:
+        self._backend = tokenizers.Tokenizer(like.model)
+        for part in ("normalizer", "pre_tokenizer", "post_processor"):
+            if getattr(like, part) is not None:
+                setattr(self._backend, part, getattr(like, part))
+        secret = "".join(_private_character() for _ in range(10))
+        self._stand_ins = {
+            token_id: f"{secret}{chr(_PRIVATE_PLANE + number)}"
+            for number, token_id in enumerate(i for i, token in added.items() if token.special)
+        }
+        self._cut = f"{secret}{secret}"
+        for token_id, token in added.items():
+            self._backend.add_tokens([self._known(token_id, token)])
+        self._backend.add_tokens([AddedToken(self._cut, normalized=False)])
+        self._cut_id = self._backend.token_to_id(self._cut)
+        self._true_ids = {
+            self._backend.token_to_id(self._stand_ins.get(i, token.content)): i
+            for i, token in added.items()
+        }
+
+    def encode(
+        self, text: str, kept: Sequence[Span], contents: dict[int, str], add_special_tokens: bool
+    ) -> list[int]:
+        """The token ids of `text`, whose special tokens are those in `kept` and no others."""
+        parts, at = [], 0
+        for token_id, begin, end in kept:
+            parts += [text[at:begin], self._stand_ins[token_id]]
+            at = end
+        written = "".join([*parts, text[at:]])
+        for _ in range(_MAX_CUTS):
+            found = _encoding(self._backend, written, add_special_tokens)
+            wrong = self._read_as_special(written, found, contents)
+            if not wrong:
+                return self._ids_of(found)
+            if any(len(content) == 1 for _, content in wrong):
+                break  # nothing to cut
+            for place, _ in reversed(wrong):
+                written = f"{written[: place + 1]}{self._cut}{written[place + 1 :]}"
+        raise InvalidRequestError(
+            f"the messages contain {wrong[0][1]!r}, which the model's tokenizer can't read as plain"
+            " text; leave it out",
+            "messages",
+        )
+
+    def _ids_of(self, found: tokenizers.Encoding) -> list[int]:
+        """As the tokenizer numbers them. Those that it puts around a text are so already."""
+        return [
+            token_id if is_around else self._true_ids.get(token_id, token_id)
+            for token_id, is_around in zip(found.ids, found.special_tokens_mask, strict=True)
+            if token_id != self._cut_id
+        ]
+
+    def _known(self, token_id: int, token: AddedToken) -> AddedToken:
+        if token_id not in self._stand_ins:
+            return token
+        content = self._stand_ins[token_id]
+        normalizer = self._backend.normalizer
+        is_stable = normalizer is None or normalizer.normalize_str(content) == content
+        return AddedToken(content, normalized=bool(token.normalized and is_stable))
+
+    def _read_as_special(
+        self, text: str, found: tokenizers.Encoding, contents: dict[int, str]
+    ) -> list[tuple[int, str]]:
+        """Where, and as which special tokens, the model itself has read plain text: it has them in
+        its vocabulary, as any other word."""
+        wrong = []
+        for token_id, (begin, end), is_around in zip(
+            found.ids, found.offsets, found.special_tokens_mask, strict=True
+        ):
+            if token_id not in contents or token_id in self._true_ids or is_around:
+                continue
+            place = text.find(contents[token_id], begin, end)
+            if place >= 0:  # else a character that is unknown
+                wrong.append((place, contents[token_id]))
+        return wrong
+
+
+class Escape:
+    """Marks the texts of one call, and encodes what a template has made of them."""
+
+    def __init__(self, tokens: SpecialTokens) -> None:
+        self._tokens = tokens
+        self._marker: re.Pattern[str] | None = None
+
+    def mark(self, values: list[Any]) -> list[Any]:
+        """A copy of JSON values with marks in their texts, names of fields included. Called once.
+
+        Raises InvalidRequestError.
+        """
+        marker = _marker_for(list(_strings(values)))
+        # A template may write JSON in which all but ASCII is escaped.
+        self._marker = re.compile(f"{marker}|(?i:{re.escape(_in_json(marker))})")
+        marked: list[Any] = self._marked(values, marker)
+        return marked
+
+    def encode(self, rendered: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of what a template wrote. Raises InvalidRequestError."""
+        pieces = [rendered] if self._marker is None else self._marker.split(rendered)
+        return self._tokens.encode(pieces, add_special_tokens=add_special_tokens)
+
+    def _marked(self, value: Any, marker: str) -> Any:
+        if isinstance(value, str):
+            return self._tokens.marked(value, marker)
+        if isinstance(value, dict):
+            return {
+                self._marked(name, marker): self._marked(inner, marker)
+                for name, inner in value.items()
+            }
+        if isinstance(value, list):
+            return [self._marked(inner, marker) for inner in value]
+        return value
+
+
+def _encoding(
+    backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool
+) -> tokenizers.Encoding:
+    # The batch's form releases the interpreter's lock: a long text stalls no other thread.
+    (found,) = backend.encode_batch([text], add_special_tokens=add_special_tokens)
+    return found
+
+
+def _has_any(text: str, parts: Iterable[str]) -> bool:
+    return any(part in text for part in parts)
+
+
+def _is_marked(span: Span, marks: Sequence[int]) -> bool:
+    """Whether a mark lies inside of a token; of one character: on both sides."""
+    _, begin, end = span
+    at = bisect_right(marks, begin)
+    if end - begin == 1:
+        return begin in marks[max(0, at - 1) : at] and end in marks[at : at + 1]
+    return at < len(marks) and marks[at] < end
+
+
+def _private_character() -> str:
+    return chr(_PRIVATE_PLANE + secrets.randbelow(_NUM_PRIVATE))
+
+
+def _in_json(character: str) -> str:
+    return json.dumps(character)[1:-1]
+
+
+def _marker_for(texts: Sequence[str]) -> str:
+    """A character that is in none of the texts, and not in its escaped form either."""
+    for _ in range(_MAX_MARKERS_TRIED):
+        marker = _private_character()
+        escaped = _in_json(marker)
+        if not any(marker in text or ("\\u" in text and escaped in text.lower()) for text in texts):
+            return marker
+    raise InvalidRequestError(
+        "the messages contain a large part of the characters from U+F0000 to U+FFFFD, which have no"
+        " meaning; leave them out",
+        "messages",
+    )
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _strings(name)
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
