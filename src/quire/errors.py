@@ -34,12 +34,14 @@ class QuireError(Exception):
 
     retry_after_s: when the same request may succeed; None: not known.
     may_be_retried: False tells clients that repeat failed requests by themselves not to.
+    ends_connection: what else the client sends there can't be read as requests.
     """
 
     http_status = 500
     code = "internal_error"
     retry_after_s: float | None = None
     may_be_retried = True
+    ends_connection = False
 
 
 class InvalidRequestError(QuireError, ValueError):
@@ -99,6 +101,7 @@ class RequestTimeoutError(QuireError):
 
     http_status = 408
     code = "request_timeout"
+    ends_connection = True  # else the rest of the body could come for ever
 
 
 class DeadlineExceededError(QuireError):

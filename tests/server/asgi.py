@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+HOST = (b"host", b"here")
 JSON = (b"content-type", b"application/json")
 
 
@@ -65,7 +66,7 @@ def call(app, path, body=b"", *, method="POST", headers=(JSON,), messages=None, 
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
-        "headers": list(headers),
+        "headers": [HOST, *headers],
         "state": answer.state,
     }
     with pytest.raises(raised) if raised else contextlib.nullcontext():

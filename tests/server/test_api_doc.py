@@ -7,6 +7,7 @@ import pytest
 from tests.server.asking import CHAT, COMPLETIONS, openai_fields
 
 from quire import errors
+from quire.server import request_head
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
 from quire.server.refused import FAMILIES, NotSupportedError
 from quire.server.service import UnknownModelError
@@ -94,6 +95,7 @@ def test_the_codes_of_errors_are_those_that_clients_can_meet():
         and not issubclass(kind, errors.ConfigurationError)
     ]
     codes = {kind.code for kind in (*kinds, NotSupportedError, UnknownModelError)}
+    codes |= set(request_head.CODES.values())
     assert codes - {errors.SchedulerStalledError.code} == told
 
 

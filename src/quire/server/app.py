@@ -1,8 +1,9 @@
 """The HTTP application: which path is served where, and what a call goes through on its way there.
 
-From outside in: the request's id and its line in the log (`request_id`), CORS if origins are
-allowed, the guard (`access`), the bounds of the body (`body_limit`), answers to bugs (`errors`),
-the routes. All are plain ASGI, so that streams and disconnects pass through them untouched.
+From outside in: the request's id and its line in the log (`request_id`), what its head may say
+(`request_head`), CORS if origins are allowed, the guard (`access`), the bounds of the body
+(`body_limit`), answers to bugs (`errors`), the routes. All are plain ASGI, so that streams and
+disconnects pass through them untouched.
 
 The engine's life is in the hands of `launch`, not of the application: it must also end when the
 server is stopped by force, and then no application code runs any more. Imports no torch.
@@ -25,6 +26,7 @@ from quire.server import (
 from quire.server.access import AccessConfig, AccessGuard
 from quire.server.body_limit import BodyLimit
 from quire.server.errors import BugReporter, install_error_handlers
+from quire.server.request_head import RequestHead
 from quire.server.request_id import RequestIdMiddleware
 from quire.server.service import Service
 from quire.version import __version__
@@ -53,6 +55,7 @@ def create_app(service: Service, access: AccessConfig = OPEN) -> FastAPI:
             allow_headers=("*",),  # clients in browsers add headers of their own to each call
             expose_headers=("X-Request-ID", "Retry-After"),
         )
+    app.add_middleware(RequestHead)
     app.add_middleware(RequestIdMiddleware, monitor=service.monitor)
     families = (completions, chat, tokens, models, version, health, memory, metrics)
     for family in (*families, refused):  # the last takes what none of the others has

@@ -1,20 +1,25 @@
-"""The time limits of a connection that uvicorn lacks: a head that does not come, an unread answer.
+"""What a connection has that uvicorn's lacks: time limits, and answers to what is no request.
 
-Either would hold a connection, and the second the memory of an answer, for as long as its client
-likes. (How long a body may take is the application's to say: `body_limit`.) Knows no requests.
-Called by `launch`.
+A head that does not come and an answer that nobody reads would hold a connection, and the second
+the memory of an answer, for as long as its client likes. (How long a body may take is the
+application's to say: `body_limit`.) Knows no requests. Called by `launch`.
 """
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from http import HTTPStatus
+from importlib.util import find_spec
 from typing import Any, ClassVar, cast
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
 from quire.errors import ConfigurationError
+from quire.server.errors import error_body
+from quire.server.http_protocol import H11
+from quire.server.request_head import RequestHeadError
 
 SEND_BUFFER_BYTES = 128 << 10
 """The kernel's own buffer for answers: by itself it would grow to megabytes for each client that
@@ -24,6 +29,11 @@ MAX_AHEAD_BYTES = 16 << 20
 MAX_AHEAD_REQUESTS = 128
 """What a client may send ahead of an answer: of a head that does not end (or of a body that nobody
 wants any more), and whole requests. h11 has bounds of its own; httptools would keep it all."""
+
+
+LINGER_S = 2.0
+"""How long a client that was refused may go on sending: if its connection were closed meanwhile, it
+might never see why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,16 @@ class ConnectionLimits:
 def connection_class(limits: ConnectionLimits) -> type["Connection"]:
     """What uvicorn is given as its `http`: connections with these limits."""
     return type("LimitedConnection", (Connection,), {"limits": limits})
+
+
+@cache
+def protocol_class() -> Any:
+    """uvicorn's HTTP on httptools where that is installed, else on h11."""
+    if find_spec("httptools") is None:
+        return H11
+    from quire.server.httptools_protocol import HttpTools  # needs an extra that may be missing
+
+    return HttpTools
 
 
 class _Timer:
@@ -80,12 +100,15 @@ class Connection(asyncio.Protocol):
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
 
     def __init__(self, **from_uvicorn: Any) -> None:
-        self._inner: Any = AutoHTTPProtocol(**from_uvicorn)
+        self._inner: Any = protocol_class()(**from_uvicorn)
+        self._inner.refuse = self._refuse
+        self._is_refused = False
         self._transport: asyncio.Transport | None = None
         self._cycle: Any = None  # uvicorn's last request
         self._num_ahead = 0  # bytes that came after it
         self._head = _Timer(self.limits.head_timeout_s, self._cut)
         self._reader = _Timer(self.limits.unread_timeout_s, self._cut)
+        self._linger = _Timer(LINGER_S, self._cut)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -94,6 +117,11 @@ class Connection(asyncio.Protocol):
         self._head.start()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._num_ahead += len(data)
+            if self._num_ahead > MAX_AHEAD_BYTES:
+                self._cut()
+            return
         self._inner.data_received(data)
         cycle = self._inner.cycle  # the last request whose head has come
         if cycle is None or cycle.response_complete:
@@ -122,7 +150,20 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._head.stop()
         self._reader.stop()
+        self._linger.stop()
         self._inner.connection_lost(error)
+
+    def _refuse(self, error: RequestHeadError) -> None:
+        """Answer what was no request, read no more, and close once the client has taken that."""
+        assert self._transport is not None, "there is no data before a connection"
+        self._is_refused = True
+        if (cycle := self._inner.cycle) is not None and not cycle.response_complete:
+            cycle.disconnected = True  # its request never comes whole
+            cycle.message_event.set()
+        self._head.stop()
+        self._transport.write(_answer(error, self._inner.server_state.default_headers))
+        self._linger.start()
+        self._transport.write_eof()
 
     def _cut(self) -> None:
         """At once, with all that waits to be sent. The application is told of a disconnect."""
@@ -143,3 +184,17 @@ class Connection(asyncio.Protocol):
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 timeout_ms = max(1, round(self.limits.unread_timeout_s * 1000))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+
+
+def _answer(error: RequestHeadError, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """An error as HTTP. headers: those of every answer."""
+    body = json.dumps(error_body(error)).encode()
+    own = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+    lines = [b"%b: %b\r\n" % header for header in (*headers, *own)]
+    status = HTTPStatus(error.http_status)
+    first = f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
+    return b"".join([first, *lines, b"\r\n", body])

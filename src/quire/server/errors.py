@@ -23,7 +23,6 @@ from quire.errors import (
     EngineDeadError,
     InvalidRequestError,
     QuireError,
-    RequestTimeoutError,
 )
 from quire.observability.log import get_logger
 
@@ -135,8 +134,8 @@ def _headers(error: QuireError) -> dict[str, str]:
         headers["X-Should-Retry"] = "false"  # read by OpenAI's clients, which else retry by status
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, RequestTimeoutError):
-        headers["Connection"] = "close"  # else the rest of the body could come for ever
+    if error.ends_connection:
+        headers["Connection"] = "close"
     return headers
 
 
