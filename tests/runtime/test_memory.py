@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.runtime.memory import available_memory_bytes, total_memory_bytes
+from quire.runtime.memory import available_memory_bytes, num_oom_kills, total_memory_bytes
 
 UNLIMITED_V1 = "9223372036854771712"
 CGROUP = "sys/fs/cgroup"
@@ -108,3 +108,47 @@ def test_a_kernel_that_does_not_say(tmp_path: Path) -> None:
     (root / "proc/meminfo").write_text("MemFree: 5 kB\n")
     with pytest.raises(OSError, match="no MemTotal"):
         total_memory_bytes(root)
+
+
+V1_KILLS = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"
+V2_KILLS = "low 0\noom 7\noom_kill 2\noom_group_kill 0\n"
+
+
+@pytest.mark.parametrize(
+    ("memberships", "files", "expected"),
+    [
+        pytest.param(NESTED, {"parent/own/memory.events": V2_KILLS}, 2, id="v2"),
+        pytest.param("0::/\n", {"memory.events": V2_KILLS}, 2, id="v2, in a namespace"),
+        pytest.param(NAMED_V1, {"memory/parent/own/memory.oom_control": V1_KILLS}, 3, id="v1"),
+        pytest.param(
+            NAMED_V1, {"memory/memory.oom_control": V1_KILLS}, 3, id="v1, seen from a container"
+        ),
+        pytest.param(
+            NAMED_V1 + "0::/x\n",
+            {"memory/parent/own/memory.oom_control": V1_KILLS, "unified/x": ""},
+            3,
+            id="both, and v1 counts",
+        ),
+        pytest.param(
+            NESTED,
+            {"parent/own/memory.events": V2_KILLS, "parent/memory.events": "oom_kill 9\n"},
+            2,
+            id="its own, not its parent's",
+        ),
+        pytest.param("0::/\n", {}, 5, id="the root group counts nothing: the machine"),
+        pytest.param(NESTED, {"parent/own/memory.events": "low 0\n"}, 5, id="an old kernel's"),
+    ],
+)
+def test_how_many_were_killed_for_lack_of_memory(
+    memberships: str, files: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    root = make_root(tmp_path, memberships, files)
+    (root / "proc/vmstat").write_text("nr_free_pages 1\noom_kill 5\n")
+    assert num_oom_kills(root) == expected
+
+
+def test_a_kernel_that_does_not_count_what_it_kills(tmp_path: Path) -> None:
+    root = make_root(tmp_path, NESTED, {})
+    assert num_oom_kills(root) is None
+    (root / "proc/vmstat").write_text("nr_free_pages 1\n")
+    assert num_oom_kills(root) is None

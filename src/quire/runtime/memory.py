@@ -12,15 +12,22 @@ ROOT = Path("/")
 
 
 class _Names(NamedTuple):
-    """What a version of control groups calls its files, and the line of memory.stat."""
+    """What a version of control groups calls its files, and the line of memory.stat.
+
+    kills: the file whose line "oom_kill" counts processes of the group that were killed for lack of
+    memory, its own limit's or the machine's.
+    """
 
     limit: str
     usage: str
     reclaimable: str
+    kills: str
 
 
-_V2 = _Names("memory.max", "memory.current", "inactive_file")
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Names("memory.max", "memory.current", "inactive_file", "memory.events")
+_V1 = _Names(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control"
+)
 
 
 def total_memory_bytes(root: Path = ROOT) -> int:
@@ -39,6 +46,22 @@ def available_memory_bytes(root: Path = ROOT) -> int:
                 unused = limit - usage + _stat_bytes(folder, names.reclaimable)
                 available = min(available, max(0, unused))
     return available
+
+
+def num_oom_kills(root: Path = ROOT) -> int | None:
+    """How many processes the kernel has killed for lack of memory: of this process's control group,
+    or of the whole machine where the group does not count them. None where neither is told."""
+    files = [folder / names.kills for folder, names in _groups(root)]
+    for path in [*files, root / "proc/vmstat"]:
+        try:
+            lines = path.read_text().splitlines()
+        except OSError:  # not there, or not for us: the next may be
+            continue
+        for line in lines:
+            name, _, count = line.partition(" ")
+            if name == "oom_kill" and count.isdigit():
+                return int(count)
+    return None
 
 
 def _meminfo_bytes(root: Path, name: str) -> int:
