@@ -19,7 +19,7 @@ QuireError                      500
 │   └── TokenRateError          429  the tenant has used up its tokens per minute
 ├── EngineDeadError             503  the engine process is gone or shutting down
 ├── ServerDrainingError         503  the server is about to end and takes no more requests
-├── RequestKillsEngineError     500  the engine died twice while it served this request
+├── RequestKillsEngineError     500  the engine died twice on this request's trial
 ├── StepFailedError             500  a forward pass failed; ends the requests that were in it
 └── SchedulerStalledError       500  a step can make no progress: a bug, never a user's mistake
 """
@@ -167,11 +167,16 @@ class TokenRateError(OverloadedError):
 
 
 class EngineDeadError(QuireError):
-    """The engine process has ended, or is ending, and takes no requests."""
+    """The engine process has ended, or is ending, and takes no requests.
+
+    rank_status: where it ended because the process of another rank did, how that one ended: its
+    exit code, or minus the number of the signal.
+    """
 
     http_status = 503
     code = "engine_dead"
     retry_after_s = 5.0
+    rank_status: int | None = None
 
 
 class ServerDrainingError(QuireError):
@@ -186,7 +191,7 @@ class ServerDrainingError(QuireError):
 
 
 class RequestKillsEngineError(QuireError):
-    """The engine died twice while it served this request, which is ended alone."""
+    """The engine died twice while it was tried on this request, which is ended alone."""
 
     code = "request_kills_engine"
     may_be_retried = False

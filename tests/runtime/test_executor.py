@@ -95,7 +95,7 @@ def test_why_a_worker_can_not_be_built_is_raised(make_workers) -> None:
 
 def test_a_worker_that_dies_before_it_has_said_anything(make_workers) -> None:
     workers = make_workers({"die_joining": True})
-    with pytest.raises(EngineDeadError, match=r"^rank 1: its process has died$"):
+    with pytest.raises(EngineDeadError, match=r"^rank 1: its process has died \(exit code 3\)$"):
         workers.wait_joining()
 
 
@@ -108,7 +108,7 @@ def test_a_process_that_can_not_be_started() -> None:
     ("options", "reason"),
     [
         ({"fail_at": 1}, "rank 1: RuntimeError: step 1 can't be computed"),
-        ({"die_at": 1}, "rank 1: its process has died"),
+        ({"die_at": 1}, r"rank 1: its process has died \(exit code 9\)"),
     ],
 )
 def test_a_call_that_fails_elsewhere_ends_the_group(start, options, reason) -> None:
@@ -142,9 +142,12 @@ def test_a_call_that_fails_here_ends_the_group(start) -> None:
 def test_a_worker_killed_between_steps_fails_the_next_call(start) -> None:
     runner, workers = start()
     os.kill(pid_of(workers), signal.SIGKILL)
-    psutil.Process(pid_of(workers)).wait(5)
-    with pytest.raises(EngineDeadError, match="rank 1: its process has died"):
+    workers._processes[0].wait(5)
+    with pytest.raises(
+        EngineDeadError, match=r"rank 1: its process has died \(signal 9\)"
+    ) as raised:
         runner.execute(StepPlan(0, 1, 1))
+    assert raised.value.rank_status == -signal.SIGKILL
 
 
 def test_what_a_call_brought_while_a_rank_went_is_not_believed(start) -> None:

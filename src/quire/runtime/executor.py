@@ -117,9 +117,9 @@ class Workers:
 
     def _wait_for(self, kind: type[FromWorker]) -> None:
         for rank, sock in enumerate(self._sockets, 1):
-            news = _news(sock)
-            if isinstance(news, Failed):
-                raise _error(rank, news)
+            news = self._news(rank, sock)
+            if isinstance(news, QuireError):
+                raise news
             assert isinstance(news, kind), news
 
     def send(self, call: Call) -> None:
@@ -128,7 +128,8 @@ class Workers:
             send(sock, call)
 
     def failure(self, timeout_s: float = 0.0) -> QuireError | None:
-        """Why one of them failed, if one did by then."""
+        """Why one of them failed, if one did by then. Where several did, the others mostly failed
+        of the one whose process is gone."""
         poll = select.poll()
         ranks = {}
         for rank, sock in enumerate(self._sockets, 1):
@@ -136,11 +137,33 @@ class Workers:
             poll.register(sock, select.POLLIN)
         # What they say before they fail is read on the way.
         while happened := poll.poll(1000 * timeout_s):
-            for fd, _ in happened:
-                rank, sock = ranks[fd]
-                if isinstance(news := _news(sock), Failed):
-                    return _error(rank, news)
+            news = [self._news(*ranks[fd]) for fd, _ in happened]
+            failures = [one for one in news if isinstance(one, QuireError)]
+            if failures:
+                return max(failures, key=_is_death)
         return None
+
+    def _news(self, rank: int, sock: socket.socket) -> FromWorker | QuireError:
+        """What a worker says next, or why it failed; waits for it."""
+        try:
+            news = receive_news(sock)
+        except PeerGoneError:
+            status = self._status(rank)
+            how = "" if status is None else f" ({_describe(status)})"
+            error = EngineDeadError(f"rank {rank}: its process has died{how}")
+            error.rank_status = status
+            return error
+        if isinstance(news, Failed):
+            kind = _START_ERRORS.get(news.code, EngineDeadError)
+            return kind(f"rank {rank}: {news.message}")
+        return news
+
+    def _status(self, rank: int) -> int | None:
+        """How the process of a rank ended, whose socket has; None if it still runs."""
+        try:
+            return self._processes[rank - 1].wait(FAILURE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None
 
     @property
     def has_lost_one(self) -> bool:
@@ -184,16 +207,13 @@ def _end(
     folder.cleanup()
 
 
-def _news(sock: socket.socket) -> FromWorker:
-    """What the worker says next; waits for it."""
-    try:
-        return receive_news(sock)
-    except PeerGoneError:
-        return Failed(EngineDeadError.code, "its process has died")
+def _is_death(error: QuireError) -> bool:
+    """Whether it says that the process of a rank has died."""
+    return isinstance(error, EngineDeadError) and error.rank_status is not None
 
 
-def _error(rank: int, failed: Failed) -> QuireError:
-    return _START_ERRORS.get(failed.code, EngineDeadError)(f"rank {rank}: {failed.message}")
+def _describe(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit code {status}"
 
 
 @contextmanager
@@ -261,14 +281,18 @@ class DistributedRunner:
                     raise RuntimeError("another rank is gone")
                 return made
             except Exception as error:
-                self._give_up(str(error) or type(error).__name__)
-                raise EngineDeadError(f"tensor parallelism: {self._failure}") from error
+                failure = self._give_up(str(error) or type(error).__name__)
+                raise failure from error
             except BaseException:  # Ctrl-C: nobody knows what the ranks did of the call
                 self._give_up("a step was interrupted")
                 raise
         raise EngineDeadError(f"tensor parallelism: {self._failure}; make a new engine")
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> EngineDeadError:
         failure = self._workers.failure(FAILURE_TIMEOUT_S)
         self._failure = f"rank 0: {reason}" if failure is None else str(failure)
         self._workers.end()
+        error = EngineDeadError(f"tensor parallelism: {self._failure}")
+        if isinstance(failure, EngineDeadError):
+            error.rank_status = failure.rank_status
+        return error
