@@ -71,6 +71,7 @@ TORCH_FREE_AREAS = ("server", "text")
 TORCH_FREE_MODULES = tuple(
     f"quire.engine.{name}"
     for name in (
+        "activity",
         "async_engine",
         "dispatcher",
         "engine_keeper",

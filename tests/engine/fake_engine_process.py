@@ -13,6 +13,7 @@ are more tokens with the output token whose number is the second.
 
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from quire.engine.engine_process import main
 from quire.errors import CheckpointError, PromptTooLongError
 
 COMMAND = (sys.executable, __file__)
-REFUSE, RAISE, EXIT, HUGE, HANG = 900, 901, 902, 903, 904
+REFUSE, RAISE, EXIT, HUGE, HANG, SEGFAULT, KILL_ADDING = range(900, 907)
 HUGE_TOKENS = 60_000_000
 
 
@@ -52,12 +53,15 @@ class FakeEngine:
         self.running = {}
         self.aborted = []
         self.num_steps = 0
+        self.step_watcher = None
         groups = (KVGroup((0,), KVKind.FULL, 64),)
         self.memory = KVCacheManager(KVCacheConfig(groups, num_blocks=12))
 
     def add(self, request):
         if request.prompt_token_ids[0] == REFUSE:
             raise PromptTooLongError("the prompt is refused", "prompt")
+        if request.prompt_token_ids[0] == KILL_ADDING:
+            os.kill(os.getpid(), signal.SIGKILL)
         branches = request.resumed or [(branch, ()) for branch in range(request.n)]
         for branch, token_ids in branches:
             self.running[request.request_id, branch] = [request, len(token_ids)]
@@ -81,6 +85,8 @@ class FakeEngine:
         return block_map(self.memory, [], first_block, max_num_blocks)
 
     def step(self):
+        if self.step_watcher is not None:
+            self.step_watcher.on_step({request_id for request_id, _ in self.running})
         time.sleep(self.step_s)
         self.num_steps += 1
         if self.num_steps == self.hang_at_step:
@@ -99,6 +105,8 @@ class FakeEngine:
                 os._exit(7)
             if first == HANG:
                 time.sleep(600)
+            if first == SEGFAULT:
+                os.kill(os.getpid(), signal.SIGSEGV)
         self.running[key][1] = count + 1
         reason = FinishReason.LENGTH if count + 1 >= request.params.max_tokens else None
         if reason is not None:

@@ -24,6 +24,7 @@ from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import Runner, StepPlan, StepResult
 from quire.engine.request_times import RequestTimes
 from quire.engine.stats import EngineStats, StatsLog
+from quire.engine.step_watcher import StepWatcher
 from quire.engine.steps_in_flight import LaunchedStep, StepsInFlight
 from quire.errors import InvalidRequestError
 from quire.observability.log import get_logger
@@ -74,6 +75,7 @@ class Engine:
         self.times = RequestTimes()
         self.trace: StepTrace | None = None
         self.stats_log: StatsLog | None = None
+        self.step_watcher: StepWatcher | None = None
         self._runner = runner
         self._timing = timing or StepTiming()
         self._clock = clock
@@ -239,9 +241,11 @@ class Engine:
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def _launch(self, plan: StepPlan, began_s: float, planned_s: float) -> None:
+        scheduler = self.scheduler
+        if self.step_watcher is not None:
+            self.step_watcher.launch(plan, scheduler.running, is_overlapping=self.overlap)
         self._runner.execute(plan)
         self._runner.sample()
-        scheduler = self.scheduler
         num_preemptions = scheduler.residents.stats.num_preemptions
         step = LaunchedStep(
             plan,

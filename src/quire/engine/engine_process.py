@@ -1,9 +1,10 @@
-"""The engine behind a socket: `python -m quire.engine.engine_process --fd N`.
+"""The engine behind a socket: `python -m quire.engine.engine_process --fd N --activity-fd M`.
 
-The front starts this process with one end of a socket pair as descriptor N. The first message
-brings the options; then the loop reads what has come, takes one step, sends what it brought, and
-sleeps in `poll` only while there is no work. So an abort frees its blocks before the next step,
-and a hundred new requests enter one step together.
+The front starts this process with one end of a socket pair as descriptor N, and as descriptor M
+the memory in which the process says what it is doing (see `activity`). The first message brings the
+options; then the loop reads what has come, takes one step, sends what it brought, and sleeps in
+`poll` only while there is no work. So an abort frees its blocks before the next step, and a hundred
+new requests enter one step together.
 
 The process ends by itself when the front is gone, whatever it is doing: the loop sees the end of
 the stream, and a watching thread covers the times when the loop is not looking (loading a model, a
@@ -32,6 +33,7 @@ from quire.core.block_map import BlockMap
 from quire.core.memory_report import MemoryReport
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
+from quire.engine.activity import ActivityRecord
 from quire.engine.block_page import block_page
 from quire.engine.messages import (
     AbortRequest,
@@ -61,7 +63,8 @@ from quire.engine.messages import (
     encode,
     request_failed,
 )
-from quire.errors import QuireError
+from quire.engine.step_watcher import StepWatcher
+from quire.errors import EngineDeadError, QuireError
 from quire.observability import log
 
 MAX_BACKLOG_BYTES = 16 << 20
@@ -75,6 +78,8 @@ _RECEIVE_BYTES = 1 << 20
 
 class EngineLike(Protocol):
     """What the loop needs of an engine; `engine.Engine` is one."""
+
+    step_watcher: StepWatcher | None
 
     @property
     def limits(self) -> ModelLimits: ...
@@ -198,9 +203,14 @@ class EngineLoop:
     RequestFailed.
     """
 
-    def __init__(self, engine: EngineLike, channel: Channel) -> None:
+    def __init__(
+        self, engine: EngineLike, channel: Channel, record: ActivityRecord | None = None
+    ) -> None:
+        """record: where it is written what is being done; None for nowhere that anybody reads."""
         self._engine = engine
         self._channel = channel
+        self._record = record or ActivityRecord()
+        engine.step_watcher = StepWatcher(self._record.compute)
         self._is_draining = False
         self._is_ending = False
 
@@ -214,20 +224,25 @@ class EngineLoop:
         while True:
             is_clogged = self._channel.num_backlog_bytes > MAX_BACKLOG_BYTES
             can_step = self._engine.has_work() and not is_clogged
-            if self._is_draining and not self._engine.has_work():
-                return
+            if not can_step:
+                if self._is_draining and not self._engine.has_work():
+                    return
+                self._record.idle()
             for message in self._channel.receive(0.0 if can_step else None):
                 self._handle(message)
             if self._is_ending:
                 return
             if can_step and self._engine.has_work():
+                self._record.plan()
                 self._send_outputs(self._engine.step())
 
     def _handle(self, message: ToEngine) -> None:
         match message:
             case AddRequest(request):
+                self._record.take_in(request.request_id)
                 self._add(request)
             case AbortRequest(request_id, branch_index):
+                self._record.take_in(request_id)
                 self._engine.abort(request_id, branch_index)
             case Ping() | GetStats() | GetMemory() | GetBlocks():
                 self._channel.send(self._reply(message))
@@ -279,21 +294,25 @@ def serve_front(
     build: Build,
     wakeup: socket.socket | None = None,
     on_ready: Callable[[EngineLoop], None] | None = None,
+    record: ActivityRecord | None = None,
 ) -> int:
     """Receive the options, build the engine, serve. Returns the process's exit code.
 
-    on_ready: called with the loop once the engine stands (to connect signals with it).
+    on_ready: called with the loop once the engine stands (to connect signals with it). record: see
+    `EngineLoop`.
     """
     channel = Channel(sock, wakeup)
     try:
         engine = _build(build, channel)
-        loop = EngineLoop(engine, channel)
+        loop = EngineLoop(engine, channel, record)
         if on_ready is not None:
             on_ready(loop)
         loop.run()
         channel.drain_backlog(FRONT_GONE_GRACE_S)
     except FrontGoneError:
         return 0
+    except EngineDeadError as error:
+        return _report(channel, Fatal(error.code, str(error), error.rank_status))
     except QuireError as error:
         return _report(channel, Fatal(error.code, str(error)))
     except Exception as error:
@@ -353,12 +372,16 @@ def main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="quire.engine.engine_process")
     parser.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
+    parser.add_argument("--activity-fd", type=int, help="inherited; see engine.activity")
     parser.add_argument("--log-level", default="warning")
     parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args(argv)
     log.configure(arguments.log_level, arguments.log_format)
     sock = socket.socket(fileno=arguments.fd)
     watch_front(sock)
+    record = ActivityRecord(arguments.activity_fd)
+    if arguments.activity_fd is not None:
+        os.close(arguments.activity_fd)
     wakeup, signalled = socket.socketpair()
     for end in (wakeup, signalled):
         end.setblocking(False)
@@ -370,7 +393,7 @@ def main(
 
         signal.signal(signal.SIGTERM, on_sigterm)
 
-    return serve_front(sock, build or _build_engine, wakeup, drain_on_sigterm)
+    return serve_front(sock, build or _build_engine, wakeup, drain_on_sigterm, record)
 
 
 def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> EngineLike:

@@ -141,10 +141,11 @@ class BlocksReply(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True, frozen=True):
-    """Why the engine process is about to end."""
+    """Why the engine process is about to end. rank_status: see `EngineDeadError`."""
 
     code: str
     message: str
+    rank_status: int | None = None
 
 
 Question: TypeAlias = Ping | GetStats | GetMemory | GetBlocks
