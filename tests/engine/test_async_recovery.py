@@ -14,7 +14,7 @@ from tests.engine.async_harness import (
     tokens_of,
     with_engine,
 )
-from tests.engine.fake_engine_process import EXIT, HANG, RAISE
+from tests.engine.fake_engine_process import EXIT, HANG, RAISE, SEGFAULT
 
 from quire.engine.recovery import EngineState, RecoveryConfig
 from quire.errors import EngineDeadError, OverloadedError, RequestKillsEngineError
@@ -71,7 +71,7 @@ def test_calls_notice_nothing_of_a_process_that_is_told_to_end():
     with_engine(test, {"step_s": 0.005}, recovery=PATIENT)
 
 
-@pytest.mark.parametrize("killer", [[EXIT, 3], [RAISE, 0], [HANG, 2]])
+@pytest.mark.parametrize("killer", [[EXIT, 3], [RAISE, 0], [HANG, 2], [SEGFAULT, 5]])
 def test_a_request_that_kills_the_engine_twice_is_ended_alone(killer):
     async def test(engine):
         readers = [
@@ -86,7 +86,7 @@ def test_a_request_that_kills_the_engine_twice_is_ended_alone(killer):
         for name, reader in enumerate(readers):
             assert tokens_of(await reader, f"r{name}") == list(range(11, 71))
         assert tokens_of(await late, "late") == list(range(11, 20))
-        assert engine.num_restarts == 2 and engine.num_open == 0
+        assert engine.num_restarts == 3 and engine.num_open == 0
 
     recovery = IMPATIENT if killer[0] == HANG else PATIENT
     with_engine(test, {"step_s": 0.001}, recovery=recovery)
@@ -199,11 +199,8 @@ def test_whatever_dies_and_leaves_at_random_the_others_get_their_tokens(seed):
                     kill(engine)
 
         clients = [client(f"r{index}") for index in range(25)]
-        results = await asyncio.gather(killer(), *clients, return_exceptions=True)
-        failed = [result for result in results if result is not None]
-        # A kill from outside, too, is blamed on whoever is on trial at that moment.
-        assert all(isinstance(one, RequestKillsEngineError) for one in failed), failed
-        assert len(failed) <= 2 and len(wanted) >= 15
+        await asyncio.gather(killer(), *clients)
+        assert len(wanted) >= 15
         assert all(found == expected for found, expected in wanted.values())
         assert engine.num_restarts >= 1 and engine.num_open == 0
         while (await stats_soon(engine))["num_held_blocks"]:

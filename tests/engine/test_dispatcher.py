@@ -1,6 +1,7 @@
 """What is sent to a process and when, and where its outputs go; without any process."""
 
 import asyncio
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
 from quire.core.sampling_params import DecodingParams
+from quire.engine.activity import Activity, Doing
 from quire.engine.dispatcher import Dispatcher
 from quire.engine.messages import (
     AbortRequest,
@@ -17,6 +19,7 @@ from quire.engine.messages import (
     ToEngine,
     decode_to_engine,
 )
+from quire.engine.recovery import Death
 from quire.engine.request_stream import RequestStream
 from quire.errors import (
     EngineDeadError,
@@ -68,6 +71,11 @@ class World:
         self.wire = FakeWire()
         self.dispatcher.on_ready(self.wire)
         return self.wire
+
+    def die(self) -> frozenset[Death]:
+        """The process crashes in a step of all that it knows of; what that explains."""
+        death = Death(Activity(Doing.COMPUTING, None), -int(signal.SIGSEGV))
+        return self.dispatcher.on_death(death)
 
     def bring(self, *names: str, end: FinishReason | None = None, branch: int = 0) -> None:
         """A step that brings one token for each."""
@@ -171,7 +179,7 @@ def test_after_a_death_a_request_goes_on_from_its_tokens_with_the_time_that_is_l
     stream = world.open("a", n=2, deadline_s=5.0)
     world.bring("a")
     world.bring("a", end=FinishReason.STOP, branch=1)
-    assert world.dispatcher.on_death() is False
+    assert world.die() == frozenset()
     world.now_s = 2.0
     (added,) = world.start_process().sent
     assert isinstance(added, AddRequest)
@@ -186,7 +194,7 @@ def test_suspects_are_tried_in_turn_and_newcomers_wait_behind_them() -> None:
     world.start_process()
     world.open("a")
     world.open("b")
-    world.dispatcher.on_death()
+    world.die()
     world.open("new")
     wire = world.start_process()
     assert wire.added() == ["a"]
@@ -205,9 +213,11 @@ def test_the_one_on_trial_is_ended_alone() -> None:
     world = World()
     world.start_process()
     killer, other = world.open("killer"), world.open("other")
-    world.dispatcher.on_death()
+    world.die()
     world.start_process()
-    assert world.dispatcher.on_death() is True
+    last = world.die()
+    assert len(last) == 1 and world.start_process().added() == ["killer"]
+    assert len(world.die()) == 3
     with pytest.raises(RequestKillsEngineError, match="died twice"):
         drain(killer)
     assert world.start_process().added() == ["other"]
@@ -220,12 +230,12 @@ def test_a_client_that_leaves_on_trial_blames_nobody_else() -> None:
     world.start_process()
     killer = world.open("killer")
     world.open("other")
-    world.dispatcher.on_death()
+    world.die()
     wire = world.start_process()
     assert wire.added() == ["killer"]
     killer.close()
     assert wire.added() == [], "the process may be in the very step that kills it"
-    assert world.dispatcher.on_death() is True
+    assert len(world.die()) == 2
     assert world.start_process().added() == ["other"]
 
 
@@ -234,7 +244,7 @@ def test_a_client_that_leaves_on_trial_makes_room_when_the_process_knows() -> No
     world.start_process()
     first = world.open("first")
     world.open("second")
-    world.dispatcher.on_death()
+    world.die()
     wire = world.start_process()
     wire.sent.clear()
     first.close()

@@ -16,10 +16,11 @@ from tests.engine.fake_engine_process import COMMAND, HANG
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine import engine_keeper
+from quire.engine.activity import Doing
 from quire.engine.engine_keeper import EngineKeeper
 from quire.engine.engine_link import EngineLink
 from quire.engine.messages import AddRequest, encode
-from quire.engine.recovery import EngineState, RecoveryConfig
+from quire.engine.recovery import Death, EngineState, RecoveryConfig
 from quire.errors import CheckpointError, EngineDeadError, QuireError
 
 WAIT_S = 30.0
@@ -27,13 +28,13 @@ QUICK = RecoveryConfig(first_backoff_s=0.01, heartbeat_timeout_s=20.0)
 
 
 class Listener:
-    """Keeps what it is told. is_explained: what it answers when the process has died."""
+    """Keeps what it is told. explains: whether a death explains itself and the one before."""
 
     def __init__(self) -> None:
         self.links: list[EngineLink] = []
         self.messages: list[Any] = []
-        self.num_deaths = 0
-        self.is_explained = False
+        self.deaths: list[Death] = []
+        self.explains = False
         self.ends: list[QuireError] = []
         self._news = asyncio.Event()
 
@@ -44,9 +45,9 @@ class Listener:
     def on_message(self, message: Any) -> None:
         self.messages.append(message)
 
-    def on_death(self) -> bool:
-        self.num_deaths += 1
-        return self.is_explained
+    def on_death(self, death: Death) -> frozenset[Death]:
+        self.deaths.append(death)
+        return frozenset(self.deaths[-2:] if self.explains else ())
 
     def on_end(self, error: QuireError) -> None:
         self.ends.append(error)
@@ -96,7 +97,7 @@ def test_a_process_that_dies_is_started_again_with_what_was_chosen() -> None:
             kill(keeper)
             await listener.ready(1)
             assert keeper.state is EngineState.READY and keeper.pid not in (pid, None)
-            assert (keeper.num_restarts, listener.num_deaths, listener.ends) == (1, 1, [])
+            assert (keeper.num_restarts, len(listener.deaths), listener.ends) == (1, 1, [])
             assert keeper._options == options | {"max_model_len": 512}
             assert told == [("loading nothing", 1, 1)], "of the first process only"
 
@@ -110,7 +111,7 @@ def test_while_it_recovers_there_is_no_link() -> None:
             kill(keeper)
             await listener.ready(1)
             kill(keeper)
-            while listener.num_deaths < 2:
+            while len(listener.deaths) < 2:
                 await asyncio.sleep(0.005)
             assert keeper.state is EngineState.RECOVERING
             assert keeper.link is None and keeper.pid is None and keeper.silence_s == 0.0
@@ -128,7 +129,9 @@ def test_a_hung_step_is_a_death_and_stale_messages_change_nothing() -> None:
             await listener.ready(1)
             assert len(listener.messages) == 2 and keeper.num_restarts == 1
             keeper.on_message(listener.links[0], listener.messages[0])
-            keeper.on_death(listener.links[0], EngineDeadError("once more"))
+            (death,) = listener.deaths
+            assert death.has_hung and death.activity == (Doing.COMPUTING, {"a"})
+            keeper.on_death(listener.links[0], EngineDeadError("once more"), death)
             assert len(listener.messages) == 2 and keeper.state is EngineState.READY
 
     run(test)
@@ -159,7 +162,7 @@ def test_deaths_that_a_request_explains_are_no_crash_loop() -> None:
         async with kept(recovery=recovery) as (keeper, listener):
             for number in range(4):
                 await listener.ready(number)
-                listener.is_explained = number % 2 == 1
+                listener.explains = number % 2 == 1
                 kill(keeper)
             await listener.ready(4)
             assert keeper.state is EngineState.READY and keeper.num_restarts == 4
@@ -257,7 +260,7 @@ def test_a_shutdown_in_the_middle_of_a_restart_leaves_no_process(delay_s: float)
         async with kept() as (keeper, listener):
             keeper._options["hang_s"] = 600
             kill(keeper)
-            while not listener.num_deaths:
+            while not listener.deaths:
                 await asyncio.sleep(0.005)
             await asyncio.sleep(delay_s)
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.engine.fake_engine_process import COMMAND, HANG
+from tests.engine.fake_engine_process import COMMAND, EXIT, HANG, KILL_ADDING, RAISE, SEGFAULT
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
+from quire.engine import engine_link
+from quire.engine.activity import Doing
 from quire.engine.engine_link import EngineLink
 from quire.engine.messages import (
     AddRequest,
@@ -28,6 +30,7 @@ from quire.engine.messages import (
     Start,
     encode,
 )
+from quire.engine.recovery import Death
 from quire.errors import CheckpointError, EngineDeadError, QuireError
 
 WAIT_S = 30.0
@@ -48,8 +51,9 @@ class Owner:
         assert not self.death.done(), "nothing comes after the death"
         self.messages.append(message)
 
-    def on_death(self, link: EngineLink, error: QuireError) -> None:
+    def on_death(self, link: EngineLink, error: QuireError, death: Death) -> None:
         self.death.set_result(error)  # raises if it is told twice
+        self.evidence = death
 
 
 @contextlib.asynccontextmanager
@@ -130,7 +134,8 @@ def test_why_an_engine_could_not_be_built(
     ("program", "reason"),
     [
         ("raise SystemExit(3)", "exit code 3$"),
-        ("import os; os.kill(os.getpid(), 9)", r"SIGKILL\); the system does that when memory runs"),
+        ("import os; os.kill(os.getpid(), 11)", r"by signal 11 \(SIGSEGV\)$"),
+        ("import os; os.kill(os.getpid(), 40)", r"by signal 40$"),
         (
             "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[2]));"
             "s.sendall(b'HTTP/1.1 200'); time.sleep(600)",
@@ -143,6 +148,75 @@ def test_a_process_that_is_no_engine(program: str, reason: str) -> None:
         async with opened(command=(sys.executable, "-c", program)) as (_, owner):
             with pytest.raises(EngineDeadError, match=reason):
                 raise await owner.death
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("counts", "reason", "num_oom_kills"),
+    [
+        ([None, None], r"SIGKILL\); the system does that when memory runs out$", None),
+        ([4, None], r"SIGKILL\); the system does that when memory runs out$", None),
+        ([4, 4], r"SIGKILL\), from outside: the system has killed nothing here for lack of", 0),
+        ([4, 5], r"SIGKILL\): the system did that because memory ran out$", 1),
+    ],
+)
+def test_a_process_that_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+    counts: list[int | None],
+    reason: str,
+    num_oom_kills: int | None,
+) -> None:
+    """The system's count is asked for when the process is started, and when it has ended."""
+    answers = iter(counts)
+    monkeypatch.setattr(engine_link, "num_oom_kills", lambda: next(answers))
+
+    async def test() -> None:
+        program = "import os; os.kill(os.getpid(), 9)"
+        async with opened(command=(sys.executable, "-c", program)) as (_, owner):
+            with pytest.raises(EngineDeadError, match=reason):
+                raise await owner.death
+            death = owner.evidence
+            assert (death.status, death.num_oom_kills) == (-9, num_oom_kills)
+            assert death.activity.doing is Doing.LOADING and not death.has_failed
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "expected"),
+    [
+        # What kills it -> what it was doing, for whom, how it ended, and whether it said why.
+        ({}, (EXIT, 2), (Doing.COMPUTING, {"a"}, 7, False)),
+        ({}, (RAISE, 0), (Doing.COMPUTING, {"a"}, 1, True)),
+        ({}, (SEGFAULT, 2), (Doing.COMPUTING, {"a"}, -11, False)),
+        ({}, (KILL_ADDING,), (Doing.TAKING_IN, {"a"}, -9, False)),
+        ({}, (), (Doing.IDLE, set(), -9, False)),
+        ({"step_s": 600.0}, (10,), (Doing.COMPUTING, {"a"}, -9, False)),
+        ({"crash": "oops"}, None, (Doing.LOADING, set(), 1, True)),
+    ],
+)
+def test_what_is_known_of_a_death(
+    options: dict[str, Any],
+    prompt: tuple[int, ...] | None,
+    expected: tuple[Doing, set[str], int, bool],
+) -> None:
+    async def test() -> None:
+        async with opened(options) as (link, owner):
+            if prompt is not None:
+                await owner.ready
+                if prompt:
+                    link.send(add(*prompt))
+                else:
+                    await link.ask(Ping())
+                assert link.pid is not None and link._record is not None
+                if expected[2] == -9 and prompt[:1] != (KILL_ADDING,):
+                    while link._record.read() != expected[:2]:
+                        await asyncio.sleep(0.002)
+                    os.kill(link.pid, signal.SIGKILL)
+            await owner.death
+            death = owner.evidence
+            assert (*death.activity, death.status, death.has_failed) == expected
 
     run(test)
 
@@ -188,6 +262,7 @@ def test_a_process_that_hangs_in_a_step_is_killed() -> None:
             link.send(add(HANG, 3))
             error = await owner.death
             assert "its step had not ended after 1 s" in str(error)
+            assert owner.evidence.has_hung and owner.evidence.status is None
             assert sum(isinstance(message, Outputs) for message in owner.messages) == 3
 
     run(test)

@@ -18,6 +18,7 @@ from quire.core.sampling_params import BeamSearchParams, DecodingParams, Samplin
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.engine.outputs import CompletionOutput
+from quire.engine.recovery import Cause, Death
 from quire.errors import ConfigurationError, EngineDeadError
 
 PROMPTS = [{"prompt_token_ids": list(range(40 + 7 * i, 47 + 19 * i))} for i in range(5)]
@@ -125,6 +126,14 @@ def test_streams_outlive_a_rank(tmp_path: Path) -> None:
 
     async def run() -> None:
         engine = await AsyncEngine.start(options | {"tensor_parallel_size": 2})
+        listener = engine._dispatcher
+        judge, deaths = listener.on_death, []
+
+        def on_death(death: Death) -> frozenset[Death]:
+            deaths.append(death.cause)
+            return judge(death)
+
+        listener.on_death = on_death  # type: ignore[method-assign]
         try:
             params = DecodingParams(max_tokens=150, temperature=1.0, seed=9)
             stream = engine.generate(Request("r", prompt, params))
@@ -137,6 +146,7 @@ def test_streams_outlive_a_rank(tmp_path: Path) -> None:
             outputs = await reader
             assert tokens_of(outputs, "r") == list(expected.outputs[0].token_ids)
             assert engine.num_restarts == 1
+            assert deaths == [Cause.OUTSIDE], "the rank was killed, by somebody"
         finally:
             await engine.shutdown(drain=False, timeout_s=5)
 

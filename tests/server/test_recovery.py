@@ -9,7 +9,7 @@ import time
 
 import httpx
 from tests.engine.fake_engine_process import COMMAND as FAKE
-from tests.engine.fake_engine_process import HANG
+from tests.engine.fake_engine_process import HANG, SEGFAULT
 from tests.server.launching import WAIT_S, launched
 
 OPTIONS = {"num_blocks": 768, "max_num_seqs": 48, "max_model_len": 512}
@@ -199,8 +199,29 @@ def test_a_request_that_hangs_the_engine_twice_is_answered_and_the_others_too():
             assert answer.status_code == 200, answer.text
             (choice,) = answer.json()["choices"]
             assert choice["token_ids"] == list(range(prompt[0] + 1, prompt[0] + 61))
-        assert server.http.get("/health").json()["num_restarts"] == 2
+        assert server.http.get("/health").json()["num_restarts"] == 3
         assert complete(server, [7]).status_code == 200
+
+
+def test_kills_from_outside_while_requests_are_on_trial_blame_nobody():
+    """One request makes the engine crash, and somebody else kills it again and again meanwhile."""
+
+    async def ask_and_kill(server, prompts, num_kills):
+        answers = asyncio.ensure_future(complete_many(server, prompts))
+        for number in range(num_kills):
+            while server.http.get("/health").json()["num_restarts"] <= number:
+                await asyncio.sleep(0.01)
+            os.kill((await asyncio.to_thread(server.current_engine)).pid, signal.SIGKILL)
+        return await answers
+
+    prompts = [[100 * number] for number in range(1, 9)] + [[SEGFAULT, 5]]
+    with launched(command=FAKE, fake={"step_s": 0.02}, max_engine_restarts=20) as server:
+        *answers, killed = asyncio.run(asyncio.wait_for(ask_and_kill(server, prompts, 4), WAIT_S))
+        for prompt, answer in zip(prompts, answers, strict=False):
+            (choice,) = answer.json()["choices"]
+            assert choice["token_ids"] == list(range(prompt[0] + 1, prompt[0] + 61))
+        assert killed.json()["error"]["code"] == "request_kills_engine"
+        assert server.http.get("/health").json()["num_restarts"] >= 6
 
 
 def test_a_server_whose_engine_keeps_dying_ends_with_a_reason():

@@ -18,7 +18,7 @@ from quire.engine.messages import (
     encode,
     error_from,
 )
-from quire.engine.recovery import OpenRequest, Roster
+from quire.engine.recovery import Death, OpenRequest, Roster
 from quire.engine.request_stream import RequestStream
 from quire.errors import (
     InvalidRequestError,
@@ -122,21 +122,28 @@ class Dispatcher:
         if not self._roster.is_idle:
             self._send_those_who_may()
 
-    def on_death(self) -> bool:
+    def on_death(self, death: Death) -> frozenset[Death]:
         """See `EngineListener`."""
         self._wire = None
-        blamed = self._roster.on_death()
-        if blamed is None:
-            return False
-        logger.error("request %s is to blame: it was on trial", blamed.request_id)
+        verdict = self._roster.on_death(death)
+        if verdict.blamed is None:
+            logger.warning(
+                "the engine died of: %s; it was: %s; requests to be tried: %d",
+                death.cause,
+                death.activity.doing.name.lower(),
+                self._roster.num_suspects,
+            )
+            return verdict.explained
+        request_id = verdict.blamed.request_id
+        logger.error("request %s is to blame: the engine died twice on its trial", request_id)
         self._fail(
-            blamed.request_id,
+            request_id,
             RequestKillsEngineError(
                 "the engine died twice while it computed this request, so the request is ended and"
                 " the others go on without it; don't send it again as it is"
             ),
         )
-        return True
+        return verdict.explained
 
     def on_end(self, error: QuireError) -> None:
         """See `EngineListener`."""

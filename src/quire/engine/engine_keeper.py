@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.core.sampling_params import ModelLimits
+from quire.engine.activity import Activity, Doing
 from quire.engine.engine_link import EngineLink
 from quire.engine.messages import Outputs, Progress, Ready, RequestFailed, Shutdown, Start, encode
-from quire.engine.recovery import EngineState, RecoveryConfig, RestartBudget
+from quire.engine.recovery import Death, EngineState, RecoveryConfig, RestartBudget
 from quire.errors import EngineDeadError, QuireError
 from quire.observability.log import get_logger
 
@@ -38,8 +39,9 @@ class EngineListener(Protocol):
         """Something came of a request."""
         ...
 
-    def on_death(self) -> bool:
-        """The process is gone. Returns whether a request is to blame for it."""
+    def on_death(self, death: Death) -> frozenset[Death]:
+        """The process is gone. Returns the deaths, this one among them, that a request turns out to
+        be to blame for; none where nobody is."""
         ...
 
     def on_end(self, error: QuireError) -> None:
@@ -174,15 +176,15 @@ class EngineKeeper:
         link.watch(self._recovery.heartbeat_timeout_s)
         self._listener.on_ready(link)
 
-    def on_death(self, link: EngineLink, error: QuireError) -> None:
+    def on_death(self, link: EngineLink, error: QuireError, death: Death) -> None:
         """See `LinkOwner`."""
         if link is self._link:
             self._link = None
-            self._note_death(error)
+            self._note_death(error, death)
 
     # ---- starting anew ----------------------------------------------------------------------
 
-    def _note_death(self, error: QuireError) -> None:
+    def _note_death(self, error: QuireError, death: Death) -> None:
         """The process is gone, or could not be started: start another one, or end everything."""
         if self._build_timer is not None:
             self._build_timer.cancel()
@@ -195,9 +197,8 @@ class EngineKeeper:
             case EngineState.READY | EngineState.RECOVERING:
                 self.state = EngineState.RECOVERING
                 logger.error("%s", error)
-                is_explained = self._listener.on_death()
-                now_s = self._loop.time()
-                delay_s = self._budget.note_death(now_s, is_explained=is_explained)
+                explained = self._listener.on_death(death)
+                delay_s = self._budget.note_death(self._loop.time(), death, explained)
                 if delay_s is None:
                     config = self._recovery
                     self._give_up(
@@ -218,7 +219,10 @@ class EngineKeeper:
             await self._open_link()
         except OSError as error:
             self._link = None
-            self._note_death(EngineDeadError(f"the engine process can't be started: {error}"))
+            self._note_death(
+                EngineDeadError(f"the engine process can't be started: {error}"),
+                Death(Activity(Doing.LOADING), status=None),
+            )
             return
         if self._link is not None:  # else it has died already
             why = f"it was not ready after {self._build_limit_s:g} s, so it was killed"

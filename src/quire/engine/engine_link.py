@@ -9,6 +9,7 @@ Knows no requests and no streams. Made by `engine_keeper`.
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
+from quire.engine.activity import ActivityRecord, make_shared_memory
 from quire.engine.messages import (
     BlocksReply,
     Fatal,
@@ -35,8 +37,10 @@ from quire.engine.messages import (
     encode,
     start_error_from,
 )
+from quire.engine.recovery import Death
 from quire.errors import EngineDeadError, QuireError
 from quire.observability import log
+from quire.runtime.memory import num_oom_kills
 
 _REAP_TIMEOUT_S = 2.0
 _PULSES_PER_TIMEOUT = 4
@@ -53,8 +57,9 @@ class LinkOwner(Protocol):
         """Something came of a request, or of the start."""
         ...
 
-    def on_death(self, link: "EngineLink", error: QuireError) -> None:
-        """The process is gone, and everything that it sent was told before; `error` says why."""
+    def on_death(self, link: "EngineLink", error: QuireError, death: Death) -> None:
+        """The process is gone, and everything that it sent was told before; `error` says why to
+        people, `death` to those who judge."""
         ...
 
 
@@ -71,6 +76,9 @@ class EngineLink(asyncio.Protocol):
         self._waiters: deque[asyncio.Future[dict[str, Any]]] = deque()
         self._fatal: Fatal | None = None
         self._killed_because: str | None = None
+        self._has_hung = False
+        self._record: ActivityRecord | None = None  # what the process writes; from `open` on
+        self._num_oom_kills: int | None = None  # when the process was last known to live
         self._reaper: asyncio.Task[None] | None = None
         self._dead = asyncio.Event()
         self._pulse: asyncio.TimerHandle | None = None
@@ -88,19 +96,25 @@ class EngineLink(asyncio.Protocol):
         return self._transport is not None
 
     async def open(self, command: Sequence[str], start_frame: bytes) -> None:
-        """Start the process and send it its options. command: what to run; `--fd N` and the
-        arguments of logging are appended.
+        """Start the process and send it its options. command: what to run; `--fd N`,
+        `--activity-fd M` and the arguments of logging are appended.
 
         Raises OSError where it can't be started. No process is left when this raises, or is
         cancelled.
         """
-        ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as undo:
+        self._num_oom_kills = num_oom_kills()
+        with contextlib.ExitStack() as given, contextlib.ExitStack() as undo:
+            activity_fd = make_shared_memory()
+            given.callback(os.close, activity_fd)
+            self._record = ActivityRecord(activity_fd)
+            ours, theirs = socket.socketpair()
+            given.enter_context(theirs)
             undo.callback(ours.close)
             self._process = await asyncio.create_subprocess_exec(
                 *command,
-                *("--fd", str(theirs.fileno()), *log.arguments()),
-                pass_fds=(theirs.fileno(),),
+                *("--fd", str(theirs.fileno()), "--activity-fd", str(activity_fd)),
+                *log.arguments(),
+                pass_fds=(theirs.fileno(), activity_fd),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
                 start_new_session=True,  # a terminal's Ctrl-C is for the front to understand
@@ -137,11 +151,13 @@ class EngineLink(asyncio.Protocol):
 
     def watch(self, timeout_s: float) -> None:
         """From now on, kill the process when it answers nothing for timeout_s."""
+        self._num_oom_kills = num_oom_kills()
         self._pulse = self._loop.call_later(timeout_s / _PULSES_PER_TIMEOUT, self.watch, timeout_s)
         if self._asked_s is None:
             self._asked_s = self._loop.time()
             self.call_between_steps(self._note_pulse)
         elif self._loop.time() - self._asked_s >= timeout_s:
+            self._has_hung = True
             self.kill(
                 f"its step had not ended after {timeout_s:g} s, so it was killed"
                 " (heartbeat_timeout_s says how long a step may take)"
@@ -219,25 +235,46 @@ class EngineLink(asyncio.Protocol):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-        error = self._death(process.returncode or 0)
+        assert process.returncode is not None
+        error, death = self._judge(process.returncode)
         for waiter in self._waiters:
             if not waiter.done():
                 # Why it died is for the log: who asks may be a client.
                 waiter.set_exception(EngineDeadError("the engine died before it had answered"))
         self._waiters.clear()
         self._dead.set()
-        self._owner.on_death(self, error)
+        self._owner.on_death(self, error, death)
 
-    def _death(self, status: int) -> QuireError:
-        """Why the process ended, with exit status `status`."""
-        if self._fatal is not None:
-            return start_error_from(self._fatal)
-        if self._killed_because is not None:
-            return EngineDeadError(f"the engine process has ended: {self._killed_because}")
-        how = f"with exit code {status}"
-        if status < 0:
-            how = f"by signal {-status} ({signal.Signals(-status).name})"
-        hint = ""
-        if status == -signal.SIGKILL:
-            hint = "; the system does that when memory runs out"
-        return EngineDeadError(f"the engine process has ended {how}{hint}")
+    def _judge(self, status: int) -> tuple[QuireError, Death]:
+        """Why the process has ended with exit status `status`: for people, and as evidence."""
+        assert self._record is not None
+        fatal, killed_because = self._fatal, self._killed_because
+        before, now = self._num_oom_kills, num_oom_kills()
+        rank_status = None if fatal is None else fatal.rank_status
+        death = Death(
+            self._record.read(),
+            rank_status or (None if killed_because is not None else status),
+            has_failed=fatal is not None,
+            has_hung=self._has_hung,
+            num_oom_kills=None if before is None or now is None else now - before,
+        )
+        if fatal is not None:
+            return start_error_from(fatal), death
+        if killed_because is not None:
+            return EngineDeadError(f"the engine process has ended: {killed_because}"), death
+        how = _describe(status, death.num_oom_kills)
+        return EngineDeadError(f"the engine process has ended {how}"), death
+
+
+def _describe(status: int, num_oom_kills: int | None) -> str:
+    if status >= 0:
+        return f"with exit code {status}"
+    names = {member.value: f" ({member.name})" for member in signal.Signals}
+    how = f"by signal {-status}{names.get(-status, '')}"  # those for real time have no names
+    if status != -signal.SIGKILL:
+        return how
+    if num_oom_kills is None:
+        return f"{how}; the system does that when memory runs out"
+    if num_oom_kills:
+        return f"{how}: the system did that because memory ran out"
+    return f"{how}, from outside: the system has killed nothing here for lack of memory"
