@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -281,6 +282,19 @@ def test_a_process_that_works_or_idles_is_left_alone() -> None:
             assert not owner.death.done()
             await link.close()
             assert "it was shut down" in str(owner.death.result())
+
+    run(test)
+
+
+def test_a_front_that_was_away_itself_does_not_take_the_process_for_hung() -> None:
+    async def test() -> None:
+        async with opened() as (link, owner):
+            await owner.ready
+            link.watch(0.4)
+            time.sleep(1.0)  # the front does something else; the answer comes, and lies unread
+            await link.ask(Ping())
+            await asyncio.sleep(0)
+            assert not owner.death.done() and link._killed_because is None
 
     run(test)
 

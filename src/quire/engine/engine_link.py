@@ -152,11 +152,14 @@ class EngineLink(asyncio.Protocol):
     def watch(self, timeout_s: float) -> None:
         """From now on, kill the process when it answers nothing for timeout_s."""
         self._num_oom_kills = num_oom_kills()
+        now_s, pulse = self._loop.time(), self._pulse
+        if pulse is not None and now_s > pulse.when() + timeout_s / _PULSES_PER_TIMEOUT:
+            self._asked_s = None  # this process was away itself: an answer may lie unread
         self._pulse = self._loop.call_later(timeout_s / _PULSES_PER_TIMEOUT, self.watch, timeout_s)
         if self._asked_s is None:
-            self._asked_s = self._loop.time()
+            self._asked_s = now_s
             self.call_between_steps(self._note_pulse)
-        elif self._loop.time() - self._asked_s >= timeout_s:
+        elif now_s - self._asked_s >= timeout_s:
             self._has_hung = True
             self.kill(
                 f"its step had not ended after {timeout_s:g} s, so it was killed"
