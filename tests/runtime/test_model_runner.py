@@ -1,6 +1,8 @@
 """The runner on the embedded model: the contract of core.step, without any scheduler."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -210,3 +212,30 @@ def test_results_may_be_fetched_a_step_late(runner) -> None:
     assert [result.token_ids[0][0] for result in found] == expected
     with pytest.raises(AssertionError, match="no sampled step"):
         runner.result()
+
+
+def test_each_part_of_a_step_has_the_runners_gpu_as_the_current_one(runner, monkeypatch) -> None:
+    """Which GPU is the current one, each thread has for itself: here a step of another thread."""
+    current: list[int] = []
+    is_current = []
+
+    @contextmanager
+    def enter(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    def watched(function):
+        def call(*args):
+            is_current.append((function.__name__, list(current)))
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(runner, "_device", torch.device("cuda", 1))
+    for owner, name in ((runner._rows, "build"), (runner._sampler, "sample")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    start(runner)
+    runner.reset()
+    assert is_current == [("build", [1]), ("sample", [1])] and current == []

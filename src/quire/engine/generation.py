@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from quire.core.sampling_params import SamplingParams
 from quire.engine.open_requests import OpenRequests
 from quire.engine.outputs import CompletionOutput, RequestAssembler, RequestOutput
-from quire.errors import InvalidRequestError
 
 
 class Generation:
     """One branch of one request. Iterating steps the engine until this branch has new text.
 
-    Other open requests of the same LLM advance with it, and theirs brings this one's text too.
-    Leave it by running it to its end, or by `close`; until then it holds memory.
+    Other open requests of the same LLM advance with it, and theirs brings this one's text too, from
+    whichever thread. Leave it by running it to its end, or by `close`; until then it holds memory.
     """
 
     def __init__(
@@ -40,29 +39,22 @@ class Generation:
     @property
     def output(self) -> CompletionOutput:
         """What the branch has so far, from the prompt on: with the tokens it was forked with."""
-        return self._assembler.output.outputs[self._branch_index]
+        return self.request.outputs[self._branch_index]
 
     @property
     def request(self) -> RequestOutput:
         """The whole request: prompt, and the outputs of all branches."""
-        return self._assembler.output
+        return self._requests.output(self._assembler)
 
     def __iter__(self) -> Iterator[str]:
         """The text as it comes, after what a fork began with, to the branch's end."""
-        while (text := self._assembler.take_delta(self._branch_index).text) or (
-            not self.output.finished
-        ):
-            if text:
-                yield text
-            else:
-                self._requests.step()
+        while text := self._requests.next_text(self._assembler, self._branch_index):
+            yield text
         self.close()
 
     def step(self) -> str:
         """One step of the engine; the branch's new text, which may be empty."""
-        if not self.output.finished:
-            self._requests.step()
-        return self._assembler.take_delta(self._branch_index).text
+        return self._requests.step(self._assembler, self._branch_index)
 
     def finish(self) -> CompletionOutput:
         """Run the branch to its end."""
@@ -78,8 +70,6 @@ class Generation:
         starts with, penalties know them. Its random numbers differ from its parent's, by the index
         of the branch. Raises InvalidRequestError for a branch that has ended.
         """
-        if self.output.finished:
-            raise InvalidRequestError("a generation that has ended can't be forked")
         params = sampling_params or self._params
         index = self._requests.fork(self._assembler, self._branch_index, params)
         return Generation(self._requests, self._assembler, index, params)

@@ -90,7 +90,7 @@ class PromptInput(NamedTuple):
 
 
 class InputProcessor:
-    """Makes requests for one model."""
+    """Makes requests for one model; any number of threads may use one."""
 
     def __init__(self, tokenizer: Tokenizer | None, limits: ModelLimits) -> None:
         """tokenizer: None serves token ids only."""
@@ -162,7 +162,8 @@ class InputProcessor:
                 "bad_words need a tokenizer, but the engine runs without; use logit_bias",
                 "bad_words",
             )
-        if self._last_words[0] is not words:  # the prompts of one call have the very same list
+        known, found = self._last_words  # read once: another thread may change it
+        if known is not words:  # the prompts of one call have the very same list
             found = [ids for word in words for ids in self._tokenizer.encode_bad_word(word)]
             num_cells = len(found) * max(map(len, found))
             if num_cells > MAX_BAD_WORD_CELLS:
@@ -172,7 +173,7 @@ class InputProcessor:
                     "bad_words",
                 )
             self._last_words = (words, found)
-        return self._last_words[1]
+        return found
 
 
 def read_prompt(prompt: Any) -> PromptInput:

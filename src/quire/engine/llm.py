@@ -4,7 +4,8 @@
     for output in LLM().generate(["import os"], SamplingParams(max_tokens=32)):
         print(output.outputs[0].text)
 
-The engine runs in this process, inside the calls. Not for several threads at once.
+The engine runs in this process, inside the calls. Several threads may call at once: their requests
+run in one crowd, and each gets the tokens that it would get alone.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -22,9 +23,8 @@ from quire.engine.beams import BeamSearchOutput, beam_search_output
 from quire.engine.build import build_engine
 from quire.engine.generation import Generation
 from quire.engine.inputs import PromptInput, read_prompt
-from quire.engine.interrupts import deferred_interrupts
 from quire.engine.open_requests import OpenRequests
-from quire.engine.outputs import RequestAssembler, RequestOutput
+from quire.engine.outputs import RequestOutput
 from quire.errors import InvalidRequestError
 from quire.models.hub import resolve_model_folder
 from quire.observability.log import configure, get_logger
@@ -42,7 +42,13 @@ PROGRESS_DELAY_S = 1.0
 
 
 class LLM:
-    """A model, its KV cache and an engine."""
+    """A model, its KV cache and an engine.
+
+    Any method may be called from any thread, several at a time. Requests of all threads are
+    computed together, continuously batched: whichever thread waits for its own steps the engine for
+    all. What has no seed draws one in the order in which requests come. `engine` itself is for one
+    thread, while no other calls.
+    """
 
     def __init__(self, model: str | None = None, **options: Unpack[EngineOptionsDict]) -> None:
         """Load a model: a local folder, a hub id, or None for the embedded one.
@@ -149,17 +155,21 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but fork the generation instead", "n")
-        with deferred_interrupts():
-            assembler = self._requests.open(read_prompt(prompt), params)
-        return Generation(self._requests, assembler, 0, params)
+        call = self._requests.prepare([read_prompt(prompt)], [params])
+        try:
+            self._requests.open(call)
+            return Generation(self._requests, call.assemblers[0], 0, params)
+        except BaseException:  # Ctrl-C among them: the caller has nothing to close
+            self._requests.close(call)
+            raise
 
     def memory_report(self) -> MemoryReport:
         """Where every byte of the KV cache is, now; `print` shows it as a table."""
-        return self.engine.memory_report()
+        return self._requests.memory_report()
 
     def block_map(self) -> BlockMap:
         """What each block of the KV cache is doing now."""
-        return self.engine.block_map()
+        return self._requests.block_map()
 
     def publish_prefix(self, prompt: Prompt, use_tqdm: bool = False) -> int:
         """Compute a prompt and let every tenant and salt read it from the prefix cache.
@@ -225,20 +235,15 @@ class LLM:
         wishes: Sequence[Wish],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        assemblers: list[RequestAssembler] = []
+        call = self._requests.prepare(prompts, wishes)
         try:
-            with deferred_interrupts():
-                for prompt, wish in zip(prompts, wishes, strict=True):
-                    assemblers.append(self._requests.open(prompt, wish))
-            with _Progress(len(assemblers), disable=not use_tqdm) as progress:
-                unfinished = {assembler.request.request_id for assembler in assemblers}
-                while unfinished:
-                    num_tokens, finished = self._requests.step()
-                    progress.advance(len(unfinished & finished), num_tokens)
-                    unfinished -= finished
+            self._requests.open(call)
+            with _Progress(len(call.assemblers), disable=not use_tqdm) as progress:
+                while call.unfinished:
+                    progress.advance(*self._requests.wait(call, for_all=not use_tqdm))
         finally:
-            self._requests.close(assemblers)
-        outputs = [assembler.output for assembler in assemblers]
+            self._requests.close(call)
+        outputs = [assembler.output for assembler in call.assemblers]
         for output in outputs:
             if output.error is not None:
                 logger.warning(
@@ -249,19 +254,14 @@ class LLM:
     def _stream(self, prompt: PromptInput, params: SamplingParams) -> Generator[str, None, None]:
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but a stream has one branch", "n")
-        opened: list[RequestAssembler] = []
+        call = self._requests.prepare([prompt], [params])
         try:
-            with deferred_interrupts():
-                opened.append(self._requests.open(prompt, params))
-            assembler = opened[0]
+            self._requests.open(call)
             # Another stream's steps may bring this one's text too, its last tokens included.
-            while (text := assembler.take_delta(0).text) or not assembler.finished:
-                if text:
-                    yield text
-                else:
-                    self._requests.step()
+            while text := self._requests.next_text(call.assemblers[0], 0):
+                yield text
         finally:
-            self._requests.close(opened)
+            self._requests.close(call)
 
 
 class _Progress:

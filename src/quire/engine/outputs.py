@@ -282,6 +282,10 @@ class RequestAssembler:
     def finished(self) -> bool:
         return self._output.finished
 
+    def has_ended(self, branch_index: int) -> bool:
+        """Whether nothing more comes for a branch."""
+        return self._branches[branch_index].output.finished
+
     def push(self, new: SequenceOutput) -> list[int]:
         """Take one output in; returns the branches to abort, since a stop string ended them."""
         if new.prompt_logprobs is not None and self._output.prompt_logprobs is None:

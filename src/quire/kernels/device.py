@@ -6,6 +6,7 @@ earlier work runs, and what is queued after them waits for them; downloads are i
 current stream.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -33,6 +34,11 @@ class Download:
             self._event = None
         values: npt.NDArray[Any] = self._values.numpy()
         return values
+
+
+def current(device: torch.device) -> AbstractContextManager[None]:
+    """Launches inside go to `device`: which GPU is the current one, each thread has for itself."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 @cache

@@ -16,6 +16,7 @@ import torch
 from quire.attention.interface import AttentionBackend
 from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.device import current
 from quire.models.interface import CausalLM
 from quire.observability.step_trace import StepTiming
 from quire.runtime.batch import StepBatch
@@ -93,7 +94,10 @@ class _SampledStep:
 
 
 class ModelRunner:
-    """One model, its rows and its KV cache on one device."""
+    """One model, its rows and its KV cache on one device.
+
+    Any thread may call it, one at a time.
+    """
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._kv_cache = kv_cache
+        self._device = kv_cache.storage.device
         self._rows = rows
         self._sampler = sampler
         self._executed: tuple[StepPlan, StepBatch, torch.Tensor] | None = None
@@ -139,12 +144,13 @@ class ModelRunner:
         assert self._executed is None, "the previous step was not sampled"
         assert not plan.moves, "this runner has one tier; there is nowhere to move a block"
         started_s = perf_counter()
-        self._change_rows(plan)
-        step = self._rows.build(plan)
-        built_s = perf_counter()
-        self._forward.plan(step)
-        planned_s = perf_counter()
-        self._executed = (plan, step, self._forward(step)[: plan.num_tokens])
+        with current(self._device):
+            self._change_rows(plan)
+            step = self._rows.build(plan)
+            built_s = perf_counter()
+            self._forward.plan(step)
+            planned_s = perf_counter()
+            self._executed = (plan, step, self._forward(step)[: plan.num_tokens])
         self.timing.build_s = built_s - started_s
         self.timing.plan_s = planned_s - built_s
         self.timing.forward_s = perf_counter() - planned_s
@@ -155,24 +161,27 @@ class ModelRunner:
         assert self._executed is not None, "there is no executed step to sample"
         started_s = perf_counter()
         (plan, step, hidden), self._executed = self._executed, None
-        prompt_logprobs = self._prompt_logprobs(step, hidden)
-        sample: PendingSample | None = None
-        if len(step.sample_rows):
-            sample = self._sampler.sample(self._logits(step, hidden), step.sample_rows, masks)
-            self._rows.take_sampled(step.sample_rows, sample)
+        with current(self._device):
+            prompt_logprobs = self._prompt_logprobs(step, hidden)
+            sample: PendingSample | None = None
+            if len(step.sample_rows):
+                sample = self._sampler.sample(self._logits(step, hidden), step.sample_rows, masks)
+                self._rows.take_sampled(step.sample_rows, sample)
         self._sampled.append(_SampledStep(plan.step_id, step.sample_rows, sample, prompt_logprobs))
         self.timing.sample_s = perf_counter() - started_s
 
     def result(self) -> StepResult:
         """See `core.step.Runner`."""
         assert self._sampled, "there is no sampled step"
-        return self._sampled.popleft().fetch()
+        with current(self._device):
+            return self._sampled.popleft().fetch()
 
     def reset(self) -> None:
         """See `core.step.Runner`. Raises what the device raises if it can't go on."""
         self._executed = None
         self._sampled.clear()
-        self._rows.reset()
+        with current(self._device):
+            self._rows.reset()
 
     def _logits(self, step: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Of each sample row, [R, V]; a joining row's are a copy: the sampler edits each line."""
