@@ -24,9 +24,17 @@ QuireError                      500
 └── SchedulerStalledError       500  a step can make no progress: a bug, never a user's mistake
 """
 
+import difflib
 import re
+from collections.abc import Iterable
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the known name most like `name`; "" where none is like it."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class QuireError(Exception):

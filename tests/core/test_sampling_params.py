@@ -1,7 +1,9 @@
 """Every field of SamplingParams: what it takes, what it refuses, and with which words."""
 
+import copy
 import dataclasses
 import math
+import pickle
 import re
 from typing import Any
 
@@ -48,8 +50,8 @@ WHOLE_FIELDS: dict[str, tuple[list[Any], list[Any], str]] = {
         [SEED_LIMIT, -(2**63) - 1],
         f"at least {-(2**63)} and at most {SEED_LIMIT - 1}",
     ),
-    "max_tokens": ([1, HUGE, None], [0, -1], "at least 1"),
-    "min_tokens": ([0, 16], [-1], "at least 0"),
+    "max_tokens": ([1, 2**31 - 1, None], [0, -1, 2**31, HUGE], "at least 1 and at most 2147483647"),
+    "min_tokens": ([0, 16], [-1, 2**31], "at least 0 and at most 2147483647"),
     "logprobs": ([0, 20, None], [-1], "at least 0"),
     "prompt_logprobs": ([0, 20, None], [-1], "at least 0"),
 }
@@ -59,7 +61,7 @@ BEAM_NUMBERS: dict[str, tuple[list[Any], list[Any], str]] = {
         [0, -1, MAX_BEAM_WIDTH + 1],
         f"at least 1 and at most {MAX_BEAM_WIDTH}",
     ),
-    "max_tokens": ([1, HUGE, None], [0, -1], "at least 1"),
+    "max_tokens": ([1, 2**31 - 1, None], [0, -1, 2**31, HUGE], "at least 1 and at most 2147483647"),
     "length_penalty": ([-5, 0, 0.5, 5.0], [-5.1, 6, HUGE], "at least -5 and at most 5"),
     "temperature": ([0, 0.7, 100], [-0.1, 100.5], "at least 0 and at most 100"),
 }
@@ -197,8 +199,39 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         SamplingParams().n = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
         SamplingParams(1)  # type: ignore[misc]
-    with pytest.raises(TypeError, match="unknown_option"):
-        SamplingParams(unknown_option=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (
+            SamplingParams,
+            {"temprature": 1},
+            "SamplingParams has no option temprature; did you mean",
+        ),
+        (SamplingParams, {"n": 1, "xyz": 1}, "SamplingParams has no option xyz$"),
+        (BeamSearchParams, {"beam_widht": 2}, "BeamSearchParams has .* did you mean beam_width"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_nearest(kind, options, expected) -> None:
+    with pytest.raises(InvalidRequestError, match=expected):
+        kind(**options)
+
+
+def test_options_may_be_copied_and_replaced() -> None:
+    params = SamplingParams(n=2, stop=["a"])
+    for other in (copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+        assert other == params
+    assert dataclasses.replace(params, n=3).n == 3
+
+
+def test_min_tokens_that_the_context_has_no_room_for_are_refused() -> None:
+    assert resolved(prompt=60, max_tokens=100, min_tokens=4).min_tokens == 4
+    with pytest.raises(
+        InvalidRequestError, match=r"min_tokens is 5, .* leaves room for 4"
+    ) as caught:
+        resolved(prompt=60, max_tokens=100, min_tokens=5)
+    assert caught.value.param == "min_tokens"
 
 
 # ---- resolve ------------------------------------------------------------------------------------

@@ -252,9 +252,11 @@ def the_template_has_options(ask, tokenizer):
 
 @drives("priority", "user")
 def who_asks_changes_no_answer(ask, tokenizer):
-    assert ask(priority=-3, user="ada").texts == ask().texts
-    with pytest.raises(openai.BadRequestError, match="priority"):
-        ask(priority=2**31)
+    assert ask(priority=0, user="ada").texts == ask().texts
+    for priority, why in ((2**31, "priority"), (-3, "scheduling policy reads no priorities")):
+        with pytest.raises(openai.BadRequestError, match=why) as caught:
+            ask(priority=priority)
+        assert caught.value.param == "priority"
     with pytest.raises(openai.BadRequestError, match="user"):
         ask(user=3)
 

@@ -303,3 +303,33 @@ def test_unreadable_template_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         ChatTemplate.from_folder(tmp_path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("foo", 1), ("tool_calls", [{"id": "1"}]), ("prefix", True)]
+)
+def test_a_field_that_the_template_does_not_read_is_refused(field: str, value: object) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    messages[1][field] = value  # type: ignore[assignment]
+    with pytest.raises(InvalidRequestError, match=rf"messages\[1\] has '{field}', which the mod"):
+        ChatTemplate({"default": CHATML}, {}).render(messages)
+    reading = CHATML + "{{ messages[-1]." + field + " }}"
+    assert ChatTemplate({"default": reading}, {}).render(messages).endswith(str(value))
+
+
+def test_fields_that_clients_send_back_may_be_empty() -> None:
+    """As OpenAI's client writes an answer into a history."""
+    echoed = {
+        "role": "assistant",
+        "content": "b",
+        "name": "ada",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+        "reasoning_content": "because",
+    }
+    plain = [{"role": "assistant", "content": "b"}]
+    template = ChatTemplate({"default": CHATML}, {})
+    assert template.render([echoed]) == template.render(plain)

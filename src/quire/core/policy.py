@@ -37,6 +37,8 @@ class Policy(ABC):
     reranks: whether `rank` of a few waiting sequences is read anew before each step.
     reads_matches: whether `sequence.num_matched_tokens` (tokens that the prefix cache would give it
         now) must be set before `rank` is read.
+    reads_priority, reads_deadline: whether a request's `priority` or `deadline_s` counts; where it
+        does not, a request that has one is refused, so that none is ignored.
     counts_service, counts_steps: whether `on_service`, `on_step` are called.
 
     Whoever needs no hook leaves it as it is: it does nothing.
@@ -45,6 +47,8 @@ class Policy(ABC):
     can_outrank: bool = False
     reranks: bool = False
     reads_matches: bool = False
+    reads_priority: bool = False
+    reads_deadline: bool = False
     counts_service: bool = False
     counts_steps: bool = False
 
@@ -101,6 +105,7 @@ class PriorityPolicy(Policy):
     """
 
     can_outrank = True
+    reads_priority = True
 
     def __init__(self, ageing_s: float = 60.0) -> None:
         """Raises ConfigurationError for an ageing_s that isn't above 0 (infinity: no ageing)."""
@@ -248,6 +253,7 @@ class DeadlinePolicy(Policy):
     """
 
     can_outrank = True
+    reads_deadline = True
     reranks = True
     counts_steps = True
     STEP_WEIGHT = 0.1

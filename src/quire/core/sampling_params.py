@@ -9,16 +9,18 @@ crosses into the engine.
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from quire.errors import InvalidRequestError, check_characters
+from quire.errors import InvalidRequestError, check_characters, did_you_mean
 
 MAX_BRANCHES = 1024
 MAX_BEAM_WIDTH = 64
 MAX_LENGTH_PENALTY = 5.0
 MAX_STOP_STRINGS = 64
 SEED_LIMIT = 1 << 64
+MAX_TOKENS = (1 << 31) - 1
+"""No context is so long; a larger max_tokens or min_tokens is a mistake."""
 
 T = TypeVar("T")
 
@@ -38,8 +40,8 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("n", 1, MAX_BRANCHES),
     ("top_k", -1, None),
     ("seed", -(SEED_LIMIT >> 1), SEED_LIMIT - 1),
-    ("max_tokens", 1, None),
-    ("min_tokens", 0, None),
+    ("max_tokens", 1, MAX_TOKENS),
+    ("min_tokens", 0, MAX_TOKENS),
     ("logprobs", 0, None),
     ("prompt_logprobs", 0, None),
 )
@@ -71,8 +73,11 @@ class SamplingParams:
     stop: strings that end the generation; the text before the first of them is kept
         (the string too with include_stop_str_in_output).
     stop_token_ids: token ids that end the generation. ignore_eos: the model's own end tokens don't.
-    max_tokens: at most so many are generated; None: as many as max_model_len leaves room for.
-    min_tokens: no end token, stop token or stop string counts before so many were generated.
+    max_tokens: a ceiling, from 1 to 2**31 - 1: at most so many are generated, and never more than
+        max_model_len leaves room for; a generation that meets either has finish_reason "length".
+        None: max_model_len alone.
+    min_tokens: no end token, stop token or stop string counts before so many were generated. More
+        than max_model_len leaves room for is refused when the prompt is known.
     logprobs, prompt_logprobs: log-probabilities of so many most likely tokens (and of the token
         itself) for each generated, each prompt token; of the model's own distribution, before any
         option.
@@ -105,6 +110,10 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
+
+    def __new__(cls, *_: Any, **given: Any) -> "SamplingParams":
+        _refuse_unknown(cls, given)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -158,7 +167,7 @@ class BeamSearchParams:
     """Options of one beam search, as `core.beam_search` describes it.
 
     beam_width: how many beams are followed, and how many results come, best first.
-    max_tokens: at most so many are generated; None: as many as max_model_len leaves room for.
+    max_tokens: a ceiling, as in SamplingParams.
     length_penalty: a result's score is its log-probability / num_generated_tokens ** it; above 0
         favours long results, below 0 short ones.
     temperature: log-probabilities are of softmax(logits / temperature); 0 counts as 1.
@@ -173,6 +182,10 @@ class BeamSearchParams:
     temperature: float = 0.0
     ignore_eos: bool = False
 
+    def __new__(cls, *_: Any, **given: Any) -> "BeamSearchParams":
+        _refuse_unknown(cls, given)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         for name in ("beam_width", "length_penalty", "temperature"):
             if getattr(self, name) is None:
@@ -180,13 +193,22 @@ class BeamSearchParams:
         longest = MAX_LENGTH_PENALTY
         given = {
             "beam_width": _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH),
-            "max_tokens": _integer("max_tokens", self.max_tokens, 1, None),
+            "max_tokens": _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS),
             "length_penalty": _number("length_penalty", self.length_penalty, -longest, longest),
             "temperature": _number("temperature", self.temperature, 0.0, 100.0),
         }
         for name, value in given.items():
             object.__setattr__(self, name, value)
         _flag("ignore_eos", self.ignore_eos)
+
+
+def _refuse_unknown(kind: type, given: Mapping[str, Any]) -> None:
+    known = [one.name for one in fields(kind)]
+    for name in given:
+        if name not in known:
+            raise InvalidRequestError(
+                f"{kind.__name__} has no option {name}{did_you_mean(name, known)}", name
+            )
 
 
 Wish = SamplingParams | BeamSearchParams
@@ -256,6 +278,8 @@ class ModelLimits:
     """What resolving a wish needs to know of the model and the engine.
 
     max_logprobs: the most `logprobs` or `prompt_logprobs` that one request may ask for.
+    reads_priority, reads_deadline: whether the scheduling policy does; a request that says what
+        nobody reads is refused.
     """
 
     vocab_size: int
@@ -263,6 +287,8 @@ class ModelLimits:
     end_token_ids: tuple[int, ...] = ()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     max_logprobs: int = 20
+    reads_priority: bool = False
+    reads_deadline: bool = False
 
 
 def resolve(
@@ -276,8 +302,9 @@ def resolve(
     """Fill in what the caller left open and check what only the model can tell.
 
     seed: used where the wish has none. bad_words: those of the wish as token ids.
-    Raises InvalidRequestError for token ids beyond the vocabulary and for too many logprobs. Does
-    not check that the prompt fits (`Engine.add` does).
+    Raises InvalidRequestError for token ids beyond the vocabulary, for too many logprobs and for
+    min_tokens that the context has no room for. Does not check that the prompt fits (`Engine.add`
+    does).
     """
     params, vocab_size, defaults = as_sampling_params(wish), limits.vocab_size, limits.defaults
     beams = wish if isinstance(wish, BeamSearchParams) else None
@@ -291,6 +318,12 @@ def resolve(
                 f"{name} is {asked}, above the bound of {limits.max_logprobs}", name
             )
     room = limits.max_model_len - num_prompt_tokens
+    if params.min_tokens > max(1, room):
+        raise InvalidRequestError(
+            f"min_tokens is {params.min_tokens}, but max_model_len, {limits.max_model_len}, leaves"
+            f" room for {room} tokens behind the prompt's {num_prompt_tokens}; lower it",
+            "min_tokens",
+        )
     top_k = _or_default(params.top_k, defaults.top_k)
     return DecodingParams(
         max_tokens=params.max_tokens if params.max_tokens is not None else max(1, room),

@@ -35,11 +35,14 @@ from quire.models.generation_config import load_generation_config
 from quire.models.hub import resolve_model_folder
 from quire.models.registry import load_config
 from quire.models.sharding import check_split
+from quire.observability.log import get_logger
 from quire.runtime.calibration import RunnerShape, calibrated_pacer
 from quire.runtime.device_memory import is_out_of_memory
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
 from quire.runtime.kv_cache import KVCacheLayout
 from quire.runtime.worker import Join
+
+logger = get_logger(__name__)
 
 WORKER_COMMAND = (sys.executable, "-m", "quire.engine.worker_process")
 """Starts a rank beyond the first."""
@@ -94,6 +97,8 @@ def _build(checked: EngineOptions, tell: OnProgress) -> Engine:
         end_token_ids=generation.end_token_ids,
         defaults=generation.defaults,
         max_logprobs=min(checked.max_logprobs, config.vocab_size),
+        reads_priority=policy.reads_priority,
+        reads_deadline=policy.reads_deadline,
     )
     facts = _size_facts(checked, layout, sizes) | {
         "architecture": config.architecture,
@@ -115,6 +120,8 @@ def _build(checked: EngineOptions, tell: OnProgress) -> Engine:
         engine.scheduler.pacer = _build_pacer(
             checked, runner, layout, sizes, config.vocab_size, is_on_gpu
         )
+    if checked.enforce_eager and not is_on_gpu:
+        logger.info("enforce_eager changes nothing here: a CPU captures no CUDA graphs")
     if not checked.disable_log_stats:
         engine.stats_log = StatsLog()
     return engine
@@ -198,7 +205,7 @@ def _build_memory(options: EngineOptions, layout: KVCacheLayout, sizes: Sizes) -
         groups=layout.groups,
         num_blocks=sizes.num_blocks,
         block_size=options.block_size,
-        enable_prefix_caching=options.enable_prefix_caching,
+        enable_prefix_caching=bool(options.enable_prefix_caching),
         secret=secrets.token_bytes(16),
         eviction=options.eviction,
     )

@@ -31,7 +31,7 @@ OPTION_NAMES = ("priority", "tenant", "cache_salt", "deadline_s")
 class RequestOptions:
     """What a request says of its place among others.
 
-    priority: smaller goes first, under the priority policy.
+    priority: smaller goes first, under the priority policy; other policies refuse all but 0.
     tenant: whose it is, for fair sharing, the ledger and the cache: prefixes are shared within a
         tenant only. cache_salt: and only among requests with the same salt.
     deadline_s: seconds after its arrival by which it should have ended, for the deadline policy.
@@ -111,6 +111,13 @@ class InputProcessor:
 
         Raises InvalidRequestError; whether the KV blocks suffice is checked by `Engine.add`.
         """
+        if options.priority and not self._limits.reads_priority:
+            raise InvalidRequestError(
+                f"priority is {options.priority}, but the engine's scheduling policy reads no"
+                " priorities; leave it out, or start the engine with"
+                " scheduling_policy='priority' (--scheduling-policy priority)",
+                "priority",
+            )
         token_ids = self.tokenize(prompt)
         check_prompt(token_ids, self._limits)
         decoding = self.resolve(wish, len(token_ids), seed)

@@ -163,6 +163,13 @@ class OpenRequests:
     # ---- inside: all but `_prepare` with the turn -------------------------------------------
 
     def _prepare(self, prompt: PromptInput, wish: Wish) -> RequestAssembler:
+        deadline_s = prompt.options.deadline_s
+        if deadline_s is not None and not self._engine.limits.reads_deadline:
+            raise InvalidRequestError(
+                f"deadline_s is {deadline_s}, but the engine's scheduling policy reads no"
+                " deadlines; leave it out, or make the LLM with scheduling_policy='deadline'",
+                "deadline_s",
+            )
         request = self._inputs.make_request(
             str(next(self._ids)),
             prompt.prompt,

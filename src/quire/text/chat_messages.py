@@ -4,13 +4,17 @@ Knows the shape of OpenAI's messages, as far as they are text, and no template. 
 `text.chat_template`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequestError, check_characters
 
 # Names under which a message's reasoning is passed; the first is what most templates read.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+# Of a message's fields those that a template may leave unread without a loss: labels, and what was
+# thought before an earlier answer.
+_OPTIONAL_FIELDS = {"role", "content", "name", "tool_call_id", *_REASONING_FIELDS}
 
 # What messages may have in OpenAI's API and no template here understands.
 _NOT_SUPPORTED_FIELDS = ("audio", "function_call")
@@ -29,6 +33,20 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     if not messages:
         raise _wrong("messages is empty; there must be at least one message")
     return [_check_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def check_read(messages: list[dict[str, Any]], knows: Callable[[str], bool]) -> None:
+    """Refuse the first field that would be ignored, unless it is empty.
+
+    knows: whether the template reads a field of that name. Raises InvalidRequestError.
+    """
+    for at, message in enumerate(messages):
+        for name, value in message.items():
+            if name not in _OPTIONAL_FIELDS and value not in ([], {}, "") and not knows(name):
+                raise _wrong(
+                    f"messages[{at}] has {name!r:.80}, which the model's chat template does not"
+                    " read; leave it out"
+                )
 
 
 def with_joined_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ the same variables and in the same sandbox (`text.template_sandbox`). Knows no t
 `text.chat_prompt`, which calls it, encodes what comes out.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ import jinja2
 from quire.errors import CheckpointError, InvalidRequestError
 from quire.text.chat_messages import (
     check_messages,
+    check_read,
     plain_value,
     with_joined_parts,
     with_role_renamed,
@@ -73,7 +75,7 @@ class ChatTemplate:
                     f"line {error.lineno}: {error.message}"
                 ) from error
             self._templates[name] = _Template(
-                compiled, dict(special_tokens), knows_developer="developer" in source
+                compiled, source, dict(special_tokens), knows_developer="developer" in source
             )
 
     @classmethod
@@ -125,6 +127,7 @@ class ChatTemplate:
         checked_tools = _check_tools(tools)
         template = self._choose(has_tools=checked_tools is not None)
         checked = check_messages(messages)
+        check_read(checked, template.mentions)
         if escape is not None:
             checked, checked_tools, variables = escape.mark([checked, checked_tools, variables])
         shaped = template.shape(checked)
@@ -161,6 +164,7 @@ class _Template:
     """
 
     compiled: jinja2.Template
+    source: str
     special_tokens: dict[str, str]
     knows_developer: bool = True
 
@@ -172,6 +176,10 @@ class _Template:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", "messages"
             ) from error
+
+    def mentions(self, name: str) -> bool:
+        """Whether a message's field of this name may be read."""
+        return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
 
     def shape(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with their roles and contents in a form that this template understands."""
