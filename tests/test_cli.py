@@ -132,6 +132,13 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     return FakeLLM
 
 
+def test_generate_without_a_text_is_wrong_usage(fake_llm: type, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate"])
+    assert stop.value.code == 2
+    assert "the following arguments are required: PROMPT" in capsys.readouterr().err
+
+
 def test_generate_streams_the_text_and_nothing_else(fake_llm: type, capsys: Capture) -> None:
     assert cli.main(["generate", "one", "--max-tokens", "7", "--max-model-len", "64"]) == 0
     assert capsys.readouterr().out == "one:7\n"
@@ -139,7 +146,7 @@ def test_generate_streams_the_text_and_nothing_else(fake_llm: type, capsys: Capt
 
 
 def test_several_prompts_are_told_apart(fake_llm: type, capsys: Capture) -> None:
-    assert cli.main(["generate", "one", "two"]) == 0
+    assert cli.main(["generate", "one", "-p", "two"]) == 0
     assert capsys.readouterr().out == "==> one <==\none:128\n\n==> two <==\ntwo:128\n"
 
 

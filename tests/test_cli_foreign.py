@@ -8,6 +8,7 @@ from quire.cli_foreign import ALWAYS, FIXED, KNOWN, REFUSED, SAME
 from quire.cli_options import engine_options
 from quire.cli_parser import build_parser
 from quire.cli_serve import server_options
+from quire.errors import ConfigurationError
 
 
 def _refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -65,6 +66,7 @@ def test_what_is_so_anyway_may_be_asked_for() -> None:
     words = (
         "serve --enable-chunked-prefill --data-parallel-size 1 -pp=1 --swap-space 0 --metrics"
         " --disable-log-requests --load-format safetensors --kv-cache-dtype auto"
+        " --distributed-executor-backend mp --no-trust-remote-code"
     )
     args = build_parser().parse_args(words.split())
     assert (engine_options(args), server_options(args)) == ({}, {})
@@ -78,6 +80,16 @@ def test_what_is_so_anyway_may_be_asked_for() -> None:
             "--data-parallel-size is '2', but must be 1: one engine computes here",
         ),
         ("serve -dp=4", "-dp is '4', but must be 1"),
+        ("serve --convert embed", "--convert is 'embed', but must be auto or none: models gen"),
+        (
+            "serve --distributed-executor-backend ray",
+            "--distributed-executor-backend is 'ray', but must be mp: ranks are processes",
+        ),
+        ("serve --max-model-len 4q", "argument --max-model-len: '4q' is no number"),
+        (
+            "serve --max-model-len 1.0003k",
+            "argument --max-model-len: '1.0003k' is 1000.3",
+        ),
         ("serve --n-gpu-layers 9", "there is no option --n-gpu-layers: --device says where"),
         ("serve --swap-space", "--swap-space is missing its value, but must be 0"),
         ("serve --load-format pt", "--load-format is 'pt', but must be auto or safetensors"),
@@ -95,6 +107,31 @@ def test_what_there_is_not_is_refused_with_a_hint(
     words: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _refusal(words, capsys).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("4k", 4000),
+        ("4K", 4096),
+        ("1.5k", 1500),
+        ("2m", 2_000_000),
+        ("1M", 1 << 20),
+    ],
+)
+def test_a_length_may_be_written_in_thousands(text: str, expected: int) -> None:
+    args = build_parser().parse_args(["serve", "--max-model-len", text])
+    assert engine_options(args) == {"max_model_len": expected}
+
+
+def test_origins_may_be_a_list_in_json() -> None:
+    args = build_parser().parse_args(["serve", "--allowed-origins", '["http://a", "http://b"]'])
+    assert server_options(args) == {"allowed_origins": ("http://a", "http://b")}
+    for wrong in ('["a"', "[1]"):
+        args = build_parser().parse_args(["serve", "--allowed-origins", wrong])
+        with pytest.raises(ConfigurationError, match="allowed_origins is"):
+            server_options(args)
 
 
 def test_words_after_two_dashes_are_nobodys_flags() -> None:

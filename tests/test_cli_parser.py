@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from quire.cli_parser import build_parser
+from quire.cli_parser import BENCHMARKS, build_parser
 
 
 def _refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -35,9 +35,9 @@ def _refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("serve --prot 80", "there is no option --prot; did you mean --port?"),
         ("serve -x", "there is no option -x"),
         ("chat --max-tok 3", "there is no option --max-tok; did you mean --max-tokens?"),
-        ("chat --prompt", "argument --prompt: expected one argument"),
-        ("chat hello", "unrecognized arguments: hello"),
-        ("generate", "the following arguments are required: PROMPT"),
+        ("chat --prompt", "argument -p/--prompt: expected one argument"),
+        ("chat model other", "unrecognized arguments: other"),
+        ("chat model --model other", "the model is given twice: "),
         ("generate x --max-tokens many", "argument --max-tokens: invalid int value: 'many'"),
     ],
 )
@@ -89,6 +89,22 @@ def test_help_is_printed_and_ends_well(words: str, capsys: pytest.CaptureFixture
         build_parser({"throughput": lambda parser: None}).parse_args(words.split())
     assert not stop.value.code
     assert capsys.readouterr().out.startswith("usage: quire")
+
+
+def test_the_benchmarks_are_listed_with_what_they_measure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        build_parser(dict.fromkeys(BENCHMARKS, lambda parser: None)).parse_args(["bench", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert all(f"{name} {text}" in printed for name, text in BENCHMARKS.items())
+
+
+def test_a_model_and_a_prompt_go_by_place_and_by_flag() -> None:
+    for words in (["chat", "some/model"], ["chat", "--model", "some/model"]):
+        assert build_parser().parse_args(words).model == "some/model"
+    args = build_parser().parse_args(["generate", "one", "-p", "two", "--prompt", "three"])
+    assert (args.prompts, args.prompt) == (["one"], ["two", "three"])
 
 
 def test_a_shell_is_not_taken_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:

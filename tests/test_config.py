@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import EngineOptions, EngineOptionsDict, parse_bytes
+from quire.config import FOREIGN_OPTIONS, EngineOptions, EngineOptionsDict, parse_bytes
 from quire.errors import ConfigurationError
 
 
@@ -54,6 +54,21 @@ def test_defaults() -> None:
     assert EngineOptions.from_mapping({"max_num_batched_tokens": None}) == options
 
 
+def test_prefixes_are_cached_where_the_allocator_can() -> None:
+    for given in ({}, {"enable_prefix_caching": None}):
+        assert EngineOptions.from_mapping(given).enable_prefix_caching is True
+        contiguous = given | {"kv_allocator": "contiguous_max"}
+        assert EngineOptions.from_mapping(contiguous).enable_prefix_caching is False
+
+
+def test_what_is_so_anyway_may_be_asked_for() -> None:
+    """As scripts for vLLM do; None asks for nothing, whatever the option."""
+    asked = {name: harmless[0] for name, (harmless, _) in FOREIGN_OPTIONS.items() if harmless}
+    nothing = dict.fromkeys(FOREIGN_OPTIONS)
+    assert EngineOptions.from_mapping(asked) == EngineOptions.from_mapping(nothing)
+    assert EngineOptions.from_mapping({"swap_space": 4}) == EngineOptions()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -98,6 +113,20 @@ def test_defaults() -> None:
         ({"max_itl_ratio": "2"}, "max_itl_ratio is '2'"),
         ({"kv_cache_memory": 1, "kv_cache_memory_bytes": 1}, "given twice"),
         ({"kv_cache_memory": "1GiB", "num_blocks": 4}, "give one of them"),
+        ({"kv_cache_memory": 1, "gpu_memory_utilization": 0.5}, "kv_cache_memory and gpu_memory_u"),
+        ({"num_blocks": 1, "gpu_memory_utilization": 0.5}, "num_blocks and gpu_memory_utilization"),
+        ({"tokenizer": "x", "skip_tokenizer_init": True}, "tokenizer is 'x', but skip_tokenizer"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1, but must be True, False or"),
+        (
+            {"enable_prefix_caching": True, "kv_allocator": "contiguous_max"},
+            "enable_prefix_caching is True, but kv_allocator='contiguous_max' shares no blocks",
+        ),
+        ({"eviction": "lru", "enable_prefix_caching": False}, "eviction is 'lru', but nothing"),
+        ({"trust_remote_code": True}, "trust_remote_code is True, but must be False: code from"),
+        ({"trust_remote_code": 0}, "trust_remote_code is 0, but must be False"),
+        ({"pipeline_parallel_size": True}, "pipeline_parallel_size is True, but must be 1"),
+        ({"download_dir": "x"}, "download_dir is 'x', but must be left out: models are kept"),
+        ({"load_format": "pt"}, "load_format is 'pt', but must be 'auto' or 'safetensors'"),
         ({"kernels": "sse"}, "kernels is 'sse', but must be one of .*'portable'"),
         ({"kernels": None}, "kernels is None"),
         ({"num_threads": 0}, "num_threads is 0, but must be at least 1"),

@@ -27,6 +27,8 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     parser = build_parser(_bench_arguments(words))
     args = parser.parse_args(words)
+    if args.command == "generate" and not (args.prompts or args.prompt):
+        parser.error("the following arguments are required: PROMPT")
     if args.version:
         return _version(args.verbose)
     if args.verbose:
@@ -112,7 +114,8 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    texts = [*args.prompts, *(args.prompt or ())]
+    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in texts]
     llm, params = _load(args)
     for index, prompt in enumerate(prompts):
         if len(prompts) > 1:
@@ -139,14 +142,10 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from quire.config import parse_bytes  # only this command has a size of its own
-
     given = server_options(args)
     if level := os.environ.get("QUIRE_LOG_LEVEL"):
         given.setdefault("log_level", level.lower())
     given["api_keys"] = (*_environment_keys(), *given.get("api_keys", ()))
-    if "max_body_bytes" in given:
-        given["max_body_bytes"] = parse_bytes("max_body_bytes", given["max_body_bytes"])
     server = ServerConfig(**given)
     from quire.observability.log import configure  # once what was given is known to be sound
 

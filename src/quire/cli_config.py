@@ -12,7 +12,7 @@ taken as they are written (`revision: 1.10` is "1.10"). Called by `cli_parser`.
 """
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,23 @@ _TRUE = ("true", "yes", "on")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key of the file. values: as they are written, at least one; or one boolean."""
+    """One key of the file. values: as they are written, at least one; or one boolean. is_list:
+    whether they are written as a list."""
 
     flag: str
     values: tuple[str, ...] | bool
     line: int
+    is_list: bool = False
 
 
 class ConfiguredParser(Parser):
-    """A Parser that also takes words from the file of `--config`, where it has that flag."""
+    """A Parser that also takes words from the file of `--config`, where it has that flag.
+
+    check: raises ConfigurationError for values that the command would refuse, of a namespace that
+        has one flag of the file and nothing else.
+    """
+
+    check: Callable[[Any], None] | None = None
 
     def parse_known_args(  # type: ignore[override]  # the base has overloads for the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -46,6 +54,14 @@ class ConfiguredParser(Parser):
             return found, rest
         words = self._words_of(path, self._given(found))
         return super().parse_known_args([*words, *args], namespace)
+
+    def _check_values(self, namespace: Any) -> None:
+        """Tell of what an option of its own is wrong, as long as its line is known."""
+        try:
+            if self.check is not None:
+                self.check(namespace)
+        except ConfigurationError as error:
+            self.error(str(error))
 
     def _given(self, namespace: Any) -> set[str]:
         """The names of what was given: all else has its default, which is None nearly always."""
@@ -66,6 +82,7 @@ class ConfiguredParser(Parser):
             self.blame = f"{path}, line {entry.line}: "
             mine = self._words_of_entry(entry)
             alone, _ = super().parse_known_args(mine, None)
+            self._check_values(alone)
             if not self._given(alone) & set(given):
                 words += mine
         self.blame = ""
@@ -85,7 +102,7 @@ class ConfiguredParser(Parser):
             return [flag] if values else self._words_of_no(flag)
         if action is not None and not takes_value:
             self.error(f"{flag} must be true or false")
-        if len(values) > 1 and not _may_be_repeated(action):
+        if entry.is_list and not _may_be_repeated(action):
             self.error(f"{flag} takes one value, but has a list of {len(values)}")
         return [f"{flag}={value}" for value in values]
 
@@ -133,7 +150,8 @@ def read_entries(path: str) -> list[Entry]:
             raise ConfigurationError(
                 f"{path}, line {line}: {key.value} stands in line {entries[flag].line} already"
             )
-        entries[flag] = Entry(flag, _values(f"{path}, line {line}: {key.value}", value), line)
+        values = _values(f"{path}, line {line}: {key.value}", value)
+        entries[flag] = Entry(flag, values, line, is_list=value.tag == f"{_YAML}seq")
     return list(entries.values())
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import NoReturn
 
+from quire.config import FOREIGN_OPTIONS
+
 SAME: Mapping[str, str] = {
     "--alias": "--served-model-name",
     "-a": "--served-model-name",
@@ -39,39 +41,38 @@ SAME: Mapping[str, str] = {
 }
 """Flag -> ours of equal meaning."""
 
+_SWITCHES = {
+    f"--{'' if harmless[0] else 'no-'}{name.replace('_', '-')}"
+    for name, (harmless, _) in FOREIGN_OPTIONS.items()
+    if harmless and isinstance(harmless[0], bool)
+}
+
 ALWAYS = frozenset(
     {
+        *_SWITCHES,
         "--cont-batching",
         "-cb",
         "--disable-log-requests",
-        "--enable-chunked-prefill",
         "--enable-metrics",
         "--enable-request-id-headers",
         "--jinja",
         "--metrics",
         "--no-enable-log-requests",
-        "--no-trust-remote-code",
     }
 )
 """Flags without a value that ask for what is always so here."""
 
-_ONE_PROCESS = "one engine computes here; --tensor-parallel-size splits its layers"
-_NO_SWAP = "preempted sequences are computed anew; there is no swap space in this version"
+_FLAGS_WITH_VALUES = {
+    "--" + name.replace("_", "-"): (tuple(map(str, harmless)), why)
+    for name, (harmless, why) in FOREIGN_OPTIONS.items()
+    if harmless and isinstance(harmless[0], (str, int)) and not isinstance(harmless[0], bool)
+}
 
 FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    **_FLAGS_WITH_VALUES,
     "--api-server-count": (("1",), "one process serves HTTP"),
-    "--cpu-offload-gb": (("0",), "weights are in the memory that computes"),
-    "--data-parallel-size": (("1",), _ONE_PROCESS),
-    "-dp": (("1",), _ONE_PROCESS),
-    "--kv-cache-dtype": (("auto",), "keys and values have the model's dtype"),
-    "--load-format": (("auto", "safetensors"), "only safetensors are read, never pickles"),
-    "--num-scheduler-steps": (("1",), "each step is planned by itself"),
-    "--pipeline-parallel-size": (("1",), _ONE_PROCESS),
-    "-pp": (("1",), _ONE_PROCESS),
-    "--runner": (("auto", "generate"), "models generate text here"),
-    "--swap-space": (("0",), _NO_SWAP),
-    "--task": (("auto", "generate"), "models generate text here"),
-    "--tokenizer-mode": (("auto",), "there is one kind of tokenizer, the fast one"),
+    "-dp": _FLAGS_WITH_VALUES["--data-parallel-size"],
+    "-pp": _FLAGS_WITH_VALUES["--pipeline-parallel-size"],
 }
 """Flag with a value -> the values that say what is so here, and why there are no others."""
 

@@ -6,6 +6,9 @@ are not handed on, so that the defaults stay where they belong. Only light impor
 """
 
 import argparse
+import re
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 ENGINE_OPTIONS = (
@@ -45,6 +48,47 @@ SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "see
 SERVED_MAX_ITL_RATIO = 2.8
 
 MODEL_HELP = "local folder or hub id in Hugging Face format (the embedded model)"
+
+
+class Once(argparse.Action):
+    """Stores a value that may be given as a flag or by its place, but not as both."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        if before not in (None, values):
+            parser.error(f"the {self.dest} is given twice: {before} and {values}")
+        setattr(namespace, self.dest, values)
+
+
+def add_model_by_place(parser: argparse.ArgumentParser) -> None:
+    """MODEL without a flag, for a command that has --model with the action Once as well."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        action=Once,
+        metavar="MODEL",
+        help=MODEL_HELP,
+        default=argparse.SUPPRESS,  # so that its absence leaves alone what --model has set
+    )
+
+
+def token_count(text: str) -> int:
+    """A number that may end in k, m or g (thousands), or in K, M or G (powers of 1024), as in vLLM:
+    4k is 4000, 4K is 4096, 1.5k is 1500."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text.strip())
+    if found is None or ("." in found[1] and not found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; it may end in k or K, as 4k")
+    base = 1000 if found[2].islower() else 1024
+    count = Fraction(found[1]) * base ** " kmg".index(found[2].lower() or " ")
+    if count.denominator != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is {float(count):g}, no whole number")
+    return int(count)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -136,7 +180,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quantization", metavar="NAME", help="int8 or int4: round weights while loading (none)"
     )
-    group.add_argument("--max-model-len", type=int, metavar="N", help="tokens in one sequence")
+    group.add_argument(
+        "--max-model-len",
+        type=token_count,
+        metavar="N",
+        help="tokens in one sequence, as 4k",
+    )
     group.add_argument(
         "--max-logprobs", type=int, metavar="N", help="logprobs that a request may ask for (20)"
     )
@@ -181,7 +230,7 @@ def _add_scheduling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduling")
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in one step (64)")
     group.add_argument(
-        "--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step (2048)"
+        "--max-num-batched-tokens", type=token_count, metavar="N", help="tokens in one step (2048)"
     )
     group.add_argument(
         "--scheduling-policy",

@@ -9,8 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.cli_config import ConfiguredParser
-from quire.cli_options import MODEL_HELP, add_debug, add_engine, add_sampling
-from quire.cli_serve import add_serve
+from quire.cli_options import (
+    MODEL_HELP,
+    Once,
+    add_debug,
+    add_engine,
+    add_model_by_place,
+    add_sampling,
+)
+from quire.cli_serve import add_serve, check_values
 from quire.cli_words import Parser
 
 COMMANDS = {
@@ -20,10 +27,15 @@ COMMANDS = {
     "bench": "measure throughput, memory or quality, against baselines too",
     "doctor": "say what this machine has, and what would make it faster",
 }
+BENCHMARKS = {
+    "throughput": "tokens per second and latencies, beside static batches and Hugging Face",
+    "memory": "what paging, sharing and the prefix cache save, beside contiguous memory",
+    "perplexity": "what a dtype or a quantization costs in quality",
+}
 SHELLS = ("bash", "zsh", "tcsh")
 _USAGES = {
     "generate": "%(prog)s [options] PROMPT ...",
-    "chat": "%(prog)s [options]",
+    "chat": "%(prog)s [options] [MODEL]",
     "serve": "%(prog)s [options] [MODEL]",
     "doctor": "%(prog)s [options]",
 }
@@ -71,13 +83,15 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
             takes_foreign=name != "doctor",
         )
         adder(command)
+        if name == "serve":
+            command.check = check_values
         add_debug(command, default=argparse.SUPPRESS)
     benchmarks = add_bench_arguments or {}
     bench = commands.add_parser("bench", help=COMMANDS["bench"], commands=benchmarks)
     if benchmarks:
         kinds = bench.add_subparsers(dest="benchmark", metavar="BENCHMARK", parser_class=Parser)
         for name, add_arguments in benchmarks.items():
-            kind = kinds.add_parser(name)
+            kind = kinds.add_parser(name, help=BENCHMARKS.get(name))
             add_arguments(kind)
             add_debug(kind, default=argparse.SUPPRESS)
     return parser
@@ -85,7 +99,15 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "prompts", nargs="+", metavar="PROMPT", help="text to continue; - reads standard input"
+        "prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads standard input"
+    )
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        dest="prompt",
+        action="append",
+        metavar="PROMPT",
+        help="the same, as a flag; may be repeated",
     )
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     add_sampling(parser, max_tokens=DEFAULT_GENERATE_TOKENS)
@@ -93,9 +115,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", metavar="TEXT", help="ask this one question, then exit")
+    add_model_by_place(parser)
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="ask this one question, then exit")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--model", action=Once, metavar="MODEL", help="the same, as a flag")
     add_sampling(parser, max_tokens=None)
     add_engine(parser)
 

@@ -4,42 +4,21 @@ Only light imports: `quire serve --help` comes through this file. Called by `cli
 """
 
 import argparse
-from collections.abc import Sequence
+import json
 from dataclasses import fields
 from typing import Any
 
-from quire.cli_options import MODEL_HELP, add_engine
+from quire.cli_options import Once, add_engine, add_model_by_place, engine_options
+from quire.config import EngineOptions, parse_bytes
+from quire.errors import ConfigurationError
 from quire.server.config import LOG_FORMATS, LOG_LEVELS, ServerConfig
 
 _DEFAULTS = ServerConfig()
 
 
-class _Once(argparse.Action):
-    """Stores a value that may be given as a flag or by its place, but not as both."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest, None)
-        if before not in (None, values):
-            parser.error(f"the {self.dest} is given twice: {before} and {values}")
-        setattr(namespace, self.dest, values)
-
-
 def add_serve(parser: argparse.ArgumentParser) -> None:
     """All flags of the command."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        action=_Once,
-        metavar="MODEL",
-        help=MODEL_HELP,
-        default=argparse.SUPPRESS,  # so that its absence leaves alone what --model has set
-    )
+    add_model_by_place(parser)
     _add_server(parser)
     _add_access(parser)
     _add_limits(parser)
@@ -49,13 +28,38 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given for the server, by ServerConfig's names; sizes are numbers or text."""
+    """What was given for the server, by ServerConfig's names. Raises ConfigurationError."""
     given = {field.name: getattr(args, field.name) for field in fields(ServerConfig)}
+    if given["allowed_origins"] is not None:
+        given["allowed_origins"] = [one for text in given["allowed_origins"] for one in _list(text)]
+    if given["max_body_bytes"] is not None:
+        given["max_body_bytes"] = parse_bytes("max_body_bytes", given["max_body_bytes"])
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in given.items()
         if value is not None
     }
+
+
+def check_values(args: argparse.Namespace) -> None:
+    """Raises ConfigurationError for values that the server or the engine would refuse."""
+    ServerConfig(**server_options(args))
+    EngineOptions.from_mapping(engine_options(args))
+
+
+def _list(text: str) -> list[str]:
+    """A value that may be a list in JSON, as users of vLLM write it."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ConfigurationError(
+            f"allowed_origins is {text!r:.80}, but must be an origin, or a list of them in JSON"
+        )
+    return found
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +68,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", help="YAML file with these flags; those given here win"
     )
     group.add_argument(
-        "--model", action=_Once, metavar="MODEL", help="the same as MODEL by its place"
+        "--model", action=Once, metavar="MODEL", help="the same as MODEL by its place"
     )
     group.add_argument("--host", help=f"address to listen on ({_DEFAULTS.host})")
     group.add_argument("--port", type=int, help=f"port; 0: any that is free ({_DEFAULTS.port})")

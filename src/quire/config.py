@@ -2,7 +2,6 @@
 composition root (`engine/build.py`), by nobody else: components declare what they need themselves.
 """
 
-import difflib
 import math
 import os
 import re
@@ -10,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-from quire.core.contiguous import KV_ALLOCATORS
+from quire.core.contiguous import KV_ALLOCATORS, PAGED
 from quire.core.pacing import LEAST_MAX_ITL_RATIO
-from quire.errors import ConfigurationError
+from quire.errors import ConfigurationError, did_you_mean
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
@@ -21,6 +20,34 @@ KERNELS = ("auto", "torch", "triton", *NATIVE_KERNELS)
 ATTENTION_BACKENDS = ("native", "triton", "flashinfer", "torch")
 MAX_NUM_THREADS = 1024
 DEFAULT_BATCHED_TOKENS = 2048
+DEFAULT_EVICTION = "hit_density"
+_GENERATES = "models generate text here"
+_ONE_PROCESS = "one engine computes here; tensor_parallel_size splits its layers"
+FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "config_format": (("auto", "hf"), "a model's config is in Hugging Face's format"),
+    "convert": (("auto", "none"), _GENERATES),
+    "cpu_offload_gb": ((0,), "weights are in the memory that computes"),
+    "data_parallel_size": ((1,), _ONE_PROCESS),
+    "distributed_executor_backend": (("mp",), "ranks are processes of this machine"),
+    "download_dir": ((), "models are kept where HF_HOME says"),
+    "enable_chunked_prefill": ((True,), "a prompt is always computed in chunks"),
+    "enable_lora": ((False,), "adapters are not served in this version"),
+    "generation_config": (("auto",), "the model's own generation_config.json is used"),
+    "hf_overrides": (({},), "a model's config is read as it is"),
+    "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),
+    "load_format": (("auto", "safetensors"), "only safetensors are read, never pickles"),
+    "num_scheduler_steps": ((1,), "each step is planned by itself"),
+    "pipeline_parallel_size": ((1,), _ONE_PROCESS),
+    "runner": (("auto", "generate"), _GENERATES),
+    "speculative_config": ((), "there is no speculative decoding in this version"),
+    "swap_space": ((0, 4), "preempted sequences are computed anew; there is no swap space"),
+    "task": (("auto", "generate"), _GENERATES),
+    "tokenizer_mode": (("auto",), "there is one kind of tokenizer, the fast one"),
+    "trust_remote_code": ((False,), "code from a model's folder is never run"),
+}
+"""Options that scripts for vLLM bring: the values that say what is so here anyway (its default for
+swap_space among them, which it reads no more itself), and why there are no others. None is always
+taken: it asks for nothing. The command line has them as flags."""
 ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _DEVICE = r"auto|cpu|cuda(:\d+)?"
@@ -48,7 +75,7 @@ class EngineOptionsDict(TypedDict, total=False):
     num_blocks: int | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
-    enable_prefix_caching: bool
+    enable_prefix_caching: bool | None
     scheduling_policy: str
     num_lookahead_blocks: int
     eviction: str
@@ -87,7 +114,8 @@ class EngineOptions:
         blocks. With neither: what max_num_seqs full-length sequences need, within 30% of the memory
         that is free, or within gpu_memory_utilization.
     gpu_memory_utilization: share (0 to 1] of the device's memory, on the CPU of the machine's, that
-        weights and KV cache fill together when neither of the two options above is given.
+        weights and KV cache fill together; instead of the two options above.
+    enable_prefix_caching: share the KV blocks of equal prefixes; None: where the allocator can.
     max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens that a step computes at
         most; None: 2048, or max_num_seqs if that is more.
     scheduling_policy: who goes first: fcfs, priority, fair, longest_prefix or deadline.
@@ -137,10 +165,10 @@ class EngineOptions:
     num_blocks: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None
     scheduling_policy: str = "fcfs"
     num_lookahead_blocks: int = 1
-    eviction: str = "hit_density"
+    eviction: str = DEFAULT_EVICTION
     kv_allocator: str = "paged"
     max_itl_ratio: float = 0.0
     quantization: str | None = None
@@ -163,6 +191,9 @@ class EngineOptions:
         values: dict[str, Any] = {}
         for name, value in options.items():
             target = ALIASES.get(name, name)
+            if name in FOREIGN_OPTIONS:
+                _check_foreign(name, value)
+                continue
             if target not in known:
                 raise ConfigurationError(unknown_option(name, known | set(ALIASES)))
             if target in values:
@@ -188,7 +219,6 @@ class EngineOptions:
         for name in (
             "skip_tokenizer_init",
             "allow_special_tokens",
-            "enable_prefix_caching",
             "enforce_eager",
             "batch_invariant",
             "disable_log_stats",
@@ -199,9 +229,42 @@ class EngineOptions:
                 )
         self._check_choices()
         self._check_numbers()
-        if self.kv_cache_memory is not None and self.num_blocks is not None:
+        self._check_sizes()
+        self._check_tokenizer()
+        self._settle_prefix_caching()
+
+    def _check_sizes(self) -> None:
+        names = ("kv_cache_memory", "num_blocks", "gpu_memory_utilization")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
             raise ConfigurationError(
-                "kv_cache_memory and num_blocks both set the size of the KV cache; give one of them"
+                f"{given[0]} and {given[1]} both set the size of the KV cache; give one of them"
+            )
+
+    def _check_tokenizer(self) -> None:
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ConfigurationError(
+                f"tokenizer is {self.tokenizer!r}, but skip_tokenizer_init says to have none; give"
+                " one of them"
+            )
+
+    def _settle_prefix_caching(self) -> None:
+        asked: object = self.enable_prefix_caching
+        if asked is not None and not isinstance(asked, bool):
+            raise ConfigurationError(
+                f"enable_prefix_caching is {asked!r}, but must be True, False or None"
+            )
+        if asked and self.kv_allocator != PAGED:
+            raise ConfigurationError(
+                f"enable_prefix_caching is True, but kv_allocator={self.kv_allocator!r} shares no"
+                " blocks; leave one of them out"
+            )
+        settled = self.kv_allocator == PAGED if asked is None else asked
+        object.__setattr__(self, "enable_prefix_caching", settled)  # frozen: the dataclass's way
+        if self.eviction != DEFAULT_EVICTION and not settled:
+            raise ConfigurationError(
+                f"eviction is {self.eviction!r}, but nothing is cached that could be evicted"
+                " (enable_prefix_caching is False, or kv_allocator not 'paged'); leave it out"
             )
 
     def _check_choices(self) -> None:
@@ -265,10 +328,20 @@ class EngineOptions:
             )
 
 
+def _check_foreign(name: str, value: Any) -> None:
+    harmless, why = FOREIGN_OPTIONS[name]
+    # True equals 1 in Python, and is another answer.
+    if value is None or any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless
+    ):
+        return
+    wanted = " or ".join(map(repr, harmless)) or "left out"
+    raise ConfigurationError(f"{name} is {value!r:.80}, but must be {wanted}: {why}")
+
+
 def unknown_option(name: str, known: set[str]) -> str:
     """The sentence for an option that does not exist, with the nearest that does."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"; did you mean {near[0]}?" if near else "."
+    hint = did_you_mean(name, known) or "."
     return f"unknown option {name}{hint} Known options: {', '.join(sorted(known))}"
 
 

@@ -237,7 +237,7 @@ def test_a_request_that_never_fits_is_refused_at_once() -> None:
     ("options", "kind", "message"),
     [
         ({"kv_cache_memry": 1}, ConfigurationError, "did you mean kv_cache_memory"),
-        ({"swap_space": 4}, ConfigurationError, "unknown option swap_space"),
+        ({"swap_space": 8}, ConfigurationError, "swap_space is 8, but must be 0 or 4: preempted"),
         ({"model": "/no/such/folder"}, CheckpointError, "/no/such/folder"),
         ({"device": "cuda:99"}, ConfigurationError, "device is 'cuda:99', but torch .*sees"),
     ],
@@ -245,6 +245,38 @@ def test_a_request_that_never_fits_is_refused_at_once() -> None:
 def test_bad_options(options, kind, message) -> None:
     with pytest.raises(kind, match=message):
         LLM(**options)
+
+
+def test_what_asks_for_nothing_is_taken(llm: LLM) -> None:
+    """Arguments of vLLM's that are None, and prompts of no known kind."""
+    params = SamplingParams(max_tokens=2)
+    assert llm.generate("x", params, use_tqdm=False, lora_request=None, priority=None)
+    assert llm.chat(QUESTION, params, use_tqdm=False, tools=None, lora_request=None)
+    with pytest.raises(InvalidRequestError, match=r"tools is .*this version has no tool calls"):
+        llm.chat(QUESTION, params, tools=[{}])  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="no argument smapling_params; did you mean sam"):
+        llm.generate("x", smapling_params=params)  # type: ignore[arg-type]
+    for wrong in (None, 17):
+        with pytest.raises(InvalidRequestError, match=f"prompts is {wrong}, but must be a text"):
+            llm.generate(wrong)  # type: ignore[arg-type]
+
+
+def test_what_nobody_reads_is_refused(llm: LLM) -> None:
+    for name, value in (("priority", 3), ("deadline_s", 1.5)):
+        with pytest.raises(InvalidRequestError, match=f"{name} is {value}, but .* reads no") as one:
+            llm.generate({"prompt": "x", name: value}, use_tqdm=False)
+        assert one.value.param == name
+    for policy, key in (("priority", "priority"), ("deadline", "deadline_s")):
+        reading = LLM(dtype="float32", max_model_len=64, scheduling_policy=policy)
+        assert reading.generate({"prompt": "x", key: 3}, use_tqdm=False)[0].finished
+
+
+def test_max_tokens_is_a_ceiling(llm: LLM) -> None:
+    """The context's end comes first, and the result says so."""
+    ids = [7] * 500
+    params = SamplingParams(max_tokens=2**31 - 1, ignore_eos=True)
+    output = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (12, "length")
 
 
 def test_ctrl_c_leaves_a_working_llm(monkeypatch: pytest.MonkeyPatch) -> None:

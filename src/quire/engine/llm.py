@@ -8,6 +8,7 @@ The engine runs in this process, inside the calls. Several threads may call at o
 run in one crowd, and each gets the tokens that it would get alone.
 """
 
+import inspect
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from quire.engine.generation import Generation
 from quire.engine.inputs import PromptInput, read_prompt
 from quire.engine.open_requests import OpenRequests
 from quire.engine.outputs import RequestOutput
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, did_you_mean
 from quire.models.hub import resolve_model_folder
 from quire.observability.log import configure, get_logger
 from quire.text.chat_prompt import encode_chat
@@ -36,6 +37,17 @@ Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 logger = get_logger(__name__)
+
+FOREIGN_ARGUMENTS = {
+    "chat_template": "the template of the model's folder is used",
+    "chat_template_content_format": "the template's own form is found out",
+    "lora_request": "adapters are not served in this version",
+    "mm_processor_kwargs": "models take text here",
+    "priority": "it stands in each prompt, as in {'prompt': ..., 'priority': 1}",
+    "tokenization_kwargs": "a prompt's tokens are those of the tokenizer's own rules",
+    "tools": "this version has no tool calls",
+}
+"""What vLLM's generate and chat take beside ours, and why it must be None here."""
 
 # Work that takes less than this needs no progress bar.
 PROGRESS_DELAY_S = 1.0
@@ -83,6 +95,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **others: None,
     ) -> list[RequestOutput]:
         """Continue each prompt; results in the order of the prompts.
 
@@ -90,10 +103,12 @@ class LLM:
             priority, tenant, cache_salt and deadline_s (see `engine.inputs.RequestOptions`).
         sampling_params: one for all, or one each; None: the model's defaults.
         use_tqdm: a progress bar, if it takes long.
+        others: vLLM's further arguments (lora_request and the like), as long as they are None.
 
         Raises InvalidRequestError; then no prompt of this call was run. A request whose own
         computation fails has finish_reason "error" and says why in `error`; the others go on.
         """
+        _refuse_unless_none("generate", others)
         listed = _read_prompts(prompts)
         return self._run(listed, _one_each(sampling_params, len(listed)), use_tqdm)
 
@@ -120,9 +135,11 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them; a conversation is a list of
         {"role": ..., "content": ...}. Otherwise as `generate`; so are the errors."""
+        _refuse_unless_none("chat", others)
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: list[Any] = list(messages) if several else [messages]
         prompts = [
@@ -293,7 +310,29 @@ class _Progress:
         self._bar.close()
 
 
+def _refuse_unless_none(method: str, others: Mapping[str, object]) -> None:
+    """Raises InvalidRequestError that names the first argument which is unknown, or not None."""
+    for name, value in others.items():
+        if name not in FOREIGN_ARGUMENTS:
+            known = inspect.signature(getattr(LLM, method)).parameters
+            names = [*(one for one in known if one not in ("self", "others")), *FOREIGN_ARGUMENTS]
+            raise InvalidRequestError(
+                f"{method} has no argument {name}{did_you_mean(name, names)}", name
+            )
+        if value is not None:
+            raise InvalidRequestError(
+                f"{name} is {value!r:.80}, but must be left out or None: {FOREIGN_ARGUMENTS[name]}",
+                name,
+            )
+
+
 def _read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptInput]:
+    if not isinstance(prompts, (str, Mapping, Sequence)):
+        raise InvalidRequestError(
+            f"prompts is {prompts!r:.80}, but must be a text, a mapping with prompt_token_ids, or a"
+            " list of these",
+            "prompts",
+        )
     listed: list[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
     return [read_prompt(prompt) for prompt in listed]
 
