@@ -9,7 +9,7 @@ Knows no fields.
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request
@@ -25,6 +25,8 @@ whenever Python code of the parser runs."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a surrogate pair, as JSON writes it. Characters that are not escaped are none: the body
 is UTF-8."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Path = tuple["Path", str | int] | None
 """Where a value stands: in what, and under which name or at which position."""
@@ -62,8 +64,7 @@ def parse(body: bytes) -> Any:
     text = str(body, "utf-8-sig")
     value = _DECODER.decode(text)
     if isinstance(value, (dict, list)) and _HALF.search(text):
-        for part, path in _objects_and_lists(value):
-            _check_texts(part, path)
+        _check_texts(value)
     return value
 
 
@@ -85,32 +86,26 @@ def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_fields)
 
 
-def _objects_and_lists(value: dict[str, Any] | list[Any]) -> Iterator[tuple[Any, Path]]:
-    """`value` and all that is in it, at any depth, without recursion."""
+def _check_texts(value: dict[str, Any] | list[Any]) -> None:
+    """Raises InvalidRequestError for a text in `value`, at any depth, or for the name of a field,
+    that has half of a surrogate pair. Without recursion, and with a look at each value only."""
     rest: list[tuple[Any, Path]] = [(value, None)]
     while rest:
         outer, path = rest.pop()
-        yield outer, path
-        rest += [
-            (inner, (path, name))
-            for name, inner in _named(outer)
-            if isinstance(inner, (dict, list))
-        ]
+        if isinstance(outer, dict):
+            for name in outer:
+                if not name.isascii() and _SURROGATE.search(name):
+                    _check_name(name, path)
+        for name, inner in outer.items() if isinstance(outer, dict) else enumerate(outer):
+            if isinstance(inner, str):
+                if not inner.isascii() and _SURROGATE.search(inner):
+                    check_characters(inner, _dotted((path, name)))
+            elif isinstance(inner, (dict, list)):
+                rest.append((inner, (path, name)))
 
 
-def _named(part: Any) -> Iterable[tuple[str | int, Any]]:
-    return part.items() if isinstance(part, dict) else enumerate(part)
-
-
-def _check_texts(part: Any, path: Path) -> None:
-    """Raises InvalidRequestError for a text in an object or list, or a name of a field, that is no
-    text."""
-    if isinstance(part, dict):
-        for name in part:
-            check_characters(name, _dotted(path) or name, f"the name of a field, {name!a:.80},")
-    for name, inner in _named(part):
-        if isinstance(inner, str):
-            check_characters(inner, _dotted((path, name)))
+def _check_name(name: str, path: Path) -> None:
+    check_characters(name, _dotted(path) or name, f"the name of a field, {name!a:.80},")
 
 
 def _dotted(path: Path) -> str:
