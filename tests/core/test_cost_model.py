@@ -168,6 +168,27 @@ def test_outliers_hardly_move_it() -> None:
     assert model.predict_s(asked) < 1.06 * before_s
 
 
+def test_a_step_of_which_nothing_is_known_is_learned_from_the_first() -> None:
+    """Coefficients of disturbed samples may be 0: a step can't fail of that."""
+    model = StepCostModel([0.0] * len(fitted(overhead)._coefficients))
+    model.observe(StepLoad(), 0.0)
+    for _ in range(50):
+        model.observe(StepLoad(1, 1), 0.004)
+    assert model.predict_s(StepLoad(1, 1)) == pytest.approx(0.004, rel=0.1)
+
+
+def test_a_step_without_tokens_takes_its_fixed_part() -> None:
+    model = StepCostModel([1e-3, 2e-3, *fitted(overhead)._coefficients[2:]])
+    assert model.predict_s(StepLoad()) == 1e-3
+
+
+def test_steps_that_take_no_time_are_no_mistake() -> None:
+    model = fitted(overhead)
+    for _ in range(10_000):
+        model.observe(StepLoad(1, 1), 0.0)
+    assert 0 <= model.predict_s(StepLoad(1, 1)) < 1e-8
+
+
 def test_the_same_calls_give_the_same_model() -> None:
     one, other = fitted(overhead), fitted(overhead)
     for model in (one, other):

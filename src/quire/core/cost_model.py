@@ -32,6 +32,9 @@ MAX_SURPRISE = 0.5
 # A part that is foretold to take nothing still learns, as if it took this share of the step.
 LEAST_SHARE = 0.02
 
+# No step takes less. Where one is foretold to, there is no share of it to learn from.
+SHORTEST_S = 1e-9
+
 # How much neighbouring slopes pull at each other: enough to settle those that nothing measured.
 _SMOOTHNESS = 0.02
 _NUM_SWEEPS = 400
@@ -104,8 +107,8 @@ class StepCostModel:
     def predict_s(self, load: StepLoad) -> float:
         """How long a step with this load takes."""
         values = self._coefficients
-        num_tokens = load.num_decodes + load.num_chunk_tokens
-        last = min(max(1, num_tokens).bit_length(), NUM_SEGMENTS) - 1
+        num_tokens = max(1, load.num_decodes + load.num_chunk_tokens)
+        last = min(num_tokens.bit_length(), NUM_SEGMENTS) - 1
         seconds = values[_FIXED] + values[_FIRST_SEGMENT + last] * (num_tokens - (1 << last))
         for segment in range(last):
             seconds += values[_FIRST_SEGMENT + segment] * (1 << segment)
@@ -135,6 +138,9 @@ class StepCostModel:
         projection, in coordinates where each coefficient is 1.
         """
         foretold_s = self.predict_s(load)
+        if foretold_s < SHORTEST_S:  # nothing is known of such a step: its coefficients are 0
+            self._coefficients[_FIXED] += seconds
+            return
         bound_s = MAX_SURPRISE * foretold_s
         surprise_s = LEARNING_RATE * max(-bound_s, min(bound_s, seconds - foretold_s))
         parts, values = _parts(load), self._coefficients
