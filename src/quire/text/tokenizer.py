@@ -120,7 +120,11 @@ class Tokenizer:
         `text.detokenizer`. Raises InvalidRequestError for a number that can't be a token id.
         """
         try:
-            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            # The batch's form releases the interpreter's lock, as in `encode`.
+            (text,) = self._backend.decode_batch(
+                [list(token_ids)], skip_special_tokens=skip_special_tokens
+            )
+            return text
         except OverflowError as error:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < 1 << 32)
             raise InvalidRequestError(

@@ -1,0 +1,78 @@
+"""Cuts long work into pieces between which the event loop serves all other calls.
+
+Work is written as a generator that yields wherever it may pause: at least once in a millisecond.
+Threads would not do: Python has one lock for all of them, and a call in C keeps it to its end.
+Called by whatever grows with what a client sends or asks for: bodies, requests, answers. Knows
+none of them.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from contextlib import closing
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+FIRST_PIECE_S = 0.002
+"""Work that takes no longer waits for no turn, however much long work is under way."""
+
+PIECE_S = 0.005
+
+
+class WorkPieces:
+    """Does the long work of many calls: in each turn of the event loop one piece for one of them.
+
+    They take turns in the order in which they asked. Invariant: between two turns of the loop, all
+    work takes PIECE_S together, and FIRST_PIECE_S for each that has just begun.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """clock: in seconds."""
+        self._clock = clock
+        self._turn = asyncio.Lock()
+
+    async def run(self, work: Generator[None, None, T]) -> T:
+        """What `work` returns, or raises. It is closed when this is cancelled."""
+        results: list[T] = []
+
+        def keep_result() -> Generator[None, None, None]:
+            results.append((yield from work))
+
+        with closing(keep_result()) as pieces:
+            has_more = self._advance(pieces, FIRST_PIECE_S, [])
+            while has_more:
+                has_more = await self._take_turn(pieces, [])
+        return results[0]
+
+    async def join(self, work: Generator[bytes, None, None]) -> AsyncGenerator[bytes, None]:
+        """All that `work` yields, in fewer and longer parts, none of them empty.
+
+        Nothing more is made while nobody takes the last part.
+        """
+        with closing(work):
+            made: list[bytes] = []
+            has_more = self._advance(work, FIRST_PIECE_S, made)
+            while True:
+                if part := b"".join(made):
+                    yield part
+                if not has_more:
+                    return
+                made = []
+                has_more = await self._take_turn(work, made)
+
+    async def _take_turn(self, work: Iterable[Any], made: list[Any]) -> bool:
+        async with self._turn:
+            has_more = self._advance(work, PIECE_S, made)
+            await asyncio.sleep(0)  # this turn ends with that of the loop
+        return has_more
+
+    def _advance(self, work: Iterable[Any], seconds: float, made: list[Any]) -> bool:
+        """Go on with `work` for so long, or to its end; returns whether there is more."""
+        end_s = self._clock() + seconds
+        for part in work:
+            if part is not None:
+                made.append(part)
+            if self._clock() >= end_s:
+                return True
+        return False
