@@ -7,7 +7,7 @@ import pytest
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
 from quire.core.step import TokenLogprobs
-from quire.engine.outputs import Delta, RequestAssembler
+from quire.engine.outputs import RequestAssembler
 from quire.models.hub import EMBEDDED_MODEL
 from quire.text.tokenizer import Tokenizer
 
@@ -145,7 +145,7 @@ def test_logprobs(tokenizer: Tokenizer) -> None:
     assert [list(entry) for entry in branch.logprobs] == [[10, 11], [10, 11, 12]]
     assert branch.logprobs[1][12].rank == 7
     assert branch.logprobs[0][11].decoded_token == tokenizer.token_text(11)
-    assert target.take_delta(0).logprobs == list(entries)
+    assert list(target.take_delta(0).logprobs) == list(entries)
 
 
 def test_prompt_logprobs_start_with_none(tokenizer: Tokenizer) -> None:
@@ -197,12 +197,17 @@ def test_a_delta_merges_what_came_since_the_last_and_tells_the_end_once(
         feed(target, [token_id], logprobs=(entry,))
     first = target.take_delta(0)
     assert (first.text, first.token_ids) == (tokenizer.decode(ids[:-1]), ids[:-1])
-    assert (first.logprobs, first.finish_reason) == (entries[:-1], None)
+    assert (list(first.logprobs), first.finish_reason) == (entries[:-1], None)
     feed(target, ids[-1:], FinishReason.LENGTH, logprobs=(entries[-1],))
     last, nothing = target.take_delta(0), target.take_delta(0)
-    assert (last.token_ids, last.logprobs, last.finish_reason) == (ids[-1:], entries[-1:], "length")
+    assert (last.token_ids, list(last.logprobs), last.finish_reason) == (
+        ids[-1:],
+        entries[-1:],
+        "length",
+    )
     assert first.text + last.text == tokenizer.decode(ids)
-    assert nothing == Delta()
+    assert (nothing.text, nothing.token_ids, len(nothing.logprobs)) == ("", [], 0)
+    assert nothing.finish_reason is None
 
 
 def test_looking_at_the_output_takes_nothing_from_the_deltas(tokenizer: Tokenizer) -> None:
@@ -229,11 +234,12 @@ def test_with_deltas_only_texts_and_logprobs_are_kept_nowhere_else(tokenizer: To
     assert (branch.text, branch.logprobs) == ("", None)
     assert (branch.finish_reason, branch.stop_reason) == ("stop", "!")
     assert branch.cumulative_logprob == -2.0 * len(branch.token_ids)
-    assert target.output.prompt_logprobs is not None
+    assert target.output.prompt_logprobs is None
+    assert target.prompt_entries is not None and list(target.prompt_entries) == [entry]
     assert [0] in aborts
     delta = target.take_delta(0)
     assert (delta.text, delta.token_ids) == ("one two", branch.token_ids)
-    assert delta.logprobs == [entry] * len(branch.token_ids)
+    assert list(delta.logprobs) == [entry] * len(branch.token_ids)
     assert (delta.finish_reason, delta.stop_reason) == ("stop", "!")
 
 
@@ -257,4 +263,4 @@ def test_a_fork_begins_with_its_parents_text_but_tells_only_its_own(tokenizer: T
     assert (branch.text, branch.token_ids) == ("left right", [*start, *own])
     assert branch.cumulative_logprob == -1.0 * len(branch.token_ids)
     assert (delta.text, delta.token_ids) == (" right", own)
-    assert delta.logprobs == [entry] * len(own)
+    assert list(delta.logprobs) == [entry] * len(own)

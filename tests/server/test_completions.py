@@ -5,11 +5,15 @@ import asyncio
 import openai
 import pytest
 from tests.server import test_generation as faked
+from tests.server.working import StepClock
 
-from quire.core.request import FinishReason
+from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import SamplingParams
+from quire.core.step import TokenLogprobs
+from quire.engine.logprob_entries import CHUNK_TOKENS
 from quire.server.chat import _ChatCall
 from quire.server.completions import _CompletionCall
+from quire.server.pieces import WorkPieces
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
 from quire.server.service import Service
 
@@ -348,33 +352,66 @@ def test_an_echo_is_the_text_that_was_sent(client):
     assert answer.choices[0].text == text
 
 
+CHAT = {"messages": [{"role": "user", "content": "print"}]}
+NUM_TOKENS = 200
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
 @pytest.mark.parametrize(
-    ("make_call", "body"),
+    ("make_call", "make_body", "wish"),
     [
-        (_CompletionCall, CompletionRequest.model_validate({"prompt": "print", "n": 5})),
-        (
-            _ChatCall,
-            ChatCompletionRequest.model_validate(
-                {"messages": [{"role": "user", "content": "print"}], "n": 5}
-            ),
-        ),
+        (_CompletionCall, CompletionRequest, {"prompt": "print", "logprobs": 2}),
+        (_CompletionCall, CompletionRequest, {"prompt": "a", "logprobs": 2, "echo": True}),
+        (_ChatCall, ChatCompletionRequest, CHAT | {"logprobs": True, "top_logprobs": 2}),
     ],
 )
-def test_a_long_answer_is_written_choice_by_choice_while_others_go_on(tokenizer, make_call, body):
+def test_a_long_answer_is_made_in_pieces_while_others_go_on(
+    tokenizer, make_call, make_body, wish, fields
+):
+    """However much of it there is at once: so it is for a client that is slow."""
+    body = make_body.model_validate(wish | fields | {"n": 5})
+    turns, sent = [], []
+
     async def play():
         engine = faked.FakeEngine()
-        service = Service(engine, tokenizer, None, "model")
-        generation = faked.make(service, tokenizer, params=SamplingParams(n=5))
-        answer = asyncio.ensure_future(make_call(service, body, generation, "c").collect())
+        pieces = WorkPieces(StepClock())
+        service = Service(engine, tokenizer, None, "model", pieces=pieces)
+        generation = faked.make(service, tokenizer, params=SamplingParams(n=5, logprobs=2))
+        call = make_call(service, body, generation, "c")
+        num_turns = 0
+
+        async def send(message):
+            turns.append(num_turns)
+            sent.append(message)
+
+        async def receive():
+            await asyncio.Event().wait()
+
+        async def respond():
+            response = call.stream() if body.stream else await call.answer(receive)
+            await response({"type": "http"}, receive, send)
+
+        answer = asyncio.ensure_future(respond())
         while engine.stream is None:
             await asyncio.sleep(0)
+        entry = TokenLogprobs(5, -1.0, 2, (6, 5), (-0.5, -1.0))
         for branch in range(5):
-            engine.stream.push(faked.token(tokenizer, "a", branch, FinishReason.LENGTH))
-        num_turns = 0
+            output = SequenceOutput(
+                "c-0",
+                branch,
+                (5,) * NUM_TOKENS,
+                0,
+                FinishReason.LENGTH,
+                logprobs=(entry,) * NUM_TOKENS,
+                prompt_logprobs=(entry,) if branch == 0 else None,
+            )
+            engine.stream.push(output)
         while not answer.done():
             num_turns += 1
             await asyncio.sleep(0)
-        return num_turns, (await answer).choices
+        await answer
 
-    num_turns, choices = asyncio.run(play())
-    assert len(choices) == 5 and num_turns > 5
+    asyncio.run(play())
+    parts = [message["body"] for message in sent[1:]]
+    assert b"".join(parts).count(b'"logprob":' if make_call is _ChatCall else b"-0.5") >= 1000
+    assert max(turns) >= 5 * NUM_TOKENS // CHUNK_TOKENS // 5

@@ -6,10 +6,12 @@ import time
 from dataclasses import dataclass, field, replace
 
 import pytest
+from tests.server.working import StepClock
 
 from quire.core.request import FinishReason, Request, SequenceOutput
-from quire.core.sampling_params import DecodingParams, SamplingParams
+from quire.core.sampling_params import DecodingParams, ModelLimits, SamplingParams
 from quire.engine.inputs import RequestOptions
+from quire.engine.outputs import RequestAssembler
 from quire.errors import (
     DeadlineExceededError,
     EngineDeadError,
@@ -24,6 +26,7 @@ from quire.server import generation as generation_module
 from quire.server import service as service_module
 from quire.server.generation import Caller, Generation, prepare
 from quire.server.monitor import Monitor
+from quire.server.pieces import WorkPieces
 from quire.server.service import Service
 from quire.server.tenants import Tenant, TenantBook
 
@@ -66,11 +69,20 @@ class FakeStream:
             sink.on_end(error)
 
 
+LIMITS = ModelLimits(vocab_size=4096, max_model_len=512, end_token_ids=(0,))
+
+
 @dataclass
 class FakeEngine:
     stream: FakeStream | None = None
     refusal: Exception | None = None
     requests: list = field(default_factory=list)
+    limits: ModelLimits = LIMITS
+    room: int = 1000
+
+    def check_room(self, num_generations):
+        if num_generations > self.room:
+            raise OverloadedError("no room")
 
     def generate(self, *requests):
         if self.refusal is not None:
@@ -110,7 +122,11 @@ def make(service, tokenizer, *, params=None, num_prompts=1, deadline_s=None, arr
     ]
     arrival_s = time.monotonic() if arrival_s is None else arrival_s
     caller = Caller(ALICE, "http-1", "cmpl-c", arrival_s)
-    return Generation(service, requests, params, ["print"] * num_prompts, caller)
+    assemblers = [
+        RequestAssembler(request, params, tokenizer, "print", deltas_only=True)
+        for request in requests
+    ]
+    return Generation(service, assemblers, params, caller)
 
 
 def token(tokenizer, text, branch=0, finish=None, request_id="c-0", **fields):
@@ -350,6 +366,35 @@ def test_while_the_server_ends_nothing_is_taken(service):
         run(prepare(service, FakeHTTP(), "cmpl-c", ["a"], SamplingParams(), RequestOptions()))
 
 
+def test_what_there_is_no_room_for_is_refused_before_any_work(service, engine, monkeypatch):
+    def never(*_):
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(generation_module, "_tokenize", never)
+    engine.room = 5
+    with pytest.raises(OverloadedError):
+        run(prepare(service, FakeHTTP(), "c", ["a"] * 2, SamplingParams(n=3), RequestOptions()))
+
+
+def test_requests_are_made_prompt_by_prompt_while_others_go_on(service, engine):
+    service = replace(service, pieces=WorkPieces(StepClock()))
+
+    async def play():
+        prompts = [[5 + index] for index in range(100)]
+        making = asyncio.ensure_future(
+            prepare(service, FakeHTTP(), "c", prompts, SamplingParams(), RequestOptions())
+        )
+        num_turns = 0
+        while not making.done():
+            num_turns += 1
+            await asyncio.sleep(0)
+        return num_turns, await making
+
+    num_turns, generation = run(play())
+    assert [one.prompt_token_ids for one in generation.requests] == [[5 + at] for at in range(100)]
+    assert num_turns > 10
+
+
 def test_a_caller_is_who_the_middlewares_found():
     found = Caller.of(FakeHTTP(tenant=ALICE, request_id="q", arrival_s=3.0), "chatcmpl-c")
     assert found == Caller(ALICE, "q", "chatcmpl-c", 3.0)
@@ -363,9 +408,8 @@ def test_a_caller_is_who_the_middlewares_found():
     [
         (["123456789"], None, False),
         (["1234567890"], None, True),
-        ([list(range(9))], None, False),
-        ([list(range(10))], None, True),
-        (["12345", [1, 2, 3, 4, 5]], None, True),
+        (["12345", "67890"], None, True),
+        (["12345", [1, 2, 3, 4, 5]], None, False),  # token ids are there already
         (["12345"], ["a"], False),
         (["12345"], ["ab"], True),  # each is encoded four times
     ],
@@ -380,7 +424,7 @@ def test_what_is_long_to_tokenize_is_worked_on_in_a_thread(
         raise InvalidRequestError("seen")
 
     monkeypatch.setattr(service_module, "LONG_TEXT_CHARACTERS", 10)
-    monkeypatch.setattr(generation_module, "_make_requests", refuse)
+    monkeypatch.setattr(generation_module, "_tokenize", refuse)
     wish = SamplingParams(bad_words=bad_words)
     with pytest.raises(InvalidRequestError, match="seen"):
         asyncio.run(prepare(service, FakeHTTP(), "call", prompts, wish, RequestOptions()))

@@ -4,10 +4,19 @@ import asyncio
 import json
 
 import pytest
+from fastapi import FastAPI
+from tests.server.test_generation import FakeEngine
+from tests.server.working import StepClock, finished
 
 from quire.errors import InvalidRequestError
 from quire.server import json_body
-from quire.server.json_body import JSONRequest, parse
+from quire.server.json_body import JSONRequest
+from quire.server.pieces import WorkPieces
+from quire.server.service import Service
+
+
+def parse(body):
+    return finished(json_body.parse(body))[0]
 
 
 def refusal(body):
@@ -92,16 +101,26 @@ def test_what_is_no_json_in_utf_8_is_no_json(body, kind):
         parse(body)
 
 
-def test_a_long_body_holds_up_nobody(monkeypatch):
-    """While a body with many objects is parsed, the loop does other things."""
-    monkeypatch.setattr(json_body, "LONG_BODY_BYTES", 1 << 10)
+@pytest.mark.parametrize("long_bytes", [1 << 30, 0])
+def test_a_body_is_read_the_same_whether_it_is_long_or_short(long_bytes, monkeypatch):
+    monkeypatch.setattr(json_body, "LONG_BODY_BYTES", long_bytes)
+    assert parse(b'{"a": ["\\ud83d\\ude00", 1e3, {"b": null}]}') == {"a": ["😀", 1e3, {"b": None}]}
+    for body in (b'{"a": [1], "a": [1]}', b'{"a": ["\\ud800"]}', b"[" + b"1" * 401 + b"]"):
+        refusal(body)
+
+
+def test_a_long_body_holds_up_nobody(tokenizer):
+    """Between two pieces of the work the loop does other things."""
     body = b"[" + b",".join([b'{"a":"\\ud83d\\ude00"}'] * 60_000) + b"]"
+    service = Service(FakeEngine(), tokenizer, None, "model", pieces=WorkPieces(StepClock()))
+    app = FastAPI()
+    app.state.service = service
 
     async def receive():
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def play():
-        request = JSONRequest({"type": "http", "headers": []}, receive)
+        request = JSONRequest({"type": "http", "headers": [], "app": app}, receive)
         parsing = asyncio.create_task(request.json())
         num_turns = 0
         while not parsing.done():
@@ -110,4 +129,4 @@ def test_a_long_body_holds_up_nobody(monkeypatch):
         assert len(await parsing) == 60_000
         return num_turns
 
-    assert asyncio.run(play()) > 3
+    assert asyncio.run(play()) > 100

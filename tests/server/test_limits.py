@@ -41,12 +41,62 @@ AT_AND_ABOVE = [
 ]
 
 
+def check(make, **fields):
+    """As a call is checked: before anybody looks at what is in its lists, and once more."""
+    LIMITS.check_parsed(fields, 1000)
+    LIMITS.check_parsed({"extra_body": fields}, 1000)
+    LIMITS.check(make(**fields), MAX_LOGPROBS)
+
+
 @pytest.mark.parametrize(("make", "name", "good", "bad"), AT_AND_ABOVE)
 def test_a_bound_is_kept_to_and_named(make, name, good, bad):
-    LIMITS.check(make(**{name: good}), MAX_LOGPROBS)
+    check(make, **{name: good})
     with pytest.raises(InvalidRequestError, match=f"^{name} ") as caught:
-        LIMITS.check(make(**{name: bad}), MAX_LOGPROBS)
+        check(make, **{name: bad})
     assert caught.value.param == name
+
+
+class Unlooked:
+    """Nobody may look at it."""
+
+    def __getattribute__(self, name):
+        raise AssertionError(f"{name} was asked for")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [["a"]] + [Unlooked()] * 3},
+        {"prompt": [1] + [Unlooked()] * 999},
+        {"stop": [Unlooked()] * 3},
+        {"bad_words": [Unlooked()] * 6},
+        {"logit_bias": dict.fromkeys(range(6), Unlooked())},
+        {"chat_template_kwargs": dict.fromkeys(range(10_001), Unlooked())},
+        {"chat_template_kwargs": {"a": [[1] * 5000, [1] * 5000]}},
+    ],
+)
+def test_lists_that_are_too_long_are_refused_by_their_lengths(fields):
+    for value in (fields, {"extra_body": fields}):
+        with pytest.raises(InvalidRequestError) as caught:
+            LIMITS.check_parsed(value, 1000)
+        assert caught.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        "x",
+        {"prompt": []},
+        {"prompt": {"a": 1}},
+        {"stop": 5, "logit_bias": [], "extra_body": 3},
+        {"chat_template_kwargs": {"a": {"b": [1] * 9_998}}},
+        {"prompt": [1] * 999},
+    ],
+)
+def test_what_has_other_mistakes_or_none_is_left_to_others(value):
+    LIMITS.check_parsed(value, 1000)
 
 
 def test_likeliest_tokens_of_a_chat_have_their_own_name():
@@ -129,9 +179,17 @@ def test_a_whole_answer_is_bounded_by_what_it_might_become():
         params = DecodingParams(max_tokens=max_tokens, logprobs=logprobs)
         return [Request("a", [1] * 100, params, n)]
 
-    check_whole_answer(requests(1, 2**31 - 1, 20), 4096)
-    check_whole_answer(requests(1024, 10_000, None), 4096)
-    check_whole_answer(requests(1024, 100, 20), 4096)
-    with pytest.raises(InvalidRequestError, match="might have 85929984 log-probabilities") as found:
-        check_whole_answer(requests(1024, 10_000, 20), 4096)
+    check_whole_answer(requests(1, 2**31 - 1, 20), 4096, bytes_per_logprob=96)
+    check_whole_answer(requests(1024, 10_000, None), 4096, bytes_per_logprob=96)
+    check_whole_answer(requests(1024, 180, 20), 4096, bytes_per_logprob=96)
+    sentence = r"might have 85929984 log-probabilities, about 2622 MiB, above the bound of 384 MiB"
+    with pytest.raises(InvalidRequestError, match=sentence) as found:
+        check_whole_answer(requests(1024, 10_000, 20), 4096, bytes_per_logprob=32)
     assert found.value.param == "logprobs"
+
+
+def test_it_counts_what_the_answer_will_weigh():
+    request = [Request("a", [1] * 100, DecodingParams(max_tokens=200, logprobs=20), 1024)]
+    check_whole_answer(request, 4096, bytes_per_logprob=32)
+    with pytest.raises(InvalidRequestError, match="about 393 MiB"):
+        check_whole_answer(request, 4096, bytes_per_logprob=96)

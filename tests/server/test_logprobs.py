@@ -1,15 +1,18 @@
 """Log-probabilities in OpenAI's two shapes, with characters cut across tokens."""
 
+import json
 import math
 
+import msgspec
 import pytest
 
 from quire.core.step import TokenLogprobs
-from quire.engine.outputs import Logprob
+from quire.engine.logprob_entries import CHUNK_TOKENS, LogprobEntries
 from quire.server.logprobs import (
     CompletionLogprobsWriter,
     chat_logprobs,
-    extend_logprobs,
+    chat_logprobs_json,
+    completion_logprobs_json,
     prompt_logprobs_json,
 )
 
@@ -62,16 +65,46 @@ def test_the_token_itself_is_reported_beside_the_likeliest(tokenizer):
 
 def test_an_echo_comes_first_and_the_rest_goes_on_behind_it(tokenizer):
     prompt, generated = tokenizer.encode("import os"), tokenizer.encode("\nx")
-    found = [None] + [{token: Logprob(-1.0, 3), 7: Logprob(-0.1, 1)} for token in prompt[1:]]
-    written = writer(tokenizer, num_top=1)
-    joined = written.echo(prompt, found)
-    extend_logprobs(joined, written.write(entries(generated)))
-    assert "".join(joined.tokens) == "import os\nx"
-    assert joined.token_logprobs == [None, *[-1.0] * (len(prompt) - 1), *[-2.0] * len(generated)]
-    assert joined.top_logprobs[0] is None
-    assert joined.text_offset == [
-        len("".join(joined.tokens[:at])) for at in range(len(joined.tokens))
-    ]
+    echoed = [TokenLogprobs(token, -1.0, 3, (7, 8), (-0.1, -0.2)) for token in prompt[1:]]
+    writer_ = writer(tokenizer, num_top=1)
+    parts = (
+        writer_.write_first(prompt[0]),
+        writer_.write(echoed),
+        writer_.write(entries(generated)),
+    )
+    joined = json.loads(b"".join(completion_logprobs_json(parts)))
+    tokens = joined["tokens"]
+    assert "".join(tokens) == "import os\nx"
+    assert joined["token_logprobs"] == [None, *[-1.0] * (len(prompt) - 1), *[-2.0] * len(generated)]
+    assert joined["top_logprobs"][0] is None
+    assert set(joined["top_logprobs"][1].values()) == {-0.1, -1.0}
+    assert joined["text_offset"] == [len("".join(tokens[:at])) for at in range(len(tokens))]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, CHUNK_TOKENS, 3 * CHUNK_TOKENS + 1])
+def test_in_parts_it_is_the_same_json(tokenizer, num_tokens):
+    ids = (tokenizer.encode(TEXT) * num_tokens)[:num_tokens]
+    found = LogprobEntries.of(entries(ids))
+    whole = msgspec.json.encode(chat_logprobs(tokenizer, found))
+    assert b"".join(chat_logprobs_json(tokenizer, found)) == whole
+    a, b = writer(tokenizer), writer(tokenizer)
+    parts = [a.write(chunk) for chunk in found.chunks()]
+    assert b"".join(completion_logprobs_json(parts)) == msgspec.json.encode(b.write(found))
+
+
+def test_a_part_is_never_longer_than_a_chunk(tokenizer):
+    """What is written between two pauses does not grow with the answer."""
+    found = LogprobEntries.of(entries([5] * 10 * CHUNK_TOKENS))
+    for parts in (
+        chat_logprobs_json(tokenizer, found),
+        prompt_logprobs_json(tokenizer, found, 2),
+    ):
+        lengths = [part.count(b'logprob":') for part in parts]
+        assert sum(lengths) >= 10 * CHUNK_TOKENS and max(lengths) <= 3 * CHUNK_TOKENS
+    num_pauses = 0
+    for part in completion_logprobs_json(writer(tokenizer).write(c) for c in found.chunks()):
+        num_pauses += not part
+    assert num_pauses == 10
 
 
 def test_minus_infinity_is_a_number_that_json_has(tokenizer):
@@ -92,9 +125,16 @@ def test_chat_logprobs_carry_the_bytes(tokenizer):
 
 
 @pytest.mark.parametrize(("num_top", "ranks"), [(0, [3]), (1, [1, 3]), (2, [1, 2, 3])])
-def test_prompt_logprobs_are_cut_to_what_was_asked(num_top, ranks):
-    found = {5: Logprob(-0.1, 1, "a"), 6: Logprob(-0.2, 2, "b"), 9: Logprob(-3.0, 3, "c")}
-    first, second = prompt_logprobs_json([8, 9], [None, found], num_top)
+def test_prompt_logprobs_are_cut_to_what_was_asked(tokenizer, num_top, ranks):
+    found = LogprobEntries.of([TokenLogprobs(9, -3.0, 3, (5, 6, 9), (-0.1, -0.2, -3.0))])
+    first, second = json.loads(b"".join(prompt_logprobs_json(tokenizer, found, num_top)))
     assert first is None
     assert [entry["rank"] for entry in second.values()] == ranks
-    assert second["9"] == {"logprob": -3.0, "rank": 3, "decoded_token": "c"}
+    name = tokenizer.token_text(9)
+    assert second["9"] == {"logprob": -3.0, "rank": 3, "decoded_token": name}
+
+
+def test_a_prompt_token_beyond_the_likeliest_has_its_own_rank(tokenizer):
+    found = LogprobEntries.of([TokenLogprobs(9, -7.0, 44, (5, 6), (-0.1, -0.2))])
+    _, second = json.loads(b"".join(prompt_logprobs_json(tokenizer, found, 2)))
+    assert [entry["rank"] for entry in second.values()] == [1, 2, 44]

@@ -12,6 +12,7 @@ from tests.server.launching import WAIT_S
 
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.server.streaming import (
+    SHORT_ANSWER_BYTES,
     ClientGoneError,
     EventStream,
     answer,
@@ -83,13 +84,96 @@ def test_the_works_own_error_is_raised():
         asyncio.run(unless_disconnected(never, work()))
 
 
-def test_an_answer_is_json_and_nobody_gets_one_who_left():
-    async def work():
-        return Answer("x")
+class Sent(list):
+    """What an application sends: the head, and bodies."""
 
-    assert asyncio.run(answer(never, work())).body == b'{"text":"x"}'
-    assert asyncio.run(answer(gone, never())).status_code == 499
+    async def __call__(self, message):
+        self.append(message)
+
+    @property
+    def headers(self):
+        return {name.decode(): value.decode() for name, value in self[0]["headers"]}
+
+    @property
+    def body(self):
+        return b"".join(message["body"] for message in self[1:])
+
+
+def sent_of(parts, receive=never, work=None):
+    """What is sent of an answer of these parts, and whether they were closed."""
+    closed = []
+
+    async def pieces():
+        try:
+            for part in parts:
+                await asyncio.sleep(0)
+                yield part
+        finally:
+            closed.append(True)
+
+    async def run():
+        sent = Sent()
+        response = await answer(receive, work or asyncio.sleep(0), pieces())
+        await response({"type": "http"}, receive, sent)
+        return sent
+
+    return asyncio.run(run()), closed
+
+
+def test_a_short_answer_goes_out_at_once_with_its_length():
+    sent, closed = sent_of([b'{"text":', b'"x"}'])
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[0]["status"] == 200 and not sent[1]["more_body"]
+    assert sent.headers == {"content-length": "12", "content-type": "application/json"}
+    assert sent.body == b'{"text":"x"}' and closed == [True]
+
+
+def test_a_long_answer_goes_out_part_by_part_as_it_is_made():
+    parts = [b"x" * (SHORT_ANSWER_BYTES // 2)] * 7
+    sent, closed = sent_of(parts)
+    assert sent.body == b"".join(parts) and closed == [True]
+    assert "content-length" not in sent.headers
+    assert max(len(message["body"]) for message in sent[1:]) <= 1.5 * SHORT_ANSWER_BYTES
+    assert [message["more_body"] for message in sent[1:]] == [True] * 5 + [False]
+
+
+def test_nobody_gets_an_answer_who_left_while_it_was_computed():
+    assert asyncio.run(answer(gone, never(), aiter_of(b"x"))).status_code == 499
+
+
+async def aiter_of(*parts):
+    for part in parts:
+        yield part
+
+
+def test_an_answer_ends_with_its_client():
+    leaves = asyncio.Event()
+
+    async def receive():
+        await leaves.wait()
+        return DISCONNECT
+
+    def parts():
+        yield from [b"x" * SHORT_ANSWER_BYTES] * 3
+        leaves.set()
+        while True:
+            yield b"x"
+
+    sent, closed = sent_of(parts(), receive)
+    assert sent[-1]["more_body"] and closed == [True]
+
+
+def test_what_computing_it_raises_is_told_before_anything_is_sent():
+    async def work():
+        raise InvalidRequestError("no")
+
+    with pytest.raises(InvalidRequestError):
+        sent_of([b"x"], work=work())
+
+
+def test_a_content_of_few_fields_is_json():
     assert json_response(Answer("x")).media_type == "application/json"
+    assert json_response(Answer("x")).body == b'{"text":"x"}'
 
 
 def test_the_tick_is_called_at_the_times_that_it_asks_for_until_the_work_ends():

@@ -79,7 +79,8 @@ class SequenceOutput(NamedTuple):
 
     token_ids: the new tokens, an end or stop token included.
     logprobs: one entry per new token, where the request asked for them.
-    prompt_logprobs: entries for all prompt tokens but the first, once, with the first new token.
+    prompt_logprobs: entries for all prompt tokens but the first, once, with the first new token; on
+        their way between two processes as `engine.logprob_entries` packs them.
     stop_reason: the client's stop token that ended it; None for the model's own end token.
     num_cached_tokens: prompt tokens served from the prefix cache.
     cumulative_logprob: of all its tokens; for a beam, which comes whole, with its end.
@@ -92,9 +93,18 @@ class SequenceOutput(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     logprobs: Sequence[TokenLogprobs] | None = None
-    prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | bytes | None = None
     error: str | None = None
     cumulative_logprob: float | None = None
+
+
+def prompt_too_long(num_tokens: int, max_model_len: int) -> PromptTooLongError:
+    """The error for a prompt that leaves no room for one more token."""
+    return PromptTooLongError(
+        f"the prompt has {num_tokens} tokens, but max_model_len is {max_model_len} and at least one"
+        " token must be left to generate; shorten the prompt",
+        "prompt",
+    )
 
 
 def check_prompt(prompt_token_ids: Sequence[int], limits: ModelLimits) -> None:
@@ -104,12 +114,7 @@ def check_prompt(prompt_token_ids: Sequence[int], limits: ModelLimits) -> None:
         raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
     # First, so that millions of ids are refused without a look at each.
     if len(prompt_token_ids) >= limits.max_model_len:
-        raise PromptTooLongError(
-            f"the prompt has {len(prompt_token_ids)} tokens, but max_model_len is"
-            f" {limits.max_model_len} and at least one token must be left to generate;"
-            " shorten the prompt",
-            "prompt",
-        )
+        raise prompt_too_long(len(prompt_token_ids), limits.max_model_len)
     # The loop runs only where a type is odd: it takes five times as long as this count.
     if countOf(map(type, prompt_token_ids), int) != len(prompt_token_ids):
         _check_whole_numbers(prompt_token_ids)

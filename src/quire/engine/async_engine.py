@@ -117,6 +117,11 @@ class AsyncEngine:
 
     # ---- what it does -----------------------------------------------------------------------
 
+    def check_room(self, num_generations: int) -> None:
+        """Raises what `generate` would raise now for so many: prompts times n."""
+        self._check_alive()
+        self._dispatcher.check_room(num_generations)
+
     def generate(self, *requests: Request) -> RequestStream:
         """Take requests and open one stream for their outputs.
 

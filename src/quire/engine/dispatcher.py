@@ -60,10 +60,26 @@ class Dispatcher:
 
     # ---- for clients ------------------------------------------------------------------------
 
+    def check_room(self, num_wanted: int) -> None:
+        """Raises OverloadedError where so many branches more don't fit, InvalidRequestError where
+        they never will."""
+        bound = self._max_num_open
+        if num_wanted > bound:
+            raise InvalidRequestError(
+                f"{num_wanted} generations at once (prompts times n), above the bound of {bound}; "
+                "send them in several calls"
+            )
+        if self.num_open + num_wanted > bound:
+            # How many are open is not told: it is other clients' affair.
+            raise OverloadedError(
+                f"the server has too many generations open to take {num_wanted} more: its bound is"
+                f" {bound}; retry later"
+            )
+
     def open(self, requests: Sequence[Request]) -> RequestStream:
         """Take requests in and send them when there is a process. Raises OverloadedError,
         InvalidRequestError; then none was taken in."""
-        self._check_room(sum(request.n for request in requests))
+        self.check_room(sum(request.n for request in requests))
         ids = {request.request_id for request in requests}
         if len(ids) < len(requests) or ids & self._open.keys():
             raise InvalidRequestError("request ids must be unique", "request_id")
@@ -192,17 +208,3 @@ class Dispatcher:
 
     def _forget(self, one: OpenRequest) -> None:
         del self._open[one.request_id], self._streams[one.request_id]
-
-    def _check_room(self, num_wanted: int) -> None:
-        bound = self._max_num_open
-        if num_wanted > bound:
-            raise InvalidRequestError(
-                f"{num_wanted} generations at once (prompts times n), above the bound of {bound}; "
-                "send them in several calls"
-            )
-        if self.num_open + num_wanted > bound:
-            # How many are open is not told: it is other clients' affair.
-            raise OverloadedError(
-                f"the server has too many generations open to take {num_wanted} more: its bound is"
-                f" {bound}; retry later"
-            )

@@ -35,6 +35,7 @@ from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
 from quire.engine.activity import ActivityRecord
 from quire.engine.block_page import block_page
+from quire.engine.logprob_entries import pack
 from quire.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -275,7 +276,7 @@ class EngineLoop:
         if not outputs:
             return
         try:
-            self._channel.send(Outputs(outputs))
+            self._channel.send(Outputs([_packed(output) for output in outputs]))
         except MessageError as error:
             self._send_one_by_one(outputs, error)
 
@@ -287,6 +288,15 @@ class EngineLoop:
         request_id = outputs[0].request_id
         self._engine.abort(request_id)
         self._channel.send(RequestFailed(request_id, error.code, str(error), error.http_status))
+
+
+def _packed(output: SequenceOutput) -> SequenceOutput:
+    """The same with the log-probabilities of its prompt, maybe megabytes, in a form that the front
+    need not decode at once."""
+    entries = output.prompt_logprobs
+    if entries is None or isinstance(entries, bytes):
+        return output
+    return output._replace(prompt_logprobs=pack(entries))
 
 
 def serve_front(

@@ -146,7 +146,7 @@ class InputProcessor:
             self._limits,
             num_prompt_tokens=num_prompt_tokens,
             seed=seed,
-            bad_words=self._bad_words(params.bad_words or ()),
+            bad_words=self.prepare_bad_words(params.bad_words or ()),
         )
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
@@ -161,7 +161,9 @@ class InputProcessor:
             return self._tokenizer.encode(prompt)
         return list(prompt)
 
-    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+    def prepare_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Their token ids in all forms, which are remembered for requests with the very same list:
+        of thousands of words this takes long. Raises InvalidRequestError."""
         if not words:
             return []
         if self._tokenizer is None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import SamplingParams, Wish, as_sampling_params
 from quire.core.step import TokenLogprobs
+from quire.engine.logprob_entries import LogprobEntries
 from quire.text.detokenizer import IncrementalDetokenizer, StopStrings
 from quire.text.tokenizer import Tokenizer
 
@@ -95,7 +96,7 @@ class Delta:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: LogprobEntries = field(default_factory=LogprobEntries)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -134,7 +135,7 @@ class _Branch:
             self.output.cumulative_logprob = 0.0
         # Not yet in a delta, and not yet in the output.
         self._new_texts: list[str] = []
-        self._new_entries: list[TokenLogprobs] = []
+        self._new_entries = LogprobEntries()
         self._num_told_tokens = 0
         self._has_told_end = False
         self._kept_texts: list[str] = []
@@ -207,7 +208,7 @@ class _Branch:
         if texts:
             self._new_texts = []
         if entries:
-            self._new_entries = []
+            self._new_entries = LogprobEntries()
         if output.finish_reason is not None and not self._has_told_end:
             self._has_told_end = True
             delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
@@ -257,12 +258,15 @@ class RequestAssembler:
         deltas_only: bool = False,
     ) -> None:
         """deltas_only: text and log-probabilities of the branches are in their deltas alone, so
-        that a stream holds no more than its client has yet to be sent. (All else is in `output`.)
+        that a stream holds no more than its client has yet to be sent, and those of the prompt in
+        `prompt_entries`. (All else is in `output`.)
         """
         self._params = as_sampling_params(wish)
         self.request = request
         self._tokenizer = tokenizer
         self._deltas_only = deltas_only
+        self.prompt_entries: LogprobEntries | None = None
+        """Of all prompt tokens but the first, from the first output on, where asked for."""
         self._knows_cached = False
         self._branches: list[_Branch] = []
         self._output = RequestOutput(
@@ -288,9 +292,8 @@ class RequestAssembler:
 
     def push(self, new: SequenceOutput) -> list[int]:
         """Take one output in; returns the branches to abort, since a stop string ended them."""
-        if new.prompt_logprobs is not None and self._output.prompt_logprobs is None:
-            entries = [logprob_map(entry, self._tokenizer) for entry in new.prompt_logprobs]
-            self._output.prompt_logprobs = [None, *entries]
+        if new.prompt_logprobs is not None:
+            self._take_prompt_logprobs(LogprobEntries.of(new.prompt_logprobs))
         if new.branch_index == 0 and not self._knows_cached:
             # The first says it: one that goes on after a crash finds other things in the cache.
             self._output.num_cached_tokens = new.num_cached_tokens
@@ -316,6 +319,14 @@ class RequestAssembler:
     def take_delta(self, branch_index: int) -> Delta:
         """What is new in a branch since the last call."""
         return self._branches[branch_index].take_delta()
+
+    def _take_prompt_logprobs(self, entries: LogprobEntries) -> None:
+        """The first that come count: those of a request that goes on after a crash are the same."""
+        if self._deltas_only:
+            self.prompt_entries = self.prompt_entries or entries
+        elif self._output.prompt_logprobs is None:
+            maps = [logprob_map(entry, self._tokenizer) for entry in entries]
+            self._output.prompt_logprobs = [None, *maps]
 
     def _add(self, params: SamplingParams) -> _Branch:
         branch = _Branch(

@@ -1,12 +1,10 @@
-"""Bounds how long a request's body may be, how long it may take to come, and to be parsed.
+"""Bounds how long a request's body may be, and how long it may take to come.
 
-Set up by `app`, inside the guard, so that only who may call gets to send a body. Of what is in it
-this knows only how to count values in JSON.
+Set up by `app`, inside the guard, so that only who may call gets to send a body. Knows nothing of
+what is in it: `json_pieces` bounds that.
 """
 
 import asyncio
-import re
-from collections.abc import Sequence
 from typing import NoReturn
 
 from starlette.exceptions import HTTPException
@@ -14,7 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import (
     BodyTooLongError,
-    InvalidRequestError,
     QuireError,
     RequestTimeoutError,
 )
@@ -26,19 +23,10 @@ BODY_TIMEOUT_S = 30.0
 MIN_BYTES_PER_S = 16 << 10
 """Whoever sends at least so fast has all the time that the length of the body needs."""
 
-MAX_VALUES = 2_000_000
-MAX_PARTS = 200_000
-"""Of a body in JSON: values of any kind; lists, objects and fields of objects. All streams wait
-while one is parsed and checked: 0.2 s at these bounds, and seconds for 32 MiB of [1],[1],[1]."""
-
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-"""A text, or the rest of the body where it does not end. It always matches, and nothing is tried
-twice, so that all texts together take one pass."""
-
 
 class BodyLimit:
-    """Refuses a body that is too long, at once where its length is announced, else as it comes, one
-    that is too slow, and one that has too many values."""
+    """Refuses a body that is too long, at once where its length is announced, else as it comes, and
+    one that is too slow."""
 
     def __init__(
         self,
@@ -71,7 +59,6 @@ class _Body:
         self._timeout_s = timeout_s
         self._deadline_s = asyncio.get_running_loop().time() + timeout_s
         self._is_whole = False
-        self._pieces: list[bytes] = []
 
     async def receive(self) -> Message:
         """Raises HTTPException, the only kind that FastAPI lets through where it reads a body."""
@@ -88,39 +75,12 @@ class _Body:
                     "of the body have come; send it faster"
                 )
             )
-        self._pieces.append(message.get("body", b""))
-        self._num_bytes += len(self._pieces[-1])
+        self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._max_bytes:
             _refuse(_too_long(self._max_bytes))
         if not message.get("more_body", False):
             self._is_whole = True
-            if has_too_many_values(self._pieces):
-                _refuse(
-                    InvalidRequestError(
-                        f"the body has more than {MAX_VALUES} values, or more than {MAX_PARTS} "
-                        "lists, objects and fields; send less in one request"
-                    )
-                )
-            self._pieces.clear()
         return message
-
-
-def has_too_many_values(pieces: Sequence[bytes]) -> bool:
-    """Whether a body, in pieces, would take long to parse, if it is JSON."""
-    if not _is_beyond(pieces):
-        return False  # even if what looks like structure in a text is counted, too
-    body = b"".join(pieces)
-    if b"\0" in body:
-        return True  # no JSON in UTF-8, where a quotation mark is one and nothing else
-    if body.count(b'"') - body.count(b'\\"') > 2 * MAX_VALUES:
-        return True  # texts are values, too, and take longer to skip than to count
-    return _is_beyond([_STRING.sub(b"", body)])
-
-
-def _is_beyond(pieces: Sequence[bytes]) -> bool:
-    num_parts = sum(piece.count(sign) for piece in pieces for sign in (b"[", b"{", b":"))
-    num_values = sum(piece.count(b",") for piece in pieces)
-    return num_parts > MAX_PARTS or num_values > MAX_VALUES
 
 
 def _announced_bytes(scope: Scope) -> int:

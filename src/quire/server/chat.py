@@ -4,8 +4,7 @@ A streamed answer has, for each choice, a chunk with the role, chunks with text,
 reason why it ended, as OpenAI's has; joined they are the whole answer.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +16,11 @@ from starlette.responses import Response
 from quire.engine.outputs import Delta
 from quire.errors import InvalidRequestError
 from quire.server.api_docs import answers
-from quire.server.call import Call
+from quire.server.call import LATER, Call, event_of, filled
 from quire.server.generation import blamed_on, new_call_id, prepare
 from quire.server.json_body import JSONRoute
 from quire.server.limits import check_text, check_whole_answer
-from quire.server.logprobs import chat_logprobs
+from quire.server.logprobs import chat_logprobs_json
 from quire.server.protocol import ChatCompletionRequest, TemplateOptions
 from quire.server.responses import (
     ChatChoice,
@@ -34,11 +33,14 @@ from quire.server.responses import (
     Usage,
 )
 from quire.server.service import LONG_TEXT_CHARACTERS, Service, call_for_text, service_of
-from quire.server.streaming import EventStream, answer, event
+from quire.server.streaming import event
 from quire.server.tenancy import options_of
 from quire.text.chat_prompt import encode_chat
 
 router = APIRouter(route_class=JSONRoute)
+
+BYTES_PER_LOGPROB = 96
+"""In the answer, about: a token's text, its bytes, its number, and their names."""
 
 
 @router.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))
@@ -57,9 +59,13 @@ async def create_chat_completion(body: ChatCompletionRequest, http: HTTPRequest)
         generation = await prepare(service, http, call_id, [token_ids], wish, options)
     call = _ChatCall(service, body, generation, call_id)
     if body.stream:
-        return EventStream(call.events(), service.keep_alive_s)
-    check_whole_answer(generation.requests, service.engine.limits.max_model_len)
-    return await answer(http.receive, call.collect())
+        return call.stream()
+    check_whole_answer(
+        generation.requests,
+        service.engine.limits.max_model_len,
+        bytes_per_logprob=BYTES_PER_LOGPROB,
+    )
+    return await call.answer(http.receive)
 
 
 @contextmanager
@@ -131,13 +137,7 @@ def _num_characters(value: Any) -> int:
 class _ChatCall(Call[ChatCompletionRequest]):
     """One call. Invariant: the role is in the first chunk of each choice and in no other."""
 
-    async def collect(self) -> ChatCompletion:
-        """The whole answer."""
-        async with self._generation as generation:
-            choices = []
-            for index, delta in await generation.rest():
-                choices.append(self._choice(index, delta))
-                await asyncio.sleep(0)  # others go on: one with log-probabilities takes long
+    def _whole(self, choices: list[Any]) -> ChatCompletion:
         return ChatCompletion(
             self._call_id,
             self._created_s,
@@ -145,58 +145,56 @@ class _ChatCall(Call[ChatCompletionRequest]):
             choices,
             self._usage(),
             system_fingerprint=self._service.system_fingerprint,
-            prompt_logprobs=self._prompt_logprobs(0),
+            prompt_logprobs=UNSET if self._body.prompt_logprobs is None else LATER,
             prompt_token_ids=self._prompt_token_ids(0),
         )
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events."""
-        async with self._generation as generation:
-            async for batch in generation.batches():
-                if events := b"".join(self._events(batch)):
-                    yield events
-        if self._body.include_usage:
-            yield event(self._chunk([], self._usage()))
+    def _rest_of_whole(self) -> Iterable[Iterable[bytes]]:
+        return () if self._body.prompt_logprobs is None else (self._prompt_logprobs(0),)
 
-    def _choice(self, index: int, delta: Delta) -> ChatChoice:
-        """A whole one."""
+    def _whole_choice(self, choice: int, delta: Delta) -> Iterable[bytes]:
         self._num_generated += len(delta.token_ids)
-        return ChatChoice(
-            index,
+        whole = ChatChoice(
+            choice,
             ChatMessage(delta.text),
-            self._logprobs(delta) if self._body.logprobs else None,
+            LATER if self._body.logprobs else None,
             delta.finish_reason,
             delta.stop_reason,
             self._token_ids(delta),
         )
+        return filled(whole, *([self._logprobs_json(delta)] if self._body.logprobs else ()))
 
-    def _events(self, batch: Iterable[tuple[int, Delta]]) -> Iterator[bytes]:
-        for index, delta in batch:
-            if self._begins(index):
-                role = ChatChunkChoice(index, ChatDelta(role="assistant", content=""))
-                yield event(self._chunk([role], prompt_token_ids=self._prompt_token_ids(index)))
-            self._num_generated += len(delta.token_ids)
-            if delta.text or delta.logprobs or (self._body.return_token_ids and delta.token_ids):
-                yield event(self._chunk([self._content(index, delta)]))
-            if delta.finish_reason is not None:
-                end = ChatChunkChoice(
-                    index,
-                    ChatDelta(),
-                    finish_reason=delta.finish_reason,
-                    stop_reason=delta.stop_reason,
-                )
-                yield event(self._chunk([end]))
+    def _events(self, choice: int, delta: Delta) -> Iterator[bytes]:
+        if self._begins(choice):
+            role = ChatChunkChoice(choice, ChatDelta(role="assistant", content=""))
+            yield event(self._chunk([role], prompt_token_ids=self._prompt_token_ids(choice)))
+        self._num_generated += len(delta.token_ids)
+        if delta.logprobs:
+            content = self._chunk([self._content(choice, delta, LATER)])
+            yield from event_of(filled(content, self._logprobs_json(delta)))
+        elif delta.text or (self._body.return_token_ids and delta.token_ids):
+            yield event(self._chunk([self._content(choice, delta)]))
+        if delta.finish_reason is not None:
+            end = ChatChunkChoice(
+                choice,
+                ChatDelta(),
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
+            )
+            yield event(self._chunk([end]))
 
-    def _content(self, index: int, delta: Delta) -> ChatChunkChoice:
+    def _usage_event(self) -> bytes:
+        return event(self._chunk([], self._usage()))
+
+    def _content(
+        self, choice: int, delta: Delta, logprobs: ChatLogprobs | None = None
+    ) -> ChatChunkChoice:
         return ChatChunkChoice(
-            index,
-            ChatDelta(content=delta.text),
-            self._logprobs(delta) if delta.logprobs else None,
-            token_ids=self._token_ids(delta),
+            choice, ChatDelta(content=delta.text), logprobs, token_ids=self._token_ids(delta)
         )
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs:
-        return chat_logprobs(self._service.tokenizer, delta.logprobs)
+    def _logprobs_json(self, delta: Delta) -> Iterable[bytes]:
+        return chat_logprobs_json(self._service.tokenizer, delta.logprobs)
 
     def _chunk(
         self,

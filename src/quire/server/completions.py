@@ -3,8 +3,7 @@
 A streamed answer and a whole one are made of the same pieces, so they say the same.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,18 +13,21 @@ from starlette.responses import Response
 
 from quire.engine.outputs import Delta
 from quire.server.api_docs import answers
-from quire.server.call import Call
+from quire.server.call import LATER, Call, event_of, filled
 from quire.server.generation import Generation, blamed_on, new_call_id, prepare
 from quire.server.json_body import JSONRoute
 from quire.server.limits import check_text, check_whole_answer
-from quire.server.logprobs import CompletionLogprobsWriter, extend_logprobs
+from quire.server.logprobs import CompletionLogprobsWriter, completion_logprobs_json
 from quire.server.protocol import CompletionRequest
 from quire.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from quire.server.service import Service, call_for_text, service_of
-from quire.server.streaming import EventStream, answer, event
+from quire.server.streaming import event
 from quire.server.tenancy import options_of
 
 router = APIRouter(route_class=JSONRoute)
+
+BYTES_PER_LOGPROB = 32
+"""In the answer, about: a token's text in quotation marks, and up to 20 digits."""
 
 
 @router.post("/v1/completions", responses=answers(Completion, streams=True))
@@ -41,9 +43,13 @@ async def create_completion(body: CompletionRequest, http: HTTPRequest) -> Respo
     generation = await prepare(service, http, call_id, prompts, wish, options)
     call = _CompletionCall(service, body, generation, call_id)
     if body.stream:
-        return EventStream(call.events(), service.keep_alive_s)
-    check_whole_answer(generation.requests, service.engine.limits.max_model_len)
-    return await answer(http.receive, call.collect())
+        return call.stream()
+    check_whole_answer(
+        generation.requests,
+        service.engine.limits.max_model_len,
+        bytes_per_logprob=BYTES_PER_LOGPROB,
+    )
+    return await call.answer(http.receive)
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[str | list[int]]:
@@ -76,31 +82,40 @@ class _CompletionCall(Call[CompletionRequest]):
         super().__init__(service, body, generation, call_id)
         self._writers = self._make_writers(body.logprobs)
 
-    async def collect(self) -> Completion:
-        """The whole answer."""
-        async with self._generation as generation:
-            choices = []
-            for index, delta in await generation.rest():
-                choices.append(self._piece(index, self._counted(delta)))
-                await asyncio.sleep(0)  # others go on: one with log-probabilities takes long
-        for choice in choices:
-            choice.prompt_logprobs = self._prompt_logprobs(choice.index)
+    def _whole(self, choices: list[Any]) -> Completion:
         return self._answer(choices, self._usage())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events."""
-        async with self._generation as generation:
-            async for batch in generation.batches():
-                if events := b"".join(self._events(batch)):
-                    yield events
-        if self._body.include_usage:
-            yield event(self._answer([], self._usage()))
+    def _whole_choice(self, choice: int, delta: Delta) -> Iterable[bytes]:
+        counted = self._counted(delta)
+        with_echo = self._echoes(choice)
+        piece = self._piece(choice, counted)
+        parts = []
+        if self._has_logprobs(counted, with_echo):
+            piece.logprobs = LATER
+            parts.append(self._logprobs_json(choice, counted, with_echo))
+        if self._body.prompt_logprobs is not None:
+            piece.prompt_logprobs = LATER
+            parts.append(self._prompt_logprobs(choice))
+        return filled(piece, *parts)
 
-    def _events(self, batch: Iterable[tuple[int, Delta]]) -> Iterator[bytes]:
-        for choice, whole_delta in batch:
-            delta = self._counted(whole_delta)
-            if self._has_news(delta) or (self._body.echo and choice in self._unbegun):
-                yield event(self._answer([self._piece(choice, delta)], self._chunk_usage()))
+    def _events(self, choice: int, delta: Delta) -> Iterable[bytes]:
+        counted = self._counted(delta)
+        with_echo = self._echoes(choice)
+        if not (with_echo or self._has_news(counted)):
+            return ()
+        piece = self._piece(choice, counted)
+        if not self._has_logprobs(counted, with_echo):
+            return (event(self._answer([piece], self._chunk_usage())),)
+        piece.logprobs = LATER
+        return event_of(
+            filled(
+                self._answer([piece], self._chunk_usage()),
+                self._logprobs_json(choice, counted, with_echo),
+            )
+        )
+
+    def _usage_event(self) -> bytes:
+        return event(self._answer([], self._usage()))
 
     def _counted(self, delta: Delta) -> Delta:
         """What is answered of a delta, its tokens counted."""
@@ -109,27 +124,38 @@ class _CompletionCall(Call[CompletionRequest]):
         self._num_generated += len(delta.token_ids)
         return delta
 
+    def _echoes(self, choice: int) -> bool:
+        """Whether the next piece of a choice begins with the prompt."""
+        return self._body.echo and choice in self._unbegun
+
     def _piece(self, choice: int, delta: Delta) -> CompletionChoice:
+        """But for its log-probabilities."""
+        echoes = self._echoes(choice)
         begins = self._begins(choice)
-        echoes = begins and self._body.echo
         return CompletionChoice(
             choice,
             self._prompt_text(choice) + delta.text if echoes else delta.text,
-            self._logprobs(choice, delta, echoes) if self._writers else None,
+            None,
             delta.finish_reason,
             delta.stop_reason,
             prompt_token_ids=self._prompt_token_ids(choice) if begins else UNSET,
             token_ids=self._token_ids(delta),
         )
 
-    def _logprobs(self, choice: int, delta: Delta, with_echo: bool) -> CompletionLogprobs | None:
-        writer, result = self._writers[choice], self._result(choice)
+    def _has_logprobs(self, delta: Delta, with_echo: bool) -> bool:
+        return bool(self._writers) and (with_echo or bool(delta.logprobs))
+
+    def _logprobs_json(self, choice: int, delta: Delta, with_echo: bool) -> Iterable[bytes]:
+        return completion_logprobs_json(self._logprobs(choice, delta, with_echo))
+
+    def _logprobs(self, choice: int, delta: Delta, with_echo: bool) -> Iterator[CompletionLogprobs]:
+        writer = self._writers[choice]
         if with_echo:
-            assert result.prompt_logprobs is not None, "they come with the first output"
-            echoed = writer.echo(result.prompt_token_ids, result.prompt_logprobs)
-            extend_logprobs(echoed, writer.write(delta.logprobs))
-            return echoed
-        return writer.write(delta.logprobs) if delta.logprobs else None
+            yield writer.write_first(self._result(choice).prompt_token_ids[0])
+            for chunk in self._generation.prompt_entries(choice).chunks():
+                yield writer.write(chunk)
+        for chunk in delta.logprobs.chunks():
+            yield writer.write(chunk)
 
     def _make_writers(self, num_top: int | None) -> list[CompletionLogprobsWriter]:
         """One for each choice, none where no logprobs are wanted."""

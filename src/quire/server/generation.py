@@ -12,6 +12,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Generator as PyGenerator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,7 +22,8 @@ from fastapi import Request as HTTPRequest
 
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import Wish, as_sampling_params
-from quire.engine.inputs import RequestOptions
+from quire.engine.inputs import InputProcessor, RequestOptions
+from quire.engine.logprob_entries import LogprobEntries
 from quire.engine.outputs import Delta, RequestAssembler, RequestOutput
 from quire.engine.request_stream import RequestStream
 from quire.errors import (
@@ -78,22 +80,16 @@ class Generation:
     def __init__(
         self,
         service: Service,
-        requests: Sequence[Request],
+        assemblers: Sequence[RequestAssembler],
         wish: Wish,
-        texts: Sequence[str | None],
         caller: Caller,
     ) -> None:
-        """texts: of the prompts, None where the client sent token ids."""
-        self.requests = requests
+        """assemblers: one for each prompt, with its request; for deltas only."""
+        self.requests = requests = [assembler.request for assembler in assemblers]
         self.params = params = as_sampling_params(wish)
         self._service = service
         self._caller = caller
-        self._assemblers = {
-            request.request_id: RequestAssembler(
-                request, wish, service.tokenizer, text, deltas_only=True
-            )
-            for request, text in zip(requests, texts, strict=True)
-        }
+        self._assemblers = {one.request.request_id: one for one in assemblers}
         self._first_choice = {
             request.request_id: index * params.n for index, request in enumerate(requests)
         }
@@ -116,6 +112,13 @@ class Generation:
         """Everything that has come so far, by prompt, but for the texts and log-probabilities of
         the choices: these are in the deltas alone."""
         return [assembler.output for assembler in self._assemblers.values()]
+
+    def prompt_entries(self, choice: int) -> LogprobEntries:
+        """The log-probabilities of a choice's prompt, which come with its first output."""
+        request = self.requests[choice // self.params.n]
+        entries = self._assemblers[request.request_id].prompt_entries
+        assert entries is not None, "they were asked for"
+        return entries
 
     async def __aenter__(self) -> Self:
         """Send the requests to the engine.
@@ -291,16 +294,67 @@ async def prepare(
     wish: Wish,
     options: RequestOptions,
 ) -> Generation:
-    """Tokenize and check the prompts. Raises InvalidRequestError, ServerDrainingError."""
+    """Tokenize and check the prompts.
+
+    Raises InvalidRequestError, ServerDrainingError, OverloadedError where the server has no room.
+    """
     service.check_accepting()
-    caller = Caller.of(http, call_id)
-    size = sum(len(prompt) for prompt in prompts)  # in characters or token ids: both are read
-    words = as_sampling_params(wish).bad_words or ()
+    params = as_sampling_params(wish)
+    service.engine.check_room(len(prompts) * params.n)  # before there is any work with them
+    words = params.bad_words or ()
+    inputs = service.inputs
+    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     size += _ENCODINGS_PER_BAD_WORD * sum(len(word) for word in words)
-    requests = await call_for_text(size, _make_requests, service, call_id, prompts, wish, options)
-    check_prompt_logprobs(requests)
-    texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-    return Generation(service, requests, wish, texts, caller)
+    token_ids = await call_for_text(size, _tokenize, inputs, prompts, words)
+    draft = _Draft(service, Caller.of(http, call_id), inputs, wish, options)
+    return await service.pieces.run(draft.finish(prompts, token_ids))
+
+
+def _tokenize(
+    inputs: InputProcessor, prompts: Sequence[str | list[int]], bad_words: Sequence[str]
+) -> list[list[int]]:
+    inputs.prepare_bad_words(bad_words)
+    with blamed_on("prompt"):
+        return [
+            inputs.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What all requests of a call have in common."""
+
+    service: Service
+    caller: Caller
+    inputs: InputProcessor
+    wish: Wish
+    options: RequestOptions
+
+    def finish(
+        self, prompts: Sequence[str | list[int]], token_ids: Sequence[list[int]]
+    ) -> PyGenerator[None, None, Generation]:
+        """The call's requests; may pause at every yield."""
+        tokenizer = self.service.tokenizer
+        assemblers = []
+        for index, (prompt, ids) in enumerate(zip(prompts, token_ids, strict=True)):
+            request = self._request(index, ids)
+            text = prompt if isinstance(prompt, str) else None
+            assemblers.append(
+                RequestAssembler(request, self.wish, tokenizer, text, deltas_only=True)
+            )
+            yield
+        check_prompt_logprobs([assembler.request for assembler in assemblers])
+        return Generation(self.service, assemblers, self.wish, self.caller)
+
+    def _request(self, index: int, token_ids: list[int]) -> Request:
+        with blamed_on("prompt"):
+            return self.inputs.make_request(
+                f"{self.caller.call_id}-{index}",
+                token_ids,
+                self.wish,
+                seed=self.service.seeds.draw(self.options.tenant),
+                options=self.options,
+            )
 
 
 @contextmanager
@@ -316,21 +370,3 @@ def blamed_on(param: str) -> Iterator[None]:
 def new_call_id(prefix: str) -> str:
     """An id that no other call has, in OpenAI's form."""
     return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def _make_requests(
-    service: Service,
-    call_id: str,
-    prompts: Sequence[str | list[int]],
-    wish: Wish,
-    options: RequestOptions,
-) -> list[Request]:
-    inputs = service.inputs
-    draw, tenant = service.seeds.draw, options.tenant
-    with blamed_on("prompt"):
-        return [
-            inputs.make_request(
-                f"{call_id}-{index}", prompt, wish, seed=draw(tenant), options=options
-            )
-            for index, prompt in enumerate(prompts)
-        ]

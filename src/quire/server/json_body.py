@@ -6,22 +6,23 @@ answer. Both are refused by name, wherever they are. The routes that have a body
 Knows no fields.
 """
 
-import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from quire.errors import InvalidRequestError, check_characters
+from quire.errors import check_characters
+from quire.server.json_pieces import MAX_NUMBER_CHARACTERS, parse_in_pieces, unique_fields
+from quire.server.service import service_of
 
 LONG_BODY_BYTES = 64 << 10
-"""Longer bodies are parsed in a thread: some tens of milliseconds at most, in which others go on
-whenever Python code of the parser runs."""
+"""Longer bodies are parsed in pieces, between which others go on."""
 
+_LONG_NUMBER = re.compile(rf"[0-9]{{{MAX_NUMBER_CHARACTERS + 1}}}")
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a surrogate pair, as JSON writes it. Characters that are not escaped are none: the body
 is UTF-8."""
@@ -33,14 +34,14 @@ Path = tuple["Path", str | int] | None
 
 
 class JSONRequest(Request):
-    """A request whose `json` is `parse` of its body. Where it fails, FastAPI answers with the cause
-    of the failure, as `errors` tells it."""
+    """A request whose `json` is `parse` of its body, within the server's bounds. Where it fails,
+    FastAPI answers with the cause of the failure, as `errors` tells it."""
 
     async def json(self) -> Any:
-        body = await self.body()
-        if len(body) > LONG_BODY_BYTES:
-            return await asyncio.to_thread(parse, body)
-        return parse(body)
+        service = service_of(self)
+        value = await service.pieces.run(parse(await self.body()))
+        service.limits.check_parsed(value, service.engine.limits.max_model_len)
+        return value
 
 
 class JSONRoute(APIRoute):
@@ -55,40 +56,30 @@ class JSONRoute(APIRoute):
         return handle_json
 
 
-def parse(body: bytes) -> Any:
-    """The JSON value in `body`.
+def parse(body: bytes) -> Generator[None, None, Any]:
+    """The JSON value in `body`; may pause at every yield. A short body has none.
 
     Raises json.JSONDecodeError, UnicodeDecodeError for what is not UTF-8, and InvalidRequestError
-    for two fields of one name in one object and for a text with half of a surrogate pair.
+    for two fields of one name in one object, for a text with half of a surrogate pair, and for what
+    is beyond the bounds of `json_pieces`.
     """
     text = str(body, "utf-8-sig")
-    value = _DECODER.decode(text)
+    if len(body) > LONG_BODY_BYTES or _LONG_NUMBER.search(text):
+        value = yield from parse_in_pieces(text)
+    else:
+        value = _DECODER.decode(text)
     if isinstance(value, (dict, list)) and _HALF.search(text):
-        _check_texts(value)
+        yield from _check_texts(value)
     return value
 
 
-def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the fields that were read, if each name is there once."""
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    names = set()
-    for name, _ in pairs:
-        if name in names:
-            break
-        names.add(name)
-    raise InvalidRequestError(
-        f"the body has the field {name!r:.80} twice in one object; give it once", name
-    )
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_fields)
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_fields)
-
-
-def _check_texts(value: dict[str, Any] | list[Any]) -> None:
+def _check_texts(value: dict[str, Any] | list[Any]) -> Generator[None, None, None]:
     """Raises InvalidRequestError for a text in `value`, at any depth, or for the name of a field,
-    that has half of a surrogate pair. Without recursion, and with a look at each value only."""
+    that has half of a surrogate pair. Without recursion, and with a look at each value only; may
+    pause at every yield."""
     rest: list[tuple[Any, Path]] = [(value, None)]
     while rest:
         outer, path = rest.pop()
@@ -102,6 +93,7 @@ def _check_texts(value: dict[str, Any] | list[Any]) -> None:
                     check_characters(inner, _dotted((path, name)))
             elif isinstance(inner, (dict, list)):
                 rest.append((inner, (path, name)))
+        yield
 
 
 def _check_name(name: str, path: Path) -> None:

@@ -8,7 +8,9 @@ behind. Imports no torch. Called by the command line.
 
 import asyncio
 import contextlib
+import ctypes
 import errno
+import gc
 import ipaddress
 import os
 import signal
@@ -57,6 +59,8 @@ _FLUSH_S = 3
 reading, and is cut."""
 
 _DRAIN_POLL_S = 0.05
+
+_TRIM_PERIOD_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +174,39 @@ async def _serve(plan: _Plan, sock: socket.socket) -> None:
         monitor = Monitor(model_name=plan.model_name, spans=plan.spans)
         try:
             http = _HTTPServer(_make_service(plan, engine, monitor), plan, sock)
+            _stay_responsive()
             stopper.on_first = http.drain
             watch = asyncio.create_task(http.watch_engine())
+            trim = asyncio.create_task(_return_memory())
             try:
                 await http.serve(sockets=[sock])
             finally:
                 watch.cancel()
+                trim.cancel()
             if http.failure is not None:
                 raise http.failure
         finally:
             # Drained as far as it was to be: uvicorn has waited for the open answers.
             await engine.shutdown(drain=False, timeout_s=_ENGINE_SHUTDOWN_S)
             await asyncio.to_thread(monitor.close)
+
+
+def _stay_responsive() -> None:
+    """Nothing that Python does by itself may hold up the event loop for long."""
+    # What stands now stays: the garbage collector need not look through it again and again.
+    gc.collect()
+    gc.freeze()
+    # A thread that tokenizes leaves the loop the lock after so many seconds (the default: 0.005).
+    sys.setswitchinterval(0.001)
+
+
+async def _return_memory() -> None:
+    """Again and again give the system back what long calls have left free: hundreds of megabytes
+    that the C library would keep. A thread does it, in which nothing waits for Python's lock."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:  # glibc has it, others give memory back by themselves
+        await asyncio.sleep(_TRIM_PERIOD_S)
+        await asyncio.to_thread(trim, 0)
 
 
 def _make_service(plan: _Plan, engine: AsyncEngine, monitor: Monitor) -> Service:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from quire.core.request import Request
+from quire.core.request import Request, prompt_too_long
 from quire.core.sampling_params import MAX_BRANCHES, MAX_STOP_STRINGS
 from quire.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
 from quire.server.protocol import CompletionRequest, GenerationBody
@@ -19,11 +19,15 @@ _LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias")
 _COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 
 MAX_PROMPT_LOGPROBS = 1_000_000
-"""Of all prompt tokens in one answer, which has them for each choice. All streams wait while it is
-written: about a second, and 0.3 GiB."""
+"""Of all prompt tokens in one answer, which has them for each choice: 90 MB of JSON. The engine
+sends those of one prompt as one message: 14 MB, which it takes 0.05 s to write."""
 
-MAX_LOGPROBS = 4_000_000
-"""Of the tokens of an answer that comes in one piece, if it grows as long as it may: 1 GiB."""
+MAX_ANSWER_BYTES = 384 << 20
+"""Of the log-probabilities in an answer that comes in one piece, if it grows as long as it may, as
+JSON. Until it is written the front holds a seventh to a half of it."""
+
+MAX_TEMPLATE_VALUES = 10_000
+"""Of chat_template_kwargs: what a template is given beside the messages."""
 
 MAX_WORD_CHARACTERS = 1000
 """Of one bad word, which is tokenized in several forms."""
@@ -54,18 +58,41 @@ class CallLimits:
                 bound = "at least 1" + ("" if high is None else f" and at most {high}")
                 raise ConfigurationError(f"{field.name} is {value}, but must be {bound}")
 
+    def check_parsed(self, value: Any, max_model_len: int) -> None:
+        """Check how long the lists and objects of a body are, before a look at what is in them.
+
+        value: the body's JSON, whatever it is. Raises InvalidRequestError that names the field and
+        the bound; PromptTooLongError.
+        """
+        if not isinstance(value, dict):
+            return
+        for part in (value, value.get("extra_body")):
+            if isinstance(part, dict):
+                for name, bound in self._list_bounds:
+                    _check_length(name, part.get(name), bound)
+                self._check_prompt(part.get("prompt"), max_model_len)
+                _check_template_arguments(part.get("chat_template_kwargs"))
+
+    @property
+    def _list_bounds(self) -> Iterator[tuple[str, int]]:
+        yield "stop", self.max_stop_strings
+        for name in _LISTS:
+            yield name, self.max_list_length
+
+    def _check_prompt(self, prompt: Any, max_model_len: int) -> None:
+        if not isinstance(prompt, list) or not prompt:
+            return
+        if not isinstance(prompt[0], int):
+            _check_length("prompt", prompt, self.max_prompts)
+        elif len(prompt) >= max_model_len:
+            raise prompt_too_long(len(prompt), max_model_len)
+
     def check(self, body: GenerationBody, max_logprobs: int) -> None:
-        """Raises InvalidRequestError that names the field and the bound.
+        """Check what `check_parsed` has left. Raises InvalidRequestError that names the field and
+        the bound.
 
         max_logprobs: the engine's bound.
         """
-        for name, count, bound in self._counts(body):
-            if count > bound:
-                raise InvalidRequestError(
-                    f"{name} has {count} entries, above this server's bound of {bound};"
-                    " send fewer, or several calls",
-                    name,
-                )
         self._check_choices(body)
         for word in body.bad_words or ():
             if len(word) > MAX_WORD_CHARACTERS:
@@ -75,15 +102,6 @@ class CallLimits:
                     "bad_words",
                 )
         _check_logprobs(body, max_logprobs)
-
-    def _counts(self, body: GenerationBody) -> Iterator[tuple[str, int, int]]:
-        """(field, number of entries, bound)"""
-        if isinstance(body, CompletionRequest):
-            yield "prompt", len(body.prompts), self.max_prompts
-        if isinstance(body.stop, list):
-            yield "stop", len(body.stop), self.max_stop_strings
-        for name in _LISTS:
-            yield name, len(getattr(body, name) or ()), self.max_list_length
 
     def _check_choices(self, body: GenerationBody) -> None:
         n = 1 if body.n is None else body.n
@@ -98,6 +116,31 @@ class CallLimits:
                 f" this server's bound of {self.max_choices}; ask for fewer in one call",
                 "n",
             )
+
+
+def _check_length(name: str, value: Any, bound: int) -> None:
+    if isinstance(value, (list, dict)) and len(value) > bound:
+        raise InvalidRequestError(
+            f"{name} has {len(value)} entries, above this server's bound of {bound};"
+            " send fewer, or several calls",
+            name,
+        )
+
+
+def _check_template_arguments(value: Any) -> None:
+    """Stops to count at the bound."""
+    count, rest = 0, [value]
+    while rest:
+        inner = rest.pop()
+        if isinstance(inner, (dict, list)):
+            count += len(inner)
+            if count > MAX_TEMPLATE_VALUES:
+                raise InvalidRequestError(
+                    "chat_template_kwargs has more values, those inside of others included, than"
+                    f" the bound of {MAX_TEMPLATE_VALUES}; send fewer",
+                    "chat_template_kwargs",
+                )
+            rest += inner.values() if isinstance(inner, dict) else inner
 
 
 def check_text(text: str, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
@@ -129,17 +172,21 @@ def check_prompt_logprobs(requests: Sequence[Request]) -> None:
         )
 
 
-def check_whole_answer(requests: Sequence[Request], max_model_len: int) -> None:
+def check_whole_answer(
+    requests: Sequence[Request], max_model_len: int, *, bytes_per_logprob: int
+) -> None:
     """Raises InvalidRequestError where an answer that is not streamed could be too long."""
     count = 0
     for one in requests:
         if one.params.logprobs is not None:
             room = max_model_len - len(one.prompt_token_ids)
             count += (1 + one.params.logprobs) * min(one.params.max_tokens, room) * one.n
-    if count > MAX_LOGPROBS:
+    num_bytes = count * bytes_per_logprob
+    if num_bytes > MAX_ANSWER_BYTES:
         raise InvalidRequestError(
-            f"the answer might have {count} log-probabilities, above the bound of {MAX_LOGPROBS};"
-            " stream it, or lower max_tokens, n or the number of likeliest tokens",
+            f"the answer might have {count} log-probabilities, about {num_bytes >> 20} MiB, above"
+            f" the bound of {MAX_ANSWER_BYTES >> 20} MiB; stream it, or lower max_tokens, n or the"
+            " number of likeliest tokens",
             "logprobs",
         )
 

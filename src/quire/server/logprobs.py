@@ -3,11 +3,14 @@
 Knows no requests. Called by `completions` and `chat`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from itertools import count, islice
 from typing import Any
 
+import msgspec
+
 from quire.core.step import TokenLogprobs
-from quire.engine.outputs import Logprob
+from quire.engine.logprob_entries import LogprobEntries
 from quire.server.responses import (
     ChatLogprobs,
     ChatTokenLogprob,
@@ -16,6 +19,8 @@ from quire.server.responses import (
 )
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
+
+_encode_json = msgspec.json.Encoder().encode
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has not; the value that OpenAI uses."""
@@ -43,31 +48,18 @@ class CompletionLogprobsWriter:
             tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens
         )
 
-    def echo(
-        self,
-        token_ids: Sequence[int],
-        prompt_logprobs: Sequence[Mapping[int, Logprob] | None],
-    ) -> CompletionLogprobs:
-        """Of the prompt's tokens. The first has no probability: nothing comes before it."""
+    def write_first(self, token_id: int) -> CompletionLogprobs:
+        """Of an echoed prompt's first token. It has no probability: nothing comes before it."""
         written = CompletionLogprobs([], [], [], [])
-        for token_id, found in zip(token_ids, prompt_logprobs, strict=True):
-            if found is None:
-                self._write(written, token_id, None, None)
-                continue
-            top = {
-                token: entry.logprob
-                for token, entry in found.items()
-                if token == token_id or (entry.rank or 0) <= self._num_top
-            }
-            self._write(written, token_id, found[token_id].logprob, top)
+        self._write(written, token_id, None, None)
         return written
 
-    def write(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """Of the next generated tokens."""
+    def write(self, entries: Iterable[TokenLogprobs]) -> CompletionLogprobs:
+        """Of the next tokens, of an echoed prompt or generated."""
         written = CompletionLogprobs([], [], [], [])
         for entry in entries:
             likeliest = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-            top = dict(list(likeliest)[: self._num_top])
+            top = dict(islice(likeliest, self._num_top))
             top.setdefault(entry.token_id, entry.logprob)
             self._write(written, entry.token_id, entry.logprob, top)
         return written
@@ -92,43 +84,70 @@ class CompletionLogprobsWriter:
         return named
 
 
-def extend_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> None:
-    """Let `second` follow in `first`."""
-    first.tokens += second.tokens
-    first.token_logprobs += second.token_logprobs
-    first.top_logprobs += second.top_logprobs
-    first.text_offset += second.text_offset
+def completion_logprobs_json(parts: Iterable[CompletionLogprobs]) -> Generator[bytes, None, None]:
+    """The JSON of all parts as one, in parts; may pause at each yield."""
+    names = CompletionLogprobs.__struct_fields__
+    lists: list[list[bytes]] = [[] for _ in names]
+    for part in parts:
+        for name, pieces in zip(names, lists, strict=True):
+            pieces.append(_items_json(getattr(part, name)))
+        yield b""
+    opening = b"{"
+    for name, pieces in zip(names, lists, strict=True):
+        yield opening + _encode_json(name) + b":[" + b",".join(pieces) + b"]"
+        opening = b","
+    yield b"}"
 
 
 def prompt_logprobs_json(
-    token_ids: Sequence[int],
-    prompt_logprobs: Sequence[Mapping[int, Logprob] | None],
-    num_top: int,
-) -> list[dict[str, Any] | None]:
-    """For each prompt token, by token id: the likeliest ones and the token itself."""
-    return [
-        None if found is None else _by_token_id(token_id, found, num_top)
-        for token_id, found in zip(token_ids, prompt_logprobs, strict=True)
-    ]
+    tokenizer: Tokenizer, entries: LogprobEntries, num_top: int
+) -> Generator[bytes, None, None]:
+    """For each prompt token, by token id: the likeliest ones and the token itself; null for the
+    first. In parts; may pause at each yield."""
+    yield b"[null"
+    for chunk in entries.chunks():
+        yield b"," + _items_json([_by_token_id(tokenizer, entry, num_top) for entry in chunk])
+    yield b"]"
 
 
 def _by_token_id(
-    token_id: int, found: Mapping[int, Logprob], num_top: int
+    tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int
 ) -> dict[str, dict[str, Any]]:
+    ranked = zip(entry.top_token_ids, entry.top_logprobs, count(1), strict=False)
+    top = {token_id: (logprob, rank) for token_id, logprob, rank in islice(ranked, num_top)}
+    if entry.token_id not in top:
+        own = dict(zip(entry.top_token_ids, count(1), strict=False))
+        top[entry.token_id] = (entry.logprob, own.get(entry.token_id, entry.rank))
     return {
-        str(token): {
-            "logprob": max(entry.logprob, LEAST_LOGPROB),
-            "rank": entry.rank,
-            "decoded_token": entry.decoded_token,
+        str(token_id): {
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token_id),
         }
-        for token, entry in found.items()
-        if token == token_id or (entry.rank or 0) <= num_top
+        for token_id, (logprob, rank) in top.items()
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> ChatLogprobs:
     """Of generated tokens, each with as many likeliest ones as the request asked for."""
     return ChatLogprobs([_chat_entry(tokenizer, entry) for entry in entries])
+
+
+def chat_logprobs_json(
+    tokenizer: Tokenizer, entries: LogprobEntries
+) -> Generator[bytes, None, None]:
+    """The JSON of `chat_logprobs` in parts; may pause at each yield."""
+    head, tail = _encode_json(ChatLogprobs([])).split(b"[]")
+    opening = head + b"["
+    for chunk in entries.chunks():
+        yield opening + _items_json(chat_logprobs(tokenizer, chunk).content)
+        opening = b","
+    yield (b"]" if entries else opening + b"]") + tail
+
+
+def _items_json(items: list[Any]) -> bytes:
+    """Of a list, without its brackets."""
+    return _encode_json(items)[1:-1]
 
 
 def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> ChatTokenLogprob:

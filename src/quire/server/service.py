@@ -17,6 +17,7 @@ from quire.errors import QuireError, ServerDrainingError
 from quire.server.config import KEEP_ALIVE_S
 from quire.server.limits import CallLimits
 from quire.server.monitor import Monitor
+from quire.server.pieces import WorkPieces
 from quire.server.seeds import Seeds
 from quire.server.tenants import TenantBook
 from quire.text.chat_template import ChatTemplate
@@ -67,7 +68,8 @@ class Service:
     how much open. monitor: is told of every call. keep_alive_s: a stream without news gets a
     comment so often. default_deadline_s: of calls that name none; None: no deadline.
     allow_special_tokens: those that are written out in messages take effect.
-    system_fingerprint: what the numbers of an answer depend on, in OpenAI's field.
+    system_fingerprint: what the numbers of an answer depend on, in OpenAI's field. pieces: does the
+    work that grows with a call.
     """
 
     engine: AsyncEngine
@@ -84,6 +86,7 @@ class Service:
     allow_special_tokens: bool = False
     system_fingerprint: str | None = None
     drain: Drain = field(default_factory=Drain)
+    pieces: WorkPieces = field(default_factory=WorkPieces)
 
     @property
     def inputs(self) -> InputProcessor:

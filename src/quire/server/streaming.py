@@ -23,6 +23,8 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, and whatever stands between sees that the stream lives."""
 
+SHORT_ANSWER_BYTES = 256 << 10
+
 _encode_json = msgspec.json.Encoder().encode
 
 
@@ -31,7 +33,7 @@ class ClientGoneError(Exception):
 
 
 def json_response(content: msgspec.Struct) -> Response:
-    """A whole answer."""
+    """A short answer."""
     return Response(_encode_json(content), media_type="application/json")
 
 
@@ -71,12 +73,72 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def answer(receive: Receive, work: Coroutine[Any, Any, msgspec.Struct]) -> Response:
-    """The JSON of what `work` returns, or an empty response that nobody receives."""
+async def answer(
+    receive: Receive, work: Coroutine[Any, Any, None], pieces: AsyncGenerator[bytes, None]
+) -> Response:
+    """What `pieces` make once `work` is done, or an empty response that nobody receives."""
     try:
-        return json_response(await unless_disconnected(receive, work))
+        await unless_disconnected(receive, work)
     except ClientGoneError:
+        await pieces.aclose()
         return Response(status_code=499)
+    return PieceByPiece(pieces)
+
+
+class PieceByPiece(Response):
+    """A whole answer in JSON that is made while it is sent, as fast as its client takes it.
+
+    A short one has a Content-Length and goes out at once.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: AsyncGenerator[bytes, None]) -> None:
+        """pieces: closed however this ends."""
+        self.status_code = 200
+        self.background = None
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._send_all(send))
+        except ClientGoneError:
+            return
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._pieces) as pieces:
+            held, num_held = [], 0
+            async for piece in pieces:
+                held.append(piece)
+                num_held += len(piece)
+                if num_held > SHORT_ANSWER_BYTES:
+                    break
+            else:
+                length = {"content-length": str(num_held)}
+                await self._begin(send, length)
+                await _send_body(send, b"".join(held), more_body=False)
+                return
+            await self._begin(send, {})
+            await _send_body(send, b"".join(held))
+            held.clear()
+            async for piece in pieces:
+                await _send_body(send, piece)
+            await _send_body(send, b"", more_body=False)
+
+    async def _begin(self, send: Send, headers: dict[str, str]) -> None:
+        self.init_headers(headers)
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+
+
+async def _send_body(send: Send, body: bytes, *, more_body: bool = True) -> None:
+    """Returns once the client's buffer has room again."""
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
 class EventStream(Response):

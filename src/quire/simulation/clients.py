@@ -197,6 +197,7 @@ def _check_extras(output: SequenceOutput, client: Client, first: int, last: int)
     got = None if output.logprobs is None else tuple(output.logprobs)
     assert got == wanted, f"log-probabilities {got}, not {wanted}"
     wanted = expected.prompt_logprobs if first == 0 else None
+    assert not isinstance(output.prompt_logprobs, bytes), "packed between processes only"
     got = None if output.prompt_logprobs is None else tuple(output.prompt_logprobs)
     assert got == wanted, f"log-probabilities of the prompt {got}, not {wanted}"
 
