@@ -352,6 +352,26 @@ def test_an_echo_is_the_text_that_was_sent(client):
     assert answer.choices[0].text == text
 
 
+def test_a_long_answer_comes_in_chunks_and_is_whole(client, http):
+    """Over a real connection: status and headers first, then what is made while it is sent."""
+    fields = {"prompt": ["print", "import"], "n": 4, "max_tokens": 200, "logprobs": 20}
+    fields |= {"temperature": 0, "ignore_eos": True, "prompt_logprobs": 1}
+    raw = http.post("/v1/completions", json=fields)
+    assert raw.headers["transfer-encoding"] == "chunked" and "content-length" not in raw.headers
+    choices = raw.json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(8))
+    for choice in choices:
+        found = choice["logprobs"]
+        assert [len(values) for values in found.values()] == [200] * 4
+        assert {len(top) for top in found["top_logprobs"]} <= {20, 21}
+        assert "".join(found["tokens"]) == choice["text"]
+        assert choice["prompt_logprobs"][0] is None
+    assert raw.json()["usage"]["completion_tokens"] == 1600
+    more = {name: fields.pop(name) for name in ("ignore_eos", "prompt_logprobs")}
+    answer = client.completions.create(model="embedded", **fields, extra_body=more)
+    assert [choice.text for choice in answer.choices] == [choice["text"] for choice in choices]
+
+
 CHAT = {"messages": [{"role": "user", "content": "print"}]}
 NUM_TOKENS = 200
 
