@@ -80,8 +80,23 @@ def test_max_model_len_follows_the_pool_unless_it_was_asked_for() -> None:
     assert build_engine({"num_blocks": 1000}).limits.max_model_len == 4096
     with pytest.raises(InsufficientMemoryError, match=r"hold 160 tokens.*max_model_len is 200"):
         build_engine({"num_blocks": 10, "max_model_len": 200})
-    with pytest.raises(ConfigurationError, match=r"5000.*at most 4096.*not stretch"):
+    with pytest.raises(ConfigurationError, match=r"5000.*at most 4096.*'default' adds none"):
         build_engine({"max_model_len": 5000})
+
+
+def test_a_length_that_nobody_asked_for_has_a_small_rotary_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A position takes 64 numbers of four bytes.
+    monkeypatch.setattr("quire.engine.sizes.LEAST_TABLE_BYTES", 1000 * 64 * 4)
+    folder = edited_model(tmp_path, max_position_embeddings=1 << 28)
+    options = {"model": str(folder), "num_blocks": 200, "max_num_seqs": 4}
+    for available, longest in ((2**26, 1024), (3 * 2**26, 3 * 1024), (2**25, 1000)):
+        caplog.clear()
+        set_memory(monkeypatch, available)
+        assert build_engine(options).limits.max_model_len == longest
+        assert "268435456 positions would need a table of 68719476736 bytes" in caplog.text
+    assert build_engine(options | {"max_model_len": 3000}).limits.max_model_len == 3000
 
 
 def test_a_rope_type_that_stretches_allows_more_but_only_when_asked(tmp_path: Path) -> None:
@@ -92,7 +107,7 @@ def test_a_rope_type_that_stretches_allows_more_but_only_when_asked(tmp_path: Pa
     assert build_engine(options | {"max_model_len": 2048}).limits.max_model_len == 2048
     with pytest.raises(
         ConfigurationError,
-        match=r"2049.*at most 2048.*embeddings is 512.*DynamicRope stretches 4 times",
+        match=r"2049.*at most 2048.*embeddings .* is 512.*rope type 'dynamic' stretches 4 times",
     ):
         build_engine(options | {"max_model_len": 2049})
 

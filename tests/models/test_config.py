@@ -84,8 +84,12 @@ def test_heads_that_do_not_divide_are_refused():
 
 
 def test_an_odd_head_size_is_refused():
-    with pytest.raises(UnsupportedModelError, match="the head size is 7"):
+    with pytest.raises(CheckpointError, match="head_dim is 7, but must be a multiple of 2 from 2"):
         _read(head_dim=7)
+    with pytest.raises(
+        CheckpointError, match="hidden_size 96 over num_attention_heads 32 is 3, but"
+    ):
+        _read(num_attention_heads=32, num_key_value_heads=32)
 
 
 @pytest.mark.parametrize("act", ["gelu", "relu", "gelu_pytorch_tanh"])

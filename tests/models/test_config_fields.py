@@ -3,7 +3,7 @@
 import pytest
 
 from quire.errors import CheckpointError, UnsupportedModelError
-from quire.models.config_fields import HARMLESS_FIELDS, ConfigFields, positive_number
+from quire.models.config_fields import HARMLESS_FIELDS, ConfigFields
 
 
 def test_read_and_harmless_fields_pass():
@@ -30,7 +30,8 @@ def test_an_unknown_field_is_refused_with_its_value_and_what_is_understood():
     message = str(caught.value)
     assert "the field logit_scale is 0.5" in message
     assert "vocab_size" in message and "head_dim" in message  # understood
-    assert "transformers_version" in message  # harmless
+    assert "transformers_version" not in message  # a wall of harmless names helps nobody
+    assert len(message) < 700
 
 
 @pytest.mark.parametrize(
@@ -52,9 +53,9 @@ def test_attention_dropout_is_of_training_only():
     ConfigFields({"attention_dropout": 0.1}).finish()
 
 
-@pytest.mark.parametrize("value", ["7", 7.0, True, 0, -1, [7]])
+@pytest.mark.parametrize("value", ["7", 7.0, True, 0, -1, [7], (1 << 24) + 1, 10**4000])
 def test_what_is_no_count_is_refused(value):
-    with pytest.raises(CheckpointError, match=r"vocab_size is .* an integer of at least 1"):
+    with pytest.raises(CheckpointError, match=r"vocab_size is .* an integer from 1 to 16777216"):
         ConfigFields({"vocab_size": value}).integer("vocab_size", 3)
 
 
@@ -66,16 +67,16 @@ def test_a_count_without_default_must_be_there(raw):
     assert ConfigFields(raw).optional_integer("vocab_size") is None
 
 
-@pytest.mark.parametrize("value", ["1", 0, -1e-6, False, float("nan")])
+@pytest.mark.parametrize("value", ["1", 0, -1e-6, False, float("nan"), float("inf"), 1.5, 10**400])
 def test_what_is_no_positive_number_is_refused(value):
-    with pytest.raises(CheckpointError, match=r"rms_norm_eps is .* a number above 0"):
+    with pytest.raises(CheckpointError, match=r"rms_norm_eps is .* a number from 1e-30 to 1$"):
         ConfigFields({"rms_norm_eps": value}).number("rms_norm_eps", 1e-6)
 
 
 def test_numbers_and_flags_have_defaults():
-    fields = ConfigFields({"eps": 1, "bias": True, "null": None})
-    assert fields.number("eps", 2.0) == 1.0
-    assert fields.number("null", 2.0) == 2.0
+    fields = ConfigFields({"rms_norm_eps": 1, "bias": True, "null": None, "factor": None})
+    assert fields.number("rms_norm_eps", 2.0) == 1.0
+    assert fields.number("factor", 2.0) == 2.0
     assert fields.flag("bias", False) is True
     assert fields.flag("null", True) is True
     assert fields.flag("absent", False) is False
@@ -92,8 +93,3 @@ def test_a_choice_is_refused_with_the_list():
     with pytest.raises(UnsupportedModelError, match="hidden_act is 'gelu', but only silu"):
         fields.choice("hidden_act", "silu", ("silu",))
     assert fields.choice("absent", "silu", ("silu",)) == "silu"
-
-
-def test_positive_number_converts_integers():
-    value = positive_number("it", 3)
-    assert value == 3.0 and isinstance(value, float)

@@ -15,9 +15,11 @@ from transformers import Qwen3Config as HFQwen3Config
 from quire.errors import CheckpointError
 from quire.layers.methods import choose_methods
 from quire.models import checkpoint as checkpoint_module
+from quire.models.llama import LlamaForCausalLM
 from quire.models.loader import checkpoint_slots, load_model, weight_bytes
 from quire.models.registry import MODELS, load_config
 
+CPU = torch.device("cpu")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -382,3 +384,24 @@ def test_packing_takes_hardly_more_memory_than_what_is_packed(tmp_path, kernels)
         model_mib, grown_mib = _measured_mib(tmp_path, kernels.isa, *arguments)
         assert smallest_mib < model_mib < smallest_mib + 4
         assert model_mib - 8 < grown_mib < model_mib + 40, f"{grown_mib=} for {model_mib=}"
+
+
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 4096}, {"intermediate_size": 1 << 22}])
+def test_a_config_is_compared_with_the_weights_before_a_model_of_its_size_is_made(
+    fields, save_checkpoint, edit_config, monkeypatch
+):
+    folder, _ = save_checkpoint(HFLlamaConfig)
+    edit_config(folder, **fields)
+    devices = []
+    build = LlamaForCausalLM.__init__
+
+    def watched(self, config, *, device, **options):
+        devices.append((device.type, config.num_layers))
+        build(self, config, device=device, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", watched)
+    with pytest.raises(CheckpointError, match=r"the weights (lack|have other shapes)"):
+        load_model(folder, load_config(folder), dtype=torch.float32, device=CPU, max_model_len=48)
+    with pytest.raises(CheckpointError, match=r"the weights (lack|have other shapes)"):
+        weight_bytes(folder, load_config(folder), torch.float32, choose_methods(None, None))
+    assert devices == [("meta", 1)] * 2

@@ -76,7 +76,7 @@ def test_window_layers(fields, windows):
         ({"layer_types": ["chunked_attention"] * 4}, UnsupportedModelError, "chunked_attention"),
         ({"layer_types": LAYER_TYPES}, UnsupportedModelError, "with use_sliding_window"),
         ({"use_sliding_window": 1}, CheckpointError, "must be true or false"),
-        ({"max_window_layers": -1}, CheckpointError, "must be an integer of at least 0"),
+        ({"max_window_layers": -1}, CheckpointError, "must be an integer from 0 to 65536"),
         ({"use_mrope": True}, UnsupportedModelError, "use_mrope is True"),
         ({"attention_bias": True}, UnsupportedModelError, "the field attention_bias"),
     ],

@@ -102,7 +102,7 @@ def test_parameters_by_layer_type_are_refused():
         ({"type": "llama3", "factor": 8.0}, "needs high_freq_factor, low_freq_factor"),
         ({"type": "longrope", "short_factor": [1, 1]}, "needs long_factor"),
         ({"type": "linear", "factor": 0}, "factor of the rope type 'linear' is 0"),
-        ({"type": "linear", "factor": "2"}, "must be a number above 0"),
+        ({"type": "linear", "factor": "2"}, "must be a number from 0.001 to 1e"),
         ({"type": "yarn", "factor": 2.0, "truncate": 1}, "must be true or false"),
         (LONG | {"type": "longrope", "long_factor": [1.0]}, "must be a list of 2 numbers"),
         (LONG | {"type": "longrope", "long_factor": 3.0}, "must be a list of 2 numbers"),

@@ -16,6 +16,13 @@ from quire.runtime.memory import available_memory_bytes, total_memory_bytes
 # With no size given, the KV cache takes at most this share of the memory that is free.
 DEFAULT_FREE_SHARE = 0.3
 
+ROTARY_ITEM_BYTES = 4
+"""Of `layers.rotary.RotaryEmbedding.table`."""
+
+LEAST_TABLE_BYTES, TABLE_FREE_SHARE = 64 << 20, 1 / 256
+"""With no length given, the table takes at most the larger of the two. A model of 28 layers and 4
+KV heads has keys and values of 112 times its size."""
+
 logger = get_logger(__name__)
 
 
@@ -45,6 +52,8 @@ def choose_sizes(
 ) -> Sizes:
     """Within the machine's memory. Raises ConfigurationError and InsufficientMemoryError."""
     wanted_len = wanted_model_len(options, config)
+    if options.max_model_len is None:
+        wanted_len = _with_small_table(wanted_len, config)
     num_blocks = _choose_num_blocks(options, layout, wanted_len, weight_bytes)
     fitting_len = num_blocks // len(layout.groups) * options.block_size
     if fitting_len >= wanted_len:
@@ -67,14 +76,37 @@ def wanted_model_len(options: SizeOptions, config: DecoderConfig) -> int:
     """The length asked for, or the model's own. Raises ConfigurationError for one beyond it."""
     longest = config.max_supported_positions
     if options.max_model_len is not None and options.max_model_len > longest:
-        rope, factor = type(config.rope).__name__, longest / config.max_position_embeddings
-        how = f"which its {rope} stretches {factor:g} times"
+        rope, factor = config.rope.type_name, longest / config.max_position_embeddings
+        how = (
+            f"which its rope type {rope!r} stretches {factor:g} times"
+            if factor > 1
+            else f"and its rope type {rope!r} adds none"
+        )
         raise ConfigurationError(
             f"max_model_len is {options.max_model_len}, but the model was made for at most"
-            f" {longest} positions (max_position_embeddings is {config.max_position_embeddings},"
-            f" {how if factor > 1 else f'and its {rope} does not stretch it'}); lower max_model_len"
+            f" {longest} positions (max_position_embeddings in its config.json is"
+            f" {config.max_position_embeddings}, {how}); lower max_model_len, or leave it out for"
+            f" {config.max_position_embeddings}"
         )
     return options.max_model_len or config.max_position_embeddings
+
+
+def _with_small_table(model_len: int, config: DecoderConfig) -> int:
+    """The length, or less where the table of all its positions would be out of proportion: for a
+    tiny model a config may name a length whose keys fit, but not the table."""
+    position_bytes = config.head_dim * ROTARY_ITEM_BYTES
+    table_bytes = max(LEAST_TABLE_BYTES, int(available_memory_bytes() * TABLE_FREE_SHARE))
+    most = table_bytes // position_bytes
+    if model_len <= most:
+        return model_len
+    logger.warning(
+        "the model's %d positions would need a table of %d bytes for their rotation, so"
+        " max_model_len is %d; set max_model_len to have more",
+        model_len,
+        model_len * position_bytes,
+        most,
+    )
+    return most
 
 
 def blocks_for(num_tokens: int, options: SizeOptions, layout: KVCacheLayout) -> int:

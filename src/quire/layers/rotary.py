@@ -20,6 +20,7 @@ from torch import nn
 from quire.kernels.rotary import Angles
 
 _LENGTHS_PER_TURN = 2 * math.pi
+_POSITIONS_AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,11 @@ class Rope(ABC):
     @abstractmethod
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
         """([D/2] fp32 angles per position, the factor on cosines and sines)."""
+
+    @property
+    def type_name(self) -> str:
+        """As a config.json names the type."""
+        return next(name for name, kind in ROPE_TYPES.items() if kind is type(self))
 
     def max_positions(self, max_position_embeddings: int) -> int:
         """The longest context that the formula is made for, from the length the checkpoint names.
@@ -228,9 +234,15 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.dtype = dtype
         frequencies, factor = rope.frequencies(limits)
-        positions = torch.arange(limits.max_model_len, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies)
-        table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+        table = torch.empty(limits.max_model_len, limits.head_dim)
+        half = limits.head_dim // 2
+        # In pieces: the angles and both functions of all positions would take three tables.
+        for first in range(0, limits.max_model_len, _POSITIONS_AT_ONCE):
+            rows = table[first : first + _POSITIONS_AT_ONCE]
+            positions = torch.arange(first, first + len(rows), dtype=torch.float32)
+            angles = torch.outer(positions, frequencies)
+            rows[:, :half] = angles.cos() * factor
+            rows[:, half:] = angles.sin() * factor
         self.register_buffer("table", table.to(device), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Angles:

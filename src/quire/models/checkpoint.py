@@ -5,19 +5,18 @@ model needs hardly more memory than the model. Refuses pickles. Knows no model; 
 which tensor goes where.
 """
 
-import json
+import errno
 import mmap
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from quire.errors import CheckpointError
-from quire.models.model_files import read_json_object
+from quire.model_files import GGUF_ADVICE, read_json_object, shown, shown_name
+from quire.models.safetensors_header import read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -36,15 +35,6 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor in a file. start: its first byte. dtype: as the format names it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-
 class _MappedFile:
     """An open safetensors file. Pages are resident only while `rows` lends them."""
 
@@ -52,38 +42,28 @@ class _MappedFile:
         """Raises CheckpointError."""
         self._path = path
         try:
-            with safe_open(path, framework="pt"):
-                pass  # it has checked that the header is sound and the file whole
+            self.tensors = read_header(path)
             with path.open("rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist; fetch it again") from None
-        except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{path} is not a whole safetensors file: {error}; fetch it again"
+                f"{path} does not exist; the download is not whole: fetch it again"
+            ) from None
+        except OSError as error:
+            if error.errno == errno.ENOMEM:  # too little address space to map it
+                raise MemoryError(str(error)) from error
+            raise CheckpointError(
+                f"{path} is not a whole safetensors file: {error.strerror}; fetch it again"
             ) from error
-        self.tensors = self._read_header()
-
-    def _read_header(self) -> dict[str, _Stored]:
-        """By name, in the file's order."""
-        size = int.from_bytes(self._bytes[:8], "little")
-        header = json.loads(self._bytes[8 : 8 + size])
-        header.pop("__metadata__", None)
-        found = {
-            name: _Stored(
-                entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
-            )
-            for name, entry in header.items()
-        }
-        return dict(sorted(found.items(), key=lambda item: item[1].start))
 
     def dtype(self, name: str) -> torch.dtype:
         """Raises CheckpointError for one that can't be read."""
         stored = self.tensors[name].dtype
         if stored not in _DTYPES:
             raise CheckpointError(
-                f"{self._path}: {name} is stored as {stored}, but only "
-                f"{', '.join(_DTYPES)} can be read; convert the checkpoint to one of them"
+                f"{self._path}: {shown_name(name)} is stored as {stored}, but only "
+                f"{', '.join(_DTYPES)} can be read; name the original checkpoint, before it was "
+                "quantized, or convert this one"
             )
         return _DTYPES[stored]
 
@@ -119,7 +99,7 @@ class Checkpoint:
             file = _MappedFile(path)
             for name in file.tensors:
                 if name in self._files:
-                    raise CheckpointError(f"{folder}: two files hold the tensor {name}")
+                    raise CheckpointError(f"{folder}: two files hold the tensor {shown_name(name)}")
                 self._files[name] = file
 
     @property
@@ -172,8 +152,11 @@ def _weight_files(folder: Path) -> list[Path]:
             "any code when they are read, so quire never does. Convert them once: load the folder "
             "in transformers and call model.save_pretrained(FOLDER, safe_serialization=True)"
         )
+    if any(folder.glob("*.gguf")):
+        raise CheckpointError(f"{folder} has its weights only in GGUF format; {GGUF_ADVICE}")
     raise CheckpointError(
-        f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+        f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there; the download"
+        " is not whole, or the model was published in another format only"
     )
 
 
@@ -182,8 +165,9 @@ def _sharded_files(folder: Path) -> list[Path]:
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map from tensors to files; fetch it again")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name:
-            raise CheckpointError(f"{path} names the file {name!r}, which is not in its folder")
-    return [folder / name for name in names]
+    for name in weight_map.values():
+        if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
+            raise CheckpointError(
+                f"{path} names the file {shown(name)}, which is not in its folder"
+            )
+    return [folder / name for name in sorted(set(weight_map.values()))]

@@ -13,6 +13,8 @@ import torch
 from quire.attention.interface import AttentionSpec
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.layers.rotary import Rope
+from quire.model_files import shown
+from quire.models.config_bounds import MAX_WEIGHTS, checked_integer
 from quire.models.config_fields import ConfigFields
 from quire.models.rope_config import read_rope
 
@@ -65,7 +67,9 @@ class DecoderConfig(ABC):
         hidden_size = fields.integer("hidden_size")
         max_position_embeddings = fields.integer("max_position_embeddings")
         num_layers = fields.integer("num_hidden_layers")
-        head_dim = fields.integer("head_dim", hidden_size // num_heads)
+        head_dim = fields.optional_integer("head_dim")
+        if head_dim is None:
+            head_dim = _divided_head_dim(hidden_size, num_heads)
         fields.choice("hidden_act", "silu", ("silu",))
         shared: dict[str, Any] = {
             "architecture": _read_architecture(fields),
@@ -87,18 +91,22 @@ class DecoderConfig(ABC):
         }
         fields.finish()
         config = cls(**(shared | difference))
-        config._check_heads()
+        config._check_products()
         return config
 
-    def _check_heads(self) -> None:
+    def _check_products(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"config.json: num_attention_heads is {self.num_heads}, but must be a multiple of "
                 f"num_key_value_heads, {self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise UnsupportedModelError(
-                f"config.json: the head size is {self.head_dim}, but only even ones can rotate"
+        num_projected = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (num_projected + 3 * self.intermediate_size)
+        num_weights = self.num_layers * layer + 2 * self.vocab_size * self.hidden_size
+        if num_weights > MAX_WEIGHTS:
+            raise CheckpointError(
+                f"config.json describes a model of {num_weights} weights ({self.num_layers} layers "
+                f"of {layer}), but at most {MAX_WEIGHTS} can be; fetch it again"
             )
 
     @property
@@ -122,11 +130,17 @@ class DecoderConfig(ABC):
         )
 
 
+def _divided_head_dim(hidden_size: int, num_heads: int) -> int:
+    """Where the config says none, as transformers has it."""
+    what = f"config.json: hidden_size {hidden_size} over num_attention_heads {num_heads}"
+    return checked_integer(what, "head_dim", hidden_size // num_heads)
+
+
 def read_window_layers(fields: ConfigFields) -> tuple[int | None, ...]:
     """Qwen's windows: `layer_types` names each layer's kind; without it, the layers from
     `max_window_layers` on have the window, if `use_sliding_window` is on at all."""
     num_layers = fields.integer("num_hidden_layers")
-    first_window_layer = fields.integer("max_window_layers", num_layers, minimum=0)
+    first_window_layer = fields.integer("max_window_layers", num_layers)
     window = fields.optional_integer("sliding_window")
     if not fields.flag("use_sliding_window", False):
         window = None
@@ -135,13 +149,13 @@ def read_window_layers(fields: ConfigFields) -> tuple[int | None, ...]:
         return tuple(window if layer >= first_window_layer else None for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise CheckpointError(
-            f"config.json: layer_types is {kinds!r}, but must be a list of num_hidden_layers, "
+            f"config.json: layer_types is {shown(kinds)}, but must be a list of num_hidden_layers, "
             f"{num_layers}, names"
         )
     for kind in kinds:
         if kind not in (_FULL, _SLIDING) or (kind == _SLIDING and window is None):
             raise UnsupportedModelError(
-                f"config.json: layer_types has {kind!r}; understood are {_FULL} and, with "
+                f"config.json: layer_types has {shown(kind)}; understood are {_FULL} and, with "
                 f"use_sliding_window and a sliding_window, {_SLIDING}"
             )
     return tuple(window if kind == _SLIDING else None for kind in kinds)
@@ -151,7 +165,7 @@ def _read_architecture(fields: ConfigFields) -> str:
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(
-            f"config.json: architectures is {names!r}, but must be a list of one name"
+            f"config.json: architectures is {shown(names)}, but must be a list of one name"
         )
     return names[0]
 
@@ -160,8 +174,8 @@ def _read_dtype(fields: ConfigFields) -> torch.dtype | None:
     name = fields.value("dtype") or fields.value("torch_dtype")
     if name is None or name == "auto":
         return None
-    if name not in _DTYPES:
+    if not isinstance(name, str) or name not in _DTYPES:
         raise UnsupportedModelError(
-            f"config.json: dtype is {name!r}, but only {', '.join(_DTYPES)} are understood"
+            f"config.json: dtype is {shown(name)}, but only {', '.join(_DTYPES)} are understood"
         )
     return _DTYPES[name]

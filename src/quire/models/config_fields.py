@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import CheckpointError, UnsupportedModelError
+from quire.model_files import shown, shown_name
+from quire.models.config_bounds import checked_integer, checked_number
 
 # Fields that change no logit: bookkeeping, training, and what transformers' own classes ignore.
 _BOOKKEEPING = {
@@ -101,36 +103,32 @@ class ConfigFields:
         self._read.add(name)
         return self._raw.get(name)
 
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer. Without a default the field must be there."""
-        value = self.optional_integer(name, minimum=minimum)
+    def integer(self, name: str, default: int | None = None) -> int:
+        """An integer within its bounds. Without a default the field must be there."""
+        value = self.optional_integer(name)
         if value is None:
             value = default
         if value is None:
             raise CheckpointError(f"config.json has no {name}; the model can't be built without it")
         return value
 
-    def optional_integer(self, name: str, *, minimum: int = 1) -> int | None:
-        """An integer, or None where the field is absent or null."""
+    def optional_integer(self, name: str) -> int | None:
+        """An integer within its bounds, or None where the field is absent or null."""
         value = self.value(name)
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise CheckpointError(
-                f"config.json: {name} is {value!r}, but must be an integer of at least {minimum}"
-            )
-        return value
+        return None if value is None else checked_integer(f"config.json: {name}", name, value)
 
     def number(self, name: str, default: float) -> float:
-        """A positive number."""
+        """A number within its bounds."""
         value = self.value(name)
-        return default if value is None else positive_number(f"config.json: {name}", value)
+        return default if value is None else checked_number(f"config.json: {name}", name, value)
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
         value = self.value(name)
         if value is not None and not isinstance(value, bool):
-            raise CheckpointError(f"config.json: {name} is {value!r}, but must be true or false")
+            raise CheckpointError(
+                f"config.json: {name} is {shown(value)}, but must be true or false"
+            )
         return default if value is None else value
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
@@ -140,7 +138,8 @@ class ConfigFields:
             return default
         if value not in choices:
             raise UnsupportedModelError(
-                f"config.json: {name} is {value!r}, but only {', '.join(choices)} is understood"
+                f"config.json: {name} is {shown(value)}, but only {', '.join(choices)} is "
+                "understood"
             )
         return str(value)
 
@@ -152,20 +151,13 @@ class ConfigFields:
             if name in _PLAIN_VALUES:
                 if value is not None and value != _PLAIN_VALUES[name]:
                     raise UnsupportedModelError(
-                        f"config.json: {name} is {value!r}, but only {_PLAIN_VALUES[name]!r} is "
-                        "understood"
+                        f"config.json: {name} is {shown(value)}, but only {_PLAIN_VALUES[name]!r} "
+                        "is understood"
                     )
             elif value is not None:
                 raise UnsupportedModelError(
-                    f"config.json: the field {name} is {value!r}, which quire does not understand "
-                    "and which may change the model's results. Understood for this architecture: "
-                    f"{', '.join(sorted(self._read | _PLAIN_VALUES.keys()))}. Ignored as harmless: "
-                    f"{', '.join(sorted(HARMLESS_FIELDS))}, *{HARMLESS_SUFFIX}"
+                    f"config.json: the field {shown_name(name)} is {shown(value)}, which quire does"
+                    " not understand and which may change the model's results. Understood for this"
+                    f" architecture: {', '.join(sorted(self._read | _PLAIN_VALUES.keys()))}; "
+                    "bookkeeping, options of training and of generation are ignored"
                 )
-
-
-def positive_number(what: str, value: Any) -> float:
-    """value as a float, or CheckpointError that begins with `what`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise CheckpointError(f"{what} is {value!r}, but must be a number above 0")
-    return float(value)

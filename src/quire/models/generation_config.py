@@ -11,8 +11,9 @@ from typing import Any
 
 from quire.core.sampling_params import SamplingDefaults, SamplingParams
 from quire.errors import CheckpointError, InvalidRequestError
-from quire.models.model_files import read_json_object
+from quire.model_files import read_json_object, shown, shown_text
 
+_MAX_TOKEN_ID = (1 << 31) - 1
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -42,13 +43,18 @@ def load_generation_config(folder: Path) -> GenerationConfig:
 
 def _read_defaults(path: Path, raw: dict[str, Any]) -> SamplingDefaults:
     chosen = {name: raw[name] for name in _SAMPLING_FIELDS if raw.get(name) is not None}
+    top_k = chosen.get("top_k", 0)
+    if type(top_k) is int and top_k > _MAX_TOKEN_ID:
+        raise CheckpointError(
+            f"{path}: top_k is {shown(top_k)}, but must be at most {_MAX_TOKEN_ID}; 0 keeps all"
+        )
     do_sample = raw.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
-        raise CheckpointError(f"{path}: do_sample is {do_sample!r}, but must be true or false")
+        raise CheckpointError(f"{path}: do_sample is {shown(do_sample)}, but must be true or false")
     try:
         SamplingParams(**chosen)  # the same bounds as for a caller
     except InvalidRequestError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path}: {shown_text(error)}") from error
     if do_sample is False:
         chosen["temperature"] = 0.0
     return SamplingDefaults(**chosen)
@@ -57,8 +63,9 @@ def _read_defaults(path: Path, raw: dict[str, Any]) -> SamplingDefaults:
 def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+        if type(token_id) is not int or not 0 <= token_id <= _MAX_TOKEN_ID:
             raise CheckpointError(
-                f"{path}: eos_token_id is {value!r}, but must be a token id or a list of them"
+                f"{path}: eos_token_id is {shown(value)}, but must be a token id (0 to "
+                f"{_MAX_TOKEN_ID}) or a list of them"
             )
     return tuple(dict.fromkeys(ids))

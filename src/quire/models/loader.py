@@ -20,9 +20,11 @@ from quire.errors import CheckpointError
 from quire.layers.linear import Linear, WeightSlot, without_weights
 from quire.layers.methods import LinearMethods
 from quire.layers.sharded import Sharding
+from quire.model_files import shown_name
 from quire.models.checkpoint import Checkpoint
 from quire.models.config import DecoderConfig
 from quire.models.interface import CausalLM
+from quire.models.quantized import refuse_quantized_weights
 from quire.models.registry import MODELS, ModelEntry
 from quire.models.sharding import split_config
 
@@ -57,6 +59,7 @@ def load_model(
     """
     checkpoint = Checkpoint(folder)
     entry = MODELS[config.architecture]
+    _check_match(folder, checkpoint, config)
     if config.tie_word_embeddings and _ends_differ(checkpoint, entry):
         _log.warning(
             "%s: its config ties the two ends of the model, but its weights hold two that differ; "
@@ -64,6 +67,7 @@ def load_model(
             folder,
         )
         config = dataclasses.replace(config, tie_word_embeddings=False)
+        _check_match(folder, checkpoint, config)
     sharding = None if methods is None else methods.sharding
     share = config
     if sharding is not None:
@@ -79,10 +83,8 @@ def load_model(
         sharding.join_embeddings(model)
         model.vocab_size = config.vocab_size
         slots = _cut_slots(slots, sharding, config, entry)
-    spare_names = set()
     if config.tie_word_embeddings:
-        spare_names.add(_merge_ends(slots, checkpoint, entry))
-    _check_match(folder, checkpoint, slots, spare_names)
+        _merge_ends(slots, checkpoint, entry)
     _fill(slots, checkpoint, num_threads, on_progress)
     for linear in linears:
         linear.finish()
@@ -92,8 +94,12 @@ def load_model(
 def weight_bytes(
     folder: Path, config: DecoderConfig, dtype: torch.dtype, methods: LinearMethods
 ) -> int:
-    """What the model of `folder` takes once it is loaded. Raises CheckpointError."""
+    """What the model of `folder` takes once it is loaded.
+
+    Raises CheckpointError where its weights are not those that `config` describes.
+    """
     checkpoint, entry = Checkpoint(folder), MODELS[config.architecture]
+    _check_match(folder, checkpoint, config)
     num_bytes = 0
     for name in checkpoint.names - {entry.embedding, entry.head}:
         shape = checkpoint.shape(name)
@@ -134,13 +140,7 @@ def _cut_slots(
     entry: ModelEntry,
 ) -> dict[str, tuple[WeightSlot, ...]]:
     """The same slots, for whole tensors. Their shapes are those of a model without memory."""
-    untied = dataclasses.replace(config, tie_word_embeddings=False)
-    meta = torch.device("meta")
-    whole = entry.model(untied, dtype=torch.float32, device=meta, max_model_len=1)
-    shapes = {
-        name: slot.shape
-        for name, (slot,) in checkpoint_slots(whole, entry.checkpoint_parts).items()
-    }
+    shapes = _untied_shapes(config, entry)
     return {
         name: tuple(sharding.cut(slot, shapes[name]) for slot in places)
         for name, places in slots.items()
@@ -153,13 +153,18 @@ def _copy_rows(parameter: torch.Tensor, first_row: int, rows: torch.Tensor) -> N
 
 def _merge_ends(
     slots: dict[str, tuple[WeightSlot, ...]], checkpoint: Checkpoint, entry: ModelEntry
-) -> str:
-    """Let one name fill both ends. Returns the other name: where the checkpoint has it too, it says
-    the same again."""
-    names = (entry.embedding, entry.head)
-    kept, spare = names if entry.embedding in checkpoint.names else reversed(names)
+) -> None:
+    """Let one name fill both ends."""
+    kept, _ = _kept_and_spare_end(checkpoint, entry)
     slots[kept] = slots.pop(entry.embedding, ()) + slots.pop(entry.head, ())
-    return spare
+
+
+def _kept_and_spare_end(checkpoint: Checkpoint, entry: ModelEntry) -> tuple[str, str]:
+    """Of a tied model: the name that fills both ends, and the other; where the checkpoint has that
+    too, it says the same again."""
+    if entry.embedding in checkpoint.names:
+        return entry.embedding, entry.head
+    return entry.head, entry.embedding
 
 
 def _fill(
@@ -209,32 +214,59 @@ def _ends_differ(checkpoint: Checkpoint, entry: ModelEntry) -> bool:
     return both and not checkpoint.equal(entry.embedding, entry.head)
 
 
-def _check_match(
-    folder: Path,
-    checkpoint: Checkpoint,
-    slots: Mapping[str, tuple[WeightSlot, ...]],
-    spare_names: set[str],
-) -> None:
-    missing = slots.keys() - checkpoint.names
+def _untied_shapes(config: DecoderConfig, entry: ModelEntry) -> dict[str, tuple[int, ...]]:
+    """The checkpoint's names of all tensors of a model with two ends -> their shapes.
+
+    From a model of one layer without memory: all layers have tensors of the same shapes.
+    """
+    small = dataclasses.replace(
+        config, num_layers=1, windows=config.windows[:1], tie_word_embeddings=False
+    )
+    model = entry.model(small, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (slot,) in checkpoint_slots(model, entry.checkpoint_parts).items():
+        if name.startswith(entry.first_layer):
+            rest = name.removeprefix(entry.first_layer)
+            parent = entry.first_layer.removesuffix("0.")
+            shapes |= {f"{parent}{i}.{rest}": slot.shape for i in range(config.num_layers)}
+        else:
+            shapes[name] = slot.shape
+    return shapes
+
+
+def _check_match(folder: Path, checkpoint: Checkpoint, config: DecoderConfig) -> None:
+    """Raises CheckpointError where the weights are not those of the model that `config` describes.
+
+    Before anything of that model's size is allocated: a config may say whatever it likes.
+    """
+    entry = MODELS[config.architecture]
+    shapes = _untied_shapes(config, entry)
+    spare_names = set()
+    if config.tie_word_embeddings:
+        _, spare = _kept_and_spare_end(checkpoint, entry)
+        spare_names.add(spare)
+        del shapes[spare]
+    unexpected = {
+        name
+        for name in checkpoint.names - shapes.keys() - spare_names
+        if not name.endswith(_DERIVED_SUFFIXES)
+    }
+    refuse_quantized_weights(str(folder), sorted(unexpected))
+    missing = shapes.keys() - checkpoint.names
     if missing:
         raise CheckpointError(
             f"{folder}: the weights lack {_listed(missing)}; the download is not whole, or "
             "config.json describes another model"
         )
-    unexpected = {
-        name
-        for name in checkpoint.names - slots.keys() - spare_names
-        if not name.endswith(_DERIVED_SUFFIXES)
-    }
     if unexpected:
         raise CheckpointError(
             f"{folder}: the weights have {_listed(unexpected)}, which the model of config.json has "
             "no place for; ignoring them would change its results"
         )
     wrong = [
-        f"{name} {list(checkpoint.shape(name))} instead of {list(slot.shape)}"
-        for name, (slot, *_) in slots.items()
-        if checkpoint.shape(name) != slot.shape
+        f"{name} {list(checkpoint.shape(name))} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if checkpoint.shape(name) != shape
     ]
     if wrong:
         raise CheckpointError(
@@ -245,4 +277,6 @@ def _check_match(
 def _listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
     rest = len(ordered) - _MAX_NAMES_SHOWN
-    return ", ".join(ordered[:_MAX_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(map(shown_name, ordered[:_MAX_NAMES_SHOWN])) + (
+        f" and {rest} more" if rest > 0 else ""
+    )

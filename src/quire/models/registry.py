@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import UnsupportedModelError
+from quire.model_files import read_json_object, shown
 from quire.models.config import DecoderConfig
 from quire.models.llama import CHECKPOINT_PARTS, LlamaConfig, LlamaForCausalLM
 from quire.models.mistral import MistralConfig
-from quire.models.model_files import read_json_object
+from quire.models.quantized import refuse_quantized_config
 from quire.models.qwen2 import Qwen2Config
 from quire.models.qwen3 import Qwen3Config
 
@@ -22,6 +23,7 @@ class ModelEntry:
 
     checkpoint_parts: our fused linears' names -> their parts' names in the checkpoint.
     embedding, head: the checkpoint's names of the two tensors that may be tied.
+    first_layer: how the names of the first layer's tensors begin, with its number and a dot.
     """
 
     config: type[DecoderConfig]
@@ -29,6 +31,7 @@ class ModelEntry:
     checkpoint_parts: Mapping[str, tuple[str, ...]]
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
+    first_layer: str = "model.layers.0."
 
 
 MODELS: dict[str, ModelEntry] = {
@@ -47,9 +50,12 @@ def load_config(folder: Path) -> DecoderConfig:
     """
     path = folder / "config.json"
     raw = read_json_object(path)
+    refuse_quantized_config(str(path), raw)
     names = raw.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in MODELS:
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if not isinstance(name, str) or name not in MODELS:
         raise UnsupportedModelError(
-            f"{path}: architectures is {names!r}, but must be one of {', '.join(MODELS)}"
+            f"{path}: architectures is {shown(names)}, which quire does not serve; it must be one "
+            f"of {', '.join(MODELS)}"
         )
-    return MODELS[names[0]].config.from_hf(raw)
+    return MODELS[name].config.from_hf(raw)

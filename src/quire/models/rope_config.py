@@ -9,7 +9,9 @@ from typing import Any
 
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.layers.rotary import ROPE_TYPES, Rope
-from quire.models.config_fields import ConfigFields, positive_number
+from quire.model_files import shown, shown_name
+from quire.models.config_bounds import checked_integer, checked_number
+from quire.models.config_fields import ConfigFields
 
 _DEFAULT_THETA = 10000.0
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -25,10 +27,10 @@ def read_rope(config: ConfigFields, *, head_dim: int, max_position_embeddings: i
     raw = _without_nulls(scaling or parameters or {})
     rope_type = raw.pop("rope_type", None) or raw.get("type", "default")
     raw.pop("type", None)
-    if rope_type not in ROPE_TYPES:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         raise UnsupportedModelError(
-            f"config.json: the rope type is {rope_type!r}, but only {', '.join(ROPE_TYPES)} are "
-            "understood"
+            f"config.json: the rope type is {shown(rope_type)}, but only {', '.join(ROPE_TYPES)} "
+            "are understood"
         )
     if raw.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(
@@ -43,13 +45,24 @@ def read_rope(config: ConfigFields, *, head_dim: int, max_position_embeddings: i
         raw[_ORIGINAL_LENGTH] = original_length or inner
     _check_names(rope_type, set(raw), known)
     values = {name: _value(rope_type, name, value, head_dim) for name, value in raw.items()}
+    if values.get("high_freq_factor", 2.0) <= values.get("low_freq_factor", 1.0):
+        raise CheckpointError(
+            f"config.json: high_freq_factor of the rope type {rope_type!r} is "
+            f"{values['high_freq_factor']:g}, but must be above low_freq_factor, "
+            f"{values['low_freq_factor']:g}"
+        )
+    if rope_type == "dynamic" and head_dim == 2:
+        raise UnsupportedModelError(
+            "config.json: the rope type 'dynamic' needs a head size above 2, since its formula "
+            "divides by the head size less 2"
+        )
     return ROPE_TYPES[rope_type](**values)
 
 
 def _without_nulls(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise CheckpointError(
-            f"config.json: the rope parameters are {raw!r}, but must be an object"
+            f"config.json: the rope parameters are {shown(raw)}, but must be an object"
         )
     return {name: value for name, value in raw.items() if value is not None}
 
@@ -57,9 +70,10 @@ def _without_nulls(raw: Any) -> dict[str, Any]:
 def _check_names(rope_type: str, given: set[str], known: dict[str, Any]) -> None:
     unknown = sorted(given - known.keys())
     if unknown:
+        names = ", ".join(map(shown_name, unknown))
         raise UnsupportedModelError(
-            f"config.json: the rope type {rope_type!r} has {', '.join(unknown)}, but only "
-            f"{', '.join(known)} are understood"
+            f"config.json: the rope type {rope_type!r} has {names}, but only {', '.join(known)} "
+            "are understood"
         )
     required = {name for name, field in known.items() if field.default is MISSING}
     missing = sorted(required - given)
@@ -74,13 +88,17 @@ def _value(rope_type: str, name: str, value: Any, head_dim: int) -> Any:
     what = f"config.json: {name} of the rope type {rope_type!r}"
     if name == "truncate":
         if not isinstance(value, bool):
-            raise CheckpointError(f"{what} is {value!r}, but must be true or false")
+            raise CheckpointError(f"{what} is {shown(value)}, but must be true or false")
         return value
     if name in _FACTOR_LISTS:
         if not isinstance(value, list) or len(value) != head_dim // 2:
             raise CheckpointError(
-                f"{what} is {value!r}, but must be a list of {head_dim // 2} numbers, half of the "
-                "head size"
+                f"{what} is {shown(value)}, but must be a list of {head_dim // 2} numbers, half of "
+                "the head size"
             )
-        return tuple(positive_number(f"an entry of {what}", entry) for entry in value)
-    return positive_number(what, value)
+        return tuple(checked_number(f"an entry of {what}", name, entry) for entry in value)
+    if name == _ORIGINAL_LENGTH:
+        # Some configs write the length as 8192.0.
+        is_whole = isinstance(value, float) and value.is_integer()
+        return checked_integer(what, name, int(value) if is_whole else value)
+    return checked_number(what, name, value)

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 
 from quire.errors import CheckpointError, InvalidRequestError
+from quire.model_files import shown_text
 from quire.text.chat_messages import (
     check_messages,
     check_read,
@@ -72,7 +73,7 @@ class ChatTemplate:
             except jinja2.TemplateSyntaxError as error:
                 raise CheckpointError(
                     f"the chat template {name!r} of {origin} is not valid Jinja: "
-                    f"line {error.lineno}: {error.message}"
+                    f"line {error.lineno}: {shown_text(error.message)}"
                 ) from error
             self._templates[name] = _Template(
                 compiled, source, dict(special_tokens), knows_developer="developer" in source

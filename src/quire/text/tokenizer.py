@@ -12,6 +12,7 @@ import tokenizers
 import tokenizers.models
 
 from quire.errors import CheckpointError, InvalidRequestError, check_characters
+from quire.model_files import GGUF_ADVICE, foreign_content, is_gguf, shown_text
 from quire.text.special_tokens import SpecialTokens
 from quire.text.token_bytes import TokenBytes
 from quire.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
@@ -74,13 +75,8 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(_missing_file_message(folder))
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for whatever is wrong
-            raise CheckpointError(
-                f"{path} can't be read ({error}); copy it again from where the model came from"
-            ) from error
-        return cls(backend, read_tokenizer_config(folder), remembers_words=remembers_words)
+        config = read_tokenizer_config(folder)
+        return cls(_read_backend(path), config, remembers_words=remembers_words)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`.
@@ -191,6 +187,23 @@ class Tokenizer:
         return both[len(before) :] if both[: len(before)] == before else []
 
 
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        with path.open("rb") as file:
+            other = foreign_content(file.read(64))
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+    if other is not None:
+        raise CheckpointError(f"{path} is {other}")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for whatever is wrong
+        raise CheckpointError(
+            f"{path} can't be read ({shown_text(error)}); copy it again from where the model came"
+            " from"
+        ) from error
+
+
 def _missing_tokens(
     backend: tokenizers.Tokenizer, config: TokenizerConfig
 ) -> list[tokenizers.AddedToken]:
@@ -217,6 +230,13 @@ def _named_token_id(
 def _missing_file_message(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder} is not a folder, so there is no tokenizer to read"
+    if not any(folder.iterdir()):
+        return (
+            f"{folder} has no tokenizer.json, nor any other file; name a folder with a model in "
+            "Hugging Face's format"
+        )
+    if any(map(is_gguf, folder.glob("*.gguf"))) and not (folder / "config.json").exists():
+        return f"{folder} has a model in GGUF format; {GGUF_ADVICE}"
     found = [name for name in _UNCONVERTED_FILES if (folder / name).exists()]
     if not found:
         return f"{folder} has no tokenizer.json; copy it from where the model came from"

@@ -5,7 +5,6 @@ transformers 5 does. Knows neither the vocabulary nor what a chat template means
 `text.tokenizer` and `text.chat_template`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken
 
 from quire.errors import CheckpointError
+from quire.model_files import read_json_object, shown_text
 
 _STANDARD_NAMES = frozenset(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -52,9 +52,10 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
     the older way to say the same. Raises CheckpointError that names the file and the field.
     """
     path = folder / "tokenizer_config.json"
-    fields = _read_object(path)
+    fields = read_json_object(path) if path.exists() else {}
     if "added_tokens_decoder" not in fields:
-        fields = {**fields, **_read_object(folder / "special_tokens_map.json")}
+        older = folder / "special_tokens_map.json"
+        fields = {**fields, **(read_json_object(older) if older.exists() else {})}
     extra = fields.get("extra_special_tokens") or fields.get("additional_special_tokens") or ()
     named = {name: value for name, value in fields.items() if _names_token(name, value)}
     if isinstance(extra, dict):
@@ -69,23 +70,9 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
         )
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} describes a token in a way that is not understood ({error}); "
+            f"{path} describes a token in a way that is not understood ({shown_text(error)}); "
             "a token is a string or an object with a 'content'"
         ) from error
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} can't be read ({error}); copy it again from where the model came from"
-        ) from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} holds a {type(fields).__name__}, but must hold an object")
-    return fields
 
 
 def _names_token(name: str, value: Any) -> bool:

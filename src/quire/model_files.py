@@ -1,0 +1,134 @@
+"""Reads the small JSON files of a model folder, so that every fault names its file.
+
+A file that is no JSON because something else was downloaded in its place (a pointer of git-LFS, a
+web page) is called what it is. Called by the readers of configs, of tokenizers and of checkpoints.
+Imports no torch.
+"""
+
+import json
+import reprlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from quire.errors import CheckpointError
+
+MAX_JSON_BYTES = 32 << 20
+"""Of one file. The largest known index of weights (a mixture of 384 experts in 61 layers) has 8."""
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How the text begins that git-LFS leaves where it has not fetched a file."""
+
+GGUF_ADVICE = (
+    "quire reads models in Hugging Face's format (a folder with config.json, tokenizer.json and "
+    "*.safetensors); name the original model's folder or hub id instead, with `--quantization int4`"
+    " or int8 if it is to stay small"
+)
+
+_WEB_PAGE = b"<!doctype html"
+_GGUF_MAGIC = b"GGUF"
+_MAX_NAME_CHARACTERS = 120
+_MAX_TEXT_CHARACTERS = 300
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 3, 6, 6, 4
+_SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 80, 40, 80
+
+
+def shown(value: object) -> str:
+    """A value of a file for a message: its repr, short, without control characters."""
+    return _SHORT.repr(value)
+
+
+def shown_name(name: str) -> str:
+    """A name from a file for a message: as it is, unless it is long or has odd characters."""
+    return name if name.isprintable() and len(name) <= _MAX_NAME_CHARACTERS else shown(name)
+
+
+def shown_text(error: object) -> str:
+    """What a library says of a file, for a message: in one line, and not much of it."""
+    text = " ".join(str(error).split())
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return text if len(text) <= _MAX_TEXT_CHARACTERS else text[:_MAX_TEXT_CHARACTERS] + "..."
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises CheckpointError where there is none."""
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path.parent} is not a folder; name one in Hugging Face's format")
+    try:
+        content = _read(path)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path.parent} has no {path.name}; name a model folder in Hugging Face's format"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+    return parse_json_object(content, str(path))
+
+
+def parse_json_object(content: bytes, what: str) -> dict[str, Any]:
+    """The JSON object that `content` spells. what: how a message calls it.
+
+    Raises CheckpointError for anything else, and for a name that stands in an object twice.
+    """
+    try:
+        # The parser refuses integers of more than 4,300 digits by itself.
+        found = json.loads(content.decode(), object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise CheckpointError(f"{what} nests too deeply to be read; fetch it again") from None
+    except ValueError as error:  # neither UTF-8 nor JSON
+        other = foreign_content(content)
+        reason = f"is {other}" if other else f"is not JSON: {shown_text(error)}; fetch it again"
+        raise CheckpointError(f"{what} {reason}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} holds {shown(found)}, but must hold a JSON object")
+    return found
+
+
+def foreign_content(start: bytes) -> str | None:
+    """What a file holds in place of its own content, and what to do; None: nothing known.
+
+    start: the file's first bytes.
+    """
+    if start.startswith(LFS_POINTER):
+        return (
+            "a pointer of git-LFS, not the file itself; run `git lfs pull` in the clone that it "
+            "comes from, or download the model anew (`hf download ID`, or give its hub id)"
+        )
+    if start.lstrip()[: len(_WEB_PAGE)].lower() == _WEB_PAGE:
+        return "a web page, not the file itself; download it anew (`hf download ID`)"
+    if start.startswith(_GGUF_MAGIC):
+        return f"in GGUF format; {GGUF_ADVICE}"
+    return None
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is in GGUF format, by its first bytes or, where unreadable, by its name."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
+    except OSError:
+        return path.suffix.lower() == ".gguf"
+
+
+def _read(path: Path) -> bytes:
+    if path.exists() and not path.is_file():
+        # A folder, a pipe, a device: opening one may wait for ever.
+        raise CheckpointError(f"{path} can't be read: it is not a file; fetch it again")
+    with path.open("rb") as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{path} has more than {MAX_JSON_BYTES} bytes, too many for such a file; fetch it again"
+        )
+    return content
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = counts.most_common(1)[0][0]
+        raise ValueError(f"the name {shown_name(twice)} stands in one object twice")
+    return found

@@ -1,0 +1,83 @@
+"""The bounds of every number in a config.json: what is beyond them is no model, but a damaged file.
+
+Checked while the config is read, before anything is allocated. The upper ones are far above what
+any published model has, and low enough that sizes of tensors can be computed without overflow.
+Knows no model.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import CheckpointError
+from quire.model_files import shown
+
+MAX_WEIGHTS = 1 << 44
+"""Of a whole model: 17.6 trillion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Both ends are allowed. multiple_of: of integers."""
+
+    lowest: float
+    highest: float
+    multiple_of: int = 1
+
+
+MAX_POSITIONS = 1 << 28
+
+INTEGERS: Mapping[str, Bounds] = {
+    "vocab_size": Bounds(1, 1 << 24),
+    "hidden_size": Bounds(1, 1 << 20),
+    "intermediate_size": Bounds(1, 1 << 22),
+    "num_hidden_layers": Bounds(1, 4096),
+    "num_attention_heads": Bounds(1, 1 << 14),
+    "num_key_value_heads": Bounds(1, 1 << 14),
+    "head_dim": Bounds(2, 1 << 14, multiple_of=2),  # it rotates in pairs
+    "max_position_embeddings": Bounds(1, MAX_POSITIONS),
+    "original_max_position_embeddings": Bounds(2, MAX_POSITIONS),  # its logarithm divides
+    "sliding_window": Bounds(1, (1 << 31) - 1),
+    "max_window_layers": Bounds(0, 1 << 16),
+}
+
+NUMBERS: Mapping[str, Bounds] = {
+    "rms_norm_eps": Bounds(1e-30, 1.0),
+    "rope_theta": Bounds(1.0001, 1e18),  # its logarithm divides
+    "factor": Bounds(1e-3, 1e6),
+    "low_freq_factor": Bounds(1e-3, 1e6),
+    "high_freq_factor": Bounds(1e-3, 1e6),
+    "attention_factor": Bounds(1e-3, 1e3),
+    "beta_fast": Bounds(1e-3, 1e6),
+    "beta_slow": Bounds(1e-3, 1e6),
+    "mscale": Bounds(1e-6, 1e3),
+    "mscale_all_dim": Bounds(1e-6, 1e3),
+    "short_factor": Bounds(1e-3, 1e6),
+    "long_factor": Bounds(1e-3, 1e6),
+}
+
+
+def checked_integer(what: str, name: str, value: Any) -> int:
+    """`value` within the bounds of `name`. Raises CheckpointError that begins with `what`."""
+    bounds = INTEGERS[name]
+    # Integers only, so that no comparison is with a rounded one.
+    lowest, highest = int(bounds.lowest), int(bounds.highest)
+    if type(value) is not int or not lowest <= value <= highest or value % bounds.multiple_of:
+        kind = "an integer" if bounds.multiple_of == 1 else f"a multiple of {bounds.multiple_of}"
+        raise CheckpointError(
+            f"{what} is {shown(value)}, but must be {kind} from {lowest} to {highest}"
+        )
+    return value
+
+
+def checked_number(what: str, name: str, value: Any) -> float:
+    """`value` as a float, finite and within the bounds of `name`. Raises as `checked_integer`."""
+    bounds = NUMBERS[name]
+    is_number = type(value) in (int, float) and bounds.lowest <= value <= bounds.highest
+    if not is_number or not math.isfinite(value):
+        raise CheckpointError(
+            f"{what} is {shown(value)}, but must be a number from {bounds.lowest:g} to "
+            f"{bounds.highest:g}"
+        )
+    return float(value)
