@@ -200,8 +200,35 @@ def test_ctrl_c_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: Captu
         raise KeyboardInterrupt
 
     monkeypatch.setitem(sys.modules, "quire.engine.llm", SimpleNamespace(LLM=interrupt))
-    assert cli.main(["generate", "x"]) == 130
-    assert capsys.readouterr().err == ""
+    for words in (["generate", "x"], ["chat"]):
+        assert cli.main(words) == 130
+        assert capsys.readouterr().err == "\nquire: interrupted while the model was loading\n"
+
+
+def test_ctrl_c_while_a_server_or_a_benchmark_loads(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quire.server.launch.serve", interrupt)
+    assert cli.main(["serve"]) == 130
+    assert capsys.readouterr().err == "\nquire: interrupted while the model was loading\n"
+    monkeypatch.setattr("quire.bench.throughput.main", interrupt)
+    assert cli.main(["bench", "throughput"]) == 130
+    assert capsys.readouterr().err == f"\n{cli.BENCH_INTERRUPTED}\n"
+    monkeypatch.setattr(cli, "_benchmarks", interrupt)  # while torch is imported
+    assert cli.main(["bench", "throughput"]) == 130
+    assert capsys.readouterr().err == f"\n{cli.BENCH_INTERRUPTED}\n"
+
+
+@pytest.mark.parametrize("command", ["generate x", "chat", "serve", "doctor", "bench throughput"])
+def test_too_little_address_space_is_a_sentence(command: str) -> None:
+    words = f"ulimit -v 700000; exec {sys.executable} -m quire {command}"
+    run = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.startswith("quire: error: the address space of this process is limited to")
+    assert "`ulimit -v unlimited`" in run.stderr and run.stderr.count("\n") == 1
 
 
 Handed = list[tuple[dict[str, object], ServerConfig]]

@@ -7,25 +7,35 @@ them. Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 ended by Ctrl-
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from quire.cli_options import SERVED_MAX_ITL_RATIO, engine_options, sampling_options
 from quire.cli_parser import build_parser
 from quire.cli_serve import server_options
 from quire.cli_words import Parser
+from quire.engine.address_space import named_memory_failures
 from quire.errors import ConfigurationError, QuireError
 from quire.server.config import ServerConfig
 from quire.version import __version__
 
 INTERRUPTED = 130
+LOADING_INTERRUPTED = "quire: interrupted while the model was loading"
+BENCH_INTERRUPTED = "quire: the benchmark was interrupted, so it has no results"
 PASSIVE_WAITING = ("chat", "generate", "serve")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command. words: the arguments, those of the process where None."""
     words = sys.argv[1:] if words is None else words
-    parser = build_parser(_bench_arguments(words))
+    try:
+        parser = build_parser(_bench_arguments(words))
+    except QuireError as error:
+        print(f"quire: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
     args = parser.parse_args(words)
     if args.command == "generate" and not (args.prompts or args.prompt):
         parser.error("the following arguments are required: PROMPT")
@@ -44,7 +54,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return _print_completion(parser, args.print_completion)
         if args.command != "serve":  # which knows more to configure
             _configure_log("warning")
-        return _COMMANDS[args.command](args)
+        with named_memory_failures():
+            return _COMMANDS[args.command](args)
     except QuireError as error:
         if debug:
             raise
@@ -93,7 +104,8 @@ def _bench_arguments(words: Sequence[str]) -> dict[str, Any] | None:
     is_completion = any(word.startswith("--print-completion") for word in words)
     if command != "bench" and not is_completion:
         return None
-    return {name: benchmark.add_arguments for name, benchmark in _benchmarks().items()}
+    with named_memory_failures(), _named_interrupt(BENCH_INTERRUPTED):
+        return {name: benchmark.add_arguments for name, benchmark in _benchmarks().items()}
 
 
 def _benchmarks() -> dict[str, Any]:
@@ -108,9 +120,20 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     from quire.core.sampling_params import SamplingParams  # light; needed by two commands
 
     params = SamplingParams(**sampling_options(args))
-    from quire.engine.llm import LLM  # brings torch: more than a second
+    with _named_interrupt(LOADING_INTERRUPTED):
+        from quire.engine.llm import LLM  # brings torch: more than a second
 
-    return LLM(**engine_options(args)), params
+        return LLM(**engine_options(args)), params
+
+
+@contextmanager
+def _named_interrupt(text: str) -> Iterator[None]:
+    """Say what Ctrl-C broke off, where nobody could see what was under way."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\n{text}", file=sys.stderr)
+        raise
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -150,13 +173,14 @@ def _serve(args: argparse.Namespace) -> int:
     from quire.observability.log import configure  # once what was given is known to be sound
 
     configure(server.log_level, server.log_format)
-    from quire.server.launch import serve  # brings the web framework
+    with _named_interrupt(LOADING_INTERRUPTED):
+        from quire.server.launch import serve  # brings the web framework
 
-    options = {"max_itl_ratio": SERVED_MAX_ITL_RATIO, **engine_options(args)}
-    options["disable_log_stats"] = bool(args.disable_log_stats)
-    if args.seed is not None:
-        options["seed"] = args.seed
-    return serve(options, server)
+        options = {"max_itl_ratio": SERVED_MAX_ITL_RATIO, **engine_options(args)}
+        options["disable_log_stats"] = bool(args.disable_log_stats)
+        if args.seed is not None:
+            options["seed"] = args.seed
+        return serve(options, server)
 
 
 def _environment_keys() -> list[str]:
@@ -178,7 +202,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    return int(_benchmarks()[args.benchmark].main(args))
+    with _named_interrupt(BENCH_INTERRUPTED):
+        return int(_benchmarks()[args.benchmark].main(args))
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -152,3 +152,21 @@ def test_a_kernel_that_does_not_count_what_it_kills(tmp_path: Path) -> None:
     assert num_oom_kills(root) is None
     (root / "proc/vmstat").write_text("nr_free_pages 1\n")
     assert num_oom_kills(root) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "available"),
+    [("unlimited", 819200), ("9000000", 819200), ("500000", 90400), ("9", 0)],
+)
+def test_a_limit_of_the_address_space_counts_what_is_mapped(
+    limit: str, available: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.runtime.memory.PAGE_BYTES", 4096)
+    root = make_root(tmp_path, "0::/\n", {})
+    (root / "proc/self/limits").write_text(
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        "Max resident set          unlimited            unlimited            bytes     \n"
+        f"Max address space         {limit:<20} unlimited            bytes     \n"
+    )
+    (root / "proc/self/statm").write_text("100 5 1 1 0 9 0\n")
+    assert available_memory_bytes(root) == available

@@ -37,7 +37,9 @@ def test_a_signal_drains_open_streams_and_leaves_no_process(number):
             events = words(response)
             next(events)
             server.signal(number)
-            server.wait_for_line("waiting for 1 open answers")
+            server.wait_for_line(
+                "draining: 1 answer is open .* a second Ctrl-C ends the server at once"
+            )
             refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": [10]})
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
@@ -58,7 +60,7 @@ def test_a_second_signal_ends_open_streams_at_once():
             events = words(response)
             next(events)
             server.signal(signal.SIGINT)
-            server.wait_for_line("waiting for")
+            server.wait_for_line("draining: 1 answer")
             server.signal(signal.SIGINT)
             assert server.wait_for_exit() == 0
         assert "Traceback" not in server.output()
@@ -78,14 +80,22 @@ def test_after_the_bound_open_streams_end_with_an_error():
         assert server.wait_for_exit() == 0
 
 
-def test_a_signal_while_the_model_loads_ends_it():
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_while_the_model_loads_ends_it(number, code):
     with launched(command=FAKE, fake={"hang_s": 600}, wait=False) as server:
         process = psutil.Process(server.process.pid)
         while not process.children():
             assert server.process.poll() is None
+        server.signal(number)
+        assert server.wait_for_exit() == code
+        assert server.output() == f"{number.name} while the model was loading; the server ends\n"
+
+
+def test_a_server_without_open_answers_says_that_it_ends():
+    with launched(command=FAKE) as server:
         server.signal(signal.SIGINT)
+        server.wait_for_line("draining: no answer is open; the server ends")
         assert server.wait_for_exit() == 0
-        assert "Traceback" not in server.output()
 
 
 def test_when_the_server_is_killed_the_engine_ends_itself():

@@ -34,6 +34,7 @@ from quire.core.memory_report import MemoryReport
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
 from quire.engine.activity import ActivityRecord
+from quire.engine.address_space import named_memory_failures
 from quire.engine.block_page import block_page
 from quire.engine.logprob_entries import pack
 from quire.engine.messages import (
@@ -407,8 +408,9 @@ def main(
 
 
 def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> EngineLike:
-    # Imported here: it brings torch, which the watcher above must not wait for.
-    from quire.engine.build import build_engine
+    with named_memory_failures():
+        # Imported here: it brings torch, which the watcher above must not wait for.
+        from quire.engine.build import build_engine
 
     engine = build_engine(options, on_progress)
     # What stands now stays. Python would look through all of it now and then in search of garbage,

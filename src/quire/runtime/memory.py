@@ -4,11 +4,13 @@ A control group's limit binds all that are below it, so the group of this proces
 are all asked. `root` is where the kernel's file systems are mounted, for tests.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 ROOT = Path("/")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class _Names(NamedTuple):
@@ -38,7 +40,7 @@ def total_memory_bytes(root: Path = ROOT) -> int:
 
 def available_memory_bytes(root: Path = ROOT) -> int:
     """What can be allocated now without swapping."""
-    available = _meminfo_bytes(root, "MemAvailable")
+    available = min([_meminfo_bytes(root, "MemAvailable"), *_unmapped_bytes(root)])
     for folder, names in _groups(root):
         for limit in _numbers(folder / names.limit):
             for usage in _numbers(folder / names.usage):
@@ -69,6 +71,21 @@ def _meminfo_bytes(root: Path, name: str) -> int:
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
     raise OSError(f"/proc/meminfo has no {name}")
+
+
+def _unmapped_bytes(root: Path) -> list[int]:
+    """What a limit of the address space (`ulimit -v`) leaves this process; none: there is none."""
+    limits, mapped = root / "proc/self/limits", root / "proc/self/statm"
+    if not limits.is_file():
+        return []
+    line = next(
+        line for line in limits.read_text().splitlines() if line.startswith("Max address space")
+    )
+    limit = line.split()[3]
+    if not limit.isdigit():
+        return []
+    num_pages = int(mapped.read_text().split()[0])
+    return [max(0, int(limit) - num_pages * PAGE_BYTES)]
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:

@@ -62,6 +62,9 @@ _DRAIN_POLL_S = 0.05
 
 _TRIM_PERIOD_S = 10.0
 
+INTERRUPTED = 130
+"""The shells' exit code for Ctrl-C."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
@@ -99,7 +102,8 @@ class _ModelFiles:
 
 
 def serve(engine_options: Mapping[str, object], server: ServerConfig) -> int:
-    """Serve a model until a signal ends it. Returns the exit code, 0.
+    """Serve a model until a signal ends it. Returns the exit code: 0, or 130 for a Ctrl-C that came
+    while the model was loading.
 
     engine_options: by name, as `EngineOptions` has them. Raises ConfigurationError and its kinds
     for options, models and ports that can't be used, EngineDeadError if the engine can't start, and
@@ -112,8 +116,7 @@ def serve(engine_options: Mapping[str, object], server: ServerConfig) -> int:
         )
     with _bound_socket(server.host, server.port) as sock:
         plan = _plan(engine_options, options, server)
-        asyncio.run(_serve(plan, sock))
-    return 0
+        return asyncio.run(_serve(plan, sock))
 
 
 def _plan(
@@ -158,37 +161,45 @@ def _load_files(options: EngineOptions) -> _ModelFiles:
     return _ModelFiles(folder, tokenizer, ChatTemplate.from_folder(text_folder))
 
 
-async def _serve(plan: _Plan, sock: socket.socket) -> None:
-    server = plan.server
+async def _serve(plan: _Plan, sock: socket.socket) -> int:
     with _Stopper() as stopper, contextlib.suppress(asyncio.CancelledError):
-        with contextlib.closing(LoadingProgress(sys.stderr)) as progress:
-            engine = await AsyncEngine.start(
-                plan.process_options,
-                max_queued_requests=server.max_queued_requests,
-                recovery=RecoveryConfig(
-                    max_restarts=server.max_engine_restarts,
-                    heartbeat_timeout_s=server.heartbeat_timeout_s,
-                ),
-                on_progress=progress,
-            )
-        monitor = Monitor(model_name=plan.model_name, spans=plan.spans)
+        await _load_and_serve(plan, sock, stopper)
+    if stopper.ended_loading is None:
+        return 0
+    _say(f"{stopper.ended_loading.name} while the model was loading; the server ends", sys.stderr)
+    return INTERRUPTED if stopper.ended_loading is signal.SIGINT else 0
+
+
+async def _load_and_serve(plan: _Plan, sock: socket.socket, stopper: "_Stopper") -> None:
+    server = plan.server
+    with contextlib.closing(LoadingProgress(sys.stderr)) as progress:
+        engine = await AsyncEngine.start(
+            plan.process_options,
+            max_queued_requests=server.max_queued_requests,
+            recovery=RecoveryConfig(
+                max_restarts=server.max_engine_restarts,
+                heartbeat_timeout_s=server.heartbeat_timeout_s,
+            ),
+            on_progress=progress,
+        )
+    monitor = Monitor(model_name=plan.model_name, spans=plan.spans)
+    try:
+        http = _HTTPServer(_make_service(plan, engine, monitor), plan, sock)
+        _stay_responsive()
+        stopper.on_first = http.drain
+        watch = asyncio.create_task(http.watch_engine())
+        trim = asyncio.create_task(_return_memory())
         try:
-            http = _HTTPServer(_make_service(plan, engine, monitor), plan, sock)
-            _stay_responsive()
-            stopper.on_first = http.drain
-            watch = asyncio.create_task(http.watch_engine())
-            trim = asyncio.create_task(_return_memory())
-            try:
-                await http.serve(sockets=[sock])
-            finally:
-                watch.cancel()
-                trim.cancel()
-            if http.failure is not None:
-                raise http.failure
+            await http.serve(sockets=[sock])
         finally:
-            # Drained as far as it was to be: uvicorn has waited for the open answers.
-            await engine.shutdown(drain=False, timeout_s=_ENGINE_SHUTDOWN_S)
-            await asyncio.to_thread(monitor.close)
+            watch.cancel()
+            trim.cancel()
+        if http.failure is not None:
+            raise http.failure
+    finally:
+        # Drained as far as it was to be: uvicorn has waited for the open answers.
+        await engine.shutdown(drain=False, timeout_s=_ENGINE_SHUTDOWN_S)
+        await asyncio.to_thread(monitor.close)
 
 
 def _stay_responsive() -> None:
@@ -233,25 +244,31 @@ def _fingerprint(facts: Mapping[str, Any]) -> str:
 
 
 class _Stopper:
-    """What signals do: the first calls `on_first`; the second, or one before it is set, cancels."""
+    """What signals do: the first calls `on_first`; the second, or one before it is set, cancels.
+
+    ended_loading: the one that came before `on_first` was set.
+    """
 
     def __init__(self) -> None:
         self.on_first: Callable[[], None] | None = None
+        self.ended_loading: signal.Signals | None = None
         self._num_signals = 0
 
     def __enter__(self) -> "_Stopper":
         task = asyncio.current_task()
         assert task is not None
 
-        def on_signal() -> None:
+        def on_signal(number: signal.Signals) -> None:
             self._num_signals += 1
+            if self.on_first is None:
+                self.ended_loading = number
             if self._num_signals == 1 and self.on_first is not None:
                 self.on_first()
             else:
                 task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -332,8 +349,7 @@ class _HTTPServer(uvicorn.Server):
     async def _drain(self) -> None:
         """Beside open answers the listener stays open: who calls is told to come again."""
         limit_s, num_open = self._plan.server.drain_timeout_s, self._num_open
-        if num_open:
-            _say(f"waiting for {num_open} open answers; once more ends them at once", sys.stderr)
+        _say(_drain_text(num_open, limit_s), sys.stderr)
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s
         while self._num_open and loop.time() < until_s:
@@ -358,6 +374,16 @@ class _HTTPServer(uvicorn.Server):
         """End the serving when the engine has failed for good: its streams have been told why."""
         self.failure = await self._service.engine.wait_failed()
         self.should_exit = True
+
+
+def _drain_text(num_open: int, limit_s: float) -> str:
+    if not num_open:
+        return "draining: no answer is open; the server ends"
+    answers = "1 answer is open and" if num_open == 1 else f"{num_open} answers are open and"
+    return (
+        f"draining: {answers} may go on for {limit_s:g} s; new calls are refused; a second Ctrl-C "
+        "ends the server at once"
+    )
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:

@@ -1,0 +1,47 @@
+"""Says in a sentence that a process has too little address space (`ulimit -v`), or memory, to load
+what computes.
+
+torch and numpy fail in many ways there: a library that can't be mapped, a bare MemoryError, or an
+abort in C++ that nothing can catch. So what is far too little is refused before they are imported.
+Imports neither. Called by the command line and by the engine's process.
+"""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quire.errors import InsufficientMemoryError
+
+LEAST_BYTES = 800 << 20
+"""torch for the CPU and numpy map so much before they compute anything (torch 2.13, Linux); one
+built for GPUs maps several times as much."""
+
+_FAILURES = ("failed to map segment", "cannot allocate memory", "can't start new thread")
+
+
+@contextmanager
+def named_memory_failures() -> Iterator[None]:
+    """Turn what too little memory makes of imports, and MemoryError, into a sentence.
+
+    Raises InsufficientMemoryError, also before anything is tried where the limit is too low.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < LEAST_BYTES:
+        raise InsufficientMemoryError(_sentence(limit))
+    try:
+        yield
+    except (ImportError, MemoryError, OSError, RuntimeError) as error:
+        text = str(error).lower()
+        if not isinstance(error, MemoryError) and not any(each in text for each in _FAILURES):
+            raise
+        raise InsufficientMemoryError(_sentence(limit)) from error
+
+
+def _sentence(limit: int) -> str:
+    if limit == resource.RLIM_INFINITY:
+        return "memory ran out; free some of it, or choose a smaller model or smaller sizes"
+    return (
+        f"the address space of this process is limited to {limit} bytes (`ulimit -v`), too little "
+        f"for torch, which takes {LEAST_BYTES} bytes and more beside the model and its KV cache; "
+        "raise the limit, or lift it with `ulimit -v unlimited`"
+    )
