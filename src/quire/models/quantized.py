@@ -42,7 +42,7 @@ _SUFFIXES = {
 
 
 def refuse_quantized_config(what: str, raw: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError where a config tells of quantized weights. what: the file."""
+    """Raises UnsupportedModelError where a config tells of quantized weights. what: the folder."""
     for field in _CONFIG_FIELDS:
         settings = raw.get(field)
         if settings is not None:

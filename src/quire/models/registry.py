@@ -50,7 +50,7 @@ def load_config(folder: Path) -> DecoderConfig:
     """
     path = folder / "config.json"
     raw = read_json_object(path)
-    refuse_quantized_config(str(path), raw)
+    refuse_quantized_config(str(folder), raw)
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or name not in MODELS:
