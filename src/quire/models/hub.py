@@ -86,6 +86,7 @@ def _fetch(name: str, revision: str | None) -> Path:
 
 def _why_not(name: str, error: Exception) -> str:
     """Why the hub did not give it, and what to do; of a repository what the hub says last."""
+    # Loaded already where there is an error of it to explain.
     from huggingface_hub import errors
 
     token = "with HF_TOKEN=... in the environment, or after `hf auth login`"
