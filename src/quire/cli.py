@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except QuireError as error:
         if debug:
             raise
-        print(f"quire: error: {error}", file=sys.stderr)
+        _complain(error)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -71,9 +71,19 @@ def main(words: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, a file that can't be written
         if debug:
             raise
-        print(f"quire: error: {error}", file=sys.stderr)
+        _complain(error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _complain(error: Exception) -> None:
+    """One sentence to stderr; one more object of a log that has an object a line."""
+    from quire.observability import log  # `--version` and `--help` do without logging
+
+    if log.is_json():
+        log.get_logger("quire").error("%s", error)
+    else:
+        print(f"quire: error: {error}", file=sys.stderr)
 
 
 def _version(is_verbose: bool) -> int:

@@ -236,14 +236,14 @@ def test_an_engine_that_cannot_be_built_says_why():
     assert codes == [1]
 
 
-def test_an_unexpected_exception_is_fatal_and_is_told(capfd):
+def test_an_unexpected_exception_is_fatal_and_is_told(caplog):
     with served() as (front, codes):
         front.receive()
         front.send(AddRequest(request("a", fake.RAISE)))
         fatal = front.receive_all()[-1]
     assert fatal == Fatal("internal_error", "RuntimeError: the step went wrong")
     assert codes == [1]
-    assert "the step went wrong" in capfd.readouterr().err
+    assert "the step went wrong" in caplog.text
 
 
 @pytest.mark.parametrize(

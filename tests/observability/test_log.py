@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -15,7 +16,14 @@ import pytest
 
 from quire.errors import ConfigurationError
 from quire.observability.call_context import CallContext, begin_call
-from quire.observability.log import LIBRARIES, arguments, configure, fields, get_logger
+from quire.observability.log import (
+    LIBRARIES,
+    arguments,
+    configure,
+    fields,
+    get_logger,
+    is_json,
+)
 
 
 @pytest.fixture
@@ -29,6 +37,7 @@ def root() -> Iterator[logging.Logger]:
     for one, (handlers, level, propagate) in zip(loggers, before, strict=True):
         one.handlers[:], one.propagate = handlers, propagate
         one.setLevel(level)
+    logging.captureWarnings(False)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +186,26 @@ def test_the_libraries_lines_come_in_the_same_format(
     logging.getLogger(name).info("not this")
     logging.getLogger(name).error("this")
     assert [(line["logger"], line["message"]) for line in json_lines(capsys)] == [(name, "this")]
+
+
+def test_warnings_are_json_lines_where_the_log_is(
+    root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure("info", "json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("soon gone", DeprecationWarning, stacklevel=1)
+    (line,) = json_lines(capsys)
+    assert line["logger"] == "py.warnings" and "soon gone" in line["message"]
+
+
+@pytest.mark.parametrize(("log_format", "expected"), [("text", False), ("json", True)])
+def test_others_can_ask_whether_lines_are_json(
+    root: logging.Logger, log_format: str, expected: bool
+) -> None:
+    assert not is_json()
+    configure("info", log_format)
+    assert is_json() is expected
 
 
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])

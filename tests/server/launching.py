@@ -27,6 +27,8 @@ spec = json.loads(sys.argv[1])
 if spec["command"]:
     start = launch.AsyncEngine.start
     launch.AsyncEngine.start = functools.partial(start, command=spec["command"])
+if "log_format" in spec["server"]:
+    launch.log.configure("info", spec["server"]["log_format"])
 try:
     sys.exit(launch.serve(spec["options"], launch.ServerConfig(**spec["server"])))
 except QuireError as error:  # as the command line does

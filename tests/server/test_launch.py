@@ -53,6 +53,26 @@ def test_a_signal_drains_open_streams_and_leaves_no_process(number):
         assert "Traceback" not in server.output()
 
 
+def test_with_json_logs_every_line_on_stderr_is_an_object():
+    """Once the server is up nothing goes to stdout; both come in one stream here."""
+    with launched(command=FAKE, fake={"step_s": 0.02}, log_format="json") as server:
+        wish = WISH | {"max_tokens": 20}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=wish) as response:
+            events = words(response)
+            next(events)
+            server.signal(signal.SIGTERM)
+            server.wait_for_line("waiting for 1 open answers")
+            assert list(events)[-1] == "[DONE]"
+        assert server.wait_for_exit() == 0
+        printed = server.output().partition("Ctrl-C ends it")[2]
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert {"waiting for 1 open answers; once more ends them at once"} < {
+        line["message"] for line in lines
+    }
+    others = [line for line in printed.splitlines()[1:] if not line.startswith(("{", "  "))]
+    assert others == []  # the call to try, two indented lines of stdout, aside
+
+
 def test_a_second_signal_ends_open_streams_at_once():
     with launched(command=FAKE, fake={"step_s": 0.02}) as server:
         endless = WISH | {"max_tokens": 10**6}

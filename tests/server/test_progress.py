@@ -53,6 +53,18 @@ def test_elsewhere_quick_loading_is_silent(clock):
     assert stream.getvalue() == ""
 
 
+def test_a_log_takes_the_lines_instead_of_the_stream(clock):
+    stream, lines = Terminal(), []
+    progress = LoadingProgress(stream, clock, lines.append)
+    progress("loading weights", 0, 4)
+    clock.now_s += QUIET_S
+    progress("loading weights", 2, 4)
+    progress("measuring", 0, 0)
+    progress.close()
+    assert stream.getvalue() == ""
+    assert lines == ["loading weights: 50%", "measuring"]
+
+
 def test_elsewhere_long_loading_gets_a_few_lines(clock):
     stream = io.StringIO()
     progress = LoadingProgress(stream, clock)

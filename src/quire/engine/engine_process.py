@@ -24,7 +24,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol, TypeAlias
@@ -76,6 +75,8 @@ FRONT_GONE_GRACE_S = 1.0
 """How long the loop has to notice by itself that the front is gone, before the watcher ends it."""
 
 _RECEIVE_BYTES = 1 << 20
+
+_logger = log.get_logger("quire.engine.engine_process")  # __name__ is "__main__" here
 
 
 class EngineLike(Protocol):
@@ -328,7 +329,7 @@ def serve_front(
         return _report(channel, Fatal(error.code, str(error)))
     except Exception as error:
         # The last line of defence: the process ends either way, and the front is told why.
-        traceback.print_exc()
+        _logger.exception("the engine's process ends with an error")
         return _report(channel, Fatal(QuireError.code, f"{type(error).__name__}: {error}"))
     return 0
 
@@ -355,7 +356,7 @@ def _report(channel: Channel, fatal: Fatal) -> int:
         channel.send(fatal)
         channel.drain_backlog(FRONT_GONE_GRACE_S)
     except FrontGoneError:
-        print(f"quire engine: {fatal.message}", file=sys.stderr)
+        _logger.error("%s", fatal.message)
     return 1
 
 

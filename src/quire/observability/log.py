@@ -18,8 +18,9 @@ from quire.observability.call_context import current_call
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 
-LIBRARIES = ("uvicorn", "asyncio", "opentelemetry")
-"""Their warnings and errors are printed as ours are: JSON lines have nothing else among them."""
+LIBRARIES = ("uvicorn", "asyncio", "opentelemetry", "py.warnings")
+"""Their warnings and errors are printed as ours are: JSON lines have nothing else among them. The
+last is where `logging` puts what Python's `warnings` would print, while lines are JSON."""
 
 _FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -52,6 +53,13 @@ def configure(level: str = "warning", log_format: str = "text") -> None:
         if _own_handler(logger) is None:
             logger.addHandler(handler)
             logger.propagate = False
+    logging.captureWarnings(log_format == "json")
+
+
+def is_json() -> bool:
+    """Whether log lines are JSON objects: then nothing else may be written to stderr."""
+    handler = _own_handler(logging.getLogger("quire"))
+    return handler is not None and isinstance(handler.formatter, _JSONFormatter)
 
 
 def arguments() -> list[str]:
@@ -60,9 +68,7 @@ def arguments() -> list[str]:
     number = logger.getEffectiveLevel()
     names = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
     level = next((name for bound, name in names.items() if number <= bound), "error")
-    handler = _own_handler(logger)
-    is_json = handler is not None and isinstance(handler.formatter, _JSONFormatter)
-    return ["--log-level", level, "--log-format", "json" if is_json else "text"]
+    return ["--log-level", level, "--log-format", "json" if is_json() else "text"]
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:

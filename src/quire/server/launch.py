@@ -28,6 +28,7 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.recovery import RecoveryConfig
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.models.hub import resolve_model_folder
+from quire.observability import log
 from quire.observability.spans import Spans, open_spans
 from quire.server.access import AccessConfig
 from quire.server.app import SECURITY_HEADERS, create_app
@@ -64,6 +65,8 @@ _TRIM_PERIOD_S = 10.0
 
 INTERRUPTED = 130
 """The shells' exit code for Ctrl-C."""
+
+logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +169,14 @@ async def _serve(plan: _Plan, sock: socket.socket) -> int:
         await _load_and_serve(plan, sock, stopper)
     if stopper.ended_loading is None:
         return 0
-    _say(f"{stopper.ended_loading.name} while the model was loading; the server ends", sys.stderr)
+    _report(f"{stopper.ended_loading.name} while the model was loading; the server ends")
     return INTERRUPTED if stopper.ended_loading is signal.SIGINT else 0
 
 
 async def _load_and_serve(plan: _Plan, sock: socket.socket, stopper: "_Stopper") -> None:
     server = plan.server
-    with contextlib.closing(LoadingProgress(sys.stderr)) as progress:
+    log_line = logger.info if log.is_json() else None
+    with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
         engine = await AsyncEngine.start(
             plan.process_options,
             max_queued_requests=server.max_queued_requests,
@@ -349,14 +353,14 @@ class _HTTPServer(uvicorn.Server):
     async def _drain(self) -> None:
         """Beside open answers the listener stays open: who calls is told to come again."""
         limit_s, num_open = self._plan.server.drain_timeout_s, self._num_open
-        _say(_drain_text(num_open, limit_s), sys.stderr)
+        _report(_drain_text(num_open, limit_s))
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s
         while self._num_open and loop.time() < until_s:
             await asyncio.sleep(_DRAIN_POLL_S)
         if self._num_open:
             text = f"{self._num_open} answers were open after {limit_s} s; they end with an error"
-            _say(text, sys.stderr)
+            _report(text)
             reason = ServerDrainingError(
                 "the server ended before the answer had; ask again", DRAIN_RETRY_AFTER_S
             )
@@ -384,6 +388,14 @@ def _drain_text(num_open: int, limit_s: float) -> str:
         f"draining: {answers} may go on for {limit_s:g} s; new calls are refused; a second Ctrl-C "
         "ends the server at once"
     )
+
+
+def _report(text: str) -> None:
+    """To stderr: as it is, or as one more object where the log has one a line."""
+    if log.is_json():
+        logger.info(text)
+    else:
+        _say(text, sys.stderr)
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:

@@ -1,6 +1,6 @@
-"""How far loading has come, for people: a bar on a terminal, a few plain lines elsewhere.
+"""How far loading has come: a bar on a terminal, a few plain lines elsewhere, or log lines.
 
-Writes to one stream and knows no engine. Called by `launch`, with what the engine tells.
+Knows no engine. Called by `launch`, with what the engine tells.
 """
 
 import contextlib
@@ -24,7 +24,15 @@ class LoadingProgress:
     goes on.
     """
 
-    def __init__(self, stream: TextIO | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None,
+        clock: Callable[[], float] = time.monotonic,
+        log_line: Callable[[str], None] | None = None,
+    ) -> None:
+        """log_line: takes the lines; nothing is written to the stream then."""
+        self._log_line = log_line
+        stream = stream if log_line is None else None
         self._stream = stream
         self._clock = clock
         self._is_terminal = stream is not None and stream.isatty()
@@ -65,7 +73,11 @@ class LoadingProgress:
         if percent < self._next_percent:
             return
         self._next_percent = percent - percent % LINE_EVERY_PERCENT + LINE_EVERY_PERCENT
-        self._write(f"{self._text}: {percent}%\n" if total else f"{self._text}\n")
+        line = f"{self._text}: {percent}%" if total else self._text
+        if self._log_line is not None:
+            self._log_line(line)
+        else:
+            self._write(f"{line}\n")
 
     def _write(self, text: str) -> None:
         if self._stream is None:
