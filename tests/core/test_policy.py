@@ -137,6 +137,17 @@ def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
         find_policy("sjf")
 
 
+def test_a_policy_takes_its_own_options_and_no_others() -> None:
+    aged = find_policy("priority", {"ageing_s": 2.0})
+    assert isinstance(aged, PriorityPolicy) and aged.ageing_s == 2.0
+    with pytest.raises(ConfigurationError, match=r"'priority' has no option 'wait'.*: ageing_s"):
+        find_policy("priority", {"wait": 1.0})
+    with pytest.raises(ConfigurationError, match=r"'fcfs' has no option 'ageing_s'.*: none"):
+        find_policy("fcfs", {"ageing_s": 1.0})
+    with pytest.raises(ConfigurationError, match="ageing_s is 0"):
+        find_policy("priority", {"ageing_s": 0})
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_options_out_of_bounds_are_refused_by_name(value: float) -> None:
     with pytest.raises(ConfigurationError, match=r"ageing_s is .* above 0"):

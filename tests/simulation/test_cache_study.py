@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.simulation.cache_study import CACHES, main, table
+from quire.core.eviction import EVICTION_ORDERS, ContentKey, LruOrder
+from quire.simulation.cache_study import caches, main, table
 from quire.simulation.cache_traces import MIXES, make_mix, read_trace
 
 SAMPLE = Path(__file__).parent.parent / "data" / "chats_trace.jsonl"
@@ -19,8 +20,8 @@ def rates(lines: list[str]) -> dict[str, list[float]]:
 
 
 def test_on_the_sample_the_engine_is_never_behind_lru_and_ahead_where_there_is_room() -> None:
-    by_name = rates(table(read_trace(SAMPLE), POOLS, list(CACHES)))
-    assert list(by_name) == list(CACHES)
+    by_name = rates(table(read_trace(SAMPLE), POOLS, list(caches())))
+    assert list(by_name) == list(caches())
     assert by_name["pool-lru"] == by_name["lru"]
     for name, row in by_name.items():
         assert all(best >= rate for best, rate in zip(by_name["belady"], row, strict=True)), name
@@ -79,3 +80,30 @@ def test_a_trace_that_cannot_be_read_is_an_error(
     (tmp_path / "bad").write_text("x")
     assert main(["--trace", str(tmp_path / "bad")]) == 2
     assert "line 1 of" in capsys.readouterr().err
+
+
+class MostRecentFirst(LruOrder):
+    """The order that a newcomer might try: what was freed last is forgotten first."""
+
+    def take(self, count: int, evicted: list[ContentKey]) -> list[int]:
+        newest = self.block_ids()[::-1][:count]
+        for block in newest:
+            key = self._content[block]
+            assert key is not None
+            evicted.append(key)
+            self._content[block] = None
+            self.drop(block)
+        return newest
+
+
+def test_an_order_that_is_registered_is_studied_beside_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(EVICTION_ORDERS, "most_recent_first", MostRecentFirst)
+    assert list(caches())[-3:] == ["most_recent_first", "pool-lru", "hit_density"]
+    words = ["--trace", str(SAMPLE), "--pools", "150", "--algorithms"]
+    assert main([*words, "most_recent_first,pool-lru"]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    found = rates(lines)
+    assert found["most_recent_first"] != found["pool-lru"]
+    assert len({len(line) for line in lines}) == 1, "columns"

@@ -61,6 +61,8 @@ def test_who_got_everything_is_done_and_counted() -> None:
     report = clients.report
     assert report.finished == {"length": 2} and report.served_tokens == {"t": 8}
     assert (report.num_answered, report.first_token_s, report.max_first_token_s) == (2, 5.5, 3.5)
+    assert report.first_token_waits_s == [2.0, 3.5]
+    assert report.latencies_s == [3.5, 3.5]
 
 
 def test_a_fork_gets_what_follows_and_a_new_index() -> None:

@@ -82,3 +82,43 @@ def test_the_replay_command_names_only_what_differs_from_the_defaults() -> None:
         "python -m quire.simulation --seed 2 --num-steps 9 --enable-prefix-caching False"
         " --arrivals bursts"
     )
+
+
+def test_a_policys_options_an_order_and_the_steps_cost_can_be_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--policy", "priority", "--policy-options", "ageing_s=2.5", "--eviction", "lru"]
+    words += ["--step-base-s", "0.002", "--step-token-s", "1e-05", "--num-requests", "8"]
+    assert main(words) == 0
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert printed["latencies_s"].startswith("p50 ")
+    config = SimulationConfig(
+        policy="priority", policy_options=(("ageing_s", 2.5),), eviction="lru"
+    )
+    assert replay_command(config).endswith(
+        "--policy priority --policy-options ageing_s=2.5 --eviction lru"
+    )
+    slow = run(SimulationConfig(num_requests=8, arrivals="at_once"))
+    fast = run(SimulationConfig(num_requests=8, arrivals="at_once", step_base_s=0.001))
+    assert 0 < fast.virtual_s < slow.virtual_s
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--policy fcfs --policy-options ageing_s=2", "'fcfs' has no option 'ageing_s'"),
+        ("--eviction fifo", "eviction is 'fifo', but must be one of hit_density, lru"),
+        ("--step-token-s 0", "step_token_s is 0.0, but must be above 0"),
+    ],
+)
+def test_what_they_cannot_be_is_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_policy_options_are_names_with_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--policy", "priority", "--policy-options", "ageing_s=soon"])
+    assert "'ageing_s=soon' must be NAME=NUMBER,NAME=NUMBER" in capsys.readouterr().err

@@ -12,6 +12,13 @@ def test_steps_take_a_base_and_so_much_a_token() -> None:
     assert steps.draw_s(101) - steps.draw_s(1) == pytest.approx(0.05)
 
 
+def test_another_device_has_a_base_and_tokens_of_its_own() -> None:
+    steps = StepTime(0.0, seed=1, base_s=0.002, token_s=0.00001)
+    assert steps.draw_s(100) == pytest.approx(0.003)
+    alone = StepLoad(4, 4)
+    assert steps.make_model().predict_s(alone) == pytest.approx(steps.draw_s(4), rel=0.05)
+
+
 def test_slow_steps_come_at_their_rate_and_replay() -> None:
     one, other = StepTime(0.2, 3), StepTime(0.2, 3)
     drawn = [one.draw_s(1) for _ in range(500)]

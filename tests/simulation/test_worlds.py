@@ -26,9 +26,11 @@ def test_all_policies_come_with_and_without_overlap() -> None:
 
 
 def test_every_option_takes_more_than_one_value() -> None:
-    """But for those that bound the size of a world, and the mixture of its requests."""
+    """But for those that bound the size of a world, the mixture of its requests, and what a
+    policy or a device is told beside its name."""
     fixed = {"num_requests", "num_steps", "max_model_len", "prompt_tokens", "beam_width"}
     fixed |= {"num_cache_domains", "num_priorities", "num_tenants", "check_every"}
+    fixed |= {"policy_options", "step_base_s", "step_token_s"}
     worlds = [draw_world(0, index) for index in range(60)]
     for option in fields(SimulationConfig):
         values = {getattr(one, option.name) for one in worlds}

@@ -15,9 +15,10 @@ ran may be ranked anew (`reranks`); where it may also take from running ones (`c
 rank may only move a bounded number of times, or two could take from each other for ever.
 """
 
+import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from quire.core.growth import OutputLengthPredictor
@@ -306,7 +307,7 @@ class DeadlinePolicy(Policy):
         return self.step_s * (num_steps + self.lengths.expected_remaining(0, limit))
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
+POLICIES: dict[str, Callable[..., Policy]] = {
     "fcfs": FcfsPolicy,
     "priority": PriorityPolicy,
     "fair": FairPolicy,
@@ -315,12 +316,23 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-def find_policy(name: str) -> Policy:
-    """A fresh policy of that name. Raises ConfigurationError with the names that there are."""
+def find_policy(name: str, options: Mapping[str, float] | None = None) -> Policy:
+    """A fresh policy of that name.
+
+    options: arguments of its constructor, by name; its defaults where None. Raises
+    ConfigurationError, with the names that there are, for a name or an option that is not known.
+    """
     if name not in POLICIES:
         known = ", ".join(sorted(POLICIES))
         raise ConfigurationError(f"scheduling_policy is {name!r}, but must be one of {known}")
-    return POLICIES[name]()
+    known_options = inspect.signature(POLICIES[name]).parameters
+    for option in options or {}:
+        if option not in known_options:
+            known = ", ".join(known_options) or "none"
+            raise ConfigurationError(
+                f"policy {name!r} has no option {option!r}; its options: {known}"
+            )
+    return POLICIES[name](**(options or {}))
 
 
 def _positive(name: str, value: float) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigurationError
 from quire.simulation.engine_simulator import run_world
-from quire.simulation.report import SimulationReport, add_up
+from quire.simulation.report import SimulationReport, add_up, printed_lines
 from quire.simulation.simulator import SimulationError
 from quire.simulation.workload import SimulationConfig
 from quire.simulation.worlds import draw_worlds
@@ -34,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SimulationError as error:
         print(f"{error}\nreplay: {replay_command(error.config)}", file=sys.stderr)
         return 1
-    for name, value in dataclasses.asdict(report).items():
-        print(f"{name:22} {value:.0f}" if name == "steps_per_s" else f"{name:22} {value}")
+    print("\n".join(printed_lines(report)))
     return 0
 
 
@@ -67,6 +66,8 @@ def replay_command(config: SimulationConfig) -> str:
         if option.name == "seed" or value == getattr(DEFAULT, option.name):
             continue
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        if option.name == "policy_options":
+            text = ",".join(f"{name}={number}" for name, number in value)
         words.append(f"--{option.name.replace('_', '-')} {text}")
     return " ".join(words)
 
@@ -84,7 +85,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, bool]:
             f"--{option.name.replace('_', '-')}",
             type=_reader(default),
             default=default,
-            help=f"default: {default}",
+            help="NAME=NUMBER,... (none)" if default == () else f"default: {default}",
         )
     options = vars(parser.parse_args(arguments))
     has_everything = options.pop("everything")
@@ -95,7 +96,7 @@ def _reader(default: object) -> Callable[[str], object]:
     if isinstance(default, bool):
         return _bool
     if isinstance(default, tuple):
-        return _range
+        return _range if default else _numbers_by_name
     if isinstance(default, float):
         return float
     return str if isinstance(default, str) else int
@@ -105,6 +106,14 @@ def _bool(text: str) -> bool:
     if text not in ("True", "False"):
         raise argparse.ArgumentTypeError(f"{text!r} must be True or False")
     return text == "True"
+
+
+def _numbers_by_name(text: str) -> tuple[tuple[str, float], ...]:
+    try:
+        pairs = [word.split("=") for word in text.split(",")]
+        return tuple((name, float(number)) for name, number in pairs)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=NUMBER,NAME=NUMBER") from error
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -4,7 +4,8 @@
     python -m quire.simulation.cache_study --mix steady,drifting --pools 300,1000,2000
 
 Prints a table: a line for each algorithm, a column for each pool, in percent of all blocks asked
-for. `hit_density` and `pool-lru` are the engine's own block pool; the others are written anew.
+for. The orders of `core.eviction.EVICTION_ORDERS` run in the engine's own block pool (where one has
+the name of another algorithm it is `pool-NAME` here, as `pool-lru`); the others are written anew.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from quire.core.eviction import ContentKey, HitDensityOrder, find_order
+from quire.core.eviction import EVICTION_ORDERS, ContentKey, HitDensityOrder, OrderFactory
 from quire.errors import ConfigurationError
 from quire.simulation.cache_policies import POLICIES
 from quire.simulation.cache_replay import CacheFactory, PoolCache, replay
@@ -30,13 +31,16 @@ class _NoGhosts(HitDensityOrder):
         return False
 
 
-CACHES: dict[str, CacheFactory] = {
-    **POLICIES,
-    "pool-lru": lambda num_blocks, _: PoolCache(num_blocks, find_order("lru")),
-    "no-ghosts": lambda num_blocks, _: PoolCache(num_blocks, _NoGhosts),
-    "hit_density": lambda num_blocks, _: PoolCache(num_blocks, find_order("hit_density")),
-}
-"""All algorithms, in the order of the table."""
+def caches() -> dict[str, CacheFactory]:
+    """All algorithms, in the order of the table; eviction orders as they are registered now."""
+    orders: dict[str, OrderFactory] = {"no-ghosts": _NoGhosts}
+    for name in reversed(EVICTION_ORDERS):
+        orders[f"pool-{name}" if name in POLICIES else name] = EVICTION_ORDERS[name]
+    return POLICIES | {name: _in_the_pool(order) for name, order in orders.items()}
+
+
+def _in_the_pool(order: OrderFactory) -> CacheFactory:
+    return lambda num_blocks, _: PoolCache(num_blocks, order)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,10 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(accesses: list[Access], pools: Sequence[int], algorithms: Sequence[str]) -> list[str]:
     """The lines of the table: hit rates in percent."""
-    lines = ["blocks".ljust(14) + "".join(f"{size:9d}" for size in pools)]
+    known = caches()
+    width = max(14, *(len(name) + 1 for name in algorithms))
+    lines = ["blocks".ljust(width) + "".join(f"{size:9d}" for size in pools)]
     for name in algorithms:
-        rates = (replay(accesses, CACHES[name](size, accesses), size) for size in pools)
-        lines.append(name.ljust(14) + "".join(f"{rate.percent:9.2f}" for rate in rates))
+        rates = (replay(accesses, known[name](size, accesses), size) for size in pools)
+        lines.append(name.ljust(width) + "".join(f"{rate.percent:9.2f}" for rate in rates))
     return lines
 
 
@@ -101,9 +107,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--algorithms",
-        type=_names(CACHES),
-        default=list(CACHES),
-        help=f"of {', '.join(CACHES)}; default all",
+        type=_names(caches()),
+        default=list(caches()),
+        help=f"of {', '.join(caches())}; default all",
     )
     options = parser.parse_args(arguments)
     if options.trace is None and not options.mix:

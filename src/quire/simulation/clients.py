@@ -131,6 +131,8 @@ class Clients:
             _check_extras(output, client, first, last)
             if output.finish_reason is not None:
                 self._check_end(client, output)
+                if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    self.report.latencies_s.append(now_s - client.asked_s)
                 self._end(key, output.finish_reason)
 
     def _ask(self, request: Request, sequence: Sequence, now_s: float) -> None:
@@ -161,6 +163,7 @@ class Clients:
         report.num_answered += 1
         report.first_token_s += waited_s
         report.max_first_token_s = max(report.max_first_token_s, waited_s)
+        report.first_token_waits_s.append(waited_s)
 
     def _check_end(self, client: Client, output: SequenceOutput) -> None:
         config, params = self.config, client.request.params

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
@@ -13,18 +14,27 @@ from quire.core.step import EditKind, StepPlan
 class SimulationReport:
     """What happened. Equal configs give equal reports, but for steps_per_s (wall clock).
 
-    num_sequences: branches of the requests that were accepted, forks and beams included.
-    num_refused: requests and forks that could never have fitted.
-    num_joined_forks: rows that went on from another's logits. num_forks: by clients, num_beams:
-        searches. aborted_in: state -> how many.
-    num_preempted_tokens: computed tokens of sequences when they were preempted.
-        num_recomputed_tokens: those of them that were computed again.
+    All times are in seconds of the virtual clock, steps_per_s aside.
+
+    num_requests: that arrived. num_sequences: branches of those that were accepted, forks and beams
+        included. num_refused: requests and forks that could never have fitted.
+    num_forks: by clients, num_joined_forks: rows that went on from another's logits, num_beams:
+        searches.
+    finished: reason -> branches. aborted_in: state -> branches. num_answered: branches that got a
+        token. num_output_tokens: of all branches. served_tokens: the same by tenant.
+    first_token_s: from arrival to the first token, summed over those who got one;
+        max_first_token_s: the longest; first_token_waits_s: each. latencies_s: from arrival to the
+        end of each branch that ended by itself, at a stop or at its limit.
+    num_preemptions: times that a sequence had to give blocks back. num_preempted_tokens: computed
+        tokens of sequences when they were preempted. num_recomputed_tokens: those of them that were
+        computed again.
     num_copied_blocks: all. num_cow_blocks: those that were about to be written by one of several
         holders that run. num_partial_hits: admissions that went on from a copy of a block.
-    misses: reason -> prompts. served_tokens: tenant -> output tokens.
-    num_resumed: branches that went on after crashes.
-    first_token_s: from arrival to the first token, summed over those who got one;
-        max_first_token_s: the longest.
+    num_query_tokens: prompt tokens looked up in the prefix cache. num_hit_tokens: found there.
+        misses: reason -> prompts, see `core.prefix_miss`. num_evicted_blocks: cached contents lost.
+    num_failed_steps, num_interrupts, num_crashes: injected. num_resumed: branches that went on
+        after crashes.
+    max_num_waiting, max_num_running: the most at once. virtual_s: when the last answer ended.
     digest: over all plans and results, in order.
     """
 
@@ -43,6 +53,8 @@ class SimulationReport:
     num_answered: int = 0
     first_token_s: float = 0.0
     max_first_token_s: float = 0.0
+    first_token_waits_s: list[float] = field(default_factory=list)
+    latencies_s: list[float] = field(default_factory=list)
     num_preemptions: int = 0
     num_preempted_tokens: int = 0
     num_recomputed_tokens: int = 0
@@ -94,6 +106,27 @@ class SimulationReport:
         self.num_evicted_blocks += memory.num_evicted_blocks
 
 
+def printed_lines(report: SimulationReport) -> list[str]:
+    """Field by field, as `python -m quire.simulation` prints it; of lists the percentiles."""
+    lines = []
+    for one in fields(report):
+        value = getattr(report, one.name)
+        if isinstance(value, list):
+            shares = (50, 90, 99)
+            value = "  ".join(f"p{share} {percentile(value, share):.3f}" for share in shares)
+        elif one.name == "steps_per_s":
+            value = f"{value:.0f}"
+        lines.append(f"{one.name:22} {value}")
+    return lines
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that `share` percent of all are not above; nan where there are none."""
+    if not values:
+        return math.nan
+    return sorted(values)[max(0, math.ceil(len(values) * share / 100) - 1)]
+
+
 LARGEST = {"max_num_waiting", "max_num_running", "max_first_token_s"}
 
 
@@ -110,6 +143,8 @@ def add_up(reports: list[SimulationReport], seed: int) -> SimulationReport:
             for value in values:
                 counts.update(value)
             setattr(total, one.name, dict(sorted(counts.items())))
+        elif isinstance(getattr(total, one.name), list):
+            setattr(total, one.name, [number for value in values for number in value])
         elif one.name not in ("seed", "digest", "steps_per_s"):
             setattr(total, one.name, sum(values))
     return total

@@ -67,7 +67,9 @@ class Simulator:
     def __init__(self, config: SimulationConfig) -> None:
         self.config = config
         self.report = SimulationReport(config.seed)
-        self.step_time = StepTime(config.slow_rate, config.seed)
+        self.step_time = StepTime(
+            config.slow_rate, config.seed, config.step_base_s, config.step_token_s
+        )
         self._start_engine()
         self.now_s = 0.0
         self._arrivals = draw_arrivals(config)
@@ -90,6 +92,7 @@ class Simulator:
                 config.block_size,
                 config.enable_prefix_caching,
                 secret=b"simulation",
+                eviction=config.eviction,
             )
         )
         self.scheduler = Scheduler(
@@ -101,7 +104,7 @@ class Simulator:
                 config.forecasts,
             ),
             self.memory,
-            find_policy(config.policy),
+            find_policy(config.policy, dict(config.policy_options)),
         )
         self.runner = FakeRunner(
             config.groups,

@@ -12,14 +12,22 @@ SLOW_FACTOR = 5.0
 class StepTime:
     """A base and so much a token; now and then a neighbour takes most of the machine for a step."""
 
-    def __init__(self, slow_rate: float, seed: int) -> None:
+    def __init__(
+        self,
+        slow_rate: float,
+        seed: int,
+        base_s: float = STEP_BASE_S,
+        token_s: float = STEP_TOKEN_S,
+    ) -> None:
         """slow_rate: share of steps that take SLOW_FACTOR times as long."""
+        self._base_s = base_s
+        self._token_s = token_s
         self._slow_rate = slow_rate
         self._random = random.Random(f"slow steps of {seed}")
 
     def draw_s(self, num_tokens: int) -> float:
         """Seconds of the next step, which computes so many tokens."""
-        seconds = STEP_BASE_S + STEP_TOKEN_S * num_tokens
+        seconds = self._base_s + self._token_s * num_tokens
         if self._slow_rate and self._random.random() < self._slow_rate:
             return SLOW_FACTOR * seconds
         return seconds
@@ -29,8 +37,8 @@ class StepTime:
         they take."""
         samples = []
         for size in (1, 2, 4, 8, 16, 32, 64, 128):
-            decodes_s = STEP_BASE_S + STEP_TOKEN_S * size
+            decodes_s = self._base_s + self._token_s * size
             samples.append(StepSample(StepLoad(size, size), decodes_s))
-            chunk_s = STEP_BASE_S + STEP_TOKEN_S * (1 + foretold_ratio * size)
+            chunk_s = self._base_s + self._token_s * (1 + foretold_ratio * size)
             samples.append(StepSample(StepLoad(1, 1).with_chunk(0, size), chunk_s))
         return StepCostModel.fit(samples)

@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
+from quire.core.eviction import DEFAULT_ORDER
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.prefix_cache import PUBLIC_DOMAIN
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.errors import ConfigurationError
 from quire.simulation.fake_model import FakeModel
+from quire.simulation.step_time import STEP_BASE_S, STEP_TOKEN_S
 
 ARRIVALS = ("poisson", "bursts", "at_once")
 NUM_SHARED_PREFIXES = 4
@@ -35,6 +37,9 @@ class SimulationConfig:
 
     num_requests: how many arrive. num_steps: none arrives after so many steps. None: no such end;
         if both are None, 100 arrive.
+    policy: a name in `core.policy.POLICIES`; policy_options: arguments of its constructor, such as
+        (("ageing_s", 2.0),). eviction: a name in `core.eviction.EVICTION_ORDERS`.
+    step_base_s, step_token_s: a step takes base + tokens * token seconds of the virtual clock.
     arrivals: "poisson" or "bursts" (of 8) at requests_per_s on the virtual clock, or "at_once".
     max_num_waiting: while so many wait, nobody else comes.
     prompt_tokens, output_tokens: the shortest and the longest, drawn evenly.
@@ -74,6 +79,8 @@ class SimulationConfig:
     preempts_whole: bool = False
     forecasts: bool = True
     policy: str = "fcfs"
+    policy_options: tuple[tuple[str, float], ...] = ()
+    eviction: str = DEFAULT_ORDER
     enable_prefix_caching: bool = True
     max_model_len: int = 120
     arrivals: str = "poisson"
@@ -104,6 +111,8 @@ class SimulationConfig:
     nan_rate: float = 0.0
     max_itl_ratio: float = 0.0
     foretold_ratio: float = 1.0
+    step_base_s: float = STEP_BASE_S
+    step_token_s: float = STEP_TOKEN_S
     slow_rate: float = 0.0
     overlap: int = 0
     through_engine: bool = False
@@ -130,6 +139,9 @@ class SimulationConfig:
         for name in ("check_every", "max_num_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        for name in ("step_base_s", "step_token_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be above 0")
         for name in ("prompt_tokens", "output_tokens", "num_branches", "beam_width"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from quire.core.eviction import EVICTION_ORDERS
 from quire.core.policy import POLICIES
 from quire.simulation.workload import SimulationConfig
 
@@ -32,6 +33,9 @@ def draw_world(
         num_steps=num_steps,
         overlap=index % 2,
         policy=sorted(POLICIES)[index // 2 % len(POLICIES)],
+        eviction=random.Random(f"eviction in world {index} of {seed}").choice(
+            sorted(EVICTION_ORDERS)
+        ),
         num_groups=num_groups,
         block_size=block_size,
         num_blocks=rng.randint(max(2, longest // 2), longest * most + 2),
