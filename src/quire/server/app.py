@@ -24,6 +24,7 @@ from quire.server import (
     version,
 )
 from quire.server.access import AccessConfig, AccessGuard
+from quire.server.api_page import install_page
 from quire.server.body_limit import BodyLimit
 from quire.server.errors import BugReporter, install_error_handlers
 from quire.server.request_head import RequestHead
@@ -40,7 +41,9 @@ OPEN = AccessConfig()
 def create_app(service: Service, access: AccessConfig = OPEN) -> FastAPI:
     """The application that serves `service`."""
     # A redirect would name the scheme and host that this process sees, not those of a proxy.
-    app = FastAPI(title="quire", version=__version__, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.service = service
     install_error_handlers(app)
     # Each one stands outside of those before it.
@@ -58,6 +61,7 @@ def create_app(service: Service, access: AccessConfig = OPEN) -> FastAPI:
     app.add_middleware(RequestHead)
     app.add_middleware(RequestIdMiddleware, monitor=service.monitor)
     families = (completions, chat, tokens, models, version, health, memory, metrics)
+    install_page(app)
     for family in (*families, refused):  # the last takes what none of the others has
         app.include_router(family.router)
     return app

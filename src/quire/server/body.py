@@ -12,16 +12,22 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from quire.errors import InvalidRequestError
+from quire.server.field_notes import note_of
+
+NOT_SUPPORTED = "not supported yet"
+"""What the OpenAPI document says of a field that is refused."""
 
 
 def _describe(schema: dict[str, Any], body: type[Any]) -> None:
     """Complete a body's JSON schema by what `Body` accepts beside the fields themselves."""
     properties = schema.setdefault("properties", {})
     for name, found in properties.items():
+        if note := note_of(body.__name__, name):
+            found["description"] = note
         if name not in schema.get("required", ()):
             properties[name] = _or_null(found)
     for name, harmless in body.not_supported.items():
-        properties[name] = {"enum": [*harmless, None], "description": "not supported yet"}
+        properties[name] = {"enum": [*harmless, None], "description": NOT_SUPPORTED}
     if body.takes_extra_body:
         properties["extra_body"] = {
             "type": ["object", "null"],
