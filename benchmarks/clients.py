@@ -14,6 +14,7 @@ import asyncio
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from crowd import NEIGHBOURS, CrowdPlan, Tally, run_crowd
 from serving import Server, ServingError, cpu_s, resident_bytes, served
 
 MIB = 1 << 20
+LOG = Path(tempfile.gettempdir()) / "quire_clients.log"
 DEFAULT_NEIGHBOURS = {
     "never_read": 5,
     "slow_read": 5,
@@ -168,7 +170,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="everything as JSON, samples of the memory included")
     add("--markdown", type=Path)
-    add("--log", type=Path, default=Path("clients.log"), help="the server's error output")
+    add("--log", type=Path, default=LOG, help="the server's error output (%(default)s)")
     add("serve_arguments", nargs="*", help="for quire serve, behind --")
     return parser.parse_args(argv)
 

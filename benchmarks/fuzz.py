@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+LOG = Path(tempfile.gettempdir()) / "quire_fuzz.log"
 SERVE_ARGUMENTS = ["--num-blocks", "512", "--max-num-seqs", "16", "--max-model-len", "512"]
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 GENERATING = ("/v1/completions", "/v1/chat/completions")
@@ -136,7 +138,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--cases", type=int, default=5000)
     add("--seed", type=int, default=0)
     add("--out", type=Path)
-    add("--log", type=Path, default=Path("fuzz.log"), help="the server's error output")
+    add("--log", type=Path, default=LOG, help="the server's error output (%(default)s)")
     add("serve_arguments", nargs="*", help="for quire serve, behind --")
     return parser.parse_args(argv)
 

@@ -41,6 +41,7 @@ from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 LIMIT_S = 600.0
+LOG = Path(tempfile.gettempdir()) / "quire_http_cost.log"
 PROMPT = "def read_lines(path, encoding):\n    with open(path) as file:\n        return"
 MESSAGES = [{"role": "user", "content": "What does os.path.join do, and when does it fail?"}]
 CALLS = "/v1/completions"
@@ -207,7 +208,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--forms", type=lambda text: text.split(";"), default=list(FORMS))
     add("--profile", action="store_true")
     add("--out", type=Path)
-    add("--log", type=Path, default=Path("http_cost.log"), help="the server's error output")
+    add("--log", type=Path, default=LOG, help="the server's error output (%(default)s)")
     add("--clients", type=int, help=argparse.SUPPRESS)  # for --profile: only stream
     add("--address", help=argparse.SUPPRESS)
     add("serve_arguments", nargs="*", help="for quire serve, behind --")

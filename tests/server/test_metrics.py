@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
 )
@@ -212,12 +213,24 @@ def test_the_dashboard_can_be_imported_and_asks_for_metrics_that_exist(exposed):
             assert used, target
             asked |= {re.sub("_(bucket|sum|count)$", "", name) for name in used}
     assert asked - exposed == set()
-    unseen = {name for name in exposed - asked if not re.search("_process_|_build_info", name)}
-    assert unseen == set(), "no panel shows these"
+    assert exposed - asked == set(), "no panel shows these"
     variables = {one["name"]: one["type"] for one in dashboard["templating"]["list"]}
     assert variables["datasource"] == "datasource"
     for row in (panel["gridPos"] for panel in found):
         assert row["x"] >= 0 and row["x"] + row["w"] <= 24
+
+
+def test_the_alert_rules_ask_for_metrics_that_exist_and_say_what_to_do(exposed):
+    rules = yaml.safe_load((ROOT / "docs" / "prometheus" / "quire.rules.yml").read_text())
+    (group,) = rules["groups"]
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) > 8
+    for rule in group["rules"]:
+        asked = {re.sub("_(bucket|sum|count)$", "", name) for name in WORD.findall(rule["expr"])}
+        assert asked <= exposed and (asked or rule["alert"] == "QuireDown"), rule
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert set(rule["annotations"]) == {"summary", "action"}
 
 
 def test_while_the_engine_recovers_the_front_s_numbers_still_come():
