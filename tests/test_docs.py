@@ -1,0 +1,115 @@
+"""Every page: its links lead somewhere, its flags exist, its Python runs or compiles."""
+
+import ast
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser, _SubParsersAction
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.test_readme import code_blocks
+
+from quire.bench import memory, perplexity, throughput
+from quire.cli_foreign import KNOWN
+from quire.cli_parser import build_parser
+from quire.core.eviction import EVICTION_ORDERS
+from quire.core.policy import POLICIES
+from quire.simulation.simulator import run
+from quire.simulation.workload import SimulationConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
+BENCHMARKS = {
+    "throughput": throughput.add_arguments,
+    "memory": memory.add_arguments,
+    "perplexity": perplexity.add_arguments,
+}
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def prose(page: Path) -> str:
+    """Without fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name in a page, as GitHub makes it of its headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {text.replace(" ", "-") for text in words}
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def flags_of(parser: ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, _SubParsersAction):
+            for inner in action.choices.values():
+                yield from flags_of(inner)
+
+
+@pytest.fixture(scope="module")
+def known_flags() -> set[str]:
+    """Of quire's commands, and of every script, as their sources spell them."""
+    found = {*KNOWN, *flags_of(build_parser(BENCHMARKS))}
+    found |= {f"--{name.replace('_', '-')}" for name in SimulationConfig.__dataclass_fields__}
+    scripts = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "src").rglob("*.py")]
+    scripts += (ROOT / "tests" / "kernels").rglob("*.py")
+    for script in scripts:
+        found |= set(re.findall(r"[\"'](--[a-z][\w-]+)[\"']", script.read_text()))
+    return found
+
+
+@each_page
+def test_flags_exist(page: Path, known_flags: set[str]) -> None:
+    """Of other programs' command lines only what stands in fenced blocks is left out."""
+    named = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", prose(page)))
+    assert named - known_flags - NOT_OURS == set()
+
+
+NOT_OURS = {"--membind"}
+"""numactl's."""
+
+
+@each_page
+def test_python_is_python(page: Path) -> None:
+    for block in code_blocks(page.read_text(), "python"):
+        if page.name != "python.md":  # whose blocks are signatures
+            ast.parse(block)
+
+
+def test_the_memory_page_s_example_runs() -> None:
+    (block,) = code_blocks((ROOT / "docs" / "memory.md").read_text(), "python")
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "---" in done.stdout
+
+
+def test_the_examples_of_extending_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """In their order, in one process, as a reader would run them."""
+    names: dict[str, object] = {}
+    try:
+        for block in code_blocks((ROOT / "docs" / "extending.md").read_text(), "python"):
+            exec(block.replace('"steady,drifting"', '"few"').replace("300,1000", "300"), names)
+        printed = capsys.readouterr().out
+        assert "first token after 0.13 s (median)" in printed
+        assert "and 16.2 s (99th percentile)" in printed
+        assert re.search(r"^least_used +\d+\.\d+$", printed, flags=re.MULTILINE)
+        config = SimulationConfig(eviction="least_used", num_requests=200, check_every=5)
+        assert run(config).num_evicted_blocks > 100
+    finally:
+        POLICIES.pop("shortest_prompt", None)
+        EVICTION_ORDERS.pop("least_used", None)
