@@ -8,6 +8,8 @@ from tests.server.asking import CHAT, COMPLETIONS, openai_fields
 
 from quire import errors
 from quire.server import request_head
+from quire.server.errors import _CODES
+from quire.server.health import NotReadyError
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
 from quire.server.refused import FAMILIES, NotSupportedError
 from quire.server.service import UnknownModelError
@@ -94,7 +96,8 @@ def test_the_codes_of_errors_are_those_that_clients_can_meet():
         and issubclass(kind, errors.QuireError)
         and not issubclass(kind, errors.ConfigurationError)
     ]
-    codes = {kind.code for kind in (*kinds, NotSupportedError, UnknownModelError)}
+    more = (NotReadyError, NotSupportedError, UnknownModelError)
+    codes = {kind.code for kind in (*kinds, *more)} | set(_CODES.values())
     codes |= set(request_head.CODES.values())
     assert codes - {errors.SchedulerStalledError.code} == told
 
