@@ -33,7 +33,7 @@ def _raise(error: Exception) -> list[int]:
 
 
 def _grow() -> list[int]:
-    return list(b"x" * (300 << 20))[:1]
+    return list((b"x" * (300 << 20))[:1])
 
 
 def _spin() -> list[int]:

@@ -385,8 +385,8 @@ def _drain_text(num_open: int, limit_s: float) -> str:
         return "draining: no answer is open; the server ends"
     answers = "1 answer is open and" if num_open == 1 else f"{num_open} answers are open and"
     return (
-        f"draining: {answers} may go on for {limit_s:g} s; new calls are refused; a second Ctrl-C "
-        "ends the server at once"
+        f"draining: {answers} may go on for {limit_s:g} s; new calls are refused; a second Ctrl-C"
+        " ends the server at once"
     )
 
 
