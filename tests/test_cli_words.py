@@ -4,16 +4,11 @@ import argparse
 
 import pytest
 
-from quire.cli_words import Parser, nearest
+from quire.cli_words import Parser
 
 
 def test_an_own_parser_without_commands_needs_none() -> None:
     assert Parser(prog="x").parse_args([]) == argparse.Namespace()
-
-
-def test_the_nearest_name_is_offered_where_one_is_near() -> None:
-    assert nearest("--prot", ["--port", "--host"]) == "; did you mean --port?"
-    assert nearest("--xyzzy", ["--port", "--host"]) == ""
 
 
 def test_a_mistake_tells_where_the_words_come_from(capsys: pytest.CaptureFixture[str]) -> None:

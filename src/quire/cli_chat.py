@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from quire.cli_words import nearest
-from quire.errors import InvalidRequestError, PromptTooLongError
+from quire.errors import InvalidRequestError, PromptTooLongError, did_you_mean
 
 Message = dict[str, str]
 StreamChat = Callable[[list[Message]], Iterator[str]]
@@ -108,7 +107,7 @@ class ChatSession:
         elif command == "/help":
             print(HELP)
         else:
-            hint = nearest(command, COMMANDS) or "; try /help."
+            hint = did_you_mean(command, COMMANDS) or "; try /help."
             print(f"There is no command {command}{hint}")
 
     def _ask_or_explain(self, question: str) -> None:

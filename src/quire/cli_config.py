@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli_foreign import KNOWN
-from quire.cli_words import Parser, nearest
-from quire.errors import ConfigurationError
+from quire.cli_words import Parser
+from quire.errors import ConfigurationError, did_you_mean
 
 _YAML = "tag:yaml.org,2002:"
 _TRUE = ("true", "yes", "on")
@@ -92,7 +92,9 @@ class ConfiguredParser(Parser):
         flag, values = entry.flag, entry.values
         action = self._option_string_actions.get(flag)
         if action is None and flag not in KNOWN:
-            self.error(f"there is no option {flag}{nearest(flag, self._option_string_actions)}")
+            self.error(
+                f"there is no option {flag}{did_you_mean(flag, self._option_string_actions)}"
+            )
         if flag in ("--config", "--help"):
             self.error(f"{flag} belongs on the command line")
         takes_value = action is not None and action.nargs != 0

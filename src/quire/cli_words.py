@@ -4,12 +4,12 @@ Knows no flag of quire's. Called by the files that add them.
 """
 
 import argparse
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from quire.cli_foreign import settle
+from quire.errors import did_you_mean
 
 DO_WITHOUT_COMMAND = {"-h", "--help", "--version", "--print-completion"}
 
@@ -54,11 +54,11 @@ class Parser(argparse.ArgumentParser):
                 continue
             if self._commands and not word.startswith("-"):
                 if word not in self._commands:
-                    self.error(f"there is no command {word!r}{nearest(word, self._commands)}")
+                    self.error(f"there is no command {word!r}{did_you_mean(word, self._commands)}")
                 return
             flag, equals, _ = word.partition("=")
             if _looks_like_a_flag(flag) and flag not in flags:
-                self.error(f"there is no option {flag}{nearest(flag, flags)}")
+                self.error(f"there is no option {flag}{did_you_mean(flag, flags)}")
             is_value = bool(self._commands) and not equals and self._takes_a_value(flag)
         given = {word.partition("=")[0] for word in words}
         if self._commands and not DO_WITHOUT_COMMAND & given:
@@ -67,12 +67,6 @@ class Parser(argparse.ArgumentParser):
     def _takes_a_value(self, flag: str) -> bool:
         action = self._option_string_actions.get(flag)
         return action is not None and action.nargs is None
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known name most like `word`, or nothing."""
-    matches = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def _looks_like_a_flag(word: str) -> bool:

@@ -31,10 +31,31 @@ from collections.abc import Iterable
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+_MAX_NAME_CHARACTERS = 64
+"""Of an unknown name; what is longer is no misspelling, and slow to compare."""
+
+_LEAST_LIKENESS = 0.8
+_LEAST_LIKENESS_OF_EQUAL_LENGTH = 0.75  # one letter of four, or two that changed places
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known name most like `name`; "" where none is like it."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    """`; did you mean X?` for the known name that `name` misspells or shortens; "" where there is
+    none: a suggestion of something else misleads."""
+    ranked = sorted(((_likeness(name, one), one) for one in known), reverse=True)
+    return f"; did you mean {ranked[0][1]}?" if ranked and ranked[0][0] > 0 else ""
+
+
+def _likeness(name: str, known: str) -> float:
+    """From 0, not meant, to 1, equal but for the dashes."""
+    given, other = name[:_MAX_NAME_CHARACTERS].strip("-_/"), known.strip("-_/")
+    if len(given) < 3:
+        return 0.0
+    likeness = difflib.SequenceMatcher(None, given, other).ratio()
+    words, others = (set(re.split("[-_ ]", one)) for one in (given, other))
+    is_part = words < others or (others < words and len(others) > 1)
+    is_equal = len(given) == len(other)
+    least = _LEAST_LIKENESS_OF_EQUAL_LENGTH if is_equal else _LEAST_LIKENESS
+    return likeness if is_part or likeness >= least else 0.0
 
 
 class QuireError(Exception):

@@ -5,13 +5,12 @@ was left out. Both are told in the OpenAPI document, too. Called by `protocol` a
 define the fields. Knows no API.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, did_you_mean
 from quire.server.field_notes import note_of
 
 NOT_SUPPORTED = "not supported yet"
@@ -75,8 +74,7 @@ class Body(BaseModel):
     def _refusal(cls, name: str) -> str:
         if name in cls.not_supported:
             return f"{name} is not supported yet; leave it out"
-        near = difflib.get_close_matches(name[:64], cls.model_fields, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else "; leave it out"
+        hint = did_you_mean(name, cls.model_fields) or "; leave it out"
         return f"unknown field {name!r:.80}{hint}"
 
 
