@@ -178,6 +178,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
         ({"weight_map": ["a"]}, "has no weight_map"),
         ({"weight_map": {"a": "../../etc/passwd"}}, "which is not in its folder"),
         ({"weight_map": {"a": "/etc/passwd"}}, "which is not in its folder"),
+        ({"weight_map": {"a": "y" * 256}}, r"the file 'y+.*, which is not in its folder"),
         ({"weight_map": {"a": ".."}}, "is not"),
     ],
 )

@@ -160,13 +160,27 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
+_MAX_NAME_BYTES = 255
+"""Of a file's name, on the file systems that there are."""
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether a folder may hold a file of this name."""
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and len(name.encode()) <= _MAX_NAME_BYTES
+        and Path(name).name == name
+    )
+
+
 def _sharded_files(folder: Path) -> list[Path]:
     path = folder / INDEX_FILE
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map from tensors to files; fetch it again")
     for name in weight_map.values():
-        if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
+        if not _is_file_name(name):
             raise CheckpointError(
                 f"{path} names the file {shown(name)}, which is not in its folder"
             )
