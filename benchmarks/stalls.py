@@ -11,6 +11,7 @@ the front for longer than --limit-ms. Needs psutil and, for the highest memory, 
 """
 
 import argparse
+import itertools
 import json
 import socket
 import sys
@@ -50,8 +51,15 @@ def _json(value: Any) -> bytes:
 HELLO = [{"role": "user", "content": "Hello"}]
 PROMPTS = [f"def f{index}(" for index in range(256)]
 LONG_PROMPTS = [[5 + (index + at) % 400 for at in range(180)] for index in range(256)]
+SALTS = itertools.count()
 WHOLE = {"max_tokens": 180, "ignore_eos": True}
 DIGITS = b"9" * 4300
+
+
+def new_prompts(**fields: Any) -> tuple[str, bytes]:
+    """None of them is in the prefix cache."""
+    return completion(prompt=LONG_PROMPTS, cache_salt=str(next(SALTS)), **fields)
+
 
 CASES: dict[str, tuple[int, Callable[[], tuple[str, bytes]]]] = {
     "1,024 answers of 180 tokens with 20 logprobs": (
@@ -62,6 +70,8 @@ CASES: dict[str, tuple[int, Callable[[], tuple[str, bytes]]]] = {
         1,
         lambda: chat(HELLO, n=128, logprobs=True, top_logprobs=20, **WHOLE),
     ),
+    "256 prompts of 180 tokens": (1, lambda: new_prompts(max_tokens=1)),
+    "four such calls at once": (4, lambda: new_prompts(max_tokens=1)),
     "256 prompts of 180 tokens, prompt_logprobs 20": (
         1,
         lambda: completion(prompt=LONG_PROMPTS, max_tokens=1, prompt_logprobs=20),
@@ -260,7 +270,7 @@ def forget_peak(pid: int) -> None:
 
 def measure(server: Server, watchers: Watchers, case: str) -> Found:
     num_calls, make = CASES[case]
-    path, body = make()
+    requests = [make() for _ in range(num_calls)]
     address = server.host, server.port
     watchers.clear()
     time.sleep(QUIET_S)
@@ -270,8 +280,10 @@ def measure(server: Server, watchers: Watchers, case: str) -> Found:
     watchers.clear()
     answers: list[tuple[int, int]] = []
     threads = [
-        threading.Thread(target=lambda: answers.append(call(address, path, body)), daemon=True)
-        for _ in range(num_calls)
+        threading.Thread(
+            target=lambda one: answers.append(call(address, *one)), args=(one,), daemon=True
+        )
+        for one in requests
     ]
     start_s = time.perf_counter()
     for thread in threads:
@@ -318,7 +330,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", help="a folder; default: the embedded model")
-    add("--cases", default="", help="only calls whose name contains this")
+    add("--cases", action="append", help="only calls whose name contains this; may be repeated")
     add("--limit-ms", type=float, default=50.0)
     add("--out", type=Path, help="everything as JSON")
     add("--markdown", type=Path)
@@ -336,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             watchers = Watchers((server.host, server.port))
             watchers.start()
             for case in CASES:
-                if args.cases in case:
+                if not args.cases or any(wanted in case for wanted in args.cases):
                     found.append(measure(server, watchers, case))
                     print(report(found[-1:]).splitlines()[-1], flush=True)
             watchers.end()

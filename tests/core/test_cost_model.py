@@ -24,6 +24,11 @@ def overhead(load: StepLoad) -> float:
     return 4e-3 + 20e-6 * load.num_chunk_tokens + 100e-6 * load.num_decodes
 
 
+def with_vocabulary(load: StepLoad) -> float:
+    """A prompt token's log-probabilities take three times what the token takes."""
+    return roofline(load) + 3 * TOKEN_S * load.num_logprob_tokens
+
+
 def samples_of(truth: Truth) -> list[StepSample]:
     """What calibration measures: decodes, chunks beside one decode, and both after a context."""
     loads = [StepLoad(size, size) for size in (1, 2, 4, 8, 16, 32, 64)]
@@ -34,6 +39,13 @@ def samples_of(truth: Truth) -> list[StepSample]:
 
 def fitted(truth: Truth) -> StepCostModel:
     return StepCostModel.fit(samples_of(truth))
+
+
+def fitted_with_vocabulary() -> StepCostModel:
+    asked = [StepLoad(1, 1).with_chunk(0, size, wants_logprobs=True) for size in (16, 128)]
+    return StepCostModel.fit(
+        samples_of(with_vocabulary) + [StepSample(load, with_vocabulary(load)) for load in asked]
+    )
 
 
 def error(model: StepCostModel, truth: Truth, load: StepLoad) -> float:
@@ -59,6 +71,19 @@ def test_what_was_not_measured_is_foretold_too(truth: Truth) -> None:
     for num_decodes, chunk, context in ((4, 24, 300), (16, 48, 0), (48, 100, 700), (8, 2000, 0)):
         load = StepLoad(num_decodes, num_decodes * 500).with_chunk(context, chunk)
         assert error(model, truth, load) < 0.15, load
+
+
+def test_what_the_log_probabilities_of_prompts_take_is_foretold_and_learned() -> None:
+    model = fitted_with_vocabulary()
+    for size in (8, 64, 256):
+        asked = StepLoad(4, 2000).with_chunk(100, size, wants_logprobs=True)
+        assert asked.num_logprob_tokens == size
+        assert error(model, with_vocabulary, asked) < 0.15, size
+        assert error(model, with_vocabulary, StepLoad(4, 2000).with_chunk(100, size)) < 0.15, size
+    ignorant, asked = fitted(roofline), StepLoad(4, 2000).with_chunk(0, 64, wants_logprobs=True)
+    for _ in range(200):
+        ignorant.observe(asked, with_vocabulary(asked))
+    assert error(ignorant, with_vocabulary, asked) < 0.1
 
 
 def test_a_disturbed_sample_bends_the_fit_but_a_little() -> None:
@@ -87,7 +112,8 @@ def test_more_work_never_takes_less() -> None:
         assert all(small <= large for small, large in pairwise(sizes))
         load = StepLoad(4, 400, 10, 100)
         least = model.predict_s(load)
-        for name in ("num_decode_pairs", "num_chunk_tokens", "num_chunk_pairs"):
+        names = ("num_decode_pairs", "num_chunk_tokens", "num_chunk_pairs", "num_logprob_tokens")
+        for name in names:
             more = load._replace(**{name: getattr(load, name) + 50})
             assert model.predict_s(more) >= least, name
 
@@ -96,7 +122,7 @@ def test_more_work_never_takes_less() -> None:
 def test_the_sum_by_segments_is_the_sum_over_all_parts(size: int) -> None:
     """At the corners, between them and in the open last segment: slope i is i there."""
     slopes = [float(index + 1) for index in range(NUM_SEGMENTS)]
-    model = StepCostModel([7.0, *slopes, 0.0, 0.0, 0.0])
+    model = StepCostModel([7.0, *slopes, 0.0, 0.0, 0.0, 0.0])
     expected = 7.0
     for token in range(1, size):
         expected += min(token.bit_length(), NUM_SEGMENTS)

@@ -2,9 +2,9 @@
 
 import pytest
 from tests.core.harness import Harness, make_memory
-from tests.core.test_cost_model import fitted, roofline
+from tests.core.test_cost_model import fitted, fitted_with_vocabulary, roofline
 
-from quire.core.cost_model import StepLoad
+from quire.core.cost_model import StepCostModel, StepLoad
 from quire.core.pacing import (
     LARGEST_MARGIN,
     ConstantPacer,
@@ -13,15 +13,18 @@ from quire.core.pacing import (
     StepBudget,
     StepPacer,
 )
+from quire.core.sampling_params import DecodingParams
 from quire.errors import ConfigurationError
 
 
-def make_pacer(ratio: float = 2.5, least: int = 4, late_rows: int = 0) -> StepPacer:
+def make_pacer(
+    ratio: float = 2.5, least: int = 4, late_rows: int = 0, model: StepCostModel | None = None
+) -> StepPacer:
     """late_rows: 0: no step is late."""
     config = PacingConfig(
         ratio, least, late_share=0.125 if late_rows else 0, max_late_rows=late_rows
     )
-    return StepPacer(config, fitted(roofline))
+    return StepPacer(config, model or fitted(roofline))
 
 
 def open_paced(pacer: StepPacer, num_decodes: int = 4) -> PacedBudget:
@@ -128,6 +131,79 @@ def test_a_step_is_late_only_where_that_saves_steps() -> None:
 def test_where_nothing_decodes_the_budget_is_whole() -> None:
     budget = make_pacer().open_step(2048, 0, 0)
     assert (budget.take(0, 2000), budget.take(0, 100), budget.is_spent) == (2000, 48, True)
+
+
+# ---- log-probabilities of prompts ---------------------------------------------------------------
+
+
+def take_all(budget: StepBudget, num_wanted: int, *, wants_logprobs: bool) -> int:
+    """Prompts of num_wanted tokens until the step is full; returns how many of their tokens it
+    computes."""
+    num_taken = 0
+    while not budget.is_spent:
+        num_taken += budget.take(0, num_wanted, wants_logprobs=wants_logprobs)
+    return num_taken
+
+
+def test_a_paced_step_knows_what_log_probabilities_of_prompts_take() -> None:
+    pacer = make_pacer(ratio=2.5, model=fitted_with_vocabulary())
+    plain, asked = open_paced(pacer), open_paced(pacer)
+    num_plain = plain.take(0, 1000)
+    num_asked = asked.take(0, 1000, wants_logprobs=True)
+    assert 0 < num_asked < 0.5 * num_plain
+    assert pacer.model.predict_s(asked.load) <= 2.5 / pacer.margin * asked.alone_s
+
+
+@pytest.mark.parametrize("num_decodes", [0, 4])
+@pytest.mark.parametrize("size", [180, 5000])
+def test_a_step_at_full_speed_takes_no_longer_for_log_probabilities(
+    num_decodes: int, size: int
+) -> None:
+    """They take three times what their tokens take: a quarter of the tokens fits."""
+    pacer = make_pacer(late_rows=8, model=fitted_with_vocabulary())
+    plain, asked = open_paced(pacer, num_decodes), open_paced(pacer, num_decodes)
+    assert take_all(plain, size, wants_logprobs=False) == 2048
+    num_asked = take_all(asked, size, wants_logprobs=True)
+    assert plain.is_late and asked.is_late
+    assert 0.2 * 2048 < num_asked < 0.3 * 2048
+    assert pacer.model.predict_s(asked.load) <= pacer.model.predict_s(plain.load)
+
+
+def test_prompts_with_and_without_log_probabilities_share_a_step() -> None:
+    """What the first ones leave of its time is for all who follow, with them or without."""
+    pacer = make_pacer(model=fitted_with_vocabulary())
+    full_s = pacer.model.predict_s(StepLoad(0, 0, 2048, 0))
+    budget = pacer.open_step(2048, 0, 0)
+    assert isinstance(budget, PacedBudget)
+    assert budget.take(0, 256, wants_logprobs=True) == 256
+    assert not budget.is_spent
+    num_plain = take_all(budget, 5000, wants_logprobs=False)
+    assert budget.num_tokens > 0, "time was up before the tokens were"
+    left_s = full_s - pacer.model.predict_s(budget.load._replace(num_chunk_pairs=0))
+    assert num_plain > 1000 and 0 <= left_s < 0.01 * full_s
+
+
+def test_a_prompt_with_log_probabilities_goes_on_however_long_it_takes() -> None:
+    model = StepCostModel([*fitted(roofline)._coefficients[:-1], 10.0])
+    for num_decodes in (0, 4):
+        budget = open_paced(make_pacer(least=6, late_rows=8, model=model), num_decodes)
+        assert budget.take(0, 1000, wants_logprobs=True) == 6
+        assert budget.is_spent
+
+
+def test_the_scheduler_tells_who_wants_log_probabilities() -> None:
+    """Until they are computed; a prompt that wants none fills the step."""
+    harness = Harness(make_memory(num_blocks=400), budget=256)
+    harness.scheduler.pacer = make_pacer(model=fitted_with_vocabulary())
+    harness.add("plain", 250, 2)
+    assert harness.step().num_tokens == 250
+    harness.run()
+    harness.add("asked", 250, 2, params=DecodingParams(2, prompt_logprobs=1))
+    sizes = []
+    while not harness.received.get("asked"):
+        sizes.append(harness.step().num_tokens)
+    assert sum(sizes) == 250 and max(sizes) < 0.5 * 250
+    harness.run()
 
 
 def test_what_steps_take_changes_the_next_budgets() -> None:

@@ -15,6 +15,7 @@ from quire.engine.build import build_engine
 from quire.engine.engine import Engine
 from quire.runtime.calibration import (
     LARGEST_RATIO,
+    LOGPROB_CHUNKS,
     LONG_CONTEXT,
     Probe,
     RunnerShape,
@@ -85,6 +86,9 @@ def test_the_samples_say_what_was_run() -> None:
     loads = [sample.load for sample in samples]
     assert {load.num_decodes for load in loads if not load.num_chunk_tokens} == {1, 2, 4, 8, 12}
     assert StepLoad(2, 2 * (LONG_CONTEXT + 1)) in loads
+    assert {load.num_logprob_tokens for load in loads} == {0, *LOGPROB_CHUNKS}
+    asking = [plan for plan in runner.plans if plan.admit[-1].params.prompt_logprobs]
+    assert {plan.chunks[0].num_new_tokens for plan in asking} == set(LOGPROB_CHUNKS)
     assert len(loads) == len(set(loads))
 
 
@@ -135,7 +139,11 @@ def test_chunks_grow_until_one_is_beyond_any_pace() -> None:
     runner = TimedRunner(base_s=0.0)
     samples = calibrate(runner, SHAPE, clock=runner.clock)
     longest_s = max(s for load, s in samples if not load.num_chunk_tokens)
-    chunks = [(load, s) for load, s in samples if load.num_chunk_tokens and load.num_decode_pairs]
+    chunks = [
+        (load, s)
+        for load, s in samples
+        if load.num_chunk_tokens and load.num_decode_pairs and not load.num_logprob_tokens
+    ]
     beyond = [load for load, s in chunks if s > LARGEST_RATIO * longest_s]
     assert len(beyond) == 1
     assert max(load.num_chunk_tokens for load, _ in chunks) == beyond[0].num_chunk_tokens < 256
@@ -196,8 +204,9 @@ def test_what_has_no_room_is_not_probed(change: dict[str, int], missing: Probe) 
     assert missing not in probes
 
 
-def test_a_paced_engine_gives_the_tokens_of_an_unpaced_one() -> None:
-    """Calibrated on the runner that then serves; nothing of it is left in rows, blocks or cache."""
+def test_a_paced_engine_gives_what_an_unpaced_one_gives() -> None:
+    """To the bit, log-probabilities of prompts too. Calibrated on the runner that then serves;
+    nothing of it is left in rows, blocks or cache."""
     options = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64}
     options |= {"num_blocks": 60, "max_model_len": 200}
     found = []
@@ -214,18 +223,27 @@ def test_a_paced_engine_gives_the_tokens_of_an_unpaced_one() -> None:
     assert num_paced_steps > num_plain_steps, "no prompt was sliced"
 
 
-def tokens_and_steps(engine: Engine) -> tuple[dict[str, list[int]], int]:
-    """What three requests get that come one after the other, and in how many steps."""
-    found: dict[str, list[int]] = {}
+def tokens_and_steps(engine: Engine) -> tuple[dict[str, list[object]], int]:
+    """What three requests get that come one after the other, and in how many steps. Two want the
+    log-probabilities of their prompts."""
+    found: dict[str, list[object]] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.prompt_logprobs is not None:
+                assert len(output.prompt_logprobs) == 59
+                found[output.request_id].extend(output.prompt_logprobs)
+
     for index in range(3):
         prompt = [2 + (11 * index + 7 * place) % 900 for place in range(60)]
-        params = DecodingParams(max_tokens=20, temperature=0.0)
+        num_best = None if index == 1 else 5
+        params = DecodingParams(max_tokens=20, temperature=0.0, prompt_logprobs=num_best)
         engine.add(Request(f"request-{index}", prompt, params))
-        for output in engine.step():
-            found.setdefault(output.request_id, []).extend(output.token_ids)
+        step()
     while engine.has_work():
-        for output in engine.step():
-            found.setdefault(output.request_id, []).extend(output.token_ids)
+        step()
+    assert [len(got) for got in found.values()] == [79, 20, 79]
     return found, engine.scheduler.stats.num_steps
 
 

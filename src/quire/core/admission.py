@@ -171,7 +171,11 @@ class Admission:
     def serve(self, sequence: Sequence, budget: StepBudget) -> int:
         """The chunk of a sequence that doesn't decode, taken from the budget; tells the policy."""
         computed = sequence.num_computed_tokens
-        chunk = budget.take(computed, sequence.num_tokens - computed)
+        chunk = budget.take(
+            computed,
+            sequence.num_tokens - computed,
+            wants_logprobs=sequence.needs_prompt_logprobs,
+        )
         if self._policy.counts_service:
             first = max(computed, sequence.num_served_tokens)
             sequence.num_served_tokens = max(first, computed + chunk)

@@ -2,11 +2,12 @@
 
 A sum of parts with non-negative coefficients: a fixed part, a piecewise linear function of the
 step's tokens (its corners are the powers of two: weights are read once for few tokens, and products
-of few rows reach less than those of many), a part per decoding row (vocabulary, sampling), and two
-for attention: token pairs of decoding rows, bound by memory, and of chunks, bound by arithmetic.
+of few rows reach less than those of many), a part per decoding row (vocabulary, sampling), one per
+prompt token whose log-probabilities are asked for (the whole vocabulary, too), and two for
+attention: token pairs of decoding rows, bound by memory, and of chunks, bound by arithmetic.
 
     seconds(load) = fixed + sum_i slope_i * (tokens of the step between 2^i and 2^(i+1))
-                  + per_row * decoding rows
+                  + per_row * decoding rows + per_logprob_token * tokens of prompts
                   + per_decode_pair * pairs + per_chunk_pair * pairs
 
 So it never falls when a step computes more. It is fitted to steps measured at start-up and follows
@@ -24,7 +25,8 @@ _FIXED = 0
 _FIRST_SEGMENT = 1
 _ROWS = _FIRST_SEGMENT + NUM_SEGMENTS
 _DECODE_PAIRS, _CHUNK_PAIRS = _ROWS + 1, _ROWS + 2
-_NUM_PARTS = _ROWS + 3
+_LOGPROB_TOKENS = _ROWS + 3
+_NUM_PARTS = _ROWS + 4
 
 # Of a step's surprise, so much is learned, and at most such a share of what was foretold.
 LEARNING_RATE = 0.1
@@ -45,21 +47,27 @@ class StepLoad(NamedTuple):
 
     num_decodes: rows that compute one token. num_chunk_tokens: tokens of all others.
     num_decode_pairs, num_chunk_pairs: for each such token, the tokens that it attends to, summed.
+    num_logprob_tokens: those of num_chunk_tokens whose log-probabilities are asked for.
     """
 
     num_decodes: int = 0
     num_decode_pairs: int = 0
     num_chunk_tokens: int = 0
     num_chunk_pairs: int = 0
+    num_logprob_tokens: int = 0
 
-    def with_chunk(self, num_computed_tokens: int, num_new_tokens: int) -> "StepLoad":
-        """This and a chunk of a sequence that has num_computed_tokens before it."""
+    def with_chunk(
+        self, num_computed_tokens: int, num_new_tokens: int, *, wants_logprobs: bool = False
+    ) -> "StepLoad":
+        """This and a chunk of a sequence that has num_computed_tokens before it, and may want the
+        log-probabilities of its prompt."""
         pairs = num_new_tokens * num_computed_tokens + num_new_tokens * (num_new_tokens + 1) // 2
         return StepLoad(
             self.num_decodes,
             self.num_decode_pairs,
             self.num_chunk_tokens + num_new_tokens,
             self.num_chunk_pairs + pairs,
+            self.num_logprob_tokens + (num_new_tokens if wants_logprobs else 0),
         )
 
 
@@ -117,15 +125,25 @@ class StepCostModel:
             + values[_ROWS] * load.num_decodes
             + values[_DECODE_PAIRS] * load.num_decode_pairs
             + values[_CHUNK_PAIRS] * load.num_chunk_pairs
+            + values[_LOGPROB_TOKENS] * load.num_logprob_tokens
         )
 
-    def most_tokens(self, limit_s: float, load: StepLoad, num_computed: int, most: int) -> int:
+    def most_tokens(
+        self,
+        limit_s: float,
+        load: StepLoad,
+        num_computed: int,
+        most: int,
+        *,
+        wants_logprobs: bool = False,
+    ) -> int:
         """The longest chunk, of at most `most` tokens, that a sequence with num_computed tokens
         may add to `load` so that the step takes at most limit_s; 0 where none does."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            if self.predict_s(load.with_chunk(num_computed, middle)) <= limit_s:
+            longer = load.with_chunk(num_computed, middle, wants_logprobs=wants_logprobs)
+            if self.predict_s(longer) <= limit_s:
                 low = middle
             else:
                 high = middle - 1
@@ -171,6 +189,7 @@ def _parts(load: StepLoad) -> list[float]:
     parts[_ROWS] = load.num_decodes
     parts[_DECODE_PAIRS] = load.num_decode_pairs
     parts[_CHUNK_PAIRS] = load.num_chunk_pairs
+    parts[_LOGPROB_TOKENS] = load.num_logprob_tokens
     return parts
 
 

@@ -9,10 +9,14 @@ Keeping every interval short would make prompts wait, most of all where steps ar
 arithmetic. So a small share of the intervals between a stream's tokens, below the hundredth that a
 99th percentile leaves out, may be longer: it is spent on steps that serve prompts at full speed.
 
+Log-probabilities of a prompt take the whole vocabulary for each of its tokens, maybe several times
+what the tokens take themselves. They make no step longer: not a paced one, and one at full speed
+computes only as many such tokens as fit into the time of its budget in tokens without them.
+
 The scheduler asks for a StepBudget each step; the engine tells how long steps took. Reads no clock.
 """
 
-import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,9 +47,11 @@ class StepBudget:
         """Whether no further chunk may be planned."""
         return self.num_tokens <= 0
 
-    def take(self, num_computed_tokens: int, num_wanted: int) -> int:
+    def take(
+        self, num_computed_tokens: int, num_wanted: int, *, wants_logprobs: bool = False
+    ) -> int:
         """The chunk, at least 1 token, of a sequence that has num_computed_tokens and wants
-        num_wanted more; only while not `is_spent`."""
+        num_wanted more; only while not `is_spent`. wants_logprobs: of the prompt's tokens."""
         num_taken = min(num_wanted, self.num_tokens)
         self.num_tokens -= num_taken
         return num_taken
@@ -128,7 +134,7 @@ class PacedBudget(StepBudget):
 
     Invariant: `load` is what the step computes by now; unless it `is_late`, the model foretells at
     most `ratio` times what the decoding rows alone take for it, or the least of the first chunk
-    takes longer.
+    takes longer. One that is late takes no longer for the log-probabilities of prompts.
     """
 
     def __init__(
@@ -150,31 +156,63 @@ class PacedBudget(StepBudget):
     def is_spent(self) -> bool:
         return self._is_full or self.num_tokens <= 0
 
-    def take(self, num_computed_tokens: int, num_wanted: int) -> int:
+    def take(
+        self, num_computed_tokens: int, num_wanted: int, *, wants_logprobs: bool = False
+    ) -> int:
         most = min(num_wanted, self.num_tokens)
         is_first = not self.load.num_chunk_tokens
         if is_first:
             self.alone_s = self._model.predict_s(self.load)
             self._limit_s = self._ratio * self.alone_s
-        fitting = self._fitting(num_computed_tokens, most)
+            if self.is_late:
+                self._be_late()
+        fitting = self._fitting(num_computed_tokens, most, wants_logprobs)
         if most > LATE_GAIN * fitting and self.may_be_late and not self.is_late:
-            self.is_late, self._limit_s = True, math.inf
-            fitting = most
+            self._be_late()
+            fitting = self._fitting(num_computed_tokens, most, wants_logprobs)
         num_taken = max(fitting, min(self._least if is_first else 1, most))
         self.num_tokens -= num_taken
-        self.load = self.load.with_chunk(num_computed_tokens, num_taken)
+        self.load = self.load.with_chunk(
+            num_computed_tokens, num_taken, wants_logprobs=wants_logprobs
+        )
         # The next prompt begins in this step only if that is worth a row of its own.
         self._is_full = num_taken < num_wanted or not self._may_go_on()
         return num_taken
 
-    def _fitting(self, num_computed_tokens: int, most: int) -> int:
+    def _be_late(self) -> None:
+        """Compute all tokens of the budget, but no longer than they take without
+        log-probabilities."""
+        self.is_late = True
+        self._limit_s = self._late_s(self.num_tokens)
+
+    def _late_s(self, num_more_tokens: int, num_more_logprobs: int = 0) -> float:
+        """How long the step takes with so many tokens more, but for the attention of chunks: what
+        that takes is the same with log-probabilities and without."""
+        load = self.load
+        return self._model.predict_s(
+            load._replace(
+                num_chunk_tokens=load.num_chunk_tokens + num_more_tokens,
+                num_chunk_pairs=0,
+                num_logprob_tokens=load.num_logprob_tokens + num_more_logprobs,
+            )
+        )
+
+    def _fitting(self, num_computed_tokens: int, most: int, wants_logprobs: bool) -> int:
         if self.is_late:
-            return most
-        return self._model.most_tokens(self._limit_s, self.load, num_computed_tokens, most)
+            if not (wants_logprobs or self.load.num_logprob_tokens):
+                return most
+            return bisect_right(
+                range(1, most + 1),
+                self._limit_s,
+                key=lambda size: self._late_s(size, size * wants_logprobs),
+            )
+        return self._model.most_tokens(
+            self._limit_s, self.load, num_computed_tokens, most, wants_logprobs=wants_logprobs
+        )
 
     def _may_go_on(self) -> bool:
         if self.is_late:
-            return True
+            return not self.load.num_logprob_tokens or self._late_s(self._least) <= self._limit_s
         further = self.load.with_chunk(0, self._least)
         return self._model.predict_s(further) <= self._limit_s
 
@@ -194,20 +232,18 @@ class StepPacer:
         self.margin = 1.05
         # That may still be. Half at first: a model that is wrong is late against its will, too.
         self._num_late_rows = config.max_late_rows / 2
-        self._open: StepBudget | None = None
+        self._open: PacedBudget | None = None
         self._in_flight: dict[int, PacedBudget] = {}
 
     def open_step(
         self, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prompts: int = 1
     ) -> StepBudget:
-        """See `Pacer`. Where nothing decodes nobody waits for a token: the budget is num_tokens."""
-        if not num_decodes:
-            self._open = StepBudget(num_tokens)
-            return self._open
+        """See `Pacer`. Where nothing decodes nobody waits for a token: it is at full speed."""
         load = StepLoad(num_decodes, num_decode_pairs)
         ratio = self.config.max_itl_ratio / self.margin
         least = self.config.min_prefill_tokens
         budget = PacedBudget(num_tokens, load, self.model, ratio, least)
+        budget.is_late = not num_decodes
         is_worth_it = num_prompts >= LEAST_LATE_PROMPTS
         budget.may_be_late = is_worth_it and num_decodes <= self._num_late_rows
         self._open = budget
@@ -216,7 +252,7 @@ class StepPacer:
     def launch(self, step_id: int) -> None:
         """See `Pacer`."""
         budget, self._open = self._open, None
-        if not isinstance(budget, PacedBudget):
+        if budget is None or not budget.load.num_decodes:
             return
         self._in_flight[step_id] = budget
         change = budget.load.num_decodes * (self.config.late_share - budget.is_late)

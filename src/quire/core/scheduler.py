@@ -262,7 +262,11 @@ class Scheduler:
             match = self.memory.match(suspect)
             self.admission.admit(suspect, match, self._next_step_id, now_s)
         computed = suspect.num_computed_tokens
-        chunks[suspect] = budget.take(computed, suspect.num_tokens - computed)
+        chunks[suspect] = budget.take(
+            computed,
+            suspect.num_tokens - computed,
+            wants_logprobs=suspect.needs_prompt_logprobs,
+        )
 
     def _plan_running(self, chunks: dict[Sequence, int]) -> StepBudget:
         """Tokens for running sequences: one for each that decodes, then chunks by rank.

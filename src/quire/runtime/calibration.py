@@ -27,6 +27,8 @@ LARGEST_RATIO = 4.0
 SMALLEST_CHUNK, LARGEST_CHUNK = 8, 1024
 # Attention is measured after so many tokens, by few rows: their blocks are written for it.
 LONG_CONTEXT, NUM_LONG_ROWS, LONG_CHUNK = 1024, 2, 32
+# Chunks whose log-probabilities are asked for, with so many best tokens each.
+LOGPROB_CHUNKS, NUM_BEST = (16, 128), 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +46,21 @@ class RunnerShape:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """num_decodes rows decode one token beside a chunk; all of them after num_context tokens."""
+    """num_decodes rows decode one token beside a chunk; all of them after num_context tokens.
+    wants_logprobs: of the chunk's tokens."""
 
     num_decodes: int
     num_chunk_tokens: int = 0
     num_context: int = 0
+    wants_logprobs: bool = False
 
     @property
     def load(self) -> StepLoad:
         """What it computes."""
         decodes = StepLoad(self.num_decodes, self.num_decodes * (self.num_context + 1))
-        return decodes.with_chunk(self.num_context, self.num_chunk_tokens)
+        return decodes.with_chunk(
+            self.num_context, self.num_chunk_tokens, wants_logprobs=self.wants_logprobs
+        )
 
     @property
     def lengths(self) -> list[int]:
@@ -118,7 +124,8 @@ def calibrate(
 
 
 def make_probes(shape: RunnerShape) -> list[Probe]:
-    """What to measure, in order: decodes alone, attention over a long context, growing chunks.
+    """What to measure, in order: decodes alone, attention over a long context, log-probabilities of
+    prompts, growing chunks.
 
     Only what rows, step and KV cache have room for; a single decode always has.
     """
@@ -130,6 +137,7 @@ def make_probes(shape: RunnerShape) -> list[Probe]:
     probes += [
         Probe(min(NUM_LONG_ROWS, shape.num_rows), 0, context),
         Probe(1, LONG_CHUNK, context),
+        *(Probe(1, size, wants_logprobs=True) for size in LOGPROB_CHUNKS),
     ]
     size = SMALLEST_CHUNK
     while size <= LARGEST_CHUNK:
@@ -150,7 +158,9 @@ def _run_round(
         rounds.setdefault(probe, []).append(seconds)
         if not probe.num_chunk_tokens:
             longest_decode_s = max(longest_decode_s, seconds)
-        elif not probe.num_context and seconds > LARGEST_RATIO * longest_decode_s:
+        elif probe.num_context or probe.wants_logprobs:
+            continue
+        elif seconds > LARGEST_RATIO * longest_decode_s:
             return
 
 
@@ -227,5 +237,7 @@ class _Bench:
         # A chunk ends before its prompt does, as most do: nothing is sampled from it.
         num_tokens = length + (row >= probe.num_decodes)
         token_ids = [(row + 7 * place) % self._shape.vocab_size for place in range(num_tokens)]
-        params = DecodingParams(max_tokens=2)
+        is_asked = probe.wants_logprobs and row >= probe.num_decodes
+        num_best = min(NUM_BEST, self._shape.vocab_size) if is_asked else None
+        params = DecodingParams(max_tokens=2, prompt_logprobs=num_best)
         return RowAdmission(row, token_ids, num_tokens, probe.num_context, tables, params)
