@@ -369,6 +369,49 @@ def test_the_loop_can_be_told_to_drain_from_outside():
         assert not engine.running
 
 
+class SlowToAdd(fake.FakeEngine):
+    """Taking in a request takes 2 ms of `now_s`."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.now_s = 0.0
+        self.events = []
+
+    def add(self, request):
+        super().add(request)
+        self.now_s += 0.002
+        self.events.append("add")
+
+    def step(self):
+        self.events.append("step")
+        return super().step()
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_many_requests_at_once_hold_up_no_step(is_running, monkeypatch):
+    """While nothing runs, all of them enter one step; else so many before each as fit its time."""
+    monkeypatch.setattr(engine_process, "TAKE_IN_S", 0.005)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = SlowToAdd({})
+        if is_running:
+            engine.add(request("first", max_tokens=20))
+            engine.events.clear()
+        adds = [AddRequest(request(f"r{index}", index + 1)) for index in range(10)]
+        front = Front(ours)
+        front.send(*adds, AbortRequest("r9"), Shutdown(drain=True))
+        EngineLoop(engine, Channel(theirs), clock=lambda: engine.now_s).run()
+        theirs.shutdown(socket.SHUT_WR)
+        front.receive()
+        received = front.receive_all()
+    before_each_step = " ".join(engine.events).split("step")
+    num_added = [part.count("add") for part in before_each_step if "add" in part]
+    assert num_added == ([3, 3, 3, 1] if is_running else [10])
+    for index in range(9):
+        assert tokens_of(received, f"r{index}") == [index + 2, index + 3, index + 4]
+    assert engine.aborted == [["r9", 0]] and tokens_of(received, "r9") == []
+
+
 @contextlib.contextmanager
 def spawned(options=None):
     """A real process of the fake engine, as (process, front)."""

@@ -4,7 +4,8 @@ The front starts this process with one end of a socket pair as descriptor N, and
 the memory in which the process says what it is doing (see `activity`). The first message brings the
 options; then the loop reads what has come, takes one step, sends what it brought, and sleeps in
 `poll` only while there is no work. So an abort frees its blocks before the next step, and a hundred
-new requests enter one step together.
+new requests enter one step together. Of more than TAKE_IN_S takes the rest waits for the step's
+end, so that a call with hundreds of prompts holds up no stream.
 
 The process ends by itself when the front is gone, whatever it is doing: the loop sees the end of
 the stream, and a watching thread covers the times when the loop is not looking (loading a model, a
@@ -24,6 +25,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol, TypeAlias
@@ -70,6 +72,10 @@ from quire.observability import log
 
 MAX_BACKLOG_BYTES = 16 << 20
 """With so much unsent, the loop takes no step until the front has read some of it."""
+
+TAKE_IN_S = 0.005
+"""While sequences run, so long at most is spent between two steps on what has come: one call may be
+hundreds of requests."""
 
 FRONT_GONE_GRACE_S = 1.0
 """How long the loop has to notice by itself that the front is gone, before the watcher ends it."""
@@ -207,11 +213,18 @@ class EngineLoop:
     """
 
     def __init__(
-        self, engine: EngineLike, channel: Channel, record: ActivityRecord | None = None
+        self,
+        engine: EngineLike,
+        channel: Channel,
+        record: ActivityRecord | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """record: where it is written what is being done; None for nowhere that anybody reads."""
+        """record: where it is written what is being done; None for nowhere that anybody reads.
+        clock: in seconds."""
         self._engine = engine
         self._channel = channel
+        self._clock = clock
+        self._inbox: deque[ToEngine] = deque()  # has come, in order, and was not taken in yet
         self._record = record or ActivityRecord()
         engine.step_watcher = StepWatcher(self._record.compute)
         self._is_draining = False
@@ -227,17 +240,26 @@ class EngineLoop:
         while True:
             is_clogged = self._channel.num_backlog_bytes > MAX_BACKLOG_BYTES
             can_step = self._engine.has_work() and not is_clogged
-            if not can_step:
+            if not can_step and not self._inbox:
                 if self._is_draining and not self._engine.has_work():
                     return
                 self._record.idle()
-            for message in self._channel.receive(0.0 if can_step else None):
-                self._handle(message)
+            may_wait = not (can_step or self._inbox)
+            self._inbox.extend(self._channel.receive(None if may_wait else 0.0))
+            self._take_in(TAKE_IN_S if can_step else math.inf)
             if self._is_ending:
                 return
             if can_step and self._engine.has_work():
                 self._record.plan()
                 self._send_outputs(self._engine.step())
+
+    def _take_in(self, seconds: float) -> None:
+        """Handle what has come: all of it, or as much as takes so long. At least one message."""
+        end_s = self._clock() + seconds
+        while self._inbox and not self._is_ending:
+            self._handle(self._inbox.popleft())
+            if self._clock() >= end_s:
+                return
 
     def _handle(self, message: ToEngine) -> None:
         match message:
