@@ -24,6 +24,7 @@ from quire.engine.beams import BeamSearchOutput, beam_search_output
 from quire.engine.build import build_engine
 from quire.engine.generation import Generation
 from quire.engine.inputs import PromptInput, read_prompt
+from quire.engine.interrupts import deferred_interrupts
 from quire.engine.open_requests import OpenRequests
 from quire.engine.outputs import RequestOutput
 from quire.errors import InvalidRequestError, did_you_mean
@@ -255,9 +256,12 @@ class LLM:
         call = self._requests.prepare(prompts, wishes)
         try:
             self._requests.open(call)
-            with _Progress(len(call.assemblers), disable=not use_tqdm) as progress:
-                while call.unfinished:
-                    progress.advance(*self._requests.wait(call, for_all=not use_tqdm))
+            if use_tqdm:
+                with _Progress(len(call.assemblers)) as progress:
+                    while call.unfinished:
+                        progress.advance(*self._requests.wait(call, for_all=False))
+            else:
+                self._requests.wait(call, for_all=True)
         finally:
             self._requests.close(call)
         outputs = [assembler.output for assembler in call.assemblers]
@@ -282,32 +286,38 @@ class LLM:
 
 
 class _Progress:
-    """A bar over requests that also says tokens per second."""
+    """A bar over requests that also says tokens per second.
 
-    def __init__(self, num_requests: int, *, disable: bool) -> None:
-        self._bar = tqdm(
-            total=num_requests,
-            disable=disable,
-            delay=PROGRESS_DELAY_S,
-            unit="request",
-            desc="generating",
-            dynamic_ncols=True,
-        )
+    tqdm has one lock for all bars of the process, which a signal's handler that raises in its code
+    may leave locked, for all other threads: so signals wait meanwhile.
+    """
+
+    def __init__(self, num_requests: int) -> None:
+        with deferred_interrupts():
+            self._bar = tqdm(
+                total=num_requests,
+                delay=PROGRESS_DELAY_S,
+                unit="request",
+                desc="generating",
+                dynamic_ncols=True,
+            )
         self._num_tokens = 0
 
     def advance(self, num_requests: int, num_tokens: int) -> None:
         self._num_tokens += num_tokens
-        elapsed_s = self._bar.format_dict["elapsed"]
-        if elapsed_s:
-            rate = self._num_tokens / elapsed_s
-            self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-        self._bar.update(num_requests)
+        with deferred_interrupts():
+            elapsed_s = self._bar.format_dict["elapsed"]
+            if elapsed_s:
+                rate = self._num_tokens / elapsed_s
+                self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+            self._bar.update(num_requests)
 
     def __enter__(self) -> "_Progress":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        with deferred_interrupts():
+            self._bar.close()
 
 
 def _refuse_unless_none(method: str, others: Mapping[str, object]) -> None:
