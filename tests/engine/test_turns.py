@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -246,6 +247,37 @@ def test_what_was_postponed_is_done_though_the_step_fails(counter: Counter) -> N
     with pytest.raises(ZeroDivisionError):
         counter.wait(1)
     assert done == ["closed"]
+    counter.before_step = lambda: None
+    assert_free(counter)
+
+
+def test_soon_waits_for_the_thread_that_runs_the_action(
+    counter: Counter, pool: ThreadPoolExecutor
+) -> None:
+    """Also where that thread takes the action before the one that brought it looks for it again."""
+    is_taken, done = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    class Taken(deque[Callable[[], None]]):
+        def append(self, action: Callable[[], None]) -> None:
+            super().append(action)
+            assert is_taken.wait(TIMEOUT_S)
+
+    def act() -> None:
+        is_taken.set()
+        look_until(lambda: bool(counter.turns._line or seen))
+        done.set()
+
+    def bring() -> None:
+        counter.turns.soon(act)
+        seen.append(done.is_set())
+
+    counter.turns._postponed = Taken()
+    counter.before_step = lambda: look_until(lambda: bool(counter.turns._postponed))
+    leader, other = pool.submit(counter.wait, 1), pool.submit(bring)
+    leader.result(TIMEOUT_S)
+    other.result(TIMEOUT_S)
+    assert seen == [True]
     counter.before_step = lambda: None
     assert_free(counter)
 

@@ -19,7 +19,7 @@ from quire.engine.interrupts import deferred_interrupts
 from quire.errors import InvalidRequestError
 
 MAX_SLEEP_S = 0.2
-"""How late a Ctrl-C may be noticed by a thread that waits for another's steps."""
+"""How late a signal may be noticed by a thread that waits for another's steps."""
 
 
 class _Waiter:
@@ -73,7 +73,8 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """The engine to oneself, between two steps. Ctrl-C is raised when it has ended.
+        """The engine to oneself, between two steps. A signal is handled (Ctrl-C raised) when
+        it has ended.
 
         Raises InvalidRequestError in a thread that is inside of `turn` or `until` already.
         """
@@ -92,8 +93,9 @@ class Turns:
         """Step the engine until has_come() is true, or wait while another thread's steps do it.
 
         has_come is called with the turn, after each step, maybe by another thread; not again once
-        it was true. Raises what a step raises that this thread makes, and as `turn` does. Ctrl-C is
-        raised between two steps, and within MAX_SLEEP_S in a thread that only waits.
+        it was true. Raises what a step raises that this thread makes, and as `turn` does. A
+        signal is handled (Ctrl-C raised) between two steps, and within MAX_SLEEP_S in a thread that
+        only waits.
         """
         waiter = _Waiter(has_come)
         while not self._take_part(waiter):  # interrupted, by a handler that raised nothing
@@ -117,8 +119,9 @@ class Turns:
         garbage collector may end a generator there, in the middle of a step.
         """
         self._postponed.append(action)
-        if get_ident() not in self._present:
-            self._flush()
+        if get_ident() not in self._present and not sys.is_finalizing():
+            with self.turn():  # which runs it, or comes after the thread that has taken it
+                pass
 
     def _take_part(self, waiter: _Waiter) -> bool:
         """Lead the crowd or follow; whether the result has come. If not, it was interrupted."""
@@ -149,8 +152,8 @@ class Turns:
                 "the LLM was called from within one of its own steps (by a signal handler, a log"
                 " handler or a destructor), which can't be done in the middle; call it afterwards"
             )
-        self._present.add(me)
         try:
+            self._present.add(me)
             yield
         finally:
             self._present.discard(me)
@@ -207,8 +210,8 @@ class Turns:
             self._postponed.popleft()()
 
     def _flush(self) -> None:
-        """Run what was postponed. At the interpreter's end the thread that has the turn may never
-        go on, and the memory is given back with all else."""
+        """Run what was postponed. Not at the interpreter's end: the thread that has the turn may
+        never go on then, and the memory is given back with all else."""
         while self._postponed and not sys.is_finalizing():
             with self.turn():
                 pass
