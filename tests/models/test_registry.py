@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import CheckpointError, UnsupportedModelError
+from quire.layers.rotary import DefaultRope, RopeLimits
 from quire.models.hub import EMBEDDED_MODEL
 from quire.models.llama import LlamaForCausalLM
 from quire.models.qwen3 import Qwen3Config
@@ -60,3 +63,127 @@ def test_every_entry_names_the_parts_of_the_fused_linears(tmp_path):
         )
         leaves = {path.rpartition(".")[2] for path, _ in model.named_modules()}
         assert entry.checkpoint_parts.keys() <= leaves
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def _published(kind, sizes, positions, theta, **others):
+    """A config.json of the hub. sizes: vocabulary, hidden, MLP, layers, heads, KV heads."""
+    names = ("vocab", "hidden", "intermediate")
+    return {
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": [128001, 128008, 128009],
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        **{f"{name}_size": size for name, size in zip(names, sizes, strict=False)},
+        "num_hidden_layers": sizes[3],
+        "num_attention_heads": sizes[4],
+        "num_key_value_heads": sizes[5],
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": theta,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.0",
+        "use_cache": True,
+        **others,
+    }
+
+
+PUBLISHED = {
+    "Llama 1 7B": _published(
+        "Llama", (32000, 4096, 11008, 32, 32, 32), 2048, 1e4, max_sequence_length=2048
+    ),
+    "Llama 3.1 405B": _published(
+        "Llama", (128256, 16384, 53248, 126, 128, 8), 131072, 5e5, rope_scaling=_LLAMA3,
+        pretraining_tp=1, mlp_bias=False, attention_bias=False,
+    ),
+    "Llama 3.2 1B": _published(
+        "Llama", (128256, 2048, 8192, 16, 32, 8), 131072, 5e5, tie_word_embeddings=True,
+        head_dim=64, rope_scaling=_LLAMA3 | {"factor": 32.0},
+    ),
+    "Llama 3 of 4M positions": _published(
+        "Llama", (128256, 4096, 14336, 32, 32, 8), 4194304, 45845221440
+    ),
+    "Vicuna 16k": _published(
+        "Llama", (32000, 4096, 11008, 32, 32, 32), 4096, 1e4,
+        rope_scaling={"factor": 4.0, "type": "linear"},
+    ),
+    "Yi 1.5": _published("Llama", (64000, 4096, 11008, 48, 32, 4), 200000, 1e7),
+    "Mistral 7B v0.1": _published(
+        "Mistral", (32000, 4096, 14336, 32, 32, 8), 32768, 1e4, sliding_window=4096
+    ),
+    "Mistral Nemo": _published(
+        "Mistral", (131072, 5120, 14336, 40, 32, 8), 1024000, 1e6, sliding_window=None, head_dim=128
+    ),
+    "Qwen2.5 0.5B": _published(
+        "Qwen2", (151936, 896, 4864, 24, 14, 2), 32768, 1e6, sliding_window=32768,
+        max_window_layers=21, use_sliding_window=False, use_mrope=False, tie_word_embeddings=True,
+    ),
+    "Qwen2.5 72B, stretched": _published(
+        "Qwen2", (152064, 8192, 29568, 80, 64, 8), 32768, 1e6, sliding_window=131072,
+        max_window_layers=70, use_sliding_window=False, rope_scaling=_YARN,
+    ),
+    "Qwen2.5 with windows": _published(
+        "Qwen2", (151936, 1536, 8960, 28, 12, 2), 32768, 1e6, sliding_window=4096,
+        max_window_layers=21, use_sliding_window=True,
+    ),
+    "Qwen3 4B 2507": _published(
+        "Qwen3", (151936, 2560, 9728, 36, 32, 8), 262144, 5000000, sliding_window=None,
+        max_window_layers=36, use_sliding_window=False, head_dim=128, attention_bias=False,
+    ),
+    "Qwen3 8B, stretched as DeepSeek's": _published(
+        "Qwen3", (151936, 4096, 12288, 36, 32, 8), 40960, 1e6, head_dim=128,
+        rope_scaling=_YARN | {"mscale": 1.0, "mscale_all_dim": 0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_written_anew", [False, True], ids=["published", "transformers 5"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read_as_transformers_reads_them(name, is_written_anew, tmp_path):
+    folder = _folder(tmp_path, **PUBLISHED[name])
+    theirs = AutoConfig.from_pretrained(folder)
+    if is_written_anew:
+        (folder / "config.json").write_text(theirs.to_json_string(use_diff=False))
+    ours = load_config(folder)
+    for mine, their in (
+        ("vocab_size", "vocab_size"),
+        ("hidden_size", "hidden_size"),
+        ("intermediate_size", "intermediate_size"),
+        ("num_layers", "num_hidden_layers"),
+        ("num_heads", "num_attention_heads"),
+        ("num_kv_heads", "num_key_value_heads"),
+        ("rms_norm_eps", "rms_norm_eps"),
+        ("tie_word_embeddings", "tie_word_embeddings"),
+        ("max_position_embeddings", "max_position_embeddings"),
+        ("dtype", "dtype"),
+    ):
+        assert getattr(ours, mine) == getattr(theirs, their), mine
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == head_dim
+    positions = ours.max_position_embeddings
+    limits = RopeLimits(ours.head_dim, positions, positions)
+    frequencies, factor = ours.rope.frequencies(limits)
+    rope_type = theirs.rope_parameters["rope_type"]
+    if rope_type == "default":
+        assert ours.rope == DefaultRope(theirs.rope_parameters["rope_theta"])
+    else:
+        expected, expected_factor = ROPE_INIT_FUNCTIONS[rope_type](theirs, "cpu")
+        torch.testing.assert_close(frequencies, expected)
+        assert factor == pytest.approx(expected_factor)
+    kinds = getattr(theirs, "layer_types", None) or []
+    windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    if "Mistral" in name:
+        windows = [theirs.sliding_window] * ours.num_layers
+    assert list(ours.windows) == (windows or [None] * ours.num_layers)

@@ -51,8 +51,8 @@ NUMBERS: Mapping[str, Bounds] = {
     "attention_factor": Bounds(1e-3, 1e3),
     "beta_fast": Bounds(1e-3, 1e6),
     "beta_slow": Bounds(1e-3, 1e6),
-    "mscale": Bounds(1e-6, 1e3),
-    "mscale_all_dim": Bounds(1e-6, 1e3),
+    "mscale": Bounds(0.0, 1e3),  # 0: as if it were not there; so transformers reads it
+    "mscale_all_dim": Bounds(0.0, 1e3),
     "short_factor": Bounds(1e-3, 1e6),
     "long_factor": Bounds(1e-3, 1e6),
 }

@@ -28,6 +28,7 @@ _BOOKKEEPING = {
     "is_llama_config",
     "keys_to_ignore_at_inference",
     "label2id",
+    "max_sequence_length",  # Llama 1 has it beside max_position_embeddings; nobody reads it
     "model_type",
     "name_or_path",
     "num_labels",
