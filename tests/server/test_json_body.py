@@ -85,6 +85,12 @@ def test_texts_that_are_deep_inside_are_looked_at_too():
     assert refusal(body).param == ".".join("a" * depth)
 
 
+@pytest.mark.parametrize("value", [["é"] * 5000, {f"é{at}": "é" for at in range(5000)}])
+def test_the_texts_of_a_long_list_are_looked_at_in_pieces(value):
+    _, num_pauses = finished(json_body._check_texts(value))
+    assert num_pauses >= 5
+
+
 @pytest.mark.parametrize(
     ("body", "kind"),
     [

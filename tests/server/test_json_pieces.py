@@ -1,6 +1,7 @@
 """Long JSON: read as Python reads it, in short steps, within bounds that come first."""
 
 import json
+import math
 import re
 
 import pytest
@@ -113,6 +114,7 @@ def test_the_place_is_that_in_the_whole_text():
 LONG = {
     "numbers": [1] * 30_000,
     "long numbers": [10**39] * 5_000,
+    "numbers that are none": [math.inf, -math.inf] * 15_000,
     "texts": ["abc"] * 30_000,
     "texts with escapes": ["a\n\té"] * 30_000,
     "lists": [[1]] * 30_000,
@@ -142,6 +144,14 @@ def test_a_step_is_short_however_long_the_text(name, monkeypatch):
     assert value == LONG[name]
     assert longest < 50_000
     assert num_pauses >= len(json.dumps(LONG[name])) // 50_000
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e000001", "1E-0000000001"])
+def test_runs_are_as_long_whatever_form_the_numbers_have(value):
+    """A step for each would take eight seconds for the longest body."""
+    found, num_pauses = finished(parse_in_pieces(f"[{','.join([value] * 5000)}]"))
+    assert repr(found) == repr(json.loads(f"[{','.join([value] * 5000)}]"))
+    assert num_pauses < 20
 
 
 def test_space_is_read_in_steps_too(monkeypatch):

@@ -38,6 +38,12 @@ def nested(num_levels: int) -> Any:
         ([{"content": "hi"}], r"messages\[0\] has the role None"),
         ([{"role": "", "content": "hi"}], "has the role ''"),
         ([{"role": 3, "content": "hi"}], "has the role 3"),
+        # A million values are not written out first.
+        ([{"role": [1] * 9, "content": "hi"}], r"has the role \[1, 1, 1, 1, 1, 1, \.\.\.\], but"),
+        (
+            [{"role": "user", "content": [{"type": [1] * 9}]}],
+            r"content part of type \[1, 1, 1, 1, 1, 1, \.\.\.\] at position 0",
+        ),
         ([{"role": "user"}], r"messages\[0\] has no content"),
         ([{"role": "user", "content": None}], "has no content"),
         ([{"role": "user", "content": 3}], "content of type int"),

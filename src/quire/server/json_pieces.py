@@ -26,7 +26,10 @@ MAX_DEPTH = 900
 """Lists and objects inside of each other; Python's own functions for JSON recurse about so far."""
 
 _SPACE = r"[ \t\n\r]{0,64}+"
-_SCALAR = r"(?:-?[0-9]{1,40}+(?:\.[0-9]{1,40}+)?+(?:[eE][-+]?[0-9]{1,5}+)?+|true|false|null)"
+_NUMBER_TEXT = r"[0-9]{1,40}+(?:\.[0-9]{1,40}+)?+(?:[eE][-+]?[0-9]{1,40}+)?+"
+_SCALAR = rf"(?:-?(?:{_NUMBER_TEXT}|Infinity)|NaN|true|false|null)"
+"""Infinity and NaN are no JSON, but Python reads them, and what reads a field refuses them."""
+
 _PLAIN = r'[^"\\\x00-\x1f]{0,256}+'
 _TEXT = rf'"{_PLAIN}(?:\\.{_PLAIN}){{0,16}}+"'
 _SIMPLE = rf"(?>{_SCALAR}|{_TEXT})"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequestError, check_characters
+from quire.model_files import shown
 
 # Names under which a message's reasoning is passed; the first is what most templates read.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -118,7 +119,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     }
     role = plain.get("role")
     if not isinstance(role, str) or not role:
-        raise _wrong(f"{where} has the role {role!r:.80}, but a role must be a non-empty string")
+        raise _wrong(f"{where} has the role {shown(role)}, but a role must be a non-empty string")
     for name in _NOT_SUPPORTED_FIELDS:
         if name in plain:
             raise _wrong(f"{where} has {name}, which is not supported; leave it out")
@@ -141,7 +142,7 @@ def _check_content(content: Any, where: str) -> None:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text":
             raise _wrong(
-                f"{where} has a content part of type {kind!r:.80} at position {at}, "
+                f"{where} has a content part of type {shown(kind)} at position {at}, "
                 'but only text is understood: {"type": "text", "text": ...}'
             )
         if not isinstance(part.get("text"), str):
