@@ -1,6 +1,9 @@
 """docs/serving.md says what there is: its commands, its files, its flags and their defaults."""
 
+import configparser
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,8 @@ from tests.test_readme import code_blocks, commands
 
 from quire.cli_foreign import KNOWN
 from quire.cli_parser import build_parser
+from quire.server.config import ServerConfig
+from quire.server.launch import IDLE_CONNECTION_S
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,6 +36,39 @@ def test_its_file_is_one_that_serve_reads(text: str, tmp_path: Path) -> None:
     path.write_text(file)
     args = build_parser().parse_args(["serve", "--config", str(path)])
     assert (args.model, args.port, args.max_tenant_requests) == ("Qwen/Qwen3-0.6B", 8000, 32)
+
+
+def test_its_unit_starts_the_server_and_lets_it_drain(text: str) -> None:
+    (block,) = code_blocks(text, "ini")
+    unit = configparser.ConfigParser(strict=False)  # a name may stand twice
+    unit.read_string(block)
+    assert unit.sections() == ["Unit", "Service", "Install"]
+    service = unit["Service"]
+    words = shlex.split(service["ExecStart"])
+    assert words == ["/opt/quire/bin/quire", "serve", "--config", "/etc/quire/server.yaml"]
+    assert f"venv {words[0].removesuffix('/bin/quire')}\n" in text
+    assert int(service["TimeoutStopSec"]) >= ServerConfig().drain_timeout_s + 10
+
+
+def test_its_proxy_agrees_with_the_server(text: str) -> None:
+    (block,) = code_blocks(text, "nginx")
+    found = dict(re.findall(r"^ *(\w+) (\d+)[sm]?;", block, flags=re.MULTILINE))
+    assert int(found["client_max_body_size"]) << 20 == ServerConfig().max_body_bytes
+    assert int(found["keepalive_timeout"]) < IDLE_CONNECTION_S
+    deadline = re.search(r"^default-deadline-s: (\d+)$", text, flags=re.MULTILINE)
+    assert deadline is not None
+    assert int(found["proxy_read_timeout"]) > int(deadline[1])
+
+
+def test_an_image_is_built_from_what_the_package_is_built_from() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    taken = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    assert [name for name in taken if not (ROOT / name).exists()] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    licences = project["project"]["license-files"]
+    hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]["path"]
+    read = {"pyproject.toml", "src", hook, project["project"]["readme"], *licences}
+    assert {name for name in read if not name.startswith("src/")} == taken
 
 
 def test_its_flags_exist(text: str) -> None:
