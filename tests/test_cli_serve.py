@@ -55,4 +55,4 @@ def test_the_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     groups += ["model", "memory", "scheduling", "computation"]
     places = [printed.index(f"\n{group}:\n") for group in groups]
     assert places == sorted(places)
-    assert "generations open at once; beyond: 429 (1024)" in " ".join(printed.split())
+    assert "open generations of all tenants; above: 429 (1024)" in " ".join(printed.split())

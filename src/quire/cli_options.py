@@ -47,7 +47,7 @@ SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "see
 
 SERVED_MAX_ITL_RATIO = 2.8
 
-MODEL_HELP = "local folder or hub id in Hugging Face format (the embedded model)"
+MODEL_HELP = "folder or hub id of a model in Hugging Face format (the embedded model)"
 
 
 class Once(argparse.Action):
@@ -109,16 +109,35 @@ def add_debug(parser: argparse.ArgumentParser, default: Any) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
-    group = parser.add_argument_group("sampling", "Without a value: the model's default.")
+    group = parser.add_argument_group(
+        "sampling", "An option that is left out has the model's own default."
+    )
     limit = "as many as fit" if max_tokens is None else str(max_tokens)
     group.add_argument(
-        "--max-tokens", type=int, metavar="N", default=max_tokens, help=f"at most so many ({limit})"
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        default=max_tokens,
+        help=f"tokens to generate at most ({limit})",
     )
-    group.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token")
-    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest, P in sum")
-    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0: all")
-    group.add_argument("--min-p", type=float, metavar="P", help="keep those P times the likeliest")
-    group.add_argument("--seed", type=int, help="makes sampling reproducible")
+    group.add_argument(
+        "--temperature", type=float, metavar="T", help="0: always the likeliest token"
+    )
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="sample among the likeliest tokens with sum P"
+    )
+    group.add_argument(
+        "--top-k", type=int, metavar="K", help="sample among the K likeliest tokens; 0: all"
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="sample among tokens at least P times as likely as the likeliest",
+    )
+    group.add_argument(
+        "--seed", type=int, help="seed of the random numbers: makes sampling reproducible"
+    )
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
@@ -145,92 +164,114 @@ def _add_computation_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="native, triton, flashinfer or torch (the best for the kernels)",
     )
-    group.add_argument("--num-threads", type=int, metavar="N", help="threads that compute")
+    group.add_argument(
+        "--num-threads", type=int, metavar="N", help="computing threads (one per processor)"
+    )
     group.add_argument(
         "--tensor-parallel-size",
         "-tp",
         type=int,
         metavar="N",
-        help="processes, each on a GPU of its own, that share every layer (1)",
+        help="processes that share every layer, each on its own GPU (1)",
     )
     group.add_argument(
         "--batch-invariant",
         action=argparse.BooleanOptionalAction,
-        help="on a GPU, too, tokens equal to the bit whatever else runs; slower there (no)",
+        help="make answers on a GPU independent of what else runs, to the bit; slower. On a CPU"
+        " they always are (no)",
     )
     group.add_argument(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
-        help="plan a step while the one before it runs (on a GPU)",
+        help="plan a step while the previous one runs (yes on a GPU, no on a CPU)",
     )
     group.add_argument(
         "--enforce-eager",
         action=argparse.BooleanOptionalAction,
-        help="capture no CUDA graphs (no)",
+        help="don't use CUDA graphs: less memory, slower decoding (no)",
     )
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--tokenizer", metavar="PATH", help="folder or hub id (as the model)")
-    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the hub id")
     group.add_argument(
-        "--dtype", help="auto, float32, bfloat16 or float16; half and float, too (auto)"
+        "--tokenizer", metavar="PATH", help="folder or hub id of the tokenizer (the model's)"
     )
     group.add_argument(
-        "--quantization", metavar="NAME", help="int8 or int4: round weights while loading (none)"
+        "--revision", metavar="NAME", help="branch, tag or commit of the hub id (main)"
+    )
+    group.add_argument(
+        "--dtype", help="number format: auto, float32, bfloat16, float16; also half, float (auto)"
+    )
+    group.add_argument(
+        "--quantization", metavar="NAME", help="round weights to int8 or int4 while loading (none)"
     )
     group.add_argument(
         "--max-model-len",
         type=token_count,
         metavar="N",
-        help="tokens in one sequence, as 4k",
+        help="tokens of one sequence, such as 4k (what the model allows)",
     )
     group.add_argument(
-        "--max-logprobs", type=int, metavar="N", help="logprobs that a request may ask for (20)"
+        "--max-logprobs",
+        type=int,
+        metavar="N",
+        help="highest logprobs that a request may ask for (20)",
     )
     group.add_argument(
         "--allow-special-tokens",
         action=argparse.BooleanOptionalAction,
-        help="special tokens that are written out in chat messages take effect (no)",
+        help="let special tokens that are written out in chat messages take effect (no)",
     )
 
 
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
-    group.add_argument("--kv-cache-memory", metavar="SIZE", help="memory for the KV cache, as 2GiB")
-    group.add_argument("--num-blocks", type=int, metavar="N", help="KV blocks, instead of a size")
+    group.add_argument(
+        "--kv-cache-memory", metavar="SIZE", help="size of the KV cache, such as 2GiB"
+    )
+    group.add_argument(
+        "--num-blocks", type=int, metavar="N", help="number of KV blocks, instead of a size"
+    )
     group.add_argument(
         "--gpu-memory-utilization",
         type=float,
         metavar="X",
-        help="share of the device's memory for weights and KV cache together, instead of a size;"
-        " on the CPU of the machine's memory",
+        help="share of the GPU's memory (on a CPU: of the machine's) for weights and KV cache"
+        " together, instead of a size",
     )
-    group.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block (16)")
+    group.add_argument("--block-size", type=int, metavar="N", help="tokens per KV block (16)")
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         help="share the KV blocks of equal prefixes (yes)",
     )
     group.add_argument(
-        "--eviction", metavar="NAME", help="cached prefixes to forget first (hit_density), or lru"
+        "--eviction", metavar="NAME", help="eviction order: hit_density (default) or lru"
     )
     group.add_argument(
-        "--num-lookahead-blocks", type=int, metavar="N", help="KV blocks reserved ahead (1)"
+        "--num-lookahead-blocks",
+        type=int,
+        metavar="N",
+        help="KV blocks reserved ahead per sequence (1)",
     )
     group.add_argument(
         "--kv-allocator",
         metavar="NAME",
-        help="paged, or contiguous_max, _pow2, _oracle to compare (paged)",
+        help="paged; for comparison contiguous_max, contiguous_pow2 or contiguous_oracle (paged)",
     )
 
 
 def _add_scheduling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduling")
-    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in one step (64)")
     group.add_argument(
-        "--max-num-batched-tokens", type=token_count, metavar="N", help="tokens in one step (2048)"
+        "--max-num-seqs", type=int, metavar="N", help="sequences per step at most (64)"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=token_count,
+        metavar="N",
+        help="tokens per step at most (2048)",
     )
     group.add_argument(
         "--scheduling-policy",
@@ -241,6 +282,6 @@ def _add_scheduling_options(parser: argparse.ArgumentParser) -> None:
         "--max-itl-ratio",
         type=float,
         metavar="X",
-        help="prompts make a step of running sequences at most X times as long; 0: no limit"
+        help="prompts may make a step of running sequences X times as long; 0: no limit"
         f" (0; serve: {SERVED_MAX_ITL_RATIO})",
     )

@@ -24,7 +24,7 @@ COMMANDS = {
     "generate": "continue a text",
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP with OpenAI's API",
-    "bench": "measure throughput, memory or quality, against baselines too",
+    "bench": "measure throughput, memory or quality, beside baselines",
     "doctor": "say what this machine has, and what would make it faster",
 }
 BENCHMARKS = {
@@ -55,7 +55,10 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
     parser = Parser(prog="quire", description=_DESCRIPTION, commands=COMMANDS)
     parser.add_argument("--version", action="store_true", help="show the version")
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="with --version: what will compute here, too"
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="with --version: show Python, torch and kernels, too",
     )
     parser.add_argument(
         "--print-completion",
@@ -107,7 +110,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         dest="prompt",
         action="append",
         metavar="PROMPT",
-        help="the same, as a flag; may be repeated",
+        help="the same as PROMPT; may be repeated",
     )
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     add_sampling(parser, max_tokens=DEFAULT_GENERATE_TOKENS)
@@ -116,20 +119,25 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     add_model_by_place(parser)
-    parser.add_argument("-p", "--prompt", metavar="TEXT", help="ask this one question, then exit")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="ask this question only, then exit")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--model", action=Once, metavar="MODEL", help="the same, as a flag")
+    parser.add_argument(
+        "--model", action=Once, metavar="MODEL", help="the same as the positional MODEL"
+    )
     add_sampling(parser, max_tokens=None)
     add_engine(parser)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="the port to look at (%(default)s)"
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help="check whether this port is free (%(default)s)",
     )
     parser.add_argument(
         "--measure",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure how fast memory is read, a third of a second",
+        help="measure the memory bandwidth, in a third of a second",
     )

@@ -65,78 +65,88 @@ def _list(text: str) -> list[str]:
 def _add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
-        "--config", metavar="FILE", help="YAML file with these flags; those given here win"
+        "--config", metavar="FILE", help="YAML file with flags; the command line wins over it"
     )
     group.add_argument(
-        "--model", action=Once, metavar="MODEL", help="the same as MODEL by its place"
+        "--model", action=Once, metavar="MODEL", help="the same as the positional MODEL"
     )
     group.add_argument("--host", help=f"address to listen on ({_DEFAULTS.host})")
-    group.add_argument("--port", type=int, help=f"port; 0: any that is free ({_DEFAULTS.port})")
     group.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients call the model (as MODEL)"
+        "--port", type=int, help=f"port to listen on; 0: any free one ({_DEFAULTS.port})"
+    )
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="the model's name for clients (MODEL)"
     )
     group.add_argument(
         "--drain-timeout-s",
         type=int,
         metavar="S",
-        help=f"how long open answers may go on after SIGTERM ({_DEFAULTS.drain_timeout_s})",
+        help=f"time for open answers to finish after SIGTERM ({_DEFAULTS.drain_timeout_s})",
     )
     group.add_argument(
         "--keep-alive-s",
         type=float,
         metavar="S",
-        help=f"a stream without news gets a comment so often ({_DEFAULTS.keep_alive_s:g})",
+        help=f"interval of comments in a stream that pauses ({_DEFAULTS.keep_alive_s:g})",
     )
     group.add_argument(
         "--seed",
         type=int,
-        help="makes the seeds of unseeded requests repeat from start to start (they are random)",
+        help="makes the seeds of unseeded requests the same after each start (random seeds)",
     )
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("access", "Without a key, everybody is served.")
+    group = parser.add_argument_group("access", "Without any key, everybody is served.")
     group.add_argument(
         "--api-key",
         dest="api_keys",
         action="append",
         metavar="NAME:KEY",
-        help="a tenant's key; may be repeated. Others see it in the list of processes: prefer"
+        help="a tenant's key; may be repeated. Visible in the list of processes: better use"
         " --api-key-file, or QUIRE_API_KEYS in the environment",
     )
     group.add_argument(
-        "--api-key-file", metavar="FILE", help="one NAME:KEY a line; read again when it changes"
+        "--api-key-file",
+        metavar="FILE",
+        help="file with one NAME:KEY per line; read again when it changes",
     )
     group.add_argument(
         "--allowed-origins",
         action="append",
         metavar="ORIGIN",
-        help="web pages from there may call the server; may be repeated; '*': any (none)",
+        help="origin whose web pages may call the server; may be repeated; '*': any (none)",
     )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("limits", "What is beyond them is refused by name.")
+    group = parser.add_argument_group(
+        "limits", "A call above a limit is refused with an error that names it."
+    )
 
     def add(flag: str, metavar: str, text: str, kind: Any = int) -> None:
         default = getattr(_DEFAULTS, flag.removeprefix("--").replace("-", "_"))
         shown = "no bound" if default is None else f"{default:g}"
         group.add_argument(flag, type=kind, metavar=metavar, help=f"{text} ({shown})")
 
-    add("--max-queued-requests", "N", "generations open at once; beyond: 429")
-    add("--max-tenant-requests", "N", "generations that one tenant may have open")
-    add("--max-tenant-tokens-per-minute", "N", "tokens of one tenant, prompts included, on average")
+    add("--max-queued-requests", "N", "open generations of all tenants; above: 429")
+    add("--max-tenant-requests", "N", "open generations of one tenant")
+    add(
+        "--max-tenant-tokens-per-minute",
+        "N",
+        "prompt and generated tokens of one tenant, on average",
+    )
     group.add_argument(
         "--max-body-bytes",
         metavar="SIZE",
-        help=f"of one call's body, as 4MiB ({_DEFAULTS.max_body_bytes >> 20}MiB)",
+        help=f"size of a call's body, such as 4MiB ({_DEFAULTS.max_body_bytes >> 20}MiB)",
     )
-    add("--max-prompts", "N", "prompts in one call")
-    add("--max-n", "N", "choices (n) for each prompt")
+    add("--max-prompts", "N", "prompts of one call")
+    add("--max-n", "N", "choices (n) per prompt")
     add("--max-choices", "N", "prompts times n of one call")
     add("--max-stop-strings", "N", "stop strings of one call")
-    add("--max-list-length", "N", "stop_token_ids, bad_words, logit_bias and the like")
-    add("--default-deadline-s", "S", "a call that says none is ended after so long", float)
+    add("--max-list-length", "N", "entries of stop_token_ids, bad_words, logit_bias and the like")
+    add("--default-deadline-s", "S", "time limit of calls without a deadline_s", float)
 
 
 def _add_recovery(parser: argparse.ArgumentParser) -> None:
@@ -145,14 +155,14 @@ def _add_recovery(parser: argparse.ArgumentParser) -> None:
         "--heartbeat-timeout-s",
         type=float,
         metavar="S",
-        help="an engine whose step takes longer is started anew"
-        f" ({_DEFAULTS.heartbeat_timeout_s:g})",
+        help=f"restart the engine if a step takes longer ({_DEFAULTS.heartbeat_timeout_s:g})",
     )
     group.add_argument(
         "--max-engine-restarts",
         type=int,
         metavar="N",
-        help=f"after so many in five minutes the server ends ({_DEFAULTS.max_engine_restarts})",
+        help="end the server after more restarts than this in five minutes"
+        f" ({_DEFAULTS.max_engine_restarts})",
     )
 
 
@@ -165,11 +175,11 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
         "--log-format", metavar="NAME", help=f"{' or '.join(LOG_FORMATS)} ({_DEFAULTS.log_format})"
     )
     group.add_argument(
-        "--otlp-endpoint", metavar="URL", help="where OpenTelemetry spans go, over HTTP (nowhere)"
+        "--otlp-endpoint", metavar="URL", help="OTLP/HTTP collector for OpenTelemetry spans (none)"
     )
     group.add_argument(
         "--disable-log-stats",
         action="store_true",
         default=None,
-        help="no line with throughput and memory use every ten seconds",
+        help="don't log throughput and memory use every ten seconds",
     )
