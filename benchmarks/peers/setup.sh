@@ -6,7 +6,7 @@
 #     python benchmarks/cpu.py --setup FOLDER/peers.toml ...
 #
 # PYTHON: the interpreter of the environments (python3.11). llama.cpp needs cmake's build tools: a C++
-# compiler. Versions are those that were measured.
+# compiler. vLLM is the version that was measured, the others are their newest.
 set -eu
 
 DRIVERS=$(cd "$(dirname "$0")" && pwd)
