@@ -177,8 +177,8 @@ def _add_computation_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--batch-invariant",
         action=argparse.BooleanOptionalAction,
-        help="make answers on a GPU independent of what else runs, to the bit; slower. On a CPU"
-        " they always are (no)",
+        help="make answers on a GPU independent of what else runs, to the bit; slower. CPU"
+        " kernels always do (no)",
     )
     group.add_argument(
         "--async-scheduling",
@@ -210,7 +210,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--max-model-len",
         type=token_count,
         metavar="N",
-        help="tokens of one sequence, such as 4k (what the model allows)",
+        help="tokens of one sequence, such as 4k (the model's limit, or what fits)",
     )
     group.add_argument(
         "--max-logprobs",

@@ -99,57 +99,59 @@ class EngineOptionsDict(TypedDict, total=False):
 class EngineOptions:
     """Everything a user may say about an engine.
 
-    model: a local folder or a hub id in Hugging Face format; None is the embedded model.
-    tokenizer: a folder or hub id to take the tokenizer from instead. revision: of the hub id.
-    skip_tokenizer_init: take and give token ids only.
+    model: a local folder or a hub id in Hugging Face format; None: the embedded model.
+    tokenizer: another folder or hub id to take the tokenizer from. revision: branch, tag or commit
+        of the hub id.
+    skip_tokenizer_init: have no tokenizer; prompts and outputs are token ids only.
     allow_special_tokens: special tokens that are written out in chat messages ("<|im_end|>") take
-        effect; else they are encoded as the characters that they are made of. In text prompts they
-        always do.
-    device: "cpu", "cuda" or "cuda:1"; "auto": the GPU where there is one that torch can use.
-    dtype: "auto" is the checkpoint's own, or float32 where this processor only emulates that;
-        "half" and "float" are float16 and float32.
-    max_model_len: prompt and output together; None: the model's, or what fits the KV cache.
-    block_size: tokens in a KV block, a power of two from 8 to 2048.
-    kv_cache_memory: bytes for the KV cache, or text like "2GiB"; num_blocks says the same in
-        blocks. With neither: what max_num_seqs full-length sequences need, within 30% of the memory
-        that is free, or within gpu_memory_utilization.
-    gpu_memory_utilization: share (0 to 1] of the device's memory, on the CPU of the machine's, that
-        weights and KV cache fill together; instead of the two options above.
-    enable_prefix_caching: share the KV blocks of equal prefixes; None: where the allocator can.
-    max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens that a step computes at
-        most; None: 2048, or max_num_seqs if that is more.
-    scheduling_policy: who goes first: fcfs, priority, fair, longest_prefix or deadline.
-    num_lookahead_blocks: KV blocks that a growing sequence reserves at once beyond the one that it
-        needs, while more than a quarter of the memory is free.
-    eviction: which cached prefixes are forgotten first: "hit_density", by frequency and recency, or
-        "lru", by recency alone.
+        effect; otherwise they are encoded as ordinary characters. In text prompts they always take
+        effect.
+    device: "cpu", "cuda" or "cuda:1"; "auto": the GPU if torch can use one.
+    dtype: "auto": the checkpoint's own, or float32 if this processor only emulates that; "half" and
+        "float" are float16 and float32.
+    max_model_len: tokens of prompt and output together; None: the model's limit, or what fits into
+        the KV cache.
+    block_size: tokens per KV block, a power of two from 8 to 2048.
+    kv_cache_memory: bytes of the KV cache, or text such as "2GiB". num_blocks: the same in blocks.
+        Without all three: on a GPU, gpu_memory_utilization is 0.9; on the CPU, what max_num_seqs
+        full-length sequences need, but at most 30% of the free memory.
+    gpu_memory_utilization: share, above 0 and at most 1, of the device's memory (on the CPU: of the
+        machine's) that weights and KV cache fill together; instead of the two options above.
+    enable_prefix_caching: share the KV blocks of equal prefixes; None: if the allocator can.
+    max_num_seqs: the most sequences that run at once. max_num_batched_tokens: the most tokens that
+        a step computes; None: 2048, or max_num_seqs if that is more.
+    scheduling_policy: fcfs, priority, fair, longest_prefix or deadline.
+    num_lookahead_blocks: KV blocks that a growing sequence reserves in advance beside the one that
+        it needs, while more than a quarter of the memory is free.
+    eviction: order in which cached prefixes are evicted: "hit_density", by frequency and recency,
+        or "lru", by recency alone.
     kv_allocator: "paged"; or, to compare, what paging replaced: "contiguous_max",
         "contiguous_pow2" and "contiguous_oracle" reserve adjacent memory for a sequence's whole
         life, and have no prefix cache, no forks and no beams.
-    max_itl_ratio: while sequences decode, a step may take so many times as long as without the
-        prompts that it computes beside them, by a cost model that is measured at start-up (about
-        1.5 s) and follows what steps take; 0: however long they take, for the most throughput.
-    quantization: linears' weights rounded while they are loaded, from any checkpoint: "int8", each
-        output with its scale, or "int4", each group of 32 inputs with its own; both multiply
-        activations of eight bits, a scale for each token. Norms, biases and the embedding stay as
-        they are. None: nothing is rounded.
-    kernels: what computes on the CPU: "auto", the native kernels for the best instruction set that
-        this processor has, or torch where they were not built or don't compute in the dtype (the
-        log says so); "avx512_bf16", "avx512", "avx2" or "portable", these kernels and no others; or
-        "torch". On a GPU "auto" and "triton" are the Triton kernels; on the CPU "triton" has them
-        run by Triton's interpreter (TRITON_INTERPRET=1), thousands of times slower, as a check.
+    max_itl_ratio: prompts that are computed beside running sequences may make a step at most this
+        many times as long, according to a cost model that is measured at start-up (for at most
+        about 1.5 s) and adjusted to later steps. 0: no limit, for the highest throughput.
+    quantization: rounds the weights of linear layers during loading, from any checkpoint: "int8",
+        with a scale per output, or "int4", with a scale per group of 32 inputs. Both multiply with
+        activations of eight bits, with a scale per token. Norms, biases and the embedding are not
+        rounded. None: nothing is.
+    kernels: on the CPU, "auto": the native kernels for the best instruction set of this processor,
+        or torch if they were not built or don't support the dtype (the log says so);
+        "avx512_bf16", "avx512", "avx2" or "portable": exactly these; "torch". On a GPU, "auto" and
+        "triton" are the Triton kernels. "triton" on the CPU runs them in Triton's interpreter
+        (TRITON_INTERPRET=1), thousands of times slower, as a check.
     attention_backend: "native", "triton", "flashinfer" or "torch"; None: the best for the kernels.
-    num_threads: threads that compute; None: one for each processor that this process may use, or
-        torch's own number with kernels="torch".
-    tensor_parallel_size: so many processes hold a share of every layer each, on a GPU of their own
-        or on the CPU, and compute a step together.
-    batch_invariant: on a GPU too, tokens and log-probabilities don't depend on what else runs, to
-        the bit; on the CPU they never do.
-    async_scheduling: plan a step while the one before it runs; None: on a GPU, where the two
-        overlap, and not on the CPU, where they don't.
-    max_logprobs: the most logprobs, or prompt_logprobs, that one request may ask for.
+    num_threads: computing threads; None: one per processor that this process may use, or torch's
+        own number with kernels="torch".
+    tensor_parallel_size: number of processes that compute a step together. Each holds a share of
+        every layer, on its own GPU or on the CPU.
+    batch_invariant: on a GPU, tokens and log-probabilities don't depend on what else runs, to the
+        bit. With the native kernels of the CPU they never do.
+    async_scheduling: plan a step while the previous one runs; None: on a GPU only, since on the CPU
+        the two don't overlap.
+    max_logprobs: the highest logprobs or prompt_logprobs that a request may ask for.
     enforce_eager: never capture CUDA graphs: less memory, slower decoding. The CPU has none.
-    disable_log_stats: no line with throughput and memory use in the log every ten seconds.
+    disable_log_stats: don't log throughput and memory use every ten seconds.
     """
 
     model: str | None = None

@@ -2,9 +2,9 @@
 
 `beam_search` chooses; this turns its choices into forks. Each beam is a sequence of its own that
 computes its next step when it can; when the last of them has reported its candidates, the next
-beams are chosen. The first child of a beam goes on in its place. Every further one takes the place
-of a beam that dies: it drops that one's last blocks for references to its parent's, and copies the
-partly filled one when it writes. Used by the scheduler alone.
+beams are chosen. The first child of a beam continues in its parent's slot. Each further child
+reuses the slot of a beam that was pruned: it replaces that beam's last blocks by references to its
+parent's, and copies the partly filled one when it writes. Used by the scheduler alone.
 """
 
 from collections import Counter

@@ -61,7 +61,8 @@ class SamplingParams:
     """Options of one generation. None in a field typed `... | None` means what its line says.
 
     n: parallel samples of the same prompt.
-    temperature: 0 is greedy; None, like the other None of this group: the model's default.
+    temperature: 0 is greedy; None: the model's default, as for top_p, top_k, min_p and
+        repetition_penalty.
     top_p, top_k, min_p: keep the smallest set of tokens whose probabilities reach top_p; the top_k
         most likely (0 or -1: all); those at least min_p times as likely as the most likely one.
         Applied after temperature, in the order min_p, top_k, top_p.
@@ -73,14 +74,13 @@ class SamplingParams:
     stop: strings that end the generation; the text before the first of them is kept
         (the string too with include_stop_str_in_output).
     stop_token_ids: token ids that end the generation. ignore_eos: the model's own end tokens don't.
-    max_tokens: a ceiling, from 1 to 2**31 - 1: at most so many are generated, and never more than
-        max_model_len leaves room for; a generation that meets either has finish_reason "length".
-        None: max_model_len alone.
-    min_tokens: no end token, stop token or stop string counts before so many were generated. More
-        than max_model_len leaves room for is refused when the prompt is known.
-    logprobs, prompt_logprobs: log-probabilities of so many most likely tokens (and of the token
-        itself) for each generated, each prompt token; of the model's own distribution, before any
-        option.
+    max_tokens: upper limit of generated tokens, from 1 to 2**31 - 1. Generation also ends where
+        max_model_len is reached; in both cases finish_reason is "length". None: max_model_len only.
+    min_tokens: end tokens, stop tokens and stop strings have no effect before this many generated
+        tokens. Refused if max_model_len has no room for them after the prompt.
+    logprobs, prompt_logprobs: for each generated token (each prompt token), the log-probabilities
+        of this many most likely tokens and of the token itself, from the model's own distribution,
+        before any other option applies.
     logit_bias: token id -> number added to its logit.
     bad_words: strings that are never generated. allowed_token_ids: only these are generated.
     skip_special_tokens: leave special tokens out of the text.
