@@ -417,3 +417,26 @@ def test_a_trailer_is_no_header(parser):
     )
     expected = [(200, "POST /a abc"), (200, "GET /last ")]
     assert answers_to(sent + LAST, Echo()) == expected
+
+
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+def test_a_client_of_http_1_0_gets_no_chunks(parser, method):
+    """It would take them for the text: what has no length ends with the connection."""
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for piece in (b"one ", b"", b"two "):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"three", "more_body": False})
+
+    async def play():
+        async with serving(app) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(method + b" / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+        assert b"transfer-encoding" not in head.lower()
+        assert b"connection: close" in head.lower()
+        assert body == (b"" if method == b"HEAD" else b"one two three")
+
+    run(play())

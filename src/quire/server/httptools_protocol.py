@@ -2,7 +2,8 @@
 
 It has no bound on a head, puts trailers among the headers, loses the body of a request that offers
 an upgrade (as Java's client does with each), answers what it can't read in the middle of another
-answer, and of several requests of one connection tells only the last that the client has gone.
+answer, sends clients of HTTP/1.0 chunks, which they take for the text, and of several requests of
+one connection tells only the last that the client has gone.
 Imported by `connection` where httptools is installed.
 """
 
@@ -11,6 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
+from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.server.http_protocol import NOT_HTTP, Refuse
@@ -64,6 +66,8 @@ class HttpTools(HttpToolsProtocol):
             self._upgrade = self._head_without_upgrade()
         else:
             super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                self.cycle.send = _without_chunks(self.cycle)
             self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
@@ -129,3 +133,21 @@ class HttpTools(HttpToolsProtocol):
             self.transport.close()
         else:
             self.refuse(error)
+
+
+def _without_chunks(cycle: Any) -> Send:
+    """The `send` of a request of HTTP/1.0: an answer of no announced length ends with the
+    connection (RFC 9112, section 6.3)."""
+    send_framed, is_framed = cycle.send, True
+
+    async def send(message: Message) -> None:
+        nonlocal is_framed
+        if message["type"] == "http.response.start":
+            is_framed = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not is_framed:
+                cycle.chunked_encoding = cycle.keep_alive = False
+        elif not is_framed:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send_framed(message)
+
+    return send
