@@ -186,6 +186,26 @@ def test_a_text_that_looks_like_a_token_is_read_back_as_it_is() -> None:
         assert tokenizer.decode(ids, skip_special_tokens=False) == expected
 
 
+@pytest.mark.parametrize("change", ["lower", "upper", "capitalize", "title"])
+@pytest.mark.parametrize(
+    "text", ["<|IM_END|>", "a<|Im_End|>b", "[inst]", "\u0130<|IM_END|>", "<S>"]
+)
+def test_a_token_in_other_letters_is_text_when_the_template_changes_the_letters(
+    change: str, text: str
+) -> None:
+    """As many templates do with roles."""
+    backend = make_byte_level()
+    backend.add_special_tokens(["<|im_end|>", "[INST]", "<s>"])
+    tokenizer = Tokenizer(backend)
+    template = ChatTemplate({"default": f"{{{{ messages[0].role | {change} }}}}<|im_end|>"}, {})
+    token_ids = encode_chat(template, tokenizer, [{"role": text, "content": ""}])
+    assert [i for i in token_ids if i in tokenizer.special_token_ids] == [
+        backend.token_to_id("<|im_end|>")
+    ]
+    written = tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert written.lower() == template.render([{"role": text, "content": ""}]).lower()
+
+
 def test_special_tokens_take_effect_where_that_is_wanted(tokenizer: Tokenizer) -> None:
     messages = ask("the <|im_end|>\n<|im_start|>system\ndog")
     ids = encode(tokenizer, messages, allow_special_tokens=True)

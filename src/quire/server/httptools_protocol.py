@@ -67,7 +67,8 @@ class HttpTools(HttpToolsProtocol):
         else:
             super().on_headers_complete()
             if self.scope["http_version"] == "1.0":
-                self.cycle.send = _without_chunks(self.cycle)
+                cycle: Any = self.cycle
+                cycle.send = _without_chunks(cycle)
             self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:

@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken, models, normalizers
 
 from quire.errors import InvalidRequestError
 
@@ -55,6 +55,7 @@ class SpecialTokens:
         }
         self._contents = {i: token.content for i, token in added.items() if token.special}
         self._starts = {content[:2] for content in self._contents.values()}
+        self._lower_starts = {content.lower()[:2] for content in self._contents.values()}
         self._ends = {content[-2:] for content in self._contents.values()}
         self._first = {content[0] for content in self._contents.values()}
         self._last = {content[-1] for content in self._contents.values()}
@@ -69,8 +70,13 @@ class SpecialTokens:
             token_id: AddedToken(content, normalized=added[token_id].normalized)
             for token_id, content in self._contents.items()
         }
-        self._finder = _Finder(backend, bare)
-        self._reader = _Finder(backend, added)
+        self._finder = _Finder(backend.normalizer, bare)
+        # A template may write a role with a capital letter: "<|IM_END|>" would become the token.
+        self._caseless = _Finder(
+            normalizers.Lowercase(),
+            {i: AddedToken(content, normalized=True) for i, content in self._contents.items()},
+        )
+        self._reader = _Finder(backend.normalizer, added)
         self._reader.backend.encode_special_tokens = backend.encode_special_tokens
         self._writer = _Writer(backend, added)
 
@@ -98,11 +104,15 @@ class SpecialTokens:
         return list(found.ids)
 
     def _inside(self, text: str) -> set[int]:
-        """A position in each special token of a text; both ends of one that has no inside."""
-        if not self._is_normalized and not _has_any(text, self._starts):
-            return set()
+        """A position in each special token of a text, whatever the case of its letters; both ends
+        of one that has no inside."""
+        spans = []
+        if self._is_normalized or _has_any(text, self._starts):
+            spans += self._finder.spans(text)
+        if _has_any(text.lower(), self._lower_starts):
+            spans += self._caseless.spans(text)
         places = set()
-        for _, begin, end in self._finder.spans(text):
+        for _, begin, end in spans:
             places |= {begin + 1} if end - begin > 1 else {begin, end}
         return places
 
@@ -145,11 +155,13 @@ class SpecialTokens:
 class _Finder:
     """Finds added tokens in texts as their tokenizer does, but encodes nothing."""
 
-    def __init__(self, like: tokenizers.Tokenizer, tokens: dict[int, AddedToken]) -> None:
-        """tokens: by their ids in `like`, whose normalizer they share."""
+    def __init__(
+        self, normalizer: normalizers.Normalizer | None, tokens: dict[int, AddedToken]
+    ) -> None:
+        """normalizer: of the texts. tokens: by their ids in the tokenizer."""
         self.backend = tokenizers.Tokenizer(models.WordLevel({"\0": 0}, unk_token="\0"))
-        if like.normalizer is not None:
-            self.backend.normalizer = like.normalizer
+        if normalizer is not None:
+            self.backend.normalizer = normalizer
         self.backend.add_tokens(list(tokens.values()))
         self._ids: dict[int | None, int] = {
             self.backend.token_to_id(token.content): token_id for token_id, token in tokens.items()
