@@ -127,8 +127,9 @@ def test_calls_of_all_kinds_at_once(llm: LLM) -> None:
         return [len(one.outputs[0].token_ids) for one in llm.generate(PROMPTS[:5], greedy)]
 
     def memory() -> None:
-        published = llm.publish_prefix("import sys\n" * 4)
-        assert published >= 0 and llm.pin_prefix("import sys\n" * 4, published=True) > 0
+        assert llm.publish_prefix("import sys\n" * 4) >= 0
+        # None are pinned where another thread's requests have evicted them meanwhile.
+        assert llm.pin_prefix("import sys\n" * 4, published=True) % 8 == 0
         report = llm.memory_report()
         assert report.useful_bytes <= report.total_bytes
         assert len(llm.block_map().blocks) == 48

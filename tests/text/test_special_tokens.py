@@ -382,3 +382,20 @@ def test_the_embedded_models_conversations_are_those_of_transformers() -> None:
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
         assert encode_chat(template, ours, messages) == expected
+
+
+def test_a_text_that_is_too_long_is_refused_before_special_tokens_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To look for them in some megabytes of them holds the interpreter's lock for long."""
+
+    def refuse(text: str) -> None:
+        if len(text) > 1000:
+            raise InvalidRequestError(f"{len(text)} characters", "messages")
+
+    tokenizer = Tokenizer.from_folder(EMBEDDED_MODEL)
+    template = ChatTemplate.from_folder(EMBEDDED_MODEL)
+    monkeypatch.setattr(template, "render", lambda *_, **__: pytest.fail("rendered"))
+    messages = [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>" * 101}]}]
+    with pytest.raises(InvalidRequestError, match="1010 characters"):
+        encode_chat(template, tokenizer, messages, check_text=refuse)

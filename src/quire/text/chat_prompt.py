@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.text.chat_template import ChatTemplate
-from quire.text.special_tokens import Escape
+from quire.text.special_tokens import Escape, strings_in
 from quire.text.tokenizer import Tokenizer
 
 
@@ -27,9 +27,14 @@ def encode_chat(
         prompt. Else all special tokens are the template's; what looks like one in a message is
         encoded as the characters that it is made of.
     add_special_tokens: put those of the tokenizer around the text; most templates write them out.
-    check_text: is shown the text before it is encoded, and may raise.
+    check_text: is shown each text of the messages before any work with it, and the prompt's before
+        it is encoded; may raise.
     options: further arguments of `ChatTemplate.render`.
     """
+    if check_text is not None:
+        for message in messages:
+            for part in strings_in(message):
+                check_text(part)
     escape = None if allow_special_tokens else Escape(tokenizer.special_tokens)
     text = template.render(messages, escape=escape, **options)
     if check_text is not None:

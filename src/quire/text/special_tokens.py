@@ -272,7 +272,7 @@ class Escape:
 
         Raises InvalidRequestError.
         """
-        marker = _marker_for(list(_strings(values)))
+        marker = _marker_for(list(strings_in(values)))
         # A template may write JSON in which all but ASCII is escaped.
         self._marker = re.compile(f"{marker}|(?i:{re.escape(_in_json(marker))})")
         marked: list[Any] = self._marked(values, marker)
@@ -339,13 +339,14 @@ def _marker_for(texts: Sequence[str]) -> str:
     )
 
 
-def _strings(value: Any) -> Iterable[str]:
+def strings_in(value: Any) -> Iterable[str]:
+    """All strings of a JSON value, names of fields included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for name, inner in value.items():
-            yield from _strings(name)
-            yield from _strings(inner)
+            yield from strings_in(name)
+            yield from strings_in(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _strings(inner)
+            yield from strings_in(inner)
