@@ -18,13 +18,16 @@ from quire.errors import ConfigurationError
         ("1.5kib", 1536),
         ("3b", 3),
         ("2TB", 2 * 10**12),
+        ("9007199254740993", 9007199254740993),
     ],
 )
 def test_parse_bytes(text: object, expected: int) -> None:
     assert parse_bytes("kv_cache_memory", text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "2 apples", "-1GiB", None, True, 1.5, "1..2MB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "2 apples", "-1GiB", None, True, 1.5, "1.5", "1.5b", "1..2MB", "9" * 5000]
+)
 def test_parse_bytes_refuses(text: object) -> None:
     with pytest.raises(ConfigurationError, match="kv_cache_memory is"):
         parse_bytes("kv_cache_memory", text)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any, TypedDict
 
 from quire.core.contiguous import KV_ALLOCATORS, PAGED
@@ -352,11 +353,12 @@ def parse_bytes(name: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if found and found[2].lower() in _UNITS:
-            return int(float(found[1]) * _UNITS[found[2].lower()])
+        found = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", value)
+        unit = _UNITS.get(found[2].lower(), 0) if found else 0
+        if found and unit and not (unit == 1 and "." in found[1]):
+            return int(Fraction(found[1]) * unit)
     raise ConfigurationError(
-        f'{name} is {value!r}, but must be a number of bytes or text like "2GiB" or "500MB"'
+        f'{name} is {value!r:.80}, but must be a number of bytes or text like "2GiB" or "500MB"'
     )
 
 

@@ -171,6 +171,8 @@ def test_more_rows_than_memory_has_room_for() -> None:
     many = 10**13  # beyond any address space
     with pytest.raises(InsufficientMemoryError, match=r"max_num_seqs=10000000000000.*lower"):
         build_engine({"max_num_seqs": many, "num_blocks": 4, "max_model_len": 64})
+    with pytest.raises(InsufficientMemoryError, match=r"lower .*max_num_batched_tokens"):
+        build_engine({"max_num_batched_tokens": 10**13, "num_blocks": 8, "max_model_len": 64})
 
 
 def test_window_layers_form_groups_of_equal_pages(tmp_path: Path) -> None:

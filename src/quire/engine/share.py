@@ -212,8 +212,9 @@ class _Builder:
             )
         except MemoryError as error:
             raise InsufficientMemoryError(
-                f"max_num_seqs={options.max_num_seqs} rows of {sizes.max_model_len} tokens do not"
-                " fit into memory; lower max_num_seqs or max_model_len"
+                f"max_num_seqs={options.max_num_seqs} rows of {sizes.max_model_len} tokens, or"
+                f" max_num_batched_tokens={options.max_num_batched_tokens} tokens, do not fit into"
+                " memory; lower max_num_seqs, max_num_batched_tokens or max_model_len"
             ) from error
         sampling_rows = SamplingRows(options.max_num_seqs, self.config.vocab_size)
         if not self.compute.is_triton:
