@@ -1,5 +1,8 @@
 """A server's life as a process: how it starts, how it ends, and that nothing stays behind."""
 
+import asyncio
+import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -16,7 +19,7 @@ from tests.server.launching import WAIT_S, launched
 from quire.config import EngineOptions
 from quire.errors import CheckpointError, ConfigurationError
 from quire.server.config import ServerConfig
-from quire.server.launch import _plan, _say, _url, serve
+from quire.server.launch import _plan, _return_memory, _say, _url, serve
 
 WISH = {"prompt": [10], "stream": True}
 
@@ -289,6 +292,31 @@ def test_the_server_imports_no_torch():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=WAIT_S).returncode == 0
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library keeps no free memory"
+)
+def test_memory_that_long_calls_have_left_free_goes_back(monkeypatch):
+    """Between blocks that are still in use, too, which the C library alone would never return."""
+    monkeypatch.setattr("quire.server.launch._TRIM_PERIOD_S", 0.01)
+    process = psutil.Process()
+    blocks = [bytes([1]) * 4000 for _ in range(16_000)]
+    in_use = blocks[::50]
+    blocks.clear()
+    left_bytes = process.memory_info().rss
+
+    async def wait_until_it_is_returned():
+        trim = asyncio.create_task(_return_memory())
+        async with asyncio.timeout(WAIT_S):
+            while process.memory_info().rss > left_bytes - (32 << 20):
+                await asyncio.sleep(0.01)
+        trim.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await trim
+
+    asyncio.run(wait_until_it_is_returned())
+    assert len(in_use) == 320
 
 
 def test_a_line_that_cannot_be_written_ends_nothing():
