@@ -201,6 +201,31 @@ def test_a_stop_string_ends_its_branch_in_the_engine_read_or_not(service, engine
     assert service.monitor.finished == {("stop", "alice"): 1}
 
 
+def test_of_the_rest_each_choice_is_put_together_when_its_turn_comes(
+    service, engine, tokenizer, monkeypatch
+):
+    """A thousand long ones at once would hold up all other calls."""
+    taken = []
+    take_delta = RequestAssembler.take_delta
+
+    def note_and_take(assembler, branch):
+        taken.append(branch)
+        return take_delta(assembler, branch)
+
+    monkeypatch.setattr(RequestAssembler, "take_delta", note_and_take)
+
+    async def play():
+        async with make(service, tokenizer, params=SamplingParams(n=3)) as generation:
+            for branch in (2, 0, 1):
+                engine.stream.push(token(tokenizer, "a", branch, FinishReason.LENGTH))
+            return await generation.rest()
+
+    for choice, delta in run(play()):
+        assert delta.text == "a"
+        assert taken == list(range(choice + 1))
+    assert taken == [0, 1, 2]
+
+
 def test_what_came_is_given_before_the_error_that_ended_it(service, engine, tokenizer):
     async def play():
         async with make(service, tokenizer) as generation:
@@ -357,7 +382,7 @@ def test_an_answer_within_its_deadline_is_not_touched(service, engine, tokenizer
             await asyncio.sleep(0.05)  # the timer fires meanwhile: nothing is left to end
             return await generation.rest()
 
-    assert len(run(play())) == 1
+    assert len(list(run(play()))) == 1
 
 
 def test_while_the_server_ends_nothing_is_taken(service):

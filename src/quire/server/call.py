@@ -5,8 +5,7 @@ Called by `completions` and `chat`, which know the shapes of the answers.
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -70,7 +69,7 @@ class Call(ABC, Generic[BodyT]):
         self._results: Sequence[RequestOutput] = generation.results
         self._num_generated = 0
         self._unbegun = set(range(generation.num_choices))
-        self._deltas: deque[tuple[int, Delta]] = deque()
+        self._deltas: Iterator[tuple[int, Delta]] = iter(())
 
     async def answer(self, receive: Receive) -> Response:
         """Everything in one answer, once all of it is there."""
@@ -103,15 +102,15 @@ class Call(ABC, Generic[BodyT]):
 
     async def _collect(self) -> None:
         async with self._generation as generation:
-            self._deltas.extend(await generation.rest())
+            self._deltas = await generation.rest()
 
     def _whole_answer(self) -> Generator[bytes, None, None]:
         """In parts. What it is made of is freed on the way."""
         yield _encode_json(self._whole([LATER])).partition(_HOLE)[0]
         separator = b""
-        while self._deltas:
+        for choice, delta in self._deltas:
             yield separator
-            yield from self._whole_choice(*self._deltas.popleft())
+            yield from self._whole_choice(choice, delta)
             separator = b","
         # Behind the choices stands the usage, which has counted them by now.
         again = filled(self._whole([LATER]), (), *self._rest_of_whole())

@@ -180,8 +180,9 @@ class Generation:
             await self._wait()
         return self._take()
 
-    async def rest(self) -> list[tuple[int, Delta]]:
-        """Everything that nobody took, once every choice has finished: each choice once, in order.
+    async def rest(self) -> Iterator[tuple[int, Delta]]:
+        """Everything that nobody took, once every choice has finished: each choice once, in order,
+        put together when its turn comes, since all of them at once would hold up other calls.
 
         Sleeps until then, however many tokens come. Raises as `batches` does.
         """
@@ -190,7 +191,11 @@ class Generation:
             await self._wait()
         if self._error is not None:
             raise self._error
-        return sorted(self._take(), key=lambda pair: pair[0])
+        news, self._news = self._news, {}
+        return (
+            (choice, assembler.take_delta(branch))
+            for choice, (assembler, branch) in sorted(news.items(), key=lambda item: item[0])
+        )
 
     def on_output(self, output: SequenceOutput) -> None:
         """For the stream: what a step brought. Never raises, since the connection that brought it
