@@ -18,8 +18,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -183,10 +184,8 @@ class Found:
     after_bytes: int
 
 
-def request(path: str, body: bytes | None = None) -> bytes:
+def request(path: str, body: bytes) -> bytes:
     """The bytes of one HTTP request."""
-    if body is None:
-        return f"GET {path} HTTP/1.1\r\nHost: quire\r\n\r\n".encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: quire\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
@@ -220,12 +219,13 @@ class Watchers:
         self.stream.clear()
 
     def _ask(self) -> None:
-        question = request("/version")
-        with socket.create_connection(self._address, CALL_LIMIT_S) as connection:
+        """Each answer is read whole, as it may come in parts: else more and more questions would be
+        under way, until the server ends the connection."""
+        with closing(HTTPConnection(*self._address, timeout=CALL_LIMIT_S)) as connection:
             while not self._has_ended.wait(PROBE_PAUSE_S):
                 with self.probe.waiting():
-                    connection.sendall(question)
-                    connection.recv(1 << 16)
+                    connection.request("GET", "/version")
+                    connection.getresponse().read()
 
     def _read_streams(self) -> None:
         """One stream after the other; the wait for the first token of one does not count."""

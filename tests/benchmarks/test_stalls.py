@@ -1,6 +1,9 @@
 """The waits that stalls.py reports are those that there were, and its calls are what it says."""
 
 import json
+import socket
+import threading
+import time
 from collections.abc import Callable
 from types import ModuleType
 
@@ -46,3 +49,26 @@ def test_the_table_has_both_waits_and_the_memory(stalls: ModuleType) -> None:
     )
     row = stalls.report([found]).splitlines()[-1]
     assert row == "| a call | 200; 1.5; 2.0 | 30 (1) | 40 (4) | 60 -> 90 -> 61 |"
+
+
+def test_the_prober_waits_for_whole_answers(stalls: ModuleType) -> None:
+    """They may come in parts. One that did not would have more and more questions under way."""
+    head, body = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n", b"{}"
+    received: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        watchers = stalls.Watchers(listener.getsockname())
+        prober = threading.Thread(target=watchers._ask)
+        prober.start()
+        connection, _ = listener.accept()
+        with connection:
+            for number in range(5):
+                received.append(connection.recv(1 << 16))
+                connection.sendall(head)
+                time.sleep(0.02)  # for one that asks again before the rest is there
+                if number == 4:
+                    watchers._has_ended.set()
+                connection.sendall(body)
+            prober.join()
+            received.append(connection.recv(1 << 16))
+    assert [part.count(b"GET /version") for part in received] == [1, 1, 1, 1, 1, 0]
+    assert len(watchers.probe.seconds) == 5
