@@ -282,9 +282,32 @@ def test_soon_waits_for_the_thread_that_runs_the_action(
     assert_free(counter)
 
 
+def test_later_waits_for_no_step(counter: Counter, pool: ThreadPoolExecutor) -> None:
+    """A step may need a lock that its thread holds: a log handler's, in garbage collection."""
+    lock, is_inside = threading.Lock(), threading.Event()
+    done: list[int] = []
+
+    def step_with_lock() -> None:
+        is_inside.set()
+        assert lock.acquire(timeout=TIMEOUT_S)
+        lock.release()
+
+    counter.before_step = step_with_lock
+    with lock:
+        leader = pool.submit(counter.wait, 1)
+        assert is_inside.wait(TIMEOUT_S)
+        counter.turns.later(lambda: done.append(threading.get_ident()))
+        assert done == []
+    assert done == [leader.result(TIMEOUT_S)]
+    counter.turns.later(lambda: done.append(0))
+    assert done[1:] == [0]  # at once, where no thread has the turn
+    assert_free(counter)
+
+
 def test_crowds_of_all_kinds_at_once(counter: Counter, pool: ThreadPoolExecutor) -> None:
     """Waits, visits, failures and destructors, mixed by a seed for each thread."""
     closed: list[int] = []
+    turns = counter.turns
 
     def live(seed: int) -> None:
         for turn in range(60):
@@ -293,7 +316,7 @@ def test_crowds_of_all_kinds_at_once(counter: Counter, pool: ThreadPoolExecutor)
                 with pytest.raises(ZeroDivisionError), counter.turns.turn():
                     raise ZeroDivisionError
             elif kind == 1:
-                counter.turns.soon(lambda: closed.append(seed))
+                (turns.soon if seed % 2 else turns.later)(lambda: closed.append(seed))
             elif kind == 2:
                 with counter.turns.turn():
                     counter.turns.step()

@@ -281,8 +281,8 @@ class LLM:
             # Another stream's steps may bring this one's text too, its last tokens included.
             while text := self._requests.next_text(call.assemblers[0], 0):
                 yield text
-        finally:
-            self._requests.close(call)
+        finally:  # of a stream that nobody reads any more, in whichever thread collects garbage
+            self._requests.abandon(call)
 
 
 class _Progress:

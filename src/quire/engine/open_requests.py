@@ -160,6 +160,10 @@ class OpenRequests:
         """Forget a call's requests; those that have not ended are aborted."""
         self._turns.soon(lambda: self._close(call.assemblers))
 
+    def abandon(self, call: Call) -> None:
+        """`close`, but without waiting for a step of another thread; then that one does it."""
+        self._turns.later(lambda: self._close(call.assemblers))
+
     # ---- inside: all but `_prepare` with the turn -------------------------------------------
 
     def _prepare(self, prompt: PromptInput, wish: Wish) -> RequestAssembler:

@@ -123,6 +123,34 @@ class Turns:
             with self.turn():  # which runs it, or comes after the thread that has taken it
                 pass
 
+    def later(self, action: Callable[[], None]) -> None:
+        """Run `action` with the turn: now, if no thread has it, else after that thread's step.
+
+        Never waits for another thread, so the garbage collector may call it in a thread that holds
+        a lock which a step needs (a log handler's).
+        """
+        self._postponed.append(action)
+        while self._postponed and self._run_if_free():
+            pass
+
+    def _run_if_free(self) -> bool:
+        """Run what was postponed, unless a thread has the turn: that one does it when it leaves."""
+        me = get_ident()
+        if me in self._present or sys.is_finalizing():
+            return False
+        waiter = _Waiter(lambda: False)
+        with deferred_interrupts():
+            self._present.add(me)
+            try:
+                with self._mutex:
+                    if not self._is_taken:
+                        self._stand_in_line(waiter)  # and has the turn at once
+                was_free = waiter.has_turn
+                self._leave(waiter)
+            finally:
+                self._present.discard(me)
+        return was_free
+
     def _take_part(self, waiter: _Waiter) -> bool:
         """Lead the crowd or follow; whether the result has come. If not, it was interrupted."""
         has_stepped = False  # since the turn came, so that no line is too long for a step
