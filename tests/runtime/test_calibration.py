@@ -10,7 +10,7 @@ from quire.core.invariants import check_idle
 from quire.core.pacing import PacingConfig, StepPacer
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
-from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
+from quire.core.step import Runner, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from quire.engine.build import build_engine
 from quire.engine.engine import Engine
 from quire.runtime.calibration import (
@@ -204,9 +204,9 @@ def test_what_has_no_room_is_not_probed(change: dict[str, int], missing: Probe) 
     assert missing not in probes
 
 
-def test_a_paced_engine_gives_what_an_unpaced_one_gives() -> None:
-    """To the bit, log-probabilities of prompts too. Calibrated on the runner that then serves;
-    nothing of it is left in rows, blocks or cache."""
+def test_a_paced_engine_gives_what_an_unpaced_one_gives(why_torch: str | None) -> None:
+    """On native kernels to the bit, log-probabilities of prompts too. Calibrated on the runner that
+    then serves; nothing of it is left in rows, blocks or cache."""
     options = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64}
     options |= {"num_blocks": 60, "max_model_len": 200}
     found = []
@@ -218,22 +218,27 @@ def test_a_paced_engine_gives_what_an_unpaced_one_gives() -> None:
             model = engine.scheduler.pacer.model
             engine.scheduler.pacer = StepPacer(PacingConfig(ratio, max_late_rows=0), model)
         found.append(tokens_and_steps(engine))
-    (plain, num_plain_steps), (paced, num_paced_steps) = found
+    (plain, plain_logprobs, num_plain_steps), (paced, paced_logprobs, num_paced_steps) = found
     assert paced == plain
+    if why_torch is None:
+        assert paced_logprobs == plain_logprobs
+    else:
+        for one, other in zip(paced_logprobs, plain_logprobs, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
     assert num_paced_steps > num_plain_steps, "no prompt was sliced"
 
 
-def tokens_and_steps(engine: Engine) -> tuple[dict[str, list[object]], int]:
-    """What three requests get that come one after the other, and in how many steps. Two want the
-    log-probabilities of their prompts."""
-    found: dict[str, list[object]] = {}
+def tokens_and_steps(engine: Engine) -> tuple[dict[str, list[int]], list[TokenLogprobs], int]:
+    """What three requests get that come one after the other: tokens, the log-probabilities of the
+    prompts of two of them, and in how many steps."""
+    tokens: dict[str, list[int]] = {}
+    logprobs: dict[str, list[TokenLogprobs]] = {}
 
     def step() -> None:
         for output in engine.step():
-            found.setdefault(output.request_id, []).extend(output.token_ids)
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
             if output.prompt_logprobs is not None:
-                assert len(output.prompt_logprobs) == 59
-                found[output.request_id].extend(output.prompt_logprobs)
+                logprobs[output.request_id] = list(output.prompt_logprobs)
 
     for index in range(3):
         prompt = [2 + (11 * index + 7 * place) % 900 for place in range(60)]
@@ -243,8 +248,10 @@ def tokens_and_steps(engine: Engine) -> tuple[dict[str, list[object]], int]:
         step()
     while engine.has_work():
         step()
-    assert [len(got) for got in found.values()] == [79, 20, 79]
-    return found, engine.scheduler.stats.num_steps
+    assert [len(got) for got in tokens.values()] == [20, 20, 20]
+    assert {name: len(got) for name, got in logprobs.items()} == {"request-0": 59, "request-2": 59}
+    in_order = [one for _, got in sorted(logprobs.items()) for one in got]
+    return tokens, in_order, engine.scheduler.stats.num_steps
 
 
 def test_the_pacer_keeps_the_ratio_it_was_asked_for() -> None:
