@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -177,3 +178,25 @@ def test_the_quota_is_read_as_the_system_writes_it(monkeypatch: pytest.MonkeyPat
 def test_the_documented_command_exists() -> None:
     pattern = r"python -m (quire\.kernels\.cpu\.\w+)"
     assert re.search(pattern, str(build.__doc__))[1] == build.__name__
+
+
+def test_threads_that_can_not_be_started_are_an_error_and_end_those_that_were() -> None:
+    program = """
+import resource, sys, threading
+from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
+try:
+    library = load_library()
+except NativeUnavailableError:
+    sys.exit(0)  # not built: there is nothing to start
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+resource.setrlimit(resource.RLIMIT_STACK, (16 << 20, 16 << 20))
+try:
+    NativeKernels(library, num_threads=500)
+except NativeUnavailableError as error:
+    assert "num_threads is 500" in str(error), error
+else:
+    sys.exit("500 stacks of 16 MiB fit into 1 GiB")
+assert len([line for line in open("/proc/self/status") if line == "Threads:\\t1\\n"]) == 1
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -134,7 +134,10 @@ class NativeKernels:
         self.num_threads = num_threads or available_processors()
         self.context: int | None = library.create(known[self.isa], self.num_threads)
         if self.context is None:
-            raise NativeUnavailableError(f"{self.num_threads} threads can't be started")
+            raise NativeUnavailableError(
+                f"num_threads is {self.num_threads}, but so many threads can't be started here (a"
+                " limit of address space or of processes); give a lower num_threads"
+            )
 
     def run(self, ops: Any, num_ops: int, step: abi.Step) -> None:
         """Walk through a program, an array of abi.Op."""

@@ -103,12 +103,20 @@ Pool::Pool(int num_threads)
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  for (int thread = 1; thread < num_threads; ++thread)
-    threads_.emplace_back([this, thread] { work(thread); });
+  try {
+    for (int thread = 1; thread < num_threads; ++thread)
+      threads_.emplace_back([this, thread] { work(thread); });
+  } catch (...) {  // no memory, or the system's bound on threads: those that began have to end
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    stop();
+    throw;
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   stops_ = true;
   epoch_.fetch_add(1);
   futex_wake(&epoch_, INT_MAX);

@@ -52,6 +52,7 @@ class Pool {
   };
 
   void work(int thread);
+  void stop();  // ends the workers, and waits for that
   void take_tasks(uint32_t epoch, int thread);
   void wait_for_tasks(int32_t count);
   void leave_processor_to_caller();
