@@ -387,7 +387,13 @@ def test_a_conversation_that_no_longer_fits_is_explained() -> None:
 @pytest.fixture
 def generating(kernel_flags: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A long generation whose first character has come."""
-    words = [sys.executable, "-m", "quire", "generate", "import os", "--max-tokens", "3000"]
+    # Whoever starts the tests may ignore SIGINT (a shell's job in the background), and processes
+    # inherit that.
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from quire.cli import main; sys.exit(main())"
+    )
+    words = [sys.executable, "-c", program, "generate", "import os", "--max-tokens", "3000"]
     words += kernel_flags
     pipe = subprocess.PIPE
     with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True) as process:
