@@ -4,14 +4,8 @@ import os
 
 import pytest
 
-from quire.errors import CheckpointError
-from quire.model_files import (
-    MAX_JSON_BYTES,
-    read_json_object,
-    shown,
-    shown_name,
-    shown_text,
-)
+from quire.errors import CheckpointError, shown
+from quire.model_files import MAX_JSON_BYTES, read_json_object, shown_name, shown_text
 
 
 def test_reads_an_object(tmp_path):

@@ -26,6 +26,7 @@ QuireError                      500
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -56,6 +57,19 @@ def _likeness(name: str, known: str) -> float:
     is_equal = len(given) == len(other)
     least = _LEAST_LIKENESS_OF_EQUAL_LENGTH if is_equal else _LEAST_LIKENESS
     return likeness if is_part or likeness >= least else 0.0
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 3, 6, 6, 4
+_SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 80, 40, 80
+
+
+def shown(value: object) -> str:
+    """A value of a file or a request, for a message: its repr, short, without control characters.
+
+    No more of it is looked at than is shown, however long it is.
+    """
+    return _SHORT.repr(value)
 
 
 class QuireError(Exception):

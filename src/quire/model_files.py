@@ -6,12 +6,11 @@ Imports no torch.
 """
 
 import json
-import reprlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, shown
 
 MAX_JSON_BYTES = 32 << 20
 """Of one file. The largest known index of weights (a mixture of 384 experts in 61 layers) has 8."""
@@ -29,18 +28,6 @@ _WEB_PAGE = b"<!doctype html"
 _GGUF_MAGIC = b"GGUF"
 _MAX_NAME_CHARACTERS = 120
 _MAX_TEXT_CHARACTERS = 300
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 3, 6, 6, 4
-_SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 80, 40, 80
-
-
-def shown(value: object) -> str:
-    """A value of a file or a request for a message: its repr, short, without control characters.
-
-    No more of it is looked at than is shown, however long it is.
-    """
-    return _SHORT.repr(value)
 
 
 def shown_name(name: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from quire.errors import InvalidRequestError, check_characters, did_you_mean
+from quire.errors import InvalidRequestError, check_characters, did_you_mean, shown
 
 MAX_BRANCHES = 1024
 MAX_BEAM_WIDTH = 64
@@ -388,7 +388,7 @@ def _number(
         return None
     plain = as_python(value)
     if isinstance(plain, bool) or not isinstance(plain, (int, float)):
-        raise InvalidRequestError(f"{name} is {value!r}, but must be a number", name)
+        raise InvalidRequestError(f"{name} is {shown(value)}, but must be a number", name)
     too_low = plain <= low if above_low else plain < low
     if too_low or plain > high or math.isnan(plain):
         raise InvalidRequestError(
@@ -403,7 +403,7 @@ def _integer(name: str, value: Any, low: int, high: int | None) -> int | None:
         return None
     whole = whole_number(value)
     if whole is None:
-        raise InvalidRequestError(f"{name} is {value!r}, but must be a whole number", name)
+        raise InvalidRequestError(f"{name} is {shown(value)}, but must be a whole number", name)
     if whole < low or (high is not None and whole > high):
         bound = f"at least {low}" + (f" and at most {high}" if high is not None else "")
         raise InvalidRequestError(f"{name} is {whole!r}, but must be {bound}", name)
@@ -412,7 +412,7 @@ def _integer(name: str, value: Any, low: int, high: int | None) -> int | None:
 
 def _flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise InvalidRequestError(f"{name} is {value!r}, but must be True or False", name)
+        raise InvalidRequestError(f"{name} is {shown(value)}, but must be True or False", name)
 
 
 def _strings(name: str, values: Any) -> tuple[str, ...]:
@@ -423,7 +423,7 @@ def _strings(name: str, values: Any) -> tuple[str, ...]:
     for value in values:
         if not isinstance(value, str) or not value:
             raise InvalidRequestError(
-                f"{name} contains {value!r}, but each must be a non-empty string", name
+                f"{name} contains {shown(value)}, but each must be a non-empty string", name
             )
         check_characters(value, name)
     return tuple(values)
@@ -438,7 +438,7 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
         token_id = whole_number(value)
         if token_id is None or token_id < 0:
             raise InvalidRequestError(
-                f"{name} contains {value!r}, but each must be a token id (0 or more)", name
+                f"{name} contains {shown(value)}, but each must be a token id (0 or more)", name
             )
         found.append(token_id)
     return tuple(found)
@@ -456,7 +456,7 @@ def _logit_bias(values: Any) -> Mapping[int, float]:
         token_id = whole_number(key)
         if token_id is None or token_id < 0:
             raise InvalidRequestError(
-                f"logit_bias has the key {key!r}, but keys must be token ids", "logit_bias"
+                f"logit_bias has the key {shown(key)}, but keys must be token ids", "logit_bias"
             )
         bias = _number("logit_bias", value, -100.0, 100.0)
         if bias is None:

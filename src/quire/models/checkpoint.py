@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from quire.errors import CheckpointError
-from quire.model_files import GGUF_ADVICE, read_json_object, shown, shown_name
+from quire.errors import CheckpointError, shown
+from quire.model_files import GGUF_ADVICE, read_json_object, shown_name
 from quire.models.safetensors_header import read_header
 
 SINGLE_FILE = "model.safetensors"

@@ -11,9 +11,8 @@ from typing import Any, Self
 import torch
 
 from quire.attention.interface import AttentionSpec
-from quire.errors import CheckpointError, UnsupportedModelError
+from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.layers.rotary import Rope
-from quire.model_files import shown
 from quire.models.config_bounds import MAX_WEIGHTS, checked_integer
 from quire.models.config_fields import ConfigFields
 from quire.models.rope_config import read_rope

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.errors import CheckpointError
-from quire.model_files import shown
+from quire.errors import CheckpointError, shown
 
 MAX_WEIGHTS = 1 << 44
 """Of a whole model: 17.6 trillion."""

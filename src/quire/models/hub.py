@@ -6,8 +6,8 @@ Called by the engine and by the server's front, so it imports no torch. Fetches 
 import errno
 from pathlib import Path
 
-from quire.errors import CheckpointError, ConfigurationError
-from quire.model_files import GGUF_ADVICE, is_gguf, shown, shown_text
+from quire.errors import CheckpointError, ConfigurationError, shown
+from quire.model_files import GGUF_ADVICE, is_gguf, shown_text
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded_model"
 

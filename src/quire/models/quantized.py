@@ -7,8 +7,7 @@ what config.json says, and by `loader` for what the names of the weights say.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quire.errors import UnsupportedModelError
-from quire.model_files import shown
+from quire.errors import UnsupportedModelError, shown
 
 _CONFIG_FIELDS = ("quantization_config", "compression_config", "quantization")
 """Where config.json tells of it; the last one is MLX's."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.errors import UnsupportedModelError
-from quire.model_files import read_json_object, shown
+from quire.errors import UnsupportedModelError, shown
+from quire.model_files import read_json_object
 from quire.models.config import DecoderConfig
 from quire.models.llama import CHECKPOINT_PARTS, LlamaConfig, LlamaForCausalLM
 from quire.models.mistral import MistralConfig

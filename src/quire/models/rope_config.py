@@ -7,9 +7,9 @@ What a type needs is read off its dataclass in `layers.rotary`, so a new type ne
 from dataclasses import MISSING, fields
 from typing import Any
 
-from quire.errors import CheckpointError, UnsupportedModelError
+from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.layers.rotary import ROPE_TYPES, Rope
-from quire.model_files import shown, shown_name
+from quire.model_files import shown_name
 from quire.models.config_bounds import checked_integer, checked_number
 from quire.models.config_fields import ConfigFields
 

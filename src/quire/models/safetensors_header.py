@@ -12,8 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from quire.errors import CheckpointError
-from quire.model_files import foreign_content, parse_json_object, shown, shown_name
+from quire.errors import CheckpointError, shown
+from quire.model_files import foreign_content, parse_json_object, shown_name
 
 MAX_HEADER_BYTES = 16 << 20
 """120,000 tensors in one file; the largest published files have 20,000. Parsing takes ten times as

@@ -20,7 +20,7 @@ from quire.core.sampling_params import (
     Wish,
 )
 from quire.engine.inputs import MAX_NAME_LENGTH
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, shown
 from quire.server.body import Body
 
 _SAMPLING_FIELDS = (
@@ -213,7 +213,7 @@ class GenerationBody(Body):
             value = getattr(self, name)
             if value is not None and value not in harmless:
                 raise InvalidRequestError(
-                    f"{name} is {value!r:.80}, which does not go with use_beam_search; leave it"
+                    f"{name} is {shown(value)}, which does not go with use_beam_search; leave it"
                     " out",
                     name,
                 )

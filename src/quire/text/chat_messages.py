@@ -7,8 +7,7 @@ Knows the shape of OpenAI's messages, as far as they are text, and no template. 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quire.errors import InvalidRequestError, check_characters
-from quire.model_files import shown
+from quire.errors import InvalidRequestError, check_characters, shown
 
 # Names under which a message's reasoning is passed; the first is what most templates read.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
