@@ -604,7 +604,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    import quire.engine.llm  # noqa: F401 - once, and not in every process
+    import quire.offline.llm  # noqa: F401 - once, and not in every process
 
     args = parse_args(argv)
     start_s = time.monotonic()

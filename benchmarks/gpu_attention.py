@@ -21,7 +21,7 @@ from quire.attention.interface import (
 from quire.attention.reference import attend_sequences
 from quire.attention.registry import select
 from quire.errors import ConfigurationError
-from quire.kernels.triton.rotary_kv_write import rotate_and_write
+from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
 # ||out - reference|| / ||reference||: the kernels accumulate in fp32 and round once, to the dtype.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -17,19 +17,19 @@ from quire.attention.interface import AttentionSpec
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import BlockCopy
-from quire.kernels.device import DeviceLink
 from quire.kernels.operators import TORCH_OPERATORS
 from quire.kernels.rotary import Angles, Rotation, rotate
+from quire.kernels.transfers import DeviceLink
+from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 from quire.kernels.triton.operators import TritonOperators
-from quire.kernels.triton.rotary_kv_write import rotate_and_write
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.methods import choose_methods
 from quire.layers.triton_linear import TritonLinears
 from quire.runtime.kv_cache import KVCache, plan_layout
-from quire.sampling.device_history import DeviceHistory
-from quire.sampling.device_sampler import DeviceSampler
-from quire.sampling.history import TokenHistory
-from quire.sampling.sampler import Sampler, SamplingRows
+from quire.sampling.device.history import DeviceHistory
+from quire.sampling.device.sampler import DeviceSampler
+from quire.sampling.host.history import TokenHistory
+from quire.sampling.host.sampler import Sampler, SamplingRows
 from quire.sampling.step_sampler import StepSampler
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

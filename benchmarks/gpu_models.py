@@ -26,8 +26,8 @@ from gpu_setup import (
     random_prompts,
 )
 
-from quire.core.device_ledger import ledger_parts
 from quire.engine.engine import Engine
+from quire.engine_client.device_ledger import ledger_parts
 from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.runtime.graphs import graph_sizes
 

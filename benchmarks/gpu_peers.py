@@ -2,7 +2,7 @@
 
 The load and the memory are the published ones (Kwon et al., SOSP 2023, sections 6.1 to 6.3):
 prompts of 161 and outputs of 338 tokens on average, sequences of at most 2,048, room for 15,700
-tokens. Beside paging: the contiguous allocators of `core/contiguous.py` on the same engine, static
+tokens. Beside paging: the contiguous allocators of `core/memory/contiguous.py` on the same engine, static
 batches on the same engine, and transformers' own continuous and static batching. All requests are
 there at once; lengths are exact, end tokens end nothing. Figures are output tokens per second.
 """
@@ -19,9 +19,9 @@ from gpu_setup import Bench, Load, drive, make_model
 from quire.bench.contenders import batches
 from quire.bench.memory_load import Budget, MemoryLoad, make_memory_requests
 from quire.bench.workload import BenchRequest
-from quire.core.contiguous import KV_ALLOCATORS, PAGED, make_memory
-from quire.core.policy import find_policy
-from quire.core.scheduler import Scheduler
+from quire.core.memory.contiguous import KV_ALLOCATORS, PAGED, make_memory
+from quire.core.scheduling.policy import find_policy
+from quire.core.scheduling.scheduler import Scheduler
 from quire.engine.engine import Engine
 
 # The published claims.

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from cpu_floors import PRECISIONS, Floors, ModelShape, Roofline
 
+from quire.assembly.build import build_engine
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
-from quire.engine.build import build_engine
 from quire.engine.engine import Engine
 from quire.errors import StepFailedError
 

@@ -34,14 +34,14 @@ import torch
 from quire.attention.interface import AttentionBatch, AttentionCall, AttentionSpec
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.bench.machine import processor
-from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, ModelLimits
-from quire.core.scheduler import Scheduler, SchedulerConfig
+from quire.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from quire.core.step import TokenMasks
 from quire.engine.engine import Engine
-from quire.engine.messages import Outputs, encode
-from quire.kernels.device import DeviceLink
+from quire.engine_client.messages import Outputs, encode
+from quire.kernels.transfers import DeviceLink
 from quire.models.interface import CausalLM, ModelOutput
 from quire.observability.step_trace import StepRecord
 from quire.runtime.batch import RowBatch
@@ -49,8 +49,8 @@ from quire.runtime.device_rows import DeviceRows
 from quire.runtime.graphs import graph_sizes
 from quire.runtime.kv_cache import KVCache, plan_layout
 from quire.runtime.model_runner import ModelRunner
-from quire.sampling.history import Ints
-from quire.sampling.sampler import Rows, SampledTokens, SamplingRows
+from quire.sampling.host.history import Ints
+from quire.sampling.host.sampler import Rows, SampledTokens, SamplingRows
 from quire.sampling.step_sampler import PendingLogprobs, PendingSample
 
 VOCAB_SIZE = 151_936

@@ -32,9 +32,9 @@ from serving import Server, ServingError, cpu_s, served
 from quire.bench.machine import NoiseMeter
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams, SamplingParams
-from quire.engine.messages import Outputs, decode_to_front, encode
-from quire.engine.outputs import RequestAssembler
-from quire.models.hub import EMBEDDED_MODEL
+from quire.engine_client.messages import Outputs, decode_to_front, encode
+from quire.engine_client.outputs import RequestAssembler
+from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.server.responses import Completion, CompletionChoice
 from quire.server.streaming import event
 from quire.text.chat_template import ChatTemplate

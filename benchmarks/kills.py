@@ -70,8 +70,8 @@ class MortalRunner:
 
 def run_engine(argv: Sequence[str]) -> int:
     """An engine process with a MortalRunner."""
-    from quire.engine.build import build_engine
-    from quire.engine.engine_process import main
+    from quire.assembly.build import build_engine
+    from quire.assembly.engine_main import main
 
     def build(options: Mapping[str, object], on_progress: Any) -> Any:
         engine = build_engine(options, on_progress)

@@ -29,7 +29,8 @@ def child(options: dict[str, Any], started_s: float) -> dict[str, Any]:
     """Load and generate. started_s: of the process, by the monotonic clock. Returns seconds by
     phase, and bytes."""
     from quire import LLM, SamplingParams  # what it takes to import is one of the phases
-    from quire.engine import build, share
+    from quire.assembly import build
+    from quire.assembly import rank_build as share
     from quire.text.tokenizer import Tokenizer
 
     seconds = {"imports": time.monotonic() - started_s}

@@ -24,12 +24,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from quire.assembly.build import build_engine
 from quire.bench.machine import Noise, NoiseMeter, processor
 from quire.bench.workload import LengthSpec, WorkloadSpec, make_requests
-from quire.core.pacing import ConstantPacer, Pacer, PacingConfig, StepPacer
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
-from quire.engine.build import build_engine
+from quire.core.scheduling.pacing import ConstantPacer, Pacer, PacingConfig, StepPacer
 from quire.engine.engine import Engine
 
 CONSTANT, PACED = "constant", "paced"

@@ -56,8 +56,8 @@ NEEDS_EXTRA = {"quire.server.httptools_protocol": "httptools"}
 """Modules of the front that are loaded only where another package is installed."""
 
 CONFIG_READERS = (
-    *("cli", "bench", "quire.server.launch", "quire.engine.llm"),
-    *("quire.engine.build", "quire.engine.compute", "quire.engine.share"),
+    *("cli", "bench", "quire.server.launch", "quire.offline.llm"),
+    *("quire.assembly.build", "quire.assembly.device_setup", "quire.assembly.rank_build"),
 )
 """Areas and modules that may read `config.py`."""
 
@@ -94,7 +94,7 @@ ASYNC_MODULES = tuple(
 """The front of the engine: `async_engine`, and the parts that it is made of."""
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-ENVIRONMENT_READER = "quire.cli"
+ENVIRONMENT_READER = "quire.cli.main"
 
 
 @dataclass(frozen=True)
@@ -381,31 +381,35 @@ BROKEN = [
     (unknown_areas, {"newfloor/x.py": ""}, "newfloor/x.py:1: 'newfloor' has no floor"),
     (
         upward_imports,
-        {"models/llama.py": "import math\nfrom quire.runtime.batch import StepBatch\n"},
-        "models/llama.py:2: quire.models.llama may not import quire.runtime.batch",
+        {"models/families/llama.py": "import math\nfrom quire.runtime.batch import StepBatch\n"},
+        "models/families/llama.py:2: quire.models.families.llama may not import quire.runtime.batch",
     ),
     (
         upward_imports,
         {"core/x.py": "from quire.observability.log import get_logger"},
         "core/x.py:1",
     ),
-    (upward_imports, {"core/x.py": "from ..engine import llm", "engine/llm.py": ""}, "core/x.py:1"),
+    (
+        upward_imports,
+        {"core/x.py": "from ..engine import llm", "offline/llm.py": ""},
+        "core/x.py:1",
+    ),
     (upward_imports, {"server/app.py": "from quire.bench.load import run"}, "server/app.py:1"),
     (upward_imports, {"engine/x.py": "from quire import LLM", "__init__.py": ""}, "engine/x.py:1"),
     (
         upward_imports,
-        {"models/x.py": "from quire.core.scheduler import Scheduler"},
+        {"models/x.py": "from quire.core.scheduling.scheduler import Scheduler"},
         "models/x.py:1",
     ),
-    (upward_imports, {"text/x.py": "import quire.models.llama"}, "text/x.py:1"),
+    (upward_imports, {"text/x.py": "import quire.models.families.llama"}, "text/x.py:1"),
     (
         upward_imports,
-        {"core/x.py": "if TYPE_CHECKING:\n    from quire.engine.llm import LLM\n"},
-        "core/x.py:2: quire.core.x may not import quire.engine.llm (for types either)",
+        {"core/x.py": "if TYPE_CHECKING:\n    from quire.offline.llm import LLM\n"},
+        "core/x.py:2: quire.core.x may not import quire.offline.llm (for types either)",
     ),
     (
         upward_imports,
-        {"core/x.py": "try:\n    pass\nexcept E:\n    import quire.engine.llm"},
+        {"core/x.py": "try:\n    pass\nexcept E:\n    import quire.offline.llm"},
         "core/x.py:4",
     ),
     (config_readers, {"engine/x.py": "from quire.config import Options"}, "engine/x.py:1"),
@@ -439,7 +443,11 @@ BROKEN = [
         {"server/x.py": "def f():\n    import torch"},
         "server/x.py:2: torch",
     ),
-    (torch_where_none_may_be, {"engine/inputs.py": "import torch.nn"}, "engine/inputs.py:1"),
+    (
+        torch_where_none_may_be,
+        {"engine_client/inputs.py": "import torch.nn"},
+        "engine_client/inputs.py:1",
+    ),
     (torch_where_none_may_be, {"text/x.py": "from safetensors import torch"}, "text/x.py:1"),
     (
         torch_where_none_may_be,
@@ -458,7 +466,7 @@ BROKEN = [
     (asyncio_outside, {"engine/engine.py": "from asyncio import Queue"}, "engine/engine.py:1"),
     (environment_readers, {"runtime/x.py": "import os\nos.environ['A'] = '1'"}, "runtime/x.py:2"),
     (environment_readers, {"runtime/x.py": "from os import getenv"}, "runtime/x.py:1"),
-    (environment_readers, {"cli_chat.py": "import os\nos.getenv('A')"}, "cli_chat.py:2"),
+    (environment_readers, {"cli/chat.py": "import os\nos.getenv('A')"}, "cli/chat.py:2"),
 ]
 
 
@@ -472,24 +480,24 @@ def test_a_rule_catches_what_breaks_it(
 
 FINE = {
     "__init__.py": "from quire.version import __version__\n"
-    "if TYPE_CHECKING:\n    from quire.engine.llm import LLM\n",
+    "if TYPE_CHECKING:\n    from quire.offline.llm import LLM\n",
     "version.py": "",
-    "config.py": "from quire.core.scheduler import Scheduler",
+    "config.py": "from quire.core.scheduling.scheduler import Scheduler",
     "errors.py": "",
     "cli.py": "import os\nos.environ\nfrom quire.config import Options\n"
     "def f():\n    # heavy\n    import torch\n    import json\n    import time  # too",
-    "cli_chat.py": "from quire.errors import QuireError",
+    "cli/chat.py": "from quire.errors import QuireError",
     "core/step.py": "from quire.errors import QuireError\nimport hashlib",
-    "core/scheduler.py": "from quire.core.step import StepPlan",
+    "core/scheduling/scheduler.py": "from quire.core.step import StepPlan",
     "models/__init__.py": "",
-    "models/llama.py": "import torch\nfrom quire.kernels.norm import norm\n"
+    "models/families/llama.py": "import torch\nfrom quire.kernels.norm import norm\n"
     "from quire.core.step import StepPlan",
     "kernels/norm.py": "import torch\nfrom quire.observability.log import get_logger",
     "observability/log.py": "import logging",
-    "runtime/batch.py": "from quire.models import llama\nfrom quire.core.scheduler import S",
-    "engine/llm.py": "from quire.runtime.batch import StepBatch\nfrom quire.config import Options",
-    "engine/async_engine.py": "import asyncio\ndef f():\n    # heavy\n    import quire.engine.llm",
-    "server/app.py": "import asyncio\nfrom quire.engine.async_engine import AsyncEngine",
+    "runtime/batch.py": "from quire.models import llama\nfrom quire.core.scheduling.scheduler import S",
+    "offline/llm.py": "from quire.runtime.batch import StepBatch\nfrom quire.config import Options",
+    "engine_client/async_engine.py": "import asyncio\ndef f():\n    # heavy\n    import quire.offline.llm",
+    "server/app.py": "import asyncio\nfrom quire.engine_client.async_engine import AsyncEngine",
     "server/launch.py": "from quire.config import Options",
 }
 

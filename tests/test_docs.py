@@ -12,10 +12,10 @@ import pytest
 from tests.test_readme import code_blocks
 
 from quire.bench import memory, perplexity, throughput
-from quire.cli_foreign import KNOWN
-from quire.cli_parser import build_parser
-from quire.core.eviction import EVICTION_ORDERS
-from quire.core.policy import POLICIES
+from quire.cli.foreign_options import KNOWN
+from quire.cli.parser import build_parser
+from quire.core.memory.eviction import EVICTION_ORDERS
+from quire.core.scheduling.policy import POLICIES
 from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig
 

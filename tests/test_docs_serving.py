@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.test_readme import code_blocks, commands
 
-from quire.cli_foreign import KNOWN
-from quire.cli_parser import build_parser
+from quire.cli.foreign_options import KNOWN
+from quire.cli.parser import build_parser
 from quire.server.config import ServerConfig
 from quire.server.launch import IDLE_CONNECTION_S
 

@@ -19,7 +19,7 @@ import pytest
 
 import quire
 from quire.bench import memory, perplexity, throughput
-from quire.cli_parser import build_parser
+from quire.cli.parser import build_parser
 from quire.config import EngineOptions
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 

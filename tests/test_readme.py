@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli_parser import build_parser
+from quire.cli.parser import build_parser
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

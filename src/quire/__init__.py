@@ -10,9 +10,9 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.core.sampling_params import BeamSearchParams, SamplingParams
-    from quire.engine.beams import BeamSearchOutput, BeamSearchSequence
-    from quire.engine.llm import LLM
-    from quire.engine.outputs import CompletionOutput, RequestOutput
+    from quire.engine_client.outputs import CompletionOutput, RequestOutput
+    from quire.offline.beams import BeamSearchOutput, BeamSearchSequence
+    from quire.offline.llm import LLM
 
 __all__ = [
     "LLM",
@@ -26,12 +26,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "quire.engine.llm",
-    "BeamSearchOutput": "quire.engine.beams",
+    "LLM": "quire.offline.llm",
+    "BeamSearchOutput": "quire.offline.beams",
     "BeamSearchParams": "quire.core.sampling_params",
-    "BeamSearchSequence": "quire.engine.beams",
-    "CompletionOutput": "quire.engine.outputs",
-    "RequestOutput": "quire.engine.outputs",
+    "BeamSearchSequence": "quire.offline.beams",
+    "CompletionOutput": "quire.engine_client.outputs",
+    "RequestOutput": "quire.engine_client.outputs",
     "SamplingParams": "quire.core.sampling_params",
 }
 

@@ -1,5 +1,5 @@
 """User options -> one validated object, once. Read by the command line, the benchmarks and the
-composition root (`engine/build.py`), by nobody else: components declare what they need themselves.
+composition root (`assembly/build.py`), by nobody else: components declare what they need themselves.
 """
 
 import math
@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, TypedDict
 
-from quire.core.contiguous import KV_ALLOCATORS, PAGED
-from quire.core.pacing import LEAST_MAX_ITL_RATIO
+from quire.core.memory.contiguous import KV_ALLOCATORS, PAGED
+from quire.core.scheduling.pacing import LEAST_MAX_ITL_RATIO
 from quire.errors import ConfigurationError, did_you_mean
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

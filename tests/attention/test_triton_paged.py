@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 from quire.attention import triton_paged, triton_plan
 from quire.attention.triton_paged import TritonPagedAttention
-from quire.kernels.triton.rotary_kv_write import rotate_and_write
+from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
 OPTIONS = {
     "plain": {},

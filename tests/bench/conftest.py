@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from quire.assembly.build import build_engine
 from quire.bench.workload import LengthSpec, WorkloadSpec
-from quire.engine.build import build_engine
 from quire.engine.engine import Engine
 
 OPTIONS = {"dtype": "float32", "num_blocks": 95, "max_num_seqs": 6, "max_model_len": 256}

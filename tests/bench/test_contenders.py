@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.assembly.build import build_engine
 from quire.bench.contenders import (
     MEMORY_FIGURES,
     ContinuousBatches,
@@ -14,9 +15,8 @@ from quire.bench.contenders import (
 )
 from quire.bench.ledger import STEPS_PER_SAMPLE
 from quire.bench.workload import BenchRequest, LengthSpec, WorkloadSpec, make_requests
-from quire.core.memory_report import PARTS, MemoryReport
+from quire.core.memory.memory_report import PARTS, MemoryReport
 from quire.core.request import FinishReason, SequenceOutput
-from quire.engine.build import build_engine
 from quire.engine.engine import Engine
 from quire.errors import ConfigurationError, StepFailedError
 from quire.observability.step_trace import StepTrace, read_step_trace

@@ -10,7 +10,7 @@ from quire.bench.hf_generate import HfModel, HfStaticBatches, TokenClock
 from quire.bench.workload import WorkloadSpec, make_requests
 from quire.engine.engine import Engine
 from quire.errors import ConfigurationError
-from quire.models.hub import resolve_model_folder
+from quire.hub.model_folder import resolve_model_folder
 
 
 @pytest.fixture(scope="module")

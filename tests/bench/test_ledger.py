@@ -3,7 +3,7 @@
 import pytest
 
 from quire.bench.ledger import LEDGER_FIGURES, LedgerSamples, ledger_table
-from quire.core.memory_report import PARTS, MemoryReport
+from quire.core.memory.memory_report import PARTS, MemoryReport
 
 
 def report(*parts: int, saved: int = 0) -> MemoryReport:

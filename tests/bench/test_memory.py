@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.bench import memory
-from quire.core.contiguous import KV_ALLOCATORS
+from quire.core.memory.contiguous import KV_ALLOCATORS
 from quire.errors import ConfigurationError
 
 SMALL = shlex.split(

@@ -10,7 +10,7 @@ from tests.bench.test_memory_report import results
 from quire.bench import memory_plot
 from quire.bench.memory_report import MemoryResults
 from quire.bench.memory_sharing import BEAMS, PARALLEL, Saved
-from quire.core.contiguous import KV_ALLOCATORS
+from quire.core.memory.contiguous import KV_ALLOCATORS
 from quire.errors import ConfigurationError
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -18,7 +18,7 @@ from quire.bench.memory_report import (
 )
 from quire.bench.memory_sharing import BEAMS, PARALLEL, Saved
 from quire.bench.memory_study import Carried
-from quire.core.contiguous import KV_ALLOCATORS
+from quire.core.memory.contiguous import KV_ALLOCATORS
 from quire.errors import ConfigurationError
 
 

@@ -21,7 +21,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine.engine import Engine
 from quire.errors import ConfigurationError
-from quire.models.hub import resolve_model_folder
+from quire.hub.model_folder import resolve_model_folder
 from quire.text.tokenizer import Tokenizer
 
 LOAD = MemoryLoad(num_prompts=6, input_mean=40, output_mean=20, max_model_len=256)

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 
 GROUP = KVGroup((0,), KVKind.FULL, 64)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

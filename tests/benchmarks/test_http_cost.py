@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from quire.models.hub import EMBEDDED_MODEL
+from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.text.tokenizer import Tokenizer
 
 LoadScript = Callable[[str], ModuleType]

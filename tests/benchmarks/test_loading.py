@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from quire.models.hub import EMBEDDED_MODEL
+from quire.hub.model_folder import EMBEDDED_MODEL
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from quire.core.contiguous import KV_ALLOCATORS, PAGED
+from quire.assembly.build import build_engine
+from quire.core.memory.contiguous import KV_ALLOCATORS, PAGED
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
-from quire.engine.build import build_engine
 from quire.engine.engine import Engine
 from quire.errors import ConfigurationError, InvalidRequestError
 

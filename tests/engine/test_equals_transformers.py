@@ -10,8 +10,8 @@ from tests.engine.reference import assert_greedy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine.llm import LLM
-from quire.models.hub import EMBEDDED_MODEL
+from quire.hub.model_folder import EMBEDDED_MODEL
+from quire.offline.llm import LLM
 
 BLOCK_EDGE_LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100)
 NUM_NEW_TOKENS = 40

@@ -10,8 +10,8 @@ import torch
 from tests.engine.checkpoints import save_checkpoint
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine.llm import LLM
-from quire.engine.outputs import RequestOutput
+from quire.engine_client.outputs import RequestOutput
+from quire.offline.llm import LLM
 
 pytestmark = pytest.mark.usefixtures("native_engine")
 

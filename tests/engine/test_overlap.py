@@ -12,17 +12,16 @@ from tests.engine.checkpoints import save_checkpoint
 from tests.engine.test_engine import GROUPS, LIMITS, MODEL, request, run, tokens
 from tests.engine.test_law import make_crowd
 
-from quire.core.invariants import check_idle, check_scheduler
-from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.pacing import ConstantPacer
+from quire.assembly.engine_main import Channel, EngineLoop
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import FinishReason, Request
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
-from quire.core.scheduler import Scheduler, SchedulerConfig
+from quire.core.scheduling.invariants import check_idle, check_scheduler
+from quire.core.scheduling.pacing import ConstantPacer
+from quire.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from quire.core.step import StepPlan, StepResult, TokenMasks
 from quire.engine.engine import Engine
-from quire.engine.engine_process import Channel, EngineLoop
-from quire.engine.llm import LLM
-from quire.engine.messages import (
+from quire.engine_client.messages import (
     AddRequest,
     FrameSplitter,
     Outputs,
@@ -32,6 +31,7 @@ from quire.engine.messages import (
 )
 from quire.errors import InvalidRequestError
 from quire.observability.step_trace import StepTrace, read_step_trace
+from quire.offline.llm import LLM
 from quire.simulation.fake_model import FakeModel
 from quire.simulation.fake_runner import FakeRunner, Faults
 

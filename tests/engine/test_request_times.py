@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from tests.engine.test_engine import MODEL, make_engine, request, run
 
-from quire.core.prefix_miss import MissReason, PrefixMiss
+from quire.core.memory.prefix_miss import MissReason, PrefixMiss
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence

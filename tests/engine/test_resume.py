@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from quire.assembly.build import build_engine
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
-from quire.engine.build import build_engine
 from quire.engine.engine import Engine
 
 MAX_TOKENS = 24

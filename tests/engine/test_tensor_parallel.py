@@ -10,16 +10,16 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.engine.async_harness import collect, tokens_of
 from tests.engine.checkpoints import save_checkpoint
+from tests.engine_client.async_harness import collect, tokens_of
 
 from quire.core.request import Request
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
-from quire.engine.async_engine import AsyncEngine
-from quire.engine.llm import LLM
-from quire.engine.outputs import CompletionOutput
-from quire.engine.recovery import Cause, Death
+from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.outputs import CompletionOutput
+from quire.engine_client.recovery import Cause, Death
 from quire.errors import ConfigurationError, EngineDeadError
+from quire.offline.llm import LLM
 
 PROMPTS = [{"prompt_token_ids": list(range(40 + 7 * i, 47 + 19 * i))} for i in range(5)]
 WISHES = [

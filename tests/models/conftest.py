@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from quire.attention.interface import AttentionSpec
 from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
 from quire.kernels.rotary import rotate
+from quire.models.checkpoints.loader import load_model
 from quire.models.interface import CausalLM
-from quire.models.loader import load_model
 from quire.models.registry import load_config
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.layers.rotary import DefaultRope, LinearRope
-from quire.models.llama import LlamaConfig
+from quire.models.families.llama import LlamaConfig
 
 RAW = {
     "architectures": ["LlamaForCausalLM"],

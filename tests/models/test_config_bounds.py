@@ -7,7 +7,7 @@ import pytest
 from quire.errors import CheckpointError
 from quire.models.config_bounds import INTEGERS, NUMBERS, checked_integer, checked_number
 from quire.models.config_fields import ConfigFields
-from quire.models.llama import LlamaConfig
+from quire.models.families.llama import LlamaConfig
 
 RAW = {
     "architectures": ["LlamaForCausalLM"],

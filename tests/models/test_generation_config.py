@@ -8,8 +8,8 @@ import pytest
 
 from quire.core.sampling_params import SamplingDefaults
 from quire.errors import CheckpointError
+from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.models.generation_config import GenerationConfig, load_generation_config
-from quire.models.hub import EMBEDDED_MODEL
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_broken_and_missing_files_are_named(write, tmp_path):
 
 def test_the_servers_front_can_read_it_without_torch():
     script = (
-        "import sys, quire.models.generation_config, quire.models.hub; "
+        "import sys, quire.models.generation_config, quire.hub.model_folder; "
         "sys.exit(' '.join({'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()) or 0)"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -8,10 +8,10 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import CheckpointError, UnsupportedModelError
+from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.layers.rotary import DefaultRope, RopeLimits
-from quire.models.hub import EMBEDDED_MODEL
-from quire.models.llama import LlamaForCausalLM
-from quire.models.qwen3 import Qwen3Config
+from quire.models.families.llama import LlamaForCausalLM
+from quire.models.families.qwen3 import Qwen3Config
 from quire.models.registry import MODELS, load_config
 
 

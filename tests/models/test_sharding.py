@@ -16,7 +16,7 @@ from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels, load_library
 from quire.layers.methods import choose_methods
 from quire.layers.sharded import Sharding
-from quire.models.loader import load_model
+from quire.models.checkpoints.loader import load_model
 from quire.models.registry import load_config
 from quire.models.sharding import check_split, split_config
 

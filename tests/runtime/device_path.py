@@ -9,15 +9,15 @@ from quire.attention.interface import AttentionBatch, GroupBatch
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.step import TokenMasks
 from quire.engine.engine import Engine
-from quire.kernels.device import DeviceLink
 from quire.kernels.rotary import Rotation, rotate
+from quire.kernels.transfers import DeviceLink
 from quire.runtime.batch import RowBatch
 from quire.runtime.device_rows import DeviceRows
 from quire.runtime.graphs import RepeatedCalls, graph_sizes
 from quire.runtime.model_runner import ModelRunner
-from quire.sampling.device_history import DeviceHistory
-from quire.sampling.history import Ints, TokenHistory
-from quire.sampling.sampler import Rows, SampledTokens, Sampler, SamplingRows
+from quire.sampling.device.history import DeviceHistory
+from quire.sampling.host.history import Ints, TokenHistory
+from quire.sampling.host.sampler import Rows, SampledTokens, Sampler, SamplingRows
 from quire.sampling.step_sampler import HostStepSampler, PendingLogprobs, PendingSample
 
 CPU = torch.device("cpu")

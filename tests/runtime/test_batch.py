@@ -17,7 +17,7 @@ from quire.core.step import (
     TokenEdit,
 )
 from quire.runtime.batch import RowBatch, StepBatch
-from quire.sampling.sampler import NO_TOKEN, SampledTokens
+from quire.sampling.host.sampler import NO_TOKEN, SampledTokens
 
 SCORED = DecodingParams(max_tokens=8, prompt_logprobs=1)
 

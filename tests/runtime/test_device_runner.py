@@ -13,7 +13,7 @@ from tests.engine.checkpoints import save_checkpoint
 from tests.runtime.device_path import CountedCalls, move_to_device
 
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
-from quire.engine.llm import LLM
+from quire.offline.llm import LLM
 from quire.runtime.graphs import graph_sizes
 
 NUM_REQUESTS = 10

@@ -19,13 +19,13 @@ from quire.core.step import (
     TableEdit,
     Tier,
 )
-from quire.models.hub import EMBEDDED_MODEL
-from quire.models.loader import load_model
+from quire.hub.model_folder import EMBEDDED_MODEL
+from quire.models.checkpoints.loader import load_model
 from quire.models.registry import load_config
 from quire.runtime.batch import RowBatch
 from quire.runtime.kv_cache import KVCache, plan_layout
 from quire.runtime.model_runner import ModelRunner
-from quire.sampling.sampler import Sampler, SamplingRows
+from quire.sampling.host.sampler import Sampler, SamplingRows
 from quire.sampling.step_sampler import HostStepSampler
 
 PROMPT = [1, 600, 700, 800, 900, 1000, 1100, 1200, 1300, 1400]

@@ -10,7 +10,7 @@ import torch
 from tests.engine.checkpoints import save_checkpoint
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine.llm import LLM
+from quire.offline.llm import LLM
 from quire.runtime.graphs import graph_sizes
 
 pytest.importorskip("triton")

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from quire.assembly.build import build_engine
 from quire.core.step import Chunk, Runner, StepPlan, StepResult, TokenMasks
-from quire.engine.build import build_engine
 from quire.runtime.calibration import RunnerShape
 from quire.runtime.worst_step import WorstSteps
 

@@ -11,8 +11,8 @@ import torch
 from quire.core.sampling_params import DecodingParams
 from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
 from quire.kernels.cpu.sampling import NativeSampling
-from quire.sampling.history import TokenHistory
-from quire.sampling.sampler import SampledTokens, Sampler, SamplingRows
+from quire.sampling.host.history import TokenHistory
+from quire.sampling.host.sampler import SampledTokens, Sampler, SamplingRows
 
 MAX_LEN = 64
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from quire.core.sampling_params import DecodingParams
-from quire.kernels.device import DeviceLink
-from quire.sampling.device_history import DeviceHistory
-from quire.sampling.device_sampler import DeviceSampler
-from quire.sampling.history import TokenHistory
-from quire.sampling.sampler import NO_TOKEN, SampledTokens, SamplingRows
+from quire.kernels.transfers import DeviceLink
+from quire.sampling.device.history import DeviceHistory
+from quire.sampling.device.sampler import DeviceSampler
+from quire.sampling.host.history import TokenHistory
+from quire.sampling.host.sampler import NO_TOKEN, SampledTokens, SamplingRows
 
 MAX_LEN = 64
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 )
 
 from quire.core.sampling_params import DecodingParams
-from quire.sampling import noise
+from quire.sampling.host import noise
 
 V = 40
 NUM_POSITIONS = 5

@@ -4,7 +4,7 @@ import openai
 import pytest
 from tests.server.launching import launched
 
-from quire.models.hub import EMBEDDED_MODEL
+from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.text.tokenizer import Tokenizer
 
 SEED = 5

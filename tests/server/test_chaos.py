@@ -15,8 +15,8 @@ import time
 
 import httpx
 import pytest
-from tests.engine.fake_engine_process import COMMAND as FAKE
-from tests.engine.fake_engine_process import RAISE
+from tests.engine_client.fake_engine_process import COMMAND as FAKE
+from tests.engine_client.fake_engine_process import RAISE
 from tests.server.launching import PROGRAM, WAIT_S, launched
 
 LOUD_PROGRAM = """
@@ -26,7 +26,7 @@ log.configure("debug")
 
 BROKEN_ENGINE = """
 import os, signal, sys
-from quire.engine.engine_process import main
+from quire.assembly.engine_main import main
 
 def build(*_, **__):
     {what}

@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 
-from quire.models.hub import EMBEDDED_MODEL
+from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.text.chat_template import ChatTemplate
 
 QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]

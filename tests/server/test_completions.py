@@ -10,7 +10,7 @@ from tests.server.working import StepClock
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
-from quire.engine.logprob_entries import CHUNK_TOKENS
+from quire.engine_client.logprob_entries import CHUNK_TOKENS
 from quire.server.chat import _ChatCall
 from quire.server.completions import _CompletionCall
 from quire.server.pieces import WorkPieces

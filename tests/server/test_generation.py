@@ -10,8 +10,8 @@ from tests.server.working import StepClock
 
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams, ModelLimits, SamplingParams
-from quire.engine.inputs import RequestOptions
-from quire.engine.outputs import RequestAssembler
+from quire.engine_client.inputs import RequestOptions
+from quire.engine_client.outputs import RequestAssembler
 from quire.errors import (
     DeadlineExceededError,
     EngineDeadError,

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from fastapi import FastAPI
-from tests.engine.fake_engine_process import COMMAND
+from tests.engine_client.fake_engine_process import COMMAND
 from tests.server.launching import WAIT_S, launched
 
-from quire.engine.recovery import EngineState
+from quire.engine_client.recovery import EngineState
 from quire.errors import EngineDeadError
 from quire.server import health
 from quire.server.errors import install_error_handlers

@@ -13,7 +13,7 @@ import sys
 import httpx
 import psutil
 import pytest
-from tests.engine.fake_engine_process import COMMAND as FAKE
+from tests.engine_client.fake_engine_process import COMMAND as FAKE
 from tests.server.launching import WAIT_S, launched
 
 from quire.config import EngineOptions
@@ -288,7 +288,7 @@ def test_urls_are_ones_that_a_client_can_use():
 
 def test_the_server_imports_no_torch():
     program = (
-        "import sys, quire.server.app, quire.server.launch, quire.engine.async_engine;"
+        "import sys, quire.server.app, quire.server.launch, quire.engine_client.async_engine;"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=WAIT_S).returncode == 0

@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 from benchmarks.crowd import CrowdPlan, run_crowd
-from tests.engine.fake_engine_process import COMMAND as FAKE
+from tests.engine_client.fake_engine_process import COMMAND as FAKE
 from tests.server.launching import WAIT_S, launched
 
 OPTIONS = {"num_blocks": 1024, "max_num_seqs": 32, "max_model_len": 1024}

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from quire.core.step import TokenLogprobs
-from quire.engine.logprob_entries import CHUNK_TOKENS, LogprobEntries
+from quire.engine_client.logprob_entries import CHUNK_TOKENS, LogprobEntries
 from quire.server.logprobs import (
     CompletionLogprobsWriter,
     chat_logprobs,

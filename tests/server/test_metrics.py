@@ -14,12 +14,12 @@ from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
 )
 from prometheus_client.parser import text_string_to_metric_families
-from tests.engine.fake_engine_process import COMMAND
+from tests.engine_client.fake_engine_process import COMMAND
 from tests.server.launching import WAIT_S, launched
 
-from quire.core.memory_report import PARTS
-from quire.core.prefix_miss import COUNTED_REASONS
-from quire.engine.recovery import EngineState
+from quire.core.memory.memory_report import PARTS
+from quire.core.memory.prefix_miss import COUNTED_REASONS
+from quire.engine_client.recovery import EngineState
 from quire.server.monitor import FINISH_REASONS
 
 ROOT = Path(__file__).parent.parent.parent

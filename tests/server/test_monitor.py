@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
-from tests.engine.fake_engine_process import COMMAND
+from tests.engine_client.fake_engine_process import COMMAND
 from tests.observability.collector import running_collector
 from tests.server.launching import launched
 

@@ -8,8 +8,8 @@ import signal
 import time
 
 import httpx
-from tests.engine.fake_engine_process import COMMAND as FAKE
-from tests.engine.fake_engine_process import HANG, SEGFAULT
+from tests.engine_client.fake_engine_process import COMMAND as FAKE
+from tests.engine_client.fake_engine_process import HANG, SEGFAULT
 from tests.server.launching import WAIT_S, launched
 
 OPTIONS = {"num_blocks": 768, "max_num_seqs": 48, "max_model_len": 512}

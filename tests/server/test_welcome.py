@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from quire.core.device_ledger import DeviceLedger
+from quire.engine_client.device_ledger import DeviceLedger
 from quire.server.welcome import invitation, ledger, num_concurrent
 from quire.version import __version__
 

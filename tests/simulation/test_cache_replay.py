@@ -1,6 +1,6 @@
 """Replays small enough to count by hand."""
 
-from quire.core.eviction import find_order
+from quire.core.memory.eviction import find_order
 from quire.simulation.cache_policies import Lru
 from quire.simulation.cache_replay import Cache, HitRate, PoolCache, replay
 from quire.simulation.cache_traces import Access

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.core.eviction import EVICTION_ORDERS, ContentKey, LruOrder
+from quire.core.memory.eviction import EVICTION_ORDERS, ContentKey, LruOrder
 from quire.simulation.cache_study import caches, main, table
 from quire.simulation.cache_traces import MIXES, make_mix, read_trace
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from quire.core.scheduler import Scheduler
+from quire.core.scheduling.scheduler import Scheduler
 from quire.engine.engine import Engine
-from quire.engine.steps_in_flight import StepsInFlight
+from quire.engine.step_clock import StepsInFlight
 from quire.errors import ConfigurationError
 from quire.simulation.engine_simulator import run_world
 from quire.simulation.report import SimulationReport

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.simulation.__main__ import main, replay_command
 from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig

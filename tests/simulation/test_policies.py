@@ -14,8 +14,10 @@ from unittest.mock import patch
 
 import pytest
 
-from quire.core.admission import MAX_OVERTAKEN
-from quire.core.policy import (
+from quire.core.request import Request, SequenceOutput
+from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.admission import MAX_OVERTAKEN
+from quire.core.scheduling.policy import (
     POLICIES,
     DeadlinePolicy,
     FairPolicy,
@@ -24,8 +26,6 @@ from quire.core.policy import (
     Policy,
     PriorityPolicy,
 )
-from quire.core.request import Request, SequenceOutput
-from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan
 from quire.simulation.simulator import Simulator

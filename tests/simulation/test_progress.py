@@ -6,7 +6,7 @@ import functools
 import pytest
 from tests.core.harness import Harness, make_memory
 
-from quire.core.policy import PriorityPolicy
+from quire.core.scheduling.policy import PriorityPolicy
 from quire.simulation.report import SimulationReport
 from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from quire.core.beam_scheduling import BeamScheduling
-from quire.core.block_pool import BlockPool
-from quire.core.draft import PlanDraft
-from quire.core.kv_cache_manager import KVCacheManager
-from quire.core.prefix_cache import PrefixCache
-from quire.core.prefix_index import PrefixIndex, PrefixMatch
-from quire.core.scheduler import Scheduler
+from quire.core.memory.block_pool import BlockPool
+from quire.core.memory.deferred_free import StepHolds
+from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.memory.prefix_cache import PrefixCache
+from quire.core.memory.prefix_index import PrefixIndex, PrefixMatch
+from quire.core.scheduling.beams.scheduling import BeamScheduling
+from quire.core.scheduling.plan_builder import PlanDraft
+from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import BlockCopy, Chunk, EditKind, StepPlan
-from quire.core.step_holds import StepHolds
 from quire.simulation.report import add_up
 from quire.simulation.simulator import SimulationError, Simulator, run
 from quire.simulation.workload import SimulationConfig

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from quire.core import results
-from quire.core import scheduler as scheduler_module
-from quire.core.policy import POLICIES
 from quire.core.request import Request
-from quire.core.scheduler import Scheduler
+from quire.core.scheduling import results
+from quire.core.scheduling import scheduler as scheduler_module
+from quire.core.scheduling.policy import POLICIES
+from quire.core.scheduling.scheduler import Scheduler
 from quire.simulation import simulator as simulator_module
 from quire.simulation.engine_simulator import run_world
 from quire.simulation.report import SimulationReport, add_up

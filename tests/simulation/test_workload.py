@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.prefix_cache import PUBLIC_DOMAIN
+from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.sampling_params import DecodingParams
 from quire.errors import ConfigurationError
 from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals, draw_fork

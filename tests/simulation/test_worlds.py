@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from quire.core.policy import POLICIES
+from quire.core.scheduling.policy import POLICIES
 from quire.simulation.workload import SimulationConfig
 from quire.simulation.worlds import STEPS_PER_WORLD, draw_world, draw_worlds
 

@@ -12,7 +12,7 @@ from tests.text.small_tokenizers import SPECIAL, make_byte_level, make_sentencep
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from quire.errors import InvalidRequestError
-from quire.models.hub import EMBEDDED_MODEL
+from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.text import special_tokens
 from quire.text.chat_prompt import encode_chat
 from quire.text.chat_template import ChatTemplate

@@ -28,8 +28,8 @@ from quire.attention.interface import (
     plain_page_format,
 )
 from quire.errors import ConfigurationError
-from quire.kernels.device import DeviceLink
 from quire.kernels.rotary import Rotation
+from quire.kernels.transfers import DeviceLink
 
 KV_DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
@@ -207,7 +207,7 @@ class FlashInferAttention(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """(q to attend with, contiguous, the layer's pages, the planned wrapper)."""
         # Brings Triton.
-        from quire.kernels.triton.rotary_kv_write import rotate_and_write
+        from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
         key, pages = self._layers[layer]
         assert q.shape[0] == self._num_tokens, "run serves the step that was planned"

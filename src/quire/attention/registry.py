@@ -1,4 +1,4 @@
-"""Attention backends by name. Called by `engine/build.py`; knows no backend's inside.
+"""Attention backends by name. Called by `assembly/build.py`; knows no backend's inside.
 
 To add one: its file, and a line in `_BACKENDS`.
 """

@@ -8,7 +8,7 @@ merged. Layers that see the same keys with heads of the same shape share a step'
 What holds: a decode row's attention depends on its own context alone, to the bit, whatever decodes
 beside it. With `batch_invariant` that holds for every row of every step, decoded or part of a
 prompt in whatever chunks: all rows are attended by one kernel of one shape (`uniform` in
-`kernels/triton/paged_attention.py`).
+`kernels/triton/attention/paged_attention.py`).
 
 Built by `registry.py`. Shapes as in `interface.py`.
 """
@@ -35,12 +35,12 @@ from quire.attention.triton_plan import (
     uniform_shape,
 )
 from quire.errors import ConfigurationError
-from quire.kernels.device import DeviceLink
 from quire.kernels.rotary import Rotation
-from quire.kernels.triton.decode_work import decode_work
-from quire.kernels.triton.merge_parts import merge_parts
-from quire.kernels.triton.paged_attention import AttendShape, AttendWork, paged_attention
-from quire.kernels.triton.rotary_kv_write import rotate_and_write
+from quire.kernels.transfers import DeviceLink
+from quire.kernels.triton.attention.decode_work import decode_work
+from quire.kernels.triton.attention.merge_parts import merge_parts
+from quire.kernels.triton.attention.paged_attention import AttendShape, AttendWork, paged_attention
+from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -6,7 +6,7 @@ Used by `contenders`, which steps the engine, and by `report`, which shows the t
 from collections.abc import Mapping
 
 from quire.bench.metrics import Figures
-from quire.core.memory_report import PARTS, MemoryReport, memory_table, useful_share
+from quire.core.memory.memory_report import PARTS, MemoryReport, memory_table, useful_share
 
 STEPS_PER_SAMPLE = 16
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.memory_load import SHAPES, Budget, MemoryLoad
-from quire.core.contiguous import KV_ALLOCATORS
-from quire.core.run_allocators import PLACEMENTS
+from quire.core.memory.contiguous import KV_ALLOCATORS
+from quire.core.memory.run_allocators import PLACEMENTS
 from quire.errors import ConfigurationError
 
 DEFAULT_SHAPE = "sharegpt"

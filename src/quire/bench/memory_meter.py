@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.core.contiguous import ContiguousKVCacheManager
-from quire.core.memory_report import memory_report
+from quire.core.memory.contiguous import ContiguousKVCacheManager
+from quire.core.memory.memory_report import memory_report
 from quire.core.request import SequenceOutput
-from quire.core.scheduler import Scheduler
+from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 
 PARTS = ("useful", "reserved", "unfilled", "internal", "external", "cached", "free")

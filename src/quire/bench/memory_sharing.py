@@ -25,13 +25,13 @@ import numpy as np
 from quire.bench.memory_load import Budget, MemoryLoad, draw_lengths, make_memory_requests
 from quire.bench.memory_study import real_engine, simulated_engine
 from quire.bench.workload import BenchRequest
-from quire.core.contiguous import PAGED
+from quire.core.memory.contiguous import PAGED
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduler import Scheduler
+from quire.core.scheduling.scheduler import Scheduler
 from quire.engine.engine import Engine
 from quire.errors import ConfigurationError, StepFailedError
-from quire.models.hub import resolve_model_folder
+from quire.hub.model_folder import resolve_model_folder
 from quire.text.tokenizer import Tokenizer
 
 PARALLEL, BEAMS = "parallel", "beams"

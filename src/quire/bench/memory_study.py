@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from quire.assembly.build import build_engine
 from quire.bench.memory_load import Budget, MemoryLoad, draw_arrivals, make_memory_requests
 from quire.bench.memory_meter import MemoryMeter, MemoryUse
 from quire.bench.memory_runner import VOCAB_SIZE, LengthRunner, StepCost, VirtualClock
 from quire.bench.workload import BenchRequest
-from quire.core.contiguous import make_memory
-from quire.core.kv_cache_manager import KVCacheConfig
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.policy import find_policy
+from quire.core.memory.contiguous import make_memory
+from quire.core.memory.kv_cache_manager import KVCacheConfig
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, ModelLimits
-from quire.core.scheduler import Scheduler, SchedulerConfig
-from quire.engine.build import build_engine
+from quire.core.scheduling.policy import find_policy
+from quire.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from quire.engine.engine import Engine
 from quire.errors import StepFailedError
 

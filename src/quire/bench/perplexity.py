@@ -17,7 +17,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from quire.engine.llm import LLM
+    from quire.offline.llm import LLM
 
 NONE = "none"
 DEFAULT_WINDOW_TOKENS = 512
@@ -115,7 +115,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _measure_quantized(args: argparse.Namespace, name: str, text: str) -> Perplexity:
     """With one model in memory, which is gone when this returns."""
-    from quire.engine.llm import LLM  # brings torch, which `--help` and a refusal do without
+    from quire.offline.llm import LLM  # brings torch, which `--help` and a refusal do without
 
     options = {option: getattr(args, option) for option in _ENGINE_OPTIONS}
     given = {option: value for option, value in options.items() if value is not None}

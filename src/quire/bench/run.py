@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from quire.assembly.build import build_engine
 from quire.bench.compare import WidthChoice, alternate, choose_width, ratio
 from quire.bench.contenders import Contender, ContinuousBatches, StaticBatches, check_lengths
 from quire.bench.hf_generate import HfModel, HfStaticBatches
@@ -20,9 +21,8 @@ from quire.bench.report import QUIRE, Results
 from quire.bench.trace_summary import summarize_trace
 from quire.bench.workload import BenchRequest, WorkloadSpec, make_requests, request_lengths
 from quire.config import EngineOptions
-from quire.engine.build import build_engine
 from quire.engine.engine import Engine
-from quire.models.hub import resolve_model_folder
+from quire.hub.model_folder import resolve_model_folder
 from quire.observability.step_trace import StepTrace
 from quire.version import __version__
 

@@ -7,7 +7,7 @@ parameters and its tokens, so dropping the KV at any moment changes nothing but 
 from collections.abc import Sequence as Tokens
 from enum import Enum
 
-from quire.core.prefix_miss import PrefixMiss
+from quire.core.memory.prefix_miss import PrefixMiss
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenLogprobs

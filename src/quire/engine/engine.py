@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.core.block_map import BlockMap, block_map
-from quire.core.memory_report import MemoryReport, memory_report
-from quire.core.prefix_miss import PrefixMiss
+from quire.core.memory.block_map import BlockMap, block_map
+from quire.core.memory.memory_report import MemoryReport, memory_report
+from quire.core.memory.prefix_miss import PrefixMiss
 from quire.core.request import Request, SequenceOutput, check_prompt, check_resumed
 from quire.core.sampling_params import DecodingParams, ModelLimits
-from quire.core.scheduler import Scheduler
+from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import Runner, StepPlan, StepResult
 from quire.engine.request_times import RequestTimes
 from quire.engine.stats import EngineStats, StatsLog
+from quire.engine.step_clock import LaunchedStep, StepsInFlight
 from quire.engine.step_watcher import StepWatcher
-from quire.engine.steps_in_flight import LaunchedStep, StepsInFlight
 from quire.errors import InvalidRequestError
 from quire.observability.log import get_logger
 from quire.observability.step_trace import (

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from quire.core.prefix_miss import counted_as
+from quire.core.memory.prefix_miss import counted_as
 from quire.core.request import SequenceOutput
 from quire.core.sequence import Sequence
 from quire.observability.histogram import Histogram

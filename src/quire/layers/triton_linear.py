@@ -17,10 +17,10 @@ from torch.nn import functional
 
 from quire.kernels.operators import Operators
 from quire.kernels.quantize import quantize_int4
-from quire.kernels.triton import int4_matmul as int4
-from quire.kernels.triton.int8_matmul import MAX_SKINNY_ROWS, Int8Weight, int8_matmul
-from quire.kernels.triton.matmul import matmul
-from quire.kernels.triton.skinny_matmul import DTYPES, MAX_ROWS, skinny_matmul
+from quire.kernels.triton.linear import int4_matmul as int4
+from quire.kernels.triton.linear.int8_matmul import MAX_SKINNY_ROWS, Int8Weight, int8_matmul
+from quire.kernels.triton.linear.matmul import matmul
+from quire.kernels.triton.linear.skinny_matmul import DTYPES, MAX_ROWS, skinny_matmul
 from quire.layers.linear import DenseMethod, Linear, LinearMethod, empty_parameter
 from quire.layers.quantized_torch import Int8TorchMethod, QuantizedMethod
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import CheckpointError, UnsupportedModelError, shown
-from quire.model_files import shown_name
+from quire.hub.model_files import shown_name
 from quire.models.config_bounds import checked_integer, checked_number
 
 # Fields that change no logit: bookkeeping, training, and what transformers' own classes ignore.

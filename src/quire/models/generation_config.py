@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.core.sampling_params import SamplingDefaults, SamplingParams
 from quire.errors import CheckpointError, InvalidRequestError, shown
-from quire.model_files import read_json_object, shown_text
+from quire.hub.model_files import read_json_object, shown_text
 
 _MAX_TOKEN_ID = (1 << 31) - 1
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import UnsupportedModelError, shown
-from quire.model_files import read_json_object
+from quire.hub.model_files import read_json_object
+from quire.models.checkpoints.quantized import refuse_quantized_config
 from quire.models.config import DecoderConfig
-from quire.models.llama import CHECKPOINT_PARTS, LlamaConfig, LlamaForCausalLM
-from quire.models.mistral import MistralConfig
-from quire.models.quantized import refuse_quantized_config
-from quire.models.qwen2 import Qwen2Config
-from quire.models.qwen3 import Qwen3Config
+from quire.models.families.llama import CHECKPOINT_PARTS, LlamaConfig, LlamaForCausalLM
+from quire.models.families.mistral import MistralConfig
+from quire.models.families.qwen2 import Qwen2Config
+from quire.models.families.qwen3 import Qwen3Config
 
 
 @dataclass(frozen=True, slots=True)

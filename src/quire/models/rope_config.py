@@ -8,8 +8,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from quire.errors import CheckpointError, UnsupportedModelError, shown
+from quire.hub.model_files import shown_name
 from quire.layers.rotary import ROPE_TYPES, Rope
-from quire.model_files import shown_name
 from quire.models.config_bounds import checked_integer, checked_number
 from quire.models.config_fields import ConfigFields
 

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.core.cost_model import StepCostModel, StepLoad, StepSample
-from quire.core.pacing import PacingConfig, StepPacer
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
+from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.step import BlockCopy, Chunk, RowAdmission, Runner, StepPlan
 from quire.observability.log import get_logger
 

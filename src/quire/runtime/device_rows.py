@@ -22,10 +22,10 @@ import torch
 
 from quire.attention.interface import AttentionBatch, GroupBatch
 from quire.core.step import EditKind, StepPlan
-from quire.kernels.device import DeviceLink
+from quire.kernels.transfers import DeviceLink
 from quire.runtime.batch import NO_LINES, RowBatch, StepBatch
 from quire.runtime.block_tables import Int32, Int64
-from quire.sampling.device_history import DeviceHistory
+from quire.sampling.device.history import DeviceHistory
 from quire.sampling.step_sampler import PendingSample
 
 A = TypeVar("A")

@@ -19,7 +19,7 @@ from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import BlockCopy
 from quire.errors import InsufficientMemoryError
 from quire.kernels.cpu.memory import allocate
-from quire.kernels.device import DeviceLink
+from quire.kernels.transfers import DeviceLink
 
 PAGE_ALIGNMENT_BYTES = 64
 
@@ -147,7 +147,7 @@ def copy_one_by_one(storage: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
 def copy_at_once(storage: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
     """The same in one launch, on a GPU. Does not wait for it."""
     # Triton may be missing where there is no GPU.
-    from quire.kernels.triton.copy_blocks import copy_blocks
+    from quire.kernels.triton.attention.copy_blocks import copy_blocks
 
     pairs = DeviceLink(storage.device).upload(np.array(copies, np.int64))
     copy_blocks(storage, storage, pairs)

@@ -16,7 +16,7 @@ import torch
 from quire.attention.interface import AttentionBackend
 from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.device import current
+from quire.kernels.transfers import current
 from quire.models.interface import CausalLM
 from quire.observability.step_trace import StepTiming
 from quire.runtime.batch import StepBatch
@@ -25,7 +25,7 @@ from quire.runtime.device_rows import DeviceRows
 from quire.runtime.forward import make_forward
 from quire.runtime.graphs import GraphCapture, GraphForward
 from quire.runtime.kv_cache import KVCache
-from quire.sampling.sampler import NO_TOKEN
+from quire.sampling.host.sampler import NO_TOKEN
 from quire.sampling.step_sampler import PendingLogprobs, PendingSample, StepSampler
 
 # Prompt log-probabilities need the whole vocabulary for each position: so many positions at once.

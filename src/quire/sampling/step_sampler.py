@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 
 from quire.core.step import TokenLogprobs, TokenMasks
-from quire.sampling.history import Ints, TokenHistory
-from quire.sampling.sampler import Rows, SampledTokens, Sampler, SamplingRows
+from quire.sampling.host.history import Ints, TokenHistory
+from quire.sampling.host.sampler import Rows, SampledTokens, Sampler, SamplingRows
 
 
 class PendingSample(Protocol):

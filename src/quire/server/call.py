@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive
 
-from quire.engine.outputs import Delta, RequestOutput
+from quire.engine_client.outputs import Delta, RequestOutput
 from quire.server.generation import Generation
 from quire.server.logprobs import prompt_logprobs_json
 from quire.server.protocol import GenerationBody

@@ -13,7 +13,7 @@ from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from quire.engine.outputs import Delta
+from quire.engine_client.outputs import Delta
 from quire.errors import InvalidRequestError
 from quire.server.api_docs import answers
 from quire.server.call import LATER, Call, event_of, filled

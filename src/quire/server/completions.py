@@ -11,7 +11,7 @@ from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from quire.engine.outputs import Delta
+from quire.engine_client.outputs import Delta
 from quire.server.api_docs import answers
 from quire.server.call import LATER, Call, event_of, filled
 from quire.server.generation import Generation, blamed_on, new_call_id, prepare

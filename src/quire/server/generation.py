@@ -22,10 +22,10 @@ from fastapi import Request as HTTPRequest
 
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import Wish, as_sampling_params
-from quire.engine.inputs import InputProcessor, RequestOptions
-from quire.engine.logprob_entries import LogprobEntries
-from quire.engine.outputs import Delta, RequestAssembler, RequestOutput
-from quire.engine.request_stream import RequestStream
+from quire.engine_client.inputs import InputProcessor, RequestOptions
+from quire.engine_client.logprob_entries import LogprobEntries
+from quire.engine_client.outputs import Delta, RequestAssembler, RequestOutput
+from quire.engine_client.request_stream import RequestStream
 from quire.errors import (
     DeadlineExceededError,
     InvalidRequestError,

@@ -11,8 +11,8 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 
-from quire.engine.async_engine import AsyncEngine
-from quire.engine.recovery import EngineState
+from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.recovery import EngineState
 from quire.errors import EngineDeadError, QuireError
 from quire.server.api_docs import ERROR_RESPONSES
 from quire.server.service import Service, service_of

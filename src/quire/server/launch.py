@@ -24,10 +24,10 @@ from typing import Any, TextIO
 import uvicorn
 
 from quire.config import EngineOptions
-from quire.engine.async_engine import AsyncEngine
-from quire.engine.recovery import RecoveryConfig
+from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.recovery import RecoveryConfig
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
-from quire.models.hub import resolve_model_folder
+from quire.hub.model_folder import resolve_model_folder
 from quire.observability import log
 from quire.observability.spans import Spans, open_spans
 from quire.server.access import AccessConfig

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.core.step import TokenLogprobs
-from quire.engine.logprob_entries import LogprobEntries
+from quire.engine_client.logprob_entries import LogprobEntries
 from quire.server.responses import (
     ChatLogprobs,
     ChatTokenLogprob,

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 
-from quire.core.device_ledger import ledger_parts
-from quire.engine.messages import GetBlocks, GetMemory
+from quire.engine_client.device_ledger import ledger_parts
+from quire.engine_client.messages import GetBlocks, GetMemory
 from quire.errors import InvalidRequestError
 from quire.server.api_docs import ERROR_RESPONSES
 from quire.server.health import ENGINE_TIMEOUT_S

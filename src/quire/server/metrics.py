@@ -16,9 +16,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from quire.engine.async_engine import AsyncEngine
-from quire.engine.messages import GetMemory
-from quire.engine.recovery import EngineState
+from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.messages import GetMemory
+from quire.engine_client.recovery import EngineState
 from quire.errors import QuireError
 from quire.server.api_docs import ERROR_RESPONSES
 from quire.server.metric_families import (

@@ -19,7 +19,7 @@ from quire.core.sampling_params import (
     SamplingParams,
     Wish,
 )
-from quire.engine.inputs import MAX_NAME_LENGTH
+from quire.engine_client.inputs import MAX_NAME_LENGTH
 from quire.errors import InvalidRequestError, shown
 from quire.server.body import Body
 

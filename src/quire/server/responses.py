@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.engine.outputs import RequestOutput
+from quire.engine_client.outputs import RequestOutput
 
 PromptLogprobs = list[dict[str, Any] | None]
 """For each prompt token but the first, by token id."""

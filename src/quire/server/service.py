@@ -11,8 +11,8 @@ from typing import ParamSpec, TypeVar, cast
 
 from fastapi import Request as HTTPRequest
 
-from quire.engine.async_engine import AsyncEngine
-from quire.engine.inputs import InputProcessor
+from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.inputs import InputProcessor
 from quire.errors import QuireError, ServerDrainingError
 from quire.server.config import KEEP_ALIVE_S
 from quire.server.limits import CallLimits

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 from fastapi import Request as HTTPRequest
 
-from quire.engine.inputs import RequestOptions
+from quire.engine_client.inputs import RequestOptions
 from quire.server.service import service_of
 from quire.server.tenants import NO_TENANT, Tenant
 

@@ -6,8 +6,8 @@ Text from plain facts; knows no engine and no socket. Called by `launch`.
 from collections.abc import Mapping
 from typing import Any
 
-from quire.core.device_ledger import ledger_parts
-from quire.core.memory_report import format_bytes
+from quire.core.memory.memory_report import format_bytes
+from quire.engine_client.device_ledger import ledger_parts
 from quire.version import __version__
 
 TYPICAL_REQUEST_TOKENS = 2048

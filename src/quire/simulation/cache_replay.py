@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.core.block_pool import BlockPool
-from quire.core.eviction import OrderFactory
+from quire.core.memory.block_pool import BlockPool
+from quire.core.memory.eviction import OrderFactory
 from quire.simulation.cache_traces import Access
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from quire.core.eviction import EVICTION_ORDERS, ContentKey, HitDensityOrder, OrderFactory
+from quire.core.memory.eviction import EVICTION_ORDERS, ContentKey, HitDensityOrder, OrderFactory
 from quire.errors import ConfigurationError
 from quire.simulation.cache_policies import POLICIES
 from quire.simulation.cache_replay import CacheFactory, PoolCache, replay

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.core.beam_search import BeamSearch, Candidate, Hypothesis
 from quire.core.request import FinishReason, Request
+from quire.core.scheduling.beams.search import BeamSearch, Candidate, Hypothesis
 from quire.core.step import TokenLogprobs
 
 Fingerprints = npt.NDArray[np.uint64]

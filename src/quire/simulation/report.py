@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
-from quire.core.scheduler import Scheduler
+from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import EditKind, StepPlan
 
 

@@ -13,13 +13,13 @@ import random
 import time
 from collections.abc import Callable
 
-from quire.core import invariants
-from quire.core.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.pacing import PacingConfig, StepPacer
-from quire.core.policy import find_policy
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduler import Scheduler, SchedulerConfig
+from quire.core.scheduling import invariants
+from quire.core.scheduling.pacing import PacingConfig, StepPacer
+from quire.core.scheduling.policy import find_policy
+from quire.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import StepPlan, StepResult
 from quire.errors import QuireError, RequestNeverFitsError

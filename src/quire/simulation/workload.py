@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from quire.core.eviction import DEFAULT_ORDER
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.prefix_cache import PUBLIC_DOMAIN
+from quire.core.memory.eviction import DEFAULT_ORDER
+from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.errors import ConfigurationError

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from quire.core.eviction import EVICTION_ORDERS
-from quire.core.policy import POLICIES
+from quire.core.memory.eviction import EVICTION_ORDERS
+from quire.core.scheduling.policy import POLICIES
 from quire.simulation.workload import SimulationConfig
 
 STEPS_PER_WORLD = 5000

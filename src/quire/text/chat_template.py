@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from quire.errors import CheckpointError, InvalidRequestError
-from quire.model_files import shown_text
+from quire.hub.model_files import shown_text
 from quire.text.chat_messages import (
     check_messages,
     check_read,

@@ -12,7 +12,7 @@ import tokenizers
 import tokenizers.models
 
 from quire.errors import CheckpointError, InvalidRequestError, check_characters
-from quire.model_files import GGUF_ADVICE, foreign_content, is_gguf, shown_text
+from quire.hub.model_files import GGUF_ADVICE, foreign_content, is_gguf, shown_text
 from quire.text.special_tokens import SpecialTokens
 from quire.text.token_bytes import TokenBytes
 from quire.text.tokenizer_config import TokenizerConfig, read_tokenizer_config

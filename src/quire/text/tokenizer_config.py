@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken
 
 from quire.errors import CheckpointError
-from quire.model_files import read_json_object, shown_text
+from quire.hub.model_files import read_json_object, shown_text
 
 _STANDARD_NAMES = frozenset(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")

@@ -10,7 +10,7 @@ import torch
 
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.cpu.sampling import LOGPROB_ROW, SAMPLE_ROW, NativeSampling
-from quire.sampling import choice, logprobs, noise
+from quire.sampling.host import choice, logprobs, noise
 
 INF = float("inf")
 

@@ -1,6 +1,6 @@
 """Which kernels an engine runs on, and whose threads do the work.
 
-Called by `engine/build.py`, and by the command line to tell what would be chosen.
+Called by `assembly/build.py`, and by the command line to tell what would be chosen.
 """
 
 import platform

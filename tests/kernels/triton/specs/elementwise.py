@@ -2,9 +2,9 @@
 
 from tests.kernels.triton.compiling import KernelSpec
 
-from quire.kernels.triton.copy_blocks import copy_blocks_kernel
+from quire.kernels.triton.attention.copy_blocks import copy_blocks_kernel
+from quire.kernels.triton.attention.rotary_kv_write import rotary_kv_write_kernel
 from quire.kernels.triton.rms_norm import rms_norm_kernel
-from quire.kernels.triton.rotary_kv_write import rotary_kv_write_kernel
 from quire.kernels.triton.silu_mul import silu_mul_kernel
 
 

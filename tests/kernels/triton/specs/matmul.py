@@ -2,8 +2,8 @@
 
 from tests.kernels.triton.compiling import KernelSpec
 
-from quire.kernels.triton.matmul import matmul_kernel, merge_slices_kernel
-from quire.kernels.triton.skinny_matmul import skinny_matmul_kernel
+from quire.kernels.triton.linear.matmul import matmul_kernel, merge_slices_kernel
+from quire.kernels.triton.linear.skinny_matmul import skinny_matmul_kernel
 
 
 def _matmul(

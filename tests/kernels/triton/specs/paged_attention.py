@@ -10,9 +10,9 @@ from quire.attention.triton_plan import (
     mixed_shapes,
     uniform_shape,
 )
-from quire.kernels.triton.decode_work import ChunkRule, decode_work_kernel
-from quire.kernels.triton.merge_parts import merge_parts_kernel
-from quire.kernels.triton.paged_attention import paged_attention_kernel
+from quire.kernels.triton.attention.decode_work import ChunkRule, decode_work_kernel
+from quire.kernels.triton.attention.merge_parts import merge_parts_kernel
+from quire.kernels.triton.attention.paged_attention import paged_attention_kernel
 
 LIMITS = {
     90: DeviceLimits(132, 228 << 10, 227 << 10, is_wide=True),

@@ -2,9 +2,9 @@
 
 from tests.kernels.triton.compiling import KernelSpec
 
-from quire.kernels.triton.int4_matmul import int4_matmul_kernel
-from quire.kernels.triton.int8_matmul import int8_matmul_kernel
-from quire.kernels.triton.quantize_rows import quantize_rows_kernel
+from quire.kernels.triton.linear.int4_matmul import int4_matmul_kernel
+from quire.kernels.triton.linear.int8_matmul import int8_matmul_kernel
+from quire.kernels.triton.linear.quantize_rows import quantize_rows_kernel
 
 UNFUSED = {"enable_fp_fusion": False}
 SIZES = {"num_rows": "i32", "num_outputs": "i32:16", "num_inputs": "i32:16", "x_stride": "i32:16"}

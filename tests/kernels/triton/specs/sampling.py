@@ -4,7 +4,13 @@ from typing import Any
 
 from tests.kernels.triton.compiling import KernelSpec
 
-from quire.kernels.triton import edit_logits, gumbel_sample, penalties, scan_logits, token_logprobs
+from quire.kernels.triton.sampling import (
+    edit_logits,
+    gumbel_sample,
+    penalties,
+    scan_logits,
+    token_logprobs,
+)
 from quire.kernels.triton.support import next_power_of_two
 
 # Of arguments, which have one meaning in all of these kernels.

@@ -1,0 +1,212 @@
+"""The composition root: options in, an engine out.
+
+The only file that knows every class, together with `compute` and `share`, which choose and make
+what one rank computes with.
+"""
+
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from quire.assembly.device_setup import choose_device
+from quire.assembly.host_memory_plan import Sizes
+from quire.assembly.rank_build import OnProgress, Share, build_share
+from quire.config import EngineOptions
+from quire.core.memory.contiguous import make_memory
+from quire.core.memory.eviction import find_order
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.sampling_params import ModelLimits
+from quire.core.scheduling.pacing import StepPacer
+from quire.core.scheduling.policy import find_policy
+from quire.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from quire.core.step import Runner
+from quire.distributed.group import ProcessGroup
+from quire.engine.engine import Engine
+from quire.engine.stats import StatsLog
+from quire.errors import InsufficientMemoryError
+from quire.hub.model_folder import resolve_model_folder
+from quire.models.checkpoints.safetensors_files import Checkpoint
+from quire.models.config import DecoderConfig
+from quire.models.generation_config import load_generation_config
+from quire.models.registry import load_config
+from quire.models.sharding import check_split
+from quire.observability.log import get_logger
+from quire.runtime.calibration import RunnerShape, calibrated_pacer
+from quire.runtime.device_memory import is_out_of_memory
+from quire.runtime.executor import DistributedRunner, Workers, first_rank
+from quire.runtime.kv_cache import KVCacheLayout
+from quire.runtime.worker import Join
+
+logger = get_logger(__name__)
+
+WORKER_COMMAND = (sys.executable, "-m", "quire.assembly.worker_main")
+"""Starts a rank beyond the first."""
+
+
+def build_engine(options: Mapping[str, Any], on_progress: OnProgress | None = None) -> Engine:
+    """An engine that is ready to step.
+
+    Raises ConfigurationError and its kinds: options that can't be obeyed, a model that is not
+    understood or can't be read, not enough memory.
+    """
+    checked = EngineOptions.from_mapping(options)
+    with _named_out_of_memory(checked):
+        return _build(checked, on_progress or _tell_nobody)
+
+
+def build_worker(join: Join, tell_joining: Callable[[], None]) -> Runner:
+    """The runner of a rank beyond the first; see `runtime.worker.Build`."""
+    checked = EngineOptions.from_mapping(join.options)
+    device = choose_device(checked.device, join.rank, join.size)
+    tell_joining()
+    group = ProcessGroup(
+        Path(join.meeting_place),
+        join.rank,
+        join.size,
+        device,
+        fixed_order=checked.batch_invariant,
+    )
+    with _named_out_of_memory(checked):
+        folder = resolve_model_folder(checked.model, checked.revision)
+        return build_share(checked, folder, load_config(folder), group, _tell_nobody).runner
+
+
+def _tell_nobody(text: str, done: int, total: int) -> None:
+    """An `OnProgress` for builds that nobody watches."""
+
+
+def _build(checked: EngineOptions, tell: OnProgress) -> Engine:
+    scheduler_config = SchedulerConfig(
+        checked.max_num_seqs, checked.max_num_batched_tokens, checked.num_lookahead_blocks
+    )
+    policy = find_policy(checked.scheduling_policy)
+    find_order(checked.eviction)  # refused here, before the model is loaded
+    folder = resolve_model_folder(checked.model, checked.revision)
+    config = load_config(folder)
+    generation = load_generation_config(folder)
+    share, runner = _build_shares(checked, folder, config, tell)
+    sizes, layout = share.sizes, share.layout
+    limits = ModelLimits(
+        vocab_size=config.vocab_size,
+        max_model_len=sizes.max_model_len,
+        end_token_ids=generation.end_token_ids,
+        defaults=generation.defaults,
+        max_logprobs=min(checked.max_logprobs, config.vocab_size),
+        reads_priority=policy.reads_priority,
+        reads_deadline=policy.reads_deadline,
+    )
+    facts = _size_facts(checked, layout, sizes) | {
+        "architecture": config.architecture,
+        "num_parameters": _num_parameters(folder),
+    }
+    scheduler = Scheduler(scheduler_config, _build_memory(checked, layout, sizes), policy)
+    is_on_gpu = share.device.type == "cuda"
+    overlap = checked.async_scheduling
+    engine = Engine(
+        scheduler,
+        runner,
+        limits,
+        timing=share.runner.timing,
+        facts=facts | share.facts,
+        overlap=is_on_gpu if overlap is None else overlap,
+    )
+    if checked.max_itl_ratio:
+        tell("measuring what steps take", 0, 0)
+        engine.scheduler.pacer = _build_pacer(
+            checked, runner, layout, sizes, config.vocab_size, is_on_gpu
+        )
+    if checked.enforce_eager and not is_on_gpu:
+        logger.info("enforce_eager changes nothing here: a CPU captures no CUDA graphs")
+    if not checked.disable_log_stats:
+        engine.stats_log = StatsLog()
+    return engine
+
+
+def _build_shares(
+    checked: EngineOptions, folder: Path, config: DecoderConfig, tell: OnProgress
+) -> tuple[Share, Runner]:
+    """This process's share of the model, and the runner that drives all of them."""
+    size = checked.tensor_parallel_size
+    if size == 1:
+        share = build_share(checked, folder, config, None, tell)
+        return share, share.runner
+    check_split(config, size)
+    device = choose_device(checked.device, 0, size)
+    workers = Workers(WORKER_COMMAND, asdict(checked), size)
+    with first_rank(workers, device, fixed_order=checked.batch_invariant) as group:
+        share = build_share(checked, folder, config, group, tell)
+    return share, DistributedRunner(share.runner, workers)
+
+
+@contextmanager
+def _named_out_of_memory(options: EngineOptions) -> Iterator[None]:
+    """Python's word for too little memory, and torch's, become ours."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InsufficientMemoryError(
+            "memory ran out while the engine was built; give the KV cache less of it"
+            " (kv_cache_memory, num_blocks, gpu_memory_utilization), lower max_num_seqs"
+            f" ({options.max_num_seqs}), max_num_batched_tokens ({options.max_num_batched_tokens})"
+            " or max_model_len, or choose a smaller model or quantization"
+        ) from error
+
+
+def _size_facts(
+    options: EngineOptions, layout: KVCacheLayout, sizes: Sizes
+) -> dict[str, int | str | None]:
+    return {
+        "quantization": options.quantization,
+        "kv_cache_bytes": sizes.num_blocks * layout.bytes_per_block,
+        "num_blocks": sizes.num_blocks,
+        "block_size": options.block_size,
+        "num_kv_groups": len(layout.groups),
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "max_model_len": sizes.max_model_len,
+    }
+
+
+def _num_parameters(folder: Path) -> int:
+    """As the checkpoint holds them."""
+    checkpoint = Checkpoint(folder)
+    return sum(prod(checkpoint.shape(name)) for name in checkpoint.names)
+
+
+def _build_pacer(
+    options: EngineOptions,
+    runner: Runner,
+    layout: KVCacheLayout,
+    sizes: Sizes,
+    vocab_size: int,
+    is_on_gpu: bool,
+) -> StepPacer:
+    shape = RunnerShape(
+        num_rows=options.max_num_seqs,
+        max_num_tokens=options.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        num_groups=len(layout.groups),
+        num_blocks=sizes.num_blocks,
+        block_size=options.block_size,
+        vocab_size=vocab_size,
+    )
+    return calibrated_pacer(runner, shape, options.max_itl_ratio, warms_up=is_on_gpu)
+
+
+def _build_memory(options: EngineOptions, layout: KVCacheLayout, sizes: Sizes) -> KVCacheManager:
+    config = KVCacheConfig(
+        groups=layout.groups,
+        num_blocks=sizes.num_blocks,
+        block_size=options.block_size,
+        enable_prefix_caching=bool(options.enable_prefix_caching),
+        secret=secrets.token_bytes(16),
+        eviction=options.eviction,
+    )
+    return make_memory(options.kv_allocator, config, sizes.max_model_len)

@@ -1,0 +1,320 @@
+"""How many KV blocks a GPU has room for, by what one real step of the largest kind takes there.
+
+    total = weights + the largest step + CUDA graphs + KV blocks + others' + unused
+
+The runner is made twice: with a tiny pool, to run the steps of `runtime/worst_step` and read their
+peak, and then with all that gpu_memory_utilization leaves. The second one runs them too, so that
+memory which is too little is found before anybody is served. Whatever does not fit is an
+InsufficientMemoryError that says which option to lower, and to what. Called by `engine/build`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from quire.assembly.host_memory_plan import SizeOptions, Sizes, blocks_for
+from quire.core.memory.memory_report import format_bytes
+from quire.core.step import Runner
+from quire.engine_client.device_ledger import DeviceLedger
+from quire.errors import InsufficientMemoryError
+from quire.observability.log import get_logger
+from quire.runtime.calibration import RunnerShape
+from quire.runtime.device_memory import DeviceMemory, is_out_of_memory
+from quire.runtime.kv_cache import KVCacheLayout
+from quire.runtime.worst_step import WorstSteps
+
+DEFAULT_UTILIZATION = 0.9
+
+# Beyond this share the driver itself, or a step that is a little larger, fails.
+MOST_UTILIZATION = 0.98
+
+# What a captured step keeps beyond the pool that all share: its nodes in the driver, its outputs.
+GRAPH_BYTES = 12 << 20
+
+# Shares of (max_num_batched_tokens, max_num_seqs) that are tried where the whole does not fit.
+SMALLER = ((2, 1), (4, 1), (4, 4), (16, 16))
+
+R = TypeVar("R", bound=Runner)
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNeeds:
+    """What is to fit. model_len: as `sizes.wanted_model_len` says. graph_bytes: to keep for CUDA
+    graphs that are captured later; those that the largest steps capture are measured with them.
+    quantization: that the weights have."""
+
+    options: SizeOptions
+    layout: KVCacheLayout
+    model_len: int
+    vocab_size: int
+    max_logprobs: int
+    graph_bytes: int = 0
+    quantization: str | None = None
+
+    def worst_steps(
+        self, sizes: Sizes, num_tokens_divisor: int = 1, num_rows_divisor: int = 1
+    ) -> WorstSteps:
+        """Those of a runner of these sizes, or of one with a part of its step's tokens and rows."""
+        num_rows = max(1, self.options.max_num_seqs // num_rows_divisor)
+        num_tokens = max(num_rows, self.options.max_num_batched_tokens // num_tokens_divisor)
+        shape = RunnerShape(
+            num_rows=num_rows,
+            max_num_tokens=num_tokens,
+            max_model_len=sizes.max_model_len,
+            num_groups=len(self.layout.groups),
+            num_blocks=sizes.num_blocks,
+            block_size=self.options.block_size,
+            vocab_size=self.vocab_size,
+        )
+        return WorstSteps(shape, self.max_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSizing(Generic[R]):
+    """runner: of these sizes, ready to serve."""
+
+    runner: R
+    sizes: Sizes
+    ledger: DeviceLedger
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Bytes: of the device, held before a runner was made, that the largest steps took beside the
+    pool, and that are not this process's tensors."""
+
+    total: int
+    weights: int
+    worst: int
+    other: int
+
+
+def check_weights_fit(weight_bytes: int, memory: DeviceMemory, quantization: str | None) -> None:
+    """Before they are loaded. Raises InsufficientMemoryError."""
+    free = memory.free_bytes()
+    if weight_bytes <= free:
+        return
+    others = memory.total_bytes - free - memory.held_bytes()
+    raise InsufficientMemoryError(
+        f"the weights take {format_bytes(weight_bytes)}, but the GPU has {format_bytes(free)} free"
+        f" of {format_bytes(memory.total_bytes)} ({format_bytes(others)} are held by others);"
+        f" free {format_bytes(weight_bytes - free)} or more,"
+        f"{_quantize(weight_bytes, weight_bytes - free, quantization)} raise tensor_parallel_size,"
+        " or choose a smaller model"
+    )
+
+
+def graph_reserve_bytes(num_graphs: int) -> int:
+    """For so many captured sizes of steps, of which the largest steps capture one themselves."""
+    return max(0, num_graphs - 1) * GRAPH_BYTES
+
+
+def size_on_device(
+    needs: DeviceNeeds,
+    memory: DeviceMemory,
+    make_runner: Callable[[Sizes], R],
+    agree: Callable[[int], int] = lambda num_blocks: num_blocks,
+) -> DeviceSizing[R]:
+    """The runner with as large a KV cache as there is room for. The weights are on the device.
+
+    make_runner: a runner of such sizes for the loaded model. It is called more than once, never
+    while a runner that it made before is in use. agree: of several ranks, which call this in step,
+    the least number of blocks. Raises InsufficientMemoryError.
+    """
+    memory.settle()
+    measured = _measure(needs, memory, make_runner)
+    if measured is None:
+        raise InsufficientMemoryError(_too_large_a_step(needs, memory, make_runner))
+    memory.settle()
+    sizes = _choose(needs, measured, agree)
+    ledger = _ledger(needs, measured, sizes)
+    runner = _final_runner(needs, sizes, make_runner)
+    logger.info(
+        "GPU memory: weights %s, largest step %s, KV cache %s (%d blocks), others %s, unused %s",
+        *map(format_bytes, (ledger.weight_bytes, ledger.activation_bytes, ledger.kv_cache_bytes)),
+        sizes.num_blocks,
+        *map(format_bytes, (ledger.other_bytes, ledger.unused_bytes)),
+    )
+    return DeviceSizing(runner, sizes, ledger)
+
+
+def _measure(
+    needs: DeviceNeeds,
+    memory: DeviceMemory,
+    make_runner: Callable[[Sizes], Runner],
+    divisors: tuple[int, int] = (1, 1),
+) -> _Measured | None:
+    """Run the largest steps, or a part of them, with a tiny pool; None: memory ran out."""
+    weights = memory.held_bytes()
+    probe = needs.worst_steps(Sizes(0, needs.model_len), *divisors)
+    try:
+        runner = make_runner(Sizes(probe.num_blocks, needs.model_len))
+        probe.run(runner)
+    except (RuntimeError, MemoryError, InsufficientMemoryError) as error:
+        if not (isinstance(error, InsufficientMemoryError) or is_out_of_memory(error)):
+            raise
+        return None
+    pool = probe.num_blocks * needs.layout.bytes_per_block
+    worst = max(0, memory.peak_bytes() - weights - pool)
+    other = memory.total_bytes - memory.free_bytes() - memory.held_bytes()
+    return _Measured(memory.total_bytes, weights, worst, max(0, other))
+
+
+def _too_large_a_step(
+    needs: DeviceNeeds, memory: DeviceMemory, make_runner: Callable[[Sizes], Runner]
+) -> str:
+    options = needs.options
+    text = (
+        f"a step of max_num_batched_tokens={options.max_num_batched_tokens} tokens and"
+        f" max_num_seqs={options.max_num_seqs} sampled rows, of up to max_model_len="
+        f"{needs.model_len} tokens, does not fit into the GPU's"
+        f" {format_bytes(memory.total_bytes)} beside {format_bytes(memory.held_bytes())} of weights"
+    )
+    for divisors in SMALLER:
+        memory.settle()
+        if _measure(needs, memory, make_runner, divisors) is not None:
+            shape = needs.worst_steps(Sizes(0, needs.model_len), *divisors).shape
+            return (
+                f"{text}; one of {shape.max_num_tokens} tokens and {shape.num_rows} rows does:"
+                " lower max_num_batched_tokens and max_num_seqs to these or less"
+            )
+    return f"{text}; lower max_model_len, choose a quantization or a smaller model, or free memory"
+
+
+def _choose(needs: DeviceNeeds, measured: _Measured, agree: Callable[[int], int]) -> Sizes:
+    num_blocks = agree(_num_blocks(needs, measured))
+    num_groups, block_size = len(needs.layout.groups), needs.options.block_size
+    fitting_len = num_blocks // num_groups * block_size
+    if fitting_len >= needs.model_len:
+        return Sizes(num_blocks, needs.model_len)
+    if needs.options.max_model_len is not None or fitting_len < 2:
+        raise InsufficientMemoryError(_too_small_a_pool(needs, measured, num_blocks, fitting_len))
+    logger.warning(
+        "%d KV blocks hold %d tokens of one sequence, so max_model_len is that instead of %d",
+        num_blocks,
+        fitting_len,
+        needs.model_len,
+    )
+    return Sizes(num_blocks, fitting_len)
+
+
+def _num_blocks(needs: DeviceNeeds, measured: _Measured) -> int:
+    """As many as are asked for, where the device has them; else all that the share allows."""
+    options, page = needs.options, needs.layout.bytes_per_block
+    taken = measured.weights + measured.worst + measured.other + needs.graph_bytes
+    if options.num_blocks is not None:
+        num_blocks, source = options.num_blocks, f"num_blocks={options.num_blocks}"
+    elif options.kv_cache_memory is not None:
+        num_blocks = options.kv_cache_memory // page
+        source = f"kv_cache_memory={options.kv_cache_memory}"
+    else:
+        return max(0, int(measured.total * _utilization(options)) - taken) // page
+    if num_blocks * page + taken > measured.total:
+        most = max(0, measured.total - taken) // page
+        raise InsufficientMemoryError(
+            f"{source} asks for {format_bytes(num_blocks * page)} of KV cache, but"
+            f" {_shares(needs, measured)} of the GPU's {format_bytes(measured.total)}; lower it to"
+            f" at most {most} blocks ({most * page} bytes)"
+        )
+    return num_blocks
+
+
+def _too_small_a_pool(
+    needs: DeviceNeeds, measured: _Measured, num_blocks: int, fitting_len: int
+) -> str:
+    options, page = needs.options, needs.layout.bytes_per_block
+    wanted_len = needs.model_len if options.max_model_len is not None else options.block_size
+    wanted = blocks_for(wanted_len, options, needs.layout) * page
+    missing = wanted - num_blocks * page
+    if options.num_blocks is None and options.kv_cache_memory is None:
+        limit = f"gpu_memory_utilization={_utilization(options):g} of the GPU's"
+        there = f"within {limit} {format_bytes(measured.total)}, {_shares(needs, measured)}, and"
+    else:
+        there = "the KV cache that was asked for,"
+    remedies = [*_remedies(needs, measured, missing, fitting_len)]
+    return (
+        f"{there} {format_bytes(num_blocks * page)} for KV blocks hold {fitting_len} tokens of one"
+        f" sequence, but max_model_len is {needs.model_len}; {wanted_len} tokens need"
+        f" {format_bytes(wanted)}, {format_bytes(missing)} more: {', or '.join(remedies)}"
+    )
+
+
+def _remedies(
+    needs: DeviceNeeds, measured: _Measured, missing: int, fitting_len: int
+) -> Iterator[str]:
+    """What would help, each by itself, with how much of it is needed."""
+    options, page = needs.options, needs.layout.bytes_per_block
+    if fitting_len >= 2:
+        yield f"lower max_model_len to {fitting_len}"
+    if options.num_blocks is not None or options.kv_cache_memory is not None:
+        needed = blocks_for(needs.model_len, options, needs.layout)
+        yield f"raise kv_cache_memory to {needed * page} bytes (num_blocks to {needed})"
+        return
+    share = _utilization(options) + (missing + page) / measured.total
+    if share <= MOST_UTILIZATION:
+        yield f"raise gpu_memory_utilization to {share + 0.0005:.3f}"
+    kept = 1 - missing / measured.worst if measured.worst else 0.0
+    most_tokens = min(options.max_num_batched_tokens, options.max_num_seqs * needs.model_len)
+    num_tokens = int(most_tokens * kept)
+    if num_tokens >= max(options.max_num_seqs, most_tokens // 8):
+        yield f"lower max_num_batched_tokens to about {num_tokens}"
+    if quantized := _quantize(measured.weights, missing, needs.quantization):
+        yield quantized.strip(" ,")
+    yield (
+        f"free {format_bytes(missing)} on the GPU (a smaller model, fewer other programs, a"
+        " larger tensor_parallel_size)"
+    )
+
+
+def _quantize(weight_bytes: int, missing: int, quantization: str | None) -> str:
+    """ " quantize to this," if that is possible and saves as much; embeddings stay as they are, so
+    a little less than the bits say."""
+    for name, saved_share in (("int8", 0.4), ("int4", 0.6)):
+        if quantization is None and weight_bytes * saved_share >= missing:
+            return f" choose quantization={name!r} (about {saved_share:.0%} less),"
+    return ""
+
+
+def _final_runner(needs: DeviceNeeds, sizes: Sizes, make_runner: Callable[[Sizes], R]) -> R:
+    """Made, and proven by the largest steps."""
+    try:
+        runner = make_runner(sizes)
+        needs.worst_steps(sizes).run(runner)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InsufficientMemoryError(
+            f"with {sizes.num_blocks} KV blocks of {needs.layout.bytes_per_block} bytes the largest"
+            " step does not fit any more, though it did without them: another program took memory"
+            " meanwhile, or the GPU's is in pieces; lower gpu_memory_utilization (to"
+            f" {_utilization(needs.options) - 0.05:.2f}), kv_cache_memory or num_blocks"
+        ) from error
+    return runner
+
+
+def _utilization(options: SizeOptions) -> float:
+    return options.gpu_memory_utilization or DEFAULT_UTILIZATION
+
+
+def _shares(needs: DeviceNeeds, measured: _Measured) -> str:
+    """What is taken before a KV block is."""
+    options = needs.options
+    return (
+        f"weights take {format_bytes(measured.weights)}, the largest step"
+        f" {format_bytes(measured.worst)} (max_num_batched_tokens="
+        f"{options.max_num_batched_tokens}, max_num_seqs={options.max_num_seqs}), CUDA graphs"
+        f" {format_bytes(needs.graph_bytes)} and others {format_bytes(measured.other)}"
+    )
+
+
+def _ledger(needs: DeviceNeeds, measured: _Measured, sizes: Sizes) -> DeviceLedger:
+    parts = {
+        "weight_bytes": measured.weights,
+        "activation_bytes": measured.worst,
+        "graph_bytes": needs.graph_bytes,
+        "kv_cache_bytes": sizes.num_blocks * needs.layout.bytes_per_block,
+        "other_bytes": measured.other,
+    }
+    return DeviceLedger(**parts, unused_bytes=measured.total - sum(parts.values()))

@@ -1,0 +1,148 @@
+"""How many KV blocks there are, and how long a sequence may be, on the CPU.
+
+The rules stand in `config.EngineOptions`. Knows no tensors and builds nothing: what memory there is
+comes from the operating system, what a block and the weights take from the caller, `engine/build`.
+A GPU is sized by what was measured on it: see `device_sizes`.
+"""
+
+from dataclasses import dataclass
+
+from quire.errors import ConfigurationError, InsufficientMemoryError
+from quire.models.config import DecoderConfig
+from quire.observability.log import get_logger
+from quire.observability.machine_memory import available_memory_bytes, total_memory_bytes
+from quire.runtime.kv_cache import KVCacheLayout
+
+# With no size given, the KV cache takes at most this share of the memory that is free.
+DEFAULT_FREE_SHARE = 0.3
+
+ROTARY_ITEM_BYTES = 4
+"""Of `layers.rotary.RotaryEmbedding.table`."""
+
+LEAST_TABLE_BYTES, TABLE_FREE_SHARE = 64 << 20, 1 / 256
+"""With no length given, the table takes at most the larger of the two. A model of 28 layers and 4
+KV heads has keys and values of 112 times its size."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOptions:
+    """The engine's options that say how large it may be; see `config.EngineOptions`."""
+
+    max_model_len: int | None
+    block_size: int
+    kv_cache_memory: int | None
+    num_blocks: int | None
+    gpu_memory_utilization: float | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """num_blocks: KV blocks in the pool. max_model_len: tokens of the longest sequence."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def choose_sizes(
+    options: SizeOptions, config: DecoderConfig, layout: KVCacheLayout, weight_bytes: int
+) -> Sizes:
+    """Within the machine's memory. Raises ConfigurationError and InsufficientMemoryError."""
+    wanted_len = wanted_model_len(options, config)
+    if options.max_model_len is None:
+        wanted_len = _with_small_table(wanted_len, config)
+    num_blocks = _choose_num_blocks(options, layout, wanted_len, weight_bytes)
+    fitting_len = num_blocks // len(layout.groups) * options.block_size
+    if fitting_len >= wanted_len:
+        return Sizes(num_blocks, wanted_len)
+    there = (
+        f"{num_blocks} KV blocks of {layout.bytes_per_block} bytes hold {fitting_len} tokens"
+        f" of one sequence"
+    )
+    if options.max_model_len is not None or fitting_len < 2:
+        raise InsufficientMemoryError(
+            f"{there}, but max_model_len is {wanted_len}; raise kv_cache_memory (or num_blocks) to"
+            f" {blocks_for(wanted_len, options, layout) * layout.bytes_per_block} bytes or more,"
+            " or lower max_model_len"
+        )
+    logger.warning("%s, so max_model_len is %d instead of %d", there, fitting_len, wanted_len)
+    return Sizes(num_blocks, fitting_len)
+
+
+def wanted_model_len(options: SizeOptions, config: DecoderConfig) -> int:
+    """The length asked for, or the model's own. Raises ConfigurationError for one beyond it."""
+    longest = config.max_supported_positions
+    if options.max_model_len is not None and options.max_model_len > longest:
+        rope, factor = config.rope.type_name, longest / config.max_position_embeddings
+        how = (
+            f"which its rope type {rope!r} stretches {factor:g} times"
+            if factor > 1
+            else f"and its rope type {rope!r} adds none"
+        )
+        raise ConfigurationError(
+            f"max_model_len is {options.max_model_len}, but the model was made for at most"
+            f" {longest} positions (max_position_embeddings in its config.json is"
+            f" {config.max_position_embeddings}, {how}); lower max_model_len, or leave it out for"
+            f" {config.max_position_embeddings}"
+        )
+    return options.max_model_len or config.max_position_embeddings
+
+
+def _with_small_table(model_len: int, config: DecoderConfig) -> int:
+    """The length, or less where the table of all its positions would be out of proportion: for a
+    tiny model a config may name a length whose keys fit, but not the table."""
+    position_bytes = config.head_dim * ROTARY_ITEM_BYTES
+    table_bytes = max(LEAST_TABLE_BYTES, int(available_memory_bytes() * TABLE_FREE_SHARE))
+    most = table_bytes // position_bytes
+    if model_len <= most:
+        return model_len
+    logger.warning(
+        "the model's %d positions would need a table of %d bytes for their rotation, so"
+        " max_model_len is %d; set max_model_len to have more",
+        model_len,
+        model_len * position_bytes,
+        most,
+    )
+    return most
+
+
+def blocks_for(num_tokens: int, options: SizeOptions, layout: KVCacheLayout) -> int:
+    """KV blocks of one sequence of so many tokens, over all groups."""
+    return -(-num_tokens // options.block_size) * len(layout.groups)
+
+
+def _choose_num_blocks(
+    options: SizeOptions, layout: KVCacheLayout, model_len: int, weight_bytes: int
+) -> int:
+    page = layout.bytes_per_block
+    total, available = total_memory_bytes(), available_memory_bytes()
+    if options.num_blocks is not None:
+        num_blocks, source = options.num_blocks, f"num_blocks={options.num_blocks}"
+    elif options.kv_cache_memory is not None:
+        num_blocks = options.kv_cache_memory // page
+        source = f"kv_cache_memory={options.kv_cache_memory}"
+    elif options.gpu_memory_utilization is not None:
+        share = int(total * options.gpu_memory_utilization)
+        num_blocks = max(0, share - weight_bytes) // page
+        source = f"gpu_memory_utilization={options.gpu_memory_utilization}"
+    else:
+        enough = blocks_for(model_len, options, layout) * options.max_num_seqs
+        room = max(0, available - weight_bytes)
+        num_blocks = min(enough, int(room * DEFAULT_FREE_SHARE) // page)
+        source = f"{available} bytes of available memory"
+    if num_blocks * page + weight_bytes > available:
+        raise InsufficientMemoryError(
+            f"{source} asks for {num_blocks * page / 2**30:.1f} GiB of KV cache beside"
+            f" {weight_bytes / 2**30:.1f} GiB of weights, but the machine has"
+            f" {available / 2**30:.1f} GiB available now of {total / 2**30:.1f} GiB in all; lower"
+            " num_blocks, kv_cache_memory or gpu_memory_utilization, or free memory"
+        )
+    if num_blocks < len(layout.groups):
+        raise InsufficientMemoryError(
+            f"{source} leaves no room for one KV block of each of the model's"
+            f" {len(layout.groups)} KV groups ({page} bytes each); give the KV cache more memory"
+        )
+    return num_blocks

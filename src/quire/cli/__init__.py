@@ -1,0 +1,1 @@
+"""The `quire` command; the only reader of environment variables."""

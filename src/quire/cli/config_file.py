@@ -1,0 +1,169 @@
+"""`--config FILE`: a YAML file whose keys are the flags of the command, with dashes or underscores.
+
+    model: Qwen/Qwen3-0.6B
+    port: 8080
+    max_num_seqs: 32
+    enable-prefix-caching: false
+    api-key: [alice:secret-1, bob:secret-2]     # a flag that may be repeated
+
+Each entry becomes the words that one would have typed, and goes through the same checks; what is
+wrong is told with its file and line. A flag on the command line wins over the file's. Texts are
+taken as they are written (`revision: 1.10` is "1.10"). Called by `cli_parser`.
+"""
+
+import argparse
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.cli.foreign_options import KNOWN
+from quire.cli.words import Parser
+from quire.errors import ConfigurationError, did_you_mean
+
+_YAML = "tag:yaml.org,2002:"
+_TRUE = ("true", "yes", "on")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of the file. values: as they are written, at least one; or one boolean. is_list:
+    whether they are written as a list."""
+
+    flag: str
+    values: tuple[str, ...] | bool
+    line: int
+    is_list: bool = False
+
+
+class ConfiguredParser(Parser):
+    """A Parser that also takes words from the file of `--config`, where it has that flag.
+
+    check: raises ConfigurationError for values that the command would refuse, of a namespace that
+        has one flag of the file and nothing else.
+    """
+
+    check: Callable[[Any], None] | None = None
+
+    def parse_known_args(  # type: ignore[override]  # the base has overloads for the namespace
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        found, rest = super().parse_known_args(args, namespace)
+        path = getattr(found, "config", None)
+        if path is None or args is None:
+            return found, rest
+        words = self._words_of(path, self._given(found))
+        return super().parse_known_args([*words, *args], namespace)
+
+    def _check_values(self, namespace: Any) -> None:
+        """Tell of what an option of its own is wrong, as long as its line is known."""
+        try:
+            if self.check is not None:
+                self.check(namespace)
+        except ConfigurationError as error:
+            self.error(str(error))
+
+    def _given(self, namespace: Any) -> set[str]:
+        """The names of what was given: all else has its default, which is None nearly always."""
+        return {
+            name
+            for name, value in vars(namespace).items()
+            if value is not None and value != self.get_default(name)
+        }
+
+    def _words_of(self, path: str, given: Collection[str]) -> list[str]:
+        """Those of the file for what was not given already. given: as names of the namespace."""
+        try:
+            entries = read_entries(path)
+        except ConfigurationError as error:
+            self.error(str(error))
+        words: list[str] = []
+        for entry in entries:
+            self.blame = f"{path}, line {entry.line}: "
+            mine = self._words_of_entry(entry)
+            alone, _ = super().parse_known_args(mine, None)
+            self._check_values(alone)
+            if not self._given(alone) & set(given):
+                words += mine
+        self.blame = ""
+        return words
+
+    def _words_of_entry(self, entry: Entry) -> list[str]:
+        flag, values = entry.flag, entry.values
+        action = self._option_string_actions.get(flag)
+        if action is None and flag not in KNOWN:
+            self.error(
+                f"there is no option {flag}{did_you_mean(flag, self._option_string_actions)}"
+            )
+        if flag in ("--config", "--help"):
+            self.error(f"{flag} belongs on the command line")
+        takes_value = action is not None and action.nargs != 0
+        if isinstance(values, bool):
+            if takes_value:
+                self.error(f"{flag} needs a value, but has {str(values).lower()}")
+            return [flag] if values else self._words_of_no(flag)
+        if action is not None and not takes_value:
+            self.error(f"{flag} must be true or false")
+        if entry.is_list and not _may_be_repeated(action):
+            self.error(f"{flag} takes one value, but has a list of {len(values)}")
+        return [f"{flag}={value}" for value in values]
+
+    def _words_of_no(self, flag: str) -> list[str]:
+        """For a switch that the file sets to false."""
+        opposite = flag.replace("--", "--no-", 1)
+        if opposite in self._option_string_actions or opposite in KNOWN:
+            return [opposite]
+        if flag not in self._option_string_actions or flag.startswith("--no-"):
+            self.error(f"{flag} can't be false; leave it out, or write its opposite")
+        return []  # what it is without the switch
+
+
+def _may_be_repeated(action: argparse.Action | None) -> bool:
+    # argparse has no public name for the class behind action="append".
+    return type(action).__name__ == "_AppendAction"
+
+
+def read_entries(path: str) -> list[Entry]:
+    """The file's entries, in order. Raises ConfigurationError that names the file and the line."""
+    import yaml  # only where there is such a file; the command line is light without it
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} is not text in UTF-8: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = "" if mark is None else f", line {mark.line + 1}"
+        raise ConfigurationError(f"{path}{at}: not YAML: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigurationError(f"{path} must hold flags and values, as in 'port: 8000'")
+    entries: dict[str, Entry] = {}
+    for key, value in root.value:
+        line = key.start_mark.line + 1
+        flag = "--" + str(key.value).replace("_", "-").lstrip("-")
+        if flag in entries:
+            raise ConfigurationError(
+                f"{path}, line {line}: {key.value} stands in line {entries[flag].line} already"
+            )
+        values = _values(f"{path}, line {line}: {key.value}", value)
+        entries[flag] = Entry(flag, values, line, is_list=value.tag == f"{_YAML}seq")
+    return list(entries.values())
+
+
+def _values(place: str, node: Any) -> tuple[str, ...] | bool:
+    """The texts of a value or of a list of them; or a boolean."""
+    if node.tag == f"{_YAML}bool":
+        return str(node.value).lower() in _TRUE
+    nodes = node.value if node.tag == f"{_YAML}seq" else [node]
+    if not nodes or any(one.tag == f"{_YAML}null" for one in nodes):
+        raise ConfigurationError(f"{place} has no value; give it one, or take the line out")
+    if any(not isinstance(one.value, str) for one in nodes):
+        raise ConfigurationError(f"{place} must be a value or a list of values")
+    return tuple(one.value for one in nodes)

@@ -1,0 +1,247 @@
+"""`quire doctor`: what this machine has for quire, and what would make it faster.
+
+Rules from readings to sentences: a problem keeps quire from working here, an advice would make it
+faster. Reads nothing itself: `cli_machine` does. Called by `cli`.
+"""
+
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from quire.cli.gpu import Gpu, GpuSoftware
+from quire.cli.machine import EXTRAS, Machine, read_machine
+from quire.core.memory.memory_report import format_bytes
+from quire.version import __version__
+
+LEAST_MEMORY_BYTES = 1 << 30
+LEAST_DISK_BYTES = 10 << 30
+LEAST_CAPABILITY = (8, 0)
+LEAST_USED_SHARE = 0.1
+"""Of a GPU's memory, held by others, below which nothing is said."""
+
+_EXAMPLE_WEIGHTS_BYTES = 2 * 10**9
+"""Of a model of 10^9 parameters in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A sentence, and whether it is of a problem or an advice."""
+
+    is_problem: bool
+    text: str
+
+
+def examine(port: int, *, measure: bool, read: Callable[..., Machine] = read_machine) -> int:
+    """Print what there is and what it means. Returns the exit code: 1 where there is a problem."""
+    machine = read(port, measure=measure)
+    for line in describe(machine):
+        print(line)
+    found = list(findings(machine))
+    print()
+    for finding in found:
+        print(f"{'problem' if finding.is_problem else 'advice'}: {finding.text}")
+    if not found:
+        print("nothing to complain of, and nothing to advise")
+    return int(any(finding.is_problem for finding in found))
+
+
+def describe(machine: Machine) -> Iterator[str]:
+    """What there is, in lines of a name and a value."""
+    torch = machine.torch_version or f"can't be imported ({machine.torch_error})"
+    yield f"quire {__version__}, Python {platform.python_version()}, torch {torch}"
+    rows = {
+        "processor": machine.processor,
+        "features": " ".join(machine.isa_flags) or "none that matter",
+        "cores": _cores(machine),
+        "memory": _memory(machine),
+        "huge pages": machine.transparent_huge_pages or "not told",
+        "reads": _reads(machine),
+        "GPU": "; ".join(map(_gpu, machine.gpus)) or "none",
+        "kernels": _kernels(machine),
+        "extras": ", ".join(_extra(machine, name) for name in EXTRAS),
+        "model cache": _cache(machine),
+        "port": f"{machine.port} is {'free' if machine.is_port_free else 'in use'}",
+    }
+    if machine.gpus:
+        rows["GPU software"] = _gpu_software(machine.gpu_software)
+    for name, value in rows.items():
+        yield f"  {name:<12}{value}"
+
+
+def findings(machine: Machine) -> Iterator[Finding]:
+    """What is wrong, then what could be better."""
+    yield from (Finding(True, text) for text in _problems(machine))
+    yield from (Finding(False, text) for text in _advices(machine))
+
+
+def _problems(machine: Machine) -> Iterator[str]:
+    if machine.torch_version is None:
+        yield (f"torch can't be imported ({machine.torch_error}); install it: pip install torch")
+    if machine.available_bytes < LEAST_MEMORY_BYTES:
+        yield (
+            f"only {format_bytes(machine.available_bytes)} of memory are available; end other"
+            " programs, or raise the control group's limit"
+        )
+    if not machine.is_port_free:
+        yield f"port {machine.port} is in use; `quire serve` needs another one: --port"
+
+
+def _advices(machine: Machine) -> Iterator[str]:
+    yield from _advices_on_kernels(machine)
+    limit, kernels = machine.cpu_limit, machine.kernels
+    if limit is not None and kernels is not None and kernels.num_threads > max(1, limit):
+        yield (
+            f"the control group allows {limit:g} processors' time, but {kernels.num_threads}"
+            " threads would compute, and be stopped in mid-step; give --num-threads"
+            f" {max(1, int(limit))}, or raise the limit"
+        )
+    if machine.transparent_huge_pages == "never":
+        yield (
+            "transparent huge pages are off, which costs up to a third of the memory's speed; as"
+            " root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        )
+    if machine.gpus:
+        yield from _advices_on_gpus(machine.gpus, machine.gpu_software)
+    if machine.cache_free_bytes is not None and machine.cache_free_bytes < LEAST_DISK_BYTES:
+        yield (
+            f"the disk of {machine.cache_folder} has {format_bytes(machine.cache_free_bytes)} left,"
+            " too little for most models; set HF_HOME to a larger one"
+        )
+    if machine.extras.get("fast"):
+        yield (
+            f"`pip install 'quire[fast]'` brings {' and '.join(machine.extras['fast'])}, with which"
+            " the server spends a quarter less time on HTTP"
+        )
+    yield _advice_on_bytes(machine)
+
+
+def _advices_on_kernels(machine: Machine) -> Iterator[str]:
+    kernels = machine.kernels
+    if kernels is None or kernels.reason is None:
+        return
+    if kernels.compiler is None:
+        yield (
+            "the native kernels were not built, and there is no C++ compiler; torch computes, which"
+            " is several times slower. Install one (on Debian: apt-get install g++), then run"
+            " `python -m quire.kernels.cpu.build`"
+        )
+    else:
+        yield (
+            f"the native kernels can't be used ({kernels.reason}); torch computes, which is several"
+            " times slower"
+        )
+
+
+def _advices_on_gpus(gpus: tuple[Gpu, ...], software: GpuSoftware) -> Iterator[str]:
+    if software.cuda is None:
+        yield (
+            "there is a GPU, but torch was built without CUDA, so the CPU computes; install torch"
+            " for CUDA (https://pytorch.org/get-started)"
+        )
+        return
+    if not software.num_usable:
+        yield (
+            f"torch, built with CUDA {software.cuda}, can't use the GPU: driver {gpus[0].driver} is"
+            " too old for it, or the GPU is hidden (CUDA_VISIBLE_DEVICES); update the driver, or"
+            " install torch for an older CUDA"
+        )
+        return
+    if software.triton is None:
+        yield "Triton, which quire's GPU kernels are written in, is missing: pip install triton"
+    elif software.obstacle is not None:
+        yield f"quire's GPU kernels can't run: {software.obstacle}"
+    if min(software.capabilities, default=LEAST_CAPABILITY) < LEAST_CAPABILITY:
+        yield (
+            "a GPU of before compute capability 8.0 multiplies no bfloat16: give --dtype float16"
+        )
+    for gpu in gpus:
+        if gpu.used_bytes > LEAST_USED_SHARE * gpu.memory_bytes:
+            yield (
+                f"other programs hold {format_bytes(gpu.used_bytes)} of the {gpu.name}'s"
+                f" {format_bytes(gpu.memory_bytes)}, which the KV cache goes without; end them"
+            )
+    if software.num_usable > 1:
+        yield (
+            f"a model is computed by one GPU of {software.num_usable};"
+            f" --tensor-parallel-size {software.num_usable} shares each layer among them"
+        )
+
+
+def _advice_on_bytes(machine: Machine) -> str:
+    text = (
+        "each token reads all weights once: --quantization int8 halves their bytes against"
+        " bfloat16, int4 halves them again"
+    )
+    speed = machine.read_bytes_per_s
+    if speed is None:
+        return text
+    most = speed / _EXAMPLE_WEIGHTS_BYTES
+    return (
+        f"{text}. At {speed / 1e9:.0f} GB/s a model of a billion parameters decodes at most"
+        f" {most:.0f} tokens/s for one client in bfloat16, {2 * most:.0f} in int8"
+    )
+
+
+def _cores(machine: Machine) -> str:
+    limit = machine.cpu_limit
+    allowed = "no limit" if limit is None else f"the time of {limit:g}"
+    return (
+        f"{machine.num_processors}, of which this process may use {machine.num_usable};"
+        f" control group: {allowed}"
+    )
+
+
+def _memory(machine: Machine) -> str:
+    available = format_bytes(machine.available_bytes)
+    text = f"{format_bytes(machine.physical_bytes)}, {available} available"
+    if machine.memory_bytes < machine.physical_bytes:
+        text += f"; control group: {format_bytes(machine.memory_bytes)}"
+    return text
+
+
+def _reads(machine: Machine) -> str:
+    if machine.read_bytes_per_s is None:
+        return "not measured"
+    return f"{machine.read_bytes_per_s / 1e9:.1f} GB/s from memory just now, all cores together"
+
+
+def _gpu(gpu: Gpu) -> str:
+    used = format_bytes(gpu.used_bytes)
+    return f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, {used} in use, driver {gpu.driver}"
+
+
+def _gpu_software(software: GpuSoftware) -> str:
+    capabilities = ", ".join(f"{major}.{minor}" for major, minor in software.capabilities)
+    plural = "" if software.num_usable == 1 else "s"
+    usable = f"{software.num_usable} GPU{plural} usable"
+    parts = [
+        f"torch for CUDA {software.cuda}" if software.cuda else "torch without CUDA",
+        f"{usable} (compute capability {capabilities})" if capabilities else usable,
+        f"triton {software.triton or 'not installed'}",
+        f"flashinfer {software.flashinfer or 'not installed'} (optional)",
+    ]
+    return "; ".join(parts)
+
+
+def _kernels(machine: Machine) -> str:
+    kernels = machine.kernels
+    if kernels is None:
+        return "none without torch"
+    if kernels.reason is not None:
+        return f"torch, since {kernels.reason}"
+    others = f"; also there: {', '.join(kernels.others)}" if kernels.others else ""
+    return f"{kernels.chosen}, {kernels.num_threads} threads{others}"
+
+
+def _extra(machine: Machine, name: str) -> str:
+    missing = machine.extras.get(name, ())
+    if not missing:
+        return name
+    whole = len(missing) == len(EXTRAS[name])
+    return f"{name} (not installed)" if whole else f"{name} (lacks {', '.join(missing)})"
+
+
+def _cache(machine: Machine) -> str:
+    free = machine.cache_free_bytes
+    left = "" if free is None else f", {format_bytes(free)} free"
+    return f"{machine.cache_folder}{left}"

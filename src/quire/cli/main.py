@@ -1,0 +1,225 @@
+"""The command `quire`: parse, run, and turn an error into one sentence.
+
+The only reader of environment variables. Heavy modules are imported by the command that needs
+them. Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 ended by Ctrl-C.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from quire.assembly.address_space import named_memory_failures
+from quire.cli.options import SERVED_MAX_ITL_RATIO, engine_options, sampling_options
+from quire.cli.parser import build_parser
+from quire.cli.serve import server_options
+from quire.cli.words import Parser
+from quire.errors import ConfigurationError, QuireError
+from quire.server.config import ServerConfig
+from quire.version import __version__
+
+INTERRUPTED = 130
+LOADING_INTERRUPTED = "quire: interrupted while the model was loading"
+BENCH_INTERRUPTED = "quire: the benchmark was interrupted, so it has no results"
+PASSIVE_WAITING = ("chat", "generate", "serve")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one command. words: the arguments, those of the process where None."""
+    words = sys.argv[1:] if words is None else words
+    try:
+        parser = build_parser(_bench_arguments(words))
+    except QuireError as error:
+        print(f"quire: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    args = parser.parse_args(words)
+    if args.command == "generate" and not (args.prompts or args.prompt):
+        parser.error("the following arguments are required: PROMPT")
+    if args.version:
+        return _version(args.verbose)
+    if args.verbose:
+        parser.error("-v goes with --version")
+    if args.command in PASSIVE_WAITING:
+        # torch's threads would else spin between operators: beside other work on the machine that
+        # took 21 s of processor time for an answer that needs 3 s, and served steps 40 times as
+        # long (two cores, embedded model). An offline crowd alone on a machine gains from spinning.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    debug = args.debug or os.environ.get("QUIRE_DEBUG", "0") not in ("", "0")
+    try:
+        if args.print_completion:
+            return _print_completion(parser, args.print_completion)
+        if args.command != "serve":  # which knows more to configure
+            _configure_log("warning")
+        with named_memory_failures():
+            return _COMMANDS[args.command](args)
+    except QuireError as error:
+        if debug:
+            raise
+        _complain(error)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (`quire ... | head`): an end, not an error. Python
+        # would complain once more when it flushes at exit, hence the new destination.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a full disk, a file that can't be written
+        if debug:
+            raise
+        _complain(error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _complain(error: Exception) -> None:
+    """One sentence to stderr; one more object of a log that has an object a line."""
+    from quire.observability import log  # `--version` and `--help` do without logging
+
+    if log.is_json():
+        log.get_logger("quire").error("%s", error)
+    else:
+        print(f"quire: error: {error}", file=sys.stderr)
+
+
+def _version(is_verbose: bool) -> int:
+    print(f"quire {__version__}")
+    if is_verbose:
+        from quire.kernels.cpu.selection import describe_kernels  # brings torch
+
+        print(describe_kernels())
+    return 0
+
+
+def _print_completion(parser: Parser, shell: str) -> int:
+    import shtab  # only here
+
+    print(shtab.complete(parser, shell))
+    return 0
+
+
+def _configure_log(usual: str) -> None:
+    from quire.observability.log import configure  # `--version` and `--help` do without logging
+
+    configure(os.environ.get("QUIRE_LOG_LEVEL") or usual)
+
+
+def _bench_arguments(words: Sequence[str]) -> dict[str, Any] | None:
+    """Benchmark -> function that adds its arguments; None where they are not needed."""
+    command = next((word for word in words if not word.startswith("-")), None)
+    is_completion = any(word.startswith("--print-completion") for word in words)
+    if command != "bench" and not is_completion:
+        return None
+    with named_memory_failures(), _named_interrupt(BENCH_INTERRUPTED):
+        return {name: benchmark.add_arguments for name, benchmark in _benchmarks().items()}
+
+
+def _benchmarks() -> dict[str, Any]:
+    """Name -> module with `add_arguments` and `main`."""
+    from quire.bench import memory, perplexity, throughput  # only one command needs them
+
+    return {"throughput": throughput, "memory": memory, "perplexity": perplexity}
+
+
+def _load(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The LLM and the SamplingParams that the arguments ask for; bad sampling is refused first."""
+    from quire.core.sampling_params import SamplingParams  # light; needed by two commands
+
+    params = SamplingParams(**sampling_options(args))
+    with _named_interrupt(LOADING_INTERRUPTED):
+        from quire.offline.llm import LLM  # brings torch: more than a second
+
+        return LLM(**engine_options(args)), params
+
+
+@contextmanager
+def _named_interrupt(text: str) -> Iterator[None]:
+    """Say what Ctrl-C broke off, where nobody could see what was under way."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\n{text}", file=sys.stderr)
+        raise
+
+
+def _generate(args: argparse.Namespace) -> int:
+    texts = [*args.prompts, *(args.prompt or ())]
+    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in texts]
+    llm, params = _load(args)
+    for index, prompt in enumerate(prompts):
+        if len(prompts) > 1:
+            print(f"{chr(10) if index else ''}==> {prompt} <==")
+        for piece in llm.stream(prompt, params):
+            print(piece, end="", flush=True)
+        print(flush=True)
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from quire.cli.chat import ChatSession, load_readline  # only this command needs it
+
+    llm, params = _load(args)
+    session = ChatSession(lambda messages: llm.stream_chat(messages, params), args.system)
+    if args.prompt is not None:
+        session.ask(args.prompt)
+        return 0
+    load_readline()
+    if sys.stdin.isatty():
+        print(f"{args.model or 'the embedded model'} is ready; /help lists the commands")
+    session.run()
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    given = server_options(args)
+    if level := os.environ.get("QUIRE_LOG_LEVEL"):
+        given.setdefault("log_level", level.lower())
+    given["api_keys"] = (*_environment_keys(), *given.get("api_keys", ()))
+    server = ServerConfig(**given)
+    from quire.observability.log import configure  # once what was given is known to be sound
+
+    configure(server.log_level, server.log_format)
+    with _named_interrupt(LOADING_INTERRUPTED):
+        from quire.server.launch import serve  # brings the web framework
+
+        options = {"max_itl_ratio": SERVED_MAX_ITL_RATIO, **engine_options(args)}
+        options["disable_log_stats"] = bool(args.disable_log_stats)
+        if args.seed is not None:
+            options["seed"] = args.seed
+        return serve(options, server)
+
+
+def _environment_keys() -> list[str]:
+    """Raises ConfigurationError for a variable that is set and empty: a secret that is missing must
+    not open the server to everybody."""
+    text = os.environ.get("QUIRE_API_KEYS")
+    keys = (text or "").replace(",", " ").split()
+    if text is not None and not keys:
+        raise ConfigurationError(
+            "QUIRE_API_KEYS is set, but has no key in it; give one as NAME:KEY, or unset it"
+        )
+    return keys
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from quire.cli.doctor import examine  # only this command looks at the machine
+
+    return examine(args.port, measure=args.measure)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    with _named_interrupt(BENCH_INTERRUPTED):
+        return int(_benchmarks()[args.benchmark].main(args))
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "generate": _generate,
+    "chat": _chat,
+    "serve": _serve,
+    "bench": _bench,
+    "doctor": _doctor,
+}

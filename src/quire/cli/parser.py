@@ -1,0 +1,143 @@
+"""The grammar of the command line: every command and its flags.
+
+Knows no engine and reads no environment; `cli` runs what is parsed here. Only light imports:
+`quire --version` and `--help` come through this file.
+"""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from quire.cli.config_file import ConfiguredParser
+from quire.cli.options import (
+    MODEL_HELP,
+    Once,
+    add_debug,
+    add_engine,
+    add_model_by_place,
+    add_sampling,
+)
+from quire.cli.serve import add_serve, check_values
+from quire.cli.words import Parser
+
+COMMANDS = {
+    "generate": "continue a text",
+    "chat": "talk with a model in the terminal",
+    "serve": "serve a model over HTTP with OpenAI's API",
+    "bench": "measure throughput, memory or quality, beside baselines",
+    "doctor": "say what this machine has, and what would make it faster",
+}
+BENCHMARKS = {
+    "throughput": "tokens per second and latencies, beside static batches and Hugging Face",
+    "memory": "what paging, sharing and the prefix cache save, beside contiguous memory",
+    "perplexity": "what a dtype or a quantization costs in quality",
+}
+SHELLS = ("bash", "zsh", "tcsh")
+_USAGES = {
+    "generate": "%(prog)s [options] PROMPT ...",
+    "chat": "%(prog)s [options] [MODEL]",
+    "serve": "%(prog)s [options] [MODEL]",
+    "doctor": "%(prog)s [options]",
+}
+
+DEFAULT_GENERATE_TOKENS = 128
+DEFAULT_PORT = 8000
+
+_DESCRIPTION = "An inference engine for large language models."
+
+
+def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser:
+    """The whole grammar.
+
+    add_bench_arguments: benchmark -> function that adds its arguments to a parser. They come from
+        `quire.bench`, which is not loaded for other commands; None leaves `bench` empty.
+    """
+    parser = Parser(prog="quire", description=_DESCRIPTION, commands=COMMANDS)
+    parser.add_argument("--version", action="store_true", help="show the version")
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="with --version: show Python, torch and kernels, too",
+    )
+    parser.add_argument(
+        "--print-completion",
+        choices=SHELLS,
+        metavar="SHELL",
+        help=f"print a completion script for {', '.join(SHELLS)}",
+    )
+    add_debug(parser, default=False)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", parser_class=ConfiguredParser
+    )
+    adders = {
+        "generate": _add_generate,
+        "chat": _add_chat,
+        "serve": add_serve,
+        "doctor": _add_doctor,
+    }
+    for name, adder in adders.items():
+        text = COMMANDS[name]
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            usage=_USAGES[name],
+            takes_foreign=name != "doctor",
+        )
+        adder(command)
+        if name == "serve":
+            command.check = check_values
+        add_debug(command, default=argparse.SUPPRESS)
+    benchmarks = add_bench_arguments or {}
+    bench = commands.add_parser("bench", help=COMMANDS["bench"], commands=benchmarks)
+    if benchmarks:
+        kinds = bench.add_subparsers(dest="benchmark", metavar="BENCHMARK", parser_class=Parser)
+        for name, add_arguments in benchmarks.items():
+            kind = kinds.add_parser(name, help=BENCHMARKS.get(name))
+            add_arguments(kind)
+            add_debug(kind, default=argparse.SUPPRESS)
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads standard input"
+    )
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        dest="prompt",
+        action="append",
+        metavar="PROMPT",
+        help="the same as PROMPT; may be repeated",
+    )
+    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    add_sampling(parser, max_tokens=DEFAULT_GENERATE_TOKENS)
+    add_engine(parser)
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    add_model_by_place(parser)
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="ask this question only, then exit")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument(
+        "--model", action=Once, metavar="MODEL", help="the same as the positional MODEL"
+    )
+    add_sampling(parser, max_tokens=None)
+    add_engine(parser)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help="check whether this port is free (%(default)s)",
+    )
+    parser.add_argument(
+        "--measure",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure the memory bandwidth, in a third of a second",
+    )

@@ -1,0 +1,76 @@
+"""How the command line takes words: no abbreviations, and the nearest name for a mistake.
+
+Knows no flag of quire's. Called by the files that add them.
+"""
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from quire.cli.foreign_options import settle
+from quire.errors import did_you_mean
+
+DO_WITHOUT_COMMAND = {"-h", "--help", "--version", "--print-completion"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that takes no abbreviations and answers a mistake with the nearest name.
+
+    commands: the names of its sub-commands, where it has some. takes_foreign: whether it
+        understands what other engines' users bring (`cli_foreign`).
+    """
+
+    def __init__(
+        self, *, commands: Iterable[str] = (), takes_foreign: bool = False, **options: Any
+    ) -> None:
+        super().__init__(**options, allow_abbrev=False)
+        self._commands = tuple(commands)
+        self._takes_foreign = takes_foreign
+        self.blame = ""
+        """Where the words come from, told in front of what is wrong with them."""
+
+    def parse_known_args(  # type: ignore[override]  # the base has overloads for the namespace
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        if args is not None:
+            if self._takes_foreign:
+                args = settle(args, self._option_string_actions, self.error)
+            self._refuse_unknown(args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"quire: error: {self.blame}{message} (see '{self.prog} --help')\n")
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        """Refuse the first unknown flag or command, before argparse complains of something else."""
+        flags = list(self._option_string_actions)
+        is_value = False
+        for word in words:
+            if word == "--":
+                return
+            if is_value:
+                is_value = False
+                continue
+            if self._commands and not word.startswith("-"):
+                if word not in self._commands:
+                    self.error(f"there is no command {word!r}{did_you_mean(word, self._commands)}")
+                return
+            flag, equals, _ = word.partition("=")
+            if _looks_like_a_flag(flag) and flag not in flags:
+                self.error(f"there is no option {flag}{did_you_mean(flag, flags)}")
+            is_value = bool(self._commands) and not equals and self._takes_a_value(flag)
+        given = {word.partition("=")[0] for word in words}
+        if self._commands and not DO_WITHOUT_COMMAND & given:
+            self.error(f"name a command: {', '.join(self._commands)}")
+
+    def _takes_a_value(self, flag: str) -> bool:
+        action = self._option_string_actions.get(flag)
+        return action is not None and action.nargs is None
+
+
+def _looks_like_a_flag(word: str) -> bool:
+    # As argparse has it: a lone dash, a negative number and a text with spaces are values.
+    if not word.startswith("-") or word == "-" or " " in word:
+        return False
+    return re.fullmatch(r"-\d+|-\d*\.\d+", word) is None

@@ -1,0 +1,221 @@
+"""Physical KV blocks: who holds them, what they contain, and in which order they are reused.
+
+Knows ids, counts and content keys; nothing of sequences, tokens or bytes. Used by
+`kv_cache_manager` and its parts alone. Every operation costs O(1) amortized per block.
+"""
+
+from collections.abc import Iterable
+
+from quire.core.memory.eviction import ContentKey, HitDensityOrder, OrderFactory
+from quire.core.memory.pinning import Pins
+
+__all__ = ["BlockPool", "ContentKey"]
+
+
+class BlockPool:
+    """Reference counts over `num_blocks` block ids, and the free ones in the order of their reuse.
+
+    Invariant: a block is either held (ref_count >= 1) or free (ref_count == 0), and a free one is
+    in exactly one place. It keeps its content key until it is taken again, so the order *is* the
+    cache's eviction order:
+
+        [ without content, last released first ] [ order: by its policy ] [ pinned, by priority ]
+          taken first                                                       taken last
+    """
+
+    def __init__(self, num_blocks: int, order: OrderFactory = HitDensityOrder) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}, but a pool needs at least 1")
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.num_freed = 0  # since the start: how often a block lost its last holder
+        self.now_s = 0.0  # set by the caller; what the ends of pins are compared with
+        self.ref_count = [0] * num_blocks
+        self.content: list[ContentKey | None] = [None] * num_blocks
+        self._num_uses = [0] * num_blocks
+        # Ordered by release; a dict, since a given block may be taken out of the middle.
+        self._blank: dict[int, None] = dict.fromkeys(range(num_blocks - 1, -1, -1))
+        self._order = order(num_blocks, self.content, self._num_uses)
+        self._pins = Pins()
+        self._pinned = self._pins.by_block
+
+    @property
+    def num_held(self) -> int:
+        """Blocks with at least one holder."""
+        return self.num_blocks - self.num_free
+
+    def take(self, count: int) -> tuple[list[int], list[ContentKey]]:
+        """Hold `count` free blocks, coldest first; returns their ids and the content they lose.
+
+        The caller checks num_free first, so that nothing is changed where not all can be had.
+        """
+        assert count <= self.num_free, f"took {count} blocks of {self.num_free} free ones"
+        if self._pinned:
+            self._end_pins()
+        blank = self._blank
+        if count == 1 and blank:  # what a decoding sequence asks for
+            block = blank.popitem()[0]
+            self.num_free -= 1
+            self.ref_count[block] = 1
+            return [block], []
+        evicted: list[ContentKey] = []
+        if len(blank) >= count:
+            taken = [blank.popitem()[0] for _ in range(count)]
+        elif blank or self._pins.num_free:
+            taken = self._take_mixed(count, evicted)
+        else:
+            taken = self._order.take(count, evicted)
+        self.num_free -= count
+        ref_count = self.ref_count
+        for block in taken:
+            ref_count[block] = 1
+        return taken, evicted
+
+    def share(self, block: int, *, is_use: bool = True) -> None:
+        """Add a holder; a free block is thereby revived with its content.
+
+        is_use: whether it counts as a use of the content (a prefix hit does, a fork does not).
+        """
+        count = self.ref_count[block]
+        if count == 0:
+            self._leave_free(block, is_use)
+            self.num_free -= 1
+        self.ref_count[block] = count + 1
+        if is_use:
+            self._num_uses[block] += 1
+
+    def release(self, block: int) -> None:
+        """Remove a holder; the last one frees the block, for reuse late if it has content."""
+        count = self.ref_count[block]
+        assert count > 0, f"block {block} was released more often than it was held"
+        self.ref_count[block] = count - 1
+        if count == 1:
+            self.num_freed += 1
+            self.num_free += 1
+            if self.content[block] is None:
+                self._blank[block] = None
+            elif block in self._pinned:
+                self._pins.add(block)
+            else:
+                self._order.add(block)
+
+    def release_all(self, blocks: Iterable[int]) -> None:
+        """`release` each, in this order."""
+        ref_count, content, pinned = self.ref_count, self.content, self._pinned
+        blank, add = self._blank, self._order.add
+        num_freed = 0
+        for block in blocks:
+            count = ref_count[block] - 1
+            assert count >= 0, f"block {block} was released more often than it was held"
+            ref_count[block] = count
+            if count == 0:
+                num_freed += 1
+                if content[block] is None:
+                    blank[block] = None
+                elif block in pinned:
+                    self._pins.add(block)
+                else:
+                    add(block)
+        self.num_freed += num_freed
+        self.num_free += num_freed
+
+    def set_contents(self, group: int, found: Iterable[tuple[int, bytes]]) -> None:
+        """`set_content` of (block, digest) each, in one KV group."""
+        content, num_uses, recall = self.content, self._num_uses, self._order.recall
+        for block, digest in found:
+            assert self.ref_count[block] > 0 and content[block] is None
+            content[block] = key = (group, digest)
+            num_uses[block] = recall(key)
+
+    def set_content(self, block: int, key: ContentKey) -> None:
+        """Say what a held block contains; the caller has checked that no other block does."""
+        assert self.ref_count[block] > 0 and self.content[block] is None
+        self.content[block] = key
+        self._num_uses[block] = self._order.recall(key)
+
+    def forget(self, block: int) -> None:
+        """Drop a block's content key and its pin; a free block is then among the first taken."""
+        if self.content[block] is None:
+            return
+        if self.ref_count[block] == 0:
+            self._leave_free(block, False)
+            self._blank[block] = None
+        if block in self._pinned:
+            self._pins.unpin(block)
+        self.content[block] = None
+        self._num_uses[block] = 0
+
+    def heat(self, block: int) -> int:
+        """How often a block's content was used since it was computed; 0 without content.
+
+        A content that was evicted lately and computed again starts with 1.
+        """
+        return int(self._num_uses[block]) if self.content[block] is not None else 0
+
+    def pin(self, block: int, priority: int = 0, until_s: float | None = None) -> None:
+        """Keep a block's content: free, it is taken only when no unpinned block is left.
+
+        Of pinned ones the lowest priority goes first. until_s: when the pin ends, compared with
+        `now_s`; None for never. Also ends when the block is taken or forgotten. A new pin
+        replaces an old one.
+        """
+        assert self.content[block] is not None, f"block {block} has no content to pin"
+        is_free = self.ref_count[block] == 0
+        if is_free:
+            self._leave_free(block, False)
+        if block in self._pinned:
+            self._pins.unpin(block)
+        self._pins.pin(block, priority, until_s)
+        if is_free:
+            self._pins.add(block)
+
+    def unpin(self, block: int) -> None:
+        """End a block's pin, if it has one; a free one is then the last released of its kind."""
+        if block not in self._pinned:
+            return
+        is_free = self.ref_count[block] == 0
+        if is_free:
+            self._pins.remove(block)
+        self._pins.unpin(block)
+        if is_free:
+            self._order.add(block)
+
+    def is_pinned(self, block: int) -> bool:
+        """Whether a pin holds for this block, as of `now_s`."""
+        self._end_pins()
+        return block in self._pinned
+
+    def free_ids(self) -> list[int]:
+        """All free blocks in the order in which they would be taken. O(free); for checks."""
+        return [*reversed(self._blank), *self._order.block_ids(), *self._pins.block_ids()]
+
+    def _take_mixed(self, count: int, evicted: list[ContentKey]) -> list[int]:
+        """All blocks without content, then the order's, then pinned ones."""
+        num_blank = len(self._blank)
+        num_ordered = self.num_free - num_blank - self._pins.num_free
+        taken = [*reversed(self._blank)]
+        self._blank.clear()
+        if num_ordered:
+            taken += self._order.take(min(count - num_blank, num_ordered), evicted)
+        pinned = self._pins.take(count - len(taken))
+        for block in pinned:
+            key = self.content[block]
+            assert key is not None
+            evicted.append(key)
+            self.content[block] = None
+        return taken + pinned
+
+    def _leave_free(self, block: int, is_use: bool) -> None:
+        """Unlink a free block from where it waits; it keeps its content and its pin."""
+        if self.content[block] is None:
+            del self._blank[block]
+        elif block in self._pinned:
+            self._pins.remove(block)
+        elif is_use:
+            self._order.revive(block)
+        else:
+            self._order.drop(block)
+
+    def _end_pins(self) -> None:
+        for block in self._pins.ended(self.now_s):
+            self.unpin(block)

@@ -1,0 +1,196 @@
+"""The baselines that paging replaced: one run of adjacent blocks for a sequence's whole life.
+
+Each reserves at admission what a sequence may need until its end, and so never grows, shares or
+caches: as Kwon et al. (SOSP 2023, section 6.1) let Orca manage memory. Their runs still are block
+tables, with adjacent ids in them, so every runner works on them unchanged. Lengths are rounded up
+to whole blocks, which a manager of single slots would not do: at most block_size - 1 slots each.
+Behind the same seam as `kv_cache_manager`; wired by `engine.build` and the memory benchmark.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.memory.prefix_index import PrefixMatch
+from quire.core.memory.run_allocators import find_placement, next_power_of_two
+from quire.core.sequence import Sequence
+from quire.core.step import BlockCopy, TableEdit
+from quire.errors import ConfigurationError
+
+Reservation = Callable[[Sequence, int], int]
+"""(sequence, max_model_len) -> slots to reserve for it."""
+
+
+def reserve_max(sequence: Sequence, max_model_len: int) -> int:
+    """As if every sequence became as long as any may."""
+    return max_model_len
+
+
+def reserve_power_of_two(sequence: Sequence, max_model_len: int) -> int:
+    """The prompt, and the output's true length rounded up to a power of two: at most twice it."""
+    num_output_tokens = sequence.max_num_tokens - sequence.num_prompt_tokens
+    wanted = sequence.num_prompt_tokens + next_power_of_two(num_output_tokens)
+    return min(max_model_len, wanted)
+
+
+def reserve_oracle(sequence: Sequence, max_model_len: int) -> int:
+    """The prompt and the output's true length, which nobody knows in advance.
+
+    It is taken to be the length limit: true where end tokens are ignored, else an upper bound.
+    """
+    return sequence.max_num_tokens
+
+
+RESERVATIONS: dict[str, Reservation] = {
+    "max": reserve_max,
+    "pow2": reserve_power_of_two,
+    "oracle": reserve_oracle,
+}
+
+PAGED = "paged"
+KV_ALLOCATORS = (*(f"contiguous_{name}" for name in RESERVATIONS), PAGED)
+
+
+class ContiguousKVCacheManager(KVCacheManager):
+    """Gives each sequence one run of blocks at admission and takes it back whole.
+
+    Invariant: a sequence has a run if and only if it has slots; its tables are the run's first
+    blocks, one group after the other. What the placement rounded up follows them, and is free to
+    the pool, but taken on the line.
+    """
+
+    is_paged = False
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        reservation: str,
+        max_model_len: int,
+        placement: str = "buddy",
+    ) -> None:
+        """reservation: a name in RESERVATIONS. placement: one in `run_allocators.PLACEMENTS`.
+
+        Raises ConfigurationError for other names, and where one sequence of max_model_len tokens
+        would not fit: then a request could wait for ever.
+        """
+        super().__init__(replace(config, enable_prefix_caching=False))
+        if reservation not in RESERVATIONS:
+            known = ", ".join(sorted(RESERVATIONS))
+            raise ConfigurationError(f"reservation is {reservation!r}, but must be one of {known}")
+        self._reserve = RESERVATIONS[reservation]
+        self._max_model_len = max_model_len
+        self._line = find_placement(placement)(config.num_blocks)
+        self._runs: dict[Sequence, range] = {}
+        # Runs that outlive their sequence: (the step that may still read, run).
+        self._leaving: list[tuple[int, range]] = []
+        most = self.blocks_for(max_model_len)
+        if not self._line.fits(most):
+            longest = max(map(len, self._line.holes()))
+            raise ConfigurationError(
+                f"a sequence of max_model_len={max_model_len} tokens needs {most} adjacent KV"
+                f" blocks, but {placement} placement in {config.num_blocks} blocks has runs of at"
+                f" most {longest}; give the engine more kv_cache_memory, or lower max_model_len"
+            )
+
+    @property
+    def num_blocks_to_grow(self) -> int:
+        """0: all slots that a sequence may need are there from the beginning."""
+        return 0
+
+    # ---- for the ledger ---------------------------------------------------------------------
+
+    @property
+    def num_free_on_line(self) -> int:
+        """Blocks in holes, of any length."""
+        return self._line.num_free
+
+    def num_run_blocks(self, sequence: Sequence) -> int:
+        """Blocks reserved for a sequence, those included that the placement rounded up."""
+        return len(self._runs.get(sequence, ()))
+
+    def is_fragmented_for(self, sequence: Sequence) -> bool:
+        """Whether enough blocks are free for a sequence's reservation, but not in one run."""
+        count = self._num_reserved_blocks(sequence)
+        return count <= self._line.num_free and not self._line.fits(count)
+
+    # ---- getting and giving back ------------------------------------------------------------
+
+    def match(self, sequence: Sequence) -> PrefixMatch:
+        """Nothing: who waits holds nothing, and nothing is shared."""
+        return PrefixMatch(0, 0, ((),) * self.num_groups)
+
+    def num_blocks_to_admit(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Blocks that its reservation takes; more than are free where no hole takes it now.
+
+        How many more would help depends on where they lie: so it is one, until there is a hole.
+        """
+        count = self._num_reserved_blocks(sequence)
+        granted = self._line.granted(count)
+        return granted if self._line.fits(count) else max(granted, self.pool.num_free + 1)
+
+    def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int) -> list[BlockCopy]:
+        """Reserve a run and lay the tables into it; there is nothing to copy."""
+        sequence.num_admissions += 1
+        count = self._num_reserved_blocks(sequence)
+        run = self._line.take(count)
+        assert run is not None, "admit without a hole that is long enough"
+        self._runs[sequence] = run
+        for block in run[:count]:
+            self.pool.share(block, is_use=False)
+        num_blocks = count // self.num_groups
+        starts = run[:count:num_blocks]
+        sequence.block_tables = tuple(list(range(at, at + num_blocks)) for at in starts)
+        sequence.num_slots = num_blocks * self.block_size
+        return []
+
+    def grow(
+        self, sequence: Sequence, num_tokens: int, num_extra_blocks: int = 0
+    ) -> list[TableEdit] | None:
+        """Nothing to do: all slots are there since the admission."""
+        assert num_tokens <= sequence.num_slots, f"{sequence} outgrows its reservation"
+        return []
+
+    def num_kept_blocks(self, sequence: Sequence, num_wanted: int) -> int:
+        """0: a run is given back whole."""
+        return 0
+
+    def cut(self, sequence: Sequence, num_kept: int, after_step_id: int | None = None) -> int:
+        """Take the whole run if it is longer than num_kept blocks of each group.
+
+        Returns how many blocks became free, or will when step after_step_id has ended.
+        """
+        if num_kept * self.block_size >= sequence.num_slots:
+            return 0
+        run = self._runs.pop(sequence)
+        if after_step_id is None:
+            self._line.give_back(run)
+        else:
+            self._leaving.append((after_step_id, run))
+        return super().cut(sequence, 0, after_step_id)
+
+    def end_step(self, step_id: int) -> None:
+        """Release what steps up to step_id held."""
+        super().end_step(step_id)
+        for held_by, run in self._leaving:
+            if held_by <= step_id:
+                self._line.give_back(run)
+        self._leaving = [entry for entry in self._leaving if entry[0] > step_id]
+
+    def _num_reserved_blocks(self, sequence: Sequence) -> int:
+        return self.blocks_for(self._reserve(sequence, self._max_model_len))
+
+
+def make_memory(
+    kv_allocator: str, config: KVCacheConfig, max_model_len: int, placement: str = "buddy"
+) -> KVCacheManager:
+    """The manager that a name in KV_ALLOCATORS stands for. placement: of contiguous runs.
+
+    Raises ConfigurationError for other names, and as ContiguousKVCacheManager does.
+    """
+    if kv_allocator not in KV_ALLOCATORS:
+        known = ", ".join(sorted(KV_ALLOCATORS))
+        raise ConfigurationError(f"kv_allocator is {kv_allocator!r}, but must be one of {known}")
+    if kv_allocator == PAGED:
+        return KVCacheManager(config)
+    reservation = kv_allocator.removeprefix("contiguous_")
+    return ContiguousKVCacheManager(config, reservation, max_model_len, placement)

@@ -1,0 +1,373 @@
+"""In which order free blocks that still have content are taken again: the cache's eviction order.
+
+An order links block ids and knows their content keys and use counts; it knows no references,
+tokens or clocks. Called by `block_pool` alone. Every operation costs O(1) amortized per block.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from quire.core.memory.reuse_curve import MAX_AGE, NUM_CLASSES, ReuseCurve, bin_of
+from quire.errors import ConfigurationError
+
+ContentKey = tuple[int, bytes]
+"""(KV group, content hash)."""
+
+
+class EvictionOrder(Protocol):
+    """The free blocks with content, in the order in which they are taken.
+
+    The pool releases the tail of a chain first; of blocks that are alike, an order takes the one
+    released first, so that tails go before heads.
+    """
+
+    def add(self, block: int) -> None:
+        """A block with content was freed."""
+        ...
+
+    def revive(self, block: int) -> None:
+        """A block in the order is used again."""
+        ...
+
+    def drop(self, block: int) -> None:
+        """A block leaves the order, unused: its content is forgotten, or was pinned."""
+        ...
+
+    def take(self, count: int, evicted: list[ContentKey]) -> list[int]:
+        """Remove the first `count` blocks; there must be as many.
+
+        Their content keys move to the end of `evicted`.
+        """
+        ...
+
+    def recall(self, key: ContentKey) -> bool:
+        """A content was computed; returns whether it is known to have been evicted lately."""
+        ...
+
+    def block_ids(self) -> list[int]:
+        """All blocks in the order in which they would be taken. O(blocks); for checks."""
+        ...
+
+
+OrderFactory = Callable[[int, list[ContentKey | None], list[int]], EvictionOrder]
+"""(num_blocks, content key by block, number of uses by block) -> order. The lists are the
+pool's own; an order reads them, and clears the keys of what it gives to be taken."""
+
+
+class _Queues:
+    """Any number of queues over the block ids: intrusive rings, each with a sentinel of its own.
+
+    Invariant: a block is in one ring at most. Unlinking a block does not need to know its ring,
+    and two rings are joined by changing four links.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.following = list(range(num_blocks))
+        self.previous = list(range(num_blocks))
+        self._spare: list[int] = []
+
+    def new(self) -> int:
+        """The sentinel of an empty queue."""
+        if self._spare:
+            return self._spare.pop()
+        self.following.append(len(self.following))
+        self.previous.append(len(self.previous))
+        return len(self.following) - 1
+
+    def discard(self, queue: int) -> None:
+        """Give an empty queue's sentinel back."""
+        self._spare.append(queue)
+
+    def append(self, queue: int, block: int) -> None:
+        """Put a block at a queue's end."""
+        following, previous = self.following, self.previous
+        last = previous[queue]
+        following[last] = block
+        previous[block] = last
+        following[block] = queue
+        previous[queue] = block
+
+    def unlink(self, block: int) -> None:
+        """Take a block out of whichever queue it is in."""
+        before, after = self.previous[block], self.following[block]
+        self.following[before] = after
+        self.previous[after] = before
+
+    def take(
+        self, queue: int, count: int, content: list[ContentKey | None], evicted: list[ContentKey]
+    ) -> list[int]:
+        """Remove up to `count` blocks from a queue's front; their keys move to `evicted`."""
+        taken: list[int] = []
+        following = self.following
+        block = following[queue]
+        for _ in range(count):
+            if block == queue:
+                break
+            taken.append(block)
+            key = content[block]
+            assert key is not None
+            evicted.append(key)
+            content[block] = None
+            block = following[block]
+        following[queue] = block
+        self.previous[block] = queue
+        return taken
+
+    def move_all(self, source: int, target: int) -> None:
+        """Append all blocks of one queue to another, in O(1)."""
+        first, last = self.following[source], self.previous[source]
+        if first == source:
+            return
+        end = self.previous[target]
+        self.following[end] = first
+        self.previous[first] = end
+        self.following[last] = target
+        self.previous[target] = last
+        self.following[source] = self.previous[source] = source
+
+    def block_ids(self, queue: int) -> list[int]:
+        """A queue's blocks from the front."""
+        ids: list[int] = []
+        block = self.following[queue]
+        while block != queue:
+            ids.append(block)
+            block = self.following[block]
+        return ids
+
+
+class LruOrder:
+    """Least recently used first: one queue, in the order of release."""
+
+    def __init__(
+        self, num_blocks: int, content: list[ContentKey | None], num_uses: list[int]
+    ) -> None:
+        self._queues = _Queues(num_blocks)
+        self._queue = self._queues.new()
+        self._content = content
+        # Bound once: a method around them would cost as much again.
+        self.add = partial(self._queues.append, self._queue)
+        self.revive = self.drop = self._queues.unlink
+
+    def take(self, count: int, evicted: list[ContentKey]) -> list[int]:
+        """From the least recently released on."""
+        return self._queues.take(self._queue, count, self._content, evicted)
+
+    def recall(self, key: ContentKey) -> bool:
+        """Nothing is remembered."""
+        return False
+
+    def block_ids(self) -> list[int]:
+        """From the least recently released to the last."""
+        return self._queues.block_ids(self._queue)
+
+
+@dataclass(slots=True)
+class _Span:
+    """A queue of blocks of one class that were last released within the same epochs."""
+
+    queue: int
+    num_epochs: int
+    newest_epoch: int
+
+
+EPOCHS_PER_POOL = 8
+MIN_EPOCH = 256
+"""An epoch is as many evictions as an eighth of the pool has blocks, but at least so many, which
+bounds what its end costs for each of them."""
+EPOCHS_PER_LESSON = 4
+"""So often are the densities computed anew from the reuse curve."""
+SAMPLE_EVERY = 16
+"""Of so many released blocks (by id), one is followed by the reuse curve."""
+GHOSTS_PER_BLOCK = 2
+"""So many evicted contents are remembered in each of two generations, at about 100 bytes each."""
+
+
+class HitDensityOrder:
+    """Takes first what promises the fewest hits for the time that it stays.
+
+    Free blocks stand in queues by class (reused so far, or not) and by age, and the queue with the
+    lowest hit density (see `ReuseCurve.densities`) is taken from, its least recently released
+    block first. So proven contents outlive one-off ones, by as much as they are worth; and where
+    a pool is too small to hold new contents until their reuse is due (a user thinks before the
+    next turn), those that have waited longest stay and the newest go.
+
+    Ages need no work per block: a queue is closed with its epoch, and of every three closed ones
+    of equal width the two oldest are joined (an exponential histogram: Datar et al., SODA 2002).
+    So there are a few dozen queues, ranked once an epoch. Contents evicted lately are remembered,
+    two to four times as many as the pool has blocks, and come back as reused ones.
+
+    Invariant: `_ranking` lists all queues, and the closed ones before `_position` are empty.
+    """
+
+    def __init__(
+        self, num_blocks: int, content: list[ContentKey | None], num_uses: list[int]
+    ) -> None:
+        self._content = content
+        self._num_uses = num_uses
+        self._queues = _Queues(num_blocks)
+        self._following = self._queues.following
+        self._previous = self._queues.previous
+        self._curve = ReuseCurve()
+        # (class, epoch of last use) of sampled contents by digest, least recently used first.
+        self._samples: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        # Two generations of evicted contents; the older is dropped when the younger is full.
+        self._young_ghosts: set[bytes] = set()
+        self._old_ghosts: set[bytes] = set()
+        self._ghosts_per_generation = GHOSTS_PER_BLOCK * num_blocks
+        self._epoch_length = max(MIN_EPOCH, num_blocks // EPOCHS_PER_POOL)
+        self._num_left_in_epoch = self._epoch_length
+        self._current = [self._queues.new() for _ in range(NUM_CLASSES)]
+        self._closed: list[list[_Span]] = [[] for _ in range(NUM_CLASSES)]
+        self._densities = self._curve.densities()
+        self._rank()
+
+    def add(self, block: int) -> None:
+        """Behind the blocks of its class that were released in this epoch."""
+        following, previous = self._following, self._previous
+        queue = self._current[self._num_uses[block] > 0]
+        last = previous[queue]
+        following[last] = block
+        previous[block] = last
+        following[block] = queue
+        previous[queue] = block
+        if not block % SAMPLE_EVERY:
+            self._start_sample(block)
+
+    def revive(self, block: int) -> None:
+        """The curve learns from it, if it is sampled."""
+        self._queues.unlink(block)
+        if not block % SAMPLE_EVERY:
+            key = self._content[block]
+            assert key is not None
+            self._end_sample(key[1])
+
+    def drop(self, block: int) -> None:
+        """A sample goes on: the same content may be computed again."""
+        self._queues.unlink(block)
+
+    def take(self, count: int, evicted: list[ContentKey]) -> list[int]:
+        """From one queue after the other, in their ranking; moves the clock."""
+        following, content, ghosts = self._following, self._content, self._young_ghosts
+        taken: list[int] = []
+        queue = self._first_queue()
+        block = following[queue]
+        for _ in range(count):
+            if block == queue:
+                following[queue] = self._previous[queue] = queue
+                queue = self._first_queue()
+                block = following[queue]
+            taken.append(block)
+            key = content[block]
+            assert key is not None
+            evicted.append(key)
+            ghosts.add(key[1])
+            content[block] = None
+            block = following[block]
+        following[queue] = block
+        self._previous[block] = queue
+        self._num_left_in_epoch -= count
+        if self._num_left_in_epoch <= 0:
+            self._move_clock()
+        return taken
+
+    def recall(self, key: ContentKey) -> bool:
+        """Whether it is among the contents evicted last."""
+        digest = key[1]
+        if digest in self._samples:
+            self._end_sample(digest)
+        return digest in self._young_ghosts or digest in self._old_ghosts
+
+    def block_ids(self) -> list[int]:
+        """From the queue with the lowest density to that with the highest."""
+        return [block for queue in self._ranking for block in self._queues.block_ids(queue)]
+
+    def _first_queue(self) -> int:
+        following = self._following
+        for position, queue in self._current_ranks:  # only these can have filled up again
+            if position < self._position and following[queue] != queue:
+                return queue
+        while True:
+            queue = self._ranking[self._position]
+            if following[queue] != queue:
+                return queue
+            self._position += 1
+
+    def _start_sample(self, block: int) -> None:
+        key = self._content[block]
+        assert key is not None
+        if key[1] not in self._samples:  # the block of another group may stand for it
+            reuse_class = int(self._num_uses[block] > 0)
+            self._samples[key[1]] = (reuse_class, self._curve.epoch)
+            self._curve.start(reuse_class)
+
+    def _end_sample(self, digest: bytes) -> None:
+        sample = self._samples.pop(digest, None)
+        if sample is not None:
+            self._curve.reused(*sample)
+
+    def _move_clock(self) -> None:
+        if len(self._young_ghosts) >= self._ghosts_per_generation:
+            self._old_ghosts = self._young_ghosts
+            self._young_ghosts = set()
+        while self._num_left_in_epoch <= 0:
+            self._num_left_in_epoch += self._epoch_length
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        """O(queues), which is O(log(age of the oldest block))."""
+        for reuse_class, spans in enumerate(self._closed):
+            spans.append(_Span(self._current[reuse_class], 1, self._curve.epoch))
+            self._current[reuse_class] = self._queues.new()
+            self._compact(spans)
+        self._curve.next_epoch()
+        oldest_epoch = self._curve.epoch - MAX_AGE
+        while self._samples and next(iter(self._samples.values()))[1] < oldest_epoch:
+            self._samples.popitem(last=False)
+        self._rank()
+
+    def _compact(self, spans: list[_Span]) -> None:
+        """Drop empty spans, and join so that at most two have the same width; oldest first."""
+        for span in spans:
+            if self._following[span.queue] == span.queue:
+                self._queues.discard(span.queue)
+        spans[:] = [span for span in spans if self._following[span.queue] != span.queue]
+        last = len(spans) - 1
+        while last >= 2 and spans[last - 2].num_epochs == spans[last].num_epochs:
+            joined, younger = spans[last - 2], spans.pop(last - 1)
+            self._queues.move_all(younger.queue, joined.queue)
+            self._queues.discard(younger.queue)
+            joined.num_epochs *= 2
+            joined.newest_epoch = younger.newest_epoch
+            last -= 2
+
+    def _rank(self) -> None:
+        epoch = self._curve.epoch
+        if epoch % EPOCHS_PER_LESSON == 0:
+            self._densities = self._curve.densities()
+        ranked: list[tuple[float, int, int, int]] = []
+        for reuse_class, by_bin in enumerate(self._densities):
+            ranked.append((by_bin[0], reuse_class, 0, self._current[reuse_class]))
+            for span in self._closed[reuse_class]:
+                age = epoch - span.newest_epoch + (span.num_epochs - 1) // 2
+                ranked.append((by_bin[bin_of(age)], reuse_class, -age, span.queue))
+        self._ranking = [queue for *_, queue in sorted(ranked)]
+        self._current_ranks = [(self._ranking.index(queue), queue) for queue in self._current]
+        self._current_ranks.sort()
+        self._position = 0
+
+
+EVICTION_ORDERS: dict[str, OrderFactory] = {"hit_density": HitDensityOrder, "lru": LruOrder}
+
+# Ahead of LRU where memory is short, see docs/memory.md.
+DEFAULT_ORDER = "hit_density"
+
+
+def find_order(name: str) -> OrderFactory:
+    """The order of that name. Raises ConfigurationError with the names that there are."""
+    if name not in EVICTION_ORDERS:
+        known = ", ".join(sorted(EVICTION_ORDERS))
+        raise ConfigurationError(f"eviction is {name!r}, but must be one of {known}")
+    return EVICTION_ORDERS[name]

@@ -1,0 +1,310 @@
+"""Block tables by KV group: match, admit, grow, fork, cut, publish, free. The sole user of pool and
+prefix cache.
+
+A sequence's tables grow in all groups together, since every group stores every token. Blocks that
+a step in flight may still read are not freed with their sequence: their reference passes to that
+step and ends with it. So does that of a block from which the coming step copies.
+"""
+
+from dataclasses import dataclass
+
+from quire.core.kv_groups import KVGroup
+from quire.core.memory.block_pool import BlockPool
+from quire.core.memory.deferred_free import StepHolds
+from quire.core.memory.eviction import DEFAULT_ORDER, find_order
+from quire.core.memory.prefix_cache import Eviction, PrefixCache
+from quire.core.memory.prefix_index import PrefixIndex, PrefixMatch
+from quire.core.sequence import Sequence
+from quire.core.step import BlockCopy, EditKind, TableEdit
+
+# Of so many evicted blocks at least it is remembered when and for whom they went.
+MIN_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """What the memory is made of.
+
+    num_blocks: pages in the pool, shared by all groups. block_size: tokens in a block of one group.
+    secret: keys the content hashes (16 random bytes of the installation, or of this process).
+    eviction: which cached contents are forgotten first; a name in `core.eviction`.
+    """
+
+    groups: tuple[KVGroup, ...]
+    num_blocks: int
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    secret: bytes = b""
+    eviction: str = DEFAULT_ORDER
+
+
+class KVCacheManager:
+    """Gives blocks to sequences and takes them back.
+
+    Invariant: a block's reference count is the number of table entries that name it plus the number
+    of entries in `holds`; `invariants.check_memory` says so after any step.
+
+    is_paged: blocks lie anywhere and may be shared; a manager that can't do that says False.
+    """
+
+    is_paged = True
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        self.config = config
+        self.block_size = config.block_size
+        self.num_groups = len(config.groups)
+        self.pool = BlockPool(config.num_blocks, find_order(config.eviction))
+        self.cache = PrefixCache(
+            self.num_groups,
+            config.block_size,
+            config.secret,
+            num_remembered=max(config.num_blocks, MIN_REMEMBERED),
+        )
+        self.prefixes = PrefixIndex(
+            self.cache, self.pool, self.num_groups, config.enable_prefix_caching
+        )
+        self.holds = StepHolds(self.pool)
+        self.num_evicted_blocks = 0
+        self.now_s = 0.0  # set by the scheduler, for what is remembered of evictions
+
+    @property
+    def num_free_soon(self) -> int:
+        """Blocks that are free, or may be when the steps in flight have ended."""
+        return self.pool.num_free + self.holds.num_blocks
+
+    @property
+    def num_blocks_to_grow(self) -> int:
+        """Blocks that a sequence takes at once when it outgrows its tables; 0 if it never does."""
+        return self.num_groups
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Pages that num_tokens tokens of one sequence occupy, over all groups."""
+        return -(-num_tokens // self.block_size) * self.num_groups
+
+    def match(self, sequence: Sequence) -> PrefixMatch:
+        """What a waiting sequence could go on from; see `PrefixIndex.match`.
+
+        Copying a part of a free block takes one block more than computing it. Where that is one too
+        many it is left out, or a sequence that just fits would never be admitted.
+        """
+        match = self.prefixes.match(sequence)
+        num_free_parts = sum(self.pool.ref_count[block] == 0 for block in match.partial)
+        if num_free_parts and self.num_blocks_to_admit(sequence, match) > self.pool.num_free:
+            match = match._replace(
+                num_tokens=match.num_tokens // self.block_size * self.block_size,
+                partial=(),
+                num_revived=match.num_revived - num_free_parts,
+            )
+        return match
+
+    # ---- getting blocks ---------------------------------------------------------------------
+
+    def num_blocks_to_admit(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Free blocks that `admit` takes: new ones, and matched ones that nobody holds."""
+        num_there = sum(map(len, match.blocks)) + sum(map(len, sequence.block_tables))
+        needed = self.blocks_for(len(sequence.token_ids)) - num_there + match.num_revived
+        return needed + self.num_groups * self.must_copy_tail(sequence)
+
+    def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int) -> list[BlockCopy]:
+        """Complete a sequence's tables: what it holds, matched blocks, new ones for the rest.
+
+        Returns the copies of partly filled blocks, for the plan of step_id: until that has ended
+        their sources are held. The caller has checked num_blocks_to_admit.
+        """
+        pool = self.pool
+        for block in match.partial:
+            pool.share(block)
+        if not sequence.block_tables:
+            sequence.block_tables = tuple([] for _ in range(self.num_groups))
+        for table, ids in zip(sequence.block_tables, match.blocks, strict=True):
+            for block in ids:
+                pool.share(block)
+            table.extend(ids)
+        sequence.num_slots = len(sequence.block_tables[0]) * self.block_size
+        if sequence.num_admissions == 0:
+            self.prefixes.count(sequence, match)
+        sequence.num_admissions += 1
+        self._start_from(sequence, match)
+        copies: list[BlockCopy] = []
+        if self.must_copy_tail(sequence):
+            copies += self.copy_tail(sequence, step_id)[1]
+        edits = self.grow(sequence, len(sequence.token_ids))
+        assert edits is not None, "admit without enough free blocks"
+        num_full = match.num_tokens // self.block_size
+        self.prefixes.start_computing(sequence, num_full)
+        if match.partial:
+            targets = (table[num_full] for table in sequence.block_tables)
+            partial = [BlockCopy(*pair) for pair in zip(match.partial, targets, strict=True)]
+            self.holds.hold_copied(step_id, partial)
+            copies += partial
+        return copies
+
+    def _start_from(self, sequence: Sequence, match: PrefixMatch) -> None:
+        """Count what was matched as computed, and as written and published as far as it is."""
+        held, size = sequence.num_computed_tokens, self.block_size
+        num_written = max(held, match.num_written_tokens)
+        if sequence.num_published_blocks == held // size:
+            sequence.num_published_blocks = num_written // size
+        if sequence.num_written_tokens == held:
+            sequence.num_written_tokens = num_written
+        sequence.num_computed_tokens = match.num_tokens
+
+    def grow(
+        self, sequence: Sequence, num_tokens: int, num_extra_blocks: int = 0
+    ) -> list[TableEdit] | None:
+        """Make room for num_tokens tokens, and so many blocks more; all groups or none.
+
+        Returns what the row's table gains (row -1 without one), or None where the pool has too few
+        free blocks; then nothing was changed.
+        """
+        first = sequence.num_slots // self.block_size
+        missing = -(-num_tokens // self.block_size) - first
+        if missing <= 0:
+            return []
+        missing += num_extra_blocks
+        if missing * self.num_groups > self.pool.num_free:
+            return None
+        row = -1 if sequence.row is None else sequence.row
+        edits: list[TableEdit] = []
+        for group, table in enumerate(sequence.block_tables):
+            taken = self._take(missing, sequence)
+            table.extend(taken)
+            edits.append(TableEdit(row, group, EditKind.APPEND, first, tuple(taken)))
+        sequence.num_slots += missing * self.block_size
+        return edits
+
+    def must_copy_tail(self, sequence: Sequence) -> bool:
+        """Whether the partly filled block that the next token goes into has other holders."""
+        if not sequence.shares_tail:
+            return False
+        index, offset = divmod(sequence.num_computed_tokens, self.block_size)
+        ref_count, num_copied_from = self.pool.ref_count, self.holds.num_copied_from
+        sequence.shares_tail = bool(offset) and any(
+            ref_count[table[index]] - num_copied_from[table[index]] > 1
+            for table in sequence.block_tables
+        )
+        return sequence.shares_tail
+
+    def copy_tail(
+        self, sequence: Sequence, step_id: int
+    ) -> tuple[list[TableEdit], list[BlockCopy]]:
+        """Copy on write: replace the partly filled last block by a copy that is the sequence's own.
+
+        The caller has checked that a block of each group is free. The old one stays held until
+        step_id, which copies it, has ended.
+        """
+        row = -1 if sequence.row is None else sequence.row
+        index = sequence.num_computed_tokens // self.block_size
+        edits: list[TableEdit] = []
+        copies: list[BlockCopy] = []
+        for group, table in enumerate(sequence.block_tables):
+            target = self._take(1, sequence)[0]
+            source, table[index] = table[index], target
+            copies.append(BlockCopy(source, target))
+            edits.append(TableEdit(row, group, EditKind.REPLACE, index, (target,)))
+        self.holds.hold_copied(step_id, copies)
+        sequence.shares_tail = False
+        return edits, copies
+
+    def fork(self, child: Sequence, parent: Sequence) -> None:
+        """Give `child`, which holds nothing, all blocks of `parent` that have computed tokens."""
+        assert not child.block_tables, child
+        num_blocks = -(-parent.num_computed_tokens // self.block_size)
+        child.block_tables = tuple(table[:num_blocks] for table in parent.block_tables)
+        for table in child.block_tables:
+            for block in table:
+                self.pool.share(block, is_use=False)
+        self._take_counts(child, parent)
+
+    def refork(self, child: Sequence, parent: Sequence) -> None:
+        """`fork` for a child that holds blocks already, of an ancestor that both have in common:
+        only what comes after those changes hands."""
+        num_blocks = -(-parent.num_computed_tokens // self.block_size)
+        self.prefixes.stop_computing(child, child.num_published_blocks, child.num_registered_blocks)
+        for table, theirs in zip(child.block_tables, parent.block_tables, strict=True):
+            same = min(len(table), num_blocks)
+            while same and table[same - 1] != theirs[same - 1]:
+                same -= 1
+            for block in theirs[same:num_blocks]:
+                self.pool.share(block, is_use=False)
+            for block in reversed(table[same:]):
+                self.pool.release(block)
+            table[same:] = theirs[same:num_blocks]
+        self._take_counts(child, parent)
+
+    def _take_counts(self, child: Sequence, parent: Sequence) -> None:
+        child.num_slots = len(child.block_tables[0]) * self.block_size
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_written_tokens = parent.num_written_tokens
+        child.num_published_blocks = parent.num_published_blocks
+        child.num_registered_blocks = 0
+        child.chain[:], child.chain_tokens[:] = parent.chain, parent.chain_tokens
+        child.public_chain[:] = parent.public_chain
+        child.shares_tail = parent.shares_tail = parent.num_computed_tokens % self.block_size != 0
+
+    def _take(self, count: int, sequence: Sequence) -> list[int]:
+        taken, evicted = self.pool.take(count)
+        if evicted:
+            self.num_evicted_blocks += len(evicted)
+            self.cache.remove_run(evicted, Eviction(self.now_s, sequence.request_id))
+        return taken
+
+    # ---- giving blocks back -----------------------------------------------------------------
+
+    def num_kept_blocks(self, sequence: Sequence, num_wanted: int) -> int:
+        """How many blocks of each group are left when so many at the end are cut that num_wanted
+        become free; 0 if even all would not do."""
+        ref_count = self.pool.ref_count
+        kept = sequence.num_slots // self.block_size
+        while kept and num_wanted > 0:
+            kept -= 1
+            num_wanted -= sum(ref_count[table[kept]] == 1 for table in sequence.block_tables)
+        return 0 if num_wanted > 0 else kept
+
+    def cut(self, sequence: Sequence, num_kept: int, after_step_id: int | None = None) -> int:
+        """Take the blocks from num_kept on, of each group; returns how many became free, or will
+        when step after_step_id has ended.
+
+        The chain's tail goes first, so that it is evicted before the prefix that others share.
+        """
+        if num_kept * self.block_size >= sequence.num_slots:
+            return 0
+        self.prefixes.stop_computing(
+            sequence, sequence.num_published_blocks, sequence.num_registered_blocks
+        )
+        cut = [table[num_kept:] for table in sequence.block_tables]
+        for table in sequence.block_tables:
+            del table[num_kept:]
+        blocks: list[int] = [block for at in zip(*map(reversed, cut), strict=True) for block in at]
+        sequence.num_slots = slots = num_kept * self.block_size
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, slots)
+        sequence.num_written_tokens = min(sequence.num_written_tokens, slots)
+        sequence.num_published_blocks = min(sequence.num_published_blocks, num_kept)
+        ref_count = self.pool.ref_count
+        num_freed: int = sum(ref_count[block] == 1 for block in blocks)
+        if after_step_id is None:
+            self.pool.release_all(blocks)
+        else:
+            self.holds.hold(after_step_id, blocks)
+        return num_freed
+
+    def free(self, sequence: Sequence, after_step_id: int | None = None) -> None:
+        """Take all blocks of a sequence back, at once or when step after_step_id has ended.
+
+        What its last block holds stays findable too, if it is only partly filled: unless it comes
+        with a copy that is yet to be made, which would not come if the step fails.
+        """
+        index = sequence.num_written_tokens // self.block_size
+        last = [table[index] for table in sequence.block_tables if index < len(table)]
+        if not any(map(self.holds.is_incomplete, last)):
+            self.prefixes.publish_tail(sequence)
+        self.cut(sequence, 0, after_step_id)
+        sequence.block_tables = ()
+
+    def publish(self, sequence: Sequence, num_written_tokens: int) -> None:
+        """Make the full blocks among the first num_written_tokens findable by their content."""
+        self.prefixes.publish(sequence, num_written_tokens)
+
+    def end_step(self, step_id: int) -> None:
+        """Release what steps up to step_id held."""
+        self.holds.end_step(step_id)

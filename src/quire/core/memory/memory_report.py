@@ -1,0 +1,256 @@
+"""Where every byte of the KV memory is. By `block_map` also: what each block is doing.
+
+Every block of the pool counts once, however many hold it:
+
+    useful      slots with keys and values of computed tokens
+    unfilled    the empty slots of partly filled blocks
+    reserved    blocks that somebody holds without a computed token in them
+    in flight   blocks that nobody holds but steps in flight, which may still read or copy them
+    cached      free blocks whose content a prompt may find
+    free        the rest
+
+Reads a manager and the sequences that live, changes nothing. Costs O(held blocks): for people who
+ask and benchmarks that sample, never for a step. Called by `engine.engine`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from quire.core.memory.contiguous import ContiguousKVCacheManager
+from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.sequence import Sequence
+from quire.core.step import HOLE_BLOCK
+
+PARTS = ("useful", "unfilled", "reserved", "in_flight", "cached", "free")
+HELD_PARTS = PARTS[:4]
+
+_BAR_WIDTH = 40
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True)
+class TenantMemory:
+    """What the sequences of one tenant hold, in bytes.
+
+    A block with several holders is split evenly among them, so that the parts of all tenants add up
+    to those of the whole. num_sequences: of this tenant, with blocks.
+    """
+
+    num_sequences: int
+    useful_bytes: float
+    unfilled_bytes: float
+    reserved_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes of the KV memory by what they do; see the module's text. `print` shows a table.
+
+    Tokens that a step in flight computes count as computed.
+
+    lookahead_bytes: of reserved_bytes, what is reserved for tokens that are not known yet; the
+        others wait for known tokens to be computed.
+    saved_bytes: what the same holders would take besides if none shared a block with another.
+    tenants: by name; that of requests without one is "".
+    """
+
+    useful_bytes: int
+    unfilled_bytes: int
+    reserved_bytes: int
+    in_flight_bytes: int
+    cached_bytes: int
+    free_bytes: int
+    lookahead_bytes: int
+    saved_bytes: int
+    tenants: dict[str, TenantMemory]
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by PARTS, which add up to total_bytes."""
+        return {name: getattr(self, f"{name}_bytes") for name in PARTS}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def useful_share(self) -> float | None:
+        """Useful bytes of those that are held: neither cached nor free. None where none are."""
+        return useful_share(self.parts)
+
+    @property
+    def saved_share(self) -> float:
+        """Saved bytes of those that tables would take without sharing; 0 where they take none."""
+        alone = self.useful_bytes + self.unfilled_bytes + self.reserved_bytes + self.saved_bytes
+        return self.saved_bytes / alone if alone else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it by name, as JSON can hold it."""
+        return {
+            "total_bytes": self.total_bytes,
+            **{f"{name}_bytes": num_bytes for name, num_bytes in self.parts.items()},
+            "lookahead_bytes": self.lookahead_bytes,
+            "saved_bytes": self.saved_bytes,
+            "useful_share": self.useful_share,
+            "saved_share": self.saved_share,
+            "tenants": {
+                name: {
+                    "num_sequences": one.num_sequences,
+                    "useful_bytes": one.useful_bytes,
+                    "unfilled_bytes": one.unfilled_bytes,
+                    "reserved_bytes": one.reserved_bytes,
+                }
+                for name, one in self.tenants.items()
+            },
+        }
+
+    def __str__(self) -> str:
+        lines = [memory_table(self.parts, self.saved_bytes)]
+        if any(self.tenants):
+            lines += [
+                f"{name or '(no tenant)'}: {one.num_sequences} sequences,"
+                f" useful {format_bytes(one.useful_bytes)},"
+                f" unfilled {format_bytes(one.unfilled_bytes)},"
+                f" reserved {format_bytes(one.reserved_bytes)}"
+                for name, one in sorted(self.tenants.items())
+            ]
+        return "\n".join(lines)
+
+
+class Holdings:
+    """What tables hold: an intermediate of the report and of the block map.
+
+    num_entries: block -> table entries that name it. fill: block -> computed tokens in it, of the
+    holder that has most; blocks without any are not in it. lookahead: blocks for unknown tokens.
+    """
+
+    def __init__(self, memory: KVCacheManager, live: Iterable[Sequence]) -> None:
+        self.num_entries: Counter[int] = Counter()
+        self.fill: dict[int, int] = {}
+        self.lookahead: set[int] = set()
+        self.by_tenant: dict[str, Counter[int]] = {}
+        self.num_sequences: Counter[str] = Counter()
+        self.num_rounded_blocks: Counter[str] = Counter()
+        self._size = memory.block_size
+        for sequence in live:
+            if sequence.block_tables:
+                self._add(sequence)
+                self.num_rounded_blocks[sequence.tenant] += _num_rounded_blocks(memory, sequence)
+        for counts in (self.num_entries, self.fill, *self.by_tenant.values()):
+            counts.pop(HOLE_BLOCK, None)
+        self.lookahead -= self.fill.keys()
+
+    def _add(self, sequence: Sequence) -> None:
+        size, fill = self._size, self.fill
+        num_full, offset = divmod(sequence.num_computed_tokens, size)
+        num_known = -(-sequence.num_tokens // size)
+        counts = self.by_tenant.setdefault(sequence.tenant, Counter())
+        self.num_sequences[sequence.tenant] += 1
+        for table in sequence.block_tables:
+            self.num_entries.update(table)
+            counts.update(table)
+            fill.update(dict.fromkeys(table[:num_full], size))
+            if offset:
+                fill[table[num_full]] = max(offset, fill.get(table[num_full], 0))
+            self.lookahead.update(table[num_known:])
+
+    def tenant_slots(self, tenant: str) -> tuple[float, float, float]:
+        """Its useful, unfilled and reserved slots, each block split evenly among its entries."""
+        size, counts = self._size, self.by_tenant[tenant]
+        useful = unfilled = reserved = 0.0
+        # Alike blocks are counted first, without a Python step for each: there may be 100,000s.
+        fills, num_entries = map(self.fill.get, counts), map(self.num_entries.get, counts)
+        alike = Counter(zip(counts.values(), num_entries, fills, strict=True))
+        for (count, num_all, num_filled), num_blocks in alike.items():
+            assert num_all is not None, "a tenant's entries are among all entries"
+            part = num_blocks * count / num_all
+            if num_filled:
+                useful += part * num_filled
+                unfilled += part * (size - num_filled)
+            else:
+                reserved += part * size
+        return useful, unfilled, reserved + self.num_rounded_blocks[tenant] * size
+
+
+def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryReport:
+    """The ledger as it is now. live: all that may hold blocks, whether they run or wait.
+
+    What a contiguous allocator rounds a run up by is free to the pool, but counts as reserved.
+    """
+    holdings = Holdings(memory, live)
+    pool, size = memory.pool, memory.block_size
+    block_bytes = memory.config.groups[0].bytes_per_block
+    in_flight = set(memory.holds.blocks()) - holdings.num_entries.keys()
+    contents = map(pool.content.__getitem__, chain(in_flight, holdings.num_entries))
+    num_cached = len(memory.cache) - sum(content is not None for content in contents)
+    num_rounded = holdings.num_rounded_blocks.total()
+    num_rounded_leaving = _num_rounded_in_all(memory) - num_rounded
+    num_filled_blocks, num_held = len(holdings.fill), len(holdings.num_entries)
+    num_lookahead = len(holdings.lookahead) + num_rounded
+    useful_bytes = sum(holdings.fill.values()) * block_bytes // size
+    return MemoryReport(
+        useful_bytes=useful_bytes,
+        unfilled_bytes=num_filled_blocks * block_bytes - useful_bytes,
+        reserved_bytes=(num_held - num_filled_blocks + num_rounded) * block_bytes,
+        in_flight_bytes=(len(in_flight) + num_rounded_leaving) * block_bytes,
+        cached_bytes=num_cached * block_bytes,
+        free_bytes=(pool.num_free - num_cached - num_rounded - num_rounded_leaving) * block_bytes,
+        lookahead_bytes=num_lookahead * block_bytes,
+        saved_bytes=(holdings.num_entries.total() - num_held) * block_bytes,
+        tenants={
+            name: TenantMemory(
+                holdings.num_sequences[name],
+                *(slots * block_bytes / size for slots in holdings.tenant_slots(name)),
+            )
+            for name in holdings.by_tenant
+        },
+    )
+
+
+def useful_share(parts: Mapping[str, float]) -> float | None:
+    """Useful bytes of those that are held; None where none are. parts: by PARTS."""
+    num_held = sum(parts[name] for name in HELD_PARTS)
+    return parts["useful"] / num_held if num_held else None
+
+
+def memory_table(parts: Mapping[str, float], saved_bytes: float) -> str:
+    """Parts as lines with bars, and what is to say of the whole. parts: bytes by PARTS."""
+    total = sum(parts.values())
+    lines = [
+        f"{name.replace('_', ' '):<10}{format_bytes(num_bytes):>12}{num_bytes / total:>8.1%}"
+        f"  {'#' * round(_BAR_WIDTH * num_bytes / total)}".rstrip()
+        for name, num_bytes in parts.items()
+    ]
+    lines.append(f"{'total':<10}{format_bytes(total):>12}")
+    share = useful_share(parts)
+    if share is not None:
+        lines.append(
+            f"{share:.1%} of what is held is useful; sharing saves {format_bytes(saved_bytes)}"
+        )
+    return "\n".join(lines)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size for people: three digits or more, with the unit."""
+    power = 0
+    while num_bytes >= 1024 and power < len(_UNITS) - 1:
+        num_bytes /= 1024
+        power += 1
+    return f"{num_bytes:.1f} {_UNITS[power]}" if power else f"{num_bytes:.0f} B"
+
+
+def _num_rounded_blocks(memory: KVCacheManager, sequence: Sequence) -> int:
+    """What the allocator gave a sequence beyond its tables: free to the pool, but not to others."""
+    if not isinstance(memory, ContiguousKVCacheManager):
+        return 0
+    return memory.num_run_blocks(sequence) - sum(map(len, sequence.block_tables))
+
+
+def _num_rounded_in_all(memory: KVCacheManager) -> int:
+    """The same of all runs, those included whose sequence has ended but not its last step."""
+    if not isinstance(memory, ContiguousKVCacheManager):
+        return 0
+    return memory.pool.num_free - memory.num_free_on_line

@@ -1,0 +1,1 @@
+"""Beam search: the search itself, and its forks in the scheduler."""

@@ -1,0 +1,90 @@
+"""The accounting laws, checkable after any step. For tests and the simulator; costs O(everything).
+
+Every block is accounted for exactly once: free, or held with a reference count that equals its
+holders (table entries and steps in flight). Every row is free or owned once.
+"""
+
+from collections import Counter
+
+from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.scheduling.scheduler import Scheduler
+from quire.core.sequence import Sequence, SequenceState
+from quire.core.step import HOLE_BLOCK
+
+
+def check_memory(memory: KVCacheManager, live: list[Sequence]) -> None:
+    """Raise AssertionError unless pool, cache and the tables of `live` sequences agree."""
+    pool = memory.pool
+    holders = Counter(memory.holds.blocks())
+    assert memory.holds.num_blocks == holders.total()
+    for sequence in live:
+        for table in sequence.block_tables:
+            holders.update(block for block in table if block != HOLE_BLOCK)
+    counts = {block: count for block, count in enumerate(pool.ref_count) if count}
+    assert counts == dict(holders), _difference(counts, holders)
+    free = pool.free_ids()
+    assert len(free) == len(set(free)) == pool.num_free
+    assert not set(free) & set(counts), "a held block is in the free list"
+    assert len(free) + len(counts) == pool.num_blocks
+    found = {
+        block: (group, digest)
+        for group in range(memory.num_groups)
+        for digest, block in memory.cache.entries(group).items()
+    }
+    named = {block: key for block, key in enumerate(pool.content) if key is not None}
+    assert found == named, "the prefix cache and the pool disagree on contents"
+    memory.cache.check()
+
+
+def check_sequence(sequence: Sequence, block_size: int) -> None:
+    """Raise AssertionError unless the sequence's own counts agree."""
+    assert (sequence.row is not None) == (sequence.state is SequenceState.RUNNING), sequence
+    assert not sequence.block_tables or sequence.state is not SequenceState.WAITING, sequence
+    for table in sequence.block_tables:
+        assert len(table) * block_size == sequence.num_slots, sequence
+    assert sequence.num_computed_tokens <= sequence.num_tokens, sequence
+    assert sequence.num_computed_tokens <= sequence.num_slots, sequence
+    assert sequence.num_written_tokens <= sequence.num_computed_tokens, sequence
+    assert sequence.num_published_blocks * block_size <= sequence.num_computed_tokens, sequence
+    assert len(sequence.token_ids) <= sequence.max_num_tokens, sequence
+    if sequence.state is SequenceState.PREEMPTED:
+        kept = -(-sequence.num_computed_tokens // block_size) * block_size
+        assert sequence.num_slots == kept, f"{sequence} keeps blocks that it did not compute"
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Raise AssertionError unless all laws hold between two calls of the scheduler."""
+    residents, waiting = scheduler.residents, list(scheduler.waiting)
+    live = [*residents.running, *waiting]
+    assert len(live) == len({id(sequence) for sequence in live})
+    assert all(one.state is SequenceState.RUNNING for one in residents.running)
+    preempted = [one for one in waiting if one.state is SequenceState.PREEMPTED]
+    assert all(one.state is SequenceState.WAITING for one in waiting if one not in preempted)
+    assert set(preempted) == set(residents.preempted)
+    for ordered in (residents.running, residents.preempted):
+        assert ordered == sorted(ordered, key=lambda sequence: sequence.rank)
+    rows = [*(one.row for one in residents.running), *residents.free_rows]
+    assert sorted(row for row in rows if row is not None) == list(
+        range(scheduler.config.max_num_seqs)
+    )
+    for sequence in live:
+        check_sequence(sequence, scheduler.memory.block_size)
+        assert all(child.parent is sequence for child in sequence.forks), sequence
+        assert sequence.parent is None or not sequence.parent.is_finished, sequence
+    check_memory(scheduler.memory, live)
+
+
+def check_idle(scheduler: Scheduler) -> None:
+    """Raise AssertionError unless nothing is left: at the end of any workload."""
+    assert not scheduler.has_unfinished and scheduler.num_steps_in_flight == 0
+    assert scheduler.memory.pool.num_held == 0, f"{scheduler.memory.pool.num_held} blocks held"
+    check_scheduler(scheduler)
+
+
+def _difference(counts: dict[int, int], holders: Counter[int]) -> str:
+    wrong = {
+        block: (counts.get(block, 0), holders.get(block, 0))
+        for block in counts.keys() | holders.keys()
+        if counts.get(block, 0) != holders.get(block, 0)
+    }
+    return f"blocks whose reference count differs from their holders (count, holders): {wrong}"

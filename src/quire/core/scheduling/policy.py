@@ -1,0 +1,341 @@
+"""Ordering keys: who goes first, and from the other end, who gives way.
+
+A policy orders and does nothing else: budget, admission, allocation and preemption are the
+scheduler's. It knows no blocks, no rows and no queue; one object serves one scheduler and may learn
+from what the scheduler tells it. A new one is a class with one method and a line in POLICIES:
+
+    class ShortestPromptPolicy(Policy):
+        def rank(self, sequence: Sequence, now_s: float) -> Rank:
+            return (sequence.num_prompt_tokens,)
+
+    POLICIES["shortest_prompt"] = ShortestPromptPolicy
+
+Progress rests on this: the rank of a sequence that has ever run never changes again. One that never
+ran may be ranked anew (`reranks`); where it may also take from running ones (`can_outrank`), its
+rank may only move a bounded number of times, or two could take from each other for ever.
+"""
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from quire.core.request import FinishReason
+from quire.core.scheduling.output_length import OutputLengthPredictor
+from quire.core.sequence import Sequence, SequenceState
+from quire.errors import ConfigurationError
+
+Rank = tuple[float, ...]
+Bucket = str | None
+
+
+class Policy(ABC):
+    """What a scheduler asks of an order, and what it tells it.
+
+    can_outrank: whether a sequence that never ran may take blocks and rows from running ones that
+        it outranks. (One that was preempted always may: else the first-ranked could wait for ever.)
+    reranks: whether `rank` of a few waiting sequences is read anew before each step.
+    reads_matches: whether `sequence.num_matched_tokens` (tokens that the prefix cache would give it
+        now) must be set before `rank` is read.
+    reads_priority, reads_deadline: whether a request's `priority` or `deadline_s` counts; where it
+        does not, a request that has one is refused, so that none is ignored.
+    counts_service, counts_steps: whether `on_service`, `on_step` are called.
+
+    Whoever needs no hook leaves it as it is: it does nothing.
+    """
+
+    can_outrank: bool = False
+    reranks: bool = False
+    reads_matches: bool = False
+    reads_priority: bool = False
+    reads_deadline: bool = False
+    counts_service: bool = False
+    counts_steps: bool = False
+
+    @abstractmethod
+    def rank(self, sequence: Sequence, now_s: float) -> Rank:
+        """The key of a sequence that never ran; smaller first. Ties are broken by arrival.
+
+        Read once, when its `arrival_s` and `order` are set; and again while it waits if `reranks`.
+        """
+
+    def rank_admitted(self, sequence: Sequence) -> Rank | None:
+        """On first admission (a fork that joins included): its rank from then on. None: keep it."""
+        return None
+
+    def bucket(self, sequence: Sequence) -> Bucket:
+        """Those of one bucket wait in rank order; which bucket is next, `bucket_key` says."""
+        return None
+
+    def bucket_key(self, bucket: Bucket) -> float:
+        """Smaller first, ties by the rank of their first. Read anew for each choice."""
+        return 0.0
+
+    def on_enter(self, sequence: Sequence, now_s: float) -> None:  # noqa: B027
+        """It came to wait for the first time; called before its rank is read."""
+
+    def on_leave(self, sequence: Sequence) -> None:  # noqa: B027
+        """It ended, wherever it was; its `finish_reason` says how."""
+
+    def on_service(  # noqa: B027
+        self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int
+    ) -> None:
+        """It got service. Called with the prompt tokens of a chunk when the chunk is planned, on
+        admission before the next choice, so that one choice weighs on the next; and with the output
+        tokens when they come. Tokens from the cache or computed again are not service."""
+
+    def on_step(self, now_s: float) -> None:  # noqa: B027
+        """A step is planned."""
+
+
+class FcfsPolicy(Policy):
+    """First come, first served."""
+
+    def rank(self, sequence: Sequence, now_s: float) -> Rank:
+        return ()
+
+
+class PriorityPolicy(Policy):
+    """The smaller priority number first, and `ageing_s` of waiting are worth one number.
+
+    All age alike, so the order of two never changes and the key is static: priority +
+    arrival_s / ageing_s. Bound on waiting: with p_min the smallest number in use, one of number p
+    that came at t is outranked only by those that came before t + (p - p_min) * ageing_s. From
+    then on it waits for those alone, and under a load that fits they end.
+    """
+
+    can_outrank = True
+    reads_priority = True
+
+    def __init__(self, ageing_s: float = 60.0) -> None:
+        """Raises ConfigurationError for an ageing_s that isn't above 0 (infinity: no ageing)."""
+        self.ageing_s = _positive("ageing_s", ageing_s)
+
+    def rank(self, sequence: Sequence, now_s: float) -> Rank:
+        return (sequence.priority + sequence.arrival_s / self.ageing_s,)
+
+
+class LongestPrefixPolicy(Policy):
+    """The longest cached prefix first, and a second of waiting is worth `wait_tokens_per_s`.
+
+    What is in the cache now costs little to serve now, and may be evicted later. Nobody starves:
+    one that came at t is outranked only by those that came before t + max_model_len /
+    wait_tokens_per_s, since no match is longer than the model's context.
+    """
+
+    reranks = True
+    reads_matches = True
+
+    def __init__(self, wait_tokens_per_s: float = 1000.0) -> None:
+        """Raises ConfigurationError for a wait_tokens_per_s that isn't above 0."""
+        self.wait_tokens_per_s = _positive("wait_tokens_per_s", wait_tokens_per_s)
+
+    def rank(self, sequence: Sequence, now_s: float) -> Rank:
+        return (sequence.arrival_s * self.wait_tokens_per_s - sequence.num_matched_tokens,)
+
+
+@dataclass(slots=True)
+class _Account:
+    """A tenant's virtual token counter, its sequences that wait for first admission, and how many
+    it has in all."""
+
+    counter: float
+    backlog: set[Sequence] = field(default_factory=set)
+    num_present: int = 0
+
+
+class FairPolicy(Policy):
+    """Equal service to tenants, by a virtual token counter each (VTC).
+
+    Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, algorithm 2: the tenant with
+    the smallest counter is admitted next; what it gets is added to its counter, `prompt_weight` for
+    a prompt token and `output_weight` for an output token (the paper's 1 and 2). A tenant that
+    begins to wait is lifted to the smallest counter of those that wait, so that idle time is no
+    credit; if nobody waits, to the counter of the last that did. Of two tenants that both wait, the
+    services differ by at most 2 * max(prompt_weight * longest prompt, output_weight * tokens in
+    memory), however long it lasts and whatever each sends (theorem 4.4).
+
+    Sequences that ran keep the order of their first admission, before all that never ran.
+
+    Invariant: counters of tenants that wait are at least `_floor`, which never falls. So a tenant
+    that has gone and is not above it may be forgotten: it would come back lifted to it.
+    """
+
+    counts_service = True
+
+    def __init__(self, prompt_weight: float = 1.0, output_weight: float = 2.0) -> None:
+        """Raises ConfigurationError for a weight that isn't above 0."""
+        self.prompt_weight = _positive("prompt_weight", prompt_weight)
+        self.output_weight = _positive("output_weight", output_weight)
+        self._accounts: dict[str, _Account] = {}
+        self._floor = 0.0
+        self._num_admitted = 0
+        self._forget_above = 64
+
+    def rank(self, sequence: Sequence, now_s: float) -> Rank:
+        return (0.0,)
+
+    def rank_admitted(self, sequence: Sequence) -> Rank | None:
+        self._end_wait(sequence)
+        self._num_admitted += 1
+        return (-1.0, float(self._num_admitted))
+
+    def bucket(self, sequence: Sequence) -> Bucket:
+        """None: those that ran before."""
+        return sequence.tenant if sequence.state is SequenceState.WAITING else None
+
+    def bucket_key(self, bucket: Bucket) -> float:
+        return -math.inf if bucket is None else self._accounts[bucket].counter
+
+    def counter(self, tenant: str) -> float:
+        """The weighted tokens that a tenant counts as served."""
+        account = self._accounts.get(tenant)
+        return self._floor if account is None else account.counter
+
+    def on_enter(self, sequence: Sequence, now_s: float) -> None:
+        account = self._account(sequence.tenant)
+        if not account.backlog:
+            waiting = [one.counter for one in self._accounts.values() if one.backlog]
+            self._floor = max(self._floor, min(waiting, default=self._floor))
+            account.counter = max(account.counter, self._floor)
+        account.backlog.add(sequence)
+        account.num_present += 1
+
+    def on_leave(self, sequence: Sequence) -> None:
+        self._end_wait(sequence)
+        self._account(sequence.tenant).num_present -= 1
+
+    def on_service(
+        self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int
+    ) -> None:
+        self._account(sequence.tenant).counter += (
+            self.prompt_weight * num_prompt_tokens + self.output_weight * num_output_tokens
+        )
+
+    def _account(self, tenant: str) -> _Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            if len(self._accounts) >= self._forget_above:
+                self._forget_idle()
+            account = self._accounts[tenant] = _Account(self._floor)
+        return account
+
+    def _end_wait(self, sequence: Sequence) -> None:
+        """It doesn't wait for its first admission any more, if it did."""
+        account = self._account(sequence.tenant)
+        if sequence not in account.backlog:
+            return
+        account.backlog.remove(sequence)
+        if not any(one.backlog for one in self._accounts.values()):
+            self._floor = max(self._floor, account.counter)
+
+    def _forget_idle(self) -> None:
+        """Drop who has gone with no debt; the work is spread over the tenants that came since."""
+        self._accounts = {
+            tenant: account
+            for tenant, account in self._accounts.items()
+            if account.num_present or account.counter > self._floor
+        }
+        self._forget_above = 2 * len(self._accounts) + 64
+
+
+class DeadlinePolicy(Policy):
+    """The earliest deadline first, as long as it can be met.
+
+    Whether it can is judged while the sequence waits for its first admission: an output token takes
+    a step, a prompt one step for each `chunk_tokens`, how long a step takes is learned from those
+    planned, and how many outputs come from those that ended. One that would be late moves behind,
+    once, and stays there: its time is better spent on one that can still be met.
+
+    Nobody starves, for all stand on one line of deadlines: one without a deadline counts as due
+    `patience_s` after it came, a late one after twice that. (So they go behind every deadline that
+    is shorter.) At that moment the line moves past them and nobody new goes ahead.
+    """
+
+    can_outrank = True
+    reads_deadline = True
+    reranks = True
+    counts_steps = True
+    STEP_WEIGHT = 0.1
+
+    def __init__(self, patience_s: float = 3600.0, chunk_tokens: int = 2048) -> None:
+        """chunk_tokens: prompt tokens that a step computes, about max_num_batched_tokens.
+        Raises ConfigurationError for one that isn't above 0."""
+        self.patience_s = _positive("patience_s", patience_s)
+        self.chunk_tokens = _positive("chunk_tokens", chunk_tokens)
+        self.lengths = OutputLengthPredictor()
+        self.step_s: float | None = None
+        self._planned_s: float | None = None
+        self._num_present = 0
+        self._late: set[Sequence] = set()
+
+    def rank(self, sequence: Sequence, now_s: float) -> Rank:
+        if sequence.deadline_s is None:
+            return (sequence.arrival_s + self.patience_s,)
+        if now_s + self._needed_s(sequence) > sequence.deadline_s:
+            self._late.add(sequence)
+        if sequence in self._late:
+            return (max(sequence.deadline_s, sequence.arrival_s + 2 * self.patience_s),)
+        return (sequence.deadline_s,)
+
+    def on_enter(self, sequence: Sequence, now_s: float) -> None:
+        self._num_present += 1
+
+    def on_leave(self, sequence: Sequence) -> None:
+        self._num_present -= 1
+        self._late.discard(sequence)
+        ended = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if ended and not sequence.is_beam:  # a search's length is not known of one of its beams
+            self.lengths.observe(sequence.num_output_tokens)
+        if self._num_present == 0:
+            self._planned_s = None  # what follows until the next step is idleness
+
+    def on_step(self, now_s: float) -> None:
+        if self._planned_s is not None:
+            step_s = now_s - self._planned_s
+            known_s = step_s if self.step_s is None else self.step_s
+            self.step_s = known_s + self.STEP_WEIGHT * (step_s - known_s)
+        self._planned_s = now_s
+
+    def _needed_s(self, sequence: Sequence) -> float:
+        """The time from its admission to its end, if it runs without a break."""
+        if self.step_s is None:
+            return 0.0
+        limit = sequence.max_num_tokens - sequence.num_prompt_tokens
+        num_steps = sequence.num_prompt_tokens / self.chunk_tokens
+        return self.step_s * (num_steps + self.lengths.expected_remaining(0, limit))
+
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "fcfs": FcfsPolicy,
+    "priority": PriorityPolicy,
+    "fair": FairPolicy,
+    "longest_prefix": LongestPrefixPolicy,
+    "deadline": DeadlinePolicy,
+}
+
+
+def find_policy(name: str, options: Mapping[str, float] | None = None) -> Policy:
+    """A fresh policy of that name.
+
+    options: arguments of its constructor, by name; its defaults where None. Raises
+    ConfigurationError, with the names that there are, for a name or an option that is not known.
+    """
+    if name not in POLICIES:
+        known = ", ".join(sorted(POLICIES))
+        raise ConfigurationError(f"scheduling_policy is {name!r}, but must be one of {known}")
+    known_options = inspect.signature(POLICIES[name]).parameters
+    for option in options or {}:
+        if option not in known_options:
+            known = ", ".join(known_options) or "none"
+            raise ConfigurationError(
+                f"policy {name!r} has no option {option!r}; its options: {known}"
+            )
+    return POLICIES[name](**(options or {}))
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise ConfigurationError(f"{name} is {value}, but must be above 0")
+    return value

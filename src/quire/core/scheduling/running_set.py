@@ -1,0 +1,236 @@
+"""Who has a row, who keeps blocks without one, and how blocks are taken back from them.
+
+Used by the scheduler alone, which decides for whom.
+
+Progress: the ranks of sequences that ever ran are a total order that never changes. Whoever needs
+blocks takes them from those that it outranks: first what they reserved ahead, then the prefixes
+that preempted ones still hold, then the tails of running ones, always from the last-ranked on. So
+the first-ranked can have the whole pool, into which it fits by itself, and what it holds nobody
+takes: it ends. Then the next one is first.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.scheduling.plan_builder import PlanDraft
+from quire.core.scheduling.waiting import WaitingQueue
+from quire.core.sequence import Sequence, SequenceState
+from quire.core.step import EditKind, TableEdit
+
+
+@dataclass(slots=True)
+class PreemptionStats:
+    """num_preemptions: those by failed steps included. num_preempted_tokens: computed tokens of
+    sequences when they were preempted, so many would be lost if all blocks were taken.
+    num_recomputed_tokens: those of them that were computed again."""
+
+    num_preemptions: int = 0
+    num_preempted_tokens: int = 0
+    num_recomputed_tokens: int = 0
+
+
+class Residents:
+    """Running sequences, and preempted ones with what they keep.
+
+    Invariant: `running` and `preempted` are sorted by rank and disjoint; a sequence is in `running`
+    if and only if it has a row, in `preempted` if and only if it is PREEMPTED (it waits, too). A
+    row has one running sequence, or is in `free_rows`.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        memory: KVCacheManager,
+        draft: PlanDraft,
+        waiting: WaitingQueue,
+        *,
+        takes_all: bool = False,
+    ) -> None:
+        """takes_all: preemption takes all blocks of a sequence, not only as many as needed."""
+        self.running: list[Sequence] = []
+        self.preempted: list[Sequence] = []
+        self.free_rows = list(range(num_rows))  # a heap
+        self.stats = PreemptionStats()
+        self.first_step_in_flight = (
+            0  # the oldest without a result; the coming one if there is none
+        )
+        self._memory = memory
+        self._draft = draft
+        self._waiting = waiting
+        self._takes_all = takes_all
+        self._reserving: set[Sequence] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no running sequence can compute before one that waits has: there is none, or all
+        are beams that wait for their fellows."""
+        return all(
+            one.is_beam and not one.num_pending_tokens and one.num_computed_tokens == one.num_tokens
+            for one in self.running
+        )
+
+    # ---- rows -------------------------------------------------------------------------------
+
+    def enter(self, sequence: Sequence) -> None:
+        """Give a sequence, whose tables are complete, a free row."""
+        if sequence.state is SequenceState.PREEMPTED:
+            remove_ranked(self.preempted, sequence)
+            lost = sequence.num_lost_tokens - sequence.num_computed_tokens
+            self.stats.num_recomputed_tokens += max(0, lost)
+        sequence.row = heapq.heappop(self.free_rows)
+        sequence.move_to(SequenceState.RUNNING)
+        insort(self.running, sequence, key=rank_of)
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence ends: whatever it has goes back."""
+        if sequence.state is SequenceState.RUNNING:
+            self._leave_row(sequence)
+        elif sequence.state is SequenceState.PREEMPTED:
+            remove_ranked(self.preempted, sequence)
+        self._memory.free(sequence, self._read_until(sequence))
+
+    def preempt(self, sequence: Sequence, num_wanted: int) -> None:
+        """RUNNING -> PREEMPTED: the row goes back, what was reserved, and from its end as many
+        blocks as are needed for num_wanted to become free; tokens stay.
+
+        Beams of one search go together: the rows of some may still have to be copied from others.
+        """
+        members = [sequence]
+        if sequence.is_beam:
+            members = [
+                one for one in self.running if one.is_beam and one.request_id == sequence.request_id
+            ]
+        for member in reversed(members):
+            num_wanted -= self.preempt_alone(member, num_wanted)
+
+    def preempt_alone(self, sequence: Sequence, num_wanted: int) -> int:
+        """`preempt`, of one beam too; returns how many blocks become free."""
+        memory, block_size = self._memory, self._memory.block_size
+        self.stats.num_preemptions += 1
+        self.stats.num_preempted_tokens += sequence.num_computed_tokens
+        sequence.num_lost_tokens = sequence.num_computed_tokens
+        self._leave_row(sequence)
+        after = self._read_until(sequence)
+        num_kept = -(-sequence.num_computed_tokens // block_size)
+        if sequence.needs_prompt_logprobs and not sequence.num_pending_tokens:
+            # Those of a step in flight are dropped, so their positions are computed again.
+            num_kept = min(num_kept, len(sequence.prompt_logprobs) // block_size)
+        num_freed = memory.cut(sequence, 0 if self._takes_all else num_kept, after)
+        if num_freed < num_wanted:
+            num_kept = memory.num_kept_blocks(sequence, num_wanted - num_freed)
+            num_freed += memory.cut(sequence, num_kept, after)
+        self.keep(sequence)
+        return num_freed
+
+    def keep(self, sequence: Sequence) -> None:
+        """It waits, PREEMPTED, with the blocks that it has."""
+        _drop_prompt_logprobs(sequence)
+        sequence.move_to(SequenceState.PREEMPTED)
+        insort(self.preempted, sequence, key=rank_of)
+        self._waiting.add(sequence)
+
+    def drop_rows(self) -> None:
+        """After a failed step, the runner has no rows: all wait, with what was known to be written.
+
+        What their steps in flight should have brought will not come.
+        """
+        self._draft.clear()
+        for sequence in [*self.running, *self._waiting]:
+            sequence.num_pending_tokens = 0
+        for sequence in list(self.running):
+            self.preempt_alone(sequence, 0)
+        for sequence in self.preempted:
+            num_kept = sequence.num_published_blocks
+            if sequence.needs_prompt_logprobs:
+                num_kept = min(num_kept, len(sequence.prompt_logprobs) // self._memory.block_size)
+            self._memory.cut(sequence, num_kept)
+            _drop_prompt_logprobs(sequence)
+        self._draft.clear()
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        assert sequence.row is not None
+        remove_ranked(self.running, sequence)
+        self._reserving.discard(sequence)
+        self._draft.release(sequence.row)
+        heapq.heappush(self.free_rows, sequence.row)
+        sequence.row = None
+
+    def _read_until(self, sequence: Sequence) -> int | None:
+        """The last step in flight that reads the sequence's blocks, if any does."""
+        last = sequence.last_step_id
+        return last if last >= self.first_step_in_flight else None
+
+    # ---- blocks -----------------------------------------------------------------------------
+
+    def note_reserve(self, sequence: Sequence) -> None:
+        """It has blocks beyond what it needs now, to be given up first."""
+        self._reserving.add(sequence)
+
+    def reclaim(
+        self, num_wanted: int, needy: Sequence, *, from_running: bool, from_all: bool = False
+    ) -> bool:
+        """Make num_wanted blocks free for one sequence; returns whether they are free now.
+
+        They may be free only when steps in flight have ended. If not even all that it outranks have
+        is enough, all of it is taken. from_all: as if it outranked everybody.
+        """
+        pool, rank = self._memory.pool, () if from_all else needy.rank
+        if pool.num_free < num_wanted:
+            self._take_reserves(num_wanted)
+            self._take_kept(num_wanted, needy, rank)
+        while (
+            from_running
+            and self._memory.num_free_soon < num_wanted
+            and self.running
+            and self.running[-1].rank > rank
+        ):
+            self.preempt(self.running[-1], num_wanted - self._memory.num_free_soon)
+        return pool.num_free >= num_wanted
+
+    def _take_reserves(self, num_wanted: int) -> None:
+        memory = self._memory
+        for sequence in sorted(self._reserving, key=rank_of, reverse=True):
+            if memory.num_free_soon >= num_wanted:
+                return
+            self._reserving.discard(sequence)
+            # What the coming step writes is in use, even if it is planned already.
+            num_used = -(-sequence.num_tokens // memory.block_size)
+            if num_used * memory.block_size < sequence.num_slots:
+                assert sequence.row is not None
+                memory.cut(sequence, num_used, self._read_until(sequence))
+                self._draft.table_edits += [
+                    TableEdit(sequence.row, group, EditKind.CUT, num_used)
+                    for group in range(memory.num_groups)
+                ]
+
+    def _take_kept(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
+        memory = self._memory
+        first = bisect_left(self.preempted, rank, key=rank_of)
+        for sequence in reversed(self.preempted[first:]):
+            missing = num_wanted - memory.num_free_soon
+            if missing <= 0:
+                return
+            if sequence is not needy:
+                num_kept = memory.num_kept_blocks(sequence, missing)
+                memory.cut(sequence, num_kept, self._read_until(sequence))
+                _drop_prompt_logprobs(sequence)
+
+
+def _drop_prompt_logprobs(sequence: Sequence) -> None:
+    """Forget those of positions that it will compute again; its forks keep theirs."""
+    if sequence.needs_prompt_logprobs and not sequence.num_pending_tokens:
+        sequence.prompt_logprobs = sequence.prompt_logprobs[: sequence.num_computed_tokens]
+
+
+def rank_of(sequence: Sequence) -> tuple[float, ...]:
+    """The key by which lists of sequences are sorted."""
+    return sequence.rank
+
+
+def remove_ranked(ranked: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out of a list sorted by rank; ranks are unique."""
+    index = bisect_left(ranked, sequence.rank, key=rank_of)
+    assert ranked[index] is sequence
+    del ranked[index]

@@ -1,0 +1,471 @@
+"""Who computes what in the next step.
+
+One rule: close the gap between a sequence's computed tokens and its tokens, within the step's token
+budget. Prefill, chunked prefill, decode and resumption after preemption are all that rule. A policy
+orders and does nothing else; budget and admission are written here, once; rows and preemption in
+`residents`, room in `admission`.
+
+    schedule(now_s) -> StepPlan      what to compute, from the state of all sequences
+    apply(StepResult) -> outputs     what came of it; sequences grow and end
+    add, fork, abort                 at any moment, in any state
+
+A plan may be made while an earlier step runs (overlap): counts run ahead of the tokens, and blocks
+that a step in flight may read stay referenced until its result was applied.
+
+Progress: see `residents` and `admission`; and `add` refuses what would not fit alone.
+"""
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.request import FinishReason, SequenceOutput
+from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.admission import Admission
+from quire.core.scheduling.append_slots import SlotProvider
+from quire.core.scheduling.beams.scheduling import BeamScheduling
+from quire.core.scheduling.fault_isolation import Suspects
+from quire.core.scheduling.pacing import ConstantPacer, Pacer, StepBudget
+from quire.core.scheduling.plan_builder import PlanDraft
+from quire.core.scheduling.policy import FcfsPolicy, Policy
+from quire.core.scheduling.results import extend, failure
+from quire.core.scheduling.running_set import Residents
+from quire.core.scheduling.step_in_flight import StepInFlight
+from quire.core.scheduling.waiting import WaitingQueue
+from quire.core.sequence import Sequence, SequenceState
+from quire.core.step import Chunk, StepPlan, StepResult, TokenLogprobs
+from quire.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    RequestNeverFitsError,
+    SchedulerStalledError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """max_num_seqs: rows of the runner. max_num_batched_tokens: tokens that one step computes at
+    most; at least max_num_seqs, so that every running sequence can always decode.
+    num_lookahead_blocks: reserved at once by a growing sequence, beyond the one that it needs,
+    while more than a quarter of the pool is free. For comparison: preempts_whole: a preempted
+    sequence gives up all its blocks, not only as many as are needed; forecasts False: whoever fits
+    now is admitted, however the others are foretold to grow."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    num_lookahead_blocks: int = 1
+    preempts_whole: bool = False
+    forecasts: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ConfigurationError(f"max_num_seqs is {self.max_num_seqs}, but must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigurationError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs,"
+                f" {self.max_num_seqs}: a step could not decode every running sequence"
+            )
+        if self.num_lookahead_blocks < 0:
+            raise ConfigurationError(
+                f"num_lookahead_blocks is {self.num_lookahead_blocks}, but must be at least 0"
+            )
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counts since the start; those of admissions and preemptions are with those who do them."""
+
+    num_steps: int = 0
+    num_failed_steps: int = 0
+
+
+class Scheduler:
+    """Continuous batching over one pool of KV blocks.
+
+    Invariant: a sequence waits (WAITING or PREEMPTED, in `waiting`) or runs (in
+    `residents.running`), until it ends; the tables of a running one cover its computed tokens.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, memory: KVCacheManager, policy: Policy | None = None
+    ) -> None:
+        """policy: serves this scheduler alone; None: first come, first served."""
+        self.config = config
+        self.memory = memory
+        self.pacer: Pacer = ConstantPacer()  # to be replaced while no step is in flight
+        self.policy = policy or FcfsPolicy()
+        self.stats = SchedulerStats()
+        self.waiting = WaitingQueue(self.policy, lambda one: memory.match(one).num_tokens)
+        self._draft = PlanDraft()
+        self.residents = Residents(
+            config.max_num_seqs,
+            memory,
+            self._draft,
+            self.waiting,
+            takes_all=config.preempts_whole,
+        )
+        self.beams = BeamScheduling(self.policy, memory, self.residents, self._draft)
+        self.admission = Admission(
+            self.policy, self.waiting, self.residents, memory, self.beams, self._draft
+        )
+        self.admission.room.forecasts = config.forecasts
+        self._slots = SlotProvider(
+            memory, self.residents, self.beams, self._draft, config.num_lookahead_blocks
+        )
+        self._suspects = Suspects()
+        self._in_flight: deque[StepInFlight] = deque()
+        self._num_added = 0
+        self._next_step_id = 0
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those with a row, by rank."""
+        return self.residents.running
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.residents.running or len(self.waiting))
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    # ---- coming and going -------------------------------------------------------------------
+
+    def add(self, branches: list[Sequence], now_s: float = 0.0) -> None:
+        """Take in the new branches of one request, equal but for their branch_index.
+
+        The first computes the prompt, the others fork from it. Raises RequestNeverFitsError where
+        it could never end; then none was taken in.
+        """
+        first = branches[0]
+        assert 0 < first.num_tokens < first.max_num_tokens, first
+        _check_fits(first, self.config, self.memory)
+        self.memory.prefixes.hash_prompt(branches)
+        if self.memory.is_paged:
+            for sequence in branches[1:]:
+                sequence.fork_from(first)
+        for sequence in branches:
+            self._enter(sequence, now_s)
+        if first.is_beam:
+            self.beams.start(first)
+
+    def fork(
+        self, parent: Sequence, branch_index: int, params: DecodingParams, now_s: float = 0.0
+    ) -> Sequence:
+        """A new branch that goes on from the confirmed tokens of `parent`, which lives.
+
+        It shares the blocks of `parent` as soon as there is a row. Its limits count as if it had
+        generated all its tokens itself; log-probabilities of the prompt are not given again.
+        Raises RequestNeverFitsError where it could never end.
+        """
+        assert not parent.is_finished and not parent.is_beam, parent
+        if not self.memory.is_paged:
+            raise InvalidRequestError(
+                "this KV allocator shares no blocks, so nothing can fork; use kv_allocator='paged'"
+            )
+        child = parent.branch(branch_index, replace(params, prompt_logprobs=None))
+        _check_fits(child, self.config, self.memory)
+        child.fork_from(parent)
+        self._enter(child, now_s)
+        return child
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence in whatever state it is; no later step computes or holds it.
+
+        A beam takes its whole search with it.
+        """
+        for one in self.beams.members_with(sequence):
+            if not one.is_finished:
+                self._finish(one, FinishReason.ABORT)
+        self.beams.forget(sequence)
+
+    def _enter(self, sequence: Sequence, now_s: float) -> None:
+        sequence.arrival_s = now_s
+        sequence.order = self._num_added
+        self._num_added += 1
+        self.waiting.enter(sequence, now_s)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.state is not SequenceState.RUNNING:
+            self.waiting.remove(sequence)
+        self.residents.leave(sequence)
+        sequence.finish_reason = reason
+        sequence.move_to(SequenceState.FINISHED)
+        sequence.leave_parent()
+        if sequence.forks:  # the first of those that wait for it takes its part
+            heir, *others = sequence.forks
+            heir.leave_parent()
+            for child in others:
+                child.leave_parent()
+                child.parent = heir
+                child.num_common_tokens = min(child.num_common_tokens, heir.num_common_tokens)
+                heir.forks.append(child)
+        self.policy.on_leave(sequence)
+        self.admission.room.observe_end(sequence)
+
+    # ---- planning ---------------------------------------------------------------------------
+
+    def schedule(self, now_s: float) -> StepPlan | None:
+        """The next step, or None if nothing can be computed until a step in flight has ended.
+
+        now_s: the engine's clock, seconds from any fixed point.
+        Raises SchedulerStalledError if there is work, nothing is in flight and nothing is possible.
+        """
+        self.memory.now_s = self.memory.pool.now_s = now_s
+        first_in_flight = self._in_flight[0].step_id if self._in_flight else self._next_step_id
+        self.residents.first_step_in_flight = first_in_flight
+        chunks: dict[Sequence, int] = {}
+        suspect = self._suspects.first()
+        if suspect is not None:
+            self._plan_trial(suspect, chunks, now_s)
+            joins: list[Sequence] = []
+        else:
+            joins = self._plan_all(chunks, now_s)
+        if not chunks:
+            if self.has_unfinished and not self._in_flight:
+                raise SchedulerStalledError(_describe(self))
+            return None
+        if self.policy.counts_steps:
+            self.policy.on_step(now_s)
+        step, named = self._launch(chunks)
+        self.pacer.launch(step.step_id)
+        self._join_forks(step, joins)
+        return self._draft.take(step.step_id, len(self.running), step.num_tokens, named)
+
+    def _plan_all(self, chunks: dict[Sequence, int], now_s: float) -> list[Sequence]:
+        """Fill `chunks` from all sequences; returns those whose forks may join this step."""
+        self.waiting.refresh(now_s)
+        self.admission.make_room_for_first()
+        num_preemptions = self.residents.stats.num_preemptions
+        budget = self._plan_running(chunks)
+        has_preempted = self.residents.stats.num_preemptions != num_preemptions
+        # Nothing is admitted then, unless nothing else is left to do.
+        if has_preempted and (chunks or self._in_flight):
+            return []
+        self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)
+        return [
+            one
+            for one, count in chunks.items()
+            if one.forks and one.num_computed_tokens + count == one.num_tokens
+        ]
+
+    def _plan_trial(self, suspect: Sequence, chunks: dict[Sequence, int], now_s: float) -> None:
+        """A step for one suspect alone, so that nobody else is blamed for it; all others pause."""
+        if self._in_flight:
+            return
+        budget = self.pacer.open_step(self.config.max_num_batched_tokens, 0, 0)
+        if suspect.state is not SequenceState.RUNNING:
+            while not self.residents.free_rows:
+                self.residents.preempt(self.running[-1], 0)
+            self.admission.clear_way(suspect, from_all=True)
+            match = self.memory.match(suspect)
+            self.admission.admit(suspect, match, self._next_step_id, now_s)
+        computed = suspect.num_computed_tokens
+        chunks[suspect] = budget.take(
+            computed,
+            suspect.num_tokens - computed,
+            wants_logprobs=suspect.needs_prompt_logprobs,
+        )
+
+    def _plan_running(self, chunks: dict[Sequence, int]) -> StepBudget:
+        """Tokens for running sequences: one for each that decodes, then chunks by rank.
+
+        Decodes come first whatever their rank: they cost one token each and the budget has room for
+        all of them, while one long prompt would take the whole budget from everyone.
+        """
+        partial: list[Sequence] = []
+        num_pairs = 0
+        # Most of the loop's rows take its last branch: no call there, not even of a property.
+        for sequence in self.running:  # whoever makes room shortens the list from its end
+            num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
+            computed = sequence.num_computed_tokens
+            gap = num_tokens - computed
+            if gap > 1:
+                partial.append(sequence)
+            elif not gap or num_tokens >= sequence.max_num_tokens or sequence in chunks:
+                continue
+            elif sequence.is_beam:
+                for beam in self._slots.make_beams_writable(sequence, self._next_step_id):
+                    chunks[beam] = 1
+                    num_pairs += beam.num_tokens
+            elif (
+                computed < sequence.num_slots and not sequence.shares_tail
+            ) or self._slots.make_writable(sequence, self._next_step_id):
+                chunks[sequence] = 1
+                num_pairs += num_tokens
+        num_left = self.config.max_num_batched_tokens - len(chunks)
+        num_prompts = len(partial) + len(self.waiting)
+        budget = self.pacer.open_step(num_left, len(chunks), num_pairs, num_prompts)
+        for sequence in partial:
+            if not budget.is_spent and sequence.state is SequenceState.RUNNING:
+                chunks[sequence] = self.admission.serve(sequence, budget)
+        return budget
+
+    def _launch(self, chunks: dict[Sequence, int]) -> tuple[StepInFlight, tuple[Chunk, ...]]:
+        """Count the planned tokens as computed and remember the step until its result comes."""
+        step = StepInFlight(self._next_step_id)
+        self._next_step_id += 1
+        named: list[Chunk] = []
+        step_id, rows = step.step_id, step.rows
+        for sequence in self.running:
+            num_new_tokens = chunks.get(sequence, 0)
+            row = sequence.row
+            assert row is not None
+            computed = sequence.num_computed_tokens + num_new_tokens
+            closes_gap = computed == len(sequence.token_ids) + sequence.num_pending_tokens
+            if num_new_tokens != 1 or not closes_gap:
+                named.append(Chunk(row, num_new_tokens))
+                if num_new_tokens == 0:
+                    continue
+            step.num_tokens += num_new_tokens
+            sequence.num_computed_tokens = computed
+            sequence.last_step_id = step_id
+            rows[row] = (sequence, sequence.num_admissions, computed)
+            if closes_gap:
+                sequence.num_pending_tokens += 1
+                step.num_sampling += 1
+        self._in_flight.append(step)
+        return step, tuple(named)
+
+    def _join_forks(self, step: StepInFlight, parents: list[Sequence]) -> None:
+        """Forks that wait for a sequence which closes its gap in this step go on with it: they
+        share its blocks and sample from the same logits."""
+        memory, residents = self.memory, self.residents
+        for parent in parents:
+            num_used = memory.blocks_for(parent.num_computed_tokens) // memory.num_groups
+            if parent.num_slots != num_used * memory.block_size:
+                continue  # with blocks reserved ahead; its forks are admitted by themselves
+            for child in list(parent.forks):
+                num_spare = (len(residents.running) + 1) * memory.num_groups
+                is_equal = child.num_common_tokens == len(child.token_ids) == len(parent.token_ids)
+                if not is_equal or parent.num_pending_tokens > 1:
+                    continue
+                if (
+                    not residents.free_rows
+                    or memory.pool.num_free < num_spare
+                    or not self.admission.room.fits_later(child, memory.num_groups)
+                ):
+                    break
+                self._join(step, child, parent)
+
+    def _join(self, step: StepInFlight, child: Sequence, parent: Sequence) -> None:
+        self.waiting.remove(child)
+        child.leave_parent()
+        child.prompt_logprobs = parent.prompt_logprobs  # one list: it may still be filled
+        child.num_cached_tokens = parent.num_cached_tokens
+        self.memory.fork(child, parent)
+        self.admission.count_first(child, self.memory.now_s)
+        child.num_admissions += 1
+        child.num_pending_tokens = 1
+        child.last_step_id = step.step_id
+        self.residents.enter(child)
+        self._draft.fork(child, parent, joins_step=True)
+        assert child.row is not None
+        step.rows[child.row] = (child, child.num_admissions, child.num_computed_tokens)
+        step.num_sampling += 1
+
+    # ---- results ----------------------------------------------------------------------------
+
+    def apply(self, result: StepResult) -> list[SequenceOutput]:
+        """Take in what the oldest step in flight sampled; ended sequences give all back."""
+        step = self._in_flight.popleft()
+        assert step.step_id == result.step_id, f"step {step.step_id} is before {result.step_id}"
+        num_answered = len(result.rows) + len(result.failed)
+        assert num_answered == step.num_sampling, f"{num_answered} of {step.num_sampling} rows came"
+        self.stats.num_steps += 1
+        self.residents.first_step_in_flight = step.step_id + 1
+        self.memory.end_step(step.step_id)
+        step.take_in(result, self.memory)
+        outputs: list[SequenceOutput] = []
+        counts_service = self.policy.counts_service
+        rows, logprobs = step.rows, result.logprobs
+        for row, token_ids in zip(result.rows, result.token_ids, strict=True):
+            sequence = rows[row][0]
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            sequence.num_pending_tokens -= 1
+            if counts_service:
+                self.policy.on_service(sequence, 0, len(token_ids))
+            if sequence.is_beam:
+                outputs += self._take_in_beam(sequence, logprobs[row][0])
+                continue
+            outputs.append(extend(sequence, token_ids, logprobs.get(row)))
+            if sequence.finish_reason is not None:
+                self._finish(sequence, sequence.finish_reason)
+        for row, message in result.failed.items():
+            outputs += self._fail(step.rows[row][0], message)
+        if self._suspects.first() is not None:
+            self._suspects.clear(step.rows[row][0] for row in result.rows)
+        return outputs
+
+    def _take_in_beam(self, sequence: Sequence, entry: TokenLogprobs) -> list[SequenceOutput]:
+        outcome = self.beams.take_in(sequence, entry)
+        for beam in outcome.ended:
+            self._finish(beam, FinishReason.STOP)
+        if outcome.outputs:
+            self.beams.forget(sequence)
+        return outcome.outputs
+
+    def _fail(self, sequence: Sequence, message: str) -> list[SequenceOutput]:
+        """End a sequence, or the beam search that it is part of, with an error."""
+        if sequence.is_finished:
+            return []
+        for one in self.beams.members_with(sequence):
+            self._finish(one, FinishReason.ERROR)
+        self.beams.forget(sequence)
+        num_branches = sequence.params.beam_width
+        if num_branches:
+            return [failure(sequence, message, index) for index in range(num_branches)]
+        return [failure(sequence, message)]
+
+    def recover(self, message: str | None) -> list[SequenceOutput]:
+        """After a step that failed as a whole and a runner that dropped all rows: start again, from
+        what was computed and known before the steps in flight.
+
+        Who is to blame shows itself (see `suspects`); that one ends with `message`. None: nobody
+        is, the step was interrupted from outside.
+        """
+        self.stats.num_failed_steps += 1
+        in_flight = {entry[0] for step in self._in_flight for entry in step.rows.values()}
+        self._in_flight.clear()
+        self.residents.first_step_in_flight = self._next_step_id
+        self.memory.end_step(self._next_step_id)
+        blamed = None if message is None else self._suspects.blame(in_flight)
+        self.residents.drop_rows()
+        outputs: list[SequenceOutput] = []
+        if blamed is not None and message is not None:
+            outputs = self._fail(blamed, message)
+        return outputs
+
+
+def _check_fits(sequence: Sequence, config: SchedulerConfig, memory: KVCacheManager) -> None:
+    """Raise RequestNeverFitsError for a sequence that could never end, even alone."""
+    width = max(1, sequence.params.beam_width)
+    # The last token is sampled, but its K and V are never written.
+    needed = width * memory.blocks_for(sequence.max_num_tokens - 1)
+    if needed > memory.pool.num_blocks:
+        raise RequestNeverFitsError(
+            f"request {sequence.request_id!r} may grow to {sequence.max_num_tokens} tokens"
+            f"{f' in each of {width} beams' if width > 1 else ''} and so need {needed} KV"
+            f" blocks, but the pool has {memory.pool.num_blocks}; lower max_tokens, or"
+            " give the engine more kv_cache_memory"
+        )
+    if width > 1 and not memory.is_paged:
+        raise InvalidRequestError(
+            "this KV allocator shares no blocks, so it searches no beams; use kv_allocator='paged'"
+        )
+    if width > config.max_num_seqs:
+        raise RequestNeverFitsError(
+            f"beam_width is {width}, but at most max_num_seqs={config.max_num_seqs}"
+            " sequences run at once; lower beam_width or raise max_num_seqs"
+        )
+
+
+def _describe(scheduler: Scheduler) -> str:
+    pool = scheduler.memory.pool
+    return (
+        f"no progress is possible: {len(scheduler.running)} running, {len(scheduler.waiting)}"
+        f" waiting, {pool.num_free} of {pool.num_blocks} blocks free, first running"
+        f" {scheduler.running[:1]}, first waiting {scheduler.waiting.head()}"
+    )

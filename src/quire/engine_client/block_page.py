@@ -1,0 +1,52 @@
+"""A block map as plain data for the wire and for JSON: in pages, each sequence named once.
+
+Knows no sockets and no HTTP. Called by `engine_process`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from quire.core.memory.block_map import BlockMap, BlockUse, Owner
+
+MAX_PAGE_OWNERS = 1_000_000
+"""A page ends with the block that reaches so many owners; then it takes some tens of MiB."""
+
+
+def block_page(found: BlockMap, max_num_owners: int = MAX_PAGE_OWNERS) -> dict[str, Any]:
+    """`found` up to the bound: at least one block, if it has any.
+
+    next_block: where the next page begins; None at the end of the pool. sequences: [request id,
+    branch index] each; a block's `owners` are places in this list.
+    """
+    places: dict[Owner, int] = {}
+    blocks = [_entry(use, places) for use in _bounded(found.blocks, max_num_owners)]
+    next_block = found.first_block + len(blocks)
+    return {
+        "num_blocks": found.num_blocks,
+        "block_size": found.block_size,
+        "first_block": found.first_block,
+        "next_block": next_block if next_block < found.num_blocks else None,
+        "sequences": [list(owner) for owner in places],
+        "blocks": blocks,
+    }
+
+
+def _bounded(uses: Iterable[BlockUse], max_num_owners: int) -> Iterable[BlockUse]:
+    num_owners = 0
+    for use in uses:
+        yield use
+        num_owners += len(use.owners)
+        if num_owners >= max_num_owners:
+            return
+
+
+def _entry(use: BlockUse, places: dict[Owner, int]) -> dict[str, Any]:
+    return {
+        "block": use.block,
+        "state": use.state.value,
+        "group": use.group,
+        "ref_count": use.ref_count,
+        "owners": [places.setdefault(owner, len(places)) for owner in use.owners],
+        "heat": use.heat,
+        "fill": use.fill,
+    }

@@ -1,0 +1,357 @@
+"""Sequence outputs -> text and results. No torch: the HTTP front uses it too.
+
+Text is made here, outside the engine, so stop strings are found here too: a branch whose text
+contains one is ended at that token, and the caller aborts it in the engine. What the engine
+computed beyond that token is dropped; nobody sees it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.core.request import FinishReason, Request, SequenceOutput
+from quire.core.sampling_params import SamplingParams, Wish, as_sampling_params
+from quire.core.step import TokenLogprobs
+from quire.engine_client.logprob_entries import LogprobEntries
+from quire.text.detokenizer import IncrementalDetokenizer, StopStrings
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token at one position. rank: 1 is the most likely of the vocabulary."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One branch of a request.
+
+    token_ids: generated tokens, an end token included. logprobs: one map (token id -> Logprob) per
+    token, if asked. cumulative_logprob: the sum over the tokens, if logprobs were asked for, and of
+    a beam search's results.
+    finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
+    stop_reason: the stop string or stop token id that ended it; None for the model's end token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMissReport:
+    """Why the prefix cache had no more of a prompt; for the operator, not for clients.
+
+    reason: a value of `core.prefix_miss.MissReason`. num_found_tokens: the index of the first token
+        that was not found.
+    prompt_text, cached_text: where the cache has other tokens: the text around that place in the
+        prompt, and in what the cache has. None without a tokenizer.
+    evicted_by, evicted_at_s: where it was evicted: for which request, when on the engine's clock.
+    """
+
+    reason: str
+    num_found_tokens: int
+    prompt_text: str | None = None
+    cached_text: str | None = None
+    evicted_by: str | None = None
+    evicted_at_s: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's result. prompt_logprobs: None for the first token, then one map per token.
+
+    error: what ended it, where a branch's finish_reason is "error".
+    prefix_miss: of the offline API only, once the request has ended; None without a prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
+    prefix_miss: PrefixMissReport | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finished for output in self.outputs)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in a branch since the last look. The ends come once, with the last of it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: LogprobEntries = field(default_factory=LogprobEntries)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Branch:
+    """Text and results of one branch.
+
+    Pieces are put in lists as they come and joined when somebody looks: a text that grows by one
+    token at a time would be copied at each.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        tok: Tokenizer | None,
+        *,
+        deltas_only: bool,
+    ) -> None:
+        self.output = CompletionOutput(index)
+        self._params = params
+        self._tokenizer = tok
+        self._deltas_only = deltas_only
+        self._stop: StopStrings | None = None
+        if params.stop:
+            include = params.include_stop_str_in_output
+            self._stop = StopStrings(tuple(params.stop), include_in_output=include)
+        self._detokenizer = None
+        if tok is not None:
+            self._detokenizer = IncrementalDetokenizer(
+                tok, prompt_ids, skip_special_tokens=params.skip_special_tokens
+            )
+        if params.logprobs is not None:
+            self.output.logprobs = None if deltas_only else []
+            self.output.cumulative_logprob = 0.0
+        # Not yet in a delta, and not yet in the output.
+        self._new_texts: list[str] = []
+        self._new_entries = LogprobEntries()
+        self._num_told_tokens = 0
+        self._has_told_end = False
+        self._kept_texts: list[str] = []
+        self._kept_entries: list[TokenLogprobs] = []
+
+    def push(self, new: SequenceOutput) -> bool:
+        """Take new tokens in; returns whether a stop string ended the branch before the engine."""
+        output = self.output
+        if new.cumulative_logprob is not None:
+            output.cumulative_logprob = new.cumulative_logprob
+        num_shown = len(new.token_ids)
+        if new.finish_reason is FinishReason.STOP and not self._params.include_stop_str_in_output:
+            num_shown -= 1  # the end token's text is not part of the answer
+        for index, token_id in enumerate(new.token_ids):
+            output.token_ids.append(token_id)
+            if new.logprobs is not None:
+                self._add_logprobs(new.logprobs[index])
+            if self._detokenizer is not None and index < num_shown:
+                self._add_text(self._detokenizer.append(token_id))
+                if output.finish_reason is not None:
+                    return new.finish_reason is None
+        if new.finish_reason is not None:
+            self._flush()
+            if output.finish_reason is None:
+                self._finish(new.finish_reason.value, new.stop_reason)
+        return False
+
+    def _add_text(self, piece: str) -> None:
+        if self._stop is None:
+            self._emit(piece)
+            return
+        armed = len(self.output.token_ids) >= self._params.min_tokens
+        text, matched = self._stop.push(piece, armed=armed)
+        self._emit(text)
+        if matched is not None:
+            self._finish(FinishReason.STOP.value, matched)
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._new_texts.append(text)
+            if not self._deltas_only:
+                self._kept_texts.append(text)
+
+    def _flush(self) -> None:
+        """Bring out what the detokenizer and the search for stop strings still hold back."""
+        if self._detokenizer is None:
+            return
+        self._add_text(self._detokenizer.finish())
+        if self._stop is not None and self.output.finish_reason is None:
+            self._emit(self._stop.finish())
+
+    def _add_logprobs(self, entry: TokenLogprobs) -> None:
+        assert self.output.cumulative_logprob is not None, "log-probabilities come where asked for"
+        self.output.cumulative_logprob += entry.logprob
+        self._new_entries.append(entry)
+        if not self._deltas_only:
+            self._kept_entries.append(entry)
+
+    def _finish(self, reason: str, stop_reason: int | str | None) -> None:
+        self.output.finish_reason, self.output.stop_reason = reason, stop_reason
+
+    def take_delta(self) -> Delta:
+        output, texts, entries = self.output, self._new_texts, self._new_entries
+        delta = Delta(
+            texts[0] if len(texts) == 1 else "".join(texts),
+            output.token_ids[self._num_told_tokens :],
+            entries,
+        )
+        self._num_told_tokens = len(output.token_ids)
+        if texts:
+            self._new_texts = []
+        if entries:
+            self._new_entries = LogprobEntries()
+        if output.finish_reason is not None and not self._has_told_end:
+            self._has_told_end = True
+            delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
+        return delta
+
+    def settle(self) -> CompletionOutput:
+        """The output, with everything in it that has come."""
+        if self._kept_texts:
+            self.output.text += "".join(self._kept_texts)
+            self._kept_texts.clear()
+        if self._kept_entries:
+            assert self.output.logprobs is not None
+            self.output.logprobs += [logprob_map(e, self._tokenizer) for e in self._kept_entries]
+            self._kept_entries.clear()
+        return self.output
+
+    def abandon(self) -> None:
+        """End where it is, if it has not ended."""
+        if self.output.finish_reason is None:
+            self._finish(FinishReason.ABORT.value, None)
+
+    def inherit(self, parent: CompletionOutput) -> None:
+        """Begin with what another branch has so far; stop strings in that do not count."""
+        for token_id in parent.token_ids:
+            self.output.token_ids.append(token_id)
+            if self._detokenizer is not None:
+                piece = self._detokenizer.append(token_id)
+                self._emit(piece if self._stop is None else self._stop.push(piece, armed=False)[0])
+        if self.output.logprobs is not None:
+            assert parent.logprobs is not None and parent.cumulative_logprob is not None
+            self.output.logprobs += parent.logprobs
+            self.output.cumulative_logprob = parent.cumulative_logprob
+        self._num_told_tokens = len(self.output.token_ids)
+        self._new_texts.clear()
+
+
+class RequestAssembler:
+    """Collects the outputs of one request."""
+
+    def __init__(
+        self,
+        request: Request,
+        wish: Wish,
+        tokenizer: Tokenizer | None,
+        prompt_text: str | None,
+        *,
+        deltas_only: bool = False,
+    ) -> None:
+        """deltas_only: text and log-probabilities of the branches are in their deltas alone, so
+        that a stream holds no more than its client has yet to be sent, and those of the prompt in
+        `prompt_entries`. (All else is in `output`.)
+        """
+        self._params = as_sampling_params(wish)
+        self.request = request
+        self._tokenizer = tokenizer
+        self._deltas_only = deltas_only
+        self.prompt_entries: LogprobEntries | None = None
+        """Of all prompt tokens but the first, from the first output on, where asked for."""
+        self._knows_cached = False
+        self._branches: list[_Branch] = []
+        self._output = RequestOutput(
+            request.request_id, prompt_text, list(request.prompt_token_ids), []
+        )
+        for _ in range(request.n):
+            self._add(self._params)
+
+    @property
+    def output(self) -> RequestOutput:
+        """All that has come so far."""
+        for branch in self._branches:
+            branch.settle()
+        return self._output
+
+    @property
+    def finished(self) -> bool:
+        return self._output.finished
+
+    def has_ended(self, branch_index: int) -> bool:
+        """Whether nothing more comes for a branch."""
+        return self._branches[branch_index].output.finished
+
+    def push(self, new: SequenceOutput) -> list[int]:
+        """Take one output in; returns the branches to abort, since a stop string ended them."""
+        if new.prompt_logprobs is not None:
+            self._take_prompt_logprobs(LogprobEntries.of(new.prompt_logprobs))
+        if new.branch_index == 0 and not self._knows_cached:
+            # The first says it: one that goes on after a crash finds other things in the cache.
+            self._output.num_cached_tokens = new.num_cached_tokens
+            self._knows_cached = True
+        if new.error is not None:
+            self._output.error = new.error
+        branch = self._branches[new.branch_index]
+        if branch.output.finished:
+            return []
+        return [new.branch_index] if branch.push(new) else []
+
+    def abandon(self, branch_index: int) -> None:
+        """Nobody waits for a branch any more."""
+        self._branches[branch_index].abandon()
+
+    def add_branch(self, parent_index: int, params: SamplingParams) -> int:
+        """A new branch, forked from another that goes on; returns its index."""
+        parent = self._branches[parent_index].settle()
+        branch = self._add(params)
+        branch.inherit(parent)
+        return branch.output.index
+
+    def take_delta(self, branch_index: int) -> Delta:
+        """What is new in a branch since the last call."""
+        return self._branches[branch_index].take_delta()
+
+    def _take_prompt_logprobs(self, entries: LogprobEntries) -> None:
+        """The first that come count: those of a request that goes on after a crash are the same."""
+        if self._deltas_only:
+            self.prompt_entries = self.prompt_entries or entries
+        elif self._output.prompt_logprobs is None:
+            maps = [logprob_map(entry, self._tokenizer) for entry in entries]
+            self._output.prompt_logprobs = [None, *maps]
+
+    def _add(self, params: SamplingParams) -> _Branch:
+        branch = _Branch(
+            len(self._branches),
+            params,
+            self.request.prompt_token_ids,
+            self._tokenizer,
+            deltas_only=self._deltas_only,
+        )
+        self._branches.append(branch)
+        self._output.outputs.append(branch.output)
+        return branch
+
+
+def logprob_map(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """The likeliest tokens, best first, and the token itself if it is not among them."""
+
+    def text(token_id: int) -> str | None:
+        return None if tokenizer is None else tokenizer.token_text(token_id)
+
+    top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    found = {
+        token_id: Logprob(logprob, rank, text(token_id))
+        for rank, (token_id, logprob) in enumerate(top, 1)
+    }
+    if entry.token_id not in found:
+        found[entry.token_id] = Logprob(entry.logprob, entry.rank, text(entry.token_id))
+    return found

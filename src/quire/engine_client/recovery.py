@@ -1,0 +1,445 @@
+"""What is done when the engine process has died: from where each open request goes on, which of
+them is to blame, and whether the process is started once more.
+
+A death is read first (`Death`): what came from outside, and what came while nothing was computed,
+is nobody's fault, and all go on. Otherwise those that were in the step are suspects. They are tried
+one after the other: a suspect is sent, and the next only when this one has computed again what was
+being computed when the process died. Those that were cleared go on beside the trials, new ones wait
+behind them. A request is to blame when the process has died on its trial, in its own step, for the
+second time:
+
+    it crashed or hung      the second trial follows at once and is the request's alone: nothing
+                            else is in the process. If it passes, those that were in the step beside
+                            it are suspects.
+    memory ran out          that may have come from outside, so all other suspects are tried first:
+                            if another one dies as well, the first death proves nothing.
+
+Pure: knows no process, no clock, no asyncio. Called by `engine_link`, `dispatcher` and
+`engine_keeper`.
+"""
+
+import signal
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from quire.core.request import Request, SequenceOutput
+from quire.engine_client.activity import Activity, Doing
+from quire.errors import ConfigurationError
+
+NUM_PROOF_TOKENS = 2
+"""A suspect is cleared when each branch that had begun has so many tokens more. One is what was
+being computed when the process died; one more, since its last message may not have arrived."""
+
+MAX_TRIAL_DEATHS = 3
+"""With so many deaths on trial a request is to blame whatever died between them. Two requests that
+kill only together would else be tried for ever."""
+
+OWN_SIGNALS = frozenset(
+    getattr(signal, name)
+    for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
+    if hasattr(signal, name)
+)
+"""Signals that a process gets for what it does itself. All others are sent to it by somebody."""
+
+
+class EngineState(StrEnum):
+    """Where the engine is, as its front sees it."""
+
+    STARTING = "starting"  # the first process is not ready yet
+    READY = "ready"
+    RECOVERING = "recovering"  # a process has died, the next is not ready yet
+    FAILED = "failed"  # for good: no process is started any more
+    CLOSING = "closing"  # shut down
+
+
+class Cause(StrEnum):
+    """What a process died of."""
+
+    CRASH = "crash"  # of what it did: a fault, an exception, a step that never ended
+    MEMORY = "memory"  # killed for lack of memory, which it or something else used up
+    OUTSIDE = "outside"  # killed, or told to end, by somebody
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Death:
+    """How an engine process ended, and what it was doing then. Each is equal to itself alone.
+
+    activity: what the process has written last.
+    status: its exit code, or minus the number of the signal that ended it; of a rank whose death it
+        did not survive, that rank's. None: the front has killed it.
+    has_failed: it said what it was about to end of, or what it said was no message.
+    has_hung: the front has killed it because a step did not end.
+    num_oom_kills: how many processes the system has killed for lack of memory meanwhile; None: not
+        known.
+    """
+
+    activity: Activity
+    status: int | None
+    has_failed: bool = False
+    has_hung: bool = False
+    num_oom_kills: int | None = None
+
+    @property
+    def cause(self) -> Cause:
+        """No process sends itself SIGKILL: the front does (where it hangs), the system for lack of
+        memory, or somebody. Where the system does not count its kills, it may have been it."""
+        if self.has_hung:
+            return Cause.CRASH
+        if self.status is None or self.status >= 0:
+            return Cause.CRASH if self.has_failed or self.status else Cause.OUTSIDE
+        if -self.status in OWN_SIGNALS:
+            return Cause.CRASH
+        if self.status == -signal.SIGKILL and self.num_oom_kills != 0:
+            return Cause.MEMORY
+        return Cause.OUTSIDE
+
+    def concerns(self, request_id: str) -> bool:
+        """Whether this request, which the process knew of, may have caused it."""
+        if self.cause is Cause.OUTSIDE or self.activity.doing in (Doing.LOADING, Doing.IDLE):
+            return False
+        return self.activity.concerns(request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryConfig:
+    """How patient the front is with its engine.
+
+    max_restarts: deaths within window_s that no request is to blame for; with one more the engine
+        has failed for good.
+    heartbeat_timeout_s: an engine that answers nothing for so long hangs in a step, and is killed.
+    first_backoff_s, max_backoff_s: the first restart comes at once, the second after
+        first_backoff_s, and each further one after twice as long, up to max_backoff_s.
+    """
+
+    max_restarts: int = 5
+    window_s: float = 300.0
+    heartbeat_timeout_s: float = 60.0
+    first_backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise ConfigurationError(f"max_restarts is {self.max_restarts}, but must be at least 0")
+        for name in ("window_s", "heartbeat_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be above 0")
+        if not 0 <= self.first_backoff_s <= self.max_backoff_s:
+            raise ConfigurationError(
+                f"first_backoff_s is {self.first_backoff_s} and max_backoff_s {self.max_backoff_s},"
+                " but must be 0 <= first_backoff_s <= max_backoff_s"
+            )
+
+
+class RestartBudget:
+    """Counts deaths and says how long to wait before the next start.
+
+    Invariant: `_deaths` are those within the window that no request is to blame for, in order, each
+    with its time.
+    """
+
+    def __init__(self, config: RecoveryConfig) -> None:
+        self._config = config
+        self._deaths: deque[tuple[float, Death]] = deque()
+
+    def note_death(
+        self, now_s: float, death: Death, explained: Collection[Death] = ()
+    ) -> float | None:
+        """Seconds until the next start; None if there shall be none.
+
+        explained: deaths, this one among them, that a request is to blame for; they count no more.
+        A death from outside counts like any other: a process that is killed again and again serves
+        nobody, whoever kills it.
+        """
+        config = self._config
+        self._deaths.append((now_s, death))
+        self._deaths = deque(
+            (at_s, one)
+            for at_s, one in self._deaths
+            if at_s > now_s - config.window_s and one not in explained
+        )
+        num_deaths = len(self._deaths)
+        if num_deaths > config.max_restarts:
+            return None
+        if num_deaths < 2:
+            return 0.0
+        return min(config.max_backoff_s, config.first_backoff_s * 2.0 ** (num_deaths - 2))
+
+
+class OpenRequest:
+    """A request that was accepted, and what came of it so far.
+
+    branches: branch index -> its tokens so far, of the branches that have not ended.
+    has_output: any branch, ended ones included, has brought a token.
+    """
+
+    __slots__ = ("accepted_s", "branches", "has_output", "request")
+
+    def __init__(self, request: Request, accepted_s: float) -> None:
+        self.request = request
+        self.accepted_s = accepted_s
+        self.branches: dict[int, list[int]] = {index: [] for index in range(request.n)}
+        self.has_output = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """What came so far of the branches that have not ended."""
+        return sum(map(len, self.branches.values()))
+
+    @property
+    def is_beam_search(self) -> bool:
+        """Whether all of its outputs come with its end."""
+        return self.request.params.beam_width > 0
+
+    def take(self, output: SequenceOutput) -> bool:
+        """Remember an output; returns whether it is still wanted."""
+        token_ids = self.branches.get(output.branch_index)
+        if token_ids is None:
+            return False
+        token_ids += output.token_ids
+        if output.token_ids:
+            self.has_output = True
+        if output.finish_reason is not None:
+            del self.branches[output.branch_index]
+        return True
+
+    def drop(self, branch_index: int | None) -> int:
+        """A branch, or all (None), ended without an output; returns how many did."""
+        num_before = len(self.branches)
+        if branch_index is None:
+            self.branches.clear()
+        else:
+            self.branches.pop(branch_index, None)
+        return num_before - len(self.branches)
+
+    def to_send(self, now_s: float) -> Request:
+        """What an engine that knows nothing of it is to compute."""
+        elapsed_s = now_s - self.accepted_s
+        return self.request.resume(self.branches, has_output=self.has_output, elapsed_s=elapsed_s)
+
+
+@dataclass(slots=True)
+class _Case:
+    """What speaks against a request.
+
+    deaths: those that it may have caused. It loses them when it is cleared, and when another
+        request turns out to have caused them.
+    trial_deaths: those that came on its trial. A pass takes those for lack of memory away: then
+        memory was not short because of it.
+    """
+
+    deaths: set[Death] = field(default_factory=set)
+    trial_deaths: list[Death] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """blamed: who is out; it has no open branches if its client had left. None: nobody (yet).
+    explained: the deaths that it has caused, the last one among them; or the last one alone, where
+        it was a crash on a trial: who has caused it, the trials that follow will show.
+    """
+
+    blamed: OpenRequest | None = None
+    explained: frozenset[Death] = frozenset()
+
+
+class Roster:
+    """Which open requests are in the engine process, and which wait to be sent.
+
+    Invariant: a request with open branches is in exactly one of `_sent`, `_cleared`, `_suspects`
+    and `_new`; the one on trial is in `_sent`, as long as it has open branches. `_cases` is empty
+    where there are neither suspects nor a trial.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, OpenRequest] = {}
+        self._cleared: deque[OpenRequest] = deque()  # to be sent again, suspected of nothing
+        self._suspects: deque[OpenRequest] = deque()
+        self._new: deque[OpenRequest] = deque()
+        self._trial: OpenRequest | None = None
+        self._is_alone = False  # the one on trial is: nothing else is sent
+        self._goals: dict[int, int] = {}  # of the one on trial: branch -> tokens that clear it
+        self._cases: dict[OpenRequest, _Case] = {}
+        # On whose trial the last of all deaths on a trial came; None once it has passed one since.
+        self._last_struck: OpenRequest | None = None
+        self._others_passed = False  # whether anybody else has passed a trial since
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits and nobody is on trial: a new one may be sent at once."""
+        return self._trial is None and not (self._cleared or self._suspects or self._new)
+
+    @property
+    def num_suspects(self) -> int:
+        """How many wait for their trial."""
+        return len(self._suspects)
+
+    def is_sent(self, one: OpenRequest) -> bool:
+        """Whether the process knows of it."""
+        return self._sent.get(one.request_id) is one
+
+    def add(self, one: OpenRequest) -> None:
+        """Take in a new request; `next_to_send` gives it out when its turn has come."""
+        self._new.append(one)
+
+    def next_to_send(self) -> OpenRequest | None:
+        """Who is to be sent now, and counts as sent from now on; None: nobody (yet).
+
+        To be asked again whenever something came of those in the process.
+        """
+        if self._trial is not None and self._has_passed(self._trial):
+            self._acquit(self._trial)
+        if self._trial is None:
+            self._is_alone = False
+            suspect = _first_open(self._suspects)
+            if suspect is None:
+                self._cases.clear()
+                self._last_struck = None
+            elif self._cases[suspect].trial_deaths and not self._sent:
+                self._is_alone = True
+                return self._try(suspect)
+        elif self._is_alone:
+            return None
+        if (one := _pop_open(self._cleared)) is not None:
+            return self._send(one)
+        if self._trial is None:
+            if (one := _first_open(self._suspects)) is not None:
+                return self._try(one)
+        elif self._suspects or not (self._trial.is_beam_search and self._trial.branches):
+            return None
+        # Nobody is on trial, or the last of all suspects is a beam search, which brings nothing
+        # before its end: so long nobody has to wait.
+        one = _pop_open(self._new)
+        return None if one is None else self._send(one)
+
+    def end(self, one: OpenRequest) -> None:
+        """The process has answered it to its end, or refused it."""
+        self._sent.pop(one.request_id, None)
+        if self._trial is one:
+            self._acquit(one)
+
+    def leave(self, one: OpenRequest) -> bool:
+        """Its client has left. Returns whether it is on trial: the process may still compute it,
+        so its trial goes on until `clear`."""
+        self._sent.pop(one.request_id, None)
+        return self._trial is one
+
+    def clear(self, one: OpenRequest) -> None:
+        """The process was between two steps after it was told that this one's client has left."""
+        if self._trial is one:
+            self._trial = None
+
+    def on_death(self, death: Death) -> Verdict:
+        """The process has died, or could not be started."""
+        trial, self._trial = self._trial, None
+        beside = [one for one in self._sent.values() if one is not trial]
+        self._sent.clear()
+        concerned = [one for one in beside if death.concerns(one.request_id)]
+        others = [one for one in beside if not death.concerns(one.request_id)]
+        if trial is None and concerned:
+            self._new.extendleft(reversed(others))  # they ran in no step: they wait for the trials
+        else:
+            self._cleared.extend(others)
+        if trial is None:
+            self._suspect(concerned, death)
+            return Verdict()
+        if death.concerns(trial.request_id):
+            return self._on_trial_death(trial, concerned, death)
+        self._suspects.appendleft(trial)
+        self._suspect(concerned, death)
+        return Verdict()
+
+    def _on_trial_death(
+        self, trial: OpenRequest, beside: list[OpenRequest], death: Death
+    ) -> Verdict:
+        """beside: those that were in the step with the one on trial."""
+        case = self._cases[trial]
+        case.deaths.add(death)
+        case.trial_deaths.append(death)
+        may_be_others = death.cause is Cause.MEMORY
+        is_repeated = self._last_struck is trial and (self._others_passed or not may_be_others)
+        self._last_struck, self._others_passed = trial, False
+        if is_repeated or len(case.trial_deaths) == MAX_TRIAL_DEATHS or not trial.branches:
+            self._cleared.extend(beside)
+            return self._blame(trial)
+        self._suspect(beside, death)
+        if may_be_others:
+            self._suspects.append(trial)
+            return Verdict()
+        self._suspects.appendleft(trial)
+        return Verdict(explained=frozenset([death]))
+
+    def _blame(self, blamed: OpenRequest) -> Verdict:
+        """Whoever was suspected of nothing else goes on."""
+        explained = frozenset(self._cases[blamed].deaths)
+        suspects, self._suspects = self._suspects, deque()
+        for one in suspects:
+            case = self._cases[one]
+            case.deaths -= explained
+            (self._suspects if case.deaths else self._cleared).append(one)
+        return Verdict(blamed, explained)
+
+    def _acquit(self, trial: OpenRequest) -> None:
+        """It has passed its trial, or was answered to its end."""
+        self._trial = None
+        case = self._cases[trial]
+        case.deaths.clear()
+        case.trial_deaths = [one for one in case.trial_deaths if one.cause is not Cause.MEMORY]
+        if self._last_struck is trial:
+            self._last_struck = None
+        else:
+            self._others_passed = True
+
+    def _suspect(self, requests: Iterable[OpenRequest], death: Death) -> None:
+        """Whoever kills mostly does so in its first steps, so those with the least output come
+        first. Trials of beam searches take long: they come last."""
+        ordered = sorted(requests, key=lambda one: (one.is_beam_search, one.num_tokens))
+        for one in ordered:
+            self._cases.setdefault(one, _Case()).deaths.add(death)
+        self._suspects.extend(ordered)
+
+    def _try(self, first: OpenRequest) -> OpenRequest:
+        """Send the first of the suspects."""
+        self._suspects.popleft()
+        self._trial = first
+        self._goals = {
+            index: len(token_ids) + NUM_PROOF_TOKENS
+            for index, token_ids in first.branches.items()
+            if token_ids
+        }
+        return self._send(first)
+
+    def _send(self, one: OpenRequest) -> OpenRequest:
+        self._sent[one.request_id] = one
+        return one
+
+    def _has_passed(self, trial: OpenRequest) -> bool:
+        """Whether it has computed again what was computed at the death."""
+        branches = trial.branches
+        if self._goals:
+            return bool(branches) and all(
+                len(branches[index]) >= goal
+                for index, goal in self._goals.items()
+                if index in branches
+            )
+        return any(len(token_ids) >= NUM_PROOF_TOKENS for token_ids in branches.values())
+
+
+def _first_open(queue: deque[OpenRequest]) -> OpenRequest | None:
+    """The first that has not ended meanwhile, which stays; those before it go."""
+    while queue and not queue[0].branches:
+        queue.popleft()
+    return queue[0] if queue else None
+
+
+def _pop_open(queue: deque[OpenRequest]) -> OpenRequest | None:
+    """The same, but it does not stay."""
+    one = _first_open(queue)
+    if one is not None:
+        queue.popleft()
+    return one

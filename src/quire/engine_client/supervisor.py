@@ -1,0 +1,250 @@
+"""Keeps an engine process running: starts it, watches its heartbeat, starts it anew when it died,
+and gives up when that does not help.
+
+Knows no requests: who goes on, and who is to blame, says its listener (`dispatcher`). Made by
+`async_engine`.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from quire.core.sampling_params import ModelLimits
+from quire.engine_client.activity import Activity, Doing
+from quire.engine_client.link import EngineLink
+from quire.engine_client.messages import (
+    Outputs,
+    Progress,
+    Ready,
+    RequestFailed,
+    Shutdown,
+    Start,
+    encode,
+)
+from quire.engine_client.recovery import Death, EngineState, RecoveryConfig, RestartBudget
+from quire.errors import EngineDeadError, QuireError
+from quire.observability.log import get_logger
+
+LEAST_BUILD_LIMIT_S = 60.0
+BUILD_LIMIT_RATIO = 10.0
+"""One that is started again must be ready by then, or by so many times what the first one took."""
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and of how much (0: not known)."""
+
+logger = get_logger(__name__)
+
+
+class EngineListener(Protocol):
+    """Who is told of the engine's life."""
+
+    def on_ready(self, link: EngineLink) -> None:
+        """A process takes requests over `link`. It knows of none."""
+        ...
+
+    def on_message(self, message: Outputs | RequestFailed) -> None:
+        """Something came of a request."""
+        ...
+
+    def on_death(self, death: Death) -> frozenset[Death]:
+        """The process is gone. Returns the deaths, this one among them, that a request turns out to
+        be to blame for; none where nobody is."""
+        ...
+
+    def on_end(self, error: QuireError) -> None:
+        """No process will be started any more; `error` is for those who wait."""
+        ...
+
+
+class EngineKeeper:
+    """Invariant: `_link` is that of the present process, None while there is none; what comes over
+    any other changes nothing."""
+
+    def __init__(
+        self,
+        options: Mapping[str, object],
+        command: Sequence[str],
+        recovery: RecoveryConfig,
+        listener: EngineListener,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Starts nothing; `start` does. command: see `EngineLink.open`."""
+        self._options = dict(options)
+        self._command = command
+        self._recovery = recovery
+        self._listener = listener
+        self._on_progress = on_progress
+        self._loop = asyncio.get_running_loop()
+        self._link: EngineLink | None = None
+        self._budget = RestartBudget(recovery)
+        self._started: asyncio.Future[None] = self._loop.create_future()
+        self._failed: asyncio.Future[QuireError] = self._loop.create_future()
+        self._restarting: asyncio.Task[None] | None = None
+        self._build_timer: asyncio.TimerHandle | None = None
+        self._build_limit_s = LEAST_BUILD_LIMIT_S
+        self._began_s = self._loop.time()
+        self._closed_error: QuireError = EngineDeadError(
+            "the engine was shut down before the request had finished"
+        )
+        self.state = EngineState.STARTING
+        self.num_restarts = 0
+        self.limits: ModelLimits | None = None
+        self.facts: Mapping[str, Any] = {}
+
+    @property
+    def link(self) -> EngineLink | None:
+        """To a process that takes requests; None while there is none."""
+        return self._link if self.state is EngineState.READY else None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._link is None else self._link.pid
+
+    @property
+    def silence_s(self) -> float:
+        """For how long the process has said nothing; 0 while there is none."""
+        return 0.0 if self._link is None else self._loop.time() - self._link.last_heard_s
+
+    @property
+    def failure(self) -> QuireError | None:
+        """Why it has given up, if it has."""
+        return self._failed.result() if self._failed.done() else None
+
+    async def wait_failed(self) -> QuireError:
+        """Until it has given up; returns why."""
+        return await asyncio.shield(self._failed)
+
+    async def start(self) -> None:
+        """Start the first process and wait until it is ready. Raises why it died, or OSError; then,
+        and when it is cancelled, no process is left."""
+        try:
+            await self._open_link()
+            await self._started
+        except BaseException:
+            await self.shutdown(drain=False, timeout_s=0.0, reason=None)
+            raise
+
+    async def shutdown(self, *, drain: bool, timeout_s: float, reason: QuireError | None) -> None:
+        """See `AsyncEngine.shutdown`."""
+        self.state = EngineState.CLOSING
+        self._closed_error = reason or self._closed_error
+        link = self._link
+        try:
+            if self._restarting is not None:
+                self._restarting.cancel()
+                await asyncio.gather(self._restarting, return_exceptions=True)
+            if link is not None and link.is_open:
+                link.send(encode(Shutdown(drain)))
+                with contextlib.suppress(TimeoutError):  # it had its time; `finally` ends it
+                    async with asyncio.timeout(timeout_s):
+                        await link.wait_dead()
+        finally:
+            if self._build_timer is not None:
+                self._build_timer.cancel()
+            if link is not None:
+                await link.close()
+            self._listener.on_end(self._closed_error)
+
+    # ---- for the link -----------------------------------------------------------------------
+
+    def on_message(self, link: EngineLink, message: Progress | Outputs | RequestFailed) -> None:
+        """See `LinkOwner`."""
+        if link is not self._link:
+            return
+        if not isinstance(message, Progress):
+            self._listener.on_message(message)
+        elif self._on_progress is not None and self.state is EngineState.STARTING:
+            self._on_progress(message.text, message.done, message.total)
+
+    def on_ready(self, link: EngineLink, ready: Ready) -> None:
+        """See `LinkOwner`."""
+        if link is not self._link or self.state is EngineState.CLOSING:
+            return
+        if self._build_timer is not None:
+            self._build_timer.cancel()
+        if self.limits is None:
+            # What was chosen by the memory that was free stays as it was chosen.
+            self._options["max_model_len"] = ready.limits.max_model_len
+            took_s = self._loop.time() - self._began_s
+            self._build_limit_s = max(LEAST_BUILD_LIMIT_S, BUILD_LIMIT_RATIO * took_s)
+        elif ready.limits != self.limits:
+            self._give_up(
+                EngineDeadError(
+                    "the engine was started again, but is not the engine that it was: the files of"
+                    " the model have changed; restart the server"
+                )
+            )
+            link.kill("it is not the engine that it was")
+            return
+        self.limits, self.facts = ready.limits, ready.facts
+        self.state = EngineState.READY
+        if not self._started.done():
+            self._started.set_result(None)
+        link.watch(self._recovery.heartbeat_timeout_s)
+        self._listener.on_ready(link)
+
+    def on_death(self, link: EngineLink, error: QuireError, death: Death) -> None:
+        """See `LinkOwner`."""
+        if link is self._link:
+            self._link = None
+            self._note_death(error, death)
+
+    # ---- starting anew ----------------------------------------------------------------------
+
+    def _note_death(self, error: QuireError, death: Death) -> None:
+        """The process is gone, or could not be started: start another one, or end everything."""
+        if self._build_timer is not None:
+            self._build_timer.cancel()
+        match self.state:
+            case EngineState.STARTING:
+                if not self._started.done():
+                    self._started.set_exception(error)
+            case EngineState.CLOSING:
+                self._listener.on_end(self._closed_error)
+            case EngineState.READY | EngineState.RECOVERING:
+                self.state = EngineState.RECOVERING
+                logger.error("%s", error)
+                explained = self._listener.on_death(death)
+                delay_s = self._budget.note_death(self._loop.time(), death, explained)
+                if delay_s is None:
+                    config = self._recovery
+                    self._give_up(
+                        EngineDeadError(
+                            f"the engine process has died more than {config.max_restarts} times"
+                            f" within {config.window_s:g} s and is not started again; the last"
+                            f" time: {error}"
+                        )
+                    )
+                else:
+                    self._restarting = self._loop.create_task(self._restart(delay_s))
+
+    async def _restart(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        self.num_restarts += 1
+        logger.warning("the engine is started again; restarts so far: %d", self.num_restarts)
+        try:
+            await self._open_link()
+        except OSError as error:
+            self._link = None
+            self._note_death(
+                EngineDeadError(f"the engine process can't be started: {error}"),
+                Death(Activity(Doing.LOADING), status=None),
+            )
+            return
+        if self._link is not None:  # else it has died already
+            why = f"it was not ready after {self._build_limit_s:g} s, so it was killed"
+            self._build_timer = self._loop.call_later(self._build_limit_s, self._link.kill, why)
+
+    async def _open_link(self) -> None:
+        self._link = EngineLink(self)
+        await self._link.open(self._command, encode(Start(self._options)))
+
+    def _give_up(self, error: QuireError) -> None:
+        logger.error("%s", error)
+        self.state = EngineState.FAILED
+        self._failed.set_result(error)
+        # Clients are not told what only the operator should know.
+        self._listener.on_end(
+            EngineDeadError("the engine has failed for good; the server's log says how")
+        )

@@ -1,0 +1,1 @@
+"""Model folders: finding them, and reading their small JSON files; no torch."""

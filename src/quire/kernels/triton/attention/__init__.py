@@ -1,0 +1,1 @@
+"""Triton kernels that read and write the paged KV cache."""

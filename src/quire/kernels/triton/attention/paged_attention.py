@@ -1,0 +1,379 @@
+"""Attention over paged memory on a GPU: decode, prefill and any mix of both, by one kernel.
+
+    out = softmax(scale q K^T) V over the keys that each query sees, which lie in blocks anywhere
+
+A program takes items of a work list (`decode_work.py` makes it on the device, `attention`'s
+`triton_plan.py` on the host): a tile of queries of one sequence, a range of its keys, and a KV
+head. The query heads of that KV head are rows of the tile side by side, so that each K and V is
+read once for all of them:
+
+    row of the tile    0        1        ...  G-1      G        ...
+    query token        0        0             0        1
+    query head         hG       hG+1          hG+G-1   hG
+
+Keys are read in tiles of TILE at multiples of TILE, straight from the blocks, and folded into an
+online softmax (arXiv:2205.14135, arXiv:2307.08691). Tiles that every row sees entirely are attended
+without a mask; those at the edge of the window, at the diagonal and at the end with one. An item
+writes its rows' output, or, as one of several over the same queries, a part that `merge_parts.py`
+puts together.
+
+`uniform`: each row gets the same bits in whatever tile of queries and beside whatever it is
+computed: all tiles are masked, so that there is one arithmetic, and keys are folded in chunks of
+`chunk_tokens` at absolute positions, here or by `merge_parts.py`, in the same order by the same
+function. A tile or chunk that a row doesn't see changes none of its bits.
+
+Memory that no query of the tile sees is not read: neither pages nor tables.
+
+Cost, of a tile of K and V of 64 keys of 128 bf16 numbers, 32 KiB, as compiled for sm_90 (nothing
+spilled): 16 rows, for decoding, are 361 instructions a warp of four, and 146 registers, so that
+three programs share a processor and 192 KiB are under way on it; reading them at 4.3 TB/s over 132
+processors takes 1750 clocks, so memory bounds it. 128 rows, for prompts, are 392 instructions a
+warp of eight, 12 of them HGMMA, which take 1024 clocks, and the softmax about as many again: Triton
+starts Q K^T while P V of the tile before is under way, and waits for both before the softmax. The
+entries of the table are read a tile ahead; a tile inside one block needs one.
+
+Shapes: T tokens, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head size, N blocks, B block size,
+R rows of the block tables, P parts a token at most. A page is [2, Hkv, B, D], K then V.
+Reference: `attention/reference.py`. Called by `attention/triton_paged.py`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.attention.online_softmax import LOG2_E, finish, finite_or_zero, fold
+from quire.kernels.triton.support import next_power_of_two
+
+ITEM_FIELDS = 8
+"""Of the work list, int32: row of the block tables; first token, in q; number of tokens; position
+of the first token; first key, a multiple of the tile; end of the keys; first part, or -1: none,
+the output is written; end of the sequence's keys."""
+
+
+@dataclass(frozen=True)
+class AttendShape:
+    """What a kernel is compiled for; its members are constants there.
+
+    rows: of a tile of queries, a power of two >= 16; tile: keys at a time, likewise.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    causal: bool
+    uniform: bool
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def queries(self) -> int:
+        """Tokens that fit a tile of queries."""
+        return self.rows // self.group
+
+    @property
+    def to_log2(self) -> float:
+        """From what the scores come as, q·k or a hyperbolic tangent, to powers of two."""
+        return (self.scale if self.soft_cap is None else self.soft_cap) * math.log2(math.e)
+
+    @property
+    def padded_dim(self) -> int:
+        return max(16, next_power_of_two(self.head_dim))
+
+
+@dataclass(frozen=True)
+class AttendWork:
+    """What is attended, by how many programs, and where its parts go.
+
+    items: [items, ITEM_FIELDS] int32, of which count [1] int32 are meant. parts: [parts, Hq, D],
+    scales: [parts, Hq, 2], both fp32. parts_per_token: from one token of an item to the next.
+    chunk_tokens: of a uniform shape, a multiple of the tile.
+    """
+
+    items: torch.Tensor
+    count: torch.Tensor
+    num_programs: int
+    parts: torch.Tensor
+    scales: torch.Tensor
+    parts_per_token: int
+    chunk_tokens: int
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    tables: torch.Tensor,
+    work: AttendWork,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    shape: AttendShape,
+) -> None:
+    """q [T, Hq, D], any token stride; pages [N, 2, Hkv, B, D], any page stride; tables [R, most
+    blocks] int32; sinks [Hq]. Writes out [T, Hq, D] and lse [T, Hq] fp32, both contiguous, or
+    parts, for the tokens of the items."""
+    heads = (shape.num_heads, shape.head_dim)
+    if q.shape[1:] != heads or q.stride()[1:] != (shape.head_dim, 1):
+        raise ValueError(
+            f"q is {tuple(q.shape)}, strides {q.stride()}, but must be [T, {heads[0]}, {heads[1]}] "
+            "with each token's heads side by side"
+        )
+    page = (2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    if pages.shape[1:] != page or not pages[0].is_contiguous():
+        raise ValueError(
+            f"pages are {tuple(pages.shape)}, strides {pages.stride()}, but each must be {page}, "
+            "contiguous"
+        )
+    paged_attention_kernel[(work.num_programs,)](
+        q,
+        pages,
+        tables,
+        work.items,
+        work.count,
+        sinks,
+        out,
+        lse,
+        work.parts,
+        work.scales,
+        q.stride(0),
+        pages.stride(0),
+        tables.stride(0),
+        work.parts_per_token,
+        work.chunk_tokens,
+        S=shape,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(q, k, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, TILE] fp32, which times `S.to_log2` are in units of log2."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if S.soft_cap is not None:
+        # tanh(x) = 1 - 2 / (e^2x + 1), with e^2x in powers of two.
+        powers = tl.exp2(scores * (2.0 * S.scale / S.soft_cap * LOG2_E))
+        scores = 1.0 - 2.0 / (powers + 1.0)
+    return scores
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_blocks(table, start, seen, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The blocks of the keys that are seen of a tile: of each key, or the one of all."""
+    if S.block_size >= S.tile:
+        blocks = tl.load(table + start // S.block_size, start < seen[1], other=0)
+    else:
+        keys = start + tl.arange(0, S.tile)
+        blocks = tl.load(
+            table + keys // S.block_size, (keys >= seen[0]) & (keys < seen[1]), other=0
+        )
+    return blocks
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_tiles(  # type: ignore[no-untyped-def]
+    part,  # (m, sums, acc) so far
+    q,  # [rows, D]
+    positions,  # [rows]
+    memory,  # (pages at the KV head, elements from page to page, the sequence's row of the table)
+    keys_range,  # (first tile, end): of this loop
+    seen,  # (first, end): keys that some row sees
+    MASKED: tl.constexpr,
+    S: tl.constexpr,
+):
+    m, sums, acc = part
+    pages, page_stride, table = memory
+    TILE: tl.constexpr = S.tile
+    columns = tl.arange(0, TILE)
+    dims = tl.arange(0, S.padded_dim)
+    # The table is read a tile ahead, so that K and V never wait for it.
+    blocks = _load_blocks(table, keys_range[0], seen, S)
+    for start in range(keys_range[0], keys_range[1], TILE):
+        start = tl.multiple_of(start, TILE)
+        keys = start + columns
+        is_seen = (keys >= seen[0]) & (keys < seen[1])
+        places = blocks.to(tl.int64) * page_stride
+        if S.block_size >= TILE:
+            places = places + (start % S.block_size + columns) * S.head_dim
+        else:
+            places = places + (columns % S.block_size) * S.head_dim
+        blocks = _load_blocks(table, start + TILE, (seen[0], keys_range[1]), S)
+        k_places = pages + places[:, None] + dims[None, :]
+        v_places = k_places + S.num_kv_heads * S.block_size * S.head_dim
+        if MASKED or S.padded_dim != S.head_dim:
+            loaded = (dims < S.head_dim)[None, :]
+            if MASKED:
+                loaded = loaded & is_seen[:, None]
+            k = tl.load(k_places, loaded, other=0.0)
+            v = tl.load(v_places, loaded, other=0.0)
+        else:
+            k = tl.load(k_places)
+            v = tl.load(v_places)
+        scores = _scores(q, k, S)
+        if MASKED:
+            visible = is_seen[None, :]
+            if S.causal:
+                visible = visible & (keys[None, :] <= positions[:, None])
+            if S.window is not None:
+                visible = visible & (keys[None, :] > positions[:, None] - S.window)
+                if not S.causal:
+                    visible = visible & (keys[None, :] < positions[:, None] + S.window)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_m = tl.maximum(m, tl.max(scores, axis=1) * S.to_log2)
+        base = new_m
+        if MASKED:
+            base = finite_or_zero(new_m)
+        probs = tl.exp2(scores * S.to_log2 - base[:, None])
+        scale = tl.exp2(m - base)
+        sums = sums * scale + tl.sum(probs, axis=1)
+        acc = acc * scale[:, None]
+        acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
+        m = new_m
+    return m, sums, acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_keys(q, positions, memory, first, end, seen, tokens, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of keys [first, end), a part.
+
+    tokens: (position of the first, of the last). Unmasked tiles begin where the last token's window
+    does, and end where the first token sees no further.
+    """
+    m = tl.full([S.rows], float("-inf"), tl.float32)
+    sums = tl.full([S.rows], 0.0, tl.float32)
+    part = (m, sums, tl.full([S.rows, S.padded_dim], 0.0, tl.float32))
+    full_end = seen[1]
+    if S.causal:
+        full_end = tokens[0] + 1
+    full_begin = first
+    if S.window is not None:
+        full_begin = tl.maximum(first, (tokens[1] + S.tile - S.window) // S.tile * S.tile)
+        if not S.causal:
+            full_end = tl.minimum(full_end, tokens[0] + S.window)
+    full_begin = tl.minimum(full_begin, end)
+    full_end = tl.minimum(full_end, end) // S.tile * S.tile
+    full_end = tl.maximum(full_end, full_begin)
+    if S.uniform:
+        full_begin, full_end = first, first
+    if S.window is not None and not S.uniform:
+        part = _attend_tiles(part, q, positions, memory, (first, full_begin), seen, True, S)
+    if not S.uniform:
+        part = _attend_tiles(part, q, positions, memory, (full_begin, full_end), seen, False, S)
+    return _attend_tiles(part, q, positions, memory, (full_end, end), seen, True, S)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_chunks(q, positions, memory, keys, seen, tokens, chunk_tokens, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of keys [keys[0], keys[1]), a part; uniform: folded chunk by chunk."""
+    if S.uniform:
+        m = tl.full([S.rows], float("-inf"), tl.float32)
+        sums = tl.full([S.rows], 0.0, tl.float32)
+        acc = tl.full([S.rows, S.padded_dim], 0.0, tl.float32)
+        for chunk in range(keys[0] // chunk_tokens, tl.cdiv(keys[1], chunk_tokens)):
+            first = tl.maximum(chunk * chunk_tokens, keys[0])
+            end = tl.minimum((chunk + 1) * chunk_tokens, keys[1])
+            part = _attend_keys(q, positions, memory, first, end, seen, tokens, S)
+            m, sums, acc = fold(m, sums, acc, part[0], part[1], part[2])
+    else:
+        m, sums, acc = _attend_keys(q, positions, memory, keys[0], keys[1], seen, tokens, S)
+    return m, sums, acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(item, kv_head, result, sinks_ptr, outputs, part_outputs, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write an item's rows: the output, or a part. Its fields are loaded again: kept through the
+    loops, what follows from them would take registers there."""
+    m, sums, acc = result
+    out_ptr, lse_ptr = outputs
+    parts_ptr, scales_ptr, parts_per_token = part_outputs
+    rows = tl.arange(0, S.rows)
+    dims = tl.arange(0, S.padded_dim)
+    offsets = rows // S.group
+    heads = kv_head * S.group + rows % S.group
+    is_row = offsets < tl.load(item + 2)
+    mask = is_row[:, None] & (dims < S.head_dim)[None, :]
+    part = tl.load(item + 6)
+    if part < 0:
+        sinks = None
+        if sinks_ptr is not None:
+            sinks = tl.load(sinks_ptr + heads, is_row, other=0.0).to(tl.float32)
+        out, lse = finish(m, sums, acc, sinks)
+        out_rows = (tl.load(item + 1) + offsets).to(tl.int64) * S.num_heads + heads
+        out_places = out_ptr + out_rows[:, None] * S.head_dim + dims[None, :]
+        tl.store(out_places, out.to(out_ptr.dtype.element_ty), mask)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + out_rows, lse, is_row)
+    else:
+        parts = (part + offsets * parts_per_token).to(tl.int64) * S.num_heads + heads
+        tl.store(parts_ptr + parts[:, None] * S.head_dim + dims[None, :], acc, mask)
+        tl.store(scales_ptr + 2 * parts, m, is_row)
+        tl.store(scales_ptr + 2 * parts + 1, sums, is_row)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def paged_attention_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,  # [T, Hq, D], tokens q_stride apart
+    pages_ptr,  # [N, 2, Hkv, B, D], pages page_stride apart
+    tables_ptr,  # [R, most blocks] int32, rows table_stride apart
+    items_ptr,  # [items, ITEM_FIELDS] int32
+    num_items_ptr,  # [1] int32
+    sinks_ptr,  # [Hq], or None
+    out_ptr,  # [T, Hq, D], contiguous
+    lse_ptr,  # [T, Hq] fp32, or None
+    parts_ptr,  # [parts, Hq, D] fp32
+    scales_ptr,  # [parts, Hq, 2] fp32: m and sums
+    q_stride,
+    page_stride,
+    table_stride,
+    parts_per_token,
+    chunk_tokens,
+    S: tl.constexpr,
+):
+    rows = tl.arange(0, S.rows)
+    dims = tl.arange(0, S.padded_dim)
+    offsets = rows // S.group
+    outputs, part_outputs = (out_ptr, lse_ptr), (parts_ptr, scales_ptr, parts_per_token)
+    num_works = tl.load(num_items_ptr) * S.num_kv_heads
+    for work in tl.range(tl.program_id(0), num_works, tl.num_programs(0), num_stages=1):
+        kv_head = work % S.num_kv_heads
+        item = items_ptr + work // S.num_kv_heads * 8
+        table = tables_ptr + tl.load(item).to(tl.int64) * table_stride
+        token, num_tokens = tl.load(item + 1), tl.load(item + 2)
+        position = tl.load(item + 3)
+        first, end = tl.load(item + 4), tl.load(item + 5)
+        context = tl.load(item + 7)
+        last = position + num_tokens - 1
+        seen_first, seen_end = 0, context
+        if S.window is not None:
+            seen_first = tl.maximum(position + 1 - S.window, 0)
+        if S.causal:
+            seen_end = last + 1
+        elif S.window is not None:
+            seen_end = tl.minimum(context, last + S.window)
+
+        heads = kv_head * S.group + rows % S.group
+        is_row = offsets < num_tokens
+        mask = is_row[:, None] & (dims < S.head_dim)[None, :]
+        tokens = (token + offsets).to(tl.int64)
+        q_places = tokens[:, None] * q_stride + heads[:, None] * S.head_dim + dims[None, :]
+        pages = pages_ptr + kv_head * (S.block_size * S.head_dim)
+        q = tl.load(q_ptr + q_places, mask, other=0.0).to(pages_ptr.dtype.element_ty)
+        memory = (pages, page_stride, table)
+        seen, ends = (seen_first, seen_end), (position, last)
+        m, sums, acc = _attend_chunks(
+            q, position + offsets, memory, (first, end), seen, ends, chunk_tokens, S
+        )
+        _store(item, kv_head, (m, sums, acc), sinks_ptr, outputs, part_outputs, S)

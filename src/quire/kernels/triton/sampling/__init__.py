@@ -1,0 +1,1 @@
+"""Triton kernels from logits to tokens."""

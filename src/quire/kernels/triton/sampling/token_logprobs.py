@@ -1,0 +1,173 @@
+"""Log-probabilities of tokens, their ranks and the best tokens, on a GPU, from raw logits.
+
+    logprob[t] = (logit[t] - largest) - log(sum of exp(logit - largest))
+    rank[t]    = 1 + how many logits are larger
+
+Definition and reference: `sampling/host/logprobs.py`; the two differ by rounding in the logarithms,
+while ranks, tokens and their order are equal. Exponentials are summed in fp32 within tiles of a
+fixed size, the tiles in a fixed tree, and the last logarithm is taken in fp64: an entry depends on
+its line alone, and is never above zero.
+
+The best tokens are picked one by one from the maxima of groups of 64 (see `scan_logits.py`): the
+first group with the largest, its first token that has it, and then what is left of this group.
+About 1 us each (an estimate), in order already, and ties by token id.
+
+Shapes: n entries, R lines of logits [R, V] fp32, K best tokens at most. Called by
+`sampling/device/sampler.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.sampling.scan_logits import (
+    GROUP,
+    NO_ID,
+    NO_KEY,
+    TILE,
+    Scan,
+    check_logits,
+    load_logits,
+    ordered,
+    unordered,
+)
+from quire.kernels.triton.support import next_power_of_two
+
+HEADER = 2
+"""int32 of an entry before its best tokens: the log-probability's bits, and the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked about n tokens; all int32 [n].
+
+    line: of the logits. token: its id is token_ids[token]. num_top: how many best tokens.
+    """
+
+    line: torch.Tensor
+    token: torch.Tensor
+    num_top: torch.Tensor
+
+
+def token_logprobs(
+    logits: torch.Tensor, scan: Scan, asked: Asked, token_ids: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Fill in out [n, HEADER + 2 K] int32: HEADER, K token ids, K log-probabilities' bits, of which
+    only the num_top first are set.
+
+    scan: of these logits [R, V]. token_ids: int32, below V. num_top: at most K, and at most V.
+    """
+    check_logits(logits)
+    vocab_size, (num_entries, width) = logits.shape[1], out.shape
+    num_tiles = scan.tile_largest.shape[1]
+    sums = torch.empty((num_entries, num_tiles), dtype=torch.float32, device=logits.device)
+    above = torch.empty((num_entries, num_tiles), dtype=torch.int32, device=logits.device)
+    of_line = (logits, logits.stride(0), scan.tile_largest, asked.line, asked.token, token_ids)
+    sizes = {
+        **{"V": vocab_size, "NUM_TILES": num_tiles},
+        "BLOCK_TILES": next_power_of_two(num_tiles),
+    }
+    sum_tiles_kernel[(num_tiles, num_entries)](
+        *of_line, sums, above, **sizes, TILE=TILE, num_warps=4
+    )
+    num_groups = scan.group_largest.shape[1]
+    pick_best_kernel[(num_entries,)](
+        *(*of_line, scan.group_largest, sums, above, asked.num_top, out, width),
+        **sizes,
+        NUM_GROUPS=num_groups,
+        BLOCK_GROUPS=next_power_of_two(num_groups),
+        GROUP=GROUP,
+        num_warps=8,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _entry_line(  # type: ignore[no-untyped-def]
+    logits_ptr, stride, tile_largest_ptr, line_ptr, token_ptr, token_ids_ptr, entry,
+    NUM_TILES: tl.constexpr, BLOCK_TILES: tl.constexpr,
+):  # fmt: skip
+    """Where an entry's line begins, its largest logit (NaN where not finite), and its token's."""
+    line = tl.load(line_ptr + entry).to(tl.int64)
+    tiles = tl.arange(0, BLOCK_TILES)
+    of_tiles = tl.load(
+        tile_largest_ptr + line * NUM_TILES + tiles, tiles < NUM_TILES, other=float("-inf")
+    )
+    at = logits_ptr + line * stride
+    own = tl.load(at + tl.load(token_ids_ptr + tl.load(token_ptr + entry)))
+    largest = tl.max(of_tiles, axis=0)
+    is_finite = (largest < float("inf")) & (largest > float("-inf"))
+    return at, tl.where(is_finite, largest, float("nan")), own
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_tiles_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, stride, tile_largest_ptr, line_ptr, token_ptr, token_ids_ptr,
+    sums_ptr,  # [n, T]: of a tile's exp(logit - largest)
+    above_ptr,  # [n, T]: how many of its logits are larger than the token's
+    V: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile, entry = tl.program_id(0), tl.program_id(1)
+    at, largest, own = _entry_line(
+        logits_ptr, stride, tile_largest_ptr, line_ptr, token_ptr, token_ids_ptr, entry,
+        NUM_TILES, BLOCK_TILES,
+    )  # fmt: skip
+    token_ids = tile * TILE + tl.arange(0, TILE)
+    values = load_logits(at, token_ids, V)
+    weights = tl.where(token_ids < V, tl.exp(values - largest), 0.0)
+    place = entry * NUM_TILES + tile
+    tl.store(sums_ptr + place, tl.sum(weights, axis=0))
+    tl.store(above_ptr + place, tl.sum((values > own).to(tl.int32), axis=0))
+
+
+@triton.jit(do_not_specialize=["width"])  # type: ignore[untyped-decorator]
+def pick_best_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, stride, tile_largest_ptr, line_ptr, token_ptr, token_ids_ptr,
+    group_largest_ptr, sums_ptr, above_ptr, num_top_ptr,
+    out_ptr,  # [n, width]
+    width,
+    V: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK_TILES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0)
+    at, largest, own = _entry_line(
+        logits_ptr, stride, tile_largest_ptr, line_ptr, token_ptr, token_ids_ptr, entry,
+        NUM_TILES, BLOCK_TILES,
+    )  # fmt: skip
+    tiles = tl.arange(0, BLOCK_TILES)
+    in_line = tiles < NUM_TILES
+    places = entry * NUM_TILES + tiles
+    sum_of_all = tl.sum(tl.load(sums_ptr + places, in_line, other=0.0), axis=0)
+    rank = 1 + tl.sum(tl.load(above_ptr + places, in_line, other=0), axis=0)
+    log_sum = tl.log(sum_of_all.to(tl.float64)).to(tl.float32)
+    out_line = out_ptr + entry.to(tl.int64) * width
+    tl.store(out_line, (own - largest - log_sum).to(tl.int32, bitcast=True))
+    tl.store(out_line + 1, rank)
+    num_best = (width - 2) // 2
+    groups = tl.arange(0, BLOCK_GROUPS)
+    line = tl.load(line_ptr + entry).to(tl.int64)
+    of_groups = tl.load(
+        group_largest_ptr + line * NUM_GROUPS + groups, groups < NUM_GROUPS, other=0.0
+    )
+    # Below all values, infinities too: groups that don't exist, or of which nothing is left.
+    keys = tl.where(groups < NUM_GROUPS, ordered(of_groups), NO_KEY)
+    index, num_top = rank * 0, tl.load(num_top_ptr + entry)
+    last_key, last_token = index + NO_KEY, index - 1
+    while index < num_top:
+        best = tl.max(keys, axis=0)
+        group = tl.min(tl.where(keys == best, groups, NO_ID), axis=0)
+        members = group * GROUP + tl.arange(0, GROUP)
+        values = ordered(load_logits(at, members, V))
+        # Equal ones are picked by their ids: those up to the last are through.
+        is_next = (values == best) & (members < V)
+        is_next = is_next & (members > tl.where(best == last_key, last_token, -1))
+        token = tl.min(tl.where(is_next, members, NO_ID), axis=0)
+        tl.store(out_line + 2 + index, token)
+        logprob = unordered(best) - largest - log_sum
+        tl.store(out_line + 2 + num_best + index, logprob.to(tl.int32, bitcast=True))
+        is_left = (members < V) & ((values < best) | ((values == best) & (members > token)))
+        rest = tl.max(tl.where(is_left, values, NO_KEY), axis=0)
+        keys = tl.where(groups == group, rest, keys)
+        last_key, last_token = best, token
+        index += 1

@@ -1,0 +1,1 @@
+"""From the files of a checkpoint to the parameters of a model."""

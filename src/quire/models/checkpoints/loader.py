@@ -1,0 +1,282 @@
+"""Builds a model and fills it from a checkpoint, piece by piece, straight into its (fused) linears.
+
+A checkpoint's tensors and a model's parameters must match one to one; what is missing, left over or
+of another shape is refused by name. Knows no device or format of its own: both are told.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quire.errors import CheckpointError
+from quire.hub.model_files import shown_name
+from quire.layers.linear import Linear, WeightSlot, without_weights
+from quire.layers.methods import LinearMethods
+from quire.layers.sharded import Sharding
+from quire.models.checkpoints.quantized import refuse_quantized_weights
+from quire.models.checkpoints.safetensors_files import Checkpoint
+from quire.models.config import DecoderConfig
+from quire.models.interface import CausalLM
+from quire.models.registry import MODELS, ModelEntry
+from quire.models.sharding import split_config
+
+_log = logging.getLogger(__name__)
+
+# Tensors that old checkpoints carry and that follow from the config.
+_DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
+_MAX_NAMES_SHOWN = 8
+
+Progress = Callable[[int, int], None]
+
+
+def load_model(
+    folder: Path,
+    config: DecoderConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    methods: LinearMethods | None = None,
+    num_threads: int = 1,
+    on_progress: Progress | None = None,
+) -> CausalLM:
+    """The model of `folder`, whose `config` is `registry.load_config(folder)`, ready to run.
+
+    dtype: of all parameters; the checkpoint's numbers are converted. max_model_len: fixes rope
+    types that depend on a length. methods: of the linears; None: torch's, dense; where they have a
+    `sharding`, the model is one rank's share of the one that `config` describes. num_threads: that
+    fill the model. on_progress: called with (weights read, weights in all) about a hundred times,
+    from the calling thread. Needs the model's memory once, plus a few MiB for each thread.
+    Raises CheckpointError that names the file or the tensors at fault.
+    """
+    checkpoint = Checkpoint(folder)
+    entry = MODELS[config.architecture]
+    _check_match(folder, checkpoint, config)
+    if config.tie_word_embeddings and _ends_differ(checkpoint, entry):
+        _log.warning(
+            "%s: its config ties the two ends of the model, but its weights hold two that differ; "
+            "both are used, as transformers does",
+            folder,
+        )
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+        _check_match(folder, checkpoint, config)
+    sharding = None if methods is None else methods.sharding
+    share = config
+    if sharding is not None:
+        share = split_config(config, sharding.group.rank, sharding.group.size)
+    with nullcontext() if methods is None else without_weights():
+        model = entry.model(share, dtype=dtype, device=device, max_model_len=max_model_len)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    for linear in linears:
+        if methods is not None:
+            linear.use(methods.of(linear), dtype, device)
+    slots = checkpoint_slots(model, entry.checkpoint_parts)
+    if sharding is not None:
+        sharding.join_embeddings(model)
+        model.vocab_size = config.vocab_size
+        slots = _cut_slots(slots, sharding, config, entry)
+    if config.tie_word_embeddings:
+        _merge_ends(slots, checkpoint, entry)
+    _fill(slots, checkpoint, num_threads, on_progress)
+    for linear in linears:
+        linear.finish()
+    return model.eval()
+
+
+def weight_bytes(
+    folder: Path, config: DecoderConfig, dtype: torch.dtype, methods: LinearMethods
+) -> int:
+    """What the model of `folder` takes once it is loaded.
+
+    Raises CheckpointError where its weights are not those that `config` describes.
+    """
+    checkpoint, entry = Checkpoint(folder), MODELS[config.architecture]
+    _check_match(folder, checkpoint, config)
+    num_bytes = 0
+    for name in checkpoint.names - {entry.embedding, entry.head}:
+        shape = checkpoint.shape(name)
+        if len(shape) == 2:
+            num_bytes += methods.body.num_bytes(shape[0], shape[1], dtype)
+        else:
+            num_bytes += prod(shape) * dtype.itemsize
+    num_bytes += methods.head.num_bytes(config.vocab_size, config.hidden_size, dtype)
+    if config.tie_word_embeddings and methods.head.is_exact:
+        return num_bytes
+    return num_bytes + config.vocab_size * config.hidden_size * dtype.itemsize
+
+
+def checkpoint_slots(
+    model: nn.Module, checkpoint_parts: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[WeightSlot, ...]]:
+    """Checkpoint names -> the places in the model that they fill."""
+    slots: dict[str, tuple[WeightSlot, ...]] = {}
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        if isinstance(module, Linear):
+            parts = checkpoint_parts.get(leaf, (leaf,))
+            assert len(parts) == len(module.part_sizes), path
+            for (parameter, index), slot in module.slots().items():
+                name = f"{parts[index]}.{parameter}"
+                slots[f"{parent}.{name}" if parent else name] = (slot,)
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            load = partial(_copy_rows, parameter)
+            slots[f"{path}.{name}"] = (WeightSlot(tuple(parameter.shape), load),)
+    return slots
+
+
+def _cut_slots(
+    slots: Mapping[str, tuple[WeightSlot, ...]],
+    sharding: Sharding,
+    config: DecoderConfig,
+    entry: ModelEntry,
+) -> dict[str, tuple[WeightSlot, ...]]:
+    """The same slots, for whole tensors. Their shapes are those of a model without memory."""
+    shapes = _untied_shapes(config, entry)
+    return {
+        name: tuple(sharding.cut(slot, shapes[name]) for slot in places)
+        for name, places in slots.items()
+    }
+
+
+def _copy_rows(parameter: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
+    parameter[first_row : first_row + len(rows)].copy_(rows)
+
+
+def _merge_ends(
+    slots: dict[str, tuple[WeightSlot, ...]], checkpoint: Checkpoint, entry: ModelEntry
+) -> None:
+    """Let one name fill both ends."""
+    kept, _ = _kept_and_spare_end(checkpoint, entry)
+    slots[kept] = slots.pop(entry.embedding, ()) + slots.pop(entry.head, ())
+
+
+def _kept_and_spare_end(checkpoint: Checkpoint, entry: ModelEntry) -> tuple[str, str]:
+    """Of a tied model: the name that fills both ends, and the other; where the checkpoint has that
+    too, it says the same again."""
+    if entry.embedding in checkpoint.names:
+        return entry.embedding, entry.head
+    return entry.head, entry.embedding
+
+
+def _fill(
+    slots: Mapping[str, tuple[WeightSlot, ...]],
+    checkpoint: Checkpoint,
+    num_threads: int,
+    on_progress: Progress | None = None,
+) -> None:
+    pieces = [
+        (name, rows)
+        for name in checkpoint.names
+        if name in slots
+        for rows in checkpoint.pieces(name)
+    ]
+
+    def load(piece: tuple[str, range]) -> None:
+        name, span = piece
+        with checkpoint.rows(name, span) as rows:
+            for slot in slots[name]:
+                slot.load(span.start, rows)
+
+    def load_all(results: Iterable[None]) -> None:
+        """Draw the results, which are of interest for what raised, and for how many there are."""
+        sizes = [_num_weights(checkpoint, piece) for piece in pieces]
+        total, done, told = sum(sizes), 0, -1
+        for size, _ in zip(sizes, results, strict=True):
+            done += size
+            percent = 100 * done // max(1, total)
+            if on_progress is not None and percent > told:
+                told = percent
+                on_progress(done, total)
+
+    if num_threads == 1:
+        load_all(map(load, pieces))
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as threads:
+        load_all(threads.map(load, pieces))
+
+
+def _num_weights(checkpoint: Checkpoint, piece: tuple[str, range]) -> int:
+    name, rows = piece
+    return len(rows) * prod(checkpoint.shape(name)[1:])
+
+
+def _ends_differ(checkpoint: Checkpoint, entry: ModelEntry) -> bool:
+    both = {entry.embedding, entry.head} <= checkpoint.names
+    return both and not checkpoint.equal(entry.embedding, entry.head)
+
+
+def _untied_shapes(config: DecoderConfig, entry: ModelEntry) -> dict[str, tuple[int, ...]]:
+    """The checkpoint's names of all tensors of a model with two ends -> their shapes.
+
+    From a model of one layer without memory: all layers have tensors of the same shapes.
+    """
+    small = dataclasses.replace(
+        config, num_layers=1, windows=config.windows[:1], tie_word_embeddings=False
+    )
+    model = entry.model(small, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (slot,) in checkpoint_slots(model, entry.checkpoint_parts).items():
+        if name.startswith(entry.first_layer):
+            rest = name.removeprefix(entry.first_layer)
+            parent = entry.first_layer.removesuffix("0.")
+            shapes |= {f"{parent}{i}.{rest}": slot.shape for i in range(config.num_layers)}
+        else:
+            shapes[name] = slot.shape
+    return shapes
+
+
+def _check_match(folder: Path, checkpoint: Checkpoint, config: DecoderConfig) -> None:
+    """Raises CheckpointError where the weights are not those of the model that `config` describes.
+
+    Before anything of that model's size is allocated: a config may say whatever it likes.
+    """
+    entry = MODELS[config.architecture]
+    shapes = _untied_shapes(config, entry)
+    spare_names = set()
+    if config.tie_word_embeddings:
+        _, spare = _kept_and_spare_end(checkpoint, entry)
+        spare_names.add(spare)
+        del shapes[spare]
+    unexpected = {
+        name
+        for name in checkpoint.names - shapes.keys() - spare_names
+        if not name.endswith(_DERIVED_SUFFIXES)
+    }
+    refuse_quantized_weights(str(folder), sorted(unexpected))
+    missing = shapes.keys() - checkpoint.names
+    if missing:
+        raise CheckpointError(
+            f"{folder}: the weights lack {_listed(missing)}; the download is not whole, or "
+            "config.json describes another model"
+        )
+    if unexpected:
+        raise CheckpointError(
+            f"{folder}: the weights have {_listed(unexpected)}, which the model of config.json has "
+            "no place for; ignoring them would change its results"
+        )
+    wrong = [
+        f"{name} {list(checkpoint.shape(name))} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if checkpoint.shape(name) != shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: the weights have other shapes than config.json says: {_listed(wrong)}"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    rest = len(ordered) - _MAX_NAMES_SHOWN
+    return ", ".join(map(shown_name, ordered[:_MAX_NAMES_SHOWN])) + (
+        f" and {rest} more" if rest > 0 else ""
+    )

@@ -1,0 +1,187 @@
+"""A checkpoint's weights: one or several safetensors files, read a few MiB at a time.
+
+The files are memory-mapped, and each piece's pages are given back once it was used, so reading a
+model needs hardly more memory than the model. Refuses pickles. Knows no model; `models.loader` says
+which tensor goes where.
+"""
+
+import errno
+import mmap
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+
+import torch
+
+from quire.errors import CheckpointError, shown
+from quire.hub.model_files import GGUF_ADVICE, read_json_object, shown_name
+from quire.models.checkpoints.safetensors_header import read_header
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Large enough to make the work between pieces vanish, small enough to be nothing beside a model.
+_CHUNK_BYTES = 4 << 20
+# A piece has whole panels of a packed weight, of which two threads would else write one.
+_CHUNK_ROWS = 64
+
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class _MappedFile:
+    """An open safetensors file. Pages are resident only while `rows` lends them."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError."""
+        self._path = path
+        try:
+            self.tensors = read_header(path)
+            with path.open("rb") as file:
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} does not exist; the download is not whole: fetch it again"
+            ) from None
+        except OSError as error:
+            if error.errno == errno.ENOMEM:  # too little address space to map it
+                raise MemoryError(str(error)) from error
+            raise CheckpointError(
+                f"{path} is not a whole safetensors file: {error.strerror}; fetch it again"
+            ) from error
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises CheckpointError for one that can't be read."""
+        stored = self.tensors[name].dtype
+        if stored not in _DTYPES:
+            raise CheckpointError(
+                f"{self._path}: {shown_name(name)} is stored as {stored}, but only "
+                f"{', '.join(_DTYPES)} can be read; name the original checkpoint, before it was "
+                "quantized, or convert this one"
+            )
+        return _DTYPES[stored]
+
+    @contextmanager
+    def rows(self, name: str, span: range) -> Iterator[torch.Tensor]:
+        """Some rows of the tensor, valid until the end of the `with`."""
+        stored, dtype = self.tensors[name], self.dtype(name)
+        row_size = prod(stored.shape[1:])
+        start = stored.start + span.start * row_size * dtype.itemsize
+        num_bytes = len(span) * row_size * dtype.itemsize
+        if num_bytes == 0:
+            yield torch.empty(len(span), *stored.shape[1:], dtype=dtype)
+            return
+        raw = torch.frombuffer(self._bytes, dtype=torch.uint8, count=num_bytes, offset=start)
+        if start % dtype.itemsize:
+            raw = raw.clone()  # now it begins where a number of this size may
+        yield raw.view(dtype).view(len(span), *stored.shape[1:])
+        self._release(start, num_bytes)
+
+    def _release(self, start: int, num_bytes: int) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._bytes.madvise(mmap.MADV_DONTNEED, begin, start + num_bytes - begin)
+
+
+class Checkpoint:
+    """The weights of a model folder by name. Threads may share it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError that names the file at fault."""
+        self._files: dict[str, _MappedFile] = {}
+        for path in _weight_files(folder):
+            file = _MappedFile(path)
+            for name in file.tensors:
+                if name in self._files:
+                    raise CheckpointError(f"{folder}: two files hold the tensor {shown_name(name)}")
+                self._files[name] = file
+
+    @property
+    def names(self) -> Set[str]:
+        """In the order in which they lie in the files."""
+        return self._files.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files[name].tensors[name].shape
+
+    def pieces(self, name: str) -> list[range]:
+        """The tensor's rows in pieces of a few MiB. Raises CheckpointError for a dtype that can't
+        be read."""
+        shape = self.shape(name)
+        row_bytes = self._files[name].dtype(name).itemsize * prod(shape[1:])
+        num_rows = _CHUNK_BYTES // max(1, row_bytes)
+        num_rows = max(1, num_rows // _CHUNK_ROWS * _CHUNK_ROWS or num_rows)
+        return [
+            range(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows)
+        ]
+
+    @contextmanager
+    def rows(self, name: str, span: range) -> Iterator[torch.Tensor]:
+        """Rows of the tensor as they are stored, valid until the end of the `with`."""
+        with self._files[name].rows(name, span) as rows:
+            yield rows
+
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two tensors hold the same numbers."""
+        if self.shape(first) != self.shape(second):
+            return False
+        return all(self._equal_rows(first, second, span) for span in self.pieces(first))
+
+    def _equal_rows(self, first: str, second: str, span: range) -> bool:
+        with self.rows(first, span) as mine, self.rows(second, span) as other:
+            return torch.equal(mine.float(), other.float())
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    if (folder / INDEX_FILE).exists():
+        return _sharded_files(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; name one in Hugging Face's format")
+    pickles = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} has its weights only as pickles ({', '.join(pickles[:3])}), which can run "
+            "any code when they are read, so quire never does. Convert them once: load the folder "
+            "in transformers and call model.save_pretrained(FOLDER, safe_serialization=True)"
+        )
+    if any(folder.glob("*.gguf")):
+        raise CheckpointError(f"{folder} has its weights only in GGUF format; {GGUF_ADVICE}")
+    raise CheckpointError(
+        f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there; the download"
+        " is not whole, or the model was published in another format only"
+    )
+
+
+_MAX_NAME_BYTES = 255
+"""Of a file's name, on the file systems that there are."""
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether a folder may hold a file of this name."""
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and len(name.encode()) <= _MAX_NAME_BYTES
+        and Path(name).name == name
+    )
+
+
+def _sharded_files(folder: Path) -> list[Path]:
+    path = folder / INDEX_FILE
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map from tensors to files; fetch it again")
+    for name in weight_map.values():
+        if not _is_file_name(name):
+            raise CheckpointError(
+                f"{path} names the file {shown(name)}, which is not in its folder"
+            )
+    return [folder / name for name in sorted(set(weight_map.values()))]

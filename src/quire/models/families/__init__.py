@@ -1,0 +1,1 @@
+"""One file a model family: its config and its modules."""

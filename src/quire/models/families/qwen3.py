@@ -1,0 +1,33 @@
+"""Qwen3, dense (arXiv:2505.09388): Llama with
+
+- RMSNorm on each head of q and k before the rotation;
+- a head size of its own, 128 where the config is silent;
+- a sliding window on some layers, as in Qwen2; `attention_bias` as in Llama.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.models.config import DecoderConfig, read_window_layers
+from quire.models.config_fields import ConfigFields
+from quire.models.families.qwen2 import DEFAULTS as QWEN2_DEFAULTS
+
+_DEFAULTS = {**QWEN2_DEFAULTS, "head_dim": 128}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Config(DecoderConfig):
+    """Which layers have the window is told by `layer_types` or by `max_window_layers`."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields({**_DEFAULTS, **raw})
+        attention_bias = fields.flag("attention_bias", False)
+        return cls.read(
+            fields,
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            qk_norm=True,
+            windows=read_window_layers(fields),
+        )

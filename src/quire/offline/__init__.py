@@ -1,0 +1,1 @@
+"""`LLM(...)`: an engine inside the caller's process."""

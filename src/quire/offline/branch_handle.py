@@ -1,0 +1,85 @@
+"""A running request in the caller's hand: read its text as it comes, branch it, leave it.
+
+    with llm.start("Once upon a time", SamplingParams(max_tokens=64)) as story:
+        for _ in range(20):
+            print(story.step(), end="")
+        other = story.fork(SamplingParams(max_tokens=64, temperature=1.5))
+        print(story.finish().text, other.finish().text, sep="\n---\n")
+
+A branch shares the KV blocks of all that it has in common with the one it came from; each copies
+one block when it first writes. Made by `LLM.start`.
+"""
+
+from collections.abc import Iterator
+
+from quire.core.sampling_params import SamplingParams
+from quire.engine_client.outputs import CompletionOutput, RequestAssembler, RequestOutput
+from quire.offline.request_table import OpenRequests
+
+
+class Generation:
+    """One branch of one request. Iterating steps the engine until this branch has new text.
+
+    Other open requests of the same LLM advance with it, and theirs brings this one's text too, from
+    whichever thread. Leave it by running it to its end, or by `close`; until then it holds memory.
+    """
+
+    def __init__(
+        self,
+        requests: OpenRequests,
+        assembler: RequestAssembler,
+        branch_index: int,
+        params: SamplingParams,
+    ) -> None:
+        self._requests = requests
+        self._assembler = assembler
+        self._branch_index = branch_index
+        self._params = params
+
+    @property
+    def output(self) -> CompletionOutput:
+        """What the branch has so far, from the prompt on: with the tokens it was forked with."""
+        return self.request.outputs[self._branch_index]
+
+    @property
+    def request(self) -> RequestOutput:
+        """The whole request: prompt, and the outputs of all branches."""
+        return self._requests.output(self._assembler)
+
+    def __iter__(self) -> Iterator[str]:
+        """The text as it comes, after what a fork began with, to the branch's end."""
+        while text := self._requests.next_text(self._assembler, self._branch_index):
+            yield text
+        self.close()
+
+    def step(self) -> str:
+        """One step of the engine; the branch's new text, which may be empty."""
+        return self._requests.step(self._assembler, self._branch_index)
+
+    def finish(self) -> CompletionOutput:
+        """Run the branch to its end."""
+        for _ in self:
+            pass
+        return self.output
+
+    def fork(self, sampling_params: SamplingParams | None = None) -> "Generation":
+        """A new branch that goes on from all tokens that this one has now.
+
+        sampling_params: None for those of this branch. The limits count from the prompt on, as if
+        the branch had made all its tokens itself: max_tokens and min_tokens include those that it
+        starts with, penalties know them. Its random numbers differ from its parent's, by the index
+        of the branch. Raises InvalidRequestError for a branch that has ended.
+        """
+        params = sampling_params or self._params
+        index = self._requests.fork(self._assembler, self._branch_index, params)
+        return Generation(self._requests, self._assembler, index, params)
+
+    def close(self) -> None:
+        """Give the branch up, if it has not ended; a second time does nothing."""
+        self._requests.end_branch(self._assembler, self._branch_index)
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,369 @@
+"""The offline API: `LLM(...).generate(...)`, with the names that people know.
+
+    from quire import LLM, SamplingParams
+    for output in LLM().generate(["import os"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+
+The engine runs in this process, inside the calls. Several threads may call at once: their requests
+run in one crowd, and each gets the tokens that it would get alone.
+"""
+
+import inspect
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from tqdm import tqdm
+
+from quire.assembly.build import build_engine
+from quire.config import EngineOptions, EngineOptionsDict
+from quire.core.memory.block_map import BlockMap
+from quire.core.memory.memory_report import MemoryReport
+from quire.core.sampling_params import BeamSearchParams, SamplingParams, Wish
+from quire.engine_client.inputs import PromptInput, read_prompt
+from quire.engine_client.outputs import RequestOutput
+from quire.errors import InvalidRequestError, did_you_mean
+from quire.hub.model_folder import resolve_model_folder
+from quire.observability.log import configure, get_logger
+from quire.offline.beams import BeamSearchOutput, beam_search_output
+from quire.offline.branch_handle import Generation
+from quire.offline.interrupts import deferred_interrupts
+from quire.offline.request_table import OpenRequests
+from quire.text.chat_prompt import encode_chat
+from quire.text.chat_template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+logger = get_logger(__name__)
+
+FOREIGN_ARGUMENTS = {
+    "chat_template": "the template of the model's folder is used",
+    "chat_template_content_format": "the template's own form is found out",
+    "lora_request": "adapters are not served in this version",
+    "mm_processor_kwargs": "models take text here",
+    "priority": "it stands in each prompt, as in {'prompt': ..., 'priority': 1}",
+    "tokenization_kwargs": "a prompt's tokens are those of the tokenizer's own rules",
+    "tools": "this version has no tool calls",
+}
+"""What vLLM's generate and chat take beside ours, and why it must be None here."""
+
+# Work that takes less than this needs no progress bar.
+PROGRESS_DELAY_S = 1.0
+
+
+class LLM:
+    """A model, its KV cache and an engine.
+
+    Any method may be called from any thread, several at a time. Requests of all threads are
+    computed together, continuously batched: whichever thread waits for its own steps the engine for
+    all. What has no seed draws one in the order in which requests come. `engine` itself is for one
+    thread, while no other calls.
+    """
+
+    def __init__(self, model: str | None = None, **options: Unpack[EngineOptionsDict]) -> None:
+        """Load a model: a local folder, a hub id, or None for the embedded one.
+
+        Options: see `quire.config.EngineOptions`. Raises ConfigurationError (a ValueError) for an
+        option that does not exist or can't be obeyed and for a model that can't be loaded.
+        """
+        given: dict[str, Any] = {**options, "model": model}
+        checked = EngineOptions.from_mapping(given)
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_folder: Path | None = None
+        if not checked.skip_tokenizer_init:
+            source = checked.tokenizer or checked.model
+            revision = None if checked.tokenizer else checked.revision
+            self._tokenizer_folder = resolve_model_folder(source, revision)
+            self._tokenizer = Tokenizer.from_folder(self._tokenizer_folder)
+        self._chat_template: ChatTemplate | None = None
+        self._allow_special_tokens = checked.allow_special_tokens
+        if not checked.disable_log_stats:
+            configure("info")
+        self.engine = build_engine(given)
+        self._requests = OpenRequests(self.engine, self._tokenizer, checked.seed)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises InvalidRequestError under skip_tokenizer_init."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("this LLM was made with skip_tokenizer_init: it has none")
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **others: None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; results in the order of the prompts.
+
+        prompts: text, {"prompt_token_ids": [...]}, or a list of these; such a mapping may also say
+            priority, tenant, cache_salt and deadline_s (see `engine.inputs.RequestOptions`).
+        sampling_params: one for all, or one each; None: the model's defaults.
+        use_tqdm: a progress bar, if it takes long.
+        others: vLLM's further arguments (lora_request and the like), as long as they are None.
+
+        Raises InvalidRequestError; then no prompt of this call was run. A request whose own
+        computation fails has finish_reason "error" and says why in `error`; the others go on.
+        """
+        _refuse_unless_none("generate", others)
+        listed = _read_prompts(prompts)
+        return self._run(listed, _one_each(sampling_params, len(listed)), use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[BeamSearchOutput]:
+        """The params.beam_width most likely continuations of each prompt that a beam search finds,
+        best first: those of transformers' beam search. Otherwise as `generate`; so are the errors.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError(
+                f"params is {params!r:.80}, but must be a BeamSearchParams", "params"
+            )
+        listed = _read_prompts(prompts)
+        outputs = self._run(listed, [params] * len(listed), use_tqdm)
+        return [beam_search_output(output, params, self._tokenizer) for output in outputs]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them; a conversation is a list of
+        {"role": ..., "content": ...}. Otherwise as `generate`; so are the errors."""
+        _refuse_unless_none("chat", others)
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: list[Any] = list(messages) if several else [messages]
+        prompts = [
+            self._render(
+                conversation, add_generation_prompt, continue_final_message, chat_template_kwargs
+            )
+            for conversation in conversations
+        ]
+        return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[str, None, None]:
+        """Continue one prompt; yields text as it comes. Closing the iterator aborts the request."""
+        return self._stream(read_prompt(prompt), sampling_params or SamplingParams())
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Generator[str, None, None]:
+        """Answer one conversation; otherwise as `stream`."""
+        prompt = self._render(messages, True, False, chat_template_kwargs)
+        return self._stream(prompt, sampling_params or SamplingParams())
+
+    def start(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generation:
+        """Begin to continue one prompt; the caller steps it, and may branch it while it runs."""
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise InvalidRequestError(f"n is {params.n}, but fork the generation instead", "n")
+        call = self._requests.prepare([read_prompt(prompt)], [params])
+        try:
+            self._requests.open(call)
+            return Generation(self._requests, call.assemblers[0], 0, params)
+        except BaseException:  # Ctrl-C among them: the caller has nothing to close
+            self._requests.close(call)
+            raise
+
+    def memory_report(self) -> MemoryReport:
+        """Where every byte of the KV cache is, now; `print` shows it as a table."""
+        return self._requests.memory_report()
+
+    def block_map(self) -> BlockMap:
+        """What each block of the KV cache is doing now."""
+        return self._requests.block_map()
+
+    def publish_prefix(self, prompt: Prompt, use_tqdm: bool = False) -> int:
+        """Compute a prompt and let every tenant and salt read it from the prefix cache.
+
+        It is evicted like any other content when the memory is needed. Returns how many of its
+        tokens had to be computed.
+        """
+        asked = read_prompt(prompt)
+        public = PromptInput(asked.prompt, replace(asked.options, is_public=True))
+        found = self._run([public], [SamplingParams(max_tokens=1)], use_tqdm)[0]
+        return len(found.prompt_token_ids) - found.num_cached_tokens
+
+    def pin_prefix(
+        self,
+        prompt: Prompt,
+        *,
+        priority: int = 0,
+        duration_s: float | None = None,
+        published: bool = False,
+    ) -> int:
+        """Keep what is cached of a prompt's full blocks longer than all that is not pinned.
+
+        priority: of pinned prefixes the lowest goes first. duration_s: when the pin ends; None: it
+        does not. published: one that `publish_prefix` made, instead of the tenant's own. Returns
+        how many tokens are pinned. Raises InvalidRequestError for a duration that isn't above 0.
+        """
+        if duration_s is not None and not duration_s > 0:
+            raise InvalidRequestError(
+                f"duration_s is {duration_s}, but must be above 0", "duration_s"
+            )
+        asked = read_prompt(prompt)
+        options = replace(asked.options, is_public=published)
+        return self._requests.pin(PromptInput(asked.prompt, options), priority, duration_s)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> PromptInput:
+        """The token ids of a conversation; its special tokens come from the template alone."""
+        tokenizer = self.get_tokenizer()
+        if self._chat_template is None:
+            assert self._tokenizer_folder is not None
+            self._chat_template = ChatTemplate.from_folder(self._tokenizer_folder)
+        token_ids = encode_chat(
+            self._chat_template,
+            tokenizer,
+            messages,
+            allow_special_tokens=self._allow_special_tokens,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return PromptInput(token_ids)
+
+    def _run(
+        self,
+        prompts: Sequence[PromptInput],
+        wishes: Sequence[Wish],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        call = self._requests.prepare(prompts, wishes)
+        try:
+            self._requests.open(call)
+            if use_tqdm:
+                with _Progress(len(call.assemblers)) as progress:
+                    while call.unfinished:
+                        progress.advance(*self._requests.wait(call, for_all=False))
+            else:
+                self._requests.wait(call, for_all=True)
+        finally:
+            self._requests.close(call)
+        outputs = [assembler.output for assembler in call.assemblers]
+        for output in outputs:
+            if output.error is not None:
+                logger.warning(
+                    "request %s ended with an error: %s", output.request_id, output.error
+                )
+        return outputs
+
+    def _stream(self, prompt: PromptInput, params: SamplingParams) -> Generator[str, None, None]:
+        if params.n != 1:
+            raise InvalidRequestError(f"n is {params.n}, but a stream has one branch", "n")
+        call = self._requests.prepare([prompt], [params])
+        try:
+            self._requests.open(call)
+            # Another stream's steps may bring this one's text too, its last tokens included.
+            while text := self._requests.next_text(call.assemblers[0], 0):
+                yield text
+        finally:  # of a stream that nobody reads any more, in whichever thread collects garbage
+            self._requests.abandon(call)
+
+
+class _Progress:
+    """A bar over requests that also says tokens per second.
+
+    tqdm has one lock for all bars of the process, which a signal's handler that raises in its code
+    may leave locked, for all other threads: so signals wait meanwhile.
+    """
+
+    def __init__(self, num_requests: int) -> None:
+        with deferred_interrupts():
+            self._bar = tqdm(
+                total=num_requests,
+                delay=PROGRESS_DELAY_S,
+                unit="request",
+                desc="generating",
+                dynamic_ncols=True,
+            )
+        self._num_tokens = 0
+
+    def advance(self, num_requests: int, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        with deferred_interrupts():
+            elapsed_s = self._bar.format_dict["elapsed"]
+            if elapsed_s:
+                rate = self._num_tokens / elapsed_s
+                self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+            self._bar.update(num_requests)
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with deferred_interrupts():
+            self._bar.close()
+
+
+def _refuse_unless_none(method: str, others: Mapping[str, object]) -> None:
+    """Raises InvalidRequestError that names the first argument which is unknown, or not None."""
+    for name, value in others.items():
+        if name not in FOREIGN_ARGUMENTS:
+            known = inspect.signature(getattr(LLM, method)).parameters
+            names = [*(one for one in known if one not in ("self", "others")), *FOREIGN_ARGUMENTS]
+            raise InvalidRequestError(
+                f"{method} has no argument {name}{did_you_mean(name, names)}", name
+            )
+        if value is not None:
+            raise InvalidRequestError(
+                f"{name} is {value!r:.80}, but must be left out or None: {FOREIGN_ARGUMENTS[name]}",
+                name,
+            )
+
+
+def _read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptInput]:
+    if not isinstance(prompts, (str, Mapping, Sequence)):
+        raise InvalidRequestError(
+            f"prompts is {prompts!r:.80}, but must be a text, a mapping with prompt_token_ids, or a"
+            " list of these",
+            "prompts",
+        )
+    listed: list[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+    return [read_prompt(prompt) for prompt in listed]
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    listed: list[Any] = list(params)
+    if len(listed) != count:
+        raise InvalidRequestError(
+            f"there are {count} prompts, but {len(listed)} sampling_params; give one, or one each",
+            "sampling_params",
+        )
+    for entry in listed:
+        if not isinstance(entry, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params contains {entry!r:.80}, but each must be a SamplingParams",
+                "sampling_params",
+            )
+    return listed

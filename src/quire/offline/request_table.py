@@ -1,0 +1,222 @@
+"""Requests under way in this process: opened, stepped, branched and closed inside the caller's
+calls, which may come from several threads. What `LLM` and `Generation` stand on.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from quire.core.memory.block_map import BlockMap
+from quire.core.memory.memory_report import MemoryReport
+from quire.core.memory.prefix_miss import PrefixMiss
+from quire.core.sampling_params import SamplingParams, Wish
+from quire.engine.engine import Engine
+from quire.engine_client.inputs import InputProcessor, PromptInput
+from quire.engine_client.outputs import PrefixMissReport, RequestAssembler, RequestOutput
+from quire.errors import InvalidRequestError
+from quire.offline.turns import Turns
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Call:
+    """The requests of one call.
+
+    unfinished: the ids of those that have not ended. num_new_tokens, num_ended: tokens that came
+    and requests that ended since `OpenRequests.wait` last told of them.
+    """
+
+    assemblers: list[RequestAssembler]
+    unfinished: set[str]
+    num_new_tokens: int = 0
+    num_ended: int = 0
+
+
+class OpenRequests:
+    """One engine and those who wait for it.
+
+    Invariants: an open request is in the engine, unless all its branches have ended. The engine and
+    the assemblers of open requests are touched by the thread that has the turn, and by no other.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, seed: int) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._inputs = InputProcessor(tokenizer, engine.limits)
+        self._seeds = random.Random(seed)
+        self._ids = count()
+        self._open: dict[str, tuple[RequestAssembler, Call]] = {}
+        self._turns = Turns(self._step)
+
+    def prepare(self, prompts: Sequence[PromptInput], wishes: Sequence[Wish]) -> Call:
+        """Tokenize and check the requests of one call. Raises InvalidRequestError."""
+        found = [self._prepare(*pair) for pair in zip(prompts, wishes, strict=True)]
+        return Call(found, {assembler.request.request_id for assembler in found})
+
+    def open(self, call: Call) -> None:
+        """Give a call's requests to the engine, all or none. Raises InvalidRequestError."""
+        with self._turns.turn():
+            try:
+                for assembler in call.assemblers:
+                    self._engine.add(assembler.request)
+                    self._open[assembler.request.request_id] = (assembler, call)
+            except BaseException:
+                self._close(call.assemblers)
+                raise
+
+    def wait(self, call: Call, *, for_all: bool) -> tuple[int, int]:
+        """Until a request of the call has ended, or all have: how many have since the last time,
+        and how many tokens came for the call. At once if there is nothing to wait for."""
+        found = (0, 0)
+
+        def has_come() -> bool:
+            nonlocal found
+            if call.unfinished and (for_all or not call.num_ended):
+                return False
+            found = call.num_ended, call.num_new_tokens
+            call.num_ended = call.num_new_tokens = 0
+            return True
+
+        self._turns.until(has_come)
+        return found
+
+    def next_text(self, assembler: RequestAssembler, branch_index: int) -> str:
+        """The branch's next text, as soon as there is any; "" once it has ended."""
+        found = ""
+
+        def has_come() -> bool:
+            nonlocal found
+            found = assembler.take_delta(branch_index).text
+            return bool(found) or assembler.has_ended(branch_index)
+
+        self._turns.until(has_come)
+        return found
+
+    def step(self, assembler: RequestAssembler, branch_index: int) -> str:
+        """One step, unless the branch has ended; its new text, which may be empty."""
+        with self._turns.turn():
+            if not assembler.has_ended(branch_index):
+                self._turns.step()
+            return assembler.take_delta(branch_index).text
+
+    def output(self, assembler: RequestAssembler) -> RequestOutput:
+        """What an open request has so far."""
+        with self._turns.turn():
+            return assembler.output
+
+    def memory_report(self) -> MemoryReport:
+        """See `Engine.memory_report`."""
+        with self._turns.turn():
+            return self._engine.memory_report()
+
+    def block_map(self) -> BlockMap:
+        """See `Engine.block_map`."""
+        with self._turns.turn():
+            return self._engine.block_map()
+
+    def pin(self, prompt: PromptInput, priority: int, duration_s: float | None) -> int:
+        """See `Engine.pin_prefix`; the domain is that of the prompt's options."""
+        token_ids = self._inputs.tokenize(prompt.prompt)
+        with self._turns.turn():
+            return self._engine.pin_prefix(
+                token_ids, prompt.options.cache_domain, priority, duration_s
+            )
+
+    def fork(self, assembler: RequestAssembler, branch_index: int, params: SamplingParams) -> int:
+        """Branch a running request; the index of the new branch. See `Generation.fork`."""
+        if params.n != 1:
+            raise InvalidRequestError(f"n is {params.n}, but a fork is one branch", "n")
+        request = assembler.request
+        seed = request.params.seed if params.seed is None else params.seed
+        decoding = self._inputs.resolve(params, len(request.prompt_token_ids), seed)
+        with self._turns.turn():
+            parent = assembler.output.outputs[branch_index]
+            if parent.finished:
+                raise InvalidRequestError("a generation that has ended can't be forked")
+            if params.logprobs is not None and parent.logprobs is None:
+                raise InvalidRequestError(
+                    "logprobs is set for a fork of a branch that has none for its own tokens; ask"
+                    " for them from the start",
+                    "logprobs",
+                )
+            index = self._engine.fork(request.request_id, branch_index, decoding)
+            added = assembler.add_branch(branch_index, params)
+        assert added == index, f"the engine's branch {index} is branch {added} here"
+        return index
+
+    def end_branch(self, assembler: RequestAssembler, branch_index: int) -> None:
+        """Give up a branch, and the request with the last of them; ended ones are left alone."""
+
+        def end() -> None:
+            self._engine.abort(assembler.request.request_id, branch_index)
+            assembler.abandon(branch_index)
+            if assembler.finished:
+                self._close([assembler])
+
+        self._turns.soon(end)
+
+    def close(self, call: Call) -> None:
+        """Forget a call's requests; those that have not ended are aborted."""
+        self._turns.soon(lambda: self._close(call.assemblers))
+
+    def abandon(self, call: Call) -> None:
+        """`close`, but without waiting for a step of another thread; then that one does it."""
+        self._turns.later(lambda: self._close(call.assemblers))
+
+    # ---- inside: all but `_prepare` with the turn -------------------------------------------
+
+    def _prepare(self, prompt: PromptInput, wish: Wish) -> RequestAssembler:
+        deadline_s = prompt.options.deadline_s
+        if deadline_s is not None and not self._engine.limits.reads_deadline:
+            raise InvalidRequestError(
+                f"deadline_s is {deadline_s}, but the engine's scheduling policy reads no"
+                " deadlines; leave it out, or make the LLM with scheduling_policy='deadline'",
+                "deadline_s",
+            )
+        request = self._inputs.make_request(
+            str(next(self._ids)),
+            prompt.prompt,
+            wish,
+            seed=self._seeds.getrandbits(64),
+            options=prompt.options,
+        )
+        text = prompt.prompt if isinstance(prompt.prompt, str) else None
+        return RequestAssembler(request, wish, self._tokenizer, text)
+
+    def _close(self, assemblers: Sequence[RequestAssembler]) -> None:
+        for assembler in assemblers:
+            request_id = assembler.request.request_id
+            miss = self._engine.prefix_miss(request_id)
+            if miss is not None:
+                assembler.output.prefix_miss = self._report(miss)
+            self._engine.abort(request_id)
+            self._open.pop(request_id, None)
+        self._engine.settle()
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            assembler, call = self._open.get(output.request_id, (None, None))
+            if assembler is None or call is None:
+                continue
+            call.num_new_tokens += len(output.token_ids)
+            for branch_index in assembler.push(output):
+                self._engine.abort(output.request_id, branch_index)
+            if assembler.finished and output.request_id in call.unfinished:
+                call.unfinished.remove(output.request_id)
+                call.num_ended += 1
+        self._engine.settle()
+
+    def _report(self, miss: PrefixMiss) -> PrefixMissReport:
+        def text(token_ids: Sequence[int]) -> str | None:
+            known = self._tokenizer is not None and token_ids
+            return self._tokenizer.decode(token_ids) if self._tokenizer and known else None
+
+        return PrefixMissReport(
+            miss.reason.value,
+            miss.num_found_tokens,
+            text(miss.prompt_around),
+            text(miss.cached_around),
+            None if miss.eviction is None else miss.eviction.by_request_id,
+            None if miss.eviction is None else miss.eviction.at_s,
+        )

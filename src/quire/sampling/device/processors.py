@@ -1,0 +1,285 @@
+"""The options that change logits, for a device: what `processors.py` and `penalties.py` define.
+
+The options of a row are kept by the processors of `SamplingRows`. Here they are bound to a set of
+rows once, as tables on the device, and applied by Triton kernels at every step. A step brings one
+array from the host, the lengths of its rows and which tokens are new to the penalties' counts, and
+masks where there are grammars. Nothing waits for the device.
+
+Called by `device_sampler.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.core.step import TokenMasks
+from quire.kernels.transfers import DeviceLink
+from quire.kernels.triton.sampling import edit_logits, penalties
+from quire.sampling.host.history import Ints
+from quire.sampling.host.penalties import PenaltyRow
+from quire.sampling.host.processors import (
+    AllowedTokens,
+    BadWords,
+    LogitBias,
+    MinTokens,
+    split_words,
+)
+from quire.sampling.host.sampler import Rows, SamplingRows
+
+# Of columns that are uploaded together; what Triton's wide loads want.
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a step's edits read on the device.
+
+    lengths: [R] int64, of each line's sequence. token_ids: [N, L] int32, the tokens of all rows.
+    spans: [n, 5] int64, the tokens that penalties have not counted yet, the longest of them
+        longest_span.
+    """
+
+    lengths: torch.Tensor
+    token_ids: torch.Tensor
+    spans: torch.Tensor
+    longest_span: int
+
+
+Edit = Callable[[torch.Tensor, StepInputs], None]
+"""Changes logits [R, V] in place, for the set of rows that it was bound to."""
+
+
+def upload_columns(link: DeviceLink, columns: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    """Arrays, each of any dtype and shape, brought to the device in one copy."""
+    starts, end = [], 0
+    for column in columns:
+        starts.append(end)
+        end += -(-column.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    together = np.zeros(end, dtype=np.uint8)
+    for start, column in zip(starts, columns, strict=True):
+        together[start : start + column.nbytes] = (
+            np.ascontiguousarray(column).view(np.uint8).ravel()
+        )
+    uploaded = link.upload(together)
+    found = []
+    for start, column in zip(starts, columns, strict=True):
+        dtype = torch.from_numpy(np.empty(0, dtype=column.dtype)).dtype
+        part = uploaded[start : start + column.nbytes]
+        found.append(part.view(dtype).view(column.shape))
+    return found
+
+
+def forbid_by_masks(logits: torch.Tensor, rows: Rows, masks: TokenMasks, link: DeviceLink) -> None:
+    """`processors.apply_token_masks`."""
+    lines = [line for line, row in enumerate(rows.tolist()) if row in masks]
+    if not lines:
+        return
+    packed = [masks[int(rows[line])] for line in lines]
+    edit_logits.forbid_unset(logits, link.upload(_mask_table(lines, packed, logits.shape[1])))
+
+
+class DeviceCounts:
+    """Which tokens the penalized rows have seen, and how often they generated them; see
+    `kernels.triton.penalties`.
+
+    A row has a slot while its sequence lasts. `num_counted` says how many of its tokens the table
+    will hold once all that is queued has run. The table is [slots, V] int32: 4 V bytes for each row
+    that uses penalties, in powers of two, kept for later ones.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._num_counted: Rows = np.zeros(0, dtype=np.int64)
+        self._of_row: dict[int, tuple[PenaltyRow, int]] = {}
+        self._free: list[int] = []
+
+    def slots(self, rows: Rows, kept: Sequence[PenaltyRow]) -> Rows:
+        """The slots of rows that use penalties; a sequence that is new in its row begins empty."""
+        return np.array(
+            [self._slot(row, mine) for row, mine in zip(rows.tolist(), kept, strict=True)],
+            dtype=np.int64,
+        )
+
+    def release(self, live: Callable[[int], PenaltyRow | None]) -> None:
+        """Free the slots of sequences that left; live: what the penalties keep of a row now."""
+        for row, (kept, slot) in list(self._of_row.items()):
+            if live(row) is not kept:
+                del self._of_row[row]
+                self._free.append(slot)
+
+    def spans(self, slots: Rows, rows: Rows, lengths: Ints, num_prompt: Rows) -> Rows:
+        """What has to be counted so that rows are counted up to `lengths`, [n, 5] for
+        `count_tokens`; from here on it is taken as counted."""
+        starts = self._num_counted[slots]
+        shrunk = lengths < starts
+        for slot in slots[shrunk].tolist():
+            self.table[slot].zero_()
+        starts = np.where(shrunk, 0, starts)
+        self._num_counted[slots] = lengths
+        return np.stack([rows, slots, starts, lengths, num_prompt], axis=1)
+
+    def _slot(self, row: int, kept: PenaltyRow) -> int:
+        mine = self._of_row.get(row)
+        if mine is not None and mine[0] is kept:
+            return mine[1]
+        assert mine is None, "a slot was not released"
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self.table[slot].zero_()
+        self._num_counted[slot] = 0
+        self._of_row[row] = (kept, slot)
+        return slot
+
+    def _grow(self) -> None:
+        num_old, vocab_size = self.table.shape
+        num_new = max(4, 2 * num_old)
+        table = self.table.new_zeros((num_new, vocab_size))
+        table[:num_old] = self.table
+        self.table = table
+        self._num_counted = np.concatenate([self._num_counted, np.zeros(num_new - num_old, int)])
+        self._free.extend(range(num_new - 1, num_old - 1, -1))
+
+
+class BoundPenalties:
+    """The penalties of one set of rows."""
+
+    def __init__(
+        self, counts: DeviceCounts, lines: Rows, rows: Rows, kept: Sequence[PenaltyRow],
+        link: DeviceLink,
+    ) -> None:  # fmt: skip
+        self._counts = counts
+        self._lines, self._rows = lines, rows
+        self._slots = counts.slots(rows, kept)
+        self._num_prompt = np.array([row.num_prompt_tokens for row in kept], dtype=np.int64)
+        self._places, self._factors = upload_columns(
+            link,
+            [
+                np.stack([lines, self._slots], axis=1).astype(np.int32),
+                np.array([row[:3] for row in kept], dtype=np.float32),
+            ],
+        )
+
+    def spans(self, lengths: Ints) -> Rows:
+        """What this step must count; lengths: [R], of all lines."""
+        return self._counts.spans(self._slots, self._rows, lengths[self._lines], self._num_prompt)
+
+    def __call__(self, logits: torch.Tensor, step: StepInputs) -> None:
+        table = self._counts.table
+        penalties.count_tokens(table, step.spans, step.token_ids, step.longest_span)
+        penalties.penalize(logits, table, self._places, self._factors)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundEdits:
+    """The options of one set of rows, in their order; penalties, if any uses them, are the last."""
+
+    edits: tuple[Edit, ...]
+    penalties: BoundPenalties | None
+
+    def spans(self, lengths: Ints) -> Rows:
+        """See `BoundPenalties.spans`."""
+        if self.penalties is None:
+            return np.empty((0, 5), dtype=np.int64)
+        return self.penalties.spans(lengths)
+
+
+def bind_edits(
+    options: SamplingRows, rows: Rows, counts: DeviceCounts, link: DeviceLink
+) -> BoundEdits:
+    """The options of `rows` that change logits, for logits whose line i belongs to rows[i]."""
+    allowed, bad_words, min_tokens, biases, penalized = options.processors
+    found = [
+        _bind_allowed(allowed, rows, options.vocab_size, link),
+        _bind_bad_words(bad_words, rows, link),
+        _bind_min_tokens(min_tokens, rows, link),
+        _bind_biases(biases, rows, link),
+    ]
+    edits: list[Edit] = [edit for edit in found if edit is not None]
+    lines, kept = penalized.users(rows)
+    counts.release(penalized.kept)
+    if not kept:
+        return BoundEdits(tuple(edits), None)
+    bound = BoundPenalties(counts, lines, rows[lines], kept, link)
+    return BoundEdits((*edits, bound), bound)
+
+
+def _mask_table(lines: Sequence[int], masks: Sequence[bytes], vocab_size: int) -> Ints:
+    """For `forbid_unset`; what a mask lacks at its end is forbidden."""
+    width = 1 + -(-vocab_size // edit_logits.MASK_BITS)
+    table = np.zeros((len(lines), width), dtype="<i4")
+    table[:, 0] = lines
+    packed = table.view(np.uint8)[:, 4:]
+    for index, mask in enumerate(masks):
+        assert 8 * len(mask) < vocab_size + 8, "a token mask is longer than the vocabulary"
+        packed[index, : len(mask)] = np.frombuffer(mask, dtype=np.uint8)
+    return table
+
+
+def _bind_allowed(
+    option: AllowedTokens, rows: Rows, vocab_size: int, link: DeviceLink
+) -> Edit | None:
+    lines, kept = option.users(rows)
+    if not kept:
+        return None
+    is_allowed = np.zeros((len(kept), vocab_size), dtype=bool)
+    for index, token_ids in enumerate(kept):
+        is_allowed[index, list(token_ids)] = True
+    packed = [line.tobytes() for line in np.packbits(is_allowed, axis=1, bitorder="little")]
+    masks = link.upload(_mask_table(lines.tolist(), packed, vocab_size))
+    return lambda logits, step: edit_logits.forbid_unset(logits, masks)
+
+
+def _bind_bad_words(option: BadWords, rows: Rows, link: DeviceLink) -> Edit | None:
+    lines, kept = option.users(rows)
+    if not kept:
+        return None
+    num_words = [len(words) for _, words in kept]
+    last, before, num_before = split_words([word for _, words in kept for word in words])
+    min_length = num_before + np.repeat([num_prompt for num_prompt, _ in kept], num_words)
+    table = edit_logits.Words(
+        *upload_columns(
+            link,
+            [
+                np.repeat(lines, num_words).astype(np.int32),
+                np.repeat(rows[lines], num_words),
+                last.astype(np.int32),
+                before.astype(np.int32),
+                min_length.astype(np.int32),
+            ],
+        )
+    )
+    return lambda logits, step: edit_logits.forbid_words(
+        logits, table, step.lengths, step.token_ids
+    )
+
+
+def _bind_min_tokens(option: MinTokens, rows: Rows, link: DeviceLink) -> Edit | None:
+    lines, kept = option.users(rows)
+    if not kept:
+        return None
+    pair_lines, pair_tokens = _pairs(lines, [ends for _, ends in kept])
+    limits = np.repeat([length for length, _ in kept], [len(ends) for _, ends in kept])
+    line, token, limit = upload_columns(link, [pair_lines, pair_tokens, limits.astype(np.int32)])
+    return lambda logits, step: edit_logits.forbid_before(logits, line, token, limit, step.lengths)
+
+
+def _bind_biases(option: LogitBias, rows: Rows, link: DeviceLink) -> Edit | None:
+    lines, kept = option.users(rows)
+    if not kept:
+        return None
+    pairs = _pairs(lines, [[token for token, _ in biases] for biases in kept])
+    bias = np.array([added for biases in kept for _, added in biases], dtype=np.float32)
+    line, token, value = upload_columns(link, [*pairs, bias])
+    return lambda logits, step: edit_logits.add_bias(logits, line, token, value)
+
+
+def _pairs(lines: Rows, token_ids: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Each line once for each of its tokens; int32."""
+    pair_lines = np.repeat(lines, [len(of_line) for of_line in token_ids])
+    pair_tokens = [token for of_line in token_ids for token in of_line]
+    return pair_lines.astype(np.int32), np.array(pair_tokens, dtype=np.int32)

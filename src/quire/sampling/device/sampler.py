@@ -1,0 +1,349 @@
+"""`sampler.Sampler` on a device: the same tokens, and nobody waits for them.
+
+`sample` puts a handful of kernels in the device's queue. What it derives from a set of rows and
+their options stays on the device while they last, so a steady step brings one small array: the
+lengths of the sequences (and masks where there are grammars). What was found goes back in one copy,
+which begins in `sample` and is waited for in `fetch`; the tokens are also written to the history on
+the device, where the next step finds them.
+
+    logits -> scan -> edits, scan again -> race, settle, weigh, finish -> tokens
+                 \\-> a copy of the lines that ask for log-probabilities -> entries
+
+Order and meaning of the options are those of `sampler.py`; the kernels are in `kernels/triton`.
+The model runner calls this.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.core.sampling_params import DecodingParams
+from quire.core.step import TokenLogprobs, TokenMasks
+from quire.kernels.transfers import DeviceLink, Download
+from quire.kernels.triton.sampling import gumbel_sample, token_logprobs
+from quire.kernels.triton.sampling.gumbel_sample import (
+    BROKEN,
+    EMPTY,
+    SAMPLED,
+    Draws,
+    Outcome,
+    Workspace,
+)
+from quire.kernels.triton.sampling.scan_logits import Scan, scan_logits
+from quire.kernels.triton.sampling.token_logprobs import Asked
+from quire.sampling.device.history import DeviceHistory
+from quire.sampling.device.processors import (
+    BoundEdits,
+    DeviceCounts,
+    StepInputs,
+    bind_edits,
+    forbid_by_masks,
+    upload_columns,
+)
+from quire.sampling.host.history import Ints
+from quire.sampling.host.sampler import NOT_ASKED, Rows, SampledTokens, SamplingRows, sampled_tokens
+from quire.sampling.step_sampler import PendingLogprobs, PendingSample
+
+Int32s = npt.NDArray[np.int32]
+
+
+class DeviceSampler:
+    """See `step_sampler.StepSampler`. Keeps what it derives from a set of rows while that lasts.
+
+    Every call uses the current stream of the device, which must be the same one each time.
+    """
+
+    def __init__(self, rows: SamplingRows, history: DeviceHistory, link: DeviceLink) -> None:
+        self.rows = rows
+        self._history = history
+        self._link = link
+        self._counts = DeviceCounts(rows.vocab_size, link.device)
+        self._bound: tuple[tuple[int, bytes], _BoundRows] | None = None
+
+    @torch.inference_mode()
+    def sample(
+        self, logits: torch.Tensor, rows: Rows, masks: TokenMasks | None = None
+    ) -> PendingSample:
+        """See `StepSampler.sample`. Does not wait for the device."""
+        if len(rows) == 0:
+            return _Nothing()
+        bound = self._bind(np.asarray(rows, dtype=np.int64))
+        step = self._upload(bound)
+        are_edited = bool(bound.edits.edits or masks)
+        out = torch.empty(bound.parts[-1].stop, dtype=torch.int32, device=logits.device)
+        token, state, entries = (out[part] for part in bound.parts)
+        scan = bound.raw_scan
+        scan_logits(logits, scan)
+        source = None
+        if bound.logprobs is not None:
+            source = bound.logprobs.source(logits, scan, are_edited=are_edited)
+        if are_edited:
+            scan = self._edit(logits, bound, step, masks)
+        outcome = Outcome(token, state, step.token_ids, bound.row, step.lengths)
+        gumbel_sample.gumbel_sample(
+            logits, scan, bound.raw_scan, bound.draws, bound.workspace, outcome
+        )
+        if source is not None:
+            found = entries.view(bound.shape_of_entries)
+            token_logprobs.token_logprobs(*source, token, found)
+        return _Pending(bound, self._link.download(out))
+
+    @torch.inference_mode()
+    def prompt_logprobs(
+        self, logits: torch.Tensor, next_token_ids: Ints, k: int
+    ) -> PendingLogprobs:
+        """See `StepSampler.prompt_logprobs`. Does not wait for the device."""
+        num_lines, vocab_size = logits.shape
+        num_top = np.full(num_lines, min(k, vocab_size), dtype=np.int32)
+        lines = np.arange(num_lines, dtype=np.int32)
+        line, top, token_ids = upload_columns(
+            self._link, [lines, num_top, next_token_ids.astype(np.int32)]
+        )
+        scan = Scan.empty(logits.shape, logits.device)
+        out = torch.empty((num_lines, _width(num_top)), dtype=torch.int32, device=logits.device)
+        scan_logits(logits, scan)
+        token_logprobs.token_logprobs(logits, scan, Asked(line, line, top), token_ids, out)
+        return _PendingEntries(next_token_ids.copy(), num_top, self._link.download(out))
+
+    def _bind(self, rows: Rows) -> "_BoundRows":
+        key = (self.rows.version, rows.tobytes())
+        if self._bound is None or self._bound[0] != key:
+            self._bound = (key, self._derive(rows.copy()))
+        return self._bound[1]
+
+    def _derive(self, rows: Rows) -> "_BoundRows":
+        options, device = self.rows, self._link.device
+        state = options.draws[rows]
+        stream, temperature, log_min_p, top_k, top_p, row = upload_columns(
+            self._link,
+            [
+                state["stream"].view(np.int64),
+                state["temperature"].astype(np.float32),
+                state["log_min_p"].astype(np.float32),
+                state["top_k"].astype(np.int32),
+                state["top_p"].astype(np.float64),
+                rows,
+            ],
+        )
+        is_sampled = state["temperature"] > 0.0
+        draws = Draws(
+            *(stream, temperature, log_min_p, top_k, top_p),
+            any_sampled=bool(is_sampled.any()),
+            any_top_k=bool((is_sampled & (state["top_k"] > 0)).any()),
+            any_top_p=bool((is_sampled & (state["top_p"] < 1.0)).any()),
+        )
+        num_rows, vocab_size = len(rows), options.vocab_size
+        return _BoundRows(
+            rows,
+            row,
+            draws,
+            bind_edits(options, rows, self._counts, self._link),
+            _bind_logprobs(options, rows, self._link),
+            Workspace(num_rows, vocab_size, device),
+            Scan.empty((num_rows, vocab_size), device),
+            Scan.empty((num_rows, vocab_size), device),
+        )
+
+    def _edit(
+        self,
+        logits: torch.Tensor,
+        bound: "_BoundRows",
+        step: StepInputs,
+        masks: TokenMasks | None,
+    ) -> Scan:
+        """Apply, in place, what changes logits; a scan of what came of them."""
+        if masks:
+            forbid_by_masks(logits, bound.rows, masks, self._link)
+        for edit in bound.edits.edits:
+            edit(logits, step)
+        scan_logits(logits, bound.edited_scan)
+        return bound.edited_scan
+
+    def _upload(self, bound: "_BoundRows") -> StepInputs:
+        """The lengths of the rows, and which of their tokens are still to be counted."""
+        lengths = self._history.num_tokens[bound.rows].astype(np.int64)
+        spans = bound.edits.spans(lengths)
+        longest = int((spans[:, 3] - spans[:, 2]).max(initial=0))
+        length, span = upload_columns(self._link, [lengths, spans])
+        return StepInputs(length, self._history.token_ids, span, longest)
+
+
+def warm_up(vocab_size: int, max_len: int, link: DeviceLink) -> None:
+    """Compile, or load, the kernels of all options, lest a first request that uses one keeps the
+    others waiting. max_len: of the history that samplers will be made with."""
+    rows = SamplingRows(1, vocab_size)
+    token_ids = torch.zeros((1, max_len), dtype=torch.int32, device=link.device)
+    sampler = DeviceSampler(rows, DeviceHistory(token_ids, np.ones(1, dtype=np.int64)), link)
+    everything = DecodingParams(
+        max_tokens=1,
+        top_k=1,
+        top_p=0.5,
+        min_p=0.5,
+        logprobs=1,
+        repetition_penalty=2.0,
+        min_tokens=1,
+        end_token_ids=(0,),
+        logit_bias=((0, 1.0),),
+        bad_words=((0,),),
+    )
+    rows.set_row(0, everything, 0, 1)
+    logits = torch.zeros((1, vocab_size), dtype=torch.float32, device=link.device)
+    mask = b"\xff" * ((vocab_size + 7) // 8)
+    sampler.sample(logits, np.zeros(1, dtype=np.int64), {0: mask}).fetch()
+    sampler.prompt_logprobs(logits, np.zeros(1, dtype=np.int64), 1).fetch()
+
+
+@dataclass(frozen=True, slots=True)
+class _BoundLogprobs:
+    """The lines [n] that ask for log-probabilities.
+
+    lines, num_top: on the host. line, line32: the lines, for torch and for kernels. index: 0 to n.
+    temperature: [n, 1], divides their logits; None where all are 1.
+    """
+
+    lines: Rows
+    num_top: Int32s
+    line: torch.Tensor
+    line32: torch.Tensor
+    index: torch.Tensor
+    num_top_there: torch.Tensor
+    temperature: torch.Tensor | None
+
+    def source(
+        self, logits: torch.Tensor, scan: Scan, *, are_edited: bool
+    ) -> tuple[torch.Tensor, Scan, Asked]:
+        """The logits that log-probabilities are of, and where their lines are in them. A copy,
+        where the options are going to edit them."""
+        if not are_edited and self.temperature is None:
+            return logits, scan, Asked(self.line32, self.line32, self.num_top_there)
+        raw = logits.index_select(0, self.line)
+        if self.temperature is not None:
+            raw.div_(self.temperature)
+        scan = Scan.empty(raw.shape, raw.device)
+        scan_logits(raw, scan)
+        return raw, scan, Asked(self.index, self.line32, self.num_top_there)
+
+
+@dataclass(frozen=True, slots=True)
+class _BoundRows:
+    """What is derived from one set of rows and their options; `row` are the rows on the device.
+
+    The scans and the workspace hold nothing between steps.
+    """
+
+    rows: Rows
+    row: torch.Tensor
+    draws: Draws
+    edits: BoundEdits
+    logprobs: _BoundLogprobs | None
+    workspace: Workspace
+    raw_scan: Scan
+    edited_scan: Scan
+
+    @property
+    def shape_of_entries(self) -> tuple[int, int]:
+        """Of what `token_logprobs` fills in."""
+        if self.logprobs is None:
+            return 0, 0
+        return len(self.logprobs.lines), _width(self.logprobs.num_top)
+
+    @property
+    def parts(self) -> tuple[slice, slice, slice]:
+        """What a step sends back, in int32: R tokens, R states, and the entries."""
+        num_rows, (num_entries, width) = len(self.rows), self.shape_of_entries
+        second, third = _aligned(num_rows), 2 * _aligned(num_rows)
+        return (
+            slice(0, num_rows),
+            slice(second, second + num_rows),
+            slice(third, third + num_entries * width),
+        )
+
+
+def _bind_logprobs(options: SamplingRows, rows: Rows, link: DeviceLink) -> _BoundLogprobs | None:
+    lines = np.flatnonzero(options.num_logprobs[rows] != NOT_ASKED)
+    if len(lines) == 0:
+        return None
+    num_top = np.minimum(options.num_logprobs[rows[lines]], options.vocab_size).astype(np.int32)
+    temperature = options.logprob_temperature[rows[lines]].reshape(-1, 1)
+    line, line32, index, num_top_there, temperature_there = upload_columns(
+        link,
+        [
+            *(lines, lines.astype(np.int32), np.arange(len(lines), dtype=np.int32)),
+            *(num_top, temperature),
+        ],
+    )
+    divides = bool((temperature != 1.0).any())
+    return _BoundLogprobs(
+        *(lines, num_top, line, line32, index, num_top_there),
+        temperature_there if divides else None,
+    )
+
+
+def _aligned(count: int) -> int:
+    """So many int32, and some more up to 16 bytes: a kernel is compiled anew for pointers that are
+    multiples of it and for others, so all are."""
+    return -(-count // 4) * 4
+
+
+def _width(num_top: Int32s) -> int:
+    """int32 of an entry with up to so many best tokens."""
+    return token_logprobs.HEADER + 2 * int(num_top.max(initial=0))
+
+
+def _entries(values: Int32s, token_ids: Ints, num_top: Int32s) -> list[TokenLogprobs]:
+    """What `token_logprobs` filled in, [n, width]."""
+    header, num_best = token_logprobs.HEADER, (values.shape[1] - token_logprobs.HEADER) // 2
+    ranks = values[:, 1].tolist()
+    best = values[:, header : header + num_best].tolist()
+    logprobs = np.ascontiguousarray(values).view(np.float32)
+    own, of_best = logprobs[:, 0].tolist(), logprobs[:, header + num_best :].tolist()
+    return [
+        TokenLogprobs(token_id, own[i], ranks[i], tuple(best[i][:k]), tuple(of_best[i][:k]))
+        for i, (token_id, k) in enumerate(zip(token_ids.tolist(), num_top.tolist(), strict=True))
+    ]
+
+
+class _Nothing:
+    """Of no rows."""
+
+    def fetch(self) -> SampledTokens:
+        return SampledTokens(np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A step's tokens on their way to the host."""
+
+    bound: _BoundRows
+    download: Download
+
+    def fetch(self) -> SampledTokens:
+        values: Int32s = self.download.wait()
+        rows, logprobs = self.bound.rows, self.bound.logprobs
+        found, state, entries = (values[part] for part in self.bound.parts)
+        token_ids = found.astype(np.int64)
+        result = sampled_tokens(rows, token_ids, state == BROKEN, state == EMPTY)
+        if logprobs is not None:
+            asked = _entries(
+                entries.reshape(self.bound.shape_of_entries),
+                token_ids[logprobs.lines],
+                logprobs.num_top,
+            )
+            for line, entry in zip(logprobs.lines.tolist(), asked, strict=True):
+                if state[line] == SAMPLED:
+                    result.logprobs[int(rows[line])] = entry
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingEntries:
+    """A prompt's log-probabilities on their way to the host."""
+
+    token_ids: Ints
+    num_top: Int32s
+    download: Download
+
+    def fetch(self) -> list[TokenLogprobs]:
+        return _entries(self.download.wait(), self.token_ids, self.num_top)

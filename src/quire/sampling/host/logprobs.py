@@ -1,0 +1,111 @@
+"""Log-probabilities of the model's own distribution, before any sampling option.
+
+Computed by the sampler for the rows that asked, and for prompts; by the native library where it is
+given, else by torch. The two differ by rounding: ranks and tokens are equal.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.core.step import TokenLogprobs
+from quire.kernels.cpu.sampling import LOGPROB_ROW, NativeSampling
+from quire.sampling.host.history import Ints
+
+# Logits handled at a time: bounds the temporary memory.
+BLOCK_ELEMENTS = 1 << 22
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    token_ids: Ints,
+    num_top: Sequence[int],
+    *,
+    lines: Ints | None = None,
+    native: NativeSampling | None = None,
+) -> list[TokenLogprobs]:
+    """An entry for each of token_ids [n], with its num_top [n] best tokens.
+
+    logits: raw, [L, V] fp32. lines: the line [n] of each entry; None: L = n, in order.
+    Log-softmax in fp32. Rank and order are by logit; among equal logits the lowest token id comes
+    first, and the rank is that of the first of them. A NaN stays a NaN.
+    """
+    if native is not None:
+        entries = _native_logprobs(native, logits, token_ids, num_top, lines)
+        if entries is not None:
+            return entries
+    if lines is not None:
+        logits = logits[torch.from_numpy(lines.astype(np.int64)).to(logits.device)]
+    lines_at_once = max(1, BLOCK_ELEMENTS // max(1, logits.shape[1]))
+    entries = []
+    for start in range(0, len(token_ids), lines_at_once):
+        block = slice(start, start + lines_at_once)
+        entries += _block_logprobs(logits[block], token_ids[block], num_top[block])
+    return entries
+
+
+def _native_logprobs(
+    native: NativeSampling,
+    logits: torch.Tensor,
+    token_ids: Ints,
+    num_top: Sequence[int],
+    lines: Ints | None,
+) -> list[TokenLogprobs] | None:
+    """None where a line has a largest logit that is not finite."""
+    asked = np.empty(len(token_ids), LOGPROB_ROW)
+    asked["line"] = np.arange(len(token_ids)) if lines is None else lines
+    asked["token_id"] = token_ids
+    asked["num_top"] = np.minimum(num_top, logits.shape[1])
+    values, tokens = native.token_logprobs(logits, asked)
+    if np.isnan(values[:, 0]).any():
+        return None
+    return [
+        TokenLogprobs(
+            token_id, of_line[0], found[0], tuple(found[1 : k + 1]), tuple(of_line[1 : k + 1])
+        )
+        for token_id, of_line, found, k in zip(
+            token_ids.tolist(),
+            values.tolist(),
+            tokens.tolist(),
+            asked["num_top"].tolist(),
+            strict=True,
+        )
+    ]
+
+
+def _block_logprobs(
+    logits: torch.Tensor, token_ids: Ints, num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    logprobs = logits.log_softmax(dim=1)
+    chosen = torch.from_numpy(token_ids.astype(np.int64)).to(logits.device).unsqueeze(1)
+    own = logprobs.gather(1, chosen).squeeze(1).tolist()
+    rank = ((logits > logits.gather(1, chosen)).sum(dim=1) + 1).tolist()
+    top = top_token_ids(logits, min(max(num_top), logits.shape[1]))
+    top_logprobs = logprobs.gather(1, torch.from_numpy(top).to(logits.device)).tolist()
+    return [
+        TokenLogprobs(token_id, own[i], rank[i], tuple(ids[:k]), tuple(top_logprobs[i][:k]))
+        for i, (token_id, ids, k) in enumerate(
+            zip(token_ids.tolist(), top.tolist(), num_top, strict=True)
+        )
+    ]
+
+
+def top_token_ids(logits: torch.Tensor, k: int) -> npt.NDArray[np.int64]:
+    """The k best tokens of each line, [n, k]; among equal logits the lowest ids, in order.
+
+    `torch.topk` leaves open which of several equal values it returns, and that may depend on k, so
+    on other rows. Hence it only tells the k-th value, and all that reach it are sorted here.
+    """
+    if k == 0:
+        return np.empty((logits.shape[0], 0), dtype=np.int64)
+    cutoff = logits.topk(k, dim=1).values[:, -1:]
+    reach = ~(logits < cutoff).cpu().numpy()
+    lines, token_ids = np.divmod(np.flatnonzero(reach), logits.shape[1])
+    device = logits.device
+    reached = logits[torch.from_numpy(lines).to(device), torch.from_numpy(token_ids).to(device)]
+    order = np.lexsort((token_ids, -reached.cpu().numpy(), lines))
+    first_of_line = np.searchsorted(lines, np.arange(logits.shape[0]))  # lines ascend
+    best: npt.NDArray[np.int64] = token_ids[order][first_of_line[:, None] + np.arange(k)]
+    return best

@@ -1,0 +1,256 @@
+"""Options that change logits: which tokens may come, and how likely they are beforehand.
+
+Each option is one `LogitsProcessor`. It keeps what it needs of the rows that use it, binds itself
+to a set of rows once, and then edits these rows' logits at every step, as index operations over all
+of them; rows that do not use it are not touched. A bound option computes a row from that row alone
+and with single rounded operations, so the result does not depend on the others.
+
+`sampler.py` lists the options in their order and calls them; none knows of the others. To add an
+option: one class here (or in a file beside), one line in that list.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.core.sampling_params import DecodingParams
+from quire.core.step import TokenMasks
+from quire.sampling.host.history import TokenHistory
+
+T = TypeVar("T")
+Rows = npt.NDArray[np.int64]
+NEVER = float("-inf")
+
+BoundProcessor = Callable[[torch.Tensor, TokenHistory], None]
+"""Edits logits [R, V] in place, for the set of rows that it was bound to."""
+
+
+class LogitsProcessor(ABC, Generic[T]):
+    """One option over all rows; `T` is what it keeps of a row that uses it."""
+
+    def __init__(self) -> None:
+        self._by_row: dict[int, T] = {}
+
+    def set_row(self, row: int, params: DecodingParams, num_prompt_tokens: int) -> None:
+        """Take what this option needs of a sequence that enters `row`; forget the one before."""
+        self.clear_row(row)
+        kept = self._keep(params, num_prompt_tokens)
+        if kept is not None:
+            self._by_row[row] = kept
+
+    def clear_row(self, row: int) -> None:
+        """Forget the sequence in `row`, if there is one."""
+        self._by_row.pop(row, None)
+
+    def bind(self, rows: Rows, device: torch.device) -> BoundProcessor | None:
+        """The option for logits whose line i belongs to rows[i]; None where none uses it."""
+        lines, kept = self.users(rows)
+        return self._bind(lines, rows[lines], kept, device) if kept else None
+
+    def users(self, rows: Rows) -> tuple[Rows, list[T]]:
+        """Lines, that is indices into `rows`, whose rows use the option, and what it keeps of each:
+        the same object for as long as a sequence is in its row."""
+        if not self._by_row:
+            return np.empty(0, dtype=np.int64), []
+        lines = [line for line, row in enumerate(rows.tolist()) if row in self._by_row]
+        used = np.array(lines, dtype=np.int64)
+        return used, [self._by_row[row] for row in rows[used].tolist()]
+
+    def kept(self, row: int) -> T | None:
+        """What is kept of the sequence in `row`; None if it does not use the option."""
+        return self._by_row.get(row)
+
+    @abstractmethod
+    def _keep(self, params: DecodingParams, num_prompt_tokens: int) -> T | None:
+        """What to remember of a sequence; None if it does not use the option."""
+
+    @abstractmethod
+    def _bind(
+        self, lines: Rows, rows: Rows, kept: Sequence[T], device: torch.device
+    ) -> BoundProcessor:
+        """Bind to the rows that use the option: their lines in the logits, rows, what was kept."""
+
+
+class AllowedTokens(LogitsProcessor[tuple[int, ...]]):
+    """allowed_token_ids: all other tokens are impossible."""
+
+    def _keep(self, params: DecodingParams, num_prompt_tokens: int) -> tuple[int, ...] | None:
+        return params.allowed_token_ids
+
+    def _bind(
+        self, lines: Rows, rows: Rows, kept: Sequence[tuple[int, ...]], device: torch.device
+    ) -> BoundProcessor:
+        all_lines = torch.from_numpy(lines).to(device)
+        pair_lines, pair_tokens = _pairs(lines, kept, device)
+
+        def apply(logits: torch.Tensor, history: TokenHistory) -> None:
+            allowed = logits[pair_lines, pair_tokens]
+            logits.index_fill_(0, all_lines, NEVER)
+            logits[pair_lines, pair_tokens] = allowed
+
+        return apply
+
+
+class BadWords(LogitsProcessor[tuple[int, tuple[tuple[int, ...], ...]]]):
+    """bad_words: a word's last token is impossible where its other tokens stand right before.
+
+    Only generated tokens count as standing before (as in vLLM): a word that began in the prompt may
+    be completed. A word of one token is always impossible. Keeps num_prompt_tokens and the words.
+    A word with a token beyond the vocabulary (a tokenizer may have more) can't be generated anyway.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self._vocab_size = vocab_size
+
+    def _keep(
+        self, params: DecodingParams, num_prompt_tokens: int
+    ) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
+        words = tuple(word for word in params.bad_words if word and max(word) < self._vocab_size)
+        return (num_prompt_tokens, words) if words else None
+
+    def _bind(
+        self,
+        lines: Rows,
+        rows: Rows,
+        kept: Sequence[tuple[int, tuple[tuple[int, ...], ...]]],
+        device: torch.device,
+    ) -> BoundProcessor:
+        num_words = [len(words) for _, words in kept]
+        word_lines, word_rows = np.repeat(lines, num_words), np.repeat(rows, num_words)
+        last, prefixes, num_before = split_words([word for _, words in kept for word in words])
+        min_length = num_before + np.repeat([num_prompt for num_prompt, _ in kept], num_words)
+        back = np.arange(-prefixes.shape[1], 0)
+
+        def apply(logits: torch.Tensor, history: TokenHistory) -> None:
+            length = history.num_tokens[word_rows]
+            columns = np.maximum(length[:, None] + back, 0)
+            before = history.token_ids[word_rows[:, None], columns]
+            matches = ((before == prefixes) | (prefixes == ANY_TOKEN)).all(axis=1)
+            _forbid(logits, word_lines, last, matches & (length >= min_length))
+
+        return apply
+
+
+ANY_TOKEN = -1  # in a prefix shorter than the longest: matches whatever stands there
+
+
+def split_words(words: Sequence[tuple[int, ...]]) -> tuple[Rows, Rows, Rows]:
+    """Last tokens [W], the tokens before them [W, longest] aligned to the right, their number."""
+    num_before = np.array([len(word) - 1 for word in words], dtype=np.int64)
+    prefixes = np.full((len(words), int(num_before.max())), ANY_TOKEN, dtype=np.int64)
+    for index, word in enumerate(words):
+        if len(word) > 1:
+            prefixes[index, 1 - len(word) :] = word[:-1]
+    return np.array([word[-1] for word in words], dtype=np.int64), prefixes, num_before
+
+
+class MinTokens(LogitsProcessor[tuple[int, tuple[int, ...]]]):
+    """min_tokens: end and stop tokens are impossible before so many tokens were generated.
+
+    Keeps the length (prompt included) from which on they are possible, and the tokens. Those beyond
+    the vocabulary (a tokenizer may have more) can't be generated anyway.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self._vocab_size = vocab_size
+
+    def _keep(
+        self, params: DecodingParams, num_prompt_tokens: int
+    ) -> tuple[int, tuple[int, ...]] | None:
+        ends = tuple(
+            token
+            for token in (*params.end_token_ids, *params.stop_token_ids)
+            if token < self._vocab_size
+        )
+        if params.min_tokens == 0 or not ends:
+            return None
+        return num_prompt_tokens + params.min_tokens, ends
+
+    def _bind(
+        self,
+        lines: Rows,
+        rows: Rows,
+        kept: Sequence[tuple[int, tuple[int, ...]]],
+        device: torch.device,
+    ) -> BoundProcessor:
+        num_ends = [len(ends) for _, ends in kept]
+        pair_lines, pair_rows = np.repeat(lines, num_ends), np.repeat(rows, num_ends)
+        tokens = np.array([token for _, ends in kept for token in ends], dtype=np.int64)
+        min_length = np.repeat([length for length, _ in kept], num_ends)
+
+        def apply(logits: torch.Tensor, history: TokenHistory) -> None:
+            _forbid(logits, pair_lines, tokens, history.num_tokens[pair_rows] < min_length)
+
+        return apply
+
+
+class LogitBias(LogitsProcessor[tuple[tuple[int, float], ...]]):
+    """logit_bias: a number added to a token's logit, in fp32. An impossible token stays so."""
+
+    def _keep(
+        self, params: DecodingParams, num_prompt_tokens: int
+    ) -> tuple[tuple[int, float], ...] | None:
+        return params.logit_bias or None
+
+    def _bind(
+        self,
+        lines: Rows,
+        rows: Rows,
+        kept: Sequence[tuple[tuple[int, float], ...]],
+        device: torch.device,
+    ) -> BoundProcessor:
+        tokens = [[token for token, _ in biases] for biases in kept]
+        pair_lines, pair_tokens = _pairs(lines, tokens, device)
+        bias = torch.tensor(
+            [value for biases in kept for _, value in biases], dtype=torch.float32, device=device
+        )
+
+        def apply(logits: torch.Tensor, history: TokenHistory) -> None:
+            logits[pair_lines, pair_tokens] = logits[pair_lines, pair_tokens] + bias
+
+        return apply
+
+
+def apply_token_masks(logits: torch.Tensor, rows: Rows, masks: TokenMasks) -> None:
+    """Make impossible, in place, the tokens whose bit is not set; see `core.step.TokenMasks`.
+
+    Rows of `masks` that are not among `rows` are left alone. A mask may be shorter than the logits
+    are wide (vocabularies are padded): tokens beyond its end are not allowed.
+    """
+    lines = [line for line, row in enumerate(rows.tolist()) if row in masks]
+    if not lines:
+        return
+    vocab_size = logits.shape[1]
+    packed = np.zeros((len(lines), (vocab_size + 7) // 8), dtype=np.uint8)
+    for index, line in enumerate(lines):
+        mask = np.frombuffer(masks[int(rows[line])], dtype=np.uint8)
+        assert len(mask) <= packed.shape[1], "a token mask is longer than the vocabulary"
+        packed[index, : len(mask)] = mask
+    bits = np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little")
+    forbidden = torch.from_numpy(bits == 0).to(logits.device)
+    index_tensor = torch.tensor(lines, device=logits.device)
+    logits[index_tensor] = logits[index_tensor].masked_fill_(forbidden, NEVER)
+
+
+def _pairs(
+    lines: Rows, tokens: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parallel index tensors: each line once for each of its tokens."""
+    pair_lines = np.repeat(lines, [len(of_line) for of_line in tokens])
+    pair_tokens = np.array([token for of_line in tokens for token in of_line], dtype=np.int64)
+    return torch.from_numpy(pair_lines).to(device), torch.from_numpy(pair_tokens).to(device)
+
+
+def _forbid(logits: torch.Tensor, lines: Rows, tokens: Rows, where: npt.NDArray[np.bool_]) -> None:
+    """Make impossible the (line, token) pairs for which `where` holds."""
+    if where.any():
+        logits[
+            torch.from_numpy(lines[where]).to(logits.device),
+            torch.from_numpy(tokens[where]).to(logits.device),
+        ] = NEVER

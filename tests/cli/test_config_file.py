@@ -1,0 +1,132 @@
+"""`--config FILE`: the flags' names, the same checks, and who wins."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.options import engine_options
+from quire.cli.parser import build_parser
+from quire.cli.serve import server_options
+
+Parse = Callable[..., Any]
+
+FILE = """
+# a server
+model: org/model
+port: 8080
+max_num_seqs: 32
+enable-prefix-caching: false
+revision: 1.10
+api-key: [alice:alice-key, bob:bob-key-1]
+allowed_origins:
+  - https://a.example
+data-parallel-size: 1
+enable-chunked-prefill: true
+disable-log-stats: false
+max-itl-ratio: 3
+"""
+
+
+@pytest.fixture
+def parse(tmp_path: Path) -> Parse:
+    def parse(text: str, *words: str) -> Any:
+        path = tmp_path / "server.yaml"
+        path.write_text(text)
+        return build_parser().parse_args(["serve", "--config", str(path), *words])
+
+    return parse
+
+
+def test_a_file_says_what_flags_say(parse: Parse) -> None:
+    args = parse(FILE)
+    assert engine_options(args) == {
+        "model": "org/model",
+        "revision": "1.10",  # as it is written, not the number that YAML makes of it
+        "max_num_seqs": 32,
+        "enable_prefix_caching": False,
+        "max_itl_ratio": 3.0,
+    }
+    assert server_options(args) == {
+        "port": 8080,
+        "api_keys": ("alice:alice-key", "bob:bob-key-1"),
+        "allowed_origins": ("https://a.example",),
+    }
+    assert args.disable_log_stats is None
+
+
+def test_flags_given_on_the_command_line_win(parse: Parse) -> None:
+    words = ["--port", "81", "--enable-prefix-caching", "--api-key", "carol:carol-key", "my/model"]
+    args = parse(FILE, *words)
+    assert engine_options(args)["model"] == "my/model"
+    assert engine_options(args)["enable_prefix_caching"] is True
+    assert server_options(args)["port"] == 81
+    assert server_options(args)["api_keys"] == ("carol:carol-key",)
+    assert engine_options(args)["max_num_seqs"] == 32
+
+
+def test_an_alias_on_the_command_line_wins_too(parse: Parse) -> None:
+    assert engine_options(parse("max-num-seqs: 3", "-np", "5")) == {"max_num_seqs": 5}
+    assert engine_options(parse("parallel: 3")) == {"max_num_seqs": 3}
+    assert engine_options(parse("disable-radix-cache: true")) == {"enable_prefix_caching": False}
+
+
+def test_an_empty_file_changes_nothing(parse: Parse) -> None:
+    for text in ("", "# nothing\n"):
+        assert (engine_options(parse(text)), server_options(parse(text))) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("host: x\nprot: 80", "line 2: there is no option --prot; did you mean --port?"),
+        ("prot:", "line 1: prot has no value; give it one, or take the line out"),
+        ("port: many", "line 1: argument --port: invalid int value: 'many'"),
+        ("port: true", "line 1: --port needs a value, but has true"),
+        ("port: [1, 2]", "line 1: --port takes one value, but has a list of 2"),
+        ("host: x\nmax-num-seqs: [1]", "line 2: --max-num-seqs takes one value, but has a list"),
+        ("host: x\nlog-format: xml", "line 2: log_format is 'xml', but must be one of text, json"),
+        ("kv-cache-memory: 4 apples", "line 1: kv_cache_memory is '4 apples', but must be"),
+        ("max-body-bytes: 4 apples", "line 1: max_body_bytes is '4 apples', but must be"),
+        ("quantization: int2", "line 1: quantization is 'int2', but must be None or one of"),
+        ("port: {a: 1}", "line 1: port must be a value or a list of values"),
+        ("api-key: [[a]]", "line 1: api-key must be a value or a list of values"),
+        ("api-key: []", "line 1: api-key has no value"),
+        ("port: 1\nhost: x\nport: 2", "line 3: port stands in line 1 already"),
+        ("max-n: 1\nmax_n: 2", "line 2: max_n stands in line 1 already"),
+        ("enable-prefix-caching: maybe", "line 1: --enable-prefix-caching must be true or false"),
+        ("no-enable-prefix-caching: false", "line 1: --no-enable-prefix-caching can't be false"),
+        ("enable-chunked-prefill: false", "line 1: there is no option --no-enable-chunked-prefill"),
+        ("data-parallel-size: 2", "line 1: --data-parallel-size is '2', but must be 1"),
+        ("config: other.yaml", "line 1: --config belongs on the command line"),
+        ("- port", "must hold flags and values, as in 'port: 8000'"),
+        ("port: [1", "line 1: not YAML"),
+        ("a: \x07", "not YAML"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_line(
+    parse: Parse, text: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(text)
+    assert stop.value.code == 2
+    printed = capsys.readouterr().err
+    assert "server.yaml" in printed
+    assert expected in printed
+    assert printed.count("\n") == 1
+
+
+def test_a_file_that_is_not_there_or_not_text_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, expected in [
+        (tmp_path / "nothing.yaml", "nothing.yaml can't be read: No such file"),
+        (tmp_path, "can't be read: Is a directory"),
+        (binary, "binary.yaml is not text in UTF-8"),
+    ]:
+        with pytest.raises(SystemExit):
+            build_parser().parse_args(["serve", "--config", str(path)])
+        assert expected in capsys.readouterr().err

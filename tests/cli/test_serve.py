@@ -1,0 +1,58 @@
+"""The flags of `quire serve`: one for each field of ServerConfig; only what was given counts."""
+
+from dataclasses import fields
+
+import pytest
+
+from quire.cli.options import engine_options
+from quire.cli.parser import build_parser
+from quire.cli.serve import server_options
+from quire.server.config import ServerConfig
+
+WORDS = (
+    "serve org/model --host 0.0.0.0 --port 81 --served-model-name m --drain-timeout-s 3"
+    " --keep-alive-s 2.5 --api-key alice:alice-key --api-key bob:bob-key-1 --api-key-file keys"
+    " --allowed-origins https://a.example --allowed-origins https://b.example"
+    " --max-queued-requests 7 --max-tenant-requests 4 --max-tenant-tokens-per-minute 1000"
+    " --max-body-bytes 1024 --max-prompts 2 --max-n 3 --max-choices 5 --max-stop-strings 6"
+    " --max-list-length 8 --default-deadline-s 1.5 --heartbeat-timeout-s 9 --max-engine-restarts 0"
+    " --log-level debug --log-format json --otlp-endpoint http://127.0.0.1:4318"
+)
+
+
+def test_every_field_of_the_server_has_its_flag() -> None:
+    given = server_options(build_parser().parse_args(WORDS.split()))
+    assert set(given) == {field.name for field in fields(ServerConfig)}
+    assert given["api_keys"] == ("alice:alice-key", "bob:bob-key-1")
+    assert given["allowed_origins"] == ("https://a.example", "https://b.example")
+    server = ServerConfig(**given | {"max_body_bytes": int(given["max_body_bytes"])})
+    unchanged = ServerConfig()
+    for field in fields(ServerConfig):
+        assert getattr(server, field.name) != getattr(unchanged, field.name), field.name
+
+
+def test_nothing_given_is_nothing_handed_on() -> None:
+    assert server_options(build_parser().parse_args(["serve"])) == {}
+
+
+@pytest.mark.parametrize("words", ["serve a/b", "serve --model a/b", "serve a/b --model a/b"])
+def test_the_model_may_come_by_its_place_or_as_a_flag(words: str) -> None:
+    assert engine_options(build_parser().parse_args(words.split())) == {"model": "a/b"}
+
+
+@pytest.mark.parametrize("words", ["serve a/b --model c/d", "serve --model c/d a/b"])
+def test_two_models_are_one_too_many(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(words.split())
+    assert "the model is given twice" in capsys.readouterr().err
+
+
+def test_the_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--help"])
+    printed = capsys.readouterr().out
+    groups = ["server", "access", "limits", "recovery", "logging"]
+    groups += ["model", "memory", "scheduling", "computation"]
+    places = [printed.index(f"\n{group}:\n") for group in groups]
+    assert places == sorted(places)
+    assert "open generations of all tenants; above: 429 (1024)" in " ".join(printed.split())

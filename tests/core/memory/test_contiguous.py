@@ -1,0 +1,200 @@
+"""The baselines' manager: what it reserves, where, and that it gives back what it took."""
+
+import pytest
+
+from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.memory.contiguous import (
+    KV_ALLOCATORS,
+    RESERVATIONS,
+    ContiguousKVCacheManager,
+)
+from quire.core.memory.contiguous import make_memory as make_named_memory
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.memory.run_allocators import PLACEMENTS
+from quire.core.sampling_params import DecodingParams
+from quire.core.sequence import Sequence
+from quire.errors import ConfigurationError
+
+MAX_MODEL_LEN = 64
+
+
+def make_memory(
+    reservation: str = "oracle",
+    *,
+    num_blocks: int = 64,
+    num_groups: int = 1,
+    placement: str = "first_fit",
+) -> ContiguousKVCacheManager:
+    groups = tuple(KVGroup((index,), KVKind.FULL, 64) for index in range(num_groups))
+    config = KVCacheConfig(groups, num_blocks, block_size=4)
+    return ContiguousKVCacheManager(config, reservation, MAX_MODEL_LEN, placement)
+
+
+def make_sequence(num_prompt_tokens: int, num_output_tokens: int) -> Sequence:
+    params = DecodingParams(num_output_tokens)
+    return Sequence("s", [7] * num_prompt_tokens, params, max_num_tokens=MAX_MODEL_LEN)
+
+
+def admitted(memory: ContiguousKVCacheManager, num_prompt: int, num_output: int) -> Sequence:
+    sequence = make_sequence(num_prompt, num_output)
+    assert memory.admit(sequence, memory.match(sequence), step_id=0) == []
+    return sequence
+
+
+@pytest.mark.parametrize(
+    ("reservation", "num_prompt", "num_output", "num_slots"),
+    [
+        ("max", 5, 3, 64),
+        ("max", 40, 20, 64),
+        ("pow2", 5, 25, 5 + 32),  # the paper's own example: 32 for an output of 25
+        ("pow2", 5, 16, 5 + 16),
+        ("pow2", 5, 1, 5 + 1),
+        ("pow2", 30, 34, 64),  # never beyond max_model_len
+        ("oracle", 5, 25, 30),
+        ("oracle", 30, 200, 64),  # max_model_len ends it
+    ],
+)
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_what_is_reserved(
+    reservation: str, num_prompt: int, num_output: int, num_slots: int, num_groups: int
+) -> None:
+    memory = make_memory(reservation, num_groups=num_groups)
+    sequence = admitted(memory, num_prompt, num_output)
+    num_blocks = -(-num_slots // 4)
+    assert sequence.num_slots == num_blocks * 4
+    assert [len(table) for table in sequence.block_tables] == [num_blocks] * num_groups
+    assert memory.num_run_blocks(sequence) == num_blocks * num_groups == memory.pool.num_held
+    assert memory.grow(sequence, sequence.max_num_tokens, 3) == []
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_tables_are_adjacent_blocks(num_groups: int) -> None:
+    memory = make_memory(num_groups=num_groups)
+    admitted(memory, 3, 2)
+    sequence = admitted(memory, 9, 8)
+    ids = [block for table in sequence.block_tables for block in table]
+    assert ids == list(range(2 * num_groups, 7 * num_groups))
+
+
+def test_what_the_placement_rounds_up_is_taken_on_the_line_but_in_no_table() -> None:
+    memory = make_memory(placement="buddy")
+    sequence = make_sequence(9, 8)  # 5 blocks
+    assert memory.num_blocks_to_admit(sequence, memory.match(sequence)) == 8
+    memory.admit(sequence, memory.match(sequence), step_id=0)
+    assert sequence.block_tables == ([0, 1, 2, 3, 4],)
+    assert memory.num_run_blocks(sequence) == 8
+    assert (memory.pool.num_free, memory.num_free_on_line) == (59, 56)
+
+
+def test_no_hole_is_told_from_too_few_blocks() -> None:
+    memory = make_memory(num_blocks=16)
+    held = [admitted(memory, 8, 8) for _ in range(4)]
+    memory.free(held[0])
+    memory.free(held[2])
+    big, small = make_sequence(12, 8), make_sequence(8, 4)  # 5 and 3 blocks; two holes of 4
+    assert memory.is_fragmented_for(big) and not memory.is_fragmented_for(small)
+    assert memory.num_blocks_to_admit(big, memory.match(big)) == memory.pool.num_free + 1 == 9
+    assert memory.num_blocks_to_admit(small, memory.match(small)) == 3
+    huge = make_sequence(30, 10)  # 10 blocks: too few are free in all
+    assert not memory.is_fragmented_for(huge)
+    assert memory.num_blocks_to_admit(huge, memory.match(huge)) == 10
+    memory.free(held[1])
+    assert not memory.is_fragmented_for(big)
+    assert memory.num_blocks_to_admit(big, memory.match(big)) == 5
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("reservation", RESERVATIONS)
+def test_all_comes_back(placement: str, reservation: str) -> None:
+    memory = make_memory(reservation, placement=placement)
+    held = [admitted(memory, prompt, 7) for prompt in (3, 9, 5, 1)]
+    for sequence in held:
+        memory.free(sequence)
+        assert sequence.block_tables == () and sequence.num_slots == 0
+        assert memory.num_run_blocks(sequence) == 0
+    assert memory.pool.num_held == 0 and memory.num_free_on_line == 64
+    assert admitted(memory, 3, 2).block_tables[0][0] == 0
+
+
+def test_a_run_that_a_step_may_read_comes_back_with_it() -> None:
+    memory = make_memory(num_blocks=16)
+    sequence = admitted(memory, 30, 34)
+    memory.free(sequence, after_step_id=5)
+    assert memory.pool.num_free == memory.num_free_on_line == 0
+    assert sorted(memory.holds.blocks()) == list(range(16))
+    memory.end_step(4)
+    assert memory.pool.num_free == memory.num_free_on_line == 0
+    memory.end_step(5)
+    assert memory.pool.num_free == memory.num_free_on_line == 16
+
+
+def test_a_cut_takes_the_whole_run_or_nothing() -> None:
+    memory = make_memory()
+    sequence = admitted(memory, 10, 10)
+    sequence.num_computed_tokens = sequence.num_written_tokens = 11
+    assert memory.num_kept_blocks(sequence, 1) == 0
+    assert memory.cut(sequence, 5) == 0
+    assert sequence.num_computed_tokens == 11 and memory.num_run_blocks(sequence) == 5
+    assert memory.cut(sequence, 3) == 5
+    assert sequence.num_computed_tokens == sequence.num_slots == 0
+    assert memory.cut(sequence, 0) == 0
+    assert memory.pool.num_held == 0 and memory.num_free_on_line == 64
+    memory.admit(sequence, memory.match(sequence), step_id=1)
+    assert sequence.block_tables == ([0, 1, 2, 3, 4],)
+
+
+def test_nothing_is_cached() -> None:
+    memory = make_memory()
+    sequence = admitted(memory, 20, 4)
+    sequence.num_computed_tokens = sequence.num_written_tokens = 20
+    memory.publish(sequence, 20)
+    memory.free(sequence)
+    assert len(memory.cache) == 0
+    assert memory.match(make_sequence(20, 4)).num_tokens == 0
+
+
+def test_outgrowing_the_reservation_is_a_bug() -> None:
+    memory = make_memory()
+    sequence = admitted(memory, 5, 3)
+    with pytest.raises(AssertionError, match="outgrows its reservation"):
+        memory.grow(sequence, 9)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"reservation": "all"}, "reservation is 'all', but must be one of max, oracle, pow2"),
+        ({"placement": "worst"}, "placement is 'worst'"),
+        ({"num_blocks": 15}, "needs 16 adjacent KV blocks, but first_fit .* at most 15"),
+        ({"num_blocks": 31, "num_groups": 2}, "needs 32 adjacent KV blocks"),
+        ({"num_blocks": 15, "placement": "buddy"}, "has runs of at most 8"),
+    ],
+)
+def test_what_could_wait_for_ever_is_refused(options, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        make_memory(**options)
+
+
+CONFIG = KVCacheConfig((KVGroup((0,), KVKind.FULL, 64),), num_blocks=64, block_size=4)
+
+
+def test_each_allocator_has_a_name() -> None:
+    memories = {name: make_named_memory(name, CONFIG, MAX_MODEL_LEN) for name in KV_ALLOCATORS}
+    assert [name for name, memory in memories.items() if memory.is_paged] == ["paged"]
+    assert type(memories["paged"]) is KVCacheManager
+    sequence = make_sequence(5, 25)
+    reserved = {
+        name: memory.num_blocks_to_admit(sequence, memory.match(sequence))
+        for name, memory in memories.items()
+    }
+    assert reserved == {
+        "contiguous_max": 16,
+        "contiguous_pow2": 16,  # 10, by buddy
+        "contiguous_oracle": 8,
+        "paged": 2,
+    }
+
+
+def test_an_unknown_allocator_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="kv_allocator is 'orca', but must be one of cont"):
+        make_named_memory("orca", CONFIG, MAX_MODEL_LEN)

@@ -1,0 +1,308 @@
+"""The ledger: exact bytes in situations made by hand, and its laws under random operations."""
+
+import random
+from dataclasses import fields
+
+import pytest
+from tests.core.harness import make_groups, make_memory, make_sequence
+from tests.core.memory.memory_world import World
+from tests.core.memory.test_memory_machine import act
+
+from quire.core.memory.contiguous import ContiguousKVCacheManager
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.memory.memory_report import (
+    PARTS,
+    MemoryReport,
+    TenantMemory,
+    format_bytes,
+    memory_report,
+    memory_table,
+    useful_share,
+)
+from quire.core.sequence import Sequence
+
+BLOCK = 64  # bytes of a block in `make_groups`
+
+
+def admitted(
+    memory: KVCacheManager, length: int, num_computed: int, *, tenant: str = "", first: int = 1
+) -> Sequence:
+    sequence = make_sequence(memory, range(first, first + length))
+    memory.admit(sequence, memory.match(sequence), step_id=0)
+    sequence.num_computed_tokens = sequence.num_written_tokens = num_computed
+    sequence.tenant = tenant
+    return sequence
+
+
+def parts(report: MemoryReport) -> tuple[int, ...]:
+    """In blocks' bytes: useful, unfilled, reserved, in flight, cached, free."""
+    return tuple(report.parts.values())
+
+
+def test_an_empty_memory_is_free() -> None:
+    report = memory_report(make_memory(16), [])
+    assert parts(report) == (0, 0, 0, 0, 0, 16 * BLOCK)
+    assert report.total_bytes == 16 * BLOCK
+    assert report.useful_share is None and report.saved_share == 0.0 and report.tenants == {}
+
+
+def test_one_sequence_in_the_middle_of_its_prompt() -> None:
+    """10 tokens in 3 blocks of 4; 6 are computed: 2 slots of the second and the third are empty."""
+    memory = make_memory(16)
+    report = memory_report(memory, [admitted(memory, 10, 6)])
+    token = BLOCK // 4
+    assert parts(report) == (6 * token, 2 * token, BLOCK, 0, 0, 13 * BLOCK)
+    assert report.lookahead_bytes == 0 and report.saved_bytes == 0
+    assert report.useful_share == 6 / 12
+    assert report.tenants == {"": TenantMemory(1, 6 * token, 2 * token, BLOCK)}
+
+
+def test_every_group_counts() -> None:
+    memory = make_memory(16, num_groups=2)
+    report = memory_report(memory, [admitted(memory, 10, 6)])
+    token = BLOCK // 4
+    assert parts(report) == (12 * token, 4 * token, 2 * BLOCK, 0, 0, 10 * BLOCK)
+
+
+def test_lookahead_is_told_apart_from_what_waits_to_be_computed() -> None:
+    memory = make_memory(16, num_groups=2)
+    sequence = admitted(memory, 8, 4)  # one block of each group is yet to be computed
+    assert memory.grow(sequence, 9, num_extra_blocks=2) is not None
+    report = memory_report(memory, [sequence])
+    assert report.reserved_bytes == (1 + 3) * 2 * BLOCK
+    assert report.lookahead_bytes == 3 * 2 * BLOCK
+    assert report.total_bytes == 16 * BLOCK
+
+
+def test_bytes_that_slots_do_not_divide_add_up_all_the_same() -> None:
+    memory = make_memory(5, block_size=7)  # 64 bytes for 7 tokens
+    report = memory_report(memory, [admitted(memory, 20, 16)])
+    assert report.useful_bytes == 16 * BLOCK // 7
+    assert report.useful_bytes + report.unfilled_bytes == 3 * BLOCK
+    assert report.total_bytes == 5 * BLOCK
+
+
+def fork(memory: KVCacheManager, parent: Sequence, index: int) -> Sequence:
+    child = parent.branch(index, parent.params)
+    memory.fork(child, parent)
+    return child
+
+
+def test_shared_blocks_count_once_and_are_split_among_tenants() -> None:
+    """Three branches of 6 tokens in 2 blocks each; one belongs to somebody else."""
+    memory = make_memory(16)
+    parent = admitted(memory, 6, 6, tenant="a")
+    children = [fork(memory, parent, 1), fork(memory, parent, 2)]
+    children[1].tenant = "b"
+    report = memory_report(memory, [parent, *children])
+    assert parts(report) == (96, 32, 0, 0, 0, 14 * BLOCK)
+    assert report.saved_bytes == 4 * BLOCK and report.saved_share == 4 / 6
+    assert report.tenants["a"] == TenantMemory(2, pytest.approx(64.0), pytest.approx(64 / 3), 0.0)
+    assert report.tenants["b"] == TenantMemory(1, pytest.approx(32.0), pytest.approx(32 / 3), 0.0)
+
+
+def test_a_shared_block_is_as_full_as_for_whom_it_is_fullest() -> None:
+    """After a step that failed, one of two branches may have fallen back behind the other."""
+    memory = make_memory(16)
+    parent = admitted(memory, 6, 6)
+    child = fork(memory, parent, 1)
+    for first, second in ((parent, child), (child, parent)):
+        first.num_computed_tokens, second.num_computed_tokens = 4, 6
+        assert parts(memory_report(memory, [parent, child]))[:3] == (96, 32, 0)
+
+
+def test_a_prompt_found_in_the_cache_saves_its_blocks() -> None:
+    memory = make_memory(16)
+    first = admitted(memory, 10, 10)
+    memory.publish(first, 10)
+    second = make_sequence(memory, [*range(1, 9), 99, 99])
+    memory.admit(second, memory.match(second), step_id=0)
+    report = memory_report(memory, [first, second])
+    # 10 + 2 * 0 tokens in three blocks, and one block for what the second is yet to compute.
+    assert parts(report) == (10 * 16, 2 * 16, BLOCK, 0, 0, 12 * BLOCK)
+    assert report.saved_bytes == 2 * BLOCK
+
+
+def test_who_ended_leaves_cached_blocks_and_those_that_a_step_reads() -> None:
+    memory = make_memory(16)
+    sequence = admitted(memory, 10, 10)
+    memory.publish(sequence, 8)
+    memory.free(sequence, after_step_id=3)  # its tail, partly filled, is findable as well
+    assert parts(memory_report(memory, [])) == (0, 0, 0, 3 * BLOCK, 0, 13 * BLOCK)
+    memory.end_step(3)
+    assert parts(memory_report(memory, [])) == (0, 0, 0, 0, 3 * BLOCK, 13 * BLOCK)
+    revived = admitted(memory, 9, 8)
+    report = memory_report(memory, [revived])
+    assert parts(report) == (2 * BLOCK, 0, BLOCK, 0, BLOCK, 12 * BLOCK)
+
+
+def test_a_block_that_is_copied_is_in_flight_only_if_nobody_else_holds_it() -> None:
+    memory = make_memory(16)
+    parent = admitted(memory, 6, 6)
+    child = fork(memory, parent, 1)
+    memory.copy_tail(child, step_id=1)
+    report = memory_report(memory, [parent, child])
+    assert parts(report) == (4 * 16 + 2 * 2 * 16, 2 * 2 * 16, 0, 0, 0, 13 * BLOCK)
+    memory.copy_tail(parent, step_id=1)
+    assert memory_report(memory, [parent, child]).in_flight_bytes == BLOCK
+    memory.end_step(1)
+    assert memory_report(memory, [parent, child]).in_flight_bytes == 0
+
+
+def test_a_preempted_sequence_counts_with_what_it_keeps() -> None:
+    """Its tail is given up, half of it while a step still reads it."""
+    memory = make_memory(8)
+    sequence = admitted(memory, 15, 14)
+    memory.cut(sequence, 3)
+    memory.cut(sequence, 2, after_step_id=5)
+    report = memory_report(memory, [sequence])
+    assert parts(report) == (2 * BLOCK, 0, 0, BLOCK, 0, 5 * BLOCK)
+    assert report.useful_share == 2 / 3
+
+
+def test_a_contiguous_run_is_reserved_with_what_it_was_rounded_up_by() -> None:
+    """5 + 25 tokens are 8 blocks of 4; 33 of them 9, for which buddies give 16."""
+    config = KVCacheConfig(make_groups(1), 64, block_size=4)
+    memory = ContiguousKVCacheManager(config, "oracle", 64, "buddy")
+    sequence = make_sequence(memory, range(1, 10), max_tokens=24)
+    memory.admit(sequence, memory.match(sequence), step_id=0)
+    sequence.num_computed_tokens = 9
+    sequence.tenant = "t"
+    report = memory_report(memory, [sequence])
+    assert parts(report) == (9 * 16, 3 * 16, 13 * BLOCK, 0, 0, 48 * BLOCK)
+    assert report.lookahead_bytes == 13 * BLOCK
+    assert report.tenants["t"].reserved_bytes == 13 * BLOCK
+    memory.free(sequence, after_step_id=0)
+    assert parts(memory_report(memory, [])) == (0, 0, 0, 16 * BLOCK, 0, 48 * BLOCK)
+    memory.end_step(0)
+    assert memory_report(memory, []).free_bytes == 64 * BLOCK
+
+
+# ---- laws -------------------------------------------------------------------------------------
+
+
+def told_block_by_block(memory: KVCacheManager, live: list[Sequence]) -> dict[str, float]:
+    """The same in slots, by a look at each block of the pool."""
+    size = memory.block_size
+    slots = dict.fromkeys(PARTS, 0)
+    for block in range(memory.pool.num_blocks):
+        fills = [
+            min(max(sequence.num_computed_tokens - index * size, 0), size)
+            for sequence in live
+            for table in sequence.block_tables
+            for index, entry in enumerate(table)
+            if entry == block
+        ]
+        if fills and max(fills):
+            slots["useful"] += max(fills)
+            slots["unfilled"] += size - max(fills)
+        elif fills:
+            slots["reserved"] += size
+        elif memory.pool.ref_count[block]:
+            slots["in_flight"] += size
+        else:
+            slots["free" if memory.pool.content[block] is None else "cached"] += size
+    return {part: count * BLOCK / size for part, count in slots.items()}
+
+
+def check(world: World) -> MemoryReport:
+    for sequence in world.live:
+        sequence.tenant = "abc"[int(sequence.request_id.removeprefix("r")) % 3]
+    report = memory_report(world.memory, world.live)
+    assert report.parts == told_block_by_block(world.memory, world.live)
+    assert report.total_bytes == world.memory.pool.num_blocks * BLOCK
+    assert 0 <= report.lookahead_bytes <= report.reserved_bytes
+    tables = [table for sequence in world.live for table in sequence.block_tables]
+    num_entries, num_held = sum(map(len, tables)), len(set().union(*tables))
+    assert report.saved_bytes == (num_entries - num_held) * BLOCK
+    for name in ("useful_bytes", "unfilled_bytes", "reserved_bytes"):
+        of_tenants = sum(getattr(one, name) for one in report.tenants.values())
+        assert of_tenants == pytest.approx(getattr(report, name))
+    holders = [sequence for sequence in world.live if sequence.block_tables]
+    assert sum(one.num_sequences for one in report.tenants.values()) == len(holders)
+    return report
+
+
+def test_the_parts_are_the_whole_under_random_operations() -> None:
+    """Forks, copies, preemptions, failures, overlap, up to three groups; after each operation."""
+    seen = set()
+    for seed in range(12):
+        rng = random.Random(seed)
+        world = World(rng.randint(6, 40), rng.choice([1, 2, 4]), rng.randint(1, 3), seed % 4 > 0)
+        for _ in range(300):
+            act(world, rng)
+            report = check(world)
+            seen |= {name for name, value in report.as_dict().items() if value}
+        world.finish()
+    assert seen >= {f"{part}_bytes" for part in (*PARTS, "saved", "lookahead")}
+
+
+# ---- how it is told ---------------------------------------------------------------------------
+
+REPORT = MemoryReport(
+    useful_bytes=700 << 20,
+    unfilled_bytes=20 << 20,
+    reserved_bytes=0,
+    in_flight_bytes=0,
+    cached_bytes=204 << 20,
+    free_bytes=100 << 20,
+    lookahead_bytes=0,
+    saved_bytes=80 << 20,
+    tenants={"": TenantMemory(2, 100.0, 28.0, 0.0), "team": TenantMemory(1, 2048.0, 0.0, 512.0)},
+)
+
+
+def test_the_table_has_a_line_for_each_part_with_its_bar() -> None:
+    assert str(REPORT).splitlines() == [
+        "useful       700.0 MiB   68.4%  ###########################",
+        "unfilled      20.0 MiB    2.0%  #",
+        "reserved           0 B    0.0%",
+        "in flight          0 B    0.0%",
+        "cached       204.0 MiB   19.9%  ########",
+        "free         100.0 MiB    9.8%  ####",
+        "total          1.0 GiB",
+        "97.2% of what is held is useful; sharing saves 80.0 MiB",
+        "(no tenant): 2 sequences, useful 100 B, unfilled 28 B, reserved 0 B",
+        "team: 1 sequences, useful 2.0 KiB, unfilled 0 B, reserved 512 B",
+    ]
+
+
+def test_nothing_is_said_of_tenants_where_there_are_none_nor_of_shares_where_nothing_is_held() -> (
+    None
+):
+    memory = make_memory(16)
+    one = memory_report(memory, [admitted(memory, 4, 4)])
+    assert "tenant" not in str(one) and "100.0% of what is held" in str(one)
+    empty = memory_table({part: 0 for part in PARTS} | {"free": 64}, 0)
+    assert empty.splitlines()[-1].split() == ["total", "64", "B"]
+
+
+def test_as_dict_tells_every_field() -> None:
+    told = REPORT.as_dict()
+    for field in fields(MemoryReport):
+        if field.name != "tenants":
+            assert told[field.name] == getattr(REPORT, field.name)
+    assert told["total_bytes"] == 1 << 30
+    assert told["useful_share"] == useful_share(REPORT.parts) == 700 / 720
+    assert told["saved_share"] == 80 / 800
+    assert told["tenants"]["team"] == {
+        "num_sequences": 1,
+        "useful_bytes": 2048.0,
+        "unfilled_bytes": 0.0,
+        "reserved_bytes": 512.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536 << 10, "1.5 MiB"),
+        (3 << 40, "3.0 TiB"),
+        (4096 << 40, "4096.0 TiB"),
+    ],
+)
+def test_sizes_for_people(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text

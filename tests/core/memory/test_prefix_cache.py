@@ -1,0 +1,237 @@
+"""Equal hashes mean equal prefixes of one domain, and nothing else does."""
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.core.memory.prefix_cache import (
+    DIGEST_BYTES,
+    PUBLIC_DOMAIN,
+    Eviction,
+    PrefixCache,
+    sortable,
+)
+
+
+def make(block_size: int = 4, secret: bytes = b"secret", num_groups: int = 1) -> PrefixCache:
+    return PrefixCache(num_groups, block_size, secret)
+
+
+def chain_of(cache: PrefixCache, token_ids: list[int], domain: str = "") -> list[bytes]:
+    chain: list[bytes] = []
+    cache.extend_chain(chain, cache.root(domain), token_ids)
+    return chain
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_blocks"), [(0, 0), (1, 0), (3, 0), (4, 1), (7, 1), (8, 2)]
+)
+def test_only_full_blocks_have_a_hash(num_tokens: int, num_blocks: int) -> None:
+    chain = chain_of(make(), list(range(num_tokens)))
+    assert [len(digest) for digest in chain] == [DIGEST_BYTES] * num_blocks
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a_changed_token_changes_all_hashes_from_its_block_on(block_size: int) -> None:
+    cache = make(block_size)
+    tokens = list(range(12))
+    changed = [*tokens[:5], 99, *tokens[6:]]
+    one, other = chain_of(cache, tokens), chain_of(cache, changed)
+    first = 5 // block_size
+    assert one[:first] == other[:first]
+    assert all(a != b for a, b in zip(one[first:], other[first:], strict=True))
+
+
+def test_equal_blocks_after_different_parents_differ() -> None:
+    chain = chain_of(make(2), [5, 6, 5, 6, 5, 6])
+    assert len(set(chain)) == 3
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=24), st.integers(0, 24))
+def test_a_chain_grown_in_parts_equals_one_made_at_once(token_ids: list[int], cut: int) -> None:
+    cache = make(3)
+    chain: list[bytes] = []
+    cache.extend_chain(chain, cache.root("a"), token_ids[:cut])
+    cache.extend_chain(chain, cache.root("a"), token_ids)
+    assert chain == chain_of(cache, token_ids, "a")
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12))
+def test_hashes_agree_exactly_as_far_as_the_full_blocks_do(one: list[int], two: list[int]) -> None:
+    cache = make(2)
+    for index, (a, b) in enumerate(zip(chain_of(cache, one), chain_of(cache, two), strict=False)):
+        assert (a == b) == (one[: 2 * index + 2] == two[: 2 * index + 2])
+
+
+def test_domains_extras_and_secrets_separate_roots() -> None:
+    cache = make()
+    roots = [
+        cache.root(""),
+        cache.root("a"),
+        cache.root("b"),
+        cache.root("ab"),
+        cache.root("a", b"b"),
+        cache.root("", b"ab"),
+        cache.root("é"),
+        make(secret=b"other").root("a"),
+        make(secret=b"").root("a"),
+    ]
+    assert len(set(roots)) == len(roots)
+    assert cache.root("a") == make().root("a")
+
+
+def test_token_ids_use_all_their_32_bits() -> None:
+    cache = make(1)
+    ids = [0, 1, 255, 256, 65536, 2**31, 2**32 - 1]
+    assert len({chain_of(cache, [token_id])[0] for token_id in ids}) == len(ids)
+
+
+def test_a_partly_filled_block_has_a_hash_of_its_own() -> None:
+    cache = make()
+    (full,) = chain_of(cache, [1, 2, 3, 4])
+    hashes = {cache.hash_tail(cache.root(""), [1, 2, 3, 4][:end]) for end in range(1, 4)}
+    assert len(hashes | {full}) == 4
+    assert cache.hash_tail(full, [1]) != cache.hash_tail(cache.root(""), [1])
+
+
+# ---- contents -----------------------------------------------------------------------------------
+
+ROOT = make().root("")
+
+
+def insert(
+    cache: PrefixCache,
+    group: int,
+    digest: bytes,
+    block: int,
+    parent: bytes,
+    token_ids: Sequence[int],
+    is_first: bool = False,
+) -> None:
+    """One block that is not known yet."""
+    run = cache.insert_run(group, [digest], [block], [sortable(token_ids)], parent, is_first)
+    assert run == [(block, digest)]
+
+
+def fill(cache: PrefixCache, *blocks: list[int], group: int = 0) -> None:
+    """First blocks of the domain "", as blocks 0, 1, ...; their digests are their tokens."""
+    for block, token_ids in enumerate(blocks):
+        insert(cache, group, bytes(token_ids), block, ROOT, token_ids, True)
+
+
+def test_groups_are_maps_of_their_own() -> None:
+    cache = make(num_groups=2)
+    fill(cache, [1, 2, 3, 4])
+    digest = bytes([1, 2, 3, 4])
+    assert (cache.find(0, digest), cache.find(1, digest), len(cache)) == (0, None, 1)
+    assert cache.find_all(digest) is None, "one group lacks it"
+    insert(cache, 1, digest, 18, ROOT, [1, 2, 3, 4], True)
+    assert cache.find_all(digest) == (0, 18)
+    cache.remove_run([(0, digest)])
+    assert (cache.find(0, digest), cache.find(1, digest), len(cache)) == (None, 18, 1)
+    assert cache.neighbour(ROOT, [1, 2, 3, 4]) is None, "the tree has what group 0 has"
+    cache.check()
+
+
+def test_entries_are_a_copy() -> None:
+    cache = make()
+    fill(cache, [1])
+    cache.entries(0).clear()
+    assert cache.entries(0) == {bytes([1]): 0}
+
+
+def test_something_is_public_while_a_first_block_of_that_domain_is_there() -> None:
+    cache = make()
+    fill(cache, [1, 2, 3, 4])
+    assert not cache.has_public
+    insert(cache, 0, b"public", 7, cache.public_root, [1, 2, 3, 4], True)
+    assert cache.has_public and cache.public_root == cache.root(PUBLIC_DOMAIN)
+    cache.remove_run([(0, b"public")])
+    assert not cache.has_public
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_common", "found"),
+    [
+        ([5, 6, 7, 8], 4, (5, 6, 7, 8)),
+        ([5, 6, 7, 9], 3, (5, 6, 7, 8)),
+        ([5, 6, 7, 1], 3, (5, 6, 7, 8)),
+        ([5, 6, 300, 1], 2, (5, 6, 256, 8)),
+        ([5, 6], 2, (5, 6, 7, 8)),
+        ([5, 1, 1, 1], 1, (5, 6, 7, 8)),
+        ([1, 1, 1, 1], 0, (5, 6, 7, 8)),  # what else was seen there
+        ([70000, 1], 2, (70000, 1)),  # a partly filled one
+        ([70000, 1, 5], 2, (70000, 1)),
+        ([65536, 2, 1, 1], 0, None),  # 65536 and 70000 share a byte, but no token
+    ],
+)
+def test_the_neighbour_is_the_block_that_agrees_longest(
+    wanted: list[int], num_common: int, found: tuple[int, ...] | None
+) -> None:
+    cache = make()
+    tokens = [[5, 6, 7, 8], [5, 6, 256, 8], [70000, 1]]
+    for block, token_ids in enumerate(tokens):
+        insert(cache, 0, b"%d" % block, block, ROOT, token_ids, True)
+    near = cache.neighbour(ROOT, wanted)
+    assert near is not None and near.num_common_tokens == num_common
+    assert found is None or near.token_ids == found
+    assert near.digest == b"%d" % tokens.index(list(near.token_ids))
+    assert cache.neighbour(b"another parent", wanted) is None
+
+
+BLOCKS = st.lists(st.integers(0, 300), min_size=1, max_size=4)
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.lists(BLOCKS, min_size=1, max_size=12), BLOCKS)
+def test_the_neighbour_agrees_as_long_as_any(blocks: list[list[int]], wanted: list[int]) -> None:
+    cache = make()
+    for block, token_ids in enumerate(sorted(set(map(tuple, blocks)))):
+        insert(cache, 0, repr(token_ids).encode(), block, ROOT, token_ids)
+    cache.check()
+    near = cache.neighbour(ROOT, wanted)
+    assert near is not None
+    agreeing = [num_common(token_ids, wanted) for token_ids in blocks]
+    assert near.num_common_tokens == max(agreeing) == num_common(near.token_ids, wanted)
+
+
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+
+
+# ---- what is remembered of what is gone ---------------------------------------------------------
+
+
+def test_the_last_evictions_are_remembered() -> None:
+    cache = PrefixCache(1, 4, b"secret", num_remembered=8)
+    digests = [bytes([number]) for number in range(40)]
+    for number, digest in enumerate(digests):
+        fill(cache, [number])
+        cache.remove_run([(0, digest)], Eviction(float(number), "by"))
+        told = [cache.eviction_of(one) for one in digests[: number + 1]]
+        remembered = [one for one in told if one is not None]
+        assert told[-len(remembered) :] == remembered, "the last ones, without a gap"
+        assert min(number + 1, 4) <= len(remembered) <= 8
+        assert remembered[-1] == Eviction(float(number), "by")
+    fill(cache, [50])
+    cache.remove_run([(0, bytes([50]))])
+    assert cache.eviction_of(bytes([50])) is None, "forgotten for another reason than eviction"
+
+
+def test_whether_others_have_a_first_block_is_counted_by_domain() -> None:
+    cache = make()
+    for name in ("a", "b"):
+        insert(cache, 0, name.encode(), 0, cache.root(name), [1, 2, 3, 4], True)
+    insert(cache, 0, b"later", 1, b"a", [9, 9, 9, 9])
+    assert cache.is_first_of_others([1, 2, 3, 4])
+    assert not cache.is_first_of_others([9, 9, 9, 9]), "it is no first block"
+    cache.remove_run([(0, b"a")])
+    assert cache.is_first_of_others([1, 2, 3, 4])
+    cache.remove_run([(0, b"b")])
+    assert not cache.is_first_of_others([1, 2, 3, 4])
+    cache.check()

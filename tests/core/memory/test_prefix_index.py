@@ -1,0 +1,372 @@
+"""What of a prompt is found, in whole blocks and in part; who follows whom; what is published."""
+
+import random
+
+import pytest
+from tests.core.harness import make_memory, make_sequence
+from tests.core.memory.test_kv_cache_manager import STEP, admit, compute, fork, num_hits, write
+
+from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
+from quire.core.scheduling import invariants
+from quire.core.sequence import Sequence
+from quire.core.step import TokenLogprobs
+
+# ---- matches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize(
+    ("cached", "asked", "expected"),
+    [
+        (8, 8, 7),  # the last token is always computed
+        (8, 9, 8),
+        (8, 12, 8),
+        (7, 12, 4),  # a running sequence publishes full blocks only
+        (3, 12, 0),
+        (8, 4, 3),
+        (8, 5, 4),
+        (8, 2, 1),
+        (8, 1, 0),
+    ],
+)
+def test_a_match_is_to_the_token_and_leaves_one_to_compute(
+    cached: int, asked: int, expected: int, num_groups: int
+) -> None:
+    memory = make_memory(num_groups=num_groups)
+    write(memory, list(range(cached)))
+    match = memory.match(make_sequence(memory, list(range(asked))))
+    assert match.num_tokens == expected
+    assert match.num_written_tokens == expected // 4 * 4
+    assert [len(ids) for ids in match.blocks] == [expected // 4] * num_groups
+    assert len(match.partial) == (expected % 4 > 0) * num_groups
+
+
+@pytest.mark.parametrize("differs_at", range(12))
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8])
+def test_a_match_ends_at_the_first_different_token(differs_at: int, block_size: int) -> None:
+    memory = make_memory(block_size=block_size)
+    memory.free(write(memory, list(range(12))))
+    prompt = [*range(differs_at), 99, *range(differs_at + 1, 15)]
+    assert num_hits(memory, prompt) == differs_at
+
+
+def test_the_longest_of_several_continuations_is_taken() -> None:
+    memory = make_memory(num_blocks=40, block_size=8)
+    head = list(range(8))
+    for tail in ([1, 2, 3, 4], [1, 2, 3, 9, 9], [1, 9], [2, 2, 3, 4, 5, 6, 7, 8]):
+        memory.free(write(memory, head + tail))
+    found = [num_hits(memory, head + tail) for tail in ([1, 2, 3, 4, 5], [1, 2, 3, 9, 5], [2], [3])]
+    assert found == [12, 12, 8, 8]
+    assert num_hits(memory, [*head, 2, 2, 3, 4, 0]) == 12
+
+
+@pytest.mark.parametrize("num_output_tokens", range(6))
+def test_a_partly_filled_tail_is_findable_after_the_end(num_output_tokens: int) -> None:
+    memory = make_memory()
+    sequence = write(memory, list(range(5)))
+    for token_id in range(50, 50 + num_output_tokens):
+        sequence.append(token_id)
+    memory.grow(sequence, len(sequence.token_ids))
+    compute(memory, sequence)
+    token_ids = [*sequence.token_ids, 7]
+    assert num_hits(memory, token_ids) == (5 + num_output_tokens) // 4 * 4
+    memory.free(sequence)
+    assert num_hits(memory, token_ids) == 5 + num_output_tokens
+    invariants.check_memory(memory, [])
+
+
+def test_what_a_fork_adds_to_a_published_tail_is_found_with_it() -> None:
+    memory = make_memory()
+    parent = write(memory, list(range(6)))
+    child = fork(memory, parent)
+    memory.free(parent)
+    assert num_hits(memory, list(range(7))) == 6
+    child.append(6)
+    compute(memory, child)
+    assert child.block_tables[0][1] in memory.cache.entries(0).values()
+    memory.free(child)
+    assert num_hits(memory, list(range(9))) == 7
+    assert len(memory.cache) == 2, "the longer tail took the place of the shorter one"
+    invariants.check_memory(memory, [])
+
+
+def test_a_match_changes_no_memory() -> None:
+    memory = make_memory()
+    sequence = write(memory, list(range(12)))
+    memory.free(sequence)
+    before = (memory.pool.free_ids(), list(memory.pool.ref_count), len(memory.cache))
+    match = memory.match(make_sequence(memory, list(range(12))))
+    assert match.num_revived == 3
+    assert (memory.pool.free_ids(), memory.pool.ref_count, len(memory.cache)) == before
+
+
+def test_revived_blocks_are_those_that_nobody_holds() -> None:
+    memory = make_memory()
+    memory.free(write(memory, list(range(11))))
+    write(memory, [*range(5), 90])
+    match = memory.match(make_sequence(memory, list(range(12))))
+    assert (match.num_tokens, match.num_revived) == (11, 2), "of three: one is held"
+
+
+def test_nothing_is_found_before_it_was_written() -> None:
+    memory = make_memory()
+    sequence = make_sequence(memory, list(range(12)))
+    admit(memory, sequence)
+    assert num_hits(memory, list(range(12))) == 0
+    memory.publish(sequence, 7)
+    assert num_hits(memory, list(range(12))) == 4
+
+
+def test_a_disabled_cache_finds_nothing_and_counts_nothing() -> None:
+    memory = make_memory(caching=False)
+    memory.free(write(memory, list(range(12))))
+    assert num_hits(memory, list(range(12))) == 0
+    assert (len(memory.cache), memory.prefixes.num_query_tokens) == (0, 0)
+
+
+def test_prompt_logprobs_are_computed_not_read_from_the_cache_but_written_to_it() -> None:
+    memory = make_memory()
+    sequence = make_sequence(memory, range(12), prompt_logprobs=1)
+    admit(memory, sequence)
+    compute(memory, sequence)
+    assert num_hits(memory, list(range(12))) == 11
+    assert memory.match(make_sequence(memory, range(12), prompt_logprobs=1)).num_tokens == 0
+
+
+def test_a_second_writer_of_the_same_content_stays_private() -> None:
+    memory = make_memory()
+    one, two = (make_sequence(memory, list(range(8))) for _ in range(2))
+    for sequence in (one, two):
+        admit(memory, sequence)
+    memory.publish(one, 8)
+    memory.publish(two, 8)
+    assert not set(one.block_tables[0]) & set(two.block_tables[0])
+    assert list(memory.cache.entries(0).values()) == one.block_tables[0]
+    memory.free(one)
+    memory.free(two)
+    # The private blocks have no content and are taken first; the known ones outlive them.
+    assert set(memory.pool.free_ids()[-2:]) == {0, 1}
+    invariants.check_memory(memory, [])
+
+
+@pytest.mark.parametrize("num_groups", [2, 3])
+def test_a_block_that_one_group_lost_is_no_hit_in_any(num_groups: int) -> None:
+    memory = make_memory(num_blocks=2 * num_groups, num_groups=num_groups)
+    memory.free(write(memory, list(range(8))))
+    _, evicted = memory.pool.take(1)
+    for key in evicted:
+        memory.cache.remove_run([key])
+    assert [len(memory.cache.entries(group)) for group in range(num_groups)].count(1) == 1
+    assert num_hits(memory, list(range(9))) == 4
+
+
+def test_a_cleared_cache_is_empty_and_its_blocks_stay_with_their_holders() -> None:
+    memory = make_memory(num_blocks=6)
+    held = write(memory, list(range(8)))
+    memory.free(write(memory, [9] * 8))
+    memory.prefixes.clear()
+    assert len(memory.cache) == 0
+    assert num_hits(memory, list(range(9))) == num_hits(memory, [9] * 9) == 0
+    invariants.check_memory(memory, [held])
+    memory.publish(held, 8)
+    memory.free(held)
+    invariants.check_memory(memory, [])
+
+
+def test_only_the_first_admission_counts_as_query() -> None:
+    memory = make_memory()
+    sequence = write(memory, list(range(12)))
+    memory.cut(sequence, 0)
+    admit(memory, sequence)
+    assert (sequence.num_cached_tokens, sequence.num_computed_tokens) == (0, 11)
+    assert (memory.prefixes.num_query_tokens, memory.prefixes.num_hit_tokens) == (12, 0)
+    assert sequence.num_admissions == 2
+
+
+def test_many_random_prompts_hit_exactly_what_their_past_says() -> None:
+    rng = random.Random(1)
+    memory = make_memory(num_blocks=800, block_size=4)
+    past: set[tuple[int, ...]] = {()}
+    for _ in range(150):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 14))]
+        expected = max(end for end in range(len(tokens)) if tuple(tokens[:end]) in past)
+        assert num_hits(memory, tokens) == expected
+        memory.free(write(memory, tokens))
+        past |= {tuple(tokens[:end]) for end in range(1, len(tokens) + 1)}
+    invariants.check_memory(memory, [])
+
+
+# ---- domains ------------------------------------------------------------------------------------
+
+
+def test_domains_never_hit_one_another() -> None:
+    memory = make_memory()
+    memory.free(write(memory, list(range(12)), "tenant-a"))
+    assert num_hits(memory, list(range(12)), "tenant-b") == 0
+    assert num_hits(memory, list(range(12)), "") == 0
+    assert num_hits(memory, list(range(12)), "tenant-a") == 11
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_all_domains_find_what_is_published_for_all(num_groups: int) -> None:
+    memory = make_memory(num_blocks=40, num_groups=num_groups)
+    memory.free(write(memory, list(range(10)), PUBLIC_DOMAIN))
+    for domain in ("a", "b"):
+        assert num_hits(memory, [*range(10), 1, 2], domain) == 10
+    assert num_hits(memory, [*range(6), 99, 98], "a") == 6
+
+
+def test_public_blocks_go_on_with_own_ones_and_parts_of_either() -> None:
+    memory = make_memory(num_blocks=60)
+    memory.free(write(memory, list(range(10)), PUBLIC_DOMAIN))
+    mine = [*range(10), 20, 21, 22, 23, 24, 25]
+    memory.free(write(memory, mine, "a"))
+    assert num_hits(memory, [*mine, 1], "a") == 16
+    assert num_hits(memory, [*mine, 1], "b") == 10, "what it generated is its own"
+    assert num_hits(memory, [*range(7), 90], "a") == 7
+
+
+def test_a_public_part_is_found_after_blocks_of_the_own_domain() -> None:
+    memory = make_memory(num_blocks=60)
+    memory.free(write(memory, list(range(4)), "a"))
+    memory.free(write(memory, list(range(7)), PUBLIC_DOMAIN))
+    assert num_hits(memory, list(range(8)), "a") == 7
+
+
+def test_a_public_block_stays_public_in_the_table_of_a_reader() -> None:
+    """Even where the reader publishes, itself, what comes before it."""
+    memory = make_memory(num_blocks=60)
+    public = write(memory, list(range(12)), PUBLIC_DOMAIN)
+    reader = make_sequence(memory, [*range(12), 1], domain="a")
+    admit(memory, reader)
+    reader.num_published_blocks = 0
+    compute(memory, reader)
+    assert reader.block_tables[0][:3] == public.block_tables[0]
+    assert num_hits(memory, [*range(12), 5], "b") == 12
+    invariants.check_memory(memory, [public, reader])
+
+
+def test_what_is_published_ends_with_its_blocks() -> None:
+    memory = make_memory(num_blocks=4)
+    memory.free(write(memory, list(range(8)), PUBLIC_DOMAIN))
+    write(memory, list(range(50, 66)), "a")
+    assert not memory.cache.has_public
+    assert num_hits(memory, list(range(9)), "b") == 0
+
+
+# ---- forks that wait ----------------------------------------------------------------------------
+
+
+def waiting_fork(parent: Sequence) -> Sequence:
+    child = parent.branch(1, parent.params)
+    child.fork_from(parent)
+    return child
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_tokens", [5, 8, 9])
+def test_a_fork_finds_the_blocks_of_its_parent(num_tokens: int, caching: bool) -> None:
+    memory = make_memory(caching=caching)
+    parent = write(memory, list(range(num_tokens)))
+    match = memory.match(waiting_fork(parent))
+    full = (num_tokens - 1) // 4
+    assert match.num_tokens == num_tokens - 1, "one is left to compute"
+    assert match.blocks == (tuple(parent.block_tables[0][:full]),)
+    assert match.partial == tuple(parent.block_tables[0][full : full + (num_tokens % 4 != 1)])
+
+
+def test_a_fork_shares_no_more_than_the_tokens_that_they_have_in_common() -> None:
+    memory = make_memory(caching=False)
+    parent = write(memory, list(range(9)))
+    child = waiting_fork(parent)
+    for token_id in range(9, 15):
+        parent.append(token_id)
+    memory.grow(parent, 15)
+    compute(memory, parent)
+    child.append(77)  # taken over from an ended heir, say
+    assert memory.match(child).num_tokens == 9
+
+
+def test_log_probabilities_of_the_prompt_come_with_the_blocks_of_the_parent_or_not_at_all() -> None:
+    memory = make_memory()
+    parent = make_sequence(memory, range(9), prompt_logprobs=1)
+    admit(memory, parent)
+    compute(memory, parent)
+    child = waiting_fork(parent)
+    assert memory.match(child).num_tokens == 0
+    parent.prompt_logprobs += [TokenLogprobs(1, -1.0, 1, (), ())] * 8
+    assert memory.match(child).num_tokens == 8
+
+
+# ---- followers ----------------------------------------------------------------------------------
+
+
+def leader_of(memory: KVCacheManager, token_ids: list[int], domain: str = "") -> Sequence | None:
+    return memory.match(make_sequence(memory, token_ids, domain=domain)).leader
+
+
+def test_whoever_computes_the_next_block_leads() -> None:
+    memory = make_memory()
+    leader = make_sequence(memory, range(14))
+    admit(memory, leader)
+    prompt = [*range(12), 77]
+    assert leader_of(memory, prompt) is leader
+    assert leader_of(memory, prompt, "other") is None
+    assert leader_of(memory, [99, *prompt]) is None
+    assert leader_of(memory, list(range(4))) is None, "less than a block that leaves one token"
+    memory.publish(leader, 5)
+    assert (num_hits(memory, prompt), leader_of(memory, prompt)) == (4, leader)
+    memory.publish(leader, 12)
+    assert (num_hits(memory, prompt), leader_of(memory, prompt)) == (12, None)
+
+
+@pytest.mark.parametrize("how", ["free", "cut"])
+def test_who_gives_its_blocks_back_leads_no_more(how: str) -> None:
+    memory = make_memory()
+    leader = make_sequence(memory, range(14))
+    admit(memory, leader)
+    memory.publish(leader, 4)
+    if how == "free":
+        memory.free(leader)
+    else:
+        memory.cut(leader, 1)
+    assert (num_hits(memory, list(range(13))), leader_of(memory, list(range(13)))) == (4, None)
+    follower = make_sequence(memory, range(14))
+    admit(memory, follower)
+    assert leader_of(memory, list(range(13))) is follower, "it has taken over"
+
+
+def test_of_two_the_first_leads() -> None:
+    memory = make_memory()
+    one, two = make_sequence(memory, range(9)), make_sequence(memory, range(14))
+    admit(memory, one)
+    admit(memory, two)
+    assert leader_of(memory, list(range(9))) is one
+    memory.publish(one, 8)
+    assert leader_of(memory, list(range(14))) is two
+    memory.free(one)
+    assert leader_of(memory, list(range(14))) is two
+    memory.free(two)
+    assert memory.prefixes._computing == {}
+
+
+def test_the_prompt_of_several_branches_is_hashed_once() -> None:
+    memory = make_memory()
+    branches = [make_sequence(memory, range(9)) for _ in range(3)]
+    memory.prefixes.hash_prompt(branches)
+    assert [len(one.chain) for one in branches] == [2, 2, 2]
+    branches[1].chain.append(b"x")
+    assert [len(one.chain) for one in branches] == [2, 3, 2]
+
+
+def test_a_copy_of_part_of_a_block_is_published_when_it_is_full() -> None:
+    memory = make_memory()
+    memory.free(write(memory, list(range(8))))
+    sequence = make_sequence(memory, [*range(6), 90, 91, 92])
+    admit(memory, sequence)
+    compute(memory, sequence)
+    memory.end_step(STEP)
+    assert num_hits(memory, [*range(6), 90, 91, 1]) == 8
+    assert num_hits(memory, [*range(8), 1]) == 8
+    invariants.check_memory(memory, [sequence])

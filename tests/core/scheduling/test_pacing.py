@@ -1,0 +1,301 @@
+"""Budgets: the constant one, the paced one, and what the pacer remembers of steps."""
+
+import pytest
+from tests.core.harness import Harness, make_memory
+from tests.core.scheduling.test_cost_model import fitted, fitted_with_vocabulary, roofline
+
+from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad
+from quire.core.scheduling.pacing import (
+    LARGEST_MARGIN,
+    ConstantPacer,
+    PacedBudget,
+    PacingConfig,
+    StepBudget,
+    StepPacer,
+)
+from quire.errors import ConfigurationError
+
+
+def make_pacer(
+    ratio: float = 2.5, least: int = 4, late_rows: int = 0, model: StepCostModel | None = None
+) -> StepPacer:
+    """late_rows: 0: no step is late."""
+    config = PacingConfig(
+        ratio, least, late_share=0.125 if late_rows else 0, max_late_rows=late_rows
+    )
+    return StepPacer(config, model or fitted(roofline))
+
+
+def open_paced(pacer: StepPacer, num_decodes: int = 4) -> PacedBudget:
+    budget = pacer.open_step(2048, num_decodes, num_decodes * 100, num_prompts=2)
+    assert isinstance(budget, PacedBudget)
+    return budget
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_itl_ratio": 1.0}, "max_itl_ratio is 1.0, but must be at least 1.1"),
+        ({"max_itl_ratio": float("nan")}, "max_itl_ratio is nan"),
+        ({"min_prefill_tokens": 0}, "min_prefill_tokens is 0, but must be at least 1"),
+        ({"late_share": 1.5}, "late_share is 1.5 and max_late_rows 128"),
+        ({"max_late_rows": -1}, "max_late_rows -1, but must be from 0 to 1, and at least 0"),
+    ],
+)
+def test_a_pace_that_cannot_be_kept_is_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PacingConfig(**options)  # type: ignore[arg-type]
+
+
+def test_the_constant_budget_is_given_out_in_turn() -> None:
+    budget = ConstantPacer().open_step(10, 3, 900)
+    assert (budget.take(0, 4), budget.take(5000, 9), budget.is_spent) == (4, 6, True)
+    assert StepBudget(0).is_spent
+
+
+def test_a_paced_step_takes_at_most_its_ratio_of_the_decodes_alone() -> None:
+    pacer = make_pacer(ratio=2.5)
+    budget = open_paced(pacer)
+    alone_s = pacer.model.predict_s(budget.load)
+    num_taken = budget.take(64, 1000)
+    longest_s = 2.5 / pacer.margin * alone_s
+    assert pacer.model.predict_s(budget.load) <= longest_s
+    assert pacer.model.predict_s(StepLoad(4, 400).with_chunk(64, num_taken + 1)) > longest_s
+    assert budget.is_spent
+    assert budget.num_tokens == 2048 - num_taken
+
+
+def test_what_a_short_prompt_leaves_goes_to_the_next_one_if_it_is_worth_a_row() -> None:
+    pacer = make_pacer(least=4)
+    whole = open_paced(pacer).take(0, 1000)
+    budget = open_paced(pacer)
+    assert (budget.take(0, whole - 10), budget.is_spent) == (whole - 10, False)
+    assert 9 <= budget.take(0, 1000) <= 10  # its first tokens attend to less
+    assert budget.is_spent
+    crumbs = open_paced(pacer)
+    crumbs.take(0, whole - 2)
+    assert crumbs.is_spent
+
+
+def test_the_first_prompt_goes_on_however_long_it_takes() -> None:
+    """By the least, no more; and never beyond the tokens of a step."""
+    pacer = make_pacer(ratio=1.1, least=6)
+    budget = open_paced(pacer)
+    assert budget.take(1_000_000, 100) == 6
+    assert budget.is_spent
+    narrow = pacer.open_step(2, 4, 400)
+    assert (narrow.take(1_000_000, 100), narrow.is_spent) == (2, True)
+    full = pacer.open_step(0, 4, 400)
+    assert full.is_spent
+
+
+def test_a_further_prompt_after_a_long_context_gets_one_token_at_least() -> None:
+    """It was admitted, so it has to be in the step."""
+    budget = open_paced(make_pacer())
+    budget.take(0, 5)
+    assert not budget.is_spent
+    assert budget.take(10_000_000, 50) == 1
+
+
+def test_a_share_of_the_intervals_may_be_longer() -> None:
+    """Eight rows at the start: two steps of four take any prompts, then an eighth of them."""
+    pacer = make_pacer(late_rows=16)
+    for step_id in range(2):
+        budget = open_paced(pacer)
+        assert (budget.take(0, 1000), budget.take(0, 900), budget.is_spent) == (1000, 900, False)
+        assert (budget.take(0, 900), budget.is_spent) == (148, True)
+        pacer.launch(step_id)
+    num_between = 0
+    while not open_paced(pacer).may_be_late:
+        pacer.launch(10 + num_between)
+        num_between += 1
+    assert num_between == 6  # one row is left, and each step adds half a row
+    margin = pacer.margin
+    pacer.observe(1, 1000.0)  # nothing that a paced step could learn from
+    assert pacer.margin == margin
+
+
+def test_a_step_is_late_only_where_that_saves_steps() -> None:
+    fitting = open_paced(make_pacer()).take(0, 1000)
+    pacer = make_pacer(late_rows=8)
+    budget = open_paced(pacer)
+    assert budget.take(0, 2 * fitting - 10) <= fitting + 1
+    assert budget.is_spent and not budget.is_late
+    single = pacer.open_step(2048, 4, 400, num_prompts=1)
+    assert isinstance(single, PacedBudget) and not single.may_be_late
+    crowd = open_paced(pacer, num_decodes=9)
+    assert not crowd.may_be_late and crowd.take(0, 1000) < 1000
+
+
+def test_where_nothing_decodes_the_budget_is_whole() -> None:
+    budget = make_pacer().open_step(2048, 0, 0)
+    assert (budget.take(0, 2000), budget.take(0, 100), budget.is_spent) == (2000, 48, True)
+
+
+# ---- log-probabilities of prompts ---------------------------------------------------------------
+
+
+def take_all(budget: StepBudget, num_wanted: int, *, wants_logprobs: bool) -> int:
+    """Prompts of num_wanted tokens until the step is full; returns how many of their tokens it
+    computes."""
+    num_taken = 0
+    while not budget.is_spent:
+        num_taken += budget.take(0, num_wanted, wants_logprobs=wants_logprobs)
+    return num_taken
+
+
+def test_a_paced_step_knows_what_log_probabilities_of_prompts_take() -> None:
+    pacer = make_pacer(ratio=2.5, model=fitted_with_vocabulary())
+    plain, asked = open_paced(pacer), open_paced(pacer)
+    num_plain = plain.take(0, 1000)
+    num_asked = asked.take(0, 1000, wants_logprobs=True)
+    assert 0 < num_asked < 0.5 * num_plain
+    assert pacer.model.predict_s(asked.load) <= 2.5 / pacer.margin * asked.alone_s
+
+
+@pytest.mark.parametrize("num_decodes", [0, 4])
+@pytest.mark.parametrize("size", [180, 5000])
+def test_a_step_at_full_speed_takes_no_longer_for_log_probabilities(
+    num_decodes: int, size: int
+) -> None:
+    """They take three times what their tokens take: a quarter of the tokens fits."""
+    pacer = make_pacer(late_rows=8, model=fitted_with_vocabulary())
+    plain, asked = open_paced(pacer, num_decodes), open_paced(pacer, num_decodes)
+    assert take_all(plain, size, wants_logprobs=False) == 2048
+    num_asked = take_all(asked, size, wants_logprobs=True)
+    assert plain.is_late and asked.is_late
+    assert 0.2 * 2048 < num_asked < 0.3 * 2048
+    assert pacer.model.predict_s(asked.load) <= pacer.model.predict_s(plain.load)
+
+
+def test_prompts_with_and_without_log_probabilities_share_a_step() -> None:
+    """What the first ones leave of its time is for all who follow, with them or without."""
+    pacer = make_pacer(model=fitted_with_vocabulary())
+    full_s = pacer.model.predict_s(StepLoad(0, 0, 2048, 0))
+    budget = pacer.open_step(2048, 0, 0)
+    assert isinstance(budget, PacedBudget)
+    assert budget.take(0, 256, wants_logprobs=True) == 256
+    assert not budget.is_spent
+    num_plain = take_all(budget, 5000, wants_logprobs=False)
+    assert budget.num_tokens > 0, "time was up before the tokens were"
+    left_s = full_s - pacer.model.predict_s(budget.load._replace(num_chunk_pairs=0))
+    assert num_plain > 1000 and 0 <= left_s < 0.01 * full_s
+
+
+def test_a_prompt_with_log_probabilities_goes_on_however_long_it_takes() -> None:
+    model = StepCostModel([*fitted(roofline)._coefficients[:-1], 10.0])
+    for num_decodes in (0, 4):
+        budget = open_paced(make_pacer(least=6, late_rows=8, model=model), num_decodes)
+        assert budget.take(0, 1000, wants_logprobs=True) == 6
+        assert budget.is_spent
+
+
+def test_the_scheduler_tells_who_wants_log_probabilities() -> None:
+    """Until they are computed; a prompt that wants none fills the step."""
+    harness = Harness(make_memory(num_blocks=400), budget=256)
+    harness.scheduler.pacer = make_pacer(model=fitted_with_vocabulary())
+    harness.add("plain", 250, 2)
+    assert harness.step().num_tokens == 250
+    harness.run()
+    harness.add("asked", 250, 2, params=DecodingParams(2, prompt_logprobs=1))
+    sizes = []
+    while not harness.received.get("asked"):
+        sizes.append(harness.step().num_tokens)
+    assert sum(sizes) == 250 and max(sizes) < 0.5 * 250
+    harness.run()
+
+
+def test_what_steps_take_changes_the_next_budgets() -> None:
+    pacer = make_pacer()
+    before = open_paced(pacer).take(0, 1000)
+    for step_id in range(60):
+        budget = open_paced(pacer)
+        if step_id % 2:
+            budget.take(0, before)
+        pacer.launch(step_id)
+        factor = 2.0 if step_id % 2 else 1.0
+        pacer.observe(step_id, factor * roofline(budget.load))
+    assert open_paced(pacer).take(0, 1000) < 0.75 * before
+
+
+def test_the_margin_follows_the_steps_that_take_longer_than_foretold() -> None:
+    pacer = make_pacer()
+
+    def run(step_id: int, factor: float, chunk: int) -> None:
+        budget = open_paced(pacer)
+        if chunk:
+            budget.take(0, chunk)
+        pacer.launch(step_id)
+        pacer.observe(step_id, factor * pacer.model.predict_s(budget.load))
+
+    for step_id in range(100):
+        run(step_id, 1.5, 0)  # decodes alone say nothing of it
+    assert pacer.margin == 1.05
+    for step_id in range(100, 150):
+        run(step_id, 3.0, 10)
+    assert pacer.margin == LARGEST_MARGIN
+    for step_id in range(150, 1500):
+        run(step_id, 1.0, 10)
+    assert pacer.margin == 1.0
+
+
+def test_only_steps_that_were_launched_with_decodes_are_learned_from() -> None:
+    pacer = make_pacer()
+    asked = StepLoad(4, 400)
+    before_s = pacer.model.predict_s(asked)
+    pacer.observe(7, 1.0)  # unknown
+    pacer.open_step(100, 0, 0)
+    pacer.launch(1)
+    pacer.observe(1, 1.0)  # nothing decoded
+    open_paced(pacer)  # opened, but no plan came of it
+    pacer.open_step(100, 0, 0)
+    pacer.launch(2)
+    pacer.observe(2, 1.0)
+    open_paced(pacer)
+    pacer.launch(3)  # failed: no news
+    open_paced(pacer)
+    pacer.launch(4)
+    assert pacer.model.predict_s(asked) == before_s
+    pacer.observe(4, 1.0)
+    learned_s = pacer.model.predict_s(asked)
+    assert learned_s > before_s
+    pacer.observe(3, 1.0)
+    assert pacer.model.predict_s(asked) == learned_s
+
+
+# ---- in the scheduler ---------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_sliced_only_while_others_decode() -> None:
+    harness = Harness(make_memory(num_blocks=200), budget=256)
+    harness.scheduler.pacer = make_pacer(ratio=2.0, least=4)
+    harness.add("stream", 20, 30)
+    assert harness.step().num_tokens == 20
+    harness.add("long", 300, 4)
+    sizes = []
+    while "long" not in harness.received or not harness.received["long"]:
+        sizes.append(harness.step().num_tokens - 1)
+    assert sum(sizes) == 300
+    assert len(sizes) > 8
+    assert max(sizes) < 40
+    harness.run()
+    harness.add("alone", 300, 2)
+    assert harness.step().num_tokens == 256
+
+
+def test_prompts_are_served_one_after_the_other() -> None:
+    harness = Harness(make_memory(num_blocks=400), budget=256)
+    harness.scheduler.pacer = make_pacer(ratio=2.0)
+    harness.add("stream", 4, 60)
+    harness.step()
+    for name in "abc":
+        harness.add(name, 60, 2)
+    order = []
+    for _ in range(40):
+        harness.step()
+        order += [name for name in "abc" if harness.received.get(name) and name not in order]
+        begun = [one for _, one in harness.requests.values() if 0 < one.num_computed_tokens < 60]
+        assert len([one for one in begun if one.request_id != "stream"]) <= 1
+    assert order == ["a", "b", "c"]
+    harness.run()

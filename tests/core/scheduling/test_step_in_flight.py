@@ -1,0 +1,61 @@
+"""What a result brings the memory: filled blocks and the prompts' log-probabilities."""
+
+from typing import Any
+
+import pytest
+from tests.core.harness import make_memory, make_sequence
+
+from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.scheduling.step_in_flight import StepInFlight
+from quire.core.sequence import Sequence, SequenceState
+from quire.core.step import StepResult
+from quire.simulation.fake_model import fake_logprobs
+
+ENTRIES = [fake_logprobs(1, 2, 1), fake_logprobs(3, 4, 1)]
+
+
+def running(memory: KVCacheManager) -> Sequence:
+    """Of 9 tokens in blocks of 4, in row 3."""
+    sequence = make_sequence(memory, range(9), prompt_logprobs=1)
+    memory.admit(sequence, memory.match(sequence), 0)
+    sequence.move_to(SequenceState.RUNNING)
+    sequence.num_admissions, sequence.num_computed_tokens, sequence.row = 1, 9, 3
+    return sequence
+
+
+def take_in(sequence: Sequence, memory: KVCacheManager, **more: Any) -> None:
+    step = StepInFlight(0, {3: (sequence, 1, 9)}, num_tokens=9, num_sampling=1)
+    step.take_in(StepResult(0, (3,), ((5,),), prompt_logprobs={3: ENTRIES}, **more), memory)
+
+
+def test_full_blocks_are_published_and_log_probabilities_kept() -> None:
+    memory = make_memory()
+    sequence = running(memory)
+    take_in(sequence, memory)
+    assert sequence.num_written_tokens == 9 and sequence.num_published_blocks == 2
+    assert sequence.prompt_logprobs == ENTRIES
+    assert len(memory.cache) == 2
+
+
+@pytest.mark.parametrize("why", ["failed", "ended", "admitted again"])
+def test_nothing_is_taken_from_who_is_no_longer_what_the_step_knew(why: str) -> None:
+    memory = make_memory()
+    sequence = running(memory)
+    if why == "ended":
+        sequence.move_to(SequenceState.FINISHED)
+    elif why == "admitted again":
+        sequence.num_admissions += 1
+    take_in(sequence, memory, **({"failed": {3: "NaN"}} if why == "failed" else {}))
+    assert sequence.num_written_tokens == 0 and len(memory.cache) == 0
+    assert (sequence.prompt_logprobs == []) is (why != "ended")
+
+
+def test_a_preempted_one_keeps_log_probabilities_only_with_the_token_that_follows() -> None:
+    for num_pending, expected in ((1, ENTRIES), (0, [])):
+        memory = make_memory()
+        sequence = running(memory)
+        sequence.move_to(SequenceState.PREEMPTED)
+        sequence.num_pending_tokens = num_pending
+        take_in(sequence, memory)
+        assert sequence.prompt_logprobs == expected
+        assert sequence.num_written_tokens == 0

@@ -1,0 +1,68 @@
+"""How long a step took, by hand-made clocks."""
+
+import pytest
+
+from quire.core.step import StepPlan
+from quire.engine.step_clock import LaunchedStep, StepsInFlight
+from quire.observability.step_trace import StepTiming
+
+
+def launched(step_id: int, began_s: float) -> LaunchedStep:
+    plan = StepPlan(step_id, num_rows=1, num_tokens=1)
+    return LaunchedStep(plan, began_s, 0.001, StepTiming(), num_waiting=2, num_preemptions=3)
+
+
+def test_results_come_in_order_and_dropped_steps_bring_none() -> None:
+    steps = StepsInFlight()
+    for step_id in range(3):
+        steps.launch(launched(step_id, 0.0))
+    assert [steps.land().plan.step_id, len(steps)] == [0, 2]
+    steps.drop()
+    assert not steps
+
+
+def test_a_step_alone_is_counted_from_its_planning() -> None:
+    steps = StepsInFlight()
+    for began_s in (1.0, 5.0):
+        steps.enter(began_s)
+        steps.launch(launched(0, began_s))
+        assert steps.end(steps.land(), began_s + 0.5) == (0.5, True)
+        steps.leave(began_s + 0.5)
+
+
+def test_a_step_that_was_launched_while_another_ran_is_counted_from_the_end_of_that() -> None:
+    steps = StepsInFlight()
+    steps.enter(0.0)
+    steps.launch(launched(0, 0.0))
+    steps.leave(0.1)
+    steps.enter(0.1)
+    steps.launch(launched(1, 0.1))
+    assert steps.end(steps.land(), 1.0) == (1.0, True)
+    steps.leave(1.0)
+    steps.enter(1.25)  # while it runs the caller may do something
+    assert steps.end(steps.land(), 2.0) == (1.0, True)
+
+
+def test_who_was_away_most_of_the_time_does_not_know_how_long_it_took() -> None:
+    steps = StepsInFlight()
+    steps.enter(0.0)
+    steps.launch(launched(0, 0.0))
+    steps.leave(0.25)
+    steps.enter(9.25)
+    assert steps.end(steps.land(), 9.5) == (0.5, False)
+    steps.leave(9.5)
+    steps.enter(99.0)  # nothing ran meanwhile
+    steps.launch(launched(1, 99.0))
+    assert steps.end(steps.land(), 99.5) == (0.5, True)
+
+
+def test_a_record_has_all_that_was_noted_at_the_launch() -> None:
+    step = LaunchedStep(
+        StepPlan(7, num_rows=4, num_tokens=9), 0.0, 0.001, StepTiming(1.0, 2.0, 3.0, 4.0), 5, 6
+    )
+    record = step.record(wait_s=7.0, apply_s=8.0, elapsed_s=9.0, num_blocks_used=10)
+    assert (record.step_id, record.num_rows, record.num_tokens) == (7, 4, 9)
+    assert (record.build_s, record.plan_s, record.forward_s, record.sample_s) == (1, 2, 3, 4)
+    assert (record.num_waiting, record.num_preemptions, record.wait_s) == (5, 6, 7)
+    assert (record.apply_s, record.elapsed_s, record.num_blocks_used) == (8, 9, 10)
+    assert record.schedule_s == pytest.approx(0.001) and record.num_prefill_tokens == 0

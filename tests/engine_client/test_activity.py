@@ -1,0 +1,73 @@
+"""What one process writes and another reads after its death."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from quire.engine_client.activity import (
+    NUM_BYTES,
+    Activity,
+    ActivityRecord,
+    Doing,
+    make_shared_memory,
+)
+
+WRITER = """
+import os, signal, sys
+from quire.engine_client.activity import ActivityRecord
+
+record = ActivityRecord(int(sys.argv[1]))
+record.compute({"a", "b"})
+record.take_in("c")
+record.compute(None)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_was_written_outlives_a_kill() -> None:
+    fd = make_shared_memory()
+    try:
+        record = ActivityRecord(fd)
+        assert record.read() == Activity(Doing.LOADING)
+        subprocess.run([sys.executable, "-c", WRITER, str(fd)], pass_fds=(fd,), check=False)
+    finally:
+        os.close(fd)
+    assert record.read() == Activity(Doing.COMPUTING, frozenset({"a", "b"}))
+
+
+def test_each_thing_that_is_done_replaces_the_one_before() -> None:
+    record = ActivityRecord()
+    record.compute(["with\nbreaks", "and \N{SNOWMAN}", ""])
+    assert record.read() == (Doing.COMPUTING, {"with\nbreaks", "and \N{SNOWMAN}", ""})
+    record.idle()
+    assert record.read() == (Doing.IDLE, frozenset())
+    record.plan()
+    assert record.read() == (Doing.PLANNING, None)
+    record.take_in("x" * 100)
+    assert record.read() == (Doing.TAKING_IN, {"x" * 100})
+    record.compute(None)
+    assert record.read() == (Doing.COMPUTING, {"with\nbreaks", "and \N{SNOWMAN}", ""})
+    record.compute([])
+    assert record.read() == (Doing.COMPUTING, frozenset())
+
+
+def test_more_requests_than_have_room_stand_for_all() -> None:
+    record = ActivityRecord()
+    record.compute([f"{index:0128}" for index in range(NUM_BYTES // 128)])
+    found = record.read()
+    assert found == (Doing.COMPUTING, None) and found.concerns("anybody")
+    record.compute([f"{index:0100}" for index in range(1024)])
+    found = record.read()
+    assert found.concerns(f"{1023:0100}") and not found.concerns("anybody")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [b"\xff" * 64, b"\x04\0\0\0\x05\0\0\0\xc1\xc1\xc1\xc1\xc1", b"\x04\0\0\0\x02\0\0\0\x92\xa1"],
+)
+def test_nonsense_stands_for_all(written: bytes) -> None:
+    record = ActivityRecord()
+    record._memory[: len(written)] = written
+    assert record.read() == (Doing.COMPUTING, None)

@@ -1,0 +1,325 @@
+"""The front's side: streams over real processes behind real sockets, with a fake engine inside."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+from tests.engine_client.async_harness import (
+    ENDLESS,
+    collect,
+    request,
+    tokens_of,
+    wait_until_free,
+    with_engine,
+)
+from tests.engine_client.fake_engine_process import COMMAND, REFUSE
+
+from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.messages import GetBlocks, GetMemory, GetStats
+from quire.engine_client.recovery import EngineState
+from quire.errors import (
+    CheckpointError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    PromptTooLongError,
+    ServerDrainingError,
+)
+
+WAIT_S = 20.0
+
+
+def test_streams_bring_each_request_its_own_tokens():
+    async def test(engine):
+        assert engine.limits.vocab_size == 4096
+        streams = [engine.generate(request(f"r{i}", i, n=2)) for i in range(1, 30)]
+        assert engine.num_open == 58
+        results = await asyncio.gather(*map(collect, streams))
+        for index, outputs in enumerate(results, start=1):
+            for branch in (0, 1):
+                expected = [index + 1, index + 2, index + 3]
+                assert tokens_of(outputs, f"r{index}", branch) == expected
+        assert engine.num_open == 0
+
+    with_engine(test)
+
+
+def test_what_it_is_and_how_its_start_went():
+    told = []
+
+    async def test(engine):
+        assert engine.state is EngineState.READY and engine.is_alive and engine.failure is None
+        assert engine.limits.vocab_size == 4096
+        assert engine.facts == {"kernels": "fake", "num_blocks": 12}
+        assert psutil.pid_exists(engine.pid) and engine.num_restarts == 0
+        assert 0 <= engine.last_step_age_s < WAIT_S
+
+    with_engine(test, {"num_progress": 2}, on_progress=lambda *news: told.append(news))
+    assert told == [("loading nothing", 1, 2), ("loading nothing", 2, 2)]
+
+
+def test_streams_are_told_why_the_engine_was_shut_down():
+    async def test(engine):
+        stream = engine.generate(request("a", max_tokens=ENDLESS))
+        await anext(stream)
+        reason = ServerDrainingError("the server ends")
+        await engine.shutdown(drain=False, timeout_s=WAIT_S, reason=reason)
+        with pytest.raises(ServerDrainingError, match="the server ends"):
+            await collect(stream)
+        with pytest.raises(EngineDeadError):
+            engine.generate(request("late"))
+
+    with_engine(test)
+
+
+def test_one_stream_carries_several_requests():
+    async def test(engine):
+        outputs = await collect(
+            engine.generate(request("a", 10, max_tokens=2), request("b", 20, max_tokens=4))
+        )
+        assert tokens_of(outputs, "a") == [11, 12]
+        assert tokens_of(outputs, "b") == [21, 22, 23, 24]
+
+    with_engine(test)
+
+
+def test_closing_a_stream_aborts_its_requests():
+    async def test(engine):
+        async with engine.generate(request("a", max_tokens=ENDLESS, n=3)) as stream:
+            await anext(stream)
+        assert engine.num_open == 0
+        stats = await engine.stats()  # read after the abort and before the next step
+        assert stats["num_held_blocks"] == 0
+        assert len(stats["aborted"]) == 3
+
+    with_engine(test)
+
+
+def test_cancelling_the_reader_aborts_the_request():
+    async def test(engine):
+        reader = asyncio.ensure_future(collect(engine.generate(request("a", max_tokens=ENDLESS))))
+        while not (await engine.stats())["num_steps"]:
+            pass
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert (await engine.stats())["num_held_blocks"] == 0
+
+    with_engine(test)
+
+
+def test_aborting_a_branch_leaves_the_others():
+    async def test(engine):
+        async with engine.generate(request("a", max_tokens=50, n=2)) as stream:
+            outputs = [await anext(stream)]
+            stream.abort_branch("a", 1)
+            stream.abort_branch("a", 1)
+            stream.abort_branch("a", 7)
+            outputs += [output async for output in stream]
+        assert tokens_of(outputs, "a", 0) == list(range(11, 61))
+        assert len(tokens_of(outputs, "a", 1)) < 50
+        assert (await engine.stats())["aborted"] == [["a", 1]]
+
+    with_engine(test, {"step_s": 0.002})
+
+
+def test_aborting_the_last_branch_ends_the_stream():
+    async def test(engine):
+        async with engine.generate(request("a", max_tokens=ENDLESS)) as stream:
+            await anext(stream)
+            stream.abort_branch("a", 0)
+            async for _ in stream:
+                pass
+        assert engine.num_open == 0
+        engine.abort("a")
+        await wait_until_free(engine)
+
+    with_engine(test)
+
+
+def test_a_refused_request_raises_what_the_engine_raised_and_others_go_on():
+    async def test(engine):
+        with pytest.raises(PromptTooLongError, match="the prompt is refused") as caught:
+            await collect(engine.generate(request("bad", REFUSE), request("x", max_tokens=ENDLESS)))
+        assert caught.value.param == "prompt"
+        assert tokens_of(await collect(engine.generate(request("a"))), "a") == [11, 12, 13]
+        await wait_until_free(engine)  # "x" shared the stream of "bad" and was aborted with it
+
+    with_engine(test)
+
+
+def test_open_requests_are_bounded():
+    async def test(engine):
+        async with engine.generate(request("a", max_tokens=ENDLESS)):
+            with pytest.raises(
+                OverloadedError, match="too many generations open to take 2 more"
+            ) as caught:
+                engine.generate(request("b"), request("c"))
+            assert caught.value.retry_after_s > 0
+            with pytest.raises(InvalidRequestError, match="3 generations at once"):
+                engine.generate(request("b", n=2), request("c"))
+            assert await collect(engine.generate(request("b")))
+        assert len(await collect(engine.generate(request("b"), request("c")))) == 6
+
+    with_engine(test, max_queued_requests=2)
+
+
+def test_request_ids_must_be_unique():
+    async def test(engine):
+        with pytest.raises(InvalidRequestError, match="unique"):
+            engine.generate(request("a"), request("a"))
+        async with engine.generate(request("a", max_tokens=ENDLESS)):
+            with pytest.raises(InvalidRequestError, match="unique"):
+                engine.generate(request("a"))
+
+    with_engine(test)
+
+
+def test_numbers_that_no_message_carries_are_the_requests_fault():
+    async def test(engine):
+        with pytest.raises(InvalidRequestError, match="AddRequest can't be sent"):
+            engine.generate(request("a", 2**70))
+        assert engine.num_open == 0
+
+    with_engine(test)
+
+
+def test_an_engine_that_cannot_be_built_raises_its_own_error():
+    async def start():
+        await AsyncEngine.start({"fail": "no config.json in /x"}, command=COMMAND)
+
+    before = psutil.Process().children()
+    with pytest.raises(CheckpointError, match=r"no config\.json in /x"):
+        asyncio.run(start())
+    assert psutil.Process().children() == before
+
+
+def test_an_engine_that_dies_without_a_word_while_it_starts():
+    async def start():
+        await AsyncEngine.start({}, command=(sys.executable, "-c", "raise SystemExit(3)"))
+
+    with pytest.raises(EngineDeadError, match="exit code 3"):
+        asyncio.run(start())
+
+
+def test_something_that_is_no_engine_is_refused_and_leaves_no_process():
+    talk = "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[2]));"
+    talk += "s.sendall(b'HTTP/1.1 200'); time.sleep(600)"
+
+    async def start():
+        await AsyncEngine.start({}, command=(sys.executable, "-c", talk))
+
+    before = psutil.Process().children()
+    with pytest.raises(EngineDeadError, match="above the bound"):
+        asyncio.run(start())
+    assert psutil.Process().children() == before
+
+
+def test_a_start_that_is_cancelled_leaves_no_process():
+    async def start():
+        before = psutil.Process().children()
+        starting = AsyncEngine.start({"hang_s": 600}, command=COMMAND)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(starting, 0.3)
+        assert psutil.Process().children() == before
+
+    asyncio.run(start())
+
+
+def test_a_stuck_engine_does_not_answer_and_says_so():
+    async def test(engine):
+        async with engine.generate(request("a", max_tokens=5)) as stream:
+            await anext(stream)
+            with pytest.raises(EngineDeadError, match=r"not answered for 0\.2 s"):
+                while True:  # the first question may come before the step that hangs
+                    await engine.stats(timeout_s=0.2)
+
+    with_engine(test, {"hang_at_step": 2})
+
+
+def test_a_late_answer_does_not_reach_the_wrong_question():
+    async def test(engine):
+        async with engine.generate(request("a", max_tokens=ENDLESS)):
+            with pytest.raises(EngineDeadError):
+                await engine.stats(timeout_s=0.0)
+            first = await engine.stats()
+            second = await engine.stats()
+            assert first["num_steps"] <= second["num_steps"]
+
+    with_engine(test, {"step_s": 0.02})
+
+
+def test_questions_asked_at_once_get_their_own_answers():
+    async def test(engine):
+        questions = [GetBlocks(5, 2), GetStats(), GetMemory(), GetBlocks(0, 1)]
+        blocks, stats, memory, first = await asyncio.gather(*map(engine.ask, questions))
+        assert [one["block"] for one in blocks["blocks"]] == [5, 6]
+        assert stats == await engine.stats()
+        assert memory["free_bytes"] == 12 * 64
+        assert [one["block"] for one in first["blocks"]] == [0]
+
+    with_engine(test)
+
+
+def test_shutdown_drains_what_is_open_and_refuses_what_is_new():
+    async def test(engine):
+        reader = asyncio.ensure_future(collect(engine.generate(request("a", max_tokens=20))))
+        while not (await engine.stats())["num_steps"]:
+            pass
+        ending = asyncio.ensure_future(engine.shutdown(drain=True, timeout_s=WAIT_S))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDeadError):
+            engine.generate(request("late"))
+        assert tokens_of(await reader, "a") == list(range(11, 31))
+        await ending
+        assert engine.pid is None and engine.state is EngineState.CLOSING
+        await engine.shutdown()
+
+    with_engine(test, {"step_s": 0.005})
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_shutdown_ends_a_process_that_does_not_listen(drain):
+    async def test(engine):
+        reader = asyncio.ensure_future(collect(engine.generate(request("a", max_tokens=9))))
+        await asyncio.sleep(0)
+        await engine.shutdown(drain=drain, timeout_s=0.3)
+        assert engine.pid is None and engine.state is EngineState.CLOSING
+        with pytest.raises(EngineDeadError, match="shut down before"):
+            await reader
+
+    with_engine(test, {"hang_at_step": 2})
+
+
+def test_the_engine_ends_when_the_front_is_killed():
+    program = textwrap.dedent(
+        f"""
+        import asyncio
+        from quire.core.request import Request
+        from quire.core.sampling_params import DecodingParams
+        from quire.engine_client.async_engine import AsyncEngine
+
+        async def main():
+            engine = await AsyncEngine.start({{}}, command={COMMAND!r})
+            stream = engine.generate(Request("a", [1], DecodingParams(max_tokens=10**9)))
+            await anext(stream)
+            print(engine.pid, flush=True)
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+        """
+    )
+    front = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    with front:
+        engine = psutil.Process(int(front.stdout.readline()))
+        front.kill()
+        psutil.wait_procs([engine], timeout=WAIT_S)
+        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_front_imports_no_torch():
+    program = "import sys, quire.engine_client.async_engine; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

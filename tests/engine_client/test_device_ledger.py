@@ -1,0 +1,26 @@
+"""The ledger of a device: parts that add up, and what of it stands in facts."""
+
+from quire.engine_client.device_ledger import PARTS, DeviceLedger, ledger_parts
+
+LEDGER = DeviceLedger(
+    weight_bytes=500,
+    activation_bytes=60,
+    graph_bytes=7,
+    kv_cache_bytes=300,
+    other_bytes=100,
+    unused_bytes=33,
+)
+
+
+def test_the_parts_travel_as_facts_and_add_up() -> None:
+    facts = LEDGER.facts()
+    assert facts["device_memory_bytes"] == LEDGER.total_bytes == 1000
+    assert ledger_parts(facts | {"dtype": "bfloat16"}) == dict(
+        zip(PARTS, (500, 60, 7, 300, 100, 33), strict=True)
+    )
+
+
+def test_on_the_cpu_there_are_two_parts() -> None:
+    facts = {"weight_bytes": 12, "kv_cache_bytes": 34, "num_blocks": 5}
+    assert ledger_parts(facts) == {"weight": 12, "kv_cache": 34}
+    assert ledger_parts({}) == {}

@@ -1,0 +1,266 @@
+"""What is sent to a process and when, and where its outputs go; without any process."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
+from quire.core.sampling_params import DecodingParams
+from quire.engine_client.activity import Activity, Doing
+from quire.engine_client.dispatcher import Dispatcher
+from quire.engine_client.messages import (
+    AbortRequest,
+    AddRequest,
+    Outputs,
+    RequestFailed,
+    ToEngine,
+    decode_to_engine,
+)
+from quire.engine_client.recovery import Death
+from quire.engine_client.request_stream import RequestStream
+from quire.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    PromptTooLongError,
+    RequestKillsEngineError,
+)
+
+
+class FakeWire:
+    """What was sent over it; `between_steps` plays the process's part."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToEngine] = []
+        self._calls: list[Callable[[], None]] = []
+
+    def send(self, frame: bytes) -> None:
+        self.sent.append(decode_to_engine(frame[4:]))
+
+    def call_between_steps(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+
+    def between_steps(self) -> None:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def added(self) -> list[str]:
+        """The requests that were sent since the last look."""
+        found = [one.request.request_id for one in self.sent if isinstance(one, AddRequest)]
+        self.sent.clear()
+        return found
+
+
+class World:
+    """A dispatcher on a clock of its own."""
+
+    def __init__(self, max_num_open: int = 100) -> None:
+        self.now_s = 0.0
+        self.dispatcher = Dispatcher(max_num_open, lambda: self.now_s)
+        self.wire = FakeWire()
+
+    def open(self, *names: str, n: int = 1, **more: Any) -> RequestStream:
+        params = DecodingParams(99)
+        return self.dispatcher.open([Request(name, [1], params, n=n, **more) for name in names])
+
+    def start_process(self) -> FakeWire:
+        self.wire = FakeWire()
+        self.dispatcher.on_ready(self.wire)
+        return self.wire
+
+    def die(self) -> frozenset[Death]:
+        """The process crashes in a step of all that it knows of; what that explains."""
+        death = Death(Activity(Doing.COMPUTING, None), -int(signal.SIGSEGV))
+        return self.dispatcher.on_death(death)
+
+    def bring(self, *names: str, end: FinishReason | None = None, branch: int = 0) -> None:
+        """A step that brings one token for each."""
+        outputs = [SequenceOutput(name, branch, (7,), finish_reason=end) for name in names]
+        self.dispatcher.on_message(Outputs(outputs))
+
+
+def drain(stream: RequestStream) -> list[SequenceOutput]:
+    """All outputs of a stream that has ended."""
+
+    async def read() -> list[SequenceOutput]:
+        return [output async for output in stream]
+
+    return asyncio.run(read())
+
+
+def test_requests_are_sent_at_once_and_their_outputs_go_to_their_streams() -> None:
+    world = World()
+    wire = world.start_process()
+    one, other = world.open("a", "b"), world.open("c", n=2)
+    assert wire.added() == ["a", "b", "c"] and world.dispatcher.num_open == 4
+    world.bring("a", "c")
+    world.bring("a", "b", "c", "unheard-of", end=FinishReason.STOP)
+    assert world.dispatcher.num_open == 1
+    assert [(output.request_id, output.branch_index) for output in drain(one)] == [
+        ("a", 0),
+        ("a", 0),
+        ("b", 0),
+    ]
+    world.bring("c", end=FinishReason.STOP, branch=1)
+    assert world.dispatcher.num_open == 0 and len(drain(other)) == 3
+
+
+def test_requests_that_come_before_a_process_wait_for_it() -> None:
+    world = World()
+    world.open("a")
+    world.open("b")
+    assert world.start_process().added() == ["a", "b"]
+
+
+def test_a_full_queue_is_told_without_how_many_are_open() -> None:
+    told = set()
+    for num_open in (2, 3, 4):
+        world = World(max_num_open=4)
+        world.open("a", n=num_open)
+        with pytest.raises(OverloadedError) as caught:
+            world.open("b", n=3)
+        told.add((str(caught.value), caught.value.retry_after_s))
+    assert len(told) == 1
+
+
+def test_too_many_and_those_of_one_name_are_refused_and_nothing_is_kept() -> None:
+    world = World(max_num_open=4)
+    wire = world.start_process()
+    world.open("a", n=2)
+    with pytest.raises(OverloadedError, match="too many generations open to take 3 more"):
+        world.open("b", n=3)
+    with pytest.raises(InvalidRequestError, match="5 generations at once"):
+        world.open("b", n=5)
+    for names in (("a",), ("b", "b")):
+        with pytest.raises(InvalidRequestError, match="unique"):
+            world.open(*names)
+    with pytest.raises(InvalidRequestError, match="AddRequest can't be sent"):
+        world.dispatcher.open([Request("b", [2**70], DecodingParams(1))])
+    assert wire.added() == ["a"] and world.dispatcher.num_open == 2
+
+
+def test_an_abort_is_sent_once_and_only_for_what_is_open() -> None:
+    world = World()
+    wire = world.start_process()
+    stream = world.open("a", n=3)
+    stream.abort_branch("a", 1)
+    stream.abort_branch("a", 1)
+    world.dispatcher.abort("unheard-of")
+    world.bring("a", end=FinishReason.STOP)
+    stream.abort_branch("a", 0)
+    stream.close()
+    stream.close()
+    assert wire.sent[1:] == [AbortRequest("a", 1), AbortRequest("a", None)]
+    assert world.dispatcher.num_open == 0
+    world.bring("a", branch=2)
+    assert drain(stream) == []
+
+
+def test_a_refusal_is_raised_by_its_stream_alone() -> None:
+    world = World()
+    world.start_process()
+    bad, good = world.open("bad"), world.open("good")
+    failed = RequestFailed("bad", "context_length_exceeded", "too long", 400, "prompt")
+    world.dispatcher.on_message(failed)
+    world.dispatcher.on_message(failed)
+    with pytest.raises(PromptTooLongError, match="too long"):
+        drain(bad)
+    world.bring("good", end=FinishReason.STOP)
+    assert len(drain(good)) == 1 and world.dispatcher.num_open == 0
+
+
+def test_after_a_death_a_request_goes_on_from_its_tokens_with_the_time_that_is_left() -> None:
+    world = World()
+    world.start_process()
+    stream = world.open("a", n=2, deadline_s=5.0)
+    world.bring("a")
+    world.bring("a", end=FinishReason.STOP, branch=1)
+    assert world.die() == frozenset()
+    world.now_s = 2.0
+    (added,) = world.start_process().sent
+    assert isinstance(added, AddRequest)
+    assert added.request.resumed == (ResumedBranch(0, (7,)),)
+    assert added.request.deadline_s == 3.0
+    world.bring("a", end=FinishReason.LENGTH)
+    assert len(drain(stream)) == 3, "nothing is missing and nothing comes twice"
+
+
+def test_suspects_are_tried_in_turn_and_newcomers_wait_behind_them() -> None:
+    world = World()
+    world.start_process()
+    world.open("a")
+    world.open("b")
+    world.die()
+    world.open("new")
+    wire = world.start_process()
+    assert wire.added() == ["a"]
+    world.bring("a")
+    assert wire.added() == []
+    world.bring("a")
+    assert wire.added() == ["b"]
+    world.open("newer")
+    world.bring("a", "b", end=FinishReason.STOP)
+    assert wire.added() == ["new", "newer"]
+    world.open("newest")
+    assert wire.added() == ["newest"]
+
+
+def test_the_one_on_trial_is_ended_alone() -> None:
+    world = World()
+    world.start_process()
+    killer, other = world.open("killer"), world.open("other")
+    world.die()
+    world.start_process()
+    last = world.die()
+    assert len(last) == 1 and world.start_process().added() == ["killer"]
+    assert len(world.die()) == 3
+    with pytest.raises(RequestKillsEngineError, match="died twice"):
+        drain(killer)
+    assert world.start_process().added() == ["other"]
+    world.bring("other", end=FinishReason.STOP)
+    assert len(drain(other)) == 1 and world.dispatcher.num_open == 0
+
+
+def test_a_client_that_leaves_on_trial_blames_nobody_else() -> None:
+    world = World()
+    world.start_process()
+    killer = world.open("killer")
+    world.open("other")
+    world.die()
+    wire = world.start_process()
+    assert wire.added() == ["killer"]
+    killer.close()
+    assert wire.added() == [], "the process may be in the very step that kills it"
+    assert len(world.die()) == 2
+    assert world.start_process().added() == ["other"]
+
+
+def test_a_client_that_leaves_on_trial_makes_room_when_the_process_knows() -> None:
+    world = World()
+    world.start_process()
+    first = world.open("first")
+    world.open("second")
+    world.die()
+    wire = world.start_process()
+    wire.sent.clear()
+    first.close()
+    assert wire.sent == [AbortRequest("first", None)]
+    wire.between_steps()
+    assert wire.added() == ["second"]
+
+
+def test_the_end_is_told_to_everybody_once() -> None:
+    world = World()
+    world.start_process()
+    streams = [world.open("a", "b"), world.open("c")]
+    world.dispatcher.on_end(EngineDeadError("over"))
+    world.dispatcher.on_end(EngineDeadError("over again"))
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match=r"^over$"):
+            drain(stream)
+        stream.close()
+    assert world.dispatcher.num_open == 0

@@ -1,0 +1,482 @@
+"""Who is resumed from where, who is to blame, and when to give up: decided without any process."""
+
+import dataclasses
+import signal
+from typing import Any
+
+import pytest
+
+from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
+from quire.core.sampling_params import DecodingParams
+from quire.engine_client.activity import Activity, Doing
+from quire.engine_client.recovery import (
+    NUM_PROOF_TOKENS,
+    Cause,
+    Death,
+    OpenRequest,
+    RecoveryConfig,
+    RestartBudget,
+    Roster,
+    Verdict,
+)
+from quire.errors import ConfigurationError
+
+SEGFAULT, KILLED = -int(signal.SIGSEGV), -int(signal.SIGKILL)
+COMPUTING = Activity(Doing.COMPUTING, None)
+
+# ---- when to give up ----------------------------------------------------------------------------
+
+CONFIG = RecoveryConfig(max_restarts=3, window_s=100.0, first_backoff_s=0.5, max_backoff_s=1.5)
+
+
+def delays(*deaths: tuple[float, set[int]], config: RecoveryConfig = CONFIG) -> list[float | None]:
+    """Of deaths as (when, the numbers of those that it explains); the first has number 0."""
+    budget = RestartBudget(config)
+    made = [Death(COMPUTING, SEGFAULT) for _ in deaths]
+    return [
+        budget.note_death(now_s, death, {made[number] for number in explained})
+        for death, (now_s, explained) in zip(made, deaths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "expected"),
+    [
+        ([(0, set()), (1, set()), (2, set()), (3, set())], [0.0, 0.5, 1.0, None]),
+        # Out of the window, a death counts no more.
+        ([(0, set()), (50, set()), (99, set()), (100, set())], [0.0, 0.5, 1.0, 1.0]),
+        ([(0, set()), (300, set()), (600, set())], [0.0, 0.0, 0.0]),
+        # Who is to blame for a death is to blame for others before it, and for no more.
+        ([(0, set()), (1, {1}), (2, {0, 1, 2}), (3, set()), (4, {3, 4})], [0.0] * 5),
+        ([(0, set()), (1, set()), (2, {1, 2}), (3, set())], [0.0, 0.5, 0.0, 0.5]),
+        ([(0, {0}), (1, {1})], [0.0, 0.0]),
+    ],
+)
+def test_how_long_to_wait_before_the_next_start(
+    deaths: list[tuple[float, set[int]]], expected: list[float | None]
+) -> None:
+    assert delays(*deaths) == expected
+
+
+def test_the_wait_is_bounded_and_no_restart_may_be_allowed() -> None:
+    config = dataclasses.replace(CONFIG, max_restarts=9)
+    assert delays(*((0.0, set()) for _ in range(6)), config=config)[-3:] == [1.5, 1.5, 1.5]
+    assert delays((0.0, set()), config=dataclasses.replace(CONFIG, max_restarts=0)) == [None]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_restarts": -1}, "max_restarts is -1"),
+        ({"window_s": 0.0}, "window_s is 0.0, but must be above 0"),
+        ({"heartbeat_timeout_s": -1.0}, "heartbeat_timeout_s is -1.0"),
+        ({"first_backoff_s": 50.0}, "first_backoff_s is 50.0 and max_backoff_s 30.0"),
+    ],
+)
+def test_bad_patience_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        RecoveryConfig(**options)
+
+
+# ---- what came so far ---------------------------------------------------------------------------
+
+
+def make(name: str = "r", n: int = 1, **params: Any) -> OpenRequest:
+    return OpenRequest(Request(name, [1], DecodingParams(99, **params), n=n), accepted_s=10.0)
+
+
+def bring(
+    one: OpenRequest, branch: int = 0, *token_ids: int, end: FinishReason | None = None
+) -> bool:
+    return one.take(SequenceOutput(one.request_id, branch, token_ids or (7,), finish_reason=end))
+
+
+def test_a_request_goes_on_from_the_tokens_that_came() -> None:
+    one = make(n=3, prompt_logprobs=1)
+    assert one.to_send(10.0) == one.request
+    assert bring(one, 1, 5, 6) and bring(one, 1, 7) and bring(one, 2, 9, end=FinishReason.STOP)
+    again = one.to_send(11.0)
+    assert again.resumed == (ResumedBranch(0), ResumedBranch(1, (5, 6, 7)))
+    assert again.params.prompt_logprobs is None
+    assert not bring(one, 2, 4), "nothing is wanted after the end"
+    assert one.drop(1) == 1 and one.drop(1) == 0 and one.drop(None) == 1
+    assert not one.branches and not bring(one, 1, 3)
+
+
+def test_a_branch_that_fails_without_a_token_brings_nothing() -> None:
+    one = make(n=2, prompt_logprobs=1)
+    one.take(SequenceOutput("r", 0, (), finish_reason=FinishReason.ERROR, error="NaN"))
+    assert one.to_send(10.0).params.prompt_logprobs == 1
+
+
+# ---- what a process died of ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("evidence", "cause"),
+    [
+        # What a process does to itself: faults, exceptions, an exit of its own.
+        ({"status": SEGFAULT}, Cause.CRASH),
+        ({"status": -signal.SIGABRT}, Cause.CRASH),
+        ({"status": -signal.SIGBUS}, Cause.CRASH),
+        ({"status": -signal.SIGFPE}, Cause.CRASH),
+        ({"status": -signal.SIGILL}, Cause.CRASH),
+        ({"status": SEGFAULT, "num_oom_kills": 1}, Cause.CRASH),
+        ({"status": 1, "has_failed": True}, Cause.CRASH),
+        ({"status": 7}, Cause.CRASH),
+        ({"status": 0, "has_failed": True}, Cause.CRASH),
+        # What the front has killed: for a step without end, for nonsense, for a start without end.
+        ({"status": None, "has_hung": True}, Cause.CRASH),
+        ({"status": None, "has_failed": True}, Cause.CRASH),
+        ({"status": None}, Cause.OUTSIDE),
+        # SIGKILL: the system says how many it has killed for lack of memory, or does not say.
+        ({"status": KILLED, "num_oom_kills": 0}, Cause.OUTSIDE),
+        ({"status": KILLED, "num_oom_kills": 1}, Cause.MEMORY),
+        ({"status": KILLED, "num_oom_kills": None}, Cause.MEMORY),
+        # Told to end.
+        ({"status": 0, "num_oom_kills": 0}, Cause.OUTSIDE),
+        ({"status": -signal.SIGTERM}, Cause.OUTSIDE),
+        ({"status": -signal.SIGTERM, "num_oom_kills": 1}, Cause.OUTSIDE),
+        ({"status": -signal.SIGHUP}, Cause.OUTSIDE),
+        ({"status": -signal.SIGUSR1}, Cause.OUTSIDE),
+        ({"status": -40}, Cause.OUTSIDE),
+        # Another rank's death, of which rank 0 says that it can't survive it.
+        ({"status": KILLED, "has_failed": True, "num_oom_kills": 0}, Cause.OUTSIDE),
+        ({"status": KILLED, "has_failed": True, "num_oom_kills": 1}, Cause.MEMORY),
+        ({"status": SEGFAULT, "has_failed": True}, Cause.CRASH),
+    ],
+)
+def test_what_a_process_died_of(evidence: dict[str, Any], cause: Cause) -> None:
+    assert Death(COMPUTING, **evidence).cause is cause
+
+
+@pytest.mark.parametrize(
+    ("doing", "request_ids", "concerned"),
+    [
+        (Doing.LOADING, None, ""),
+        (Doing.IDLE, {}, ""),
+        (Doing.IDLE, {"a", "b"}, ""),
+        (Doing.TAKING_IN, {"a"}, "a"),
+        (Doing.PLANNING, None, "abc"),
+        (Doing.COMPUTING, {"a", "b"}, "ab"),
+        (Doing.COMPUTING, None, "abc"),
+        (Doing.COMPUTING, set(), ""),
+    ],
+)
+def test_whom_a_death_concerns(doing: Doing, request_ids: set[str] | None, concerned: str) -> None:
+    ids = None if request_ids is None else frozenset(request_ids)
+    activity = Activity(doing, ids)
+    for evidence in ({"status": SEGFAULT}, {"status": KILLED}, {"status": None, "has_hung": True}):
+        death = Death(activity, **evidence)
+        assert "".join(name for name in "abc" if death.concerns(name)) == concerned
+    outside = Death(activity, KILLED, num_oom_kills=0)
+    assert not any(outside.concerns(name) for name in "abc")
+
+
+# ---- who is to blame ----------------------------------------------------------------------------
+
+
+def send_all(roster: Roster) -> list[str]:
+    found = []
+    while (one := roster.next_to_send()) is not None:
+        found.append(one.request_id)
+    return found
+
+
+def with_all_sent(*requests: OpenRequest) -> Roster:
+    roster = Roster()
+    for one in requests:
+        roster.add(one)
+    assert send_all(roster) == [one.request_id for one in requests]
+    assert roster.is_idle and all(map(roster.is_sent, requests))
+    return roster
+
+
+def prove(*requests: OpenRequest) -> None:
+    for one in requests:
+        for branch in list(one.branches):
+            for _ in range(NUM_PROOF_TOKENS):
+                bring(one, branch)
+
+
+def crash(roster: Roster, *requests: OpenRequest) -> Verdict:
+    """In a step with these requests; without any, while the process computes for all of them."""
+    ids = frozenset(one.request_id for one in requests) or None
+    return roster.on_death(Death(Activity(Doing.COMPUTING, ids), SEGFAULT))
+
+
+def kill(roster: Roster, *, num_oom_kills: int | None = 0) -> Verdict:
+    """Of a process that computes for all."""
+    return roster.on_death(Death(COMPUTING, KILLED, num_oom_kills=num_oom_kills))
+
+
+def test_suspects_are_tried_one_after_the_other_and_new_ones_wait() -> None:
+    a, b, new = make("a"), make("b", n=2), make("new")
+    roster = with_all_sent(a, b)
+    bring(b)
+    assert crash(roster).blamed is None
+    assert roster.num_suspects == 2
+    roster.add(new)
+    assert not roster.is_idle and not roster.is_sent(a)
+    assert send_all(roster) == ["a"], "the one with the least output first"
+    bring(a)
+    assert send_all(roster) == [], "one token may not be all that was lost"
+    bring(a)
+    assert send_all(roster) == ["b"]
+    prove(b)
+    assert send_all(roster) == ["new"]
+    assert roster.is_idle
+
+
+def test_only_those_in_the_step_are_suspects_and_the_others_wait_with_the_new_ones() -> None:
+    a, b, c, d, new = (make(name) for name in ("a", "b", "c", "d", "new"))
+    roster = with_all_sent(a, b, c, d)
+    roster.add(new)
+    assert crash(roster, b, d).blamed is None
+    assert send_all(roster) == ["b"]
+    prove(b)
+    assert send_all(roster) == ["d"]
+    prove(d)
+    assert send_all(roster) == ["a", "c", "new"]
+
+
+@pytest.mark.parametrize(
+    "death",
+    [
+        Death(Activity(Doing.COMPUTING, None), KILLED, num_oom_kills=0),
+        Death(Activity(Doing.IDLE), SEGFAULT),
+        Death(Activity(Doing.LOADING), KILLED, num_oom_kills=1),
+    ],
+)
+def test_a_death_that_is_nobodys_fault_tries_nobody(death: Death) -> None:
+    a, b, new = make("a"), make("b"), make("new")
+    roster = with_all_sent(a, b)
+    assert roster.on_death(death) == Verdict()
+    roster.add(new)
+    assert send_all(roster) == ["a", "b", "new"] and roster.is_idle
+
+
+def test_deaths_from_outside_change_nothing_of_a_trial() -> None:
+    a, b, c = make("a"), make("b"), make("c")
+    roster = with_all_sent(a, b, c)
+    crash(roster)
+    send_all(roster)
+    prove(a)
+    for _ in range(5):
+        assert send_all(roster)[-1] == "b"
+        assert kill(roster) == Verdict()
+    assert send_all(roster) == ["a", "b"]
+    assert crash(roster).blamed is None
+    for _ in range(5):
+        assert send_all(roster) == ["b"], "still alone"
+        assert kill(roster) == Verdict()
+    prove(b)
+    assert send_all(roster) == ["b"]
+
+
+def test_a_second_crash_on_a_trial_alone_blames_the_one_on_trial() -> None:
+    a, b, c, new = (make(name) for name in ("a", "b", "c", "new"))
+    roster = with_all_sent(a, b, c)
+    first = Death(COMPUTING, SEGFAULT)
+    assert roster.on_death(first) == Verdict()
+    send_all(roster)
+    prove(a)
+    assert send_all(roster) == ["b"]
+    roster.add(new)
+    second = Death(COMPUTING, SEGFAULT)
+    assert roster.on_death(second) == Verdict(None, frozenset([second])), "what follows will show"
+    assert send_all(roster) == ["b"], "the second trial is its alone"
+    third = Death(COMPUTING, None, has_hung=True)
+    assert roster.on_death(third) == Verdict(b, frozenset([first, second, third]))
+    roster.end(b)
+    assert send_all(roster) == ["c", "a", "new"], "nobody else is suspected of these deaths"
+    assert roster.is_idle
+    assert crash(roster) == Verdict(), "a new death, and all are suspects again"
+    assert send_all(roster) == ["c"]
+
+
+def test_whoever_passes_alone_puts_those_that_ran_beside_it_on_trial() -> None:
+    a, b, c = make("a"), make("b"), make("c")
+    roster = with_all_sent(a, b, c)
+    crash(roster, a, b)
+    assert send_all(roster) == ["a"]
+    prove(a)
+    assert send_all(roster) == ["b"]
+    assert crash(roster, a, b).blamed is None  # it was a
+    assert send_all(roster) == ["b"]
+    prove(b)
+    assert send_all(roster) == ["a"]
+    assert crash(roster, a, b).blamed is None
+    assert send_all(roster) == ["a"]
+    verdict = crash(roster, a)
+    assert verdict.blamed is a and len(verdict.explained) == 3, "the deaths but for the first"
+    roster.end(a)
+    assert send_all(roster) == ["b", "c"]
+
+
+def test_a_step_without_the_one_on_trial_says_nothing_about_it() -> None:
+    a, b = make("a"), make("b")
+    roster = with_all_sent(a, b)
+    crash(roster)
+    send_all(roster)
+    prove(a)
+    assert send_all(roster) == ["b"]
+    assert crash(roster, a) == Verdict()
+    assert send_all(roster) == ["b"]
+    assert crash(roster, b).explained, "the first death in a step of its own"
+    assert send_all(roster) == ["b"]
+    prove(b)
+    assert send_all(roster) == ["a"]
+    prove(a)
+    assert send_all(roster) == [] and roster.is_idle
+
+
+@pytest.mark.parametrize("num_oom_kills", [1, None])
+def test_where_memory_ran_out_all_others_are_tried_between_two_trials(
+    num_oom_kills: int | None,
+) -> None:
+    a, b, c = make("a"), make("b"), make("c")
+    roster = with_all_sent(a, b, c)
+    kill(roster, num_oom_kills=num_oom_kills)
+    assert send_all(roster) == ["a"]
+    assert kill(roster, num_oom_kills=num_oom_kills) == Verdict()
+    assert send_all(roster) == ["b"]
+    prove(b)
+    assert send_all(roster) == ["c"]
+    prove(c)
+    assert send_all(roster) == ["a"]
+    verdict = kill(roster, num_oom_kills=num_oom_kills)
+    assert verdict.blamed is a and len(verdict.explained) == 3
+
+
+def test_where_others_die_of_memory_too_nobody_is_blamed() -> None:
+    a, b, c = make("a"), make("b"), make("c")
+    roster = with_all_sent(a, b, c)
+    kill(roster, num_oom_kills=1)
+    for one in (a, b, c, a, b, c):
+        assert send_all(roster) == [one.request_id]
+        assert kill(roster, num_oom_kills=1) == Verdict()
+
+
+def test_a_request_that_has_the_process_to_itself_and_uses_up_its_memory_ends() -> None:
+    """There is nobody else to try between its trials: so it has three."""
+    a = make("a")
+    roster = with_all_sent(a)
+    for _ in range(3):
+        assert kill(roster, num_oom_kills=1) == Verdict()
+        assert send_all(roster) == ["a"]
+    assert kill(roster, num_oom_kills=1).blamed is a
+
+
+def test_a_death_while_the_process_starts_changes_nothing() -> None:
+    a, b = make("a"), make("b")
+    roster = with_all_sent(a, b)
+    crash(roster)
+    assert crash(roster) == Verdict()
+    assert crash(roster) == Verdict()
+    assert send_all(roster) == ["a"]
+
+
+def test_whoever_ends_on_trial_makes_room_for_the_next() -> None:
+    a, b = make("a"), make("b")
+    roster = with_all_sent(a, b)
+    crash(roster)
+    send_all(roster)
+    bring(a, end=FinishReason.STOP)
+    roster.end(a)
+    assert send_all(roster) == ["b"]
+
+
+def test_whoever_has_left_is_not_sent_again() -> None:
+    a, b, c = make("a"), make("b"), make("c")
+    roster = with_all_sent(a, b)
+    roster.add(c)
+    b.drop(None)
+    assert not roster.leave(b)
+    c.drop(None)
+    assert not roster.leave(c)
+    crash(roster)
+    assert send_all(roster) == ["a"]
+    prove(a)
+    assert send_all(roster) == [] and roster.is_idle
+
+
+def test_whoever_leaves_on_trial_is_still_to_blame_until_it_is_out_of_the_process() -> None:
+    a, b = make("a"), make("b")
+    roster = with_all_sent(a, b)
+    crash(roster)
+    send_all(roster)
+    a.drop(None)
+    assert roster.leave(a)
+    assert send_all(roster) == [], "the process may still compute it"
+    assert crash(roster).blamed is a
+    assert send_all(roster) == ["b"]
+    b.drop(None)
+    assert not roster.leave(b), "nobody is suspected any more"
+
+
+def test_whoever_has_left_on_trial_is_on_trial_no_more_when_it_is_out_of_the_process() -> None:
+    a, b = make("a"), make("b")
+    roster = with_all_sent(a, b)
+    crash(roster)
+    send_all(roster)
+    a.drop(None)
+    assert roster.leave(a)
+    roster.clear(a)
+    assert send_all(roster) == ["b"]
+    b.drop(None)
+    assert roster.leave(b)
+    roster.clear(b)
+    assert crash(roster) == Verdict()
+    assert send_all(roster) == [] and roster.is_idle
+
+
+def test_branches_that_had_not_begun_need_not_prove_anything() -> None:
+    one, other = make("a", n=3), make("b")
+    roster = with_all_sent(one, other)
+    bring(one, 0), bring(one, 1), bring(other, 0, 1, 2, 3)
+    crash(roster)
+    send_all(roster)
+    bring(one, 0, 1, 2)
+    assert send_all(roster) == []
+    bring(one, 1, 1, 2)
+    assert send_all(roster) == ["b"]
+
+
+def test_of_a_request_that_had_not_begun_one_branch_proves_it() -> None:
+    one = make("a", n=3)
+    roster = with_all_sent(one, make("b"))
+    crash(roster)
+    send_all(roster)
+    bring(one, 2, 1, 2)
+    assert send_all(roster) == ["b"]
+
+
+def test_branches_that_end_on_trial_prove_themselves() -> None:
+    one, other = make("a", n=2), make("b")
+    roster = with_all_sent(one, other)
+    bring(one, 0), bring(one, 1), bring(other, 0, 1, 2, 3)
+    crash(roster)
+    send_all(roster)
+    bring(one, 0, end=FinishReason.STOP)
+    assert send_all(roster) == []
+    bring(one, 1, 1, 2)
+    assert send_all(roster) == ["b"]
+
+
+def test_beam_searches_are_tried_last_and_new_ones_do_not_wait_for_them() -> None:
+    beams = [make(name, n=2, beam_width=2) for name in ("x", "y")]
+    a, new = make("a"), make("new")
+    roster = with_all_sent(*beams, a)
+    crash(roster)
+    roster.add(new)
+    assert send_all(roster) == ["a"]
+    prove(a)
+    assert send_all(roster) == ["x"]
+    beams[0].drop(None)
+    roster.end(beams[0])
+    assert send_all(roster) == ["y", "new"]
+    assert crash(roster).blamed is None
+    assert send_all(roster) == ["y"], "alone, and then everybody waits"
+    assert crash(roster).blamed is beams[1]
+    assert send_all(roster) == ["new", "a"]

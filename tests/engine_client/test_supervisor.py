@@ -1,0 +1,267 @@
+"""One process after the other: started anew, watched, given up. Real processes, a fake engine."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.engine_client.fake_engine_process import COMMAND, HANG
+
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams
+from quire.engine_client import supervisor as engine_keeper
+from quire.engine_client.activity import Doing
+from quire.engine_client.link import EngineLink
+from quire.engine_client.messages import AddRequest, encode
+from quire.engine_client.recovery import Death, EngineState, RecoveryConfig
+from quire.engine_client.supervisor import EngineKeeper
+from quire.errors import CheckpointError, EngineDeadError, QuireError
+
+WAIT_S = 30.0
+QUICK = RecoveryConfig(first_backoff_s=0.01, heartbeat_timeout_s=20.0)
+
+
+class Listener:
+    """Keeps what it is told. explains: whether a death explains itself and the one before."""
+
+    def __init__(self) -> None:
+        self.links: list[EngineLink] = []
+        self.messages: list[Any] = []
+        self.deaths: list[Death] = []
+        self.explains = False
+        self.ends: list[QuireError] = []
+        self._news = asyncio.Event()
+
+    def on_ready(self, link: EngineLink) -> None:
+        self.links.append(link)
+        self._news.set()
+
+    def on_message(self, message: Any) -> None:
+        self.messages.append(message)
+
+    def on_death(self, death: Death) -> frozenset[Death]:
+        self.deaths.append(death)
+        return frozenset(self.deaths[-2:] if self.explains else ())
+
+    def on_end(self, error: QuireError) -> None:
+        self.ends.append(error)
+
+    async def ready(self, number: int) -> EngineLink:
+        """Wait for the process of that number; the first is 0."""
+        while len(self.links) <= number:
+            self._news.clear()
+            await self._news.wait()
+        return self.links[number]
+
+
+@contextlib.asynccontextmanager
+async def kept(
+    options: dict[str, Any] | None = None, recovery: RecoveryConfig = QUICK, **more: Any
+) -> AsyncIterator[tuple[EngineKeeper, Listener]]:
+    before = psutil.Process().children()  # of fixtures, in whatever order the tests run
+    listener = Listener()
+    keeper = EngineKeeper(options or {}, COMMAND, recovery, listener, **more)
+    assert keeper.state is EngineState.STARTING and keeper.link is None
+    await keeper.start()
+    try:
+        yield keeper, listener
+    finally:
+        await keeper.shutdown(drain=False, timeout_s=2, reason=None)
+        assert keeper.state is EngineState.CLOSING and keeper.pid is None
+        assert psutil.Process().children() == before
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), WAIT_S))  # type: ignore[arg-type]
+
+
+def kill(keeper: EngineKeeper) -> None:
+    assert keeper.pid is not None
+    os.kill(keeper.pid, signal.SIGKILL)
+
+
+def test_a_process_that_dies_is_started_again_with_what_was_chosen() -> None:
+    async def test() -> None:
+        told: list[tuple[str, int, int]] = []
+        options = {"num_progress": 1}
+        async with kept(options, on_progress=lambda *news: told.append(news)) as (keeper, listener):
+            pid = keeper.pid
+            assert keeper.state is EngineState.READY and keeper.link is listener.links[0]
+            assert keeper.facts["kernels"] == "fake" and keeper.silence_s >= 0
+            kill(keeper)
+            await listener.ready(1)
+            assert keeper.state is EngineState.READY and keeper.pid not in (pid, None)
+            assert (keeper.num_restarts, len(listener.deaths), listener.ends) == (1, 1, [])
+            assert keeper._options == options | {"max_model_len": 512}
+            assert told == [("loading nothing", 1, 1)], "of the first process only"
+
+    run(test)
+
+
+def test_while_it_recovers_there_is_no_link() -> None:
+    async def test() -> None:
+        recovery = RecoveryConfig(first_backoff_s=20.0)
+        async with kept(recovery=recovery) as (keeper, listener):
+            kill(keeper)
+            await listener.ready(1)
+            kill(keeper)
+            while len(listener.deaths) < 2:
+                await asyncio.sleep(0.005)
+            assert keeper.state is EngineState.RECOVERING
+            assert keeper.link is None and keeper.pid is None and keeper.silence_s == 0.0
+        assert "shut down" in str(listener.ends[-1])  # in the middle of the wait
+
+    run(test)
+
+
+def test_a_hung_step_is_a_death_and_stale_messages_change_nothing() -> None:
+    async def test() -> None:
+        recovery = RecoveryConfig(heartbeat_timeout_s=1.0)
+        async with kept(recovery=recovery) as (keeper, listener):
+            request = Request("a", [HANG, 2], DecodingParams(10))
+            listener.links[0].send(encode(AddRequest(request)))
+            await listener.ready(1)
+            assert len(listener.messages) == 2 and keeper.num_restarts == 1
+            keeper.on_message(listener.links[0], listener.messages[0])
+            (death,) = listener.deaths
+            assert death.has_hung and death.activity == (Doing.COMPUTING, {"a"})
+            keeper.on_death(listener.links[0], EngineDeadError("once more"), death)
+            assert len(listener.messages) == 2 and keeper.state is EngineState.READY
+
+    run(test)
+
+
+def test_a_crash_loop_ends_with_a_reason_and_no_process() -> None:
+    async def test() -> None:
+        recovery = RecoveryConfig(max_restarts=2, first_backoff_s=0.01)
+        async with kept(recovery=recovery) as (keeper, listener):
+            waiter = asyncio.ensure_future(keeper.wait_failed())
+            for number in range(3):
+                await listener.ready(number)
+                assert keeper.failure is None and not waiter.done()
+                kill(keeper)
+            error = await waiter
+            assert "died more than 2 times within 300 s and is not started again" in str(error)
+            assert "SIGKILL" in str(error), "the last reason"
+            assert (keeper.state, keeper.failure) == (EngineState.FAILED, error)
+            assert "SIGKILL" not in str(listener.ends[0]), "clients need not know"
+            assert (keeper.pid, keeper.num_restarts) == (None, 2)
+
+    run(test)
+
+
+def test_deaths_that_a_request_explains_are_no_crash_loop() -> None:
+    async def test() -> None:
+        recovery = RecoveryConfig(max_restarts=1, first_backoff_s=0.01)
+        async with kept(recovery=recovery) as (keeper, listener):
+            for number in range(4):
+                await listener.ready(number)
+                listener.explains = number % 2 == 1
+                kill(keeper)
+            await listener.ready(4)
+            assert keeper.state is EngineState.READY and keeper.num_restarts == 4
+
+    run(test)
+
+
+def test_an_engine_that_can_not_be_built_again_fails_after_the_same_patience(
+    tmp_path: Path,
+) -> None:
+    async def test() -> None:
+        recovery = RecoveryConfig(max_restarts=2, first_backoff_s=0.01)
+        options = {"max_builds": 1, "build_marks": str(tmp_path)}
+        async with kept(options, recovery) as (keeper, _):
+            kill(keeper)
+            error = await keeper.wait_failed()
+            assert "the model is not there any more" in str(error)
+            assert keeper.num_restarts == 2
+
+    run(test)
+
+
+def test_an_engine_that_is_not_what_it_was_is_refused() -> None:
+    async def test() -> None:
+        async with kept() as (keeper, listener):
+            assert keeper.limits is not None
+            keeper.limits = type(keeper.limits)(vocab_size=7, max_model_len=512)
+            kill(keeper)
+            error = await keeper.wait_failed()
+            assert "is not the engine that it was" in str(error)
+            assert len(listener.links) == 1 and len(listener.ends) == 1
+
+    run(test)
+
+
+def test_a_process_that_does_not_get_ready_again_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        async with kept(recovery=RecoveryConfig(max_restarts=1)) as (keeper, _):
+            keeper._build_limit_s = 0.3
+            keeper._options["hang_s"] = 600
+            kill(keeper)
+            assert "not ready after 0.3 s" in str(await keeper.wait_failed())
+
+    run(test)
+    assert engine_keeper.LEAST_BUILD_LIMIT_S >= 60, "loading a model takes its time"
+
+
+def test_a_program_that_is_gone_fails_like_a_process_that_dies() -> None:
+    async def test() -> None:
+        async with kept(recovery=RecoveryConfig(max_restarts=1)) as (keeper, _):
+            keeper._command = ("./no-such-program",)
+            kill(keeper)
+            assert "can't be started" in str(await keeper.wait_failed())
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "reason"),
+    [
+        ({"fail": "no config.json"}, CheckpointError, r"no config\.json"),
+        ({"crash": "oops"}, EngineDeadError, "ZeroDivisionError"),
+    ],
+)
+def test_a_first_start_that_fails_is_not_repeated(
+    options: dict[str, Any], kind: type[QuireError], reason: str
+) -> None:
+    async def test() -> None:
+        before = psutil.Process().children()
+        with pytest.raises(kind, match=reason):
+            async with kept(options):
+                raise AssertionError(f"{json.dumps(options)} started")
+        assert psutil.Process().children() == before
+
+    run(test)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
+def test_a_first_start_that_is_cancelled_leaves_no_process(delay_s: float) -> None:
+    async def test() -> None:
+        before = psutil.Process().children()
+        keeper = EngineKeeper({"hang_s": 600}, COMMAND, QUICK, Listener())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(keeper.start(), delay_s)
+        assert psutil.Process().children() == before
+
+    run(test)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.1])
+def test_a_shutdown_in_the_middle_of_a_restart_leaves_no_process(delay_s: float) -> None:
+    async def test() -> None:
+        async with kept() as (keeper, listener):
+            keeper._options["hang_s"] = 600
+            kill(keeper)
+            while not listener.deaths:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(delay_s)
+
+    run(test)

@@ -1,0 +1,81 @@
+"""Products of int8 in the interpreter: exact integers, scaled in the reference's order."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels.triton.products import DTYPES, numbers
+
+from quire.kernels.quantize import quantize_int8
+from quire.kernels.silu_mul import silu_mul
+from quire.kernels.triton.linear.int8_matmul import MAX_INPUTS, Int8Weight, int8_matmul
+
+SHAPES = [(1, 3, 20), (8, 40, 100), (9, 50, 513), (17, 70, 130), (65, 131, 260)]
+
+
+def _weight(num_outputs, num_inputs, dtype):
+    levels, scales = quantize_int8(numbers(num_outputs, num_inputs, seed=1))
+    return Int8Weight(levels, scales, numbers(num_outputs, seed=2).to(dtype))
+
+
+def _reference(x, weight):
+    """fp32."""
+    q, scales = quantize_int8(x)
+    dots = (q.int() @ weight.levels.int().T).float()
+    return dots * scales[:, None] * weight.scales + weight.bias.float()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_reference_to_the_bit(shape, dtype):
+    num_rows, num_outputs, num_inputs = shape
+    x, weight = numbers(num_rows, num_inputs).to(dtype), _weight(num_outputs, num_inputs, dtype)
+    expected = _reference(x, weight)
+    assert torch.equal(int8_matmul(x, weight, out_dtype=torch.float32), expected)
+    assert torch.equal(int8_matmul(x, weight), expected.to(dtype))
+
+
+def test_the_largest_integers_do_not_overflow():
+    num_inputs = 2048
+    levels = torch.full((32, num_inputs), 127, dtype=torch.int8)
+    weight = Int8Weight(levels, torch.ones(32), None)
+    x = torch.full((2, num_inputs), -127.0)
+    assert torch.equal(int8_matmul(x, weight), torch.full((2, 32), -127.0 * 127 * num_inputs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 6, 20), (9, 68, 300)])
+def test_a_gated_product_is_the_gate_behind_a_plain_one(shape, dtype):
+    num_rows, num_outputs, num_inputs = shape
+    x, weight = numbers(num_rows, num_inputs).to(dtype), _weight(num_outputs, num_inputs, dtype)
+    found = int8_matmul(x, weight, gated=True)
+    # The exponential's last bits, which may turn a rounding.
+    step = max(torch.finfo(dtype).eps, 2**-20)
+    torch.testing.assert_close(found, silu_mul(int8_matmul(x, weight)), rtol=step, atol=1e-6)
+
+
+def test_any_leading_dimensions():
+    x, weight = numbers(6, 32), _weight(20, 32, torch.float32)
+    whole = int8_matmul(x, weight)
+    assert torch.equal(int8_matmul(x.view(2, 3, 32), weight), whole.view(2, 3, 20))
+    assert int8_matmul(x[:0], weight).shape == (0, 20)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "options", "message"),
+    [
+        (2, 31, {}, r"x is \(2, 31\), but weight needs \[\.\.\., 32\]"),
+        (17, 32, {"gated": True}, "x has 17 rows, but if gated at most 16 are served"),
+    ],
+)
+def test_what_is_not_served_is_named(num_rows, num_inputs, options, message):
+    with pytest.raises(ValueError, match=message):
+        int8_matmul(torch.zeros(num_rows, num_inputs), _weight(20, 32, torch.float32), **options)
+
+
+def test_a_sum_that_might_overflow_is_refused():
+    size = MAX_INPUTS + 1
+    weight = Int8Weight(torch.zeros(1, size, dtype=torch.int8), torch.ones(1), None)
+    with pytest.raises(ValueError, match=f"at most {MAX_INPUTS}"):
+        int8_matmul(torch.zeros(1, size), weight)
