@@ -35,8 +35,8 @@ from quire.core.sampling_params import DecodingParams, SamplingParams
 from quire.engine_client.messages import Outputs, decode_to_front, encode
 from quire.engine_client.outputs import RequestAssembler
 from quire.hub.model_folder import EMBEDDED_MODEL
-from quire.server.responses import Completion, CompletionChoice
-from quire.server.streaming import event
+from quire.server.http.streaming import event
+from quire.server.routes.openai.shapes import Completion, CompletionChoice
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 

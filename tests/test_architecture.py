@@ -52,7 +52,7 @@ CORE_CONTRACTS = ("sampling_params", "step", "request", "kv_groups")
 """Plain data of core, which text, models, layers and sampling may import as well."""
 CONTRACT_READERS = ("text", "models", "layers", "attention", "speculation", "sampling")
 
-NEEDS_EXTRA = {"quire.server.httptools_protocol": "httptools"}
+NEEDS_EXTRA = {"quire.server.http.httptools_protocol": "httptools"}
 """Modules of the front that are loaded only where another package is installed."""
 
 CONFIG_READERS = (

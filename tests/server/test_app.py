@@ -9,10 +9,10 @@ from starlette.responses import StreamingResponse
 from tests.server.asgi import JSON, call, parts_of
 
 from quire.errors import QuireError
-from quire.server.access import AccessConfig
 from quire.server.app import SECURITY_HEADERS, create_app
-from quire.server.keys import ApiKeys
+from quire.server.http.access import AccessConfig
 from quire.server.service import Service
+from quire.server.tenants.keys import ApiKeys
 
 ORIGIN = "https://page.example"
 KEY = (b"authorization", b"Bearer alice-key-1")

@@ -4,9 +4,9 @@ import pytest
 
 from quire.errors import ConfigurationError
 from quire.observability.log import FORMATS, LEVELS
-from quire.server.access import AccessConfig
 from quire.server.config import LOG_FORMATS, LOG_LEVELS, ServerConfig
-from quire.server.limits import CallLimits
+from quire.server.generation.limits import CallLimits
+from quire.server.http.access import AccessConfig
 
 
 @pytest.mark.parametrize(

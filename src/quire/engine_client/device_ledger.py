@@ -1,7 +1,8 @@
 """Where each byte of a device's memory is, decided when the engine is built.
 
 Beside `memory_report`, which looks into one part of it, the KV cache, at any moment. Plain numbers,
-which travel as the engine's facts. Written by `engine/device_sizes`, printed by `server/welcome`.
+which travel as the engine's facts. Written by `assembly/device_memory_plan`, printed by
+`server/start_message`.
 """
 
 from collections.abc import Mapping

@@ -12,24 +12,17 @@ server is stopped by force, and then no application code runs any more. Imports 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from quire.server import (
-    chat,
-    completions,
-    health,
-    memory,
-    metrics,
-    models,
-    refused,
-    tokens,
-    version,
-)
-from quire.server.access import AccessConfig, AccessGuard
-from quire.server.api_page import install_page
-from quire.server.body_limit import BodyLimit
-from quire.server.errors import BugReporter, install_error_handlers
-from quire.server.request_head import RequestHead
-from quire.server.request_id import RequestIdMiddleware
+from quire.server.http.access import AccessConfig, AccessGuard
+from quire.server.http.body_limit import BodyLimit
+from quire.server.http.errors import BugReporter, install_error_handlers
+from quire.server.http.request_head import RequestHead
+from quire.server.routes import unsupported
+from quire.server.routes.admin import health, memory, metrics, version
+from quire.server.routes.admin.docs_page import install_page
+from quire.server.routes.openai import chat, completions, models
+from quire.server.routes.vllm import tokenize
 from quire.server.service import Service
+from quire.server.telemetry.request_id import RequestIdMiddleware
 from quire.version import __version__
 
 SECURITY_HEADERS = [("x-content-type-options", "nosniff")]
@@ -60,8 +53,8 @@ def create_app(service: Service, access: AccessConfig = OPEN) -> FastAPI:
         )
     app.add_middleware(RequestHead)
     app.add_middleware(RequestIdMiddleware, monitor=service.monitor)
-    families = (completions, chat, tokens, models, version, health, memory, metrics)
+    families = (completions, chat, tokenize, models, version, health, memory, metrics)
     install_page(app)
-    for family in (*families, refused):  # the last takes what none of the others has
+    for family in (*families, unsupported):  # the last takes what none of the others has
         app.include_router(family.router)
     return app

@@ -30,18 +30,18 @@ from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.hub.model_folder import resolve_model_folder
 from quire.observability import log
 from quire.observability.spans import Spans, open_spans
-from quire.server.access import AccessConfig
 from quire.server.app import SECURITY_HEADERS, create_app
 from quire.server.config import ServerConfig
-from quire.server.connection import ConnectionLimits, connection_class
-from quire.server.keys import load_keys
-from quire.server.limits import CallLimits
-from quire.server.monitor import Monitor
-from quire.server.progress import LoadingProgress
-from quire.server.seeds import Seeds
+from quire.server.generation.limits import CallLimits
+from quire.server.generation.seeds import Seeds
+from quire.server.http.access import AccessConfig
+from quire.server.http.connection import ConnectionLimits, connection_class
+from quire.server.loading_progress import LoadingProgress
 from quire.server.service import DRAIN_RETRY_AFTER_S, Service
-from quire.server.tenants import TenantBook
-from quire.server.welcome import invitation, ledger
+from quire.server.start_message import invitation, ledger
+from quire.server.telemetry.monitor import Monitor
+from quire.server.tenants.keys import load_keys
+from quire.server.tenants.tenants import TenantBook
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.version import __version__

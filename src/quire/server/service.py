@@ -15,11 +15,11 @@ from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.inputs import InputProcessor
 from quire.errors import QuireError, ServerDrainingError
 from quire.server.config import KEEP_ALIVE_S
-from quire.server.limits import CallLimits
-from quire.server.monitor import Monitor
-from quire.server.pieces import WorkPieces
-from quire.server.seeds import Seeds
-from quire.server.tenants import TenantBook
+from quire.server.generation.limits import CallLimits
+from quire.server.generation.seeds import Seeds
+from quire.server.http.long_work import WorkPieces
+from quire.server.telemetry.monitor import Monitor
+from quire.server.tenants.tenants import TenantBook
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 

@@ -1,0 +1,1 @@
+"""One call for generated text: its fields, bounds, requests and answer."""

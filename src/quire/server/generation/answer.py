@@ -1,0 +1,177 @@
+"""One HTTP call for generated text while it is answered, whatever the API family.
+
+Called by `completions` and `chat`, which know the shapes of the answers.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.responses import Response
+from starlette.types import Receive
+
+from quire.engine_client.outputs import Delta, RequestOutput
+from quire.server.generation.body import GenerationBody
+from quire.server.generation.http_generation import Generation
+from quire.server.http.streaming import EventStream, answer
+from quire.server.routes.openai.logprobs import prompt_logprobs_json
+from quire.server.routes.openai.shapes import Usage, usage_of
+from quire.server.service import Service
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+
+_HOLE = b"\0"
+LATER: Any = msgspec.Raw(_HOLE)
+"""Stands in a struct where `filled` puts JSON that is made in pieces. No JSON has this byte."""
+
+_FEW_LOGPROBS = 16
+"""News with no more tokens that have log-probabilities are written at once."""
+
+_encode_json = msgspec.json.Encoder().encode
+
+
+def filled(content: msgspec.Struct, *parts: Iterable[bytes]) -> Generator[bytes, None, None]:
+    """The JSON of `content`, with that of `parts` in the places of LATER, in order."""
+    first, *rest = _encode_json(content).split(_HOLE)
+    yield first
+    for part, text in zip(parts, rest, strict=True):
+        yield from part
+        yield text
+
+
+def event_of(parts: Iterable[bytes]) -> Generator[bytes, None, None]:
+    """One server-sent event of the JSON that the parts are together. It comes whole, as the last
+    part: a comment might go out between two."""
+    collected = []
+    for part in parts:
+        collected.append(part)
+        yield b""
+    yield b"".join([b"data: ", *collected, b"\n\n"])
+
+
+class Call(ABC, Generic[BodyT]):
+    """Base of the families' calls. Answers are made in pieces, between which others go on.
+
+    Invariant: _num_generated tokens are in what was answered so far; the choices in _unbegun have
+    had no piece yet.
+    """
+
+    def __init__(self, service: Service, body: BodyT, generation: Generation, call_id: str) -> None:
+        self._service = service
+        self._body = body
+        self._generation = generation
+        self._call_id = call_id
+        self._created_s = int(time.time())
+        self._results: Sequence[RequestOutput] = generation.results
+        self._num_generated = 0
+        self._unbegun = set(range(generation.num_choices))
+        self._deltas: Iterator[tuple[int, Delta]] = iter(())
+
+    async def answer(self, receive: Receive) -> Response:
+        """Everything in one answer, once all of it is there."""
+        pieces = self._service.pieces.join(self._whole_answer())
+        return await answer(receive, self._collect(), pieces)
+
+    def stream(self) -> Response:
+        """Everything as it comes."""
+        return EventStream(self._stream(), self._service.keep_alive_s)
+
+    @abstractmethod
+    def _whole(self, choices: list[Any]) -> msgspec.Struct:
+        """A whole answer, but for what `_rest_of_whole` brings."""
+
+    @abstractmethod
+    def _whole_choice(self, choice: int, delta: Delta) -> Iterable[bytes]:
+        """The JSON of a choice that has ended, in parts."""
+
+    def _rest_of_whole(self) -> Iterable[Iterable[bytes]]:
+        """What is in the places of LATER that follow the choices."""
+        return ()
+
+    @abstractmethod
+    def _events(self, choice: int, delta: Delta) -> Iterable[bytes]:
+        """What is new in a choice, as events."""
+
+    @abstractmethod
+    def _usage_event(self) -> bytes:
+        """The last one, with the usage of the whole call."""
+
+    async def _collect(self) -> None:
+        async with self._generation as generation:
+            self._deltas = await generation.rest()
+
+    def _whole_answer(self) -> Generator[bytes, None, None]:
+        """In parts. What it is made of is freed on the way."""
+        yield _encode_json(self._whole([LATER])).partition(_HOLE)[0]
+        separator = b""
+        for choice, delta in self._deltas:
+            yield separator
+            yield from self._whole_choice(choice, delta)
+            separator = b","
+        # Behind the choices stands the usage, which has counted them by now.
+        again = filled(self._whole([LATER]), (), *self._rest_of_whole())
+        next(again)
+        yield from again
+
+    async def _stream(self) -> AsyncGenerator[bytes, None]:
+        async with self._generation as generation:
+            async for batch in generation.batches():
+                events = self._batch_events(batch)
+                if sum(len(delta.logprobs) for _, delta in batch) <= _FEW_LOGPROBS:
+                    if told := b"".join(events):
+                        yield told
+                    continue
+                async with aclosing(self._service.pieces.join(events)) as pieces:
+                    async for told in pieces:
+                        yield told
+        if self._body.include_usage:
+            yield self._usage_event()
+
+    def _batch_events(self, batch: Iterable[tuple[int, Delta]]) -> Generator[bytes, None, None]:
+        for choice, delta in batch:
+            yield from self._events(choice, delta)
+
+    def _begins(self, choice: int) -> bool:
+        """Whether the next piece of a choice is its first; the piece after that is not."""
+        if choice not in self._unbegun:
+            return False
+        self._unbegun.discard(choice)
+        return True
+
+    def _result(self, choice: int) -> RequestOutput:
+        return self._results[choice // self._generation.params.n]
+
+    def _has_news(self, delta: Delta) -> bool:
+        """Whether a client sees anything of it. Text may be held back, as part of a stop string."""
+        return bool(
+            delta.text
+            or delta.logprobs
+            or delta.finish_reason
+            or (self._body.return_token_ids and delta.token_ids)
+        )
+
+    def _token_ids(self, delta: Delta) -> list[int] | UnsetType:
+        return delta.token_ids if self._body.return_token_ids else UNSET
+
+    def _prompt_token_ids(self, choice: int) -> list[int] | UnsetType:
+        return self._result(choice).prompt_token_ids if self._body.return_token_ids else UNSET
+
+    def _prompt_logprobs(self, choice: int) -> Iterable[bytes]:
+        """The JSON, in parts, of a choice that has ended, if it was asked for."""
+        num_top = self._body.prompt_logprobs
+        assert num_top is not None
+        entries = self._generation.prompt_entries(choice)
+        return prompt_logprobs_json(self._service.tokenizer, entries, num_top)
+
+    def _usage(self) -> Usage:
+        return usage_of(self._results, self._num_generated)
+
+    def _chunk_usage(self) -> Usage | UnsetType | None:
+        """What OpenAI's chunks have as usage before the last one, and what ours may have."""
+        if self._body.continuous_usage:
+            return self._usage()
+        return None if self._body.include_usage else UNSET

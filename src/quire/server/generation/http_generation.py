@@ -1,0 +1,377 @@
+"""The requests of one HTTP call while they run: from prompts to text, whatever the API family.
+
+One call becomes one engine request per prompt, and n choices of each: choice = prompt * n + branch.
+Outputs are turned into text as they come off the engine, not as the client takes them: a client
+that does not read holds up no stop string, no deadline and no count. What it has not taken yet is
+merged, so a slow stream never holds more than a whole answer would.
+
+Called by `completions` and `chat`. Knows no JSON.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Generator as PyGenerator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from fastapi import Request as HTTPRequest
+
+from quire.core.request import Request, SequenceOutput
+from quire.core.sampling_params import Wish, as_sampling_params
+from quire.engine_client.inputs import InputProcessor, RequestOptions
+from quire.engine_client.logprob_entries import LogprobEntries
+from quire.engine_client.outputs import Delta, RequestAssembler, RequestOutput
+from quire.engine_client.request_stream import RequestStream
+from quire.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    NoTokenLeftError,
+    QuireError,
+    StepFailedError,
+)
+from quire.server.generation.limits import check_prompt_logprobs
+from quire.server.service import Service, call_for_text
+from quire.server.telemetry.monitor import CallRecord
+from quire.server.tenants.tenants import NO_TENANT, Lease, Tenant
+
+_OPERATIONS = {"cmpl": "text_completion", "chatcmpl": "chat"}
+"""By the prefix of a call's id."""
+
+_ENCODINGS_PER_BAD_WORD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose call it is, its ids, and when it came, by time.monotonic."""
+
+    tenant: Tenant
+    request_id: str
+    call_id: str
+    arrival_s: float
+
+    @classmethod
+    def of(cls, http: HTTPRequest, call_id: str) -> Self:
+        """What the middlewares have found out, where they stand."""
+        state = http.scope.get("state", {})
+        return cls(
+            state.get("tenant", NO_TENANT),
+            state.get("request_id", ""),
+            call_id,
+            state.get("arrival_s", time.monotonic()),
+        )
+
+    @property
+    def operation(self) -> str:
+        """As OpenTelemetry calls it."""
+        return _OPERATIONS.get(self.call_id.partition("-")[0], "text_completion")
+
+
+class Generation:
+    """One HTTP call's requests. Use it with `async with`: leaving aborts what still runs.
+
+    Invariants: a stop string that ends a branch here ends it in the engine, too; `_news` has each
+    choice of which something came that nobody took, in the order in which it came.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        assemblers: Sequence[RequestAssembler],
+        wish: Wish,
+        caller: Caller,
+    ) -> None:
+        """assemblers: one for each prompt, with its request; for deltas only."""
+        self.requests = requests = [assembler.request for assembler in assemblers]
+        self.params = params = as_sampling_params(wish)
+        self._service = service
+        self._caller = caller
+        self._assemblers = {one.request.request_id: one for one in assemblers}
+        self._first_choice = {
+            request.request_id: index * params.n for index, request in enumerate(requests)
+        }
+        self._news: dict[int, tuple[RequestAssembler, int]] = {}
+        self._error: Exception | None = None
+        self._has_ended = False
+        self._waits_for_end = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._leaving = ExitStack()
+        self._stream: RequestStream | None = None
+        self._record: CallRecord | None = None
+        self._lease: Lease | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.requests) * self.params.n
+
+    @property
+    def results(self) -> list[RequestOutput]:
+        """Everything that has come so far, by prompt, but for the texts and log-probabilities of
+        the choices: these are in the deltas alone."""
+        return [assembler.output for assembler in self._assemblers.values()]
+
+    def prompt_entries(self, choice: int) -> LogprobEntries:
+        """The log-probabilities of a choice's prompt, which come with its first output."""
+        request = self.requests[choice // self.params.n]
+        entries = self._assemblers[request.request_id].prompt_entries
+        assert entries is not None, "they were asked for"
+        return entries
+
+    async def __aenter__(self) -> Self:
+        """Send the requests to the engine.
+
+        Raises OverloadedError and its kinds, EngineDeadError, InvalidRequestError for more than the
+        tenant may ever ask, DeadlineExceededError if the deadline has passed already.
+        """
+        left_s = self._time_left_s()
+        if left_s is not None and left_s <= 0:
+            raise self._deadline_error()
+        service, caller = self._service, self._caller
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
+        with ExitStack() as undo:
+            self._lease = service.tenants.open(caller.tenant, self.num_choices, num_prompt_tokens)
+            undo.callback(self._lease.close)
+            self._stream = service.engine.generate(*self.requests)
+            undo.callback(self._stream.close)
+            attributes = {
+                "gen_ai.operation.name": caller.operation,
+                "gen_ai.response.id": caller.call_id,
+            }
+            self._record = service.monitor.open_call(
+                self.requests, caller.tenant.name, caller.request_id, attributes
+            )
+            self._stream.attach(self)
+            if left_s is not None:
+                loop = asyncio.get_running_loop()
+                undo.callback(loop.call_later(left_s, self._on_deadline).cancel)
+            self._leaving = undo.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._leaving.close()
+        self._stream = self._lease = None  # no cycle: what the call held is freed at once
+        if self._record is not None:
+            self._record.close(error)
+
+    def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """All that is new since the last one, as it comes, until every choice has finished.
+
+        A batch has each choice at most once: with one token of it, or with as many as came since
+        the last batch was taken. Raises what the engine refused a request with, StepFailedError,
+        DeadlineExceededError, EngineDeadError; what came before is given first.
+        """
+        return _Batches(self)
+
+    async def next_batch(self) -> list[tuple[int, Delta]]:
+        """For `batches`: the next one, as soon as there is any; empty at the end."""
+        while not self._news:
+            if self._error is not None:
+                raise self._error
+            if self._has_ended:
+                return []
+            await self._wait()
+        return self._take()
+
+    async def rest(self) -> Iterator[tuple[int, Delta]]:
+        """Everything that nobody took, once every choice has finished: each choice once, in order,
+        put together when its turn comes, since all of them at once would hold up other calls.
+
+        Sleeps until then, however many tokens come. Raises as `batches` does.
+        """
+        self._waits_for_end = True
+        while self._error is None and not self._has_ended:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+        news, self._news = self._news, {}
+        return (
+            (choice, assembler.take_delta(branch))
+            for choice, (assembler, branch) in sorted(news.items(), key=lambda item: item[0])
+        )
+
+    def on_output(self, output: SequenceOutput) -> None:
+        """For the stream: what a step brought. Never raises, since the connection that brought it
+        is everybody's; what goes wrong here ends this call."""
+        if self._error is not None:
+            return
+        try:
+            self._take_in(output)
+        except Exception as error:  # raised again by whoever reads this call's answer
+            self._fail(error)
+
+    def on_end(self, error: QuireError | None) -> None:
+        """For the stream: nothing more comes."""
+        self._has_ended = True
+        self._error = self._error or error
+        self._wake()
+
+    def _take_in(self, output: SequenceOutput) -> None:
+        assert self._stream and self._record and self._lease, "outputs come inside `async with`"
+        self._record.on_output(output)
+        self._lease.count(len(output.token_ids))
+        assembler = self._assemblers[output.request_id]
+        for branch in assembler.push(output):
+            self._record.on_stop(output.request_id, branch)
+            self._stream.abort_branch(output.request_id, branch)
+        if output.error is not None:
+            is_asked_for = output.error == NoTokenLeftError.TEXT
+            self._fail((NoTokenLeftError if is_asked_for else StepFailedError)(output.error))
+            return
+        choice = self._first_choice[output.request_id] + output.branch_index
+        self._news[choice] = (assembler, output.branch_index)
+        if not self._waits_for_end:
+            self._wake()
+
+    def _take(self) -> list[tuple[int, Delta]]:
+        news, self._news = self._news, {}
+        return [
+            (choice, assembler.take_delta(branch)) for choice, (assembler, branch) in news.items()
+        ]
+
+    def _fail(self, error: Exception) -> None:
+        """End the call: its memory is free before the engine's next step, read or not."""
+        self._error = self._error or error
+        if self._stream is not None:
+            self._stream.close()
+        self._wake()
+
+    def _on_deadline(self) -> None:
+        if not self._has_ended:
+            self._fail(self._deadline_error())
+
+    def _time_left_s(self) -> float | None:
+        deadline_s = self.requests[0].deadline_s
+        if deadline_s is None:
+            return None
+        return self._caller.arrival_s + deadline_s - time.monotonic()
+
+    def _deadline_error(self) -> DeadlineExceededError:
+        num_tokens = sum(
+            len(choice.token_ids) for result in self.results for choice in result.outputs
+        )
+        return DeadlineExceededError(
+            f"the call was ended at its deadline, {self.requests[0].deadline_s:g} s after it came,"
+            f" with {num_tokens} tokens generated; allow more time with deadline_s, or ask for"
+            " fewer tokens"
+        )
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Batches:
+    """An iterator, and no generator: one that is left half-way needs nobody to close it."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, Delta]]:
+        batch = await self._generation.next_batch()
+        if not batch:
+            raise StopAsyncIteration
+        return batch
+
+
+async def prepare(
+    service: Service,
+    http: HTTPRequest,
+    call_id: str,
+    prompts: Sequence[str | list[int]],
+    wish: Wish,
+    options: RequestOptions,
+) -> Generation:
+    """Tokenize and check the prompts.
+
+    Raises InvalidRequestError, ServerDrainingError, OverloadedError where the server has no room.
+    """
+    service.check_accepting()
+    params = as_sampling_params(wish)
+    service.engine.check_room(len(prompts) * params.n)  # before there is any work with them
+    words = params.bad_words or ()
+    inputs = service.inputs
+    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    size += _ENCODINGS_PER_BAD_WORD * sum(len(word) for word in words)
+    token_ids = await call_for_text(size, _tokenize, inputs, prompts, words)
+    draft = _Draft(service, Caller.of(http, call_id), inputs, wish, options)
+    return await service.pieces.run(draft.finish(prompts, token_ids))
+
+
+def _tokenize(
+    inputs: InputProcessor, prompts: Sequence[str | list[int]], bad_words: Sequence[str]
+) -> list[list[int]]:
+    inputs.prepare_bad_words(bad_words)
+    with blamed_on("prompt"):
+        return [
+            inputs.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What all requests of a call have in common."""
+
+    service: Service
+    caller: Caller
+    inputs: InputProcessor
+    wish: Wish
+    options: RequestOptions
+
+    def finish(
+        self, prompts: Sequence[str | list[int]], token_ids: Sequence[list[int]]
+    ) -> PyGenerator[None, None, Generation]:
+        """The call's requests; may pause at every yield."""
+        tokenizer = self.service.tokenizer
+        assemblers = []
+        for index, (prompt, ids) in enumerate(zip(prompts, token_ids, strict=True)):
+            request = self._request(index, ids)
+            text = prompt if isinstance(prompt, str) else None
+            assemblers.append(
+                RequestAssembler(request, self.wish, tokenizer, text, deltas_only=True)
+            )
+            yield
+        check_prompt_logprobs([assembler.request for assembler in assemblers])
+        return Generation(self.service, assemblers, self.wish, self.caller)
+
+    def _request(self, index: int, token_ids: list[int]) -> Request:
+        with blamed_on("prompt"):
+            return self.inputs.make_request(
+                f"{self.caller.call_id}-{index}",
+                token_ids,
+                self.wish,
+                seed=self.service.seeds.draw(self.options.tenant),
+                options=self.options,
+            )
+
+
+@contextmanager
+def blamed_on(param: str) -> Iterator[None]:
+    """Name the field in errors about a text that does not know which field it came from."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = error.param or param
+        raise
+
+
+def new_call_id(prefix: str) -> str:
+    """An id that no other call has, in OpenAI's form."""
+    return f"{prefix}-{uuid.uuid4().hex}"

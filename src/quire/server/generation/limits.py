@@ -1,0 +1,202 @@
+"""How much one call may ask for. Checked before anything is tokenized or looped over.
+
+The bounds are the operator's, except that of log-probabilities, which is the engine's. Values that
+mean nothing, whoever serves, are refused by `core.sampling_params`. Called by the API families;
+made by `launch`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire.core.request import Request, prompt_too_long
+from quire.core.sampling_params import MAX_BRANCHES, MAX_STOP_STRINGS
+from quire.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
+from quire.server.generation.body import CompletionRequest, GenerationBody
+from quire.text.tokenizer import Tokenizer
+
+_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias")
+_COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
+
+MAX_PROMPT_LOGPROBS = 1_000_000
+"""Of all prompt tokens in one answer, which has them for each choice: 90 MB of JSON. The engine
+sends those of one prompt as one message: 14 MB, which it takes 0.05 s to write."""
+
+MAX_ANSWER_BYTES = 384 << 20
+"""Of the log-probabilities in an answer that comes in one piece, if it grows as long as it may, as
+JSON. Until it is written the front holds a seventh to a half of it."""
+
+MAX_TEMPLATE_VALUES = 10_000
+"""Of chat_template_kwargs: what a template is given beside the messages."""
+
+MAX_WORD_CHARACTERS = 1000
+"""Of one bad word, which is tokenized in several forms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """The bounds of one call. Each is at least 1.
+
+    max_prompts: of a completion. max_n: choices of each prompt. max_choices: of all prompts.
+    max_stop_strings: in `stop`. max_list_length: of stop_token_ids, bad_words, allowed_token_ids
+        and logit_bias, each.
+
+    Raises ConfigurationError for a bound that can't be kept to.
+    """
+
+    max_prompts: int = 256
+    max_n: int = 128
+    max_choices: int = 1024
+    max_stop_strings: int = 64
+    max_list_length: int = 4096
+
+    def __post_init__(self) -> None:
+        highest = {"max_n": MAX_BRANCHES, "max_stop_strings": MAX_STOP_STRINGS}
+        for field in fields(self):
+            value, high = getattr(self, field.name), highest.get(field.name)
+            if value < 1 or (high is not None and value > high):
+                bound = "at least 1" + ("" if high is None else f" and at most {high}")
+                raise ConfigurationError(f"{field.name} is {value}, but must be {bound}")
+
+    def check_parsed(self, value: Any, max_model_len: int) -> None:
+        """Check how long the lists and objects of a body are, before a look at what is in them.
+
+        value: the body's JSON, whatever it is. Raises InvalidRequestError that names the field and
+        the bound; PromptTooLongError.
+        """
+        if not isinstance(value, dict):
+            return
+        for part in (value, value.get("extra_body")):
+            if isinstance(part, dict):
+                for name, bound in self._list_bounds:
+                    _check_length(name, part.get(name), bound)
+                self._check_prompt(part.get("prompt"), max_model_len)
+                _check_template_arguments(part.get("chat_template_kwargs"))
+
+    @property
+    def _list_bounds(self) -> Iterator[tuple[str, int]]:
+        yield "stop", self.max_stop_strings
+        for name in _LISTS:
+            yield name, self.max_list_length
+
+    def _check_prompt(self, prompt: Any, max_model_len: int) -> None:
+        if not isinstance(prompt, list) or not prompt:
+            return
+        if not isinstance(prompt[0], int):
+            _check_length("prompt", prompt, self.max_prompts)
+        elif len(prompt) >= max_model_len:
+            raise prompt_too_long(len(prompt), max_model_len)
+
+    def check(self, body: GenerationBody, max_logprobs: int) -> None:
+        """Check what `check_parsed` has left. Raises InvalidRequestError that names the field and
+        the bound.
+
+        max_logprobs: the engine's bound.
+        """
+        self._check_choices(body)
+        for word in body.bad_words or ():
+            if len(word) > MAX_WORD_CHARACTERS:
+                raise InvalidRequestError(
+                    f"bad_words contains a text of {len(word)} characters, above the bound of"
+                    f" {MAX_WORD_CHARACTERS}",
+                    "bad_words",
+                )
+        _check_logprobs(body, max_logprobs)
+
+    def _check_choices(self, body: GenerationBody) -> None:
+        n = 1 if body.n is None else body.n
+        if n > self.max_n:
+            raise InvalidRequestError(
+                f"n is {n}, above this server's bound of {self.max_n}; ask for fewer choices", "n"
+            )
+        num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        if n * num_prompts > self.max_choices:
+            raise InvalidRequestError(
+                f"n is {n} for each of {num_prompts} prompts, {n * num_prompts} choices, above"
+                f" this server's bound of {self.max_choices}; ask for fewer in one call",
+                "n",
+            )
+
+
+def _check_length(name: str, value: Any, bound: int) -> None:
+    if isinstance(value, (list, dict)) and len(value) > bound:
+        raise InvalidRequestError(
+            f"{name} has {len(value)} entries, above this server's bound of {bound};"
+            " send fewer, or several calls",
+            name,
+        )
+
+
+def _check_template_arguments(value: Any) -> None:
+    """Stops to count at the bound."""
+    count, rest = 0, [value]
+    while rest:
+        inner = rest.pop()
+        if isinstance(inner, (dict, list)):
+            count += len(inner)
+            if count > MAX_TEMPLATE_VALUES:
+                raise InvalidRequestError(
+                    "chat_template_kwargs has more values, those inside of others included, than"
+                    f" the bound of {MAX_TEMPLATE_VALUES}; send fewer",
+                    "chat_template_kwargs",
+                )
+            rest += inner.values() if isinstance(inner, dict) else inner
+
+
+def check_text(text: str, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
+    """Refuse a text that is too long whatever its tokens are, before they are looked for.
+
+    Raises PromptTooLongError.
+    """
+    if len(text) > max_model_len * tokenizer.longest_token_bytes:
+        raise PromptTooLongError(
+            f"the prompt has {len(text)} characters, more than the tokens of any prompt hold"
+            f" (max_model_len is {max_model_len}); shorten the prompt",
+            param,
+        )
+
+
+def check_prompt_logprobs(requests: Sequence[Request]) -> None:
+    """Raises InvalidRequestError where an answer would be too long for one piece."""
+    count = sum(
+        (1 + one.params.prompt_logprobs) * len(one.prompt_token_ids) * one.n
+        for one in requests
+        if one.params.prompt_logprobs is not None
+    )
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"the answer would have {count} log-probabilities of prompt tokens, for each choice"
+            f" its own, above the bound of {MAX_PROMPT_LOGPROBS}; send fewer prompts in one call,"
+            " or ask for fewer choices or likeliest tokens",
+            "prompt_logprobs",
+        )
+
+
+def check_whole_answer(
+    requests: Sequence[Request], max_model_len: int, *, bytes_per_logprob: int
+) -> None:
+    """Raises InvalidRequestError where an answer that is not streamed could be too long."""
+    count = 0
+    for one in requests:
+        if one.params.logprobs is not None:
+            room = max_model_len - len(one.prompt_token_ids)
+            count += (1 + one.params.logprobs) * min(one.params.max_tokens, room) * one.n
+    num_bytes = count * bytes_per_logprob
+    if num_bytes > MAX_ANSWER_BYTES:
+        raise InvalidRequestError(
+            f"the answer might have {count} log-probabilities, about {num_bytes >> 20} MiB, above"
+            f" the bound of {MAX_ANSWER_BYTES >> 20} MiB; stream it, or lower max_tokens, n or the"
+            " number of likeliest tokens",
+            "logprobs",
+        )
+
+
+def _check_logprobs(body: GenerationBody, max_logprobs: int) -> None:
+    for name in _COUNTS_OF_LOGPROBS:
+        count: Any = getattr(body, name, None)
+        if count is None or isinstance(count, bool):  # a chat's `logprobs` is a switch
+            continue
+        if not 0 <= count <= max_logprobs:
+            raise InvalidRequestError(
+                f"{name} is {count}, but must be at least 0 and at most {max_logprobs}", name
+            )

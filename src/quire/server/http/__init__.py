@@ -1,0 +1,1 @@
+"""HTTP itself: connections, what may come in, JSON bodies, streams, errors."""

@@ -1,0 +1,201 @@
+"""What a connection has that uvicorn's lacks: time limits, and answers to what is no request.
+
+A head that does not come and an answer that nobody reads would hold a connection, and the second
+the memory of an answer, for as long as its client likes. (How long a body may take is the
+application's to say: `body_limit`.) Knows no requests. Called by `launch`.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from http import HTTPStatus
+from importlib.util import find_spec
+from typing import Any, ClassVar, cast
+
+from quire.errors import ConfigurationError
+from quire.server.http.errors import error_body
+from quire.server.http.h11_protocol import H11
+from quire.server.http.request_head import RequestHeadError
+
+SEND_BUFFER_BYTES = 128 << 10
+"""The kernel's own buffer for answers: by itself it would grow to megabytes for each client that
+does not read, and a client that reads slowly would seem not to read until a third of it is free."""
+
+MAX_AHEAD_BYTES = 16 << 20
+MAX_AHEAD_REQUESTS = 128
+"""What a client may send ahead of an answer: of a head that does not end (or of a body that nobody
+wants any more), and whole requests. h11 has bounds of its own; httptools would keep it all."""
+
+
+LINGER_S = 2.0
+"""How long a client that was refused may go on sending: if its connection were closed meanwhile, it
+might never see why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """After how many seconds a connection is cut.
+
+    head_timeout_s: from its beginning, or from the first byte after an answer, until a request's
+        head has come whole.
+    unread_timeout_s: while the client takes nothing of an answer, and more of it waits than the
+        buffers take.
+    """
+
+    head_timeout_s: float = 30.0
+    unread_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("head_timeout_s", "unread_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be above 0")
+
+
+def connection_class(limits: ConnectionLimits) -> type["Connection"]:
+    """What uvicorn is given as its `http`: connections with these limits."""
+    return type("LimitedConnection", (Connection,), {"limits": limits})
+
+
+@cache
+def protocol_class() -> Any:
+    """uvicorn's HTTP on httptools where that is installed, else on h11."""
+    if find_spec("httptools") is None:
+        return H11
+    # needs an extra that may be missing
+    from quire.server.http.httptools_protocol import HttpTools
+
+    return HttpTools
+
+
+class _Timer:
+    """Calls `action` once, `delay_s` after `start`, unless stopped before."""
+
+    def __init__(self, delay_s: float, action: Callable[[], None]) -> None:
+        self._delay_s = delay_s
+        self._action = action
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Does nothing while it runs."""
+        if self._handle is None:
+            loop = asyncio.get_running_loop()
+            self._handle = loop.call_later(self._delay_s, self._action)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+class Connection(asyncio.Protocol):
+    """uvicorn's protocol, with timers around it.
+
+    Invariant: the head's timer runs while no request is being answered and the head of the next
+    one has not come; the reader's timer runs while the transport has asked to be given no more.
+    """
+
+    limits: ClassVar[ConnectionLimits] = ConnectionLimits()
+
+    def __init__(self, **from_uvicorn: Any) -> None:
+        self._inner: Any = protocol_class()(**from_uvicorn)
+        self._inner.refuse = self._refuse
+        self._is_refused = False
+        self._transport: asyncio.Transport | None = None
+        self._cycle: Any = None  # uvicorn's last request
+        self._num_ahead = 0  # bytes that came after it
+        self._head = _Timer(self.limits.head_timeout_s, self._cut)
+        self._reader = _Timer(self.limits.unread_timeout_s, self._cut)
+        self._linger = _Timer(LINGER_S, self._cut)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._bound_in_kernel(transport)
+        self._inner.connection_made(transport)
+        self._head.start()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._num_ahead += len(data)
+            if self._num_ahead > MAX_AHEAD_BYTES:
+                self._cut()
+            return
+        self._inner.data_received(data)
+        cycle = self._inner.cycle  # the last request whose head has come
+        if cycle is None or cycle.response_complete:
+            self._head.start()
+        else:
+            self._head.stop()
+        if cycle is not self._cycle:
+            self._cycle, self._num_ahead = cycle, 0
+        elif cycle is None or cycle.response_complete or not cycle.more_body:
+            self._num_ahead += len(data)
+        num_requests = len(getattr(self._inner, "pipeline", ()))  # httptools'
+        if self._num_ahead > MAX_AHEAD_BYTES or num_requests > MAX_AHEAD_REQUESTS:
+            self._cut()
+
+    def eof_received(self) -> None:
+        self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+        self._reader.start()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+        self._reader.stop()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._head.stop()
+        self._reader.stop()
+        self._linger.stop()
+        self._inner.connection_lost(error)
+
+    def _refuse(self, error: RequestHeadError) -> None:
+        """Answer what was no request, read no more, and close once the client has taken that."""
+        assert self._transport is not None, "there is no data before a connection"
+        self._is_refused = True
+        if (cycle := self._inner.cycle) is not None and not cycle.response_complete:
+            cycle.disconnected = True  # its request never comes whole
+            cycle.message_event.set()
+        self._head.stop()
+        self._transport.write(_answer(error, self._inner.server_state.default_headers))
+        self._linger.start()
+        self._transport.write_eof()
+
+    def _cut(self) -> None:
+        """At once, with all that waits to be sent. The application is told of a disconnect."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _bound_in_kernel(self, transport: asyncio.BaseTransport) -> None:
+        """Let no unread answer lie in the kernel at length: neither much of it, nor for long.
+
+        The end of an answer that lies there alone has no timer here. Where there is no such option
+        (it is Linux's), such a connection ends with its client.
+        """
+        sock = transport.get_extra_info("socket")
+        if sock is None:
+            return
+        with contextlib.suppress(OSError):  # not a TCP socket
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                timeout_ms = max(1, round(self.limits.unread_timeout_s * 1000))
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+
+
+def _answer(error: RequestHeadError, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """An error as HTTP. headers: those of every answer."""
+    body = json.dumps(error_body(error)).encode()
+    own = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+    lines = [b"%b: %b\r\n" % header for header in (*headers, *own)]
+    status = HTTPStatus(error.http_status)
+    first = f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
+    return b"".join([first, *lines, b"\r\n", body])

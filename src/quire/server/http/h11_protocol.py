@@ -1,0 +1,49 @@
+"""uvicorn's HTTP on h11, with errors of ours where a request can't be read.
+
+Such a request is answered in the shape of all errors and with its own status, and never in the
+middle of another answer. `connection` makes one for each connection and says how to refuse. Where
+httptools is installed, `httptools_protocol` stands in its place.
+"""
+
+import sys
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quire.server.http.request_head import MAX_HEAD_BYTES, RequestHeadError, too_long
+
+Refuse = Callable[[RequestHeadError], None]
+"""Answers with an error, after which the connection ends."""
+
+NOT_HTTP = "the request is not valid HTTP/1.1"
+
+
+class H11(H11Protocol):
+    """The parser in Python. Set `refuse` before it is given data."""
+
+    refuse: Refuse
+
+    def __init__(self, **from_uvicorn: Any) -> None:
+        super().__init__(**from_uvicorn)
+        self.conn = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn while it handles h11's error, which knows the status."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # an answer has begun
+            return
+        hint = getattr(sys.exception(), "error_status_hint", HTTPStatus.BAD_REQUEST)
+        if hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
+            self.refuse(too_long())
+        elif hint == HTTPStatus.NOT_IMPLEMENTED:
+            self.refuse(
+                RequestHeadError(
+                    HTTPStatus.NOT_IMPLEMENTED,
+                    "the Transfer-Encoding is unknown; only chunked is understood",
+                )
+            )
+        else:
+            self.refuse(RequestHeadError(HTTPStatus.BAD_REQUEST, NOT_HTTP))

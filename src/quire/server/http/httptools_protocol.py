@@ -1,0 +1,154 @@
+"""uvicorn's protocol on httptools, with what it lacks beside the one on h11.
+
+It has no bound on a head, puts trailers among the headers, loses the body of a request that offers
+an upgrade (as Java's client does with each), answers what it can't read in the middle of another
+answer, sends clients of HTTP/1.0 chunks, which they take for the text, and of several requests of
+one connection tells only the last that the client has gone.
+Imported by `connection` where httptools is installed.
+"""
+
+from collections import deque
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from starlette.types import Message, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from quire.server.http.h11_protocol import NOT_HTTP, Refuse
+from quire.server.http.request_head import MAX_HEAD_BYTES, RequestHeadError, too_long
+
+
+class HttpTools(HttpToolsProtocol):
+    """The parser in C. Set `refuse` before it is given data.
+
+    Invariants: what follows a request that could not be read is not read; `_unanswered` has the
+    requests whose heads have come and whose answers are not complete.
+    """
+
+    refuse: Refuse
+
+    def __init__(self, **from_uvicorn: Any) -> None:
+        super().__init__(**from_uvicorn)
+        self._is_in_head = False
+        self._num_head_bytes = 0  # of the head, but for what came in one piece with its beginning
+        self._upgrade: list[bytes] | None = None  # the head of a request that offers one
+        self._error: RequestHeadError | None = None
+        self._unanswered: deque[Any] = deque()  # uvicorn's requests; the first is being answered
+
+    def data_received(self, data: bytes) -> None:
+        if self._error is not None:
+            return
+        self._unset_keepalive_if_required()
+        was_in_head = self._is_in_head
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self._fail(RequestHeadError(HTTPStatus.BAD_REQUEST, NOT_HTTP))
+            return
+        if was_in_head and self._is_in_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self._fail(too_long())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head = True
+        self._num_head_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # else a trailer, which is no header: nobody has checked it
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._upgrade = self._head_without_upgrade()
+        else:
+            super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                cycle: Any = self.cycle
+                cycle.send = _without_chunks(cycle)
+            self._unanswered.append(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        if self._upgrade is None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._upgrade is None:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._unanswered.popleft()
+        super().on_response_complete()
+        if self._error is not None and not self._unanswered:
+            self.refuse(self._error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def _feed(self, data: bytes) -> None:
+        """Raises HttpParserError. An upgrade is not taken: the request counts as if it offered
+        none, which httptools does not do by itself."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if self._upgrade is None:  # CONNECT: what follows is not HTTP
+                    self.cycle.keep_alive = False
+                    return
+                data = b"".join([*self._upgrade, data[upgrade.args[0] :]])
+                self._upgrade = None
+                self.parser = httptools.HttpRequestParser(self)
+                if hasattr(self.parser, "set_dangerous_leniencies"):  # as uvicorn sets it
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _head_without_upgrade(self) -> list[bytes]:
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(each for each in options if each.lower() != b"upgrade")
+            if name != b"upgrade" and (name != b"connection" or value):
+                lines += [name, b": ", value, b"\r\n"]
+        return [*lines, b"\r\n"]
+
+    def _fail(self, error: RequestHeadError) -> None:
+        """Refuse what could not be read, once the answers before it are there."""
+        self._error = error
+        requests = self._unanswered
+        if not requests:
+            self.refuse(error)
+        elif self._is_in_head or not requests[-1].more_body:
+            return  # their answers first
+        elif len(requests) > 1:  # the body of one that waits is broken
+            requests.pop()
+            self.pipeline.popleft()
+        elif requests[0].response_started:
+            self.transport.close()
+        else:
+            self.refuse(error)
+
+
+def _without_chunks(cycle: Any) -> Send:
+    """The `send` of a request of HTTP/1.0: an answer of no announced length ends with the
+    connection (RFC 9112, section 6.3)."""
+    send_framed, is_framed = cycle.send, True
+
+    async def send(message: Message) -> None:
+        nonlocal is_framed
+        if message["type"] == "http.response.start":
+            is_framed = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not is_framed:
+                cycle.chunked_encoding = cycle.keep_alive = False
+        elif not is_framed:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send_framed(message)
+
+    return send

@@ -1,0 +1,224 @@
+"""Answers that end with their client: server-sent events, and work that a disconnect cancels.
+
+Called by the API families. Knows no engine: cancelling the work is what aborts a request.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from quire.errors import QuireError
+from quire.server.config import KEEP_ALIVE_S
+from quire.server.http.errors import error_body
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it, and whatever stands between sees that the stream lives."""
+
+SHORT_ANSWER_BYTES = 256 << 10
+
+_encode_json = msgspec.json.Encoder().encode
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection; nobody waits for the answer."""
+
+
+def json_response(content: msgspec.Struct) -> Response:
+    """A short answer."""
+    return Response(_encode_json(content), media_type="application/json")
+
+
+def event(content: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode_json(content) + b"\n\n"
+
+
+async def unless_disconnected(
+    receive: Receive,
+    work: Coroutine[Any, Any, T],
+    tick: Callable[[], Awaitable[float]] | None = None,
+) -> T:
+    """The result of `work`, which is cancelled, and ClientGoneError raised, if the client goes.
+
+    receive: of a request whose body has been read. tick: called at once and then again and again,
+    after as many seconds as it returned. Whichever way this ends, `work` has ended.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        while True:
+            timeout_s = None if tick is None else await tick()
+            await asyncio.wait((task, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return await task
+            if gone.done():
+                raise ClientGoneError
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def answer(
+    receive: Receive, work: Coroutine[Any, Any, None], pieces: AsyncGenerator[bytes, None]
+) -> Response:
+    """What `pieces` make once `work` is done, or an empty response that nobody receives."""
+    try:
+        await unless_disconnected(receive, work)
+    except ClientGoneError:
+        await pieces.aclose()
+        return Response(status_code=499)
+    return PieceByPiece(pieces)
+
+
+class PieceByPiece(Response):
+    """A whole answer in JSON that is made while it is sent, as fast as its client takes it.
+
+    A short one has a Content-Length and goes out at once.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: AsyncGenerator[bytes, None]) -> None:
+        """pieces: closed however this ends."""
+        self.status_code = 200
+        self.background = None
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._send_all(send))
+        except ClientGoneError:
+            return
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._pieces) as pieces:
+            held, num_held = [], 0
+            async for piece in pieces:
+                held.append(piece)
+                num_held += len(piece)
+                if num_held > SHORT_ANSWER_BYTES:
+                    break
+            else:
+                length = {"content-length": str(num_held)}
+                await self._begin(send, length)
+                await _send_body(send, b"".join(held), more_body=False)
+                return
+            await self._begin(send, {})
+            await _send_body(send, b"".join(held))
+            held.clear()
+            async for piece in pieces:
+                await _send_body(send, piece)
+            await _send_body(send, b"", more_body=False)
+
+    async def _begin(self, send: Send, headers: dict[str, str]) -> None:
+        self.init_headers(headers)
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+
+
+async def _send_body(send: Send, body: bytes, *, more_body: bool = True) -> None:
+    """Returns once the client's buffer has room again."""
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+class EventStream(Response):
+    """A response of server-sent events, ended by [DONE].
+
+    The status line waits for the first event, so that a refusal can still be told by its status,
+    but no longer than keep_alive_s: a request may wait in the queue, or for an engine that comes
+    back. From then on an error becomes an event, as it does after the first one. A client that goes
+    away closes the iterator; one that does not read stops it, until the connection's own time limit
+    (`connection`) takes it for gone.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], keep_alive_s: float = KEEP_ALIVE_S
+    ) -> None:
+        """events: each one or more, encoded by `event`, which go out together; at least one. The
+        iterator is closed however this ends. keep_alive_s: after so long without news a comment
+        goes out."""
+        self.status_code = 200
+        self.background = None
+        # The second is for proxies that would collect a stream before they pass it on (nginx).
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._events = events
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        outlet = _Outlet(send, head, self._keep_alive_s)
+        try:
+            await unless_disconnected(receive, self._send_all(outlet), outlet.keep_alive)
+        except ClientGoneError:
+            return
+
+    async def _send_all(self, outlet: "_Outlet") -> None:
+        async with aclosing(self._events) as events:
+            try:
+                async for each in events:
+                    await outlet.put(each)
+            except QuireError as error:
+                if not outlet.has_begun:
+                    raise
+                await outlet.put(event(error_body(error)))
+        await outlet.put(DONE, is_last=True)
+
+
+class _Outlet:
+    """The sending end of one stream, used by the stream and by its keep-alive.
+
+    Invariant: the head goes out once, before everything else; one message is sent at a time.
+    """
+
+    def __init__(self, send: Send, head: Message, keep_alive_s: float) -> None:
+        self.has_begun = False
+        self._send = send
+        self._head = head
+        self._keep_alive_s = keep_alive_s
+        self._lock = asyncio.Lock()
+        self._last_s = time.monotonic()
+
+    async def put(self, body: bytes, *, is_last: bool = False) -> None:
+        """Returns once the client's buffer has room again."""
+        async with self._lock:
+            if not self.has_begun:
+                self.has_begun = True
+                await self._send(self._head)
+            await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+            self._last_s = time.monotonic()
+
+    async def keep_alive(self) -> float:
+        """Send a comment if it is time; returns in how many seconds to look again."""
+        if self._lock.locked():  # something is on its way
+            return self._keep_alive_s
+        left_s = self._last_s + self._keep_alive_s - time.monotonic()
+        if left_s > 0:
+            return left_s
+        await self.put(KEEP_ALIVE)
+        return self._keep_alive_s

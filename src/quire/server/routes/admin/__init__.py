@@ -1,0 +1,1 @@
+"""Endpoints about the server: health, metrics, memory, version, the API's page."""

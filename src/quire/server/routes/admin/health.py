@@ -1,0 +1,90 @@
+"""GET /health and /ready: whether to keep this server, and whether to send it requests.
+
+/health is for whoever restarts servers: 200 while the front lives and the engine can answer, now
+or once it has recovered by itself. /ready is for whoever balances load: 200 only while the engine
+takes steps and new requests are taken. Both say the same to everybody but the operator, who gets
+numbers of the whole server from /health, too; only these wait for the engine.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi import Request as HTTPRequest
+
+from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.recovery import EngineState
+from quire.errors import EngineDeadError, QuireError
+from quire.server.routes.openapi import ERROR_RESPONSES
+from quire.server.service import Service, service_of
+
+router = APIRouter(responses=ERROR_RESPONSES)
+
+ENGINE_TIMEOUT_S = 10.0
+"""The engine answers between two steps; those who need its answer wait so long for one."""
+
+DETAILS_TIMEOUT_S = 2.0
+"""Who asks whether the server lives is in a hurry: after this the details are left out."""
+
+_NOT_READY = {
+    EngineState.STARTING: "the model is being loaded",
+    EngineState.RECOVERING: "the engine has died and is being started again",
+    EngineState.FAILED: "the engine can't be started any more",
+    EngineState.CLOSING: "the server is about to end",
+}
+
+
+class NotReadyError(QuireError):
+    """The server lives, but takes no requests at the moment."""
+
+    http_status = 503
+    code = "not_ready"
+    retry_after_s = 1.0
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
+async def health(http: HTTPRequest) -> dict[str, Any]:
+    """Raises EngineDeadError, which is 503, once the engine has failed for good.
+
+    For the operator also `engine`: its own numbers, null while it has none to give; `num_open`:
+    generations of all clients; `num_restarts`. Others get the status alone: each of these numbers
+    moves with what other clients do.
+    """
+    engine = service_of(http).engine
+    if engine.state is EngineState.FAILED:
+        raise EngineDeadError(f"{_NOT_READY[EngineState.FAILED]}; the server's log says why")
+    status = "ok" if engine.state is EngineState.READY else engine.state.value
+    if not http.state.is_operator:
+        return {"status": status}
+    return {
+        "status": status,
+        "engine": await _details(engine),
+        "num_open": engine.num_open,
+        "num_restarts": engine.num_restarts,
+    }
+
+
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready")
+async def ready(http: HTTPRequest) -> dict[str, str]:
+    """Raises NotReadyError, which is 503, with the reason."""
+    reason = why_not_ready(service_of(http))
+    if reason is not None:
+        raise NotReadyError(f"not ready: {reason}")
+    return {"status": "ready"}
+
+
+def why_not_ready(service: Service) -> str | None:
+    """Why no requests should be sent here now; None if they should."""
+    if service.drain.is_on:
+        return _NOT_READY[EngineState.CLOSING]
+    return _NOT_READY.get(service.engine.state)
+
+
+async def _details(engine: AsyncEngine) -> dict[str, Any] | None:
+    """EngineStats by name, but for the histograms, which are for /metrics."""
+    try:
+        stats = await engine.stats(DETAILS_TIMEOUT_S)
+    except QuireError:
+        return None  # it recovers, or a step takes long: the status says more
+    return {name: value for name, value in stats.items() if name != "times"}

@@ -1,0 +1,77 @@
+"""GET /memory and /memory/blocks: the ledger of the KV memory, for the operator (see `access`).
+
+They name requests and tenants, and show what all of them hold.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi import Request as HTTPRequest
+
+from quire.engine_client.device_ledger import ledger_parts
+from quire.engine_client.messages import GetBlocks, GetMemory
+from quire.errors import InvalidRequestError
+from quire.server.routes.admin.health import ENGINE_TIMEOUT_S
+from quire.server.routes.openapi import ERROR_RESPONSES
+from quire.server.service import service_of
+
+router = APIRouter(responses=ERROR_RESPONSES)
+
+MAX_NUM_BLOCKS = 10_000
+"""In one answer: about 1 MiB of JSON where no block has several owners."""
+
+DEFAULT_NUM_BLOCKS = 1000
+
+MAX_BLOCK = 2**31 - 1
+
+
+@router.get("/memory")
+async def memory(http: HTTPRequest) -> dict[str, Any]:
+    """Bytes of the KV cache by what they do (see `core.memory_report`); `device`: what it is a part
+    of (see `core.device_ledger`). Raises EngineDeadError, which is 503."""
+    _check_query(http, ())
+    engine = service_of(http).engine
+    report = await engine.ask(GetMemory(), ENGINE_TIMEOUT_S)
+    parts = ledger_parts(engine.facts)
+    return report | {"device": {f"{name}_bytes": count for name, count in parts.items()}}
+
+
+@router.get("/memory/blocks")
+async def memory_blocks(
+    http: HTTPRequest, first_block: str = "0", num_blocks: str = str(DEFAULT_NUM_BLOCKS)
+) -> dict[str, Any]:
+    """What so many blocks from first_block on are doing (see `core.block_map`), page by page:
+    `next_block` is where the next page begins, null at the end of the pool.
+
+    Raises InvalidRequestError for a page that is not there, EngineDeadError.
+    """
+    _check_query(http, ("first_block", "num_blocks"))
+    first = _whole_number("first_block", first_block, 0, MAX_BLOCK)
+    count = _whole_number("num_blocks", num_blocks, 1, MAX_NUM_BLOCKS)
+    page = await service_of(http).engine.ask(GetBlocks(first, count), ENGINE_TIMEOUT_S)
+    last = page["num_blocks"] - 1
+    if first > last:
+        raise InvalidRequestError(
+            f"first_block is {first}, but the pool has blocks 0 to {last}", "first_block"
+        )
+    return page
+
+
+def _whole_number(name: str, text: str, low: int, high: int) -> int:
+    number = int(text) if text.isdecimal() and len(text) <= len(str(high)) else -1
+    if not low <= number <= high:
+        raise InvalidRequestError(
+            f"{name} is {text!r:.40}, but must be a whole number from {low} to {high}", name
+        )
+    return number
+
+
+def _check_query(http: HTTPRequest, known: Iterable[str]) -> None:
+    unknown = sorted(set(http.query_params) - set(known))
+    if unknown:
+        raise InvalidRequestError(
+            f"{unknown[0]} is not a parameter of {http.url.path}; known are:"
+            f" {', '.join(known) or 'none'}",
+            unknown[0],
+        )

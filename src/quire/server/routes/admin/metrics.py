@@ -1,0 +1,81 @@
+"""GET /metrics: everything that can be counted, as Prometheus scrapes it, for the operator.
+
+The front's own numbers always come. The engine's come with them while it answers: during a restart,
+or a step that takes longer than SCRAPE_TIMEOUT_S, they are left out rather than repeated, and
+`quire_engine_up` says which it is. Nothing is registered globally.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi import Request as HTTPRequest
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.messages import GetMemory
+from quire.engine_client.recovery import EngineState
+from quire.errors import QuireError
+from quire.server.routes.openapi import ERROR_RESPONSES
+from quire.server.service import service_of
+from quire.server.telemetry.metric_families import (
+    engine_families,
+    engine_state_families,
+    front_families,
+    memory_families,
+)
+
+router = APIRouter(responses=ERROR_RESPONSES)
+
+SCRAPE_TIMEOUT_S = 2.0
+"""For each of the two questions to the engine; Prometheus itself gives up after ten seconds."""
+
+STATES = tuple(state.value for state in EngineState)
+
+
+class _Snapshot(Collector):
+    """Families that have been made already."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(http: HTTPRequest) -> Response:
+    """In the text format, or in OpenMetrics' for those who accept that."""
+    service = service_of(http)
+    engine = service.engine
+    stats, memory = await _ask(engine)
+    families = [
+        *front_families(service.monitor, service.tenants.num_open()),
+        *engine_state_families(
+            engine.state.value, STATES, engine.num_restarts, engine.last_step_age_s
+        ),
+    ]
+    if stats is not None:
+        families += engine_families(stats)
+    if stats is not None and memory is not None:
+        families += memory_families(memory, stats.get("num_blocks"))
+    registry = CollectorRegistry()
+    registry.register(_Snapshot(families))
+    ProcessCollector(namespace="quire_front", registry=registry)
+    ProcessCollector(namespace="quire_engine", pid=lambda: str(engine.pid), registry=registry)
+    encode, content_type = choose_encoder(http.headers.get("accept", ""))
+    return Response(encode(registry), headers={"content-type": content_type})
+
+
+async def _ask(engine: AsyncEngine) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """EngineStats and the ledger of the memory, by name; None for what does not come in time."""
+    stats = None
+    try:
+        stats = await engine.stats(SCRAPE_TIMEOUT_S)
+        return stats, await engine.ask(GetMemory(), SCRAPE_TIMEOUT_S)
+    except QuireError:  # whatever it died of
+        return stats, None

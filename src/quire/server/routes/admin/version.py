@@ -1,0 +1,23 @@
+"""GET /version: which quire serves here."""
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from quire.server.http.streaming import json_response
+from quire.server.routes.openapi import answers
+from quire.version import __version__
+
+router = APIRouter()
+
+
+class Version(msgspec.Struct):
+    """The version of quire."""
+
+    version: str
+
+
+@router.get("/version", responses=answers(Version))
+async def version() -> Response:
+    """The version of the server."""
+    return json_response(Version(__version__))

@@ -1,0 +1,176 @@
+"""Log-probabilities in the two shapes of OpenAI's API.
+
+Knows no requests. Called by `completions` and `chat`.
+"""
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from itertools import count, islice
+from typing import Any
+
+import msgspec
+
+from quire.core.step import TokenLogprobs
+from quire.engine_client.logprob_entries import LogprobEntries
+from quire.server.routes.openai.shapes import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    TopLogprob,
+)
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizer import Tokenizer
+
+_encode_json = msgspec.json.Encoder().encode
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON has not; the value that OpenAI uses."""
+
+
+class CompletionLogprobsWriter:
+    """The logprobs of one choice of a completion, piece by piece.
+
+    Invariant: the next token's text begins at character `_offset` of the choice's text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        num_top: int,
+        skip_special_tokens: bool,
+    ) -> None:
+        """prompt_token_ids: what precedes the choice's text; empty where the prompt is echoed."""
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._offset = 0
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens
+        )
+
+    def write_first(self, token_id: int) -> CompletionLogprobs:
+        """Of an echoed prompt's first token. It has no probability: nothing comes before it."""
+        written = CompletionLogprobs([], [], [], [])
+        self._write(written, token_id, None, None)
+        return written
+
+    def write(self, entries: Iterable[TokenLogprobs]) -> CompletionLogprobs:
+        """Of the next tokens, of an echoed prompt or generated."""
+        written = CompletionLogprobs([], [], [], [])
+        for entry in entries:
+            likeliest = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+            top = dict(islice(likeliest, self._num_top))
+            top.setdefault(entry.token_id, entry.logprob)
+            self._write(written, entry.token_id, entry.logprob, top)
+        return written
+
+    def _write(
+        self,
+        written: CompletionLogprobs,
+        token_id: int,
+        logprob: float | None,
+        top: Mapping[int, float] | None,
+    ) -> None:
+        written.tokens.append(token_name(self._tokenizer, token_id))
+        written.token_logprobs.append(None if logprob is None else max(logprob, LEAST_LOGPROB))
+        written.top_logprobs.append(None if top is None else self._named(top))
+        written.text_offset.append(self._offset)
+        self._offset += len(self._detokenizer.append(token_id))
+
+    def _named(self, top: Mapping[int, float]) -> dict[str, float]:
+        named: dict[str, float] = {}
+        for token_id, logprob in top.items():  # of two tokens that read alike, the likelier one
+            named.setdefault(token_name(self._tokenizer, token_id), max(logprob, LEAST_LOGPROB))
+        return named
+
+
+def completion_logprobs_json(parts: Iterable[CompletionLogprobs]) -> Generator[bytes, None, None]:
+    """The JSON of all parts as one, in parts; may pause at each yield."""
+    names = CompletionLogprobs.__struct_fields__
+    lists: list[list[bytes]] = [[] for _ in names]
+    for part in parts:
+        for name, pieces in zip(names, lists, strict=True):
+            pieces.append(_items_json(getattr(part, name)))
+        yield b""
+    opening = b"{"
+    for name, pieces in zip(names, lists, strict=True):
+        yield opening + _encode_json(name) + b":[" + b",".join(pieces) + b"]"
+        opening = b","
+    yield b"}"
+
+
+def prompt_logprobs_json(
+    tokenizer: Tokenizer, entries: LogprobEntries, num_top: int
+) -> Generator[bytes, None, None]:
+    """For each prompt token, by token id: the likeliest ones and the token itself; null for the
+    first. In parts; may pause at each yield."""
+    yield b"[null"
+    for chunk in entries.chunks():
+        yield b"," + _items_json([_by_token_id(tokenizer, entry, num_top) for entry in chunk])
+    yield b"]"
+
+
+def _by_token_id(
+    tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int
+) -> dict[str, dict[str, Any]]:
+    ranked = zip(entry.top_token_ids, entry.top_logprobs, count(1), strict=False)
+    top = {token_id: (logprob, rank) for token_id, logprob, rank in islice(ranked, num_top)}
+    if entry.token_id not in top:
+        own = dict(zip(entry.top_token_ids, count(1), strict=False))
+        top[entry.token_id] = (entry.logprob, own.get(entry.token_id, entry.rank))
+    return {
+        str(token_id): {
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+        for token_id, (logprob, rank) in top.items()
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> ChatLogprobs:
+    """Of generated tokens, each with as many likeliest ones as the request asked for."""
+    return ChatLogprobs([_chat_entry(tokenizer, entry) for entry in entries])
+
+
+def chat_logprobs_json(
+    tokenizer: Tokenizer, entries: LogprobEntries
+) -> Generator[bytes, None, None]:
+    """The JSON of `chat_logprobs` in parts; may pause at each yield."""
+    head, tail = _encode_json(ChatLogprobs([])).split(b"[]")
+    opening = head + b"["
+    for chunk in entries.chunks():
+        yield opening + _items_json(chat_logprobs(tokenizer, chunk).content)
+        opening = b","
+    yield (b"]" if entries else opening + b"]") + tail
+
+
+def _items_json(items: list[Any]) -> bytes:
+    """Of a list, without its brackets."""
+    return _encode_json(items)[1:-1]
+
+
+def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> ChatTokenLogprob:
+    top = [
+        TopLogprob(
+            tokenizer.token_text(token_id),
+            max(logprob, LEAST_LOGPROB),
+            list(tokenizer.token_bytes(token_id)),
+        )
+        for token_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    ]
+    return ChatTokenLogprob(
+        tokenizer.token_text(entry.token_id),
+        max(entry.logprob, LEAST_LOGPROB),
+        list(tokenizer.token_bytes(entry.token_id)),
+        top,
+    )
+
+
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """The token's text, or its bytes in OpenAI's notation where they are no whole characters."""
+    share = tokenizer.token_bytes(token_id)
+    try:
+        return share.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in share)

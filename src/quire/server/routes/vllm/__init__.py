@@ -1,0 +1,1 @@
+"""Endpoints that vLLM has beside OpenAI's."""

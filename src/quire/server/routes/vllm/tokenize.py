@@ -1,0 +1,146 @@
+"""POST /tokenize and /detokenize: text, or messages, to token ids and back, as vLLM has them.
+
+Knows of the engine only its longest context and its vocabulary. Long inputs are worked on in a
+thread.
+"""
+
+import msgspec
+from fastapi import APIRouter
+from fastapi import Request as HTTPRequest
+from pydantic import Field
+from starlette.responses import Response
+
+from quire.errors import InvalidRequestError
+from quire.server.generation.body import Messages, TemplateOptions, TokenIds
+from quire.server.generation.http_generation import blamed_on
+from quire.server.http.body import Body
+from quire.server.http.json_body import JSONRoute
+from quire.server.routes.openai.chat import chat_token_ids
+from quire.server.routes.openai.logprobs import token_name
+from quire.server.routes.openapi import answers
+from quire.server.service import Service, call_for_text, service_of
+
+router = APIRouter(route_class=JSONRoute)
+
+MAX_CHARACTERS = 2 << 20
+"""Of one text: seconds of work, in which other calls go on."""
+
+MAX_TOKENS = 1 << 20
+"""In one list: as much as the text of them is bounded by."""
+
+_TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+class TokenizeRequest(TemplateOptions):
+    """POST /tokenize: a prompt, or messages with the options of their template.
+
+    add_special_tokens: those that the tokenizer puts around a text; null means true for a prompt
+        and false for messages, whose template writes its own.
+    return_token_strs: the text of each token, too.
+    """
+
+    model: str | None = None
+    prompt: str | None = Field(default=None, json_schema_extra={"maxLength": MAX_CHARACTERS})
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    def check(self) -> None:
+        """Raises InvalidRequestError unless there is one thing to tokenize, and its options."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("give either prompt or messages", "prompt")
+        if self.prompt is None:
+            return
+        if len(self.prompt) > MAX_CHARACTERS:
+            raise InvalidRequestError(
+                f"prompt has {len(self.prompt)} characters, above the bound of {MAX_CHARACTERS}",
+                "prompt",
+            )
+        for name in _TEMPLATE_FIELDS:
+            if getattr(self, name):
+                raise InvalidRequestError(
+                    f"{name} is set, but goes with messages only; leave it out", name
+                )
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize: the text of token ids, special tokens included."""
+
+    model: str | None = None
+    tokens: TokenIds = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})
+
+
+class Tokenized(msgspec.Struct):
+    """count: of tokens. max_model_len: how many the engine takes, with those it is to generate.
+
+    token_strs: null where they were not asked for. A token that is a part of a character is named
+        by its bytes, as in the log-probabilities of completions.
+    """
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    """The text."""
+
+    prompt: str
+
+
+@router.post("/tokenize", responses=answers(Tokenized))
+async def tokenize(body: TokenizeRequest, http: HTTPRequest) -> Response:
+    """The token ids of a text, or of messages as the model would be given them."""
+    service = service_of(http)
+    service.check_model(body.model)
+    body.check()
+    if body.prompt is not None:
+        with_special = body.add_special_tokens is not False
+        token_ids = await call_for_text(
+            len(body.prompt), _encode, service, body.prompt, with_special
+        )
+    else:
+        token_ids = await chat_token_ids(
+            service, body.messages or [], body, add_special_tokens=bool(body.add_special_tokens)
+        )
+    content = await call_for_text(
+        len(token_ids), _tokenized, service, token_ids, body.return_token_strs
+    )
+    return Response(content, media_type="application/json")
+
+
+@router.post("/detokenize", responses=answers(Detokenized))
+async def detokenize(body: DetokenizeRequest, http: HTTPRequest) -> Response:
+    """The text of token ids. What `/tokenize` made of a text becomes that text again."""
+    service = service_of(http)
+    service.check_model(body.model)
+    if len(body.tokens) > MAX_TOKENS:
+        raise InvalidRequestError(
+            f"tokens has {len(body.tokens)} entries, above the bound of {MAX_TOKENS}", "tokens"
+        )
+    content = await call_for_text(len(body.tokens), _detokenized, service, body.tokens)
+    return Response(content, media_type="application/json")
+
+
+def _encode(service: Service, text: str, with_special_tokens: bool) -> list[int]:
+    with blamed_on("prompt"):
+        return service.tokenizer.encode(text, add_special_tokens=with_special_tokens)
+
+
+def _tokenized(service: Service, token_ids: list[int], with_strs: bool) -> bytes:
+    answer = Tokenized(len(token_ids), service.engine.limits.max_model_len, token_ids)
+    if with_strs:
+        answer.token_strs = [token_name(service.tokenizer, token_id) for token_id in token_ids]
+    return msgspec.json.encode(answer)
+
+
+def _detokenized(service: Service, token_ids: list[int]) -> bytes:
+    vocab_size = service.engine.limits.vocab_size
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"tokens contains {token_id}, but token ids go from 0 to {vocab_size - 1}", "tokens"
+            )
+    text = service.tokenizer.decode(token_ids, skip_special_tokens=False)
+    return msgspec.json.encode(Detokenized(text))

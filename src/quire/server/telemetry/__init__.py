@@ -1,0 +1,1 @@
+"""What the server records of its calls: ids, log lines, counts, times, spans."""

@@ -1,0 +1,261 @@
+"""Numbers -> Prometheus metric families: every name, label and unit that /metrics has.
+
+Names end in their unit, counters in `_total`; docs/observability.md explains each of them, and a
+test keeps it complete. Labels are few and bounded: nothing that a client can invent is one. Asks
+nobody: `metrics` brings the numbers.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.utils import floatToGoString
+
+from quire.core.memory.memory_report import HELD_PARTS, PARTS
+from quire.core.memory.prefix_miss import COUNTED_REASONS
+from quire.server.telemetry.monitor import FINISH_REASONS, MAX_TENANTS, OTHER_TENANTS, Monitor
+from quire.version import __version__
+
+Samples = Iterable[tuple[tuple[str, ...], float]]
+"""(values of the labels, value)"""
+
+_TENANT_COUNTERS = (
+    ("num_generations", "quire_generations_total", "Generations (prompts times n) taken in."),
+    ("num_prompt_tokens", "quire_prompt_tokens_total", "Tokens of prompts that were processed."),
+    (
+        "num_cached_tokens",
+        "quire_prompt_cached_tokens_total",
+        "Of these, tokens served from the prefix cache.",
+    ),
+    (
+        "num_generated_tokens",
+        "quire_generation_tokens_total",
+        "Generated tokens that came back to the front.",
+    ),
+)
+
+_LATENCIES = (
+    (
+        "time_to_first_token_s",
+        "quire_time_to_first_token_seconds",
+        "From the call's arrival to a generation's first token.",
+    ),
+    (
+        "inter_token_s",
+        "quire_inter_token_latency_seconds",
+        "Between two tokens of one generation, for each token but the first.",
+    ),
+    (
+        "time_per_token_s",
+        "quire_time_per_output_token_seconds",
+        "Mean time per token after the first, for each generation that has ended.",
+    ),
+    (
+        "end_to_end_s",
+        "quire_e2e_latency_seconds",
+        "From the call's arrival to the end of a generation.",
+    ),
+)
+
+_ENGINE_GAUGES = (
+    ("num_running", "quire_requests_running", "Sequences that have a row in the batch."),
+    ("num_waiting", "quire_requests_waiting", "Sequences that wait for one."),
+)
+
+_ENGINE_COUNTERS = (
+    ("num_steps", "quire_steps_total", "Forward passes that succeeded."),
+    ("num_failed_steps", "quire_failed_steps_total", "Forward passes that failed as a whole."),
+    ("num_computed_tokens", "quire_computed_tokens_total", "Tokens computed, prompts included."),
+    ("num_generated_tokens", "quire_sampled_tokens_total", "Tokens that the engine has sampled."),
+    ("num_preemptions", "quire_preemptions_total", "Sequences that had to give blocks back."),
+    (
+        "num_recomputed_tokens",
+        "quire_recomputed_tokens_total",
+        "Tokens computed again after a preemption.",
+    ),
+    (
+        "num_query_tokens",
+        "quire_prefix_query_tokens_total",
+        "Prompt tokens looked up in the prefix cache.",
+    ),
+    ("num_hit_tokens", "quire_prefix_hit_tokens_total", "Prompt tokens found there."),
+)
+
+_ENGINE_TIMES = (
+    ("queue_s", "quire_queue_time_seconds", "From a request's arrival until it is scheduled."),
+    ("prefill_s", "quire_prefill_time_seconds", "From there to its first token."),
+    ("decode_s", "quire_decode_time_seconds", "From a sequence's first token to its end."),
+    ("step_s", "quire_step_duration_seconds", "A forward pass, with all that belongs to it."),
+)
+
+
+def front_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> Iterator[Metric]:
+    """What the front knows by itself. open_by_tenant: generations, as `TenantBook.num_open`."""
+    info = {"version": __version__, "model": monitor.model_name}
+    yield InfoMetricFamily("quire_build", "What runs here.", value=info)
+    yield GaugeMetricFamily(
+        "quire_http_requests_open",
+        "HTTP calls that are being answered.",
+        monitor.num_open_http_calls,
+    )
+    yield _counter(
+        "quire_http_requests_total",
+        "HTTP calls answered.",
+        ("method", "route", "status"),
+        (
+            ((method, route, str(status)), count)
+            for (method, route, status), count in monitor.http_calls.items()
+        ),
+    )
+    yield _counter(
+        "quire_http_errors_total",
+        "HTTP calls answered with an error, by its code.",
+        ("status", "code"),
+        (((str(status), code), count) for (status, code), count in monitor.http_errors.items()),
+    )
+    yield GaugeMetricFamily(
+        "quire_generations_open", "Generations under way.", monitor.num_open_generations
+    )
+    yield _gauge(
+        "quire_tenant_generations_open",
+        "Generations under way, by tenant.",
+        ("tenant",),
+        (((name,), count) for name, count in _bounded(open_by_tenant).items()),
+    )
+    yield _counter(
+        "quire_generations_finished_total",
+        "Generations that have ended, by why.",
+        ("reason", "tenant"),
+        (
+            ((reason, tenant), monitor.finished[reason, tenant])
+            for tenant in monitor.tenants
+            for reason in FINISH_REASONS
+        ),
+    )
+    for field, name, text in _TENANT_COUNTERS:
+        counts = (((key,), getattr(one, field)) for key, one in monitor.tenants.items())
+        yield _counter(name, text, ("tenant",), counts)
+    for field, name, text in _LATENCIES:
+        yield _histogram(name, text, getattr(monitor, field).as_dict())
+
+
+def engine_state_families(
+    state: str, states: Iterable[str], num_restarts: int, last_step_age_s: float
+) -> Iterator[Metric]:
+    """What the front knows of the engine without asking it. states: all that there are."""
+    yield GaugeMetricFamily(
+        "quire_engine_up", "1 while the engine takes steps.", float(state == "ready")
+    )
+    yield _gauge(
+        "quire_engine_state",
+        "1 for the state that the engine is in.",
+        ("state",),
+        (((each,), float(each == state)) for each in states),
+    )
+    yield CounterMetricFamily(
+        "quire_engine_restarts_total", "Engine processes started again.", num_restarts
+    )
+    yield GaugeMetricFamily(
+        "quire_engine_last_sign_of_life_age_seconds",
+        "Since the engine was last heard of.",
+        last_step_age_s,
+    )
+
+
+def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    """The engine's own numbers, as `EngineStats` by name; what it does not tell is left out."""
+    for key, name, text in _ENGINE_GAUGES:
+        if key in stats:
+            yield GaugeMetricFamily(name, text, stats[key])
+    for key, name, text in _ENGINE_COUNTERS:
+        if key in stats:
+            yield CounterMetricFamily(name, text, stats[key])
+    if "num_blocks" in stats:
+        yield GaugeMetricFamily(
+            "quire_kv_use_ratio",
+            "Blocks held by sequences, of all.",
+            stats["num_held_blocks"] / stats["num_blocks"],
+        )
+    if "prefix_misses" in stats:
+        found = stats["prefix_misses"]
+        yield _counter(
+            "quire_prefix_misses_total",
+            "Requests by why the prefix cache had no more of their prompts.",
+            ("reason",),
+            (((reason.value,), found.get(reason.value, 0)) for reason in COUNTED_REASONS),
+        )
+    for key, name, text in _ENGINE_TIMES:
+        if key in stats.get("times", ()):
+            yield _histogram(name, text, stats["times"][key])
+
+
+def memory_families(memory: Mapping[str, Any], num_blocks: int | None) -> Iterator[Metric]:
+    """The ledger of the KV memory, as `MemoryReport.as_dict`. num_blocks: in the pool."""
+    yield _gauge(
+        "quire_kv_memory_bytes",
+        "The KV memory by what it does; the parts add up to all of it.",
+        ("part",),
+        (((part,), memory[f"{part}_bytes"]) for part in PARTS),
+    )
+    yield GaugeMetricFamily(
+        "quire_kv_saved_bytes",
+        "What the same sequences would hold besides if they shared no blocks.",
+        memory["saved_bytes"],
+    )
+    yield GaugeMetricFamily(
+        "quire_kv_lookahead_bytes",
+        "Of the reserved bytes, those for tokens that are not known yet.",
+        memory["lookahead_bytes"],
+    )
+    if num_blocks:
+        block_bytes = memory["total_bytes"] / num_blocks
+        held = sum(memory[f"{part}_bytes"] for part in HELD_PARTS)
+        by_state = (("held", held), ("cached", memory["cached_bytes"]))
+        yield _gauge(
+            "quire_kv_blocks",
+            "Blocks of the pool by state: held, free with content that prompts may find, free.",
+            ("state",),
+            (
+                ((state,), round(num_bytes / block_bytes))
+                for state, num_bytes in (*by_state, ("free", memory["free_bytes"]))
+            ),
+        )
+
+
+def _counter(
+    name: str, text: str, labels: tuple[str, ...], samples: Samples
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _histogram(name: str, text: str, told: Mapping[str, Any]) -> HistogramMetricFamily:
+    """told: as `Histogram.as_dict`. Prometheus counts values up to each bound, not between two."""
+    bounds = [*map(floatToGoString, told["bounds"]), "+Inf"]
+    buckets = list(zip(bounds, accumulate(told["counts"]), strict=True))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=told["sum"])
+
+
+def _bounded(by_tenant: Mapping[str, int]) -> Counter[str]:
+    """Tenants beyond MAX_TENANTS as one."""
+    found: Counter[str] = Counter()
+    for index, (name, count) in enumerate(by_tenant.items()):
+        found[name if index < MAX_TENANTS else OTHER_TENANTS] += count
+    return found

@@ -1,0 +1,257 @@
+"""What the front sees of its calls: counts, times as clients feel them, and spans.
+
+`request_id` tells the monitor of every HTTP call, `generation` of every generation; `metrics` reads
+it. Engine-side numbers are not here: `metrics` asks the engine for them. Nothing here waits, raises
+for what a client did, or grows with the number of calls.
+
+    a call is opened ──first token──> ... ──next token──> ... ──> ended
+                   TTFT             ITL                        E2E
+                                    └──── TPOT = their mean ────┘
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from quire.core.request import Request, SequenceOutput
+from quire.errors import DeadlineExceededError
+from quire.observability.call_context import current_call
+from quire.observability.histogram import Histogram
+from quire.observability.spans import CallSpan, Spans
+from quire.server.telemetry.span_attributes import (
+    FIRST_TOKEN,
+    request_attributes,
+    result_attributes,
+)
+
+STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
+DEADLINE, DISCONNECT = "deadline", "disconnect"
+FINISH_REASONS = (STOP, LENGTH, ABORT, ERROR, DEADLINE, DISCONNECT)
+"""Why a generation ended: the engine's reasons, and what only the front knows."""
+
+MAX_TENANTS = 200
+OTHER_TENANTS = "other"
+"""Tenants beyond MAX_TENANTS are counted as one: keys may be reloaded without end, labels not."""
+
+
+@dataclass(slots=True)
+class TenantCounts:
+    """What was done for one tenant. num_cached_tokens: of the prompts', from the prefix cache."""
+
+    num_generations: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
+class Monitor:
+    """Counts since the server began. Belongs to one event loop; read it between two calls.
+
+    http_calls: by (method, route, status). http_errors: by (status, code of the error).
+    finished: generations by (reason, tenant). num_open_http_calls, num_open_generations: now.
+    """
+
+    def __init__(
+        self,
+        model_name: str = "",
+        spans: Spans | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """spans: None: no spans are made. clock: in seconds."""
+        self.model_name = model_name
+        self.clock = clock
+        self.http_calls: Counter[tuple[str, str, int]] = Counter()
+        self.http_errors: Counter[tuple[int, str]] = Counter()
+        self.finished: Counter[tuple[str, str]] = Counter()
+        self.tenants: dict[str, TenantCounts] = {}
+        self.num_open_http_calls = 0
+        self.num_open_generations = 0
+        self.time_to_first_token_s = Histogram()
+        self.inter_token_s = Histogram()
+        self.time_per_token_s = Histogram()
+        self.end_to_end_s = Histogram()
+        self._spans = spans
+
+    def begin_http(self) -> None:
+        """An HTTP call has come."""
+        self.num_open_http_calls += 1
+
+    def end_http(self, method: str, route: str, status: int, error_code: str | None) -> None:
+        """It was answered. route: a path of the application, not the client's; error_code: where
+        it was answered with an error."""
+        self.num_open_http_calls -= 1
+        self.http_calls[method, route, status] += 1
+        if error_code is not None:
+            self.http_errors[status, error_code] += 1
+
+    def open_call(
+        self,
+        requests: Sequence[Request],
+        tenant: str,
+        request_id: str,
+        attributes: Mapping[str, object] | None = None,
+    ) -> "CallRecord":
+        """A call's generations, which the engine has taken in: one for each branch.
+
+        request_id: of the HTTP call. attributes: of the span, besides those that the requests tell.
+        """
+        span = None
+        if self._spans is not None:
+            told = request_attributes(self.model_name, tenant, request_id, requests)
+            told |= attributes or {}
+            name = f"{told['gen_ai.operation.name']} {self.model_name}"
+            span = self._spans.begin(name, told, current_call())
+        label = tenant
+        if tenant not in self.tenants and len(self.tenants) >= MAX_TENANTS:
+            label = OTHER_TENANTS
+        counts = self.tenants.setdefault(label, TenantCounts())
+        return CallRecord(self, requests, label, counts, span)
+
+    def close(self) -> None:
+        """Send the last spans: waits for that, some seconds at most."""
+        if self._spans is not None:
+            self._spans.close()
+
+
+class _Branch:
+    """One generation: when its first and its last token came, and how many since the first."""
+
+    __slots__ = ("first_s", "last_s", "num_later_tokens")
+
+    def __init__(self) -> None:
+        self.first_s: float | None = None
+        self.last_s = 0.0
+        self.num_later_tokens = 0
+
+
+class CallRecord:
+    """One call's generations while they run.
+
+    Invariant: every generation is counted as finished exactly once, at the latest by `close`.
+    """
+
+    __slots__ = (
+        "_began_s",
+        "_call",
+        "_clock",
+        "_counts",
+        "_monitor",
+        "_open",
+        "_reasons",
+        "_span",
+        "_tenant",
+        "_unread",
+        "num_generated_tokens",
+        "num_prompt_tokens",
+    )
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        requests: Sequence[Request],
+        tenant: str,
+        counts: TenantCounts,
+        span: CallSpan | None,
+    ) -> None:
+        """Use `Monitor.open_call`."""
+        self._call = call = current_call()
+        self._monitor = monitor
+        self._clock = monitor.clock
+        self._tenant = tenant
+        self._counts = counts
+        self._span = span
+        self._open = {
+            request.request_id: {branch: _Branch() for branch in range(request.n)}
+            for request in requests
+        }
+        self._unread = {one.request_id: len(one.prompt_token_ids) for one in requests}
+        self._reasons: Counter[str] = Counter()
+        self._began_s = call.began_s if call is not None else monitor.clock()
+        self.num_prompt_tokens = sum(self._unread.values())
+        self.num_generated_tokens = 0
+        num_branches = sum(map(len, self._open.values()))
+        monitor.num_open_generations += num_branches
+        counts.num_generations += num_branches
+        if call is not None:
+            call.generation_id = requests[0].request_id
+            call.num_prompt_tokens = self.num_prompt_tokens
+
+    def on_output(self, output: SequenceOutput) -> None:
+        """What the engine has just brought."""
+        branches = self._open.get(output.request_id)
+        branch = None if branches is None else branches.get(output.branch_index)
+        if branch is None:
+            return  # ended here before, by a stop string
+        num_tokens = len(output.token_ids)
+        if num_tokens:
+            now_s = self._clock()
+            if branch.first_s is None:
+                self._begin(branch, output, now_s)
+            else:
+                pause_s = (now_s - branch.last_s) / num_tokens
+                self._monitor.inter_token_s.observe(pause_s, num_tokens)
+                branch.num_later_tokens += num_tokens
+            branch.last_s = now_s
+            self.num_generated_tokens += num_tokens
+            self._counts.num_generated_tokens += num_tokens
+        if output.finish_reason is not None:
+            self._end(output.request_id, output.branch_index, output.finish_reason.value)
+
+    def on_stop(self, request_id: str, branch_index: int) -> None:
+        """A stop string has ended a branch here, before the engine knows."""
+        self._end(request_id, branch_index, STOP)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Nothing more comes. error: what ended the call; what still ran has ended of that. May be
+        called twice."""
+        reason = _reason_for(error)
+        for request_id, branches in list(self._open.items()):
+            for branch_index in list(branches):
+                self._end(request_id, branch_index, reason)
+        self._open.clear()
+        if self._call is not None:
+            self._call.num_output_tokens = self.num_generated_tokens
+        if self._span is not None:
+            span, self._span = self._span, None
+            failure = None if reason in (ABORT, DISCONNECT) else f"{type(error).__name__}: {error}"
+            span.end(
+                result_attributes(
+                    self.num_prompt_tokens, self.num_generated_tokens, dict(self._reasons)
+                ),
+                failure,
+            )
+
+    def _begin(self, branch: _Branch, output: SequenceOutput, now_s: float) -> None:
+        branch.first_s = now_s
+        self._monitor.time_to_first_token_s.observe(now_s - self._began_s)
+        num_prompt_tokens = self._unread.pop(output.request_id, None)
+        if num_prompt_tokens is None:
+            return  # another branch of this request was first
+        self._counts.num_prompt_tokens += num_prompt_tokens
+        self._counts.num_cached_tokens += output.num_cached_tokens
+        if self._span is not None and not self.num_generated_tokens:
+            num_cached = output.num_cached_tokens
+            self._span.add_event(FIRST_TOKEN, {"quire.num_cached_tokens": num_cached})
+
+    def _end(self, request_id: str, branch_index: int, reason: str) -> None:
+        branch = self._open.get(request_id, {}).pop(branch_index, None)
+        if branch is None:
+            return
+        monitor = self._monitor
+        monitor.num_open_generations -= 1
+        monitor.finished[reason, self._tenant] += 1
+        self._reasons[reason] += 1
+        monitor.end_to_end_s.observe(self._clock() - self._began_s)
+        if branch.first_s is not None and branch.num_later_tokens:
+            mean_s = (branch.last_s - branch.first_s) / branch.num_later_tokens
+            monitor.time_per_token_s.observe(mean_s)
+
+
+def _reason_for(error: BaseException | None) -> str:
+    if error is None:
+        return ABORT
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        return DISCONNECT
+    return DEADLINE if isinstance(error, DeadlineExceededError) else ERROR

@@ -1,0 +1,1 @@
+"""Keys, the tenants that they belong to, and what each may use."""

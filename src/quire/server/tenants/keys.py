@@ -1,0 +1,193 @@
+"""The API keys that open the server, and the tenant that each belongs to.
+
+A key is "name:key", or "key" alone, which is then named after a hash of it. Two keys with one name
+are one tenant, so that a key can be changed without a pause. They come from the command line and
+from a file, which is read again when it has changed. Knows no HTTP. Made by `launch`, asked by
+`access`.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from quire.errors import ConfigurationError
+from quire.observability.log import get_logger
+from quire.server.tenants.tenants import Tenant
+
+RELOAD_INTERVAL_S = 1.0
+MIN_KEY_CHARACTERS = 8
+MAX_KEY_CHARACTERS = 512
+MAX_KEYS = 4096
+"""A look-up compares with every key: about 0.1 us each."""
+MAX_FILE_BYTES = 1 << 20
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+logger = get_logger(__name__)
+
+_Digests = dict[bytes, Tenant]
+
+
+class ApiKeys:
+    """All keys of a server, and the look-up.
+
+    Invariant: no key is kept, only digests under a secret of this process. A look-up compares with
+    every one of them in constant time, so how long it takes tells nothing of a key.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[str] = (),
+        file: Path | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ConfigurationError, which never contains a key, for what is no key or no file, and
+        where there is no key at all."""
+        self._secret = secrets.token_bytes(32)
+        self._clock = clock
+        self._file = file
+        self._fixed = self._digests_of((f"API key {i + 1}", e) for i, e in enumerate(entries))
+        self._all = self._fixed
+        self._seen = b""
+        self._complaint = ""
+        self._next_look_s = clock() + RELOAD_INTERVAL_S
+        if file is not None:
+            self._read(file)
+        elif not entries:
+            raise ConfigurationError("there are no API keys, and no file to read them from")
+
+    @property
+    def tenants(self) -> set[Tenant]:
+        return set(self._all.values())
+
+    def tenant_of(self, presented: Iterable[bytes]) -> Tenant | None:
+        """The tenant of the first of the presented keys that is one; None if none is."""
+        self._look_at_file()
+        for key in presented:
+            digest, found = self._digest(key), None
+            for known, tenant in self._all.items():
+                if hmac.compare_digest(known, digest):
+                    found = tenant
+            if found is not None:
+                return found
+        return None
+
+    def _look_at_file(self) -> None:
+        """Read the file again, at most once a second. What can't be read changes nothing.
+
+        Its content is compared rather than its time of change, which two writes within one tick of
+        the kernel's clock share.
+        """
+        now_s = self._clock()
+        if self._file is None or now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + RELOAD_INTERVAL_S
+        try:
+            has_changed = self._read(self._file)
+        except ConfigurationError as error:
+            if str(error) != self._complaint:  # once, not every second
+                self._complaint = str(error)
+                logger.error("%s; the keys that were read before stay in force", error)
+            return
+        self._complaint = ""
+        if has_changed:
+            logger.info("read the API keys again: %d tenants now", len(self.tenants))
+
+    def _read(self, file: Path) -> bool:
+        """Take the keys of the file, and say whether it had changed. Raises ConfigurationError."""
+        text = _read_text(file)
+        seen = self._digest(text.encode())
+        if seen == self._seen:
+            return False
+        lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+        entries = [(f"line {n} of {file}", line) for n, line in lines if line and line[0] != "#"]
+        if not entries and not self._fixed:
+            raise ConfigurationError(f"the file of API keys, {file}, has no key")
+        self._all = self._digests_of(entries, self._fixed)
+        self._seen = seen
+        return True
+
+    def _digests_of(
+        self, entries: Iterable[tuple[str, str]], others: _Digests | None = None
+    ) -> _Digests:
+        """Those of `others` and of the entries: (what to call it in an error, name and key)."""
+        found = dict(others or {})
+        for where, entry in entries:
+            name, key = _parse(where, entry)
+            tenant = Tenant(name or _name_of(key))
+            known = found.setdefault(self._digest(key.encode()), tenant)
+            if known != tenant:
+                raise ConfigurationError(
+                    f"{where}: the key belongs to {known.name!r} already, and opens one tenant "
+                    f"only; give {tenant.name!r} another"
+                )
+        if len(found) > MAX_KEYS:
+            raise ConfigurationError(f"there are {len(found)} API keys, above {MAX_KEYS}")
+        return found
+
+    def _digest(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
+
+
+def load_keys(entries: Sequence[str], file: str | None) -> ApiKeys | None:
+    """The keys as the server's options have them; None where there are none, so that all may enter.
+
+    Raises ConfigurationError.
+    """
+    if not entries and file is None:
+        return None
+    return ApiKeys(entries, None if file is None else Path(file))
+
+
+def _parse(where: str, entry: str) -> tuple[str, str]:
+    """The name, "" if it has none, and the key. Raises ConfigurationError without the key in it."""
+    first, colon, rest = entry.partition(":")
+    name, key = (first, rest) if colon else ("", first)
+    if colon and not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"{where}: what stands before the first colon is no name; names have 1 to 64 of A-Z, "
+            "a-z, 0-9, '_', '.' and '-', as in alice:KEY"
+        )
+    if not MIN_KEY_CHARACTERS <= len(key) <= MAX_KEY_CHARACTERS:
+        raise ConfigurationError(
+            f"{where}: the key has {len(key)} characters, but must have {MIN_KEY_CHARACTERS} to "
+            f"{MAX_KEY_CHARACTERS}; 32 random ones are a good choice"
+        )
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigurationError(
+            f"{where}: the key has a character that can't be in a header; use printable ASCII "
+            "without spaces"
+        )
+    return name, key
+
+
+def _name_of(key: str) -> str:
+    """A name for a key without one: the same whenever the server runs, as the cache's domain."""
+    digest = hashlib.blake2b(key.encode(), digest_size=6, person=b"quire-key-name")
+    return f"key-{digest.hexdigest()}"
+
+
+def _read_text(file: Path) -> str:
+    """Raises ConfigurationError."""
+    try:
+        # Opening a pipe would wait for its writer, and it could not be read a second time.
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ConfigurationError(f"the file of API keys, {file}, is not a regular file")
+        with file.open("rb") as opened:
+            content = opened.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the file of API keys, {file}, can't be read: {error.strerror}"
+        ) from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigurationError(f"the file of API keys, {file}, is above {MAX_FILE_BYTES} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"the file of API keys, {file}, is not UTF-8 text") from error

@@ -1,0 +1,108 @@
+"""Bodies take known fields only; what else they accept is in their schema, too."""
+
+from typing import ClassVar
+
+import pytest
+from pydantic import ValidationError
+
+from quire.server.http.body import Body
+
+
+class Parent(Body):
+    takes_extra_body: ClassVar = True
+    not_supported: ClassVar = {"tools": ([], False), "audio": ()}
+
+    size: int
+    color: str | None = None
+    is_loud: bool = False
+
+
+class Child(Body):
+    parent: Parent
+
+
+def mistake(body, make=Parent):
+    """The InvalidRequestError inside pydantic's own, and where it was."""
+    with pytest.raises(ValidationError) as caught:
+        make.model_validate(body)
+    (found,) = caught.value.errors()
+    return found["ctx"]["error"]
+
+
+def test_null_means_left_out():
+    body = {"size": 1, "color": None, "is_loud": None, "tools": None, "nonsense": None}
+    assert Parent.model_validate(body) == Parent(size=1)
+
+
+def test_an_unknown_field_is_refused_with_the_nearest_known():
+    error = mistake({"size": 1, "colour": "red"})
+    assert (str(error), error.param) == ("unknown field 'colour'; did you mean color?", "colour")
+    assert str(mistake({"size": 1, "zzz": 3})) == "unknown field 'zzz'; leave it out"
+    assert len(str(mistake({"size": 1, "z" * 10_000: 3}))) < 200
+
+
+def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing():
+    assert Parent.model_validate({"size": 1, "tools": []}) == Parent(size=1)
+    assert Parent.model_validate({"size": 1, "tools": False}) == Parent(size=1)
+    for value in ([1], True, 0):  # 0 equals False, but is none
+        error = mistake({"size": 1, "tools": value})
+        assert (str(error), error.param) == ("tools is not supported yet; leave it out", "tools")
+    assert mistake({"size": 1, "audio": {}}).param == "audio"
+
+
+def test_an_extra_body_counts_as_if_it_stood_at_the_top():
+    flat = Parent(size=3, color="red")
+    assert Parent.model_validate({"size": 3, "extra_body": {"color": "red"}}) == flat
+    assert Parent.model_validate({"extra_body": {"size": 3, "color": "red"}}) == flat
+    assert Parent.model_validate({"size": 3, "color": "red", "extra_body": None}) == flat
+    assert Parent.model_validate({"size": 3, "color": None, "extra_body": {"color": "red"}}) == flat
+
+
+@pytest.mark.parametrize(
+    ("extra", "param", "words"),
+    [
+        ({"size": 1}, "size", "both at the top level and in extra_body; give it once"),
+        ({"size": 2}, "size", "give it once"),
+        ([1], "extra_body", "is a list, but must be an object"),
+        ("x", "extra_body", "is a str"),
+        ({"colour": "red"}, "colour", "did you mean color?"),
+        ({"audio": {}}, "audio", "not supported"),
+        ({"extra_body": {"color": "red"}}, "extra_body", "unknown field 'extra_body'"),
+    ],
+)
+def test_what_is_wrong_in_an_extra_body_is_said(extra, param, words):
+    error = mistake({"size": 1, "extra_body": extra})
+    assert error.param == param
+    assert words in str(error)
+
+
+def test_only_a_body_that_says_so_takes_an_extra_body():
+    error = mistake({"extra_body": {"parent": {"size": 1}}}, Child)
+    assert str(error).startswith("unknown field 'extra_body'")
+
+
+def test_types_are_not_guessed():
+    for body in ({"size": "1"}, {"size": 1.5}, {"size": True}, {"size": 1, "is_loud": 1}, [], "x"):
+        with pytest.raises(ValidationError):
+            Parent.model_validate(body)
+
+
+def test_the_schema_says_what_is_accepted():
+    schema = Parent.model_json_schema()
+    assert schema["additionalProperties"] is False
+    assert schema["required"] == ["size"]
+    properties = schema["properties"]
+    assert set(properties) == {"size", "color", "is_loud", "tools", "audio", "extra_body"}
+    assert properties["size"]["type"] == "integer"
+    assert properties["is_loud"]["type"] == ["boolean", "null"]
+    assert {"type": "null"} in properties["color"]["anyOf"]
+    assert properties["tools"]["enum"] == [[], False, None]
+    assert properties["audio"]["enum"] == [None]
+    assert properties["extra_body"]["type"] == ["object", "null"]
+
+
+def test_a_required_field_may_not_be_null_in_the_schema_either():
+    schema = Child.model_json_schema()
+    assert schema["properties"]["parent"] == {"$ref": "#/$defs/Parent"}
+    with pytest.raises(ValidationError):
+        Child.model_validate({"parent": None})

@@ -1,0 +1,155 @@
+"""Long work leaves others their turns, is done in order, and is closed however it ends."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from tests.server.working import StepClock
+
+from quire.server.http.long_work import FIRST_PIECE_S, PIECE_S, WorkPieces
+
+STEPS_OF_FIRST = round(FIRST_PIECE_S * 1e3)
+STEPS_OF_PIECE = round(PIECE_S * 1e3)
+
+
+class Log:
+    """The steps of all work, with a mark for each turn of the loop."""
+
+    def __init__(self):
+        self.seen = []
+        self.closed = []
+
+    def work(self, name, num_steps):
+        try:
+            for _ in range(num_steps):
+                self.seen.append(name)
+                yield
+            return f"{name} is done"
+        finally:
+            self.closed.append(name)
+
+    def parts(self, name, num_steps, size=1):
+        try:
+            for step in range(num_steps):
+                self.seen.append(name)
+                yield b"" if step % 2 else b"%d," % step * size
+        finally:
+            self.closed.append(name)
+
+    async def mark_turns(self):
+        while True:
+            self.seen.append("|")
+            await asyncio.sleep(0)
+
+    @property
+    def turns(self):
+        return ["".join(turn) for turn in "".join(self.seen).split("|") if turn]
+
+
+def play(log, *works):
+    """Run each work beside the others and somebody who only wants his turns."""
+
+    async def run():
+        pieces = WorkPieces(StepClock())
+        marks = asyncio.create_task(log.mark_turns())
+        try:
+            return await asyncio.gather(*(pieces.run(work) for work in works))
+        finally:
+            marks.cancel()
+
+    return asyncio.run(run())
+
+
+def test_short_work_is_done_at_once():
+    log = Log()
+    assert play(log, log.work("a", STEPS_OF_FIRST - 1)) == ["a is done"]
+    assert log.turns == ["a" * (STEPS_OF_FIRST - 1)]
+
+
+def test_between_two_turns_of_the_loop_there_is_one_piece():
+    log = Log()
+    assert play(log, log.work("a", 33)) == ["a is done"]
+    assert max(map(len, log.turns)) <= STEPS_OF_PIECE + STEPS_OF_FIRST
+    assert max(map(len, log.turns[1:])) <= STEPS_OF_PIECE
+    assert sum(map(len, log.turns)) == 33
+
+
+def test_however_many_work_there_is_one_piece_in_a_turn_and_each_gets_his():
+    log = Log()
+    names = "abcdefgh"
+    found = play(log, *(log.work(name, 40) for name in names))
+    assert found == [f"{name} is done" for name in names]
+    beginning, *later = log.turns
+    assert len(beginning) <= len(names) * STEPS_OF_FIRST + STEPS_OF_PIECE
+    assert all(len(set(turn)) == 1 and len(turn) <= STEPS_OF_PIECE for turn in later)
+    order = [turn[0] for turn in later]
+    for at in range(len(names), 3 * len(names)):  # nobody twice before everybody once
+        assert len(set(order[at - len(names) : at])) == len(names)
+
+
+def test_what_work_raises_comes_out():
+    def fail():
+        yield
+        raise KeyError("no")
+
+    with pytest.raises(KeyError, match="no"):
+        play(Log(), fail())
+
+
+def test_work_that_nobody_waits_for_any_more_is_closed_and_takes_no_turn():
+    log = Log()
+
+    async def run():
+        pieces = WorkPieces(StepClock())
+        tasks = [asyncio.create_task(pieces.run(log.work(name, 10**9))) for name in "ab"]
+        last = asyncio.create_task(pieces.run(log.work("c", 100)))
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        return await last
+
+    assert asyncio.run(run()) == "c is done"
+    assert sorted(log.closed) == ["a", "b", "c"]
+
+
+def test_parts_are_joined_and_none_is_empty():
+    log = Log()
+
+    async def run():
+        return [part async for part in WorkPieces(StepClock()).join(log.parts("a", 50))]
+
+    found = asyncio.run(run())
+    assert b"".join(found) == b"".join(b"%d," % step for step in range(0, 50, 2))
+    assert all(found)
+    assert max(part.count(b",") for part in found) <= STEPS_OF_PIECE
+
+
+def test_nothing_is_made_while_nobody_takes_it():
+    log = Log()
+
+    async def run():
+        async with aclosing(WorkPieces(StepClock()).join(log.parts("a", 10**9))) as parts:
+            async for _ in parts:
+                before = len(log.seen)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert len(log.seen) == before
+                break
+
+    asyncio.run(run())
+    assert log.closed == ["a"]
+
+
+def test_somebody_who_does_not_take_his_parts_holds_up_nobody():
+    log = Log()
+
+    async def run():
+        pieces = WorkPieces(StepClock())
+        parts = pieces.join(log.parts("a", 1000))
+        await anext(parts)
+        await anext(parts)  # from now on it waits for a reader
+        done = await pieces.run(log.work("b", 1000))
+        await parts.aclose()
+        return done
+
+    assert asyncio.run(run()) == "b is done"

@@ -1,0 +1,101 @@
+"""Families made of numbers: counted up, bounded, and without what nobody told."""
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from quire.core.memory.prefix_miss import COUNTED_REASONS
+from quire.observability.histogram import Histogram
+from quire.server.telemetry.metric_families import (
+    engine_families,
+    engine_state_families,
+    front_families,
+    memory_families,
+)
+from quire.server.telemetry.monitor import MAX_TENANTS, Monitor
+
+MEMORY = {
+    "total_bytes": 1000,
+    "useful_bytes": 300,
+    "unfilled_bytes": 50,
+    "reserved_bytes": 100,
+    "in_flight_bytes": 50,
+    "cached_bytes": 200,
+    "free_bytes": 300,
+    "lookahead_bytes": 100,
+    "saved_bytes": 700,
+}
+
+
+def samples(families):
+    """{(name, label values...): value}"""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_a_histogram_counts_up_to_each_bound():
+    histogram = Histogram((0.0001, 1.0, 10.0))
+    for value in (0.00005, 0.5, 0.6, 99.0):
+        histogram.observe(value)
+    found = samples(engine_families({"times": {"step_s": histogram.as_dict()}}))
+    name = "quire_step_duration_seconds"
+    buckets = {key[1]: value for key, value in found.items() if key[0] == f"{name}_bucket"}
+    assert buckets == {"0.0001": 1, "1.0": 3, "10.0": 3, "+Inf": 4}
+    assert found[f"{name}_count",] == 4 and found[f"{name}_sum",] == histogram.total
+
+
+def test_what_an_engine_does_not_tell_is_left_out():
+    assert samples(engine_families({})) == {}
+    found = samples(engine_families({"num_running": 2, "num_steps": 9}))
+    assert found == {("quire_requests_running",): 2, ("quire_steps_total",): 9}
+
+
+def test_every_reason_of_a_miss_is_there_from_the_start():
+    found = samples(engine_families({"prefix_misses": {"evicted": 4}}))
+    assert len(found) == len(COUNTED_REASONS)
+    assert found["quire_prefix_misses_total", "evicted"] == 4
+    assert found["quire_prefix_misses_total", "never_seen"] == 0
+
+
+def test_the_ledger_is_told_in_bytes_and_in_blocks():
+    found = samples(memory_families(MEMORY, 20))
+    assert found["quire_kv_memory_bytes", "in_flight"] == 50
+    assert found["quire_kv_saved_bytes",] == 700
+    blocks = {key[1]: value for key, value in found.items() if key[0] == "quire_kv_blocks"}
+    assert blocks == {"held": 10, "cached": 4, "free": 6}
+    assert "quire_kv_blocks" not in {key[0] for key in samples(memory_families(MEMORY, None))}
+
+
+def test_the_engine_s_state_is_one_of_all():
+    found = samples(engine_state_families("recovering", ("ready", "recovering"), 3, 1.5))
+    assert found == {
+        ("quire_engine_up",): 0,
+        ("quire_engine_state", "ready"): 0,
+        ("quire_engine_state", "recovering"): 1,
+        ("quire_engine_restarts_total",): 3,
+        ("quire_engine_last_sign_of_life_age_seconds",): 1.5,
+    }
+
+
+def test_tenants_are_labels_within_a_bound():
+    open_by_tenant = {f"t{index}": 1 for index in range(MAX_TENANTS + 9)}
+    found = samples(front_families(Monitor(), open_by_tenant))
+    tenants = {key[1]: value for key, value in found.items() if key[0].startswith("quire_tenant")}
+    assert len(tenants) == MAX_TENANTS + 1 and tenants["other"] == 9
+
+
+def test_odd_names_are_escaped():
+    monitor = Monitor('m"\n\\x')
+    monitor.begin_http()
+    monitor.end_http("GET", '/"\n', 200, None)
+
+    class Families(Collector):
+        def collect(self):
+            return front_families(monitor, {})
+
+    registry = CollectorRegistry()
+    registry.register(Families())
+    text = generate_latest(registry).decode()
+    assert r'route="/\"\n"' in text and r'model="m\"\n\\x"' in text

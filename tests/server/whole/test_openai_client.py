@@ -1,0 +1,366 @@
+"""Every field of both APIs through OpenAI's own clients, sync and async, streamed and not: each is
+seen to have its effect."""
+
+import uuid
+
+import openai
+import pytest
+from tests.server.asking import CHAT, COMPLETIONS, MODES, PROMPT, QUESTION, Asker, Clients
+
+from quire.server.generation.body import ChatCompletionRequest, CompletionRequest
+
+MODELS = {COMPLETIONS: CompletionRequest, CHAT: ChatCompletionRequest}
+WHOLE, STREAMED = MODES[::2], MODES[1::2]
+
+END, START = 2, 1  # the embedded model's <|im_end|>, which ends an answer, and <|im_start|>
+ONLY_END, ONLY_START = {str(END): 100}, {str(START): 100}
+
+CASES = []
+
+
+def drives(*names, apis=(COMPLETIONS, CHAT), modes=MODES):
+    """The function shows the effect of these fields, asked in each of these ways."""
+
+    def register(function):
+        CASES.append((function, names, apis, modes))
+        return function
+
+    return register
+
+
+@drives("model")
+def the_model_is_named(ask, tokenizer):
+    assert ask(model=None).texts == ask(model="embedded").texts
+    with pytest.raises(openai.NotFoundError, match="this server has 'embedded'"):
+        ask(model="other")
+
+
+@drives("prompt", apis=[COMPLETIONS])
+def a_prompt_has_four_forms(ask, tokenizer):
+    ids, others = tokenizer.encode(PROMPT), tokenizer.encode("def f(")
+    texts = ask().texts
+    assert ask(prompt=[PROMPT]).texts == ask(prompt=ids).texts == ask(prompt=[ids]).texts == texts
+    both = ask(prompt=[PROMPT, "def f("])
+    assert both.texts == texts + ask(prompt="def f(").texts
+    assert both.texts == ask(prompt=[ids, others]).texts
+    assert both.usage.prompt_tokens == len(ids) + len(others)
+
+
+@drives("messages", apis=[CHAT])
+def messages_have_roles_parts_and_names(ask, tokenizer):
+    question, text = QUESTION[0], QUESTION[0]["content"]
+    parts = {"role": "user", "name": "ada", "content": [{"type": "text", "text": text}]}
+    assert ask(messages=[parts]).texts == ask(messages=[question]).texts
+    rules = {"role": "system", "content": "You explain Python's standard library."}
+    asked = {"max_tokens": 1, "return_token_ids": True}
+    prompts = [
+        ask(messages=[{**rules, "role": role}, question], **asked).prompt_token_ids[0]
+        for role in ("system", "developer", "tool")
+    ]
+    assert tokenizer.decode(prompts[0]).count(rules["content"]) == 1
+    assert prompts[0] == prompts[1] != prompts[2]  # the template knows no developer
+    history = [question, {"role": "assistant", "content": "It joins paths.", "refusal": None}]
+    longer = ask(messages=[*history, question], **asked).prompt_token_ids[0]
+    assert "It joins paths." in tokenizer.decode(longer)
+
+
+@drives("n")
+def there_are_n_choices(ask, tokenizer):
+    answer = ask(n=3, temperature=1.5, seed=4)
+    assert len(answer.texts) == 3
+    assert len(set(answer.texts)) > 1
+    assert answer.usage.completion_tokens <= 24
+
+
+@drives("best_of", apis=[COMPLETIONS])
+def the_best_of_n_are_all(ask, tokenizer):
+    assert ask(n=2, best_of=2).texts == ask(n=2).texts
+    with pytest.raises(openai.BadRequestError, match="best of more than n") as caught:
+        ask(n=2, best_of=3)
+    assert caught.value.param == "best_of"
+
+
+@drives("temperature", "top_p", "top_k", "min_p")
+def sampling_is_as_wild_as_asked(ask, tokenizer):
+    greedy, wild = ask().texts, {"temperature": 8.0, "seed": 1}
+    assert ask(**wild).texts != greedy
+    for option in ({"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}):
+        assert ask(**wild, **option).texts == greedy, option
+
+
+@drives("presence_penalty", "frequency_penalty", "repetition_penalty")
+def penalties_change_what_is_repeated(ask, tokenizer):
+    # Out of a few tokens, so that some come again.
+    few = {"allowed_token_ids": list(range(300, 316)), "temperature": 1.0, "seed": 3}
+    long = {"max_tokens": 24, "ignore_eos": True} | few
+    texts = ask(**long).texts
+    for option in (
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"repetition_penalty": 1.8},
+    ):
+        assert ask(**long, **option).texts != texts, option
+
+
+@drives("seed")
+def a_seed_repeats_an_answer(ask, tokenizer):
+    first = ask(temperature=1.5, seed=-5).texts
+    assert ask(temperature=1.5, seed=-5).texts == first
+    assert ask(temperature=1.5, seed=2**64 - 6).texts != first
+
+
+@drives("stop", "include_stop_str_in_output")
+def a_stop_string_ends_the_text(ask, tokenizer):
+    (text,) = ask().texts
+    stop = text[3:5]
+    end = text.index(stop)
+    for wanted in (stop, ["never seen", stop]):
+        answer = ask(stop=wanted)
+        assert answer.texts == [text[:end]]
+        assert (answer.reasons, answer.stop_reasons) == (["stop"], [stop])
+    assert ask(stop=stop, include_stop_str_in_output=True).texts == [text[: end + len(stop)]]
+    assert ask(stop=None).texts == ask(stop=[]).texts == [text]
+
+
+@drives("stop_token_ids")
+def a_stop_token_ends_it(ask, tokenizer):
+    (ids,) = ask(return_token_ids=True).token_ids
+    answer = ask(stop_token_ids=[ids[3]], return_token_ids=True)
+    assert answer.token_ids == [ids[: ids.index(ids[3]) + 1]]
+    assert (answer.reasons, answer.stop_reasons) == (["stop"], [ids[3]])
+
+
+@drives("logit_bias", "skip_special_tokens")
+def a_bias_makes_a_token_certain(ask, tokenizer):
+    assert ask(logit_bias=ONLY_START).texts == [""]
+    assert ask(logit_bias=ONLY_START, skip_special_tokens=False).texts == ["<|im_start|>" * 8]
+
+
+@drives("ignore_eos", "min_tokens")
+def the_end_comes_when_it_may(ask, tokenizer):
+    ended = ask(logit_bias=ONLY_END)
+    assert (ended.reasons, ended.usage.completion_tokens) == (["stop"], 1)
+    later = ask(logit_bias=ONLY_END, min_tokens=5)
+    assert later.reasons == ["stop"]
+    assert 5 <= later.usage.completion_tokens <= 6
+    endless = ask(logit_bias=ONLY_END, ignore_eos=True)
+    assert (endless.reasons, endless.usage.completion_tokens) == (["length"], 8)
+
+
+@drives("max_tokens")
+def an_answer_has_a_longest_length(ask, tokenizer):
+    answer = ask(max_tokens=3)
+    assert (answer.reasons, answer.usage.completion_tokens) == (["length"], 3)
+
+
+@drives("max_completion_tokens", apis=[CHAT])
+def the_length_has_a_newer_name(ask, tokenizer):
+    answer = ask(max_tokens=None, max_completion_tokens=3)
+    assert (answer.reasons, answer.usage.completion_tokens) == (["length"], 3)
+
+
+@drives("bad_words")
+def a_bad_word_does_not_come(ask, tokenizer):
+    (text,) = ask().texts
+    word = text.split()[0]
+    assert word not in ask(bad_words=[word]).texts[0]
+
+
+@drives("allowed_token_ids", "return_token_ids")
+def only_what_is_allowed_comes(ask, tokenizer):
+    allowed = tokenizer.encode(" os sys")
+    wish = {"allowed_token_ids": allowed, "return_token_ids": True, "ignore_eos": True, "n": 2}
+    answer = ask(**wish, temperature=1.0)
+    for ids, text, prompt in zip(
+        answer.token_ids, answer.texts, answer.prompt_token_ids, strict=True
+    ):
+        assert len(ids) == 8
+        assert set(ids) <= set(allowed)
+        assert tokenizer.decode(ids) == text
+        assert len(prompt) == answer.usage.prompt_tokens
+    assert ask().token_ids == [[]]
+
+
+@drives("prompt_logprobs", modes=WHOLE)
+def the_prompt_has_logprobs_of_its_own(ask, tokenizer):
+    answer = ask(prompt_logprobs=1, return_token_ids=True)
+    holder = answer.whole.choices[0] if ask.api == COMPLETIONS else answer.whole
+    first, *others = holder.prompt_logprobs
+    ids = answer.prompt_token_ids[0]
+    assert (first, len(others)) == (None, len(ids) - 1)
+    for token_id, found in zip(ids[1:], others, strict=True):
+        assert found[str(token_id)]["logprob"] <= 0
+        assert min(entry["rank"] for entry in found.values()) == 1
+
+
+@drives("logprobs", apis=[COMPLETIONS])
+def a_completion_has_logprobs(ask, tokenizer):
+    answer = ask(logprobs=2)
+    assert "".join(token for token, _, _ in answer.logprobs[0]) == answer.texts[0]
+    for token, logprob, top in answer.logprobs[0]:
+        assert len(top) == 2
+        assert top[token] == logprob == max(top.values())  # greedy
+    assert ask().logprobs == [[]]
+
+
+@drives("logprobs", "top_logprobs", apis=[CHAT])
+def a_chat_has_logprobs(ask, tokenizer):
+    answer = ask(logprobs=True, top_logprobs=3)
+    assert "".join(token for token, _, _ in answer.logprobs[0]) == answer.texts[0]
+    for token, logprob, top in answer.logprobs[0]:
+        assert len(top) == 3
+        assert top[token] == logprob == max(top.values())
+    alone = ask(logprobs=True, top_logprobs=None)
+    assert [top for _, _, top in alone.logprobs[0]] == [{}] * len(answer.logprobs[0])
+    assert ask(logprobs=False, top_logprobs=None).logprobs == [[]]
+
+
+@drives("echo", apis=[COMPLETIONS])
+def an_echo_may_come_alone(ask, tokenizer):
+    assert ask(echo=True).texts == [PROMPT + ask().texts[0]]
+    scored = ask(echo=True, max_tokens=0, logprobs=1, prompt=[PROMPT, "def f("])
+    assert scored.texts == [PROMPT, "def f("]
+    assert scored.reasons == ["length", "length"]
+    assert (scored.usage.completion_tokens, scored.usage.prompt_tokens) == (
+        0,
+        len(tokenizer.encode(PROMPT)) + len(tokenizer.encode("def f(")),
+    )
+    assert ["".join(token for token, _, _ in each) for each in scored.logprobs] == scored.texts
+    longer = ask(echo=True, max_tokens=1, logprobs=1)
+    assert scored.logprobs[0] == longer.logprobs[0][:-1]
+
+
+@drives("add_special_tokens")
+def special_tokens_of_the_tokenizer_are_a_choice(ask, tokenizer):
+    """The embedded model's tokenizer adds none, so nothing may change."""
+    assert ask(add_special_tokens=False).texts == ask(add_special_tokens=True).texts == ask().texts
+    assert ask(add_special_tokens=False).usage.prompt_tokens == ask().usage.prompt_tokens
+
+
+@drives("add_generation_prompt", "continue_final_message", "chat_template_kwargs", apis=[CHAT])
+def the_template_has_options(ask, tokenizer):
+    counts = [
+        ask(**options).usage.prompt_tokens
+        for options in ({}, {"add_generation_prompt": False}, {"continue_final_message": True})
+    ]
+    assert counts == sorted(set(counts), reverse=True)
+    assert ask(chat_template_kwargs={"mode": "plain"}).texts == ask().texts
+    with pytest.raises(openai.BadRequestError, match="which is an option of its own") as caught:
+        ask(chat_template_kwargs={"messages": []})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+@drives("priority", "user")
+def who_asks_changes_no_answer(ask, tokenizer):
+    assert ask(priority=0, user="ada").texts == ask().texts
+    for priority, why in ((2**31, "priority"), (-3, "scheduling policy reads no priorities")):
+        with pytest.raises(openai.BadRequestError, match=why) as caught:
+            ask(priority=priority)
+        assert caught.value.param == "priority"
+    with pytest.raises(openai.BadRequestError, match="user"):
+        ask(user=3)
+
+
+@drives("deadline_s")
+def a_deadline_ends_a_call(ask, tokenizer):
+    assert ask(deadline_s=60).texts == ask().texts
+    with pytest.raises(openai.APIStatusError, match="deadline") as caught:
+        ask(deadline_s=1e-6)
+    assert caught.value.status_code == 408
+
+
+@drives("cache_salt")
+def a_salt_parts_the_cache(ask, tokenizer):
+    text = "import os\n" * 12
+    wish = (
+        {"prompt": text}
+        if ask.api == COMPLETIONS
+        else {"messages": [{"role": "user", "content": text}]}
+    )
+    salt = uuid.uuid4().hex
+    cached = [
+        ask(**wish, cache_salt=each).usage.prompt_tokens_details.cached_tokens
+        for each in (salt, salt, salt + "x")
+    ]
+    assert cached[0] == cached[2] == 0 < cached[1]
+
+
+@drives("use_beam_search", "length_penalty", modes=WHOLE)
+def a_beam_search_has_n_results(ask, tokenizer):
+    best, second = ask(use_beam_search=True, n=2, length_penalty=0.5).texts
+    assert best != second
+    with pytest.raises(openai.BadRequestError, match="length_penalty is 9"):
+        ask(use_beam_search=True, length_penalty=9)
+
+
+@drives("stream", "stream_options", modes=STREAMED)
+def a_stream_tells_its_usage_as_asked(ask, tokenizer):
+    """Nothing, at the end, all the time, or both."""
+    silent = ask(stream_options=None)
+    assert all(chunk.usage is None for chunk in silent.chunks)
+    last = ask(stream_options={"include_usage": True}).chunks
+    assert [chunk.usage is None for chunk in last] == [True] * (len(last) - 1) + [False]
+    assert (last[-1].choices, last[-1].usage.completion_tokens) == ([], 8)
+    always = ask(stream_options={"continuous_usage_stats": True}).chunks
+    counts = [chunk.usage.completion_tokens for chunk in always]
+    assert counts == sorted(counts)
+    assert counts[-1] == 8
+    assert all(chunk.choices for chunk in always)
+    both = ask(stream_options={"continuous_usage_stats": True, "include_usage": True}).chunks
+    assert both[-1].choices == []
+    assert both[-1].usage == always[-1].usage
+
+
+@pytest.fixture(scope="module")
+def clients(server):
+    clients = Clients(server.url)
+    yield clients
+    clients.close()
+
+
+WAYS = [
+    pytest.param(function, api, mode, id=f"{function.__name__}-{api}-{mode}")
+    for function, _, apis, modes in CASES
+    for api in apis
+    for mode in modes
+]
+
+
+@pytest.mark.parametrize(("function", "api", "mode"), WAYS)
+def test_a_field_has_its_effect(clients, http, tokenizer, function, api, mode):
+    function(Asker(clients, api, mode), tokenizer)
+
+
+@pytest.mark.parametrize("api", MODELS)
+def test_every_field_is_driven(api):
+    driven = {name for _, names, apis, _ in CASES if api in apis for name in names}
+    assert driven == set(MODELS[api].model_fields)
+
+
+REFUSED = [(api, name) for api, model in MODELS.items() for name in sorted(model.not_supported)]
+
+
+@pytest.mark.parametrize(("api", "name"), REFUSED)
+def test_what_is_not_supported_is_refused_by_name(clients, api, name):
+    with pytest.raises(openai.BadRequestError, match=f"{name} is not supported yet") as caught:
+        Asker(clients, api, "sync")(extra_body={name: {"type": "wanted"}})
+    assert caught.value.param == name
+    assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("api", MODELS)
+def test_fields_in_an_extra_body_of_the_json_count_as_well(clients, api):
+    """As a client sends it that writes `extra_body` out: OpenAI's own puts its fields beside it."""
+    ask = Asker(clients, api, "sync")
+    inner = {"top_k": 1, "temperature": 5.0, "seed": 1}
+    assert ask(temperature=None, extra_body=inner).texts == ask().texts
+    with pytest.raises(openai.BadRequestError, match="give it once") as caught:
+        ask(extra_body={"max_tokens": 3})
+    assert caught.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize("api", MODELS)
+def test_answers_name_what_their_numbers_depend_on(clients, api):
+    answers = [Asker(clients, api, mode)() for mode in ("sync", "sync-stream")]
+    (chunks,) = {chunk.system_fingerprint for chunk in answers[1].chunks}
+    assert answers[0].whole.system_fingerprint == chunks

@@ -1,0 +1,309 @@
+"""The table of docs/security.md, held against every route, and against two worlds.
+
+In one nobody has sent what a tenant is about to ask; in the other another tenant has all of it
+cached, and has streams open. The tenant's answers must be the same, number by number.
+"""
+
+import json
+import random
+import re
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.server.app import create_app
+from quire.server.generation.seeds import Seeds
+from quire.server.routes.unsupported import refuse
+from quire.server.service import Service
+
+ROOT = Path(__file__).parents[3]
+ANY_OTHER = "any other path"
+NEW, OPERATORS = "new each time", "The operator alone"
+TIMEOUT_S = 60
+
+TEXT = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu " * 12
+SHORT = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": TEXT}]
+
+EXAMPLES = {
+    ("POST", "/v1/completions"): SHORT | {"prompt": TEXT, "logprobs": 2, "return_token_ids": True},
+    ("POST", "/v1/chat/completions"): SHORT
+    | {"messages": MESSAGES, "logprobs": True, "return_token_ids": True},
+    ("POST", "/tokenize"): {"prompt": TEXT, "return_token_strs": True},
+    ("POST", "/detokenize"): {"tokens": list(range(300, 330))},
+}
+"""Bodies by route: a new route that takes one needs one here."""
+
+NAMES = {"/v1/models/{name}": "/v1/models/embedded", ANY_OTHER: "/no/such/path"}
+"""What to ask for where the table's path is none."""
+
+MISTAKES = [
+    {"prompt": TEXT, "top_p": 7},
+    {"prompt": TEXT, "max_tokens": "x"},
+    {"prompt": [10**9]},
+    {"prompt": TEXT, "n": 129},
+    {"prompt": [[5]] * 200, "n": 128},
+    {"prompt": TEXT * 200},
+    {"prompt": TEXT, "model": "another"},
+    {"prompt": TEXT, "deadline_s": 1e-9},
+    {"prompt": TEXT, "cache_salt": "x" * 300},
+    {"prompt": TEXT, "allowed_token_ids": [300], "stop_token_ids": [300], "min_tokens": 3},
+]
+
+
+class Row(NamedTuple):
+    """A line of the table. statuses: by role. fields: of a tenant's answer, by what moves them."""
+
+    method: str
+    path: str
+    statuses: dict[str, int]
+    fields: dict[str, set[str]]
+
+    def ask(self, client, headers):
+        """The answer to an example of such a call."""
+        path = NAMES.get(self.path, self.path)
+        body = EXAMPLES[self.method, self.path] if self.method == "POST" else None
+        return client.request(self.method, path, json=body, headers=headers)
+
+
+def table():
+    text = (ROOT / "docs" / "security.md").read_text()
+    section = text.split("## Who sees what\n")[1].split("\n## ")[0]
+    rows = []
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        found = re.fullmatch(r"`(GET|POST)(?: (/\S*))?`(.*)", cells[0])
+        if found is None:
+            continue
+        statuses = zip(("stranger", "tenant", "operator"), map(int, cells[1:4]), strict=True)
+        fields: dict[str, set[str]] = {}
+        for part in re.split(r"[;.] ", cells[4]):
+            kind, _, names = part.partition(": ")
+            fields[kind] = set(re.findall("`(.+?)`", names))
+        path = found[2] or found[3].strip()
+        rows.append(Row(found[1], path, dict(statuses), fields))
+    return rows
+
+
+ROWS = table()
+
+
+def routes(found):
+    """(method, path) of all routes, those of included routers too, but for the refused ones."""
+    for each in found:
+        if hasattr(each, "original_router"):
+            yield from routes(each.original_router.routes)
+        elif each.endpoint is not refuse:
+            path = getattr(each, "path_format", each.path)
+            yield from ((method, path) for method in each.methods if method != "HEAD")
+
+
+def test_every_route_is_in_the_table():
+    app = create_app(Service(None, None, None, "mine"))
+    served = set(routes(app.routes))
+    assert ("GET", "/health") in served and ("POST", "/tokenize") in served
+    assert {(row.method, row.path) for row in ROWS} == served | {("GET", ANY_OTHER)}
+
+
+@pytest.fixture(params=["guarded", "server"])
+def world(request):
+    """A server, with keys or without, and by role the headers of its calls."""
+    running = request.getfixturevalue(request.param)
+    if request.param == "guarded":
+        running.roles = {
+            "stranger": {"Authorization": "Bearer no-such-key"},
+            "tenant": {"Authorization": "Bearer bob-key-1"},
+            "operator": running.operator,
+            "dave": {"Authorization": "Bearer dave-key-1"},
+            "erin": {"Authorization": "Bearer erin-key-1"},
+            "other": {"Authorization": "Bearer alice-key-2"},
+        }
+    else:
+        running.roles = {"tenant": {"X-Api-Key": "anything"}, "operator": {}}
+        running.roles |= {name: {"X-Api-Key": name} for name in ("dave", "erin", "other")}
+    with httpx.Client(base_url=running.url, timeout=TIMEOUT_S) as client:
+        running.client = client
+        yield running
+    running.wait_until(lambda stats: stats["num_held_blocks"] == stats["num_running"] == 0)
+
+
+def test_who_is_let_in_where(world):
+    for row in ROWS:
+        for role, status in row.statuses.items():
+            if role in world.roles:
+                answer = row.ask(world.client, world.roles[role])
+                assert answer.status_code == status, (row, role, answer.text)
+
+
+def test_every_field_of_a_tenant_s_answer_is_in_the_table(world):
+    for row in ROWS:
+        answer = row.ask(world.client, world.roles["tenant"])
+        told = set().union(*row.fields.values()) - row.fields.get(OPERATORS, set())
+        if answer.status_code == 403:
+            assert (told, set(answer.json())) == (set(), {"error"}), row
+        elif row.method == "POST" or told:
+            assert set(answer.json()) <= told, row
+    health = next(row for row in ROWS if row.path == "/health")
+    operators = world.client.get("/health", headers=world.roles["operator"]).json()
+    assert set(operators) == set().union(*health.fields.values())
+
+
+def test_a_tenant_can_t_see_what_another_has_cached_or_open(world):
+    """dave asks when nobody has sent his prompts, erin when they are another's."""
+    operator = world.roles["operator"]
+    alone = look(world, "dave")
+    before = world.client.get("/health", headers=operator).json()
+    with busy(world):
+        crowded = look(world, "erin")
+        during = world.client.get("/health", headers=operator).json()
+    assert before["engine"] != during["engine"], "the operator sees no difference either"
+    assert alone.keys() == crowded.keys()
+    for what, answer in alone.items():
+        assert answer == crowded[what], what
+    first, again = (alone[f"{turn}: /v1/completions"][2]["usage"] for turn in ("first", "again"))
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert again["prompt_tokens_details"]["cached_tokens"] > 0, "a hit would be seen"
+
+
+@contextmanager
+def busy(world):
+    """Another tenant has all prompts of `look` cached, and streams that go on until this ends.
+
+    They are always the same, so that they put nothing more into the cache.
+    """
+    headers = world.roles["other"]
+    for row in ROWS:
+        row.ask(world.client, headers)
+    begun, ended = threading.Event(), threading.Event()
+    body = SHORT | {"prompt": TEXT, "max_tokens": 100, "n": 2, "stream": True}
+
+    def stream():
+        with httpx.Client(base_url=world.url, timeout=TIMEOUT_S) as client:
+            while not ended.is_set():
+                with client.stream("POST", "/v1/completions", json=body, headers=headers) as lines:
+                    for _ in lines.iter_lines():
+                        begun.set()
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    try:
+        assert begun.wait(TIMEOUT_S)
+        yield
+    finally:
+        ended.set()
+        thread.join(TIMEOUT_S)
+
+
+def look(world, name):
+    """{what was asked: (status, headers, body)}: all that there is to see with this one's key, but
+    for what is random or of the clock."""
+    client, headers = world.client, world.roles[name] | {"X-Request-ID": "mine"}
+    seen = {}
+    for turn in ("first", "again"):
+        for row in ROWS:
+            answer = row.ask(client, headers)
+            what = f"{turn}: {row.path}"
+            seen[what] = told(answer, name, row.fields.get(NEW, set()))
+            path = NAMES.get(row.path, row.path)
+            for method in ("HEAD", "OPTIONS", "DELETE"):
+                other = client.request(method, path, headers=headers)
+                seen[f"{turn}: {method} {row.path}"] = told(other, name)
+    for index, body in enumerate(MISTAKES):
+        answer = client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code >= 400, (body, answer.text)
+        seen[f"mistake {index}"] = told(answer, name)
+    body = SHORT | {"prompt": TEXT, "n": 4, "max_tokens": 200, "stream": True}
+    body |= {"stream_options": {"include_usage": True}}
+    with client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
+        lines = stream.iter_lines()
+        head = next(lines)
+        if "Authorization" in headers:  # a server without keys bounds no tenant
+            answer = client.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 429
+            seen["too much at once"] = told(answer, name)
+        seen["stream"] = joined([head, *lines])
+    return seen
+
+
+def told(answer, name, new=frozenset()):
+    headers = {key: value for key, value in answer.headers.items() if key != "date"}
+    if answer.headers.get("content-type") != "application/json":
+        return answer.status_code, headers, answer.text
+    body = json.loads(answer.text.replace(f"'{name}'", "'NAME'")) if answer.text else None
+    if new:
+        assert new <= set(body)
+        body = {key: value for key, value in body.items() if key not in new}
+    return answer.status_code, headers, body
+
+
+def joined(lines):
+    """A stream without the bounds of its events, which are a matter of speed."""
+    texts, reasons, usage = {}, {}, None
+    for line in lines:
+        if not line.startswith("data: {"):
+            continue
+        chunk = json.loads(line.removeprefix("data: "))
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            texts[index] = texts.get(index, "") + choice["text"]
+            reasons[index] = choice["finish_reason"] or reasons.get(index)
+    return texts, reasons, usage
+
+
+def cache_numbers(world):
+    """What the operator is told of the prefix cache's finds."""
+    headers = world.roles["operator"]
+    engine = world.client.get("/health", headers=headers).json()["engine"]
+    found = {name: engine[name] for name in ("num_query_tokens", "num_hit_tokens")}
+    found |= engine["prefix_misses"]
+    scraped = world.client.get("/metrics", headers=headers).text
+    for family in text_string_to_metric_families(scraped):
+        for one in family.samples:
+            if "prefix" in one.name and not one.name.endswith("_created"):
+                found[one.name, *one.labels.values()] = one.value
+    return found
+
+
+def test_no_number_answers_a_guess(world):
+    """The operator's numbers move alike whether another domain has the prompt that is sent or not:
+    a reader of a dashboard, and a client of a server without keys, learns nothing by guessing."""
+    world.wait_until(lambda stats: stats["num_held_blocks"] == stats["num_running"] == 0)
+    numbers = random.Random(11)
+
+    def send(role, prompt, salt):
+        body = {"prompt": prompt, "max_tokens": 1, "ignore_eos": True, "cache_salt": salt}
+        headers = world.roles[role]
+        world.client.post("/v1/completions", json=body, headers=headers).raise_for_status()
+
+    moved = {True: [], False: []}
+    for index in range(6):
+        prompt = [numbers.randrange(300, 4000) for _ in range(64)]
+        is_known = index % 2 == 0
+        if is_known:
+            send("other", prompt, "theirs")
+        before = cache_numbers(world)
+        send("tenant", prompt, f"guess {index}")  # in a domain of its own: no other prompt is near
+        after = cache_numbers(world)
+        deltas = {name: value - before.get(name, 0) for name, value in after.items()}
+        moved[is_known].append({name: delta for name, delta in deltas.items() if delta})
+    steps = moved[True] + moved[False]
+    assert all(step == steps[0] for step in steps), steps
+    assert steps[0]["num_query_tokens"] == 64 and steps[0]["never_seen"] == 1
+
+
+def test_seeds_of_unseeded_calls_are_the_tenant_s_own(guarded):
+    """Whatever others have asked before. fred calls nowhere else."""
+    wish = SHORT | {"prompt": "def f(", "temperature": 1.5, "max_tokens": 12}
+    series = Seeds(guarded.seed)
+    for _ in range(3):
+        seeded = wish | {"seed": series.draw("fred")}
+        expected = guarded.http.post("/v1/completions", json=seeded).raise_for_status().json()
+        headers = {"Authorization": "Bearer fred-key-1"}
+        answer = guarded.http.post("/v1/completions", json=wish, headers=headers).json()
+        assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
