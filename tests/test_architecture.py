@@ -20,46 +20,47 @@ import pytest
 SRC = Path(__file__).parent.parent / "src" / "quire"
 
 ARROWS = {
-    "cli": "server cluster simulation bench engine",
-    "server": "engine",
-    "cluster": "engine",
+    "cli": "server cluster simulation bench",
+    "bench": "offline",
     "simulation": "engine",
-    "bench": "engine",
-    "engine": "runtime text core",
+    "server": "engine_client",
+    "cluster": "engine_client",
+    "offline": "assembly",
+    "assembly": "engine_client engine runtime",
+    "engine_client": "text core",
+    "engine": "core",
     "config": "core",
     "runtime": "speculation sampling core",
     "speculation": "models",
-    "models": "layers model_files",
-    "layers": "attention distributed",
-    "attention": "kernels",
+    "models": "layers hub",
+    "layers": "attention distributed formats",
+    "attention": "formats",
+    "formats": "kernels",
     "distributed": "kernels",
     "sampling": "kernels",
-    "text": "model_files",
+    "text": "hub",
     "kernels": "",
     "core": "",
-    "model_files": "",
+    "hub": "",
     "observability": "",
     "errors": "",
     "version": "",
-    "quire": "engine core version",
+    "quire": "offline engine_client core version",
 }
 """Left may import right, and what right may import. A folder is an area; so is a file in `quire/`.
-`cli_*.py` and `__main__.py` belong to `cli`; `quire` is the package's own `__init__.py`, which
-nobody imports. Everybody may import errors; everybody but core, errors and version observability.
+`__main__.py` belongs to `cli`; `quire` is the package's own `__init__.py`, which nobody imports.
+Everybody may import errors; everybody but core, errors and version observability.
 """
 
 CORE_CONTRACTS = ("sampling_params", "step", "request", "kv_groups")
 """Plain data of core, which text, models, layers and sampling may import as well."""
 CONTRACT_READERS = ("text", "models", "layers", "attention", "speculation", "sampling")
 
-NEEDS_EXTRA = {"quire.server.http.httptools_protocol": "httptools"}
-"""Modules of the front that are loaded only where another package is installed."""
+NEEDS_EXTRA = {"httptools_protocol": "httptools"}
+"""Modules of the front, by their last name, that load only where another package is installed."""
 
-CONFIG_READERS = (
-    *("cli", "bench", "quire.server.launch", "quire.offline.llm"),
-    *("quire.assembly.build", "quire.assembly.device_setup", "quire.assembly.rank_build"),
-)
-"""Areas and modules that may read `config.py`."""
+CONFIG_READERS = ("cli", "server", "bench", "offline", "assembly")
+"""Areas that may read `config.py`."""
 
 NOT_IN_CORE = {
     "asyncio", "concurrent", "datetime", "io", "multiprocessing", "os", "pathlib", "queue",
@@ -68,30 +69,13 @@ NOT_IN_CORE = {
 }  # fmt: skip
 """Standard modules with a clock, threads, chance or the outer world in them."""
 
-TORCH_FREE_AREAS = ("server", "text")
-TORCH_FREE_MODULES = tuple(
-    f"quire.engine.{name}"
-    for name in (
-        "activity",
-        "async_engine",
-        "dispatcher",
-        "engine_keeper",
-        "engine_link",
-        "inputs",
-        "messages",
-        "outputs",
-        "recovery",
-        "request_stream",
-    )
-)
+TORCH_FREE = ("server", "cluster", "engine_client", "text", "hub")
+"""Areas that never import torch."""
+STARTS_WITHOUT_TORCH = ("cli",)
+"""Areas that may import torch in a function, for a command that needs it."""
 BRINGS_TORCH = ("torch", "safetensors.torch", "transformers", "accelerate", "triton")
 
-ASYNC_AREAS = ("server", "cluster", "bench", "cli")
-ASYNC_MODULES = tuple(
-    f"quire.engine.{name}"
-    for name in ("async_engine", "engine_keeper", "engine_link", "request_stream")
-)
-"""The front of the engine: `async_engine`, and the parts that it is made of."""
+ASYNC_AREAS = ("server", "engine_client", "cluster", "bench", "cli")
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 ENVIRONMENT_READER = "quire.cli.main"
@@ -173,7 +157,7 @@ def _walk(nodes: list[ast.stmt], where: str) -> Iterator[tuple[ast.Import | ast.
 def area(module: str) -> str:
     """The name in ARROWS that a module belongs to."""
     name = module.split(".")[1] if "." in module else "quire"
-    return "cli" if name.startswith("cli_") or name == "__main__" else name
+    return "cli" if name == "__main__" else name
 
 
 def _reachable(start: str) -> set[str]:
@@ -222,7 +206,7 @@ def config_readers(tree: Tree) -> list[str]:
         " in a small dataclass beside it"
         for module in tree.sources
         for entry in tree.inner_imports(module)
-        if entry.target == "quire.config" and not {area(module), module} & set(CONFIG_READERS)
+        if entry.target == "quire.config" and area(module) not in CONFIG_READERS
     ]
 
 
@@ -294,9 +278,13 @@ def _loaded_by(tree: Tree, module: str) -> Iterator[str]:
 def torch_where_none_may_be(tree: Tree) -> list[str]:
     found = []
     for module in tree.sources:
-        if area(module) not in TORCH_FREE_AREAS and module not in TORCH_FREE_MODULES:
+        if area(module) not in TORCH_FREE + STARTS_WITHOUT_TORCH:
             continue
-        direct = [entry for entry in tree.imports[module] if entry.where != "module"]
+        direct = [
+            entry
+            for entry in tree.imports[module]
+            if entry.where != "module" and area(module) in TORCH_FREE
+        ]
         for name in _loaded_by(tree, module):
             entries = [entry for entry in tree.imports[name] if entry.where == "module"]
             for entry in entries + (direct if name == module else []):
@@ -310,12 +298,10 @@ def torch_where_none_may_be(tree: Tree) -> list[str]:
 
 def asyncio_outside(tree: Tree) -> list[str]:
     return [
-        f"{tree.at(module, entry.line)}: asyncio belongs into {ASYNC_MODULES[0]} and its kin"
+        f"{tree.at(module, entry.line)}: asyncio belongs into {', '.join(ASYNC_AREAS)}"
         for module in tree.sources
         for entry in tree.imports[module]
-        if entry.target.split(".")[0] == "asyncio"
-        and area(module) not in ASYNC_AREAS
-        and module not in ASYNC_MODULES
+        if entry.target.split(".")[0] == "asyncio" and area(module) not in ASYNC_AREAS
     ]
 
 
@@ -330,7 +316,8 @@ def environment_readers(tree: Tree) -> list[str]:
             if by_name and isinstance(node, ast.ImportFrom):
                 by_name = bool(ENVIRONMENT & {alias.name for alias in node.names})
             if by_attribute or by_name:
-                found.append(f"{tree.at(module, node.lineno)}: only cli.py reads the environment")
+                where = tree.at(module, node.lineno)
+                found.append(f"{where}: only {ENVIRONMENT_READER} reads the environment")
     return found
 
 
@@ -363,10 +350,11 @@ def test_the_front_loads_without_torch(quire_tree: Tree) -> None:
     front = [
         name
         for name in quire_tree.sources
-        if area(name) in TORCH_FREE_AREAS
-        and (name not in NEEDS_EXTRA or find_spec(NEEDS_EXTRA[name]))
+        if area(name) in TORCH_FREE + STARTS_WITHOUT_TORCH
+        and name != "quire.__main__"
+        and find_spec(NEEDS_EXTRA.get(name.rpartition(".")[2], "quire"))
     ]
-    lines = [f"import {name}" for name in [*front, *TORCH_FREE_MODULES]]
+    lines = [f"import {name}" for name in front]
     code = "\n".join([*lines, "import sys; sys.exit('torch' in sys.modules)"])
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -381,8 +369,8 @@ BROKEN = [
     (unknown_areas, {"newfloor/x.py": ""}, "newfloor/x.py:1: 'newfloor' has no floor"),
     (
         upward_imports,
-        {"models/families/llama.py": "import math\nfrom quire.runtime.batch import StepBatch\n"},
-        "models/families/llama.py:2: quire.models.families.llama may not import quire.runtime.batch",
+        {"models/families/llama.py": "import math\nimport quire.runtime\n"},
+        "models/families/llama.py:2: quire.models.families.llama may not import quire.runtime",
     ),
     (
         upward_imports,
@@ -391,7 +379,7 @@ BROKEN = [
     ),
     (
         upward_imports,
-        {"core/x.py": "from ..engine import llm", "offline/llm.py": ""},
+        {"core/x.py": "from ..offline import llm", "offline/llm.py": ""},
         "core/x.py:1",
     ),
     (upward_imports, {"server/app.py": "from quire.bench.load import run"}, "server/app.py:1"),
@@ -452,17 +440,18 @@ BROKEN = [
     (
         torch_where_none_may_be,
         {
-            "server/x.py": "from quire.engine import y",
-            "engine/y.py": "from quire.engine.z import f",
-            "engine/z.py": "import transformers.models",
+            "server/x.py": "from quire.core import y",
+            "core/y.py": "from quire.core.z import f",
+            "core/z.py": "import transformers.models",
         },
-        "engine/z.py:1: transformers.models reaches quire.server.x",
+        "core/z.py:1: transformers.models reaches quire.server.x",
     ),
     (
         torch_where_none_may_be,
         {"text/x.py": "", "text/__init__.py": "import torch"},
         "text/__init__.py:1: torch reaches quire.text.x",
     ),
+    (torch_where_none_may_be, {"cli/x.py": "import torch"}, "cli/x.py:1: torch"),
     (asyncio_outside, {"engine/engine.py": "from asyncio import Queue"}, "engine/engine.py:1"),
     (environment_readers, {"runtime/x.py": "import os\nos.environ['A'] = '1'"}, "runtime/x.py:2"),
     (environment_readers, {"runtime/x.py": "from os import getenv"}, "runtime/x.py:1"),
@@ -484,7 +473,7 @@ FINE = {
     "version.py": "",
     "config.py": "from quire.core.scheduling.scheduler import Scheduler",
     "errors.py": "",
-    "cli.py": "import os\nos.environ\nfrom quire.config import Options\n"
+    "cli/main.py": "import os\nos.environ\nfrom quire.config import Options\n"
     "def f():\n    # heavy\n    import torch\n    import json\n    import time  # too",
     "cli/chat.py": "from quire.errors import QuireError",
     "core/step.py": "from quire.errors import QuireError\nimport hashlib",
@@ -494,9 +483,9 @@ FINE = {
     "from quire.core.step import StepPlan",
     "kernels/norm.py": "import torch\nfrom quire.observability.log import get_logger",
     "observability/log.py": "import logging",
-    "runtime/batch.py": "from quire.models import llama\nfrom quire.core.scheduling.scheduler import S",
+    "runtime/batch.py": "from quire.models import llama\nfrom quire.core.x import S",
     "offline/llm.py": "from quire.runtime.batch import StepBatch\nfrom quire.config import Options",
-    "engine_client/async_engine.py": "import asyncio\ndef f():\n    # heavy\n    import quire.offline.llm",
+    "engine_client/async_engine.py": "import asyncio\ndef f():\n    # it\n    import quire.text.x",
     "server/app.py": "import asyncio\nfrom quire.engine_client.async_engine import AsyncEngine",
     "server/launch.py": "from quire.config import Options",
 }

@@ -1,5 +1,5 @@
-"""User options -> one validated object, once. Read by the command line, the benchmarks and the
-composition root (`assembly/build.py`), by nobody else: components declare what they need themselves.
+"""User options -> one validated object, once. Read by the command line, the benchmarks, `LLM`, the
+server's start and the composition root: every other component declares what it needs itself.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The composition root: options in, an engine out.
 
-The only file that knows every class, together with `compute` and `share`, which choose and make
-what one rank computes with.
+The only file that knows every class, together with `device_setup` and `rank_build`, which choose
+and make what one rank computes with.
 """
 
 import secrets

@@ -3,7 +3,7 @@
     on the CPU     native kernels, or torch where they can't be had; or Triton's interpreter
     on a GPU       Triton kernels and torch's matrix products
 
-Everything that an option forbids here is refused before a model is read. Called by `share`.
+Everything that an option forbids here is refused before a model is read. Called by `rank_build`.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ The process ends by itself when the front is gone, whatever it is doing: the loo
 the stream, and a watching thread covers the times when the loop is not looking (loading a model, a
 long step). A front that does not read stops the steps, not the listening.
 
-Knows no text, no HTTP and no asyncio. Started by `engine_link`.
+Knows no text, no HTTP and no asyncio. Started by `link`.
 """
 
 import argparse

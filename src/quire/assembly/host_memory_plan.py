@@ -2,7 +2,7 @@
 
 The rules stand in `config.EngineOptions`. Knows no tensors and builds nothing: what memory there is
 comes from the operating system, what a block and the weights take from the caller, `engine/build`.
-A GPU is sized by what was measured on it: see `device_sizes`.
+A GPU is sized by what was measured on it: see `device_memory_plan`.
 """
 
 from dataclasses import dataclass

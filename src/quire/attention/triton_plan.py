@@ -1,11 +1,12 @@
 """What the Triton backend prepares once a step: how tiles are shaped, and which work there is.
 
 Knows lengths and windows; knows no q, k, v, launches nothing. Called by `triton_paged.py`. A step
-in which all sequences decode gets its work list on the device (`kernels/triton/attention/decode_work.py`);
-here are the rules for it, and the list of any other step, made on the host: its lengths are known
-there, and it has too many shapes to be captured.
+in which all sequences decode gets its work list on the device
+(`kernels/triton/attention/decode_work.py`); here are the rules for it, and the list of any other
+step, made on the host: its lengths are known there, and it has too many shapes to be captured.
 
-Words as in `kernels/triton/attention/paged_attention.py`: an item is a tile of queries with a range of keys.
+Words as in `kernels/triton/attention/paged_attention.py`: an item is a tile of queries with a range
+of keys.
 """
 
 from dataclasses import dataclass

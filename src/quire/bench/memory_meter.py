@@ -1,7 +1,7 @@
 """What the slots of the KV cache hold, step by step, and the averages over time.
 
-A slot is room for one token. Every slot is counted once, as in the ledger (`core.memory_report`),
-where contiguous reservations are split by what will come of them:
+A slot is room for one token. Every slot is counted once, as in the ledger
+(`core.memory.memory_report`), where contiguous reservations are split by what will come of them:
 
     useful    holds keys and values of a token of somebody who is not done yet
     reserved  set aside for tokens that its owner will still make

@@ -1,6 +1,6 @@
 """The interactive chat: history, commands, and answers that can be stopped.
 
-Knows no engine: it is given a function from messages to pieces of text. `cli` calls it.
+Knows no engine: it is given a function from messages to pieces of text. `main` calls it.
 """
 
 import signal

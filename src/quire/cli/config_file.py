@@ -8,7 +8,7 @@
 
 Each entry becomes the words that one would have typed, and goes through the same checks; what is
 wrong is told with its file and line. A flag on the command line wins over the file's. Texts are
-taken as they are written (`revision: 1.10` is "1.10"). Called by `cli_parser`.
+taken as they are written (`revision: 1.10` is "1.10"). Called by `parser`.
 """
 
 import argparse

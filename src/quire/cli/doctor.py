@@ -1,7 +1,7 @@
 """`quire doctor`: what this machine has for quire, and what would make it faster.
 
 Rules from readings to sentences: a problem keeps quire from working here, an advice would make it
-faster. Reads nothing itself: `cli_machine` does. Called by `cli`.
+faster. Reads nothing itself: `machine` does. Called by `main`.
 """
 
 import platform

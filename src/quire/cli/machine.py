@@ -1,6 +1,6 @@
 """Reads what a machine has: processor, memory, limits, kernels, disk. For `quire doctor`.
 
-Only looks: what it means is said in `cli_doctor`. What can't be read is None or empty; torch may be
+Only looks: what it means is said in `doctor`. What can't be read is None or empty; torch may be
 missing or broken, which is then one of the findings. Linux's files are read below `root`, so that
 tests can bring their own.
 """

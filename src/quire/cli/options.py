@@ -2,7 +2,7 @@
 
 Each stands under the name that the engine, or SamplingParams, has for it; those that were not given
 are not handed on, so that the defaults stay where they belong. Only light imports. Called by
-`cli_parser` and `cli_serve`.
+`parser` and `serve`.
 """
 
 import argparse

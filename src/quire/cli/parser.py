@@ -1,6 +1,6 @@
 """The grammar of the command line: every command and its flags.
 
-Knows no engine and reads no environment; `cli` runs what is parsed here. Only light imports:
+Knows no engine and reads no environment; `main` runs what is parsed here. Only light imports:
 `quire --version` and `--help` come through this file.
 """
 

@@ -1,6 +1,6 @@
 """The flags of `quire serve`: every field of ServerConfig has one, in groups, beside the engine's.
 
-Only light imports: `quire serve --help` comes through this file. Called by `cli_parser` and `cli`.
+Only light imports: `quire serve --help` comes through this file. Called by `parser` and `main`.
 """
 
 import argparse

@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that takes no abbreviations and answers a mistake with the nearest name.
 
     commands: the names of its sub-commands, where it has some. takes_foreign: whether it
-        understands what other engines' users bring (`cli_foreign`).
+        understands what other engines' users bring (`foreign_options`).
     """
 
     def __init__(

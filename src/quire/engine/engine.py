@@ -233,7 +233,7 @@ class Engine:
         return memory_report(self.scheduler.memory, self._holders())
 
     def block_map(self, first_block: int = 0, max_num_blocks: int | None = None) -> BlockMap:
-        """What each block is doing, from first_block on; see `core.block_map`. O(held blocks)."""
+        """What each block is doing, from first_block on; see `block_map`. O(held blocks)."""
         return block_map(self.scheduler.memory, self._holders(), first_block, max_num_blocks)
 
     def _holders(self) -> list[Sequence]:

@@ -1,6 +1,6 @@
 """Tells, before each step runs, which requests are in it.
 
-Knows sequences, not who listens. Called by `engine`; `engine_process` listens, so that the front
+Knows sequences, not who listens. Called by `engine`; `engine_main` listens, so that the front
 can read after a death whose step it was.
 """
 

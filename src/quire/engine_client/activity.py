@@ -2,7 +2,7 @@
 
 Front and engine share a piece of memory. The engine writes into it before each thing that it does,
 which takes no system call; whatever ends the process, kill -9 included, what it wrote stays, and
-tells the front whose step was under way. Made by `engine_link`, written by `engine_process`, judged
+tells the front whose step was under way. Made by `link`, written by `engine_main`, judged
 by `recovery`.
 """
 

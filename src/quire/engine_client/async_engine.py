@@ -1,6 +1,6 @@
 """The front's engine: one that outlives its processes.
 
-`AsyncEngine.start` starts `engine_process` and waits until it stands; `generate` opens a stream of
+`AsyncEngine.start` starts `engine_main` and waits until it stands; `generate` opens a stream of
 outputs; closing a stream aborts what is left of it. When the process dies, or hangs in a step, it
 is started anew, and every open request goes on from the tokens that came of it: its stream notices
 nothing but the pause. Whatever way the front ends, no process stays behind.

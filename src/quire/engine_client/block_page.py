@@ -1,6 +1,6 @@
 """A block map as plain data for the wire and for JSON: in pages, each sequence named once.
 
-Knows no sockets and no HTTP. Called by `engine_process`.
+Knows no sockets and no HTTP. Called by `engine_main`.
 """
 
 from collections.abc import Iterable

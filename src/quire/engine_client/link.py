@@ -4,7 +4,7 @@ A link lives as long as its process: what dies is not started again here. It sen
 answers questions in their order, notices a process that hangs, and tells its owner of everything
 else. However it ends, no process stays behind.
 
-Knows no requests and no streams. Made by `engine_keeper`.
+Knows no requests and no streams. Made by `supervisor`.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 As objects, those of one token with the 20 likeliest take 1.6 KB, at which the garbage collector
 looks again and again; as bytes 0.25 KB. Whoever holds an answer until it is written holds this.
-Knows no requests. Called by `engine_process`, which packs what is long, and by `outputs`.
+Knows no requests. Called by `engine_main`, which packs what is long, and by `outputs`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -6,7 +6,7 @@ and Shutdown; the engine tells of its Progress while it loads, says Ready once, 
 message a step), RequestFailed, one reply to each question in the order of the questions and, before
 it dies of something, Fatal.
 
-Knows no sockets, no processes and no asyncio. Called by `engine_process` and `engine_link`.
+Knows no sockets, no processes and no asyncio. Called by `engine_main` and `link`.
 """
 
 import struct

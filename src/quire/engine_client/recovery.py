@@ -14,8 +14,8 @@ second time:
     memory ran out          that may have come from outside, so all other suspects are tried first:
                             if another one dies as well, the first death proves nothing.
 
-Pure: knows no process, no clock, no asyncio. Called by `engine_link`, `dispatcher` and
-`engine_keeper`.
+Pure: knows no process, no clock, no asyncio. Called by `link`, `dispatcher` and
+`supervisor`.
 """
 
 import signal

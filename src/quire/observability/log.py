@@ -2,7 +2,7 @@
 
 Importing this has no side effects, and nothing is printed before `configure`, warnings aside (the
 standard library's own last resort). A library user who sets up `logging` himself need not call it.
-Knows nothing of the rest of quire but which call is served. `cli` and the engine process call
+Knows nothing of the rest of quire but which call is served. `cli.main` and the engine process call
 `configure`; everybody but core calls `get_logger`.
 """
 

@@ -5,7 +5,7 @@ the crowd, sleep until a step has brought what they wait for. When the leader ha
 is interrupted, the next one leads. Whoever wants the engine for a moment (to open a request, to
 read the ledger) stands in a line; after each step the leader goes to the end of it.
 
-Knows no engine. Called by `open_requests`.
+Knows no engine. Called by `request_table`.
 """
 
 import sys

@@ -31,7 +31,7 @@ class SimulationReport:
     num_copied_blocks: all. num_cow_blocks: those that were about to be written by one of several
         holders that run. num_partial_hits: admissions that went on from a copy of a block.
     num_query_tokens: prompt tokens looked up in the prefix cache. num_hit_tokens: found there.
-        misses: reason -> prompts, see `core.prefix_miss`. num_evicted_blocks: cached contents lost.
+        misses: reason -> prompts, see `prefix_miss`. num_evicted_blocks: cached contents lost.
     num_failed_steps, num_interrupts, num_crashes: injected. num_resumed: branches that went on
         after crashes.
     max_num_waiting, max_num_running: the most at once. virtual_s: when the last answer ended.

@@ -27,7 +27,7 @@ class KVCacheConfig:
 
     num_blocks: pages in the pool, shared by all groups. block_size: tokens in a block of one group.
     secret: keys the content hashes (16 random bytes of the installation, or of this process).
-    eviction: which cached contents are forgotten first; a name in `core.eviction`.
+    eviction: which cached contents are forgotten first; a name in `core.memory.eviction`.
     """
 
     groups: tuple[KVGroup, ...]

@@ -3,7 +3,7 @@
 One rule: close the gap between a sequence's computed tokens and its tokens, within the step's token
 budget. Prefill, chunked prefill, decode and resumption after preemption are all that rule. A policy
 orders and does nothing else; budget and admission are written here, once; rows and preemption in
-`residents`, room in `admission`.
+`running_set`, room in `admission`.
 
     schedule(now_s) -> StepPlan      what to compute, from the state of all sequences
     apply(StepResult) -> outputs     what came of it; sequences grow and end
@@ -12,7 +12,7 @@ orders and does nothing else; budget and admission are written here, once; rows 
 A plan may be made while an earlier step runs (overlap): counts run ahead of the tokens, and blocks
 that a step in flight may read stay referenced until its result was applied.
 
-Progress: see `residents` and `admission`; and `add` refuses what would not fit alone.
+Progress: see `running_set` and `admission`; and `add` refuses what would not fit alone.
 """
 
 from collections import deque
@@ -423,8 +423,8 @@ class Scheduler:
         """After a step that failed as a whole and a runner that dropped all rows: start again, from
         what was computed and known before the steps in flight.
 
-        Who is to blame shows itself (see `suspects`); that one ends with `message`. None: nobody
-        is, the step was interrupted from outside.
+        A sequence that makes steps fail is found by trials (see `fault_isolation`) and ends with
+        `message`. None: no sequence is at fault, the step was interrupted from outside.
         """
         self.stats.num_failed_steps += 1
         in_flight = {entry[0] for step in self._in_flight for entry in step.rows.values()}

@@ -5,7 +5,7 @@ rows once, as tables on the device, and applied by Triton kernels at every step.
 array from the host, the lengths of its rows and which tokens are new to the penalties' counts, and
 masks where there are grammars. Nothing waits for the device.
 
-Called by `device_sampler.py`.
+Called by `sampler.py`.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Beam searches among the sequences: who computes, who waits for whom, who goes on from whom.
 
-`beam_search` chooses; this turns its choices into forks. Each beam is a sequence of its own that
+`search` chooses; this turns its choices into forks. Each beam is a sequence of its own that
 computes its next step when it can; when the last of them has reported its candidates, the next
 beams are chosen. The first child of a beam continues in its parent's slot. Each further child
 reuses the slot of a beam that was pruned: it replaces that beam's last blocks by references to its

@@ -5,8 +5,8 @@
     forbid_words    logit = -inf for a word's last token where its others were generated just before
     add_bias        logit + bias, in fp32: logit_bias
 
-Definitions and reference: the processors of `sampling/host/processors.py`. Each pair of a line and a
-token is written by one program, or by several with the same value, so the order doesn't matter.
+Definitions and reference: the processors of `sampling/host/processors.py`. Each pair of a line and
+a token is written by one program, or by several with the same value, so the order doesn't matter.
 Only lines that use an option are touched: forbid_unset reads V / 8 bytes a line and writes what is
 forbidden, the others cost a launch.
 

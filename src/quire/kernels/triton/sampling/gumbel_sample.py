@@ -1,7 +1,8 @@
 """Tokens from logits on a GPU: the largest, or a sample with top_k, min_p and top_p, unsorted.
 
-What is left of a line's tokens, and the noise, are defined in `sampling/host/choice.py`, which is the
-reference. With x = (logit - largest) / temperature, rounded as there, these kernels follow a scan:
+What is left of a line's tokens, and the noise, are defined in `sampling/host/choice.py`, which is
+the reference. With x = (logit - largest) / temperature, rounded as there, these kernels follow a
+scan:
 
     race    each tile's two best coarse scores x + gumbel, in fp32, of tokens that top_k and min_p
             leave

@@ -28,8 +28,9 @@ MAX_BLOCK = 2**31 - 1
 
 @router.get("/memory")
 async def memory(http: HTTPRequest) -> dict[str, Any]:
-    """Bytes of the KV cache by what they do (see `core.memory_report`); `device`: what it is a part
-    of (see `core.device_ledger`). Raises EngineDeadError, which is 503."""
+    """Bytes of the KV cache by what they do (see `core.memory.memory_report`);
+    `device`: what it is a part of (see `engine_client.device_ledger`). Raises EngineDeadError,
+    which is 503."""
     _check_query(http, ())
     engine = service_of(http).engine
     report = await engine.ask(GetMemory(), ENGINE_TIMEOUT_S)
@@ -41,7 +42,7 @@ async def memory(http: HTTPRequest) -> dict[str, Any]:
 async def memory_blocks(
     http: HTTPRequest, first_block: str = "0", num_blocks: str = str(DEFAULT_NUM_BLOCKS)
 ) -> dict[str, Any]:
-    """What so many blocks from first_block on are doing (see `core.block_map`), page by page:
+    """What so many blocks from first_block on are doing (see `block_map`), page by page:
     `next_block` is where the next page begins, null at the end of the pool.
 
     Raises InvalidRequestError for a page that is not there, EngineDeadError.
