@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ as modules, found as they find each other when they run."""
+"""The scripts of benchmarks/ as modules, imported anew for each test."""
 
 import importlib
 import json
@@ -14,9 +14,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def load_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Import by name; what was imported from benchmarks/ is forgotten after the test."""
-    for folder in (BENCHMARKS, BENCHMARKS / "peers"):
-        monkeypatch.syspath_prepend(str(folder))
+    """Import by dotted name, a peer's driver by its bare one; forgotten after the test."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))  # a driver finds its siblings so
     before = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - before:

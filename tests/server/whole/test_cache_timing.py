@@ -1,7 +1,7 @@
 """One tenant can't find out, by count or by clock, what another one has in the cache.
 
-Here by what the engine counts, and roughly by the clock; `benchmarks/cache_timing.py` has the
-samples for statistics.
+Here by what the engine counts, and roughly by the clock; `benchmarks/server/cache_timing.py` has
+the samples for statistics.
 """
 
 import asyncio

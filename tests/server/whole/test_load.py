@@ -1,6 +1,6 @@
 """A crowd of clients and the worst of neighbours on one real server, for a few seconds.
 
-`benchmarks/clients.py` does the same for a minute with 500 of them.
+`benchmarks/server/clients.py` does the same for a minute with 500 of them.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ import asyncio
 import httpx
 import psutil
 import pytest
-from benchmarks.crowd import CrowdPlan, run_crowd
+from benchmarks.server.crowd import CrowdPlan, run_crowd
 from tests.engine_client.fake_engine_process import COMMAND as FAKE
 from tests.server.launching import WAIT_S, launched
 

@@ -1,13 +1,13 @@
 """Requests drawn from the served OpenAPI document, fitting it and not: no answer is a failure.
 
-A few of the many that `benchmarks/fuzz.py` sends.
+A few of the many that `benchmarks/server/fuzz.py` sends.
 """
 
 import pytest
 
 pytest.importorskip("schemathesis", reason="pip install schemathesis")
 
-from benchmarks.fuzz import GENERATING, fuzz, shorten
+from benchmarks.server.fuzz import GENERATING, fuzz, shorten
 
 NUM_CASES = 100
 

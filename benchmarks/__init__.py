@@ -1,0 +1,1 @@
+"""The scripts that measure quire, in folders by what is measured."""

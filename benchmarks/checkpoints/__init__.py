@@ -1,0 +1,1 @@
+"""Model folders: how fast they load, and what damaged ones do."""

@@ -1,0 +1,162 @@
+"""How long a model takes from the start of the process to its first token, and its peak memory.
+
+    python -m benchmarks.checkpoints.loading --model FOLDER --dtype bfloat16 \\
+        [--quantization int8] [--rounds 3]
+
+Each round is a new process that loads the model and continues a short prompt by one token. The
+weights' files are read once before, so that they come from the page cache; `--cold` leaves that
+out. The bound on peak memory (resident pages, files' included) is weights as stored + KV cache +
+600 MiB: the interpreter, torch and the model's tokenizer take most of the latter.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PROMPT = "def quicksort(values):\n    if len(values) < 2:\n        return values\n"
+ALLOWANCE_BYTES = 600 << 20
+MIB = 1 << 20
+
+PHASES = ("imports", "tokenizer", "config", "weights", "kv_cache", "rest", "first_token")
+
+
+def child(options: dict[str, Any], started_s: float) -> dict[str, Any]:
+    """Load and generate. started_s: of the process, by the monotonic clock. Returns seconds by
+    phase, and bytes."""
+    from quire import LLM, SamplingParams  # what it takes to import is one of the phases
+    from quire.assembly import build
+    from quire.assembly import rank_build as share
+    from quire.text.tokenizer import Tokenizer
+
+    seconds = {"imports": time.monotonic() - started_s}
+    made: dict[str, Any] = {}
+
+    def time_phase(phase: str, owner: object, name: str) -> None:
+        function = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun_s = time.monotonic()
+            made[phase] = function(*args, **kwargs)
+            seconds[phase] = time.monotonic() - begun_s
+            return made[phase]
+
+        setattr(owner, name, timed)
+
+    time_phase("tokenizer", Tokenizer, "from_folder")
+    time_phase("config", build, "load_config")
+    time_phase("weights", share, "load_model")
+    time_phase("kv_cache", share, "KVCache")
+    begun_s = time.monotonic()
+    llm = LLM(**options)
+    built_s = time.monotonic()
+    seconds["rest"] = built_s - begun_s - sum(seconds[phase] for phase in made)
+    output = llm.generate([PROMPT], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+    assert len(output[0].outputs[0].token_ids) == 1
+    seconds["first_token"] = time.monotonic() - built_s
+    return {
+        "seconds": seconds,
+        "total_s": time.monotonic() - started_s,
+        "weight_bytes": weight_bytes(made["weights"]),
+        "kv_bytes": llm.memory_report().total_bytes,
+        "peak_bytes": peak_bytes(),
+    }
+
+
+def weight_bytes(model: Any) -> int:
+    """Of the parameters, and of what linears keep packed."""
+    from quire.layers.linear import Linear  # not before the imports are timed
+    from quire.layers.packed_linear import is_packed
+
+    dtype = next(model.parameters()).dtype
+    parameters = sum(each.numel() * each.element_size() for each in model.parameters())
+    packed = sum(
+        linear.method.num_bytes(linear.output_size, linear.input_size, dtype)
+        for linear in model.modules()
+        if isinstance(linear, Linear) and is_packed(linear)
+    )
+    return int(parameters + packed)
+
+
+def peak_bytes() -> int:
+    """The most resident memory that this process ever had."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmHWM")
+
+
+def measure(options: dict[str, Any]) -> dict[str, Any]:
+    """One round, in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.checkpoints.loading",
+        "--child",
+        json.dumps(options),
+    ]
+    done = subprocess.run(
+        [*command, str(time.monotonic())], stdout=subprocess.PIPE, text=True, check=True
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def warm(folder: Path) -> None:
+    """Read the weights, so that they lie in the page cache."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.read(8 * MIB):
+                pass
+
+
+def show(rounds: Sequence[dict[str, Any]]) -> None:
+    """The table: medians over the rounds, with their range."""
+    print(f"{'phase':<12} {'median s':>9}  range")
+    for phase in (*PHASES, "total"):
+        seconds = [
+            found["total_s"] if phase == "total" else found["seconds"].get(phase, 0.0)
+            for found in rounds
+        ]
+        low, high = min(seconds), max(seconds)
+        print(f"{phase:<12} {statistics.median(seconds):>9.3f}  {low:.3f} to {high:.3f}")
+    last = rounds[-1]
+    bound = last["weight_bytes"] + last["kv_bytes"] + ALLOWANCE_BYTES
+    peak = max(found["peak_bytes"] for found in rounds)
+    print(
+        f"weights {last['weight_bytes'] / MIB:.0f} MiB, KV cache {last['kv_bytes'] / MIB:.0f} MiB;"
+        f" peak {peak / MIB:.0f} MiB, bound {bound / MIB:.0f} MiB:"
+        f" {'kept' if peak <= bound else 'EXCEEDED'}"
+    )
+
+
+def main() -> int:
+    """The command line of this file."""
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(child(json.loads(sys.argv[2]), float(sys.argv[3]))))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="a local folder")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-memory", default="256MiB")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="don't read the files before")
+    arguments = vars(parser.parse_args())
+    num_rounds, is_cold = arguments.pop("rounds"), arguments.pop("cold")
+    if not is_cold:
+        warm(arguments["model"])
+    options = {name: value for name, value in arguments.items() if value is not None}
+    show([measure(options | {"model": str(options["model"])}) for _ in range(num_rounds)])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

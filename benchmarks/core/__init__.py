@@ -1,0 +1,1 @@
+"""Scheduler and memory without a model, beside vLLM's."""

@@ -1,0 +1,1 @@
+"""Whole engines on a CPU, beside their peers and what the machine allows."""

@@ -1,0 +1,1 @@
+"""Checks and measurements on one NVIDIA GPU."""

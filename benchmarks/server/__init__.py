@@ -1,0 +1,1 @@
+"""Running servers: cost, load, attacks, failures."""

@@ -1,0 +1,170 @@
+"""schemathesis over the served OpenAPI document: thousands of requests, none answered with 5xx.
+
+    python -m benchmarks.server.fuzz --cases 5000 --out fuzz.json
+
+starts `quire serve` (the embedded model, short contexts) and sends bodies that fit the document and
+bodies that do not, drawn by Hypothesis from a seed. Every answer must have a status and a content
+type that the document knows for that path, and a body of that shape; none may be the server's
+fault. Afterwards the engine must hold no block. Also used by the tests of the server, with fewer
+cases. Needs schemathesis.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as with_seed
+from hypothesis.errors import Unsatisfiable
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from benchmarks.server.serving import served
+
+LOG = Path(tempfile.gettempdir()) / "quire_fuzz.log"
+SERVE_ARGUMENTS = ["--num-blocks", "512", "--max-num-seqs", "16", "--max-model-len", "512"]
+MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+WEIGHT = 8
+"""How many more cases a path that generates gets than one that only tells something."""
+
+SHORTEST = 2
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+REQUIRED = ("prompt", "messages")
+LENGTHS = ("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of")
+
+
+@dataclass(slots=True)
+class Fuzzed:
+    """What was sent and answered. failures: one text for each operation that failed."""
+
+    num_cases: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+
+def shorten(body: Any) -> Any:
+    """The same request for a short answer of the model that is there: it is the reading of all the
+    rest of a body that is tested here."""
+    if not isinstance(body, dict):
+        return body
+    short = {name: value for name, value in body.items() if name != "model"}
+    for name in LENGTHS:
+        if type(short.get(name)) is int and short[name] > SHORTEST:
+            short[name] = SHORTEST
+    if not any(name in short for name in LENGTHS[:2]):
+        short["max_tokens"] = SHORTEST
+    return short
+
+
+def thin(body: Any, choose: random.Random) -> Any:
+    """The same request with few of its optional fields: where all are there, two of them that do
+    not go together are what is told, always."""
+    if not isinstance(body, dict):
+        return body
+    rest = [name for name in body if name not in REQUIRED]
+    kept = {*REQUIRED, *choose.sample(rest, min(len(rest), choose.randrange(4)))}
+    return {name: value for name, value in body.items() if name in kept}
+
+
+def fuzz(url: str, num_cases: int, seed: int = 0) -> Fuzzed:
+    """At least so many cases, over all operations of the server's document, those that generate
+    most often. An operation that failed is not tried again."""
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    operations = [found.ok() for found in schema.get_all_operations()]
+    weights = [WEIGHT if one.path in GENERATING else 1 for one in operations]
+    fuzzed, failed = Fuzzed(), set[str]()
+    while fuzzed.num_cases < num_cases and len(failed) < len(operations):
+        num_left = num_cases - fuzzed.num_cases
+        for operation, weight in zip(operations, weights, strict=True):
+            if operation.label in failed:
+                continue
+            share = max(1, round(num_left * weight / sum(weights) / len(MODES)))
+            for mode in MODES:
+                try:
+                    _try(operation, mode, share, seed, fuzzed)
+                except Unsatisfiable:
+                    pass  # an operation without parameters has no request that does not fit
+                except (Exception, BaseExceptionGroup) as error:  # whatever it is: for the report
+                    failed.add(operation.label)
+                    name = f"{operation.label} ({mode.value})"
+                    fuzzed.failures.append(f"{name}: {type(error).__name__}: {error}")
+        seed += 1
+    return fuzzed
+
+
+def _try(operation: Any, mode: GenerationMode, count: int, seed: int, fuzzed: Fuzzed) -> None:
+    choose = random.Random(seed)
+
+    @with_seed(seed)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def send(case: Any) -> None:
+        if operation.path in GENERATING:
+            body = thin(case.body, choose) if mode is GenerationMode.POSITIVE else case.body
+            case.body = shorten(body)
+        response = case.call(timeout=60)
+        fuzzed.num_cases += 1
+        fuzzed.statuses[f"{operation.path} {response.status_code}"] += 1
+        case.validate_response(response, checks=CHECKS)
+
+    send()
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--cases", type=int, default=5000)
+    add("--seed", type=int, default=0)
+    add("--out", type=Path)
+    add("--log", type=Path, default=LOG, help="the server's error output (%(default)s)")
+    add("serve_arguments", nargs="*", help="for quire serve, behind --")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    with served([*SERVE_ARGUMENTS, *args.serve_arguments], args.log) as server:
+        fuzzed = fuzz(f"http://{server.host}:{server.port}", args.cases, args.seed)
+        after = server.wait_until_quiet()
+    found = {
+        "num_cases": fuzzed.num_cases,
+        "statuses": dict(sorted(fuzzed.statuses.items())),
+        "failures": fuzzed.failures,
+        "num_held_blocks_after": after["num_held_blocks"],
+    }
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    for name, count in found["statuses"].items():
+        print(f"{count:6}  {name}")
+    print(f"{fuzzed.num_cases} cases; blocks held afterwards: {after['num_held_blocks']}")
+    for failure in fuzzed.failures:
+        print(f"\n{failure}")
+    sys.exit(1 if fuzzed.failures or after["num_held_blocks"] else 0)
+
+
+if __name__ == "__main__":
+    main()
