@@ -54,6 +54,8 @@ Everybody may import errors; everybody but core, errors and version observabilit
 
 CORE_CONTRACTS = ("sampling_params", "step", "request", "kv_groups")
 """Plain data of core, which text, models, layers and sampling may import as well."""
+FORMAT_NAMES = "quire.formats.registry"
+"""Names and sizes of the weight formats, without torch: `config` reads them, too."""
 CONTRACT_READERS = ("text", "models", "layers", "attention", "speculation", "sampling")
 
 NEEDS_EXTRA = {"httptools_protocol": "httptools"}
@@ -172,6 +174,8 @@ def may_import(module: str, target: str) -> bool:
     left, right = area(module), area(target)
     if right in ("quire", "config"):
         return right == "config"
+    if (left, target) == ("config", FORMAT_NAMES):
+        return True
     if right == "errors" or right in _reachable(left):
         return True
     if right == "observability":

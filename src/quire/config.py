@@ -13,9 +13,9 @@ from typing import Any, TypedDict
 from quire.core.memory.contiguous import KV_ALLOCATORS, PAGED
 from quire.core.scheduling.pacing import LEAST_MAX_ITL_RATIO
 from quire.errors import ConfigurationError, did_you_mean
+from quire.formats.registry import weight_format_names
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8", "int4")
 NATIVE_KERNELS = ("avx512_bf16", "avx512", "avx2", "portable")
 KERNELS = ("auto", "torch", "triton", *NATIVE_KERNELS)
 ATTENTION_BACKENDS = ("native", "triton", "flashinfer", "torch")
@@ -132,8 +132,8 @@ class EngineOptions:
     max_itl_ratio: prompts that are computed beside running sequences may make a step at most this
         many times as long, according to a cost model that is measured at start-up (for at most
         about 1.5 s) and adjusted to later steps. 0: no limit, for the highest throughput.
-    quantization: rounds the weights of linear layers during loading, from any checkpoint: "int8",
-        with a scale per output, or "int4", with a scale per group of 32 inputs. Both multiply with
+    quantization: rounds the weights of linear layers during loading, from any checkpoint: to int8,
+        with a scale per output, or to int4, with a scale per group of 32 inputs. Both multiply with
         activations of eight bits, with a scale per token. Norms, biases and the embedding are not
         rounded. None: nothing is.
     kernels: on the CPU, "auto": the native kernels for the best instruction set of this processor,
@@ -284,9 +284,10 @@ class EngineOptions:
                 f"kv_allocator is {self.kv_allocator!r}, but must be one of {KV_ALLOCATORS}"
             )
 
-        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+        quantizations = weight_format_names()
+        if self.quantization is not None and self.quantization not in quantizations:
             raise ConfigurationError(
-                f"quantization is {self.quantization!r}, but must be None or one of {QUANTIZATIONS}"
+                f"quantization is {self.quantization!r}, but must be None or one of {quantizations}"
             )
         if self.kernels not in KERNELS:
             raise ConfigurationError(f"kernels is {self.kernels!r}, but must be one of {KERNELS}")

@@ -17,6 +17,7 @@ from quire.core.memory.memory_report import format_bytes
 from quire.core.step import Runner
 from quire.engine_client.device_ledger import DeviceLedger
 from quire.errors import InsufficientMemoryError
+from quire.formats.registry import weight_formats
 from quire.observability.log import get_logger
 from quire.runtime.calibration import RunnerShape
 from quire.runtime.device_memory import DeviceMemory, is_out_of_memory
@@ -271,9 +272,9 @@ def _remedies(
 def _quantize(weight_bytes: int, missing: int, quantization: str | None) -> str:
     """ " quantize to this," if that is possible and saves as much; embeddings stay as they are, so
     a little less than the bits say."""
-    for name, saved_share in (("int8", 0.4), ("int4", 0.6)):
-        if quantization is None and weight_bytes * saved_share >= missing:
-            return f" choose quantization={name!r} (about {saved_share:.0%} less),"
+    for name, entry in weight_formats().items():
+        if quantization is None and weight_bytes * entry.saved_share >= missing:
+            return f" choose quantization={name!r} (about {entry.saved_share:.0%} less),"
     return ""
 
 

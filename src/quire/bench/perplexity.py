@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.config import QUANTIZATIONS
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigurationError
+from quire.formats.registry import weight_format_names
 
 if TYPE_CHECKING:
     from quire.offline.llm import LLM
@@ -66,6 +66,7 @@ def cut(token_ids: Sequence[int], window_tokens: int) -> list[Sequence[int]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what this benchmark can be asked."""
+    names = (NONE, *weight_format_names())
     parser.description = (
         "Measure a model's perplexity on a text, without quantization and with: the price of"
         " smaller weights. Use a text that the model was not trained on."
@@ -88,10 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--quantization",
         nargs="+",
-        choices=(NONE, *QUANTIZATIONS),
-        default=[NONE, *QUANTIZATIONS],
+        choices=names,
+        default=list(names),
         metavar="NAME",
-        help="which to measure, compared with the first (none int8 int4)",
+        help=f"which to measure, compared with the first ({' '.join(names)})",
     )
     parser.add_argument_group("output").add_argument(
         "--output-json", metavar="FILE", help="write all figures, as JSON"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from quire.cli.gpu import Gpu, GpuSoftware
 from quire.cli.machine import EXTRAS, Machine, read_machine
 from quire.core.memory.memory_report import format_bytes
+from quire.formats.registry import BFLOAT16_BITS, weight_formats
 from quire.version import __version__
 
 LEAST_MEMORY_BYTES = 1 << 30
@@ -18,6 +19,9 @@ LEAST_DISK_BYTES = 10 << 30
 LEAST_CAPABILITY = (8, 0)
 LEAST_USED_SHARE = 0.1
 """Of a GPU's memory, held by others, below which nothing is said."""
+
+_ABOUT_HALF = 0.6
+"""Of a weight's bits, scales included: what `halves` is said of."""
 
 _EXAMPLE_WEIGHTS_BYTES = 2 * 10**9
 """Of a model of 10^9 parameters in bfloat16."""
@@ -168,18 +172,34 @@ def _advices_on_gpus(gpus: tuple[Gpu, ...], software: GpuSoftware) -> Iterator[s
 
 
 def _advice_on_bytes(machine: Machine) -> str:
-    text = (
-        "each token reads all weights once: --quantization int8 halves their bytes against"
-        " bfloat16, int4 halves them again"
-    )
+    text = f"each token reads all weights once: --quantization {_smaller_formats()}"
     speed = machine.read_bytes_per_s
     if speed is None:
         return text
     most = speed / _EXAMPLE_WEIGHTS_BYTES
+    name, entry = next(iter(weight_formats().items()))
     return (
         f"{text}. At {speed / 1e9:.0f} GB/s a model of a billion parameters decodes at most"
-        f" {most:.0f} tokens/s for one client in bfloat16, {2 * most:.0f} in int8"
+        f" {most:.0f} tokens/s for one client in bfloat16,"
+        f" {BFLOAT16_BITS / entry.bits * most:.0f} in {name}"
     )
+
+
+def _smaller_formats() -> str:
+    """The weight formats and what each saves: "int8 halves their bytes ..., int4 ..."."""
+    phrases: list[str] = []
+    bits = float(BFLOAT16_BITS)
+    for name, entry in weight_formats().items():
+        is_half = entry.bits / bits <= _ABOUT_HALF
+        if not phrases:
+            effect = "halves" if is_half else f"leaves {entry.bits / bits:.0%} of"
+            phrases.append(f"{name} {effect} their bytes against bfloat16")
+        elif is_half:
+            phrases.append(f"{name} halves them again")
+        else:
+            phrases.append(f"{name} leaves {entry.bits / BFLOAT16_BITS:.0%} of them")
+        bits = entry.bits
+    return ", ".join(phrases)
 
 
 def _cores(machine: Machine) -> str:

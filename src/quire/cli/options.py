@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from quire.formats.registry import weight_format_names
+
 ENGINE_OPTIONS = (
     "tokenizer",
     "revision",
@@ -204,7 +206,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--dtype", help="number format: auto, float32, bfloat16, float16; also half, float (auto)"
     )
     group.add_argument(
-        "--quantization", metavar="NAME", help="round weights to int8 or int4 while loading (none)"
+        "--quantization",
+        metavar="NAME",
+        help=f"round weights to {' or '.join(weight_format_names())} while loading (none)",
     )
     group.add_argument(
         "--max-model-len",

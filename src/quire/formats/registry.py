@@ -1,0 +1,59 @@
+"""Which weight formats there are: names and a line about each, without torch.
+
+To add a format: its file, and a line in `_FORMATS`; code outside the package calls
+`register_weight_format`. The command line, the options, `quire doctor` and the memory plan read
+names and sizes here; the classes are loaded when an engine is built.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+BFLOAT16_BITS = 16
+
+# Of a model's bytes, what is not in its linears (the embedding's table) is never saved.
+_LINEAR_SHARE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormatEntry:
+    """What is known of a format before it is loaded.
+
+    description: completes "rounds weights to NAME, with ...". bits: of memory for a weight of a
+    large linear, scales included. home: of its `WeightFormat`, "module:Class", or the class itself.
+    """
+
+    description: str
+    bits: float
+    home: str | Callable[[], Any]
+
+    @property
+    def saved_share(self) -> float:
+        """Of the bytes of a model in bfloat16, rounded down to tenths."""
+        return int(10 * _LINEAR_SHARE * (1 - self.bits / BFLOAT16_BITS)) / 10
+
+
+_FORMATS: dict[str, WeightFormatEntry] = {
+    "int8": WeightFormatEntry("a scale per output", 8, "quire.formats.int8:Int8"),
+    "int4": WeightFormatEntry("a scale per group of 32 inputs", 4.5, "quire.formats.int4:Int4"),
+}
+
+
+def weight_format_names() -> tuple[str, ...]:
+    """What the option `quantization` may be, beside None."""
+    return tuple(_FORMATS)
+
+
+def weight_formats() -> dict[str, WeightFormatEntry]:
+    """The entries by name, from the largest weights to the smallest."""
+    return dict(sorted(_FORMATS.items(), key=lambda item: -item[1].bits))
+
+
+def register_weight_format(name: str, entry: WeightFormatEntry) -> None:
+    """Let `quantization=name` be a format from outside the package, in this process.
+
+    Raises ValueError for a name that is taken by another one.
+    """
+    if _FORMATS.get(name, entry) != entry:
+        raise ValueError(f"there is a weight format {name!r} already; choose another name")
+    _FORMATS[name] = entry
