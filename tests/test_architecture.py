@@ -29,7 +29,7 @@ ARROWS = {
     "assembly": "engine_client engine runtime",
     "engine_client": "text core",
     "engine": "core",
-    "config": "core",
+    "config": "attention core",
     "runtime": "speculation sampling core",
     "speculation": "models",
     "models": "layers hub",

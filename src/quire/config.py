@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, TypedDict
 
+from quire.attention.registry import backend_names
 from quire.core.memory.contiguous import KV_ALLOCATORS, PAGED
 from quire.core.scheduling.pacing import LEAST_MAX_ITL_RATIO
 from quire.errors import ConfigurationError, did_you_mean
@@ -18,7 +19,6 @@ from quire.formats.registry import weight_format_names
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 NATIVE_KERNELS = ("avx512_bf16", "avx512", "avx2", "portable")
 KERNELS = ("auto", "torch", "triton", *NATIVE_KERNELS)
-ATTENTION_BACKENDS = ("native", "triton", "flashinfer", "torch")
 MAX_NUM_THREADS = 1024
 DEFAULT_BATCHED_TOKENS = 2048
 DEFAULT_EVICTION = "hit_density"
@@ -291,10 +291,10 @@ class EngineOptions:
             )
         if self.kernels not in KERNELS:
             raise ConfigurationError(f"kernels is {self.kernels!r}, but must be one of {KERNELS}")
-        if self.attention_backend not in (None, *ATTENTION_BACKENDS):
+        if self.attention_backend not in (None, *backend_names()):
             raise ConfigurationError(
                 f"attention_backend is {self.attention_backend!r}, but must be None or one of"
-                f" {ATTENTION_BACKENDS}"
+                f" {backend_names()}"
             )
         overlap: object = self.async_scheduling
         if overlap is not None and not isinstance(overlap, bool):

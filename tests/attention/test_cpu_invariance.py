@@ -21,14 +21,13 @@ def make_step(kernels, specs, contexts, **options):
 
 
 def assert_equal(first, second):
-    """Results of all layers: (out, lse) each."""
-    for (out, lse), (other, other_lse) in zip(first, second, strict=True):
+    """Outputs of all layers."""
+    for out, other in zip(first, second, strict=True):
         assert torch.equal(out, other)
-        assert torch.equal(lse, other_lse)
 
 
 def part(results, tokens):
-    return [(out[tokens], lse[tokens]) for out, lse in results]
+    return [out[tokens] for out in results]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,9 +113,9 @@ def make_shared_steps(kernels, specs, contexts=None, **options):
 def check_shared(kernels, specs, dtype):
     shared, private = make_shared_steps(kernels, specs, dtype=dtype)
     results = shared.run_all(QUERY_LENS)
-    assert shared.backend.step.num_shared_runs > 0
+    assert shared.backend.native.step.num_shared_runs > 0
     assert_equal(results, private.run_all(QUERY_LENS))
-    assert private.backend.step.num_shared_runs == 0
+    assert private.backend.native.step.num_shared_runs == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,7 +135,7 @@ def test_windows_share_the_tiles_that_all_of_them_see(best):
     specs = (make_spec(window=700), make_spec(window=500))
     shared, private = make_shared_steps(best, specs, contexts, dtype=torch.bfloat16)
     results = shared.run_all(QUERY_LENS)
-    assert shared.backend.step.num_shared_runs > 0
+    assert shared.backend.native.step.num_shared_runs > 0
     assert_equal(results, private.run_all(QUERY_LENS))
 
 
@@ -147,7 +146,7 @@ def test_a_shared_prefix_in_several_groups_beside_chunks(best, block_size):
     shared, private = make_shared_steps(best, specs, [700] * 9, **options)
     query_lens = [1] * 7 + [100, 110]
     results = shared.run_all(query_lens)
-    assert shared.backend.step.num_shared_runs > 0
+    assert shared.backend.native.step.num_shared_runs > 0
     assert_equal(results, private.run_all(query_lens))
 
 
@@ -160,7 +159,7 @@ def test_more_sequences_share_than_are_read_for_at_once(kernels):
         step.fill([c - 1 for c in contexts])
         steps.append(step)
     results = [step.run_all([1] * 70) for step in steps]
-    assert [step.backend.step.num_shared_runs for step in steps] == [1, 0]
+    assert [step.backend.native.step.num_shared_runs for step in steps] == [1, 0]
     assert_equal(*results)
 
 
@@ -169,7 +168,7 @@ def test_what_decoding_keeps_beside_the_cache_is_small(library):
     step = make_step(NativeKernels(library, num_threads=2), (make_spec(12, 4, 64),), [32_768])
     step.fill([32_767])
     before = _resident_bytes()
-    ((out, _),) = step.run_all([1])
+    (out,) = step.run_all([1])
     assert torch.isfinite(out).all()
     assert _resident_bytes() - before < step.storage.numel() / 20
 

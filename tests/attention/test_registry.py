@@ -1,13 +1,25 @@
 """Names to backends."""
 
+import subprocess
+import sys
+
 import pytest
 
+from quire.attention import registry
 from quire.attention.cpu_paged import CpuPagedAttention
-from quire.attention.registry import backend_names, select
+from quire.attention.registry import (
+    BackendEntry,
+    backend_descriptions,
+    backend_names,
+    register,
+    select,
+)
 from quire.attention.torch_paged import TorchPagedAttention
+from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
 from quire.kernels.triton import support
+from quire.offline.llm import LLM
 
 
 def kernels_or_skip() -> NativeKernels:
@@ -77,3 +89,58 @@ def test_batch_invariance_is_obeyed_or_refused():
 def test_a_backend_that_does_not_serve_the_device_is_refused():
     with pytest.raises(ConfigurationError, match="'torch' does not serve device 'cuda:1'"):
         select("cuda:1", "torch")
+
+
+def test_names_and_descriptions_come_without_torch():
+    code = (
+        "import sys; from quire.attention.registry import *; from quire.attention import registry;"
+        "assert set(registry.backend_descriptions()) == set(registry.backend_names());"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_backend_has_a_line_about_it():
+    assert set(backend_descriptions()) == set(backend_names())
+    assert all(text and "\n" not in text for text in backend_descriptions().values())
+
+
+class Wrapped(TorchPagedAttention):
+    """A backend from outside of the package; counts what it is asked for."""
+
+    num_runs = 0
+
+    def run(self, *args, **options):
+        Wrapped.num_runs += 1
+        return super().run(*args, **options)
+
+
+@pytest.fixture
+def wrapped(monkeypatch):
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
+    entry = BackendEntry(f"{__name__}:Wrapped", "torch, counted", frozenset({"cpu"}))
+    register("wrapped", entry)
+    return entry
+
+
+def test_a_backend_from_outside_serves_a_model(wrapped):
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    answers = []
+    for name in ("wrapped", "torch"):
+        Wrapped.num_runs = 0
+        llm = LLM(attention_backend=name, kernels="torch", dtype="float32")
+        (output,) = llm.generate("import os", greedy, use_tqdm=False)
+        assert (Wrapped.num_runs > 0) == (name == "wrapped")
+        answers.append(output.outputs[0].token_ids)
+    assert answers[0] == answers[1]
+
+
+def test_a_name_is_registered_once(wrapped):
+    assert backend_names()[-1] == "wrapped"
+    with pytest.raises(ConfigurationError, match="'wrapped' already"):
+        register("wrapped", wrapped)
+
+
+def test_a_backend_that_promises_nothing_refuses_batch_invariance(wrapped):
+    with pytest.raises(ConfigurationError, match="can't obey batch_invariant=True"):
+        select("cpu", "wrapped", batch_invariant=True)

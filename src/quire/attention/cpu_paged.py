@@ -9,7 +9,6 @@ Shapes as in `interface.py`.
 """
 
 import ctypes
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,8 +17,10 @@ from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
+    BackendRequest,
     KVPageFormat,
     LayerKV,
+    NativeAttention,
     plain_page_format,
 )
 from quire.attention.shared_prefix import DecodeRows, SharedRun, shared_runs
@@ -38,16 +39,12 @@ NO_WINDOW = 2**31 - 1
 
 
 class CpuPagedAttention(AttentionBackend):
-    """Between `plan` and the step's last `run` the batch stays unchanged.
-
-    step: the planned step, without token ids and positions, which attention does not need. layers:
-    an array of the bound layers. Both keep their addresses from `bind` on.
-    """
+    """Between `plan` and the step's last `run` the batch stays unchanged."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels
-        self.step = abi.Step()
-        self.layers: ctypes.Array[abi.AttentionLayer] = (abi.AttentionLayer * 0)()
+        self._step = abi.Step()
+        self._layers: ctypes.Array[abi.AttentionLayer] = (abi.AttentionLayer * 0)()
         self._groups: ctypes.Array[abi.KVGroupStep] = (abi.KVGroupStep * 0)()
         # Of each group the widest: the kernels leave out what a narrower one doesn't see.
         self._windows: list[int] = []
@@ -58,6 +55,15 @@ class CpuPagedAttention(AttentionBackend):
         self._runs: object = None
         self._sinks: dict[int, torch.Tensor] = {}
 
+    @classmethod
+    def create(cls, request: BackendRequest) -> AttentionBackend:
+        assert request.kernels is not None, "the registry offers it where there are kernels"
+        return cls(request.kernels)
+
+    @property
+    def native(self) -> NativeAttention:
+        return NativeAttention(self._step, self._layers)
+
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
         if spec.head_dim % 2:
@@ -66,11 +72,11 @@ class CpuPagedAttention(AttentionBackend):
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
         bound = [_bound(spec, layer) for spec, layer in zip(specs, layers, strict=True)]
-        self.layers = (abi.AttentionLayer * len(bound))(*bound)
+        self._layers = (abi.AttentionLayer * len(bound))(*bound)
         num_groups = 1 + max(layer.group for layer in layers)
         self._groups = (abi.KVGroupStep * num_groups)()
-        self.step.groups = ctypes.addressof(self._groups)
-        self.step.num_groups = num_groups
+        self._step.groups = ctypes.addressof(self._groups)
+        self._step.num_groups = num_groups
         self._windows = [
             max((layer.window or NO_WINDOW for layer in bound if layer.group == group), default=1)
             for group in range(num_groups)
@@ -79,7 +85,7 @@ class CpuPagedAttention(AttentionBackend):
         self._memory = layers
 
     def plan(self, batch: AttentionBatch) -> None:
-        step = self.step
+        step = self._step
         step.num_tokens = batch.groups[0].slot_mapping.shape[0]
         step.num_sequences, step.num_decodes = len(batch.query_lens_list), batch.num_decodes
         step.query_start = batch.query_start.data_ptr()
@@ -117,8 +123,8 @@ class CpuPagedAttention(AttentionBackend):
             native.group, native.num_sequences = group, len(rows)
             native.first_tile, native.end_tile = run.first_tile, run.end_tile
             native.sequences = rows.ctypes.data
-        self.step.shared_runs = ctypes.addressof(natives)
-        self.step.num_shared_runs = len(runs)
+        self._step.shared_runs = ctypes.addressof(natives)
+        self._step.num_shared_runs = len(runs)
         self._runs = natives, sequences
 
     def run(
@@ -132,32 +138,9 @@ class CpuPagedAttention(AttentionBackend):
     ) -> torch.Tensor:
         if rotation is not None:
             q, k = rotate(q, k, rotation)
-        return self._run(layer, (q, k, v), sinks, None)
-
-    def run_with_lse(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if rotation is not None:
-            q, k = rotate(q, k, rotation)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        return self._run(layer, (q, k, v), sinks, lse), lse
-
-    def _run(
-        self,
-        layer: int,
-        qkv: Sequence[torch.Tensor],
-        sinks: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        bound, kernels = self.layers[layer], self._kernels
-        q, k, v = (_with_adjacent_heads(part) for part in qkv)
-        assert len(q) == self.step.num_tokens, "run serves the step that was planned"
+        bound, kernels = self._layers[layer], self._kernels
+        q, k, v = (_with_adjacent_heads(part) for part in (q, k, v))
+        assert len(q) == self._step.num_tokens, "run serves the step that was planned"
         assert abi.DTYPES[q.dtype] == bound.dtype
         if sinks is not None:
             self._sinks[layer] = sinks.float().contiguous()
@@ -165,17 +148,17 @@ class CpuPagedAttention(AttentionBackend):
         if k.stride(0) != v.stride(0):
             k, v = k.contiguous(), v.contiguous()
         addresses = k.data_ptr(), v.data_ptr()
-        kernels.library.write_kv(kernels.context, bound, self.step, *addresses, k.stride(0))
+        kernels.library.write_kv(kernels.context, bound, self._step, *addresses, k.stride(0))
         out = torch.empty(q.shape, dtype=q.dtype)
         kernels.library.attention(
             kernels.context,
             bound,
-            self.step,
+            self._step,
             q.data_ptr(),
             q.stride(0),
             out.data_ptr(),
             out.stride(0),
-            None if lse is None else lse.data_ptr(),
+            None,
         )
         return out
 

@@ -11,7 +11,6 @@ its split of long contexts depends on the batch, so batch_invariant is refused a
 """
 
 import importlib.util
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
+    BackendRequest,
     KVPageFormat,
     LayerKV,
     plain_page_format,
@@ -83,6 +83,10 @@ class FlashInferAttention(AttentionBackend):
         self._link = DeviceLink(torch.device("cpu"))
         self._planned: torch.cuda.Event | None = None
         self._num_tokens = 0
+
+    @classmethod
+    def create(cls, request: BackendRequest) -> AttentionBackend:
+        return cls(batch_invariant=request.batch_invariant)
 
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
@@ -181,20 +185,6 @@ class FlashInferAttention(AttentionBackend):
         q, pages, wrapper = self._write(layer, q, k, v, sinks, rotation)
         out: torch.Tensor = wrapper.run(q, pages, out=torch.empty_like(q))
         return out
-
-    def run_with_lse(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, pages, wrapper = self._write(layer, q, k, v, sinks, rotation)
-        out, lse = wrapper.run(q, pages, out=torch.empty_like(q), return_lse=True)
-        # Its logarithms are to the base 2.
-        return out, lse * math.log(2)
 
     def _write(
         self,

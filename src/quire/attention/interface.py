@@ -1,8 +1,8 @@
-"""The attention contract: declared once a layer, planned once a step, run once a layer and step.
+"""What an attention backend does: planned once a step, run once a layer.
 
 K and V of a step's tokens are written into the blocks first; attention then reads only what is
 stored, even for the token itself, so a compact KV format gives the same result however a prompt
-was chunked. A backend owns the inside of a page and nobody else looks into it.
+was chunked. Only the backend knows the layout inside of a page.
 
 To add a backend: one file here that implements `AttentionBackend`, one line in `registry.py`.
 
@@ -10,6 +10,7 @@ Shapes: T tokens of the step, S sequences of the step, R rows of the block table
 Hkv KV heads, D head size, N blocks, B block size.
 """
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from typing import Protocol
 import torch
 
 from quire.errors import ConfigurationError
+from quire.kernels.cpu import abi
+from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.rotary import Rotation
 
 
@@ -142,6 +145,31 @@ def plain_page_format(
     return KVPageFormat(block_size, dtype, num_elements * dtype.itemsize)
 
 
+@dataclass(frozen=True, slots=True)
+class BackendRequest:
+    """What a backend is created for.
+
+    device_type: torch's name of the device ("cpu", "cuda"). kernels: the engine's native ones;
+    None: it computes without. batch_invariant: no row's result may depend on other rows.
+    """
+
+    device_type: str
+    kernels: NativeKernels | None
+    batch_invariant: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NativeAttention:
+    """The structures with which a native program calls a backend's C++ attention by itself.
+
+    step: what `plan` prepared, without token ids and positions, which attention doesn't need.
+    layers: of the bound layers. Both keep their addresses from `bind` on.
+    """
+
+    step: abi.Step
+    layers: ctypes.Array[abi.AttentionLayer]
+
+
 class AttentionBackend(ABC):
     """Attention over paged memory. One object serves all layers of a model.
 
@@ -150,6 +178,19 @@ class AttentionBackend(ABC):
     """
 
     serves_graphs = False
+
+    @classmethod
+    def create(cls, request: BackendRequest) -> "AttentionBackend":
+        """A backend that is not bound yet. Raises ConfigurationError where it can't run or can't
+        obey the request; this one can't be batch-invariant."""
+        if request.batch_invariant:
+            raise ConfigurationError(f"{cls.__name__} can't obey batch_invariant=True")
+        return cls()
+
+    @property
+    def native(self) -> NativeAttention | None:
+        """For a native program of all layers; None: this backend is called through `run` alone."""
+        return None
 
     @staticmethod
     @abstractmethod
@@ -180,18 +221,6 @@ class AttentionBackend(ABC):
         come as they are to be stored and compared. q, k and v may be overwritten.
         Returns [T, Hq, D] in q's dtype.
         """
-
-    @abstractmethod
-    def run_with_lse(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `run`, and the natural-log-sum-exp of the scores, [T, Hq] fp32, for merging parts."""
 
 
 class AttentionCall(Protocol):

@@ -1,81 +1,86 @@
-"""Attention backends by name. Called by `assembly/build.py`; knows no backend's inside.
+"""Attention backends by name; each is imported when it is chosen.
 
-To add one: its file, and a line in `_BACKENDS`.
+Importing this takes milliseconds and no torch, so options and commands ask it for the names. To add
+a backend: its file, and a line in `_BACKENDS`; outside of this package, `register`.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from quire.attention.cpu_paged import CpuPagedAttention
-from quire.attention.flashinfer_paged import FlashInferAttention
-from quire.attention.interface import AttentionBackend
-from quire.attention.torch_paged import TorchPagedAttention
 from quire.errors import ConfigurationError
-from quire.kernels.cpu.library import NativeKernels
 
-
-@dataclass(frozen=True, slots=True)
-class BackendRequest:
-    """What a backend is built for. kernels: the engine's native ones, if it computes with them."""
-
-    device_type: str
-    kernels: NativeKernels | None
-    batch_invariant: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """device_types: that it serves. default_for: where it may be taken unless another is named.
-    needs_kernels: only an engine with native kernels has it.
-    """
-
-    build: Callable[[BackendRequest], AttentionBackend]
-    device_types: frozenset[str]
-    default_for: frozenset[str] = frozenset()
-    needs_kernels: bool = False
-
-
-def _native(request: BackendRequest) -> AttentionBackend:
-    assert request.kernels is not None
-    return CpuPagedAttention(request.kernels)
-
-
-def _torch(request: BackendRequest) -> AttentionBackend:
-    if request.batch_invariant:
-        raise ConfigurationError(
-            "attention backend 'torch' can't obey batch_invariant=True: how torch sums up a prompt "
-            "depends on its chunks; choose 'native' on a CPU and 'triton' on a GPU"
-        )
-    return TorchPagedAttention()
-
-
-def _triton(request: BackendRequest) -> AttentionBackend:
-    # Brings Triton, where it is installed, which takes a while to load.
-    from quire.kernels.triton.support import why_not
-
-    reason = why_not(request.device_type)
-    if reason is not None:
-        raise ConfigurationError(f"attention backend 'triton' can't run: {reason}")
-    # And this needs it.
-    from quire.attention.triton_paged import TritonPagedAttention
-
-    return TritonPagedAttention(batch_invariant=request.batch_invariant)
-
-
-def _flashinfer(request: BackendRequest) -> AttentionBackend:
-    return FlashInferAttention(batch_invariant=request.batch_invariant)
-
+if TYPE_CHECKING:  # these bring torch
+    from quire.attention.interface import AttentionBackend
+    from quire.kernels.cpu.library import NativeKernels
 
 _CPU, _GPU = frozenset({"cpu"}), frozenset({"cuda"})
 
+
+@dataclass(frozen=True, slots=True)
+class BackendEntry:
+    """Where a backend is, and where it may be used.
+
+    path: "module:Class", an `interface.AttentionBackend`; imported when it is first needed.
+    description: one line, for help texts. device_types: torch's names of the devices that it
+    serves. default_for: the ones for which it may be chosen where no backend is named.
+    needs_kernels: it computes with the engine's native kernels. why_not: "module:function", which
+    is given the device type before the class is imported and says why it can't run; None: it can.
+    """
+
+    path: str
+    description: str
+    device_types: frozenset[str]
+    default_for: frozenset[str] = frozenset()
+    needs_kernels: bool = False
+    why_not: str | None = None
+
+    def load(self, name: str, device_type: str) -> "type[AttentionBackend]":
+        """The class. Raises ConfigurationError where `why_not` gives a reason."""
+        reason = None if self.why_not is None else _imported(self.why_not)(device_type)
+        if reason is not None:
+            raise ConfigurationError(f"attention backend {name!r} can't run: {reason}")
+        backend: type[AttentionBackend] = _imported(self.path)
+        return backend
+
+
+def _imported(path: str) -> Any:
+    """What "module:name" names. Raises ImportError or AttributeError where it names nothing."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
 _BACKENDS = {
-    "native": _Entry(_native, _CPU, default_for=_CPU, needs_kernels=True),
-    "triton": _Entry(_triton, _CPU | _GPU, default_for=_GPU),
-    "flashinfer": _Entry(_flashinfer, _GPU),
-    "torch": _Entry(_torch, _CPU, default_for=_CPU),
+    "native": BackendEntry(
+        "quire.attention.cpu_paged:CpuPagedAttention", "the C++ kernels", _CPU, _CPU, True
+    ),
+    "triton": BackendEntry(
+        "quire.attention.triton_paged:TritonPagedAttention",
+        "Triton kernels",
+        _CPU | _GPU,
+        _GPU,
+        why_not="quire.kernels.triton.support:why_not",
+    ),
+    "flashinfer": BackendEntry(
+        "quire.attention.flashinfer_paged:FlashInferAttention", "the package FlashInfer", _GPU
+    ),
+    "torch": BackendEntry(
+        "quire.attention.torch_paged:TorchPagedAttention", "torch's operators", _CPU, _CPU
+    ),
 }
-"""By name; where none is named, the first that may be taken for the device is. On the CPU Triton
+"""By name; where none is named, the first that may be chosen for the device is. On the CPU Triton
 has an interpreter only, which is a check and no way to serve."""
+
+
+def register(name: str, entry: BackendEntry) -> None:
+    """Make another backend known under `name`, in this process.
+
+    Raises ConfigurationError for a name that is taken.
+    """
+    if name in _BACKENDS:
+        raise ConfigurationError(f"there is an attention backend {name!r} already; choose a name")
+    _BACKENDS[name] = entry
 
 
 def backend_names() -> tuple[str, ...]:
@@ -83,19 +88,26 @@ def backend_names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
+def backend_descriptions() -> Mapping[str, str]:
+    """A line about each backend, by name."""
+    return {name: entry.description for name, entry in _BACKENDS.items()}
+
+
 def select(
     device: str,
     name: str | None = None,
-    kernels: NativeKernels | None = None,
+    kernels: "NativeKernels | None" = None,
     *,
     batch_invariant: bool = False,
-) -> AttentionBackend:
+) -> "AttentionBackend":
     """A new backend for `device` ("cpu", "cuda:1"). name: None: the best one for it. kernels: those
     of the engine, where torch doesn't compute. batch_invariant: no result depends on the batch.
 
     Raises ConfigurationError for a name that is unknown or does not serve the device, and where the
     backend can't run or can't be batch-invariant.
     """
+    from quire.attention.interface import BackendRequest  # brings torch
+
     device_type = device.partition(":")[0]
     serving = {
         n: e
@@ -117,4 +129,5 @@ def select(
             f"for it there is: {', '.join(serving) or 'none'}"
         )
     chosen = name or next(n for n, e in serving.items() if device_type in e.default_for)
-    return serving[chosen].build(BackendRequest(device_type, kernels, batch_invariant))
+    request = BackendRequest(device_type, kernels, batch_invariant)
+    return serving[chosen].load(chosen, device_type).create(request)

@@ -24,6 +24,7 @@ from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
+    BackendRequest,
     KVPageFormat,
     LayerKV,
     plain_page_format,
@@ -52,6 +53,7 @@ from quire.attention.torch_plan import (
     SharedPiece,
     plan_group,
 )
+from quire.errors import ConfigurationError
 from quire.kernels.rotary import Rotation, rotate
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -151,6 +153,15 @@ class TorchPagedAttention(AttentionBackend):
         self._results = _Workspace(torch.float32, torch.device("cpu"))
         self._num_tokens = self._num_decodes = 0
 
+    @classmethod
+    def create(cls, request: BackendRequest) -> AttentionBackend:
+        if request.batch_invariant:
+            raise ConfigurationError(
+                "attention backend 'torch' can't obey batch_invariant=True: how torch sums up a"
+                " prompt depends on its chunks; choose 'native' on a CPU and 'triton' on a GPU"
+            )
+        return cls()
+
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
         return plain_page_format(spec, block_size, dtype, KV_DTYPES)
@@ -186,17 +197,6 @@ class TorchPagedAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        return self.run_with_lse(layer, q, k, v, sinks, rotation)[0]
-
-    def run_with_lse(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
         bound = self._layers[layer]
         assert q.shape[0] == self._num_tokens, "run serves the step that was planned"
         assert (sinks is not None) == bound.spec.has_sinks
@@ -212,7 +212,7 @@ class TorchPagedAttention(AttentionBackend):
         out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         if sinks is not None:
             out, lse = add_sinks((out, lse), sinks)
-        return out.to(q.dtype), lse
+        return out.to(q.dtype)
 
     def _decode(self, bound: _BoundLayer, step: _PlannedStep, q: torch.Tensor) -> Part:
         """All decode rows of q [T, Hq, D] -> [num_decodes, Hq, D], [num_decodes, Hq]."""

@@ -21,6 +21,7 @@ from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
+    BackendRequest,
     KVPageFormat,
     LayerKV,
     plain_page_format,
@@ -104,6 +105,10 @@ class TritonPagedAttention(AttentionBackend):
         self._link = DeviceLink(torch.device("cpu"))
         self._limits = DeviceLimits.of(torch.device("cpu"))
 
+    @classmethod
+    def create(cls, request: BackendRequest) -> AttentionBackend:
+        return cls(batch_invariant=request.batch_invariant)
+
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
         if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
@@ -186,34 +191,12 @@ class TritonPagedAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        return self._run(layer, (q, k, v), sinks, rotation, None)
-
-    def run_with_lse(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        return self._run(layer, (q, k, v), sinks, rotation, lse), lse
-
-    def _run(
-        self,
-        layer: int,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        sinks: torch.Tensor | None,
-        rotation: Rotation | None,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
         bound, batch = self._layers[layer], self._batch
         assert batch is not None, "a step is planned before it is run"
         assert (sinks is not None) == bound.spec.has_sinks
         group = batch.groups[bound.group]
-        assert qkv[0].shape[0] == group.slot_mapping.shape[0], "run serves the planned step"
-        q = rotate_and_write(*qkv, rotation, bound.pages, group.slot_mapping)
+        assert q.shape[0] == group.slot_mapping.shape[0], "run serves the planned step"
+        q = rotate_and_write(q, k, v, rotation, bound.pages, group.slot_mapping)
         if q.stride(1) != q.shape[2]:
             q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -221,7 +204,7 @@ class TritonPagedAttention(AttentionBackend):
         shape = bound.decode
         if step.rows is not None:
             shape = next(s for s in bound.mixed if s.rows == step.rows)
-        paged_attention(q, bound.pages, group.block_tables, step.work, sinks, out, lse, shape)
+        paged_attention(q, bound.pages, group.block_tables, step.work, sinks, out, None, shape)
         if step.merges is not None:
-            merge_parts(step.merges, step.work.parts, step.work.scales, sinks, out, lse)
+            merge_parts(step.merges, step.work.parts, step.work.scales, sinks, out, None)
         return out

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from quire.attention.registry import backend_names
 from quire.formats.registry import weight_format_names
 
 ENGINE_OPTIONS = (
@@ -153,6 +154,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     _add_computation_options(parser)
 
 
+def _any_of(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
 def _add_computation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("computation")
     group.add_argument("--device", help="auto, cpu, cuda or cuda:N (auto)")
@@ -164,7 +169,7 @@ def _add_computation_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--attention-backend",
         metavar="NAME",
-        help="native, triton, flashinfer or torch (the best for the kernels)",
+        help=f"{_any_of(backend_names())} (the best for the kernels)",
     )
     group.add_argument(
         "--num-threads", type=int, metavar="N", help="computing threads (one per processor)"

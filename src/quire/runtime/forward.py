@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from quire.attention.cpu_paged import CpuPagedAttention
 from quire.attention.interface import AttentionBackend
+from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.program import Program, ProgramBuilder
 from quire.models.interface import CausalLM
@@ -48,15 +48,17 @@ class ModuleForward:
 class NativeForward:
     """Runs the program that the model lowers itself to: one call for all layers."""
 
-    def __init__(self, program: Program, backend: CpuPagedAttention) -> None:
+    def __init__(self, program: Program, backend: AttentionBackend, native: abi.Step) -> None:
+        """native: the step that `backend` plans."""
         self._program = program
         self._backend = backend
+        self._native = native
 
     def plan(self, step: StepBatch) -> None:
         self._backend.plan(step.attention)
 
     def __call__(self, step: StepBatch) -> torch.Tensor:
-        native = self._backend.step
+        native = self._native
         native.token_ids = step.token_ids.data_ptr()
         native.positions = step.positions.data_ptr()
         return self._program.run(native)
@@ -72,11 +74,12 @@ def make_forward(
 
     backend: bound. max_num_tokens: the most that a step computes.
     """
-    if kernels is None or not isinstance(backend, CpuPagedAttention):
+    attention = backend.native
+    if kernels is None or attention is None:
         return ModuleForward(model, backend)
     dtype = next(model.parameters()).dtype
-    builder = ProgramBuilder(kernels, dtype, max_num_tokens, backend.layers)
+    builder = ProgramBuilder(kernels, dtype, max_num_tokens, attention.layers)
     output = model.lower(builder)
     if output is None:
         return ModuleForward(model, backend)
-    return NativeForward(builder.finish(output), backend)
+    return NativeForward(builder.finish(output), backend, attention.step)
