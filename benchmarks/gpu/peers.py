@@ -3,8 +3,8 @@
 The load and the memory are the published ones (Kwon et al., SOSP 2023, sections 6.1 to 6.3):
 prompts of 161 and outputs of 338 tokens on average, sequences of at most 2,048, room for 15,700
 tokens. Beside paging: contiguous allocators on the same engine, static batches on the same
-engine, and transformers' own continuous and static batching. All requests are there at once; lengths
-are exact, end tokens end nothing. Figures are output tokens per second.
+engine, and transformers' own continuous and static batching. All requests are there at once;
+lengths are exact, end tokens end nothing. Figures are output tokens per second.
 """
 
 import time
