@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("src", "tests", "benchmarks")
+FOLDERS = ("src", "tests", "benchmarks", "tools")
 
 MAX_FUNCTION_LINES = 70
 MAX_FILE_LINES = 500

@@ -68,7 +68,7 @@ def agreement(model, draft, docs, n=512, limit=60):
     return same / count
 
 
-def main():
+def parse_args():
     ap = argparse.ArgumentParser()
     ap.add_argument("--model", type=Path, required=True)
     ap.add_argument("--draft", type=Path)
@@ -76,7 +76,17 @@ def main():
     ap.add_argument("--work", type=Path)
     ap.add_argument("--card", action="store_true")
     ap.add_argument("--history", default="", help="a sentence for the card on how this run went")
-    args = ap.parse_args()
+    return ap.parse_args()
+
+
+def template(tok, q):
+    return tok.apply_chat_template(
+        [{"role": "user", "content": q}], add_generation_prompt=True, tokenize=False
+    )
+
+
+def main():
+    args = parse_args()
     torch.set_num_threads(2)
     tok = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
@@ -89,71 +99,81 @@ def main():
     )
     text = "def f(x):\n    return {'a': [1, 2.5e-3], \"é\": None}  # ünï ✓\n\n\n\tdone"
     assert tok.decode(tok(text)["input_ids"]) == text
-    template = lambda q: tok.apply_chat_template(
-        [{"role": "user", "content": q}], add_generation_prompt=True, tokenize=False
-    )
-    assert template("Hi") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", template(
-        "Hi"
-    )
-    end = tok.convert_tokens_to_ids("<|im_end|>")
-
+    hi = template(tok, "Hi")
+    assert hi == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", hi
     if args.draft:
-        draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=torch.float32).eval()
-
-        def docs(name):
-            info = json.loads((args.data / f"{name}.json").read_text())
-            ids, out, k = (
-                np.fromfile(args.data / f"{name}.bin", dtype=np.uint16).astype(np.int64),
-                [],
-                0,
-            )
-            for n in info["lens"]:
-                out.append(ids[k : k + n].tolist())
-                k += n
-            return out
-
-        res = {}
-        code = docs("val_code")
-        res["held-out code"] = agreement(
-            model, draft, [d[i : i + 512] for d in code for i in range(0, len(d) - 64, 512)]
-        )
-        res["held-out chat"] = agreement(model, draft, docs("val_chat_fn"), limit=130)
-        gen_code, gen_chat = [], []
-        for p in CODE:
-            gen_code.append(
-                (
-                    len(tok(p)["input_ids"]),
-                    tok(p)["input_ids"] + generate(model, tok, tok(p)["input_ids"], 96),
-                )
-            )
-        for q in CHAT + MORE:
-            ids = tok(template(q))["input_ids"]
-            gen_chat.append((len(ids), ids + generate(model, tok, ids, 96)))
-        for name, gens in (("own greedy code", gen_code), ("own greedy chat", gen_chat)):
-            same = count = rounds = 0
-            for (
-                k,
-                ids,
-            ) in gens:  # the text the big model itself writes: what speculative decoding meets
-                with torch.no_grad():
-                    hit = (
-                        draft(torch.tensor([ids])).logits[0, k - 1 : -1].argmax(-1)
-                        == torch.tensor(ids[k:])
-                    ).tolist()
-                same, count, i = same + sum(hit), count + len(hit), 0
-                while i < len(hit):  # rounds of 4 proposals
-                    j = 0
-                    while j < 4 and i + j < len(hit) and hit[i + j]:
-                        j += 1
-                    i, rounds = i + j + 1, rounds + 1
-            res[name] = same / count
-            res[name + ", tokens per round of 4"] = count / rounds
-        print(json.dumps({k: round(v, 3) for k, v in res.items()}, indent=1))
-        (args.draft / "agreement.json").write_text(
-            json.dumps({k: round(v, 3) for k, v in res.items()}, indent=1) + "\n"
-        )
+        compare_draft(args, tok, model)
         return
+    samples, stops = make_samples(tok, model)
+    for kind, p, o in samples:
+        print(f"--- {kind}: {p!r}\n{o}")
+    print(f"stopped at <|im_end|>: {stops} of {len(CHAT + MORE)}")
+    if args.work:
+        (args.work / "samples.json").write_text(json.dumps(samples, indent=1))
+    if args.card:
+        write_card(args, samples, stops)
 
+
+def read_docs(data, name):
+    info = json.loads((data / f"{name}.json").read_text())
+    ids, out, k = (
+        np.fromfile(data / f"{name}.bin", dtype=np.uint16).astype(np.int64),
+        [],
+        0,
+    )
+    for n in info["lens"]:
+        out.append(ids[k : k + n].tolist())
+        k += n
+    return out
+
+
+def accepted(draft, gens):
+    """Of the text the big model itself writes (what speculative decoding meets): the share of tokens
+    that the draft proposes, and tokens per round of 4 proposals."""
+    same = count = rounds = 0
+    for k, ids in gens:
+        with torch.no_grad():
+            hit = (
+                draft(torch.tensor([ids])).logits[0, k - 1 : -1].argmax(-1) == torch.tensor(ids[k:])
+            ).tolist()
+        same, count, i = same + sum(hit), count + len(hit), 0
+        while i < len(hit):  # rounds of 4 proposals
+            j = 0
+            while j < 4 and i + j < len(hit) and hit[i + j]:
+                j += 1
+            i, rounds = i + j + 1, rounds + 1
+    return same / count, count / rounds
+
+
+def compare_draft(args, tok, model):
+    draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=torch.float32).eval()
+    res = {}
+    code = read_docs(args.data, "val_code")
+    res["held-out code"] = agreement(
+        model, draft, [d[i : i + 512] for d in code for i in range(0, len(d) - 64, 512)]
+    )
+    res["held-out chat"] = agreement(model, draft, read_docs(args.data, "val_chat_fn"), limit=130)
+    gen_code, gen_chat = [], []
+    for p in CODE:
+        gen_code.append(
+            (
+                len(tok(p)["input_ids"]),
+                tok(p)["input_ids"] + generate(model, tok, tok(p)["input_ids"], 96),
+            )
+        )
+    for q in CHAT + MORE:
+        ids = tok(template(tok, q))["input_ids"]
+        gen_chat.append((len(ids), ids + generate(model, tok, ids, 96)))
+    for name, gens in (("own greedy code", gen_code), ("own greedy chat", gen_chat)):
+        res[name], res[name + ", tokens per round of 4"] = accepted(draft, gens)
+    print(json.dumps({k: round(v, 3) for k, v in res.items()}, indent=1))
+    (args.draft / "agreement.json").write_text(
+        json.dumps({k: round(v, 3) for k, v in res.items()}, indent=1) + "\n"
+    )
+
+
+def make_samples(tok, model):
+    end = tok.convert_tokens_to_ids("<|im_end|>")
     samples, stops = [], 0
     for p in CODE:
         ids = tok(p)["input_ids"]
@@ -161,7 +181,7 @@ def main():
             ("code", p, tok.decode(generate(model, tok, ids, 64), skip_special_tokens=False))
         )
     for q in CHAT + MORE:
-        out = generate(model, tok, tok(template(q))["input_ids"], 128)
+        out = generate(model, tok, tok(template(tok, q))["input_ids"], 128)
         stopped = out[-1] == end
         stops += stopped
         samples.append(
@@ -171,13 +191,20 @@ def main():
                 tok.decode(out, skip_special_tokens=True),
             )
         )
-    for kind, p, o in samples:
-        print(f"--- {kind}: {p!r}\n{o}")
-    print(f"stopped at <|im_end|>: {stops} of {len(CHAT + MORE)}")
-    if args.work:
-        (args.work / "samples.json").write_text(json.dumps(samples, indent=1))
-    if args.card:
-        write_card(args, samples, stops)
+    return samples, stops
+
+
+LIMITS = """\
+## Limits
+
+* It repeats what it has seen. Common functions are mostly described with their docstring's own words; for rarer or
+  unknown names the answer is often fluent and wrong. Signatures of rare functions are invented.
+* It knows no facts outside the standard library, cannot reason or count, and does not follow instructions.
+* Code completions look like standard-library code but seldom form a correct program. With greedy decoding it falls
+  into loops in long generations.
+* English only. It may reproduce passages of its training data word for word.
+
+"""
 
 
 def write_card(args, samples, stops):
@@ -231,16 +258,7 @@ Of the files and of the documented functions, 2 % each were held out. Loss in na
 
 Code with rows of 2048 tokens: {f["val_code_2048"]:.3f}; with rows of 4096, longer than it was trained on: {f["val_code_4096"]:.3f}.
 
-## Limits
-
-* It repeats what it has seen. Common functions are mostly described with their docstring's own words; for rarer or
-  unknown names the answer is often fluent and wrong. Signatures of rare functions are invented.
-* It knows no facts outside the standard library, cannot reason or count, and does not follow instructions.
-* Code completions look like standard-library code but seldom form a correct program. With greedy decoding it falls
-  into loops in long generations.
-* English only. It may reproduce passages of its training data word for word.
-
-## Samples
+{LIMITS}## Samples
 
 Greedy decoding from fixed prompts. Most of these questions are about things that training showed often; `threading` and
 `dataclasses` were held out, and the answers about them are invented. {stops} of {len([s for s in samples if s[0] != "code"])} chat answers ended by themselves within 128 tokens.

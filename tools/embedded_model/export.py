@@ -4,11 +4,13 @@
 import sys
 from pathlib import Path
 
+import small_model
 import torch
-import train
 
 saved = torch.load(sys.argv[1], weights_only=False)
-model = train.build_model(train.DRAFT if "--draft" in sys.argv else train.BIG, 4096, 0)
+model = small_model.build_model(
+    small_model.DRAFT if "--draft" in sys.argv else small_model.BIG, 4096, 0
+)
 model.load_state_dict(saved["model"])
-train.save_model(model, Path(sys.argv[2]), 0)
+small_model.save_model(model, Path(sys.argv[2]), 0)
 print(saved["state"])
