@@ -57,11 +57,9 @@ def test_defaults() -> None:
     assert EngineOptions.from_mapping({"max_num_batched_tokens": None}) == options
 
 
-def test_prefixes_are_cached_where_the_allocator_can() -> None:
+def test_prefixes_are_cached_unless_told_otherwise() -> None:
     for given in ({}, {"enable_prefix_caching": None}):
         assert EngineOptions.from_mapping(given).enable_prefix_caching is True
-        contiguous = given | {"kv_allocator": "contiguous_max"}
-        assert EngineOptions.from_mapping(contiguous).enable_prefix_caching is False
 
 
 def test_what_is_so_anyway_may_be_asked_for() -> None:
@@ -120,10 +118,6 @@ def test_what_is_so_anyway_may_be_asked_for() -> None:
         ({"num_blocks": 1, "gpu_memory_utilization": 0.5}, "num_blocks and gpu_memory_utilization"),
         ({"tokenizer": "x", "skip_tokenizer_init": True}, "tokenizer is 'x', but skip_tokenizer"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1, but must be True, False or"),
-        (
-            {"enable_prefix_caching": True, "kv_allocator": "contiguous_max"},
-            "enable_prefix_caching is True, but kv_allocator='contiguous_max' shares no blocks",
-        ),
         ({"eviction": "lru", "enable_prefix_caching": False}, "eviction is 'lru', but nothing"),
         ({"trust_remote_code": True}, "trust_remote_code is True, but must be False: code from"),
         ({"trust_remote_code": 0}, "trust_remote_code is 0, but must be False"),

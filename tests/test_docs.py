@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from tests.test_readme import code_blocks
 
-from quire.bench import memory, perplexity, throughput
+from quire.bench import perplexity, throughput
+from quire.bench.memory import command as memory
 from quire.cli.foreign_options import KNOWN
 from quire.cli.parser import build_parser
 from quire.core.memory.eviction import EVICTION_ORDERS

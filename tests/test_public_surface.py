@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 import quire
-from quire.bench import memory, perplexity, throughput
+from quire.bench import perplexity, throughput
+from quire.bench.memory import command as memory
 from quire.cli.parser import build_parser
 from quire.config import EngineOptions
 from quire.core.sampling_params import BeamSearchParams, SamplingParams

@@ -2,13 +2,15 @@
 
 The load and the memory are the published ones (Kwon et al., SOSP 2023, sections 6.1 to 6.3):
 prompts of 161 and outputs of 338 tokens on average, sequences of at most 2,048, room for 15,700
-tokens. Beside paging: contiguous allocators on the same engine, static batches on the same
-engine, and transformers' own continuous and static batching. All requests are there at once;
-lengths are exact, end tokens end nothing. Figures are output tokens per second.
+tokens. Beside paging: the contiguous allocators of `quire.bench.baselines` on the same engine,
+static batches on the same engine, and transformers' own continuous and static batching. All
+requests are there at once; lengths are exact, end tokens end nothing. Figures are output tokens per
+second.
 """
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,10 @@ import torch
 
 from benchmarks.gpu.harness import Bench, Load, drive, make_model
 from benchmarks.gpu.models import LARGE_MODEL, SMALL_MODEL, Model
+from quire.bench.baselines.contiguous import KV_ALLOCATORS, PAGED, find_allocator
 from quire.bench.contenders import batches
-from quire.bench.memory_load import Budget, MemoryLoad, make_memory_requests
+from quire.bench.memory.load import Budget, MemoryLoad, make_memory_requests
 from quire.bench.workload import BenchRequest
-from quire.core.memory.contiguous import KV_ALLOCATORS, PAGED, make_memory
 from quire.core.scheduling.policy import find_policy
 from quire.core.scheduling.scheduler import Scheduler
 from quire.engine.engine import Engine
@@ -134,7 +136,8 @@ def _engine(
 def with_allocator(engine: Engine, name: str) -> Engine:
     """Another engine on the same runner, with nothing in it, whose memory is given out so."""
     before = engine.scheduler
-    memory = make_memory(name, before.memory.config, engine.limits.max_model_len)
+    config = replace(before.memory.config, enable_prefix_caching=name == PAGED)
+    memory = find_allocator(name)(config, engine.limits.max_model_len)
     scheduler = Scheduler(before.config, memory, find_policy("fcfs"))
     engine._runner.reset()
     return Engine(scheduler, engine._runner, engine.limits, overlap=engine.overlap)

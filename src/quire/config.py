@@ -11,7 +11,6 @@ from fractions import Fraction
 from typing import Any, TypedDict
 
 from quire.attention.registry import backend_names
-from quire.core.memory.contiguous import KV_ALLOCATORS, PAGED
 from quire.core.scheduling.pacing import LEAST_MAX_ITL_RATIO
 from quire.errors import ConfigurationError, did_you_mean
 from quire.formats.registry import weight_format_names
@@ -80,7 +79,6 @@ class EngineOptionsDict(TypedDict, total=False):
     scheduling_policy: str
     num_lookahead_blocks: int
     eviction: str
-    kv_allocator: str
     max_itl_ratio: float
     quantization: str | None
     kernels: str
@@ -118,7 +116,7 @@ class EngineOptions:
         full-length sequences need, but at most 30% of the free memory.
     gpu_memory_utilization: share, above 0 and at most 1, of the device's memory (on the CPU: of the
         machine's) that weights and KV cache fill together; instead of the two options above.
-    enable_prefix_caching: share the KV blocks of equal prefixes; None: if the allocator can.
+    enable_prefix_caching: share the KV blocks of equal prefixes; None: yes.
     max_num_seqs: the most sequences that run at once. max_num_batched_tokens: the most tokens that
         a step computes; None: 2048, or max_num_seqs if that is more.
     scheduling_policy: fcfs, priority, fair, longest_prefix or deadline.
@@ -126,9 +124,6 @@ class EngineOptions:
         it needs, while more than a quarter of the memory is free.
     eviction: order in which cached prefixes are evicted: "hit_density", by frequency and recency,
         or "lru", by recency alone.
-    kv_allocator: "paged"; or, to compare, what paging replaced: "contiguous_max",
-        "contiguous_pow2" and "contiguous_oracle" reserve adjacent memory for a sequence's whole
-        life, and have no prefix cache, no forks and no beams.
     max_itl_ratio: prompts that are computed beside running sequences may make a step at most this
         many times as long, according to a cost model that is measured at start-up (for at most
         about 1.5 s) and adjusted to later steps. 0: no limit, for the highest throughput.
@@ -172,7 +167,6 @@ class EngineOptions:
     scheduling_policy: str = "fcfs"
     num_lookahead_blocks: int = 1
     eviction: str = DEFAULT_EVICTION
-    kv_allocator: str = "paged"
     max_itl_ratio: float = 0.0
     quantization: str | None = None
     kernels: str = "auto"
@@ -257,17 +251,12 @@ class EngineOptions:
             raise ConfigurationError(
                 f"enable_prefix_caching is {asked!r}, but must be True, False or None"
             )
-        if asked and self.kv_allocator != PAGED:
-            raise ConfigurationError(
-                f"enable_prefix_caching is True, but kv_allocator={self.kv_allocator!r} shares no"
-                " blocks; leave one of them out"
-            )
-        settled = self.kv_allocator == PAGED if asked is None else asked
+        settled = asked is not False
         object.__setattr__(self, "enable_prefix_caching", settled)  # frozen: the dataclass's way
         if self.eviction != DEFAULT_EVICTION and not settled:
             raise ConfigurationError(
                 f"eviction is {self.eviction!r}, but nothing is cached that could be evicted"
-                " (enable_prefix_caching is False, or kv_allocator not 'paged'); leave it out"
+                " (enable_prefix_caching is False); leave it out"
             )
 
     def _check_choices(self) -> None:
@@ -279,11 +268,6 @@ class EngineOptions:
             )
         if self.dtype not in DTYPES:
             raise ConfigurationError(f"dtype is {self.dtype!r}, but must be one of {DTYPES}")
-        if self.kv_allocator not in KV_ALLOCATORS:
-            raise ConfigurationError(
-                f"kv_allocator is {self.kv_allocator!r}, but must be one of {KV_ALLOCATORS}"
-            )
-
         quantizations = weight_format_names()
         if self.quantization is not None and self.quantization not in quantizations:
             raise ConfigurationError(

@@ -13,6 +13,7 @@ from quire.core.scheduling.policy import Policy
 from quire.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from quire.core.sequence import Sequence
 from quire.core.step import Runner, StepPlan, StepResult
+from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.fake_model import FakeModel
 from quire.simulation.fake_runner import FakeRunner, Faults, InjectedFailureError
 
@@ -25,10 +26,16 @@ def make_groups(num_groups: int) -> tuple[KVGroup, ...]:
 
 
 def make_memory(
-    num_blocks: int = 16, block_size: int = 4, num_groups: int = 1, caching: bool = True
+    num_blocks: int = 16,
+    block_size: int = 4,
+    num_groups: int = 1,
+    caching: bool = True,
+    *,
+    preempts_whole: bool = False,
 ) -> KVCacheManager:
     groups = make_groups(num_groups)
-    return KVCacheManager(KVCacheConfig(groups, num_blocks, block_size, caching, b"secret"))
+    manager = WholePreemption if preempts_whole else KVCacheManager
+    return manager(KVCacheConfig(groups, num_blocks, block_size, caching, b"secret"))
 
 
 def make_sequence(
@@ -69,11 +76,10 @@ class Harness:
         model: FakeModel = NEVER_ENDS,
         faults: Faults | None = None,
         num_lookahead_blocks: int = 0,
-        preempts_whole: bool = False,
     ) -> None:
         self.memory = memory or make_memory()
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs, budget, num_lookahead_blocks, preempts_whole),
+            SchedulerConfig(max_num_seqs, budget, num_lookahead_blocks),
             self.memory,
             policy,
         )
@@ -243,7 +249,7 @@ class Harness:
 def greedy_harness(memory: KVCacheManager | None = None, **more: Any) -> Harness:
     """Whoever fits now is admitted, however the others will grow: so blocks run out."""
     harness = Harness(memory, **more)
-    harness.scheduler.admission.room.forecasts = False
+    harness.scheduler.admission.room.lengths = NoGrowth()
     return harness
 
 

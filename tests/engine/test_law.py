@@ -8,9 +8,11 @@ import pytest
 import torch
 from tests.engine.checkpoints import save_checkpoint
 
+from quire.bench.baselines.contiguous import contiguous
 from quire.core.sampling_params import SamplingParams
 from quire.engine_client.outputs import RequestOutput
 from quire.offline.llm import LLM
+from quire.simulation.baselines import NoGrowth
 
 NUM_REQUESTS = 12
 
@@ -81,13 +83,13 @@ def alone() -> list[list[list[int]]]:
         {"scheduling_policy": "fair", "num_blocks": 18, "block_size": 16},
         {"scheduling_policy": "longest_prefix", "num_blocks": 150, "num_lookahead_blocks": 4},
         {"scheduling_policy": "deadline", "block_size": 2048, "max_num_seqs": 5},
-        {"kv_allocator": "contiguous_oracle", "num_blocks": 64},
+        {"kv_allocator": contiguous("oracle"), "num_blocks": 64},
     ],
     ids=str,
 )
 def test_same_tokens_in_a_crowd(options: dict[str, Any], alone: list[list[list[int]]]) -> None:
     llm = make_llm(**options)
-    llm.engine.scheduler.admission.room.forecasts = False  # or hardly anything is preempted
+    llm.engine.scheduler.admission.room.lengths = NoGrowth()  # or hardly anything is preempted
     prompts, params = make_crowd()
     assert tokens(llm.generate(prompts, params, use_tqdm=False)) == alone
     # A second time, now with a warm prefix cache.

@@ -13,6 +13,7 @@ from quire.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from quire.core.step import StepPlan
 from quire.engine.engine import Engine
 from quire.engine.step_watcher import StepWatcher
+from quire.simulation.baselines import NoGrowth
 from quire.simulation.fake_model import FakeModel
 from quire.simulation.fake_runner import FakeRunner
 
@@ -25,9 +26,10 @@ class Watched:
 
     def __init__(self, *, overlap: bool) -> None:
         self.scheduler = Scheduler(
-            SchedulerConfig(6, 24, forecasts=False),
+            SchedulerConfig(6, 24),
             KVCacheManager(KVCacheConfig(GROUPS, NUM_BLOCKS, 8, True, b"secret")),
         )
+        self.scheduler.admission.room.lengths = NoGrowth()
         self.overlap = overlap
         self.told: set[str] = set()
         self.num_told = self.num_steps = 0

@@ -20,6 +20,7 @@ from quire.engine_client.outputs import CompletionOutput
 from quire.engine_client.recovery import Cause, Death
 from quire.errors import ConfigurationError, EngineDeadError
 from quire.offline.llm import LLM
+from quire.simulation.baselines import NoGrowth
 
 PROMPTS = [{"prompt_token_ids": list(range(40 + 7 * i, 47 + 19 * i))} for i in range(5)]
 WISHES = [
@@ -34,7 +35,7 @@ WISHES = [
 def make_llm(folder: Path, num_ranks: int, **options: Any) -> LLM:
     options = {"dtype": "float32", "max_model_len": 192} | options
     llm = LLM(folder, skip_tokenizer_init=True, tensor_parallel_size=num_ranks, **options)
-    llm.engine.scheduler.admission.room.forecasts = False  # or hardly anything is preempted
+    llm.engine.scheduler.admission.room.lengths = NoGrowth()  # or hardly anything is preempted
     return llm
 
 

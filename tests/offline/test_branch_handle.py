@@ -3,6 +3,7 @@
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.bench.baselines.contiguous import contiguous
 from quire.errors import InvalidRequestError
 
 PROMPT = "def fibonacci(n):\n"
@@ -103,10 +104,10 @@ def test_what_can_not_fork_is_refused(llm: LLM) -> None:
         trunk.finish()
         with pytest.raises(InvalidRequestError, match="has ended"):
             trunk.fork()
-    contiguous = LLM(
-        dtype="float32", num_blocks=64, max_model_len=256, kv_allocator="contiguous_max"
+    unshared = LLM(
+        dtype="float32", num_blocks=64, max_model_len=256, kv_allocator=contiguous("max")
     )
-    with contiguous.start(PROMPT, WISH) as trunk:
+    with unshared.start(PROMPT, WISH) as trunk:
         trunk.step()
         with pytest.raises(InvalidRequestError, match="shares no blocks"):
             trunk.fork()

@@ -72,10 +72,9 @@ def test_short_bursts_cost_long_sequences_a_fraction(caching: bool, share: float
 def recomputed_tokens(*, caching: bool, preempts_whole: bool) -> int:
     """Three long sequences fill the pool, and every six steps a short one comes."""
     harness = Harness(
-        make_memory(num_blocks=66, caching=caching),
+        make_memory(num_blocks=66, caching=caching, preempts_whole=preempts_whole),
         max_num_seqs=8,
         policy=PriorityPolicy(),
-        preempts_whole=preempts_whole,
     )
     for index in range(3):
         harness.add(f"long-{index}", 80, 60, priority=5)

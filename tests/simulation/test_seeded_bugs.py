@@ -211,13 +211,14 @@ def let_sources_go(original: Any) -> Any:
 
 
 def keep_own_blocks(original: Any) -> Any:
-    def refork(self: KVCacheManager, child: Sequence, parent: Sequence) -> None:
-        if child.num_computed_tokens == parent.num_computed_tokens:
-            self._take_counts(child, parent)
-        else:
-            original(self, child, parent)
+    def fork(self: KVCacheManager, child: Sequence, parent: Sequence) -> None:
+        tables = parent.block_tables
+        if child.block_tables and child.num_computed_tokens == parent.num_computed_tokens:
+            parent.block_tables = child.block_tables
+        original(self, child, parent)
+        parent.block_tables = tables
 
-    return refork
+    return fork
 
 
 def choose_for_another_beam(original: Any) -> Any:
@@ -270,7 +271,7 @@ MUTATIONS: dict[str, Patch] = {
     "forks take the place of each other": in_plans(fork_from_another),
     "a shared block is written": replace(KVCacheManager, "must_copy_tail", never_copy),
     "a source is given out before it is copied": replace(StepHolds, "hold_copied", let_sources_go),
-    "a beam takes over too little": replace(KVCacheManager, "refork", keep_own_blocks),
+    "a beam takes over too little": replace(KVCacheManager, "fork", keep_own_blocks),
     "candidates have the wrong scores": replace(BeamScheduling, "take_in", choose_for_another_beam),
 }
 

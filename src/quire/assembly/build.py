@@ -17,9 +17,8 @@ from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import Sizes
 from quire.assembly.rank_build import OnProgress, Share, build_share
 from quire.config import EngineOptions
-from quire.core.memory.contiguous import make_memory
 from quire.core.memory.eviction import find_order
-from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.pacing import StepPacer
 from quire.core.scheduling.policy import find_policy
@@ -48,15 +47,24 @@ WORKER_COMMAND = (sys.executable, "-m", "quire.assembly.worker_main")
 """Starts a rank beyond the first."""
 
 
-def build_engine(options: Mapping[str, Any], on_progress: OnProgress | None = None) -> Engine:
+def build_engine(
+    options: Mapping[str, Any],
+    on_progress: OnProgress | None = None,
+    kv_allocator: KVManagerFactory | None = None,
+) -> Engine:
     """An engine that is ready to step.
+
+    kv_allocator: makes the manager of the KV memory, to compare with the paged one (None). It gets
+    a prefix cache only where the options ask for it.
 
     Raises ConfigurationError and its kinds: options that can't be obeyed, a model that is not
     understood or can't be read, not enough memory.
     """
+    if kv_allocator is not None and options.get("enable_prefix_caching") is None:
+        options = {**options, "enable_prefix_caching": False}
     checked = EngineOptions.from_mapping(options)
     with _named_out_of_memory(checked):
-        return _build(checked, on_progress or _tell_nobody)
+        return _build(checked, on_progress or _tell_nobody, kv_allocator or paged_manager)
 
 
 def build_worker(join: Join, tell_joining: Callable[[], None]) -> Runner:
@@ -80,7 +88,7 @@ def _tell_nobody(text: str, done: int, total: int) -> None:
     """An `OnProgress` for builds that nobody watches."""
 
 
-def _build(checked: EngineOptions, tell: OnProgress) -> Engine:
+def _build(checked: EngineOptions, tell: OnProgress, make_memory: KVManagerFactory) -> Engine:
     scheduler_config = SchedulerConfig(
         checked.max_num_seqs, checked.max_num_batched_tokens, checked.num_lookahead_blocks
     )
@@ -104,7 +112,8 @@ def _build(checked: EngineOptions, tell: OnProgress) -> Engine:
         "architecture": config.architecture,
         "num_parameters": _num_parameters(folder),
     }
-    scheduler = Scheduler(scheduler_config, _build_memory(checked, layout, sizes), policy)
+    memory = make_memory(_memory_config(checked, layout, sizes), sizes.max_model_len)
+    scheduler = Scheduler(scheduler_config, memory, policy)
     is_on_gpu = share.device.type == "cuda"
     overlap = checked.async_scheduling
     engine = Engine(
@@ -200,8 +209,8 @@ def _build_pacer(
     return calibrated_pacer(runner, shape, options.max_itl_ratio, warms_up=is_on_gpu)
 
 
-def _build_memory(options: EngineOptions, layout: KVCacheLayout, sizes: Sizes) -> KVCacheManager:
-    config = KVCacheConfig(
+def _memory_config(options: EngineOptions, layout: KVCacheLayout, sizes: Sizes) -> KVCacheConfig:
+    return KVCacheConfig(
         groups=layout.groups,
         num_blocks=sizes.num_blocks,
         block_size=options.block_size,
@@ -209,4 +218,3 @@ def _build_memory(options: EngineOptions, layout: KVCacheLayout, sizes: Sizes) -
         secret=secrets.token_bytes(16),
         eviction=options.eviction,
     )
-    return make_memory(options.kv_allocator, config, sizes.max_model_len)

@@ -30,7 +30,6 @@ ENGINE_OPTIONS = (
     "scheduling_policy",
     "num_lookahead_blocks",
     "eviction",
-    "kv_allocator",
     "max_itl_ratio",
     "quantization",
     "kernels",
@@ -263,11 +262,6 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="KV blocks reserved ahead per sequence (1)",
-    )
-    group.add_argument(
-        "--kv-allocator",
-        metavar="NAME",
-        help="paged; for comparison contiguous_max, contiguous_pow2 or contiguous_oracle (paged)",
     )
 
 

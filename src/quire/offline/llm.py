@@ -19,11 +19,12 @@ from tqdm import tqdm
 from quire.assembly.build import build_engine
 from quire.config import EngineOptions, EngineOptionsDict
 from quire.core.memory.block_map import BlockMap
+from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.memory.memory_report import MemoryReport
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, Wish
 from quire.engine_client.inputs import PromptInput, read_prompt
 from quire.engine_client.outputs import RequestOutput
-from quire.errors import InvalidRequestError, did_you_mean
+from quire.errors import ConfigurationError, InvalidRequestError, did_you_mean
 from quire.hub.model_folder import resolve_model_folder
 from quire.observability.log import configure, get_logger
 from quire.offline.beams import BeamSearchOutput, beam_search_output
@@ -63,12 +64,26 @@ class LLM:
     thread, while no other calls.
     """
 
-    def __init__(self, model: str | None = None, **options: Unpack[EngineOptionsDict]) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        kv_allocator: KVManagerFactory | None = None,
+        **options: Unpack[EngineOptionsDict],
+    ) -> None:
         """Load a model: a local folder, a hub id, or None for the embedded one.
+
+        kv_allocator: to compare, the factory of another manager of the KV memory, such as
+        `quire.bench.baselines.contiguous.contiguous("max")`; None: pages.
 
         Options: see `quire.config.EngineOptions`. Raises ConfigurationError (a ValueError) for an
         option that does not exist or can't be obeyed and for a model that can't be loaded.
         """
+        if kv_allocator is not None and not callable(kv_allocator):
+            raise ConfigurationError(
+                f"kv_allocator is {kv_allocator!r:.80}, but must be a factory, like"
+                " quire.bench.baselines.contiguous.contiguous('max'); leave it out for pages"
+            )
         given: dict[str, Any] = {**options, "model": model}
         checked = EngineOptions.from_mapping(given)
         self._tokenizer: Tokenizer | None = None
@@ -82,7 +97,7 @@ class LLM:
         self._allow_special_tokens = checked.allow_special_tokens
         if not checked.disable_log_stats:
             configure("info")
-        self.engine = build_engine(given)
+        self.engine = build_engine(given, kv_allocator=kv_allocator)
         self._requests = OpenRequests(self.engine, self._tokenizer, checked.seed)
 
     def get_tokenizer(self) -> Tokenizer:

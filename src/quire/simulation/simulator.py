@@ -23,6 +23,7 @@ from quire.core.scheduling.scheduler import Scheduler, SchedulerConfig
 from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import StepPlan, StepResult
 from quire.errors import QuireError, RequestNeverFitsError
+from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.clients import Clients
 from quire.simulation.fake_runner import FakeRunner, Faults, InjectedFailureError
 from quire.simulation.report import SimulationReport
@@ -85,7 +86,8 @@ class Simulator:
     def _start_engine(self) -> None:
         """A scheduler, its memory and its runner, which know nothing yet."""
         config = self.config
-        self.memory = KVCacheManager(
+        make_memory = WholePreemption if config.preempts_whole else KVCacheManager
+        self.memory = make_memory(
             KVCacheConfig(
                 config.groups,
                 config.num_blocks,
@@ -100,12 +102,12 @@ class Simulator:
                 config.max_num_seqs,
                 config.max_num_batched_tokens,
                 config.num_lookahead_blocks,
-                config.preempts_whole,
-                config.forecasts,
             ),
             self.memory,
             find_policy(config.policy, dict(config.policy_options)),
         )
+        if not config.forecasts:
+            self.scheduler.admission.room.lengths = NoGrowth()
         self.runner = FakeRunner(
             config.groups,
             config.num_blocks,

@@ -330,7 +330,7 @@ class World:
 
     def refork(self, dead: Sequence, parent: Sequence) -> None:
         """`dead`, a beam, becomes a fork of `parent`, another one."""
-        self.memory.refork(dead, parent)
+        self.memory.fork(dead, parent)
         dead.token_ids[:] = parent.token_ids
 
     # ---- giving back ------------------------------------------------------------------------

@@ -293,7 +293,7 @@ def test_a_dead_beam_swaps_references_from_where_it_parted(num_groups: int) -> N
         compute(memory, sequence)
     memory.end_step(STEP)
     kept = [table[0] for table in dead.block_tables]
-    memory.refork(dead, parent)
+    memory.fork(dead, parent)
     assert dead.block_tables == parent.block_tables
     assert [table[0] for table in dead.block_tables] == kept
     assert [memory.pool.ref_count[block] for block in parent.block_tables[0]] == [2, 2, 2]
@@ -309,7 +309,7 @@ def test_a_dead_beam_that_had_lost_blocks_gets_them_all(num_kept: int) -> None:
     parent = write(memory, list(range(6)))
     dead = fork(memory, parent)
     memory.cut(dead, num_kept)
-    memory.refork(dead, parent)
+    memory.fork(dead, parent)
     assert dead.block_tables == parent.block_tables
     invariants.check_memory(memory, [parent, dead])
 

@@ -4,12 +4,11 @@ import random
 from dataclasses import fields
 
 import pytest
-from tests.core.harness import make_groups, make_memory, make_sequence
+from tests.core.harness import make_memory, make_sequence
 from tests.core.memory.memory_world import World
 from tests.core.memory.test_memory_machine import act
 
-from quire.core.memory.contiguous import ContiguousKVCacheManager
-from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.memory.memory_report import (
     PARTS,
     MemoryReport,
@@ -158,24 +157,6 @@ def test_a_preempted_sequence_counts_with_what_it_keeps() -> None:
     report = memory_report(memory, [sequence])
     assert parts(report) == (2 * BLOCK, 0, 0, BLOCK, 0, 5 * BLOCK)
     assert report.useful_share == 2 / 3
-
-
-def test_a_contiguous_run_is_reserved_with_what_it_was_rounded_up_by() -> None:
-    """5 + 25 tokens are 8 blocks of 4; 33 of them 9, for which buddies give 16."""
-    config = KVCacheConfig(make_groups(1), 64, block_size=4)
-    memory = ContiguousKVCacheManager(config, "oracle", 64, "buddy")
-    sequence = make_sequence(memory, range(1, 10), max_tokens=24)
-    memory.admit(sequence, memory.match(sequence), step_id=0)
-    sequence.num_computed_tokens = 9
-    sequence.tenant = "t"
-    report = memory_report(memory, [sequence])
-    assert parts(report) == (9 * 16, 3 * 16, 13 * BLOCK, 0, 0, 48 * BLOCK)
-    assert report.lookahead_bytes == 13 * BLOCK
-    assert report.tenants["t"].reserved_bytes == 13 * BLOCK
-    memory.free(sequence, after_step_id=0)
-    assert parts(memory_report(memory, [])) == (0, 0, 0, 16 * BLOCK, 0, 48 * BLOCK)
-    memory.end_step(0)
-    assert memory_report(memory, []).free_bytes == 64 * BLOCK
 
 
 # ---- laws -------------------------------------------------------------------------------------

@@ -136,8 +136,8 @@ def test_one_that_just_fits_comes_in_though_a_cached_part_would_cost_a_block_mor
 @pytest.mark.parametrize("forecasts", [True, False])
 def test_under_steady_overload_a_forecast_makes_preemptions_rare(forecasts: bool) -> None:
     """Twice as many rows as there is memory for, and always somebody waits."""
-    harness = Harness(make_memory(num_blocks=64, caching=False), max_num_seqs=16, budget=64)
-    harness.scheduler.admission.room.forecasts = forecasts
+    make = Harness if forecasts else greedy_harness
+    harness = make(make_memory(num_blocks=64, caching=False), max_num_seqs=16, budget=64)
     num_added = 0
     for _ in range(600):
         while len(harness.scheduler.waiting) < 4:

@@ -4,12 +4,11 @@ import pytest
 from tests.core.harness import Harness, greedy_harness, make_memory
 from tests.core.scheduling.test_in_flight import run_ahead
 
-from quire.core.memory.contiguous import ContiguousKVCacheManager
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.policy import PriorityPolicy
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import StepPlan
-from quire.errors import InvalidRequestError, RequestNeverFitsError
+from quire.errors import RequestNeverFitsError
 
 RUNNING, WAITING = SequenceState.RUNNING, SequenceState.WAITING
 
@@ -245,16 +244,6 @@ def test_a_fork_may_not_be_for_ever_too_large() -> None:
         harness.fork(parent, 1, DecodingParams(100))
     assert not parent.forks
     harness.run()
-
-
-def test_memory_that_shares_nothing_forks_nothing() -> None:
-    assert not ContiguousKVCacheManager.is_paged
-    harness = Harness()
-    parent = harness.add("a", 6, 12)
-    harness.step()
-    harness.memory.is_paged = False
-    with pytest.raises(InvalidRequestError, match="shares no blocks"):
-        harness.scheduler.fork(parent, 1, parent.params)
 
 
 @pytest.mark.parametrize("seed_step", [1, 2, 3, 5])

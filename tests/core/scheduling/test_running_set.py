@@ -46,8 +46,8 @@ def test_the_last_ranked_gives_way_and_keeps_all_but_its_tail() -> None:
 def test_a_preemption_takes_what_is_needed_or_all(
     takes_all: bool, num_wanted: int, num_kept: int, num_computed: int, num_groups: int
 ) -> None:
-    memory = make_memory(16 * num_groups, 4, num_groups, caching=False)
-    harness = greedy_harness(memory, preempts_whole=takes_all)
+    memory = make_memory(16 * num_groups, 4, num_groups, caching=False, preempts_whole=takes_all)
+    harness = greedy_harness(memory)
     victim = harness.add("a", 13, 8)
     harness.step()
     harness.step()
@@ -201,8 +201,8 @@ def test_recomputed_tokens_are_counted_as_far_as_they_were_lost() -> None:
 def test_everyone_ends_in_the_smallest_pool(
     num_groups: int, caching: bool, preempts_whole: bool
 ) -> None:
-    memory = make_memory(5 * num_groups, 4, num_groups, caching)
-    harness = greedy_harness(memory, budget=5, preempts_whole=preempts_whole)
+    memory = make_memory(5 * num_groups, 4, num_groups, caching, preempts_whole=preempts_whole)
+    harness = greedy_harness(memory, budget=5)
     for index in range(12):
         harness.add(f"r{index}", 1 + 5 * index % 11, 9)
     harness.run()
@@ -212,8 +212,8 @@ def test_everyone_ends_in_the_smallest_pool(
 def test_taking_tails_recomputes_less_than_taking_all_does() -> None:
     recomputed = {}
     for preempts_whole in (True, False):
-        memory = make_memory(num_blocks=60, caching=False)
-        harness = greedy_harness(memory, max_num_seqs=8, preempts_whole=preempts_whole)
+        memory = make_memory(num_blocks=60, caching=False, preempts_whole=preempts_whole)
+        harness = greedy_harness(memory, max_num_seqs=8)
         for index in range(16):
             harness.add(f"r{index}", 30 + index % 9, 20)
         harness.run()

@@ -13,6 +13,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
 from quire.core.scheduling.policy import POLICIES, find_policy
 from quire.core.sequence import Sequence
+from quire.simulation.baselines import NoGrowth
 from quire.simulation.fake_model import FakeModel
 
 TOKENS = st.integers(1, 2)
@@ -46,15 +47,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         per_sequence = -(-16 // size)  # no chain gets longer than 16 tokens, no search wider than 3
         num_blocks = num_groups * (num_blocks + 3 * per_sequence)
         self.harness = Harness(
-            make_memory(num_blocks, size, num_groups, caching),
+            make_memory(num_blocks, size, num_groups, caching, preempts_whole=preempts_whole),
             max_num_seqs=max_num_seqs,
             budget=max_num_seqs + num_blocks % 9,
             policy=find_policy(policy),
             model=FakeModel(end_rate=0.1),
             num_lookahead_blocks=num_lookahead_blocks,
-            preempts_whole=preempts_whole,
         )
-        self.harness.scheduler.admission.room.forecasts = forecasts
+        if not forecasts:
+            self.harness.scheduler.admission.room.lengths = NoGrowth()
         self.num_made = 0
 
     @rule(

@@ -6,6 +6,7 @@ a step in flight may still read are not freed with their sequence: their referen
 step and ends with it. So does that of a block from which the coming step copies.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.core.kv_groups import KVGroup
@@ -16,6 +17,7 @@ from quire.core.memory.prefix_cache import Eviction, PrefixCache
 from quire.core.memory.prefix_index import PrefixIndex, PrefixMatch
 from quire.core.sequence import Sequence
 from quire.core.step import BlockCopy, EditKind, TableEdit
+from quire.errors import RequestNeverFitsError
 
 # Of so many evicted blocks at least it is remembered when and for whom they went.
 MIN_REMEMBERED = 4096
@@ -44,10 +46,15 @@ class KVCacheManager:
     Invariant: a block's reference count is the number of table entries that name it plus the number
     of entries in `holds`; `invariants.check_memory` says so after any step.
 
-    is_paged: blocks lie anywhere and may be shared; a manager that can't do that says False.
-    """
+    num_blocks_to_grow: blocks that a sequence takes at once when it outgrows its tables; 0 if it
+        never does.
+    padding: sequence -> blocks set aside for it beyond its tables, which the pool has as free but
+        nobody else can take; none, where blocks lie anywhere. num_padding_blocks: of all, and of
+        sequences that have ended but not their last step.
 
-    is_paged = True
+    A subclass may manage the memory in another way, as `bench.baselines` does: the scheduler never
+    asks which class it has.
+    """
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
@@ -64,6 +71,9 @@ class KVCacheManager:
             self.cache, self.pool, self.num_groups, config.enable_prefix_caching
         )
         self.holds = StepHolds(self.pool)
+        self.num_blocks_to_grow = self.num_groups
+        self.padding: dict[Sequence, int] = {}
+        self.num_padding_blocks = 0
         self.num_evicted_blocks = 0
         self.now_s = 0.0  # set by the scheduler, for what is remembered of evictions
 
@@ -72,14 +82,31 @@ class KVCacheManager:
         """Blocks that are free, or may be when the steps in flight have ended."""
         return self.pool.num_free + self.holds.num_blocks
 
-    @property
-    def num_blocks_to_grow(self) -> int:
-        """Blocks that a sequence takes at once when it outgrows its tables; 0 if it never does."""
-        return self.num_groups
-
     def blocks_for(self, num_tokens: int) -> int:
         """Pages that num_tokens tokens of one sequence occupy, over all groups."""
         return -(-num_tokens // self.block_size) * self.num_groups
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def share_prompt(self, branches: list[Sequence]) -> None:
+        """Let the new branches of one prompt compute it once: the others fork from the first."""
+        self.prefixes.hash_prompt(branches)
+        for sequence in branches[1:]:
+            sequence.fork_from(branches[0])
+
+    def check_fits(self, sequence: Sequence, *, is_fork: bool = False) -> None:
+        """Raise RequestNeverFitsError for a sequence, or a beam search that it leads, that could
+        never end, even alone; InvalidRequestError for one that needs what this memory can't do."""
+        width = max(1, sequence.params.beam_width)
+        # The last token is sampled, but its K and V are never written.
+        needed = width * self.blocks_for(sequence.max_num_tokens - 1)
+        if needed > self.pool.num_blocks:
+            raise RequestNeverFitsError(
+                f"request {sequence.request_id!r} may grow to {sequence.max_num_tokens} tokens"
+                f"{f' in each of {width} beams' if width > 1 else ''} and so need {needed} KV"
+                f" blocks, but the pool has {self.pool.num_blocks}; lower max_tokens, or"
+                " give the engine more kv_cache_memory"
+            )
 
     def match(self, sequence: Sequence) -> PrefixMatch:
         """What a waiting sequence could go on from; see `PrefixIndex.match`.
@@ -207,20 +234,12 @@ class KVCacheManager:
         return edits, copies
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
-        """Give `child`, which holds nothing, all blocks of `parent` that have computed tokens."""
-        assert not child.block_tables, child
-        num_blocks = -(-parent.num_computed_tokens // self.block_size)
-        child.block_tables = tuple(table[:num_blocks] for table in parent.block_tables)
-        for table in child.block_tables:
-            for block in table:
-                self.pool.share(block, is_use=False)
-        self._take_counts(child, parent)
-
-    def refork(self, child: Sequence, parent: Sequence) -> None:
-        """`fork` for a child that holds blocks already, of an ancestor that both have in common:
-        only what comes after those changes hands."""
+        """Give `child` all blocks of `parent` that have computed tokens. What it holds beyond the
+        blocks that both have in common is released."""
         num_blocks = -(-parent.num_computed_tokens // self.block_size)
         self.prefixes.stop_computing(child, child.num_published_blocks, child.num_registered_blocks)
+        if not child.block_tables:
+            child.block_tables = tuple([] for _ in parent.block_tables)
         for table, theirs in zip(child.block_tables, parent.block_tables, strict=True):
             same = min(len(table), num_blocks)
             while same and table[same - 1] != theirs[same - 1]:
@@ -230,9 +249,6 @@ class KVCacheManager:
             for block in reversed(table[same:]):
                 self.pool.release(block)
             table[same:] = theirs[same:num_blocks]
-        self._take_counts(child, parent)
-
-    def _take_counts(self, child: Sequence, parent: Sequence) -> None:
         child.num_slots = len(child.block_tables[0]) * self.block_size
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_written_tokens = parent.num_written_tokens
@@ -260,6 +276,17 @@ class KVCacheManager:
             kept -= 1
             num_wanted -= sum(ref_count[table[kept]] == 1 for table in sequence.block_tables)
         return 0 if num_wanted > 0 else kept
+
+    def give_up(
+        self, sequence: Sequence, num_kept: int, num_wanted: int, after_step_id: int | None = None
+    ) -> int:
+        """Take from a preempted sequence the blocks from num_kept on, which it does not need, and
+        from its end as many more as num_wanted free blocks take; returns as `cut`."""
+        num_freed = self.cut(sequence, num_kept, after_step_id)
+        if num_freed < num_wanted:
+            num_kept = self.num_kept_blocks(sequence, num_wanted - num_freed)
+            num_freed += self.cut(sequence, num_kept, after_step_id)
+        return num_freed
 
     def cut(self, sequence: Sequence, num_kept: int, after_step_id: int | None = None) -> int:
         """Take the blocks from num_kept on, of each group; returns how many became free, or will
@@ -308,3 +335,12 @@ class KVCacheManager:
     def end_step(self, step_id: int) -> None:
         """Release what steps up to step_id held."""
         self.holds.end_step(step_id)
+
+
+KVManagerFactory = Callable[[KVCacheConfig, int], KVCacheManager]
+"""(config, max_model_len) -> the manager of an engine's memory; see `assembly.build`."""
+
+
+def paged_manager(config: KVCacheConfig, max_model_len: int) -> KVCacheManager:
+    """The factory that an engine uses unless it is handed another."""
+    return KVCacheManager(config)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from quire.core.memory.contiguous import ContiguousKVCacheManager
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.sequence import Sequence
 from quire.core.step import HOLE_BLOCK
@@ -133,12 +132,12 @@ class Holdings:
         self.lookahead: set[int] = set()
         self.by_tenant: dict[str, Counter[int]] = {}
         self.num_sequences: Counter[str] = Counter()
-        self.num_rounded_blocks: Counter[str] = Counter()
+        self.num_padding_blocks: Counter[str] = Counter()
         self._size = memory.block_size
         for sequence in live:
             if sequence.block_tables:
                 self._add(sequence)
-                self.num_rounded_blocks[sequence.tenant] += _num_rounded_blocks(memory, sequence)
+                self.num_padding_blocks[sequence.tenant] += memory.padding.get(sequence, 0)
         for counts in (self.num_entries, self.fill, *self.by_tenant.values()):
             counts.pop(HOLE_BLOCK, None)
         self.lookahead -= self.fill.keys()
@@ -172,13 +171,13 @@ class Holdings:
                 unfilled += part * (size - num_filled)
             else:
                 reserved += part * size
-        return useful, unfilled, reserved + self.num_rounded_blocks[tenant] * size
+        return useful, unfilled, reserved + self.num_padding_blocks[tenant] * size
 
 
 def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryReport:
     """The ledger as it is now. live: all that may hold blocks, whether they run or wait.
 
-    What a contiguous allocator rounds a run up by is free to the pool, but counts as reserved.
+    Padding (see `KVCacheManager`) is free to the pool, but counts as reserved.
     """
     holdings = Holdings(memory, live)
     pool, size = memory.pool, memory.block_size
@@ -186,18 +185,18 @@ def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryRep
     in_flight = set(memory.holds.blocks()) - holdings.num_entries.keys()
     contents = map(pool.content.__getitem__, chain(in_flight, holdings.num_entries))
     num_cached = len(memory.cache) - sum(content is not None for content in contents)
-    num_rounded = holdings.num_rounded_blocks.total()
-    num_rounded_leaving = _num_rounded_in_all(memory) - num_rounded
+    num_padding = holdings.num_padding_blocks.total()
+    num_padding_leaving = memory.num_padding_blocks - num_padding
     num_filled_blocks, num_held = len(holdings.fill), len(holdings.num_entries)
-    num_lookahead = len(holdings.lookahead) + num_rounded
+    num_lookahead = len(holdings.lookahead) + num_padding
     useful_bytes = sum(holdings.fill.values()) * block_bytes // size
     return MemoryReport(
         useful_bytes=useful_bytes,
         unfilled_bytes=num_filled_blocks * block_bytes - useful_bytes,
-        reserved_bytes=(num_held - num_filled_blocks + num_rounded) * block_bytes,
-        in_flight_bytes=(len(in_flight) + num_rounded_leaving) * block_bytes,
+        reserved_bytes=(num_held - num_filled_blocks + num_padding) * block_bytes,
+        in_flight_bytes=(len(in_flight) + num_padding_leaving) * block_bytes,
         cached_bytes=num_cached * block_bytes,
-        free_bytes=(pool.num_free - num_cached - num_rounded - num_rounded_leaving) * block_bytes,
+        free_bytes=(pool.num_free - num_cached - num_padding - num_padding_leaving) * block_bytes,
         lookahead_bytes=num_lookahead * block_bytes,
         saved_bytes=(holdings.num_entries.total() - num_held) * block_bytes,
         tenants={
@@ -240,17 +239,3 @@ def format_bytes(num_bytes: float) -> str:
         num_bytes /= 1024
         power += 1
     return f"{num_bytes:.1f} {_UNITS[power]}" if power else f"{num_bytes:.0f} B"
-
-
-def _num_rounded_blocks(memory: KVCacheManager, sequence: Sequence) -> int:
-    """What the allocator gave a sequence beyond its tables: free to the pool, but not to others."""
-    if not isinstance(memory, ContiguousKVCacheManager):
-        return 0
-    return memory.num_run_blocks(sequence) - sum(map(len, sequence.block_tables))
-
-
-def _num_rounded_in_all(memory: KVCacheManager) -> int:
-    """The same of all runs, those included whose sequence has ended but not its last step."""
-    if not isinstance(memory, ContiguousKVCacheManager):
-        return 0
-    return memory.pool.num_free - memory.num_free_on_line

@@ -28,7 +28,6 @@ class Verdict(Enum):
 class RoomFinder:
     """Looks for rows and blocks for those that wait.
 
-    forecasts: whether it weighs how all are foretold to grow.
     is_crowded: since somebody found too few blocks, somebody has been waiting. Meanwhile new ones
         start apart. Those that start together grow together and end together, so that memory is
         full for a moment, half empty on average, and the next start together again. One that is
@@ -39,7 +38,6 @@ class RoomFinder:
     def __init__(self, memory: KVCacheManager, residents: Residents, *, can_outrank: bool) -> None:
         """can_outrank: new sequences may take from running ones; see `Policy`."""
         self.lengths = OutputLengthPredictor()
-        self.forecasts = True
         self.is_crowded = False
         self._started_at, self._pause = 0.0, 0.0
         self._memory = memory
@@ -112,7 +110,7 @@ class RoomFinder:
         What several hold is counted for each of them by the prediction, and taken off again here.
         """
         memory, running = self._memory, self._residents.running
-        if not (self.forecasts and self._memory.num_blocks_to_grow) or self._fit_all(sequence):
+        if not memory.num_blocks_to_grow or self._fit_all(sequence):
             return True
         if self._forecast_of != (self._step_id, len(running)):
             self._forecast_of = self._step_id, len(running)
@@ -141,7 +139,7 @@ class RoomFinder:
 
     def _must_pause(self, sequence: Sequence, step_id: int) -> bool:
         """Whether it would start too soon after the last one, while it is crowded."""
-        is_paced = self.is_crowded and self.forecasts and sequence.num_admissions == 0
+        is_paced = self.is_crowded and sequence.num_admissions == 0
         if not is_paced or step_id >= self._started_at + self._pause:
             return False
         num_blocks = self._memory.blocks_for(len(sequence.token_ids))

@@ -45,10 +45,7 @@ class Residents:
         memory: KVCacheManager,
         draft: PlanDraft,
         waiting: WaitingQueue,
-        *,
-        takes_all: bool = False,
     ) -> None:
-        """takes_all: preemption takes all blocks of a sequence, not only as many as needed."""
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.free_rows = list(range(num_rows))  # a heap
@@ -59,7 +56,6 @@ class Residents:
         self._memory = memory
         self._draft = draft
         self._waiting = waiting
-        self._takes_all = takes_all
         self._reserving: set[Sequence] = set()
 
     @property
@@ -117,10 +113,7 @@ class Residents:
         if sequence.needs_prompt_logprobs and not sequence.num_pending_tokens:
             # Those of a step in flight are dropped, so their positions are computed again.
             num_kept = min(num_kept, len(sequence.prompt_logprobs) // block_size)
-        num_freed = memory.cut(sequence, 0 if self._takes_all else num_kept, after)
-        if num_freed < num_wanted:
-            num_kept = memory.num_kept_blocks(sequence, num_wanted - num_freed)
-            num_freed += memory.cut(sequence, num_kept, after)
+        num_freed = memory.give_up(sequence, num_kept, num_wanted, after)
         self.keep(sequence)
         return num_freed
 

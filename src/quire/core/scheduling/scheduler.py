@@ -36,7 +36,6 @@ from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Chunk, StepPlan, StepResult, TokenLogprobs
 from quire.errors import (
     ConfigurationError,
-    InvalidRequestError,
     RequestNeverFitsError,
     SchedulerStalledError,
 )
@@ -47,15 +46,11 @@ class SchedulerConfig:
     """max_num_seqs: rows of the runner. max_num_batched_tokens: tokens that one step computes at
     most; at least max_num_seqs, so that every running sequence can always decode.
     num_lookahead_blocks: reserved at once by a growing sequence, beyond the one that it needs,
-    while more than a quarter of the pool is free. For comparison: preempts_whole: a preempted
-    sequence gives up all its blocks, not only as many as are needed; forecasts False: whoever fits
-    now is admitted, however the others are foretold to grow."""
+    while more than a quarter of the pool is free."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     num_lookahead_blocks: int = 1
-    preempts_whole: bool = False
-    forecasts: bool = True
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -97,18 +92,11 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.waiting = WaitingQueue(self.policy, lambda one: memory.match(one).num_tokens)
         self._draft = PlanDraft()
-        self.residents = Residents(
-            config.max_num_seqs,
-            memory,
-            self._draft,
-            self.waiting,
-            takes_all=config.preempts_whole,
-        )
+        self.residents = Residents(config.max_num_seqs, memory, self._draft, self.waiting)
         self.beams = BeamScheduling(self.policy, memory, self.residents, self._draft)
         self.admission = Admission(
             self.policy, self.waiting, self.residents, memory, self.beams, self._draft
         )
-        self.admission.room.forecasts = config.forecasts
         self._slots = SlotProvider(
             memory, self.residents, self.beams, self._draft, config.num_lookahead_blocks
         )
@@ -140,11 +128,8 @@ class Scheduler:
         """
         first = branches[0]
         assert 0 < first.num_tokens < first.max_num_tokens, first
-        _check_fits(first, self.config, self.memory)
-        self.memory.prefixes.hash_prompt(branches)
-        if self.memory.is_paged:
-            for sequence in branches[1:]:
-                sequence.fork_from(first)
+        self._check_fits(first)
+        self.memory.share_prompt(branches)
         for sequence in branches:
             self._enter(sequence, now_s)
         if first.is_beam:
@@ -157,15 +142,12 @@ class Scheduler:
 
         It shares the blocks of `parent` as soon as there is a row. Its limits count as if it had
         generated all its tokens itself; log-probabilities of the prompt are not given again.
-        Raises RequestNeverFitsError where it could never end.
+        Raises RequestNeverFitsError where it could never end, and InvalidRequestError where the
+        memory can't share blocks.
         """
         assert not parent.is_finished and not parent.is_beam, parent
-        if not self.memory.is_paged:
-            raise InvalidRequestError(
-                "this KV allocator shares no blocks, so nothing can fork; use kv_allocator='paged'"
-            )
         child = parent.branch(branch_index, replace(params, prompt_logprobs=None))
-        _check_fits(child, self.config, self.memory)
+        self.memory.check_fits(child, is_fork=True)
         child.fork_from(parent)
         self._enter(child, now_s)
         return child
@@ -179,6 +161,16 @@ class Scheduler:
             if not one.is_finished:
                 self._finish(one, FinishReason.ABORT)
         self.beams.forget(sequence)
+
+    def _check_fits(self, sequence: Sequence) -> None:
+        """Raise RequestNeverFitsError for a sequence that could never end, even alone."""
+        self.memory.check_fits(sequence)
+        width, num_rows = sequence.params.beam_width, self.config.max_num_seqs
+        if width > num_rows:
+            raise RequestNeverFitsError(
+                f"beam_width is {width}, but at most max_num_seqs={num_rows} sequences run at"
+                " once; lower beam_width or raise max_num_seqs"
+            )
 
     def _enter(self, sequence: Sequence, now_s: float) -> None:
         sequence.arrival_s = now_s
@@ -437,29 +429,6 @@ class Scheduler:
         if blamed is not None and message is not None:
             outputs = self._fail(blamed, message)
         return outputs
-
-
-def _check_fits(sequence: Sequence, config: SchedulerConfig, memory: KVCacheManager) -> None:
-    """Raise RequestNeverFitsError for a sequence that could never end, even alone."""
-    width = max(1, sequence.params.beam_width)
-    # The last token is sampled, but its K and V are never written.
-    needed = width * memory.blocks_for(sequence.max_num_tokens - 1)
-    if needed > memory.pool.num_blocks:
-        raise RequestNeverFitsError(
-            f"request {sequence.request_id!r} may grow to {sequence.max_num_tokens} tokens"
-            f"{f' in each of {width} beams' if width > 1 else ''} and so need {needed} KV"
-            f" blocks, but the pool has {memory.pool.num_blocks}; lower max_tokens, or"
-            " give the engine more kv_cache_memory"
-        )
-    if width > 1 and not memory.is_paged:
-        raise InvalidRequestError(
-            "this KV allocator shares no blocks, so it searches no beams; use kv_allocator='paged'"
-        )
-    if width > config.max_num_seqs:
-        raise RequestNeverFitsError(
-            f"beam_width is {width}, but at most max_num_seqs={config.max_num_seqs}"
-            " sequences run at once; lower beam_width or raise max_num_seqs"
-        )
 
 
 def _describe(scheduler: Scheduler) -> str:

@@ -166,7 +166,7 @@ class BeamScheduling:
 
     def _refork(self, dead: Sequence, parent: Sequence) -> Sequence:
         """A child of `parent` in the place of a dead beam."""
-        self._memory.refork(dead, parent)
+        self._memory.fork(dead, parent)
         dead.token_ids[:] = parent.token_ids
         if dead.row is not None and parent.row is not None:
             self._draft.release(dead.row)

@@ -3,7 +3,13 @@
 import pytest
 
 from quire.assembly.build import build_engine
-from quire.core.memory.contiguous import KV_ALLOCATORS, PAGED
+from quire.bench.baselines.contiguous import (
+    KV_ALLOCATORS,
+    PAGED,
+    ContiguousKVCacheManager,
+    contiguous,
+    find_allocator,
+)
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine.engine import Engine
@@ -38,20 +44,29 @@ def paged() -> Tokens:
 
 @pytest.mark.parametrize("allocator", [name for name in KV_ALLOCATORS if name != PAGED])
 def test_tokens_do_not_depend_on_the_allocator(allocator: str, paged: Tokens) -> None:
-    engine = build_engine({**OPTIONS, "kv_allocator": allocator})
-    assert not engine.scheduler.memory.is_paged
+    engine = build_engine(OPTIONS, kv_allocator=find_allocator(allocator))
+    assert isinstance(engine.scheduler.memory, ContiguousKVCacheManager)
     assert run(engine) == paged
     assert [len(tokens) for tokens in paged.values()].count(8) == 3
 
 
 def test_beams_are_refused_by_name() -> None:
-    engine = build_engine({**OPTIONS, "kv_allocator": "contiguous_oracle"})
+    engine = build_engine(OPTIONS, kv_allocator=contiguous("oracle"))
     with pytest.raises(InvalidRequestError, match="KV allocator shares no blocks"):
         engine.add(Request("b", PROMPTS[0], DecodingParams(5, beam_width=2), n=2))
     assert not engine.has_work()
 
 
 def test_a_memory_without_one_long_run_is_refused() -> None:
-    options = {**OPTIONS, "kv_allocator": "contiguous_max", "max_model_len": 640}
+    options = {**OPTIONS, "max_model_len": 640}
     with pytest.raises(ConfigurationError, match="runs of at most 32"):
-        build_engine(options)
+        build_engine(options, kv_allocator=contiguous("max"))
+
+
+def test_options_that_ask_for_a_cache_are_refused() -> None:
+    for more, text in (
+        ({"enable_prefix_caching": True}, "enable_prefix_caching is True, but contiguous memory"),
+        ({"eviction": "lru"}, "nothing is cached"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            build_engine(OPTIONS | more, kv_allocator=contiguous("max"))

@@ -2,7 +2,7 @@
 
 It keeps only how long each row is, believes every plan (the simulation is what checks plans) and
 has no probabilities, hence no beams. So hours of serving pass in seconds, under the real scheduler
-and memory. Used by `memory_study`.
+and memory. Used by `study`.
 """
 
 from collections import deque

@@ -1,21 +1,26 @@
 """The baselines' manager: what it reserves, where, and that it gives back what it took."""
 
+from dataclasses import replace
+
 import pytest
 
-from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.memory.contiguous import (
+from quire.bench.baselines.contiguous import (
     KV_ALLOCATORS,
     RESERVATIONS,
     ContiguousKVCacheManager,
+    contiguous,
+    find_allocator,
 )
-from quire.core.memory.contiguous import make_memory as make_named_memory
+from quire.bench.baselines.run_allocators import PLACEMENTS
+from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.memory.run_allocators import PLACEMENTS
+from quire.core.memory.memory_report import memory_report
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence
 from quire.errors import ConfigurationError
 
 MAX_MODEL_LEN = 64
+BLOCK = 64  # bytes of one
 
 
 def make_memory(
@@ -26,7 +31,7 @@ def make_memory(
     placement: str = "first_fit",
 ) -> ContiguousKVCacheManager:
     groups = tuple(KVGroup((index,), KVKind.FULL, 64) for index in range(num_groups))
-    config = KVCacheConfig(groups, num_blocks, block_size=4)
+    config = KVCacheConfig(groups, num_blocks, block_size=4, enable_prefix_caching=False)
     return ContiguousKVCacheManager(config, reservation, MAX_MODEL_LEN, placement)
 
 
@@ -175,12 +180,34 @@ def test_what_could_wait_for_ever_is_refused(options, text: str) -> None:
         make_memory(**options)
 
 
-CONFIG = KVCacheConfig((KVGroup((0,), KVKind.FULL, 64),), num_blocks=64, block_size=4)
+def test_a_contiguous_run_is_reserved_with_what_it_was_rounded_up_by() -> None:
+    """5 + 25 tokens are 8 blocks of 4; 33 of them 9, for which buddies give 16."""
+    memory = make_memory(placement="buddy")
+    sequence = make_sequence(9, 24)
+    memory.admit(sequence, memory.match(sequence), step_id=0)
+    sequence.num_computed_tokens = 9
+    sequence.tenant = "t"
+    report = memory_report(memory, [sequence])
+    assert tuple(report.parts.values()) == (9 * 16, 3 * 16, 13 * BLOCK, 0, 0, 48 * BLOCK)
+    assert report.lookahead_bytes == 13 * BLOCK
+    assert report.tenants["t"].reserved_bytes == 13 * BLOCK
+    memory.free(sequence, after_step_id=0)
+    assert tuple(memory_report(memory, []).parts.values()) == (0, 0, 0, 16 * BLOCK, 0, 48 * BLOCK)
+    memory.end_step(0)
+    assert memory_report(memory, []).free_bytes == 64 * BLOCK
+
+
+CONFIG = KVCacheConfig((KVGroup((0,), KVKind.FULL, 64),), 64, 4, enable_prefix_caching=False)
+
+
+def test_a_prefix_cache_is_refused() -> None:
+    cached = replace(CONFIG, enable_prefix_caching=True)
+    with pytest.raises(ConfigurationError, match="enable_prefix_caching is True, but contiguous"):
+        contiguous("max")(cached, MAX_MODEL_LEN)
 
 
 def test_each_allocator_has_a_name() -> None:
-    memories = {name: make_named_memory(name, CONFIG, MAX_MODEL_LEN) for name in KV_ALLOCATORS}
-    assert [name for name, memory in memories.items() if memory.is_paged] == ["paged"]
+    memories = {name: find_allocator(name)(CONFIG, MAX_MODEL_LEN) for name in KV_ALLOCATORS}
     assert type(memories["paged"]) is KVCacheManager
     sequence = make_sequence(5, 25)
     reserved = {
@@ -197,4 +224,4 @@ def test_each_allocator_has_a_name() -> None:
 
 def test_an_unknown_allocator_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="kv_allocator is 'orca', but must be one of cont"):
-        make_named_memory("orca", CONFIG, MAX_MODEL_LEN)
+        find_allocator("orca")

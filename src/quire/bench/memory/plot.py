@@ -7,9 +7,9 @@ each part of a bar is also named in the legend in the order of the bars, and car
 from pathlib import Path
 from typing import Any
 
-from quire.bench.memory_meter import PARTS
-from quire.bench.memory_report import MemoryResults, setting_lines
-from quire.bench.memory_sharing import BEAMS, PARALLEL
+from quire.bench.memory.meter import PARTS
+from quire.bench.memory.results import MemoryResults, setting_lines
+from quire.bench.memory.sharing import BEAMS, PARALLEL
 from quire.errors import ConfigurationError
 
 _NAMES = {

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from quire.bench.memory_load import (
+from quire.bench.memory.load import (
     SHAPES,
     MemoryLoad,
     draw_arrivals,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from quire.bench.memory_load import Budget
-from quire.bench.memory_meter import PARTS, MemoryMeter, count_slots
-from quire.bench.memory_study import simulated_engine
+from quire.bench.memory.load import Budget
+from quire.bench.memory.meter import PARTS, MemoryMeter, count_slots
+from quire.bench.memory.study import simulated_engine
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.engine.engine import Engine

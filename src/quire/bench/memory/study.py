@@ -1,7 +1,7 @@
 """One load under one budget of KV slots, carried by each allocator in turn.
 
 Simulated: the real engine, scheduler and memory with a runner that only counts, on a virtual clock.
-Or the real engine on a model, in wall time. `memory` calls it with what the command line said.
+Or the real engine on a model, in wall time. `command` calls it with what the command line said.
 """
 
 import time
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quire.assembly.build import build_engine
-from quire.bench.memory_load import Budget, MemoryLoad, draw_arrivals, make_memory_requests
-from quire.bench.memory_meter import MemoryMeter, MemoryUse
-from quire.bench.memory_runner import VOCAB_SIZE, LengthRunner, StepCost, VirtualClock
+from quire.bench.baselines.contiguous import PAGED, find_allocator
+from quire.bench.memory.length_runner import VOCAB_SIZE, LengthRunner, StepCost, VirtualClock
+from quire.bench.memory.load import Budget, MemoryLoad, draw_arrivals, make_memory_requests
+from quire.bench.memory.meter import MemoryMeter, MemoryUse
 from quire.bench.workload import BenchRequest
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.memory.contiguous import make_memory
 from quire.core.memory.kv_cache_manager import KVCacheConfig
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, ModelLimits
@@ -74,9 +74,10 @@ def simulated_engine(
     *,
     placement: str = "buddy",
     cost: StepCost | None = None,
-    enable_prefix_caching: bool = True,
+    enable_prefix_caching: bool | None = None,
 ) -> tuple[Engine, VirtualClock]:
     """An engine without a model, and its clock. placement: of contiguous runs.
+    enable_prefix_caching: None: with pages only.
 
     Raises ConfigurationError where the budget is too small.
     """
@@ -84,12 +85,12 @@ def simulated_engine(
         (KVGroup((0,), KVKind.FULL, _BYTES_PER_BLOCK),),
         budget.num_blocks,
         budget.block_size,
-        enable_prefix_caching,
+        allocator == PAGED if enable_prefix_caching is None else enable_prefix_caching,
         secret=b"bench",
     )
     scheduler = Scheduler(
         SchedulerConfig(budget.max_num_seqs, budget.max_num_batched_tokens),
-        make_memory(allocator, config, max_model_len, placement),
+        find_allocator(allocator, placement)(config, max_model_len),
         find_policy("fcfs"),
     )
     clock = VirtualClock()
@@ -117,14 +118,14 @@ def real_engine(
     """An engine with a model. options: more for it, by EngineOptions' names."""
     return build_engine(
         {
-            "kv_allocator": allocator,
             "max_model_len": max_model_len,
             "num_blocks": budget.num_blocks,
             "block_size": budget.block_size,
             "max_num_seqs": budget.max_num_seqs,
             "max_num_batched_tokens": budget.max_num_batched_tokens,
             **options,
-        }
+        },
+        kv_allocator=None if allocator == PAGED else find_allocator(allocator),
     )
 
 

@@ -11,7 +11,7 @@ A slot is room for one token. Every slot is counted once, as in the ledger
     cached    free, and still holds a prefix that another request may find
     free      neither
 
-Reads the scheduler between its steps. Used by `memory_study`.
+Reads the scheduler between its steps. Used by `study`.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.core.memory.contiguous import ContiguousKVCacheManager
+from quire.bench.baselines.contiguous import ContiguousKVCacheManager
 from quire.core.memory.memory_report import memory_report
 from quire.core.request import SequenceOutput
 from quire.core.scheduling.scheduler import Scheduler

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from quire.bench.memory_runner import LengthRunner, StepCost, VirtualClock
+from quire.bench.memory.length_runner import LengthRunner, StepCost, VirtualClock
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import Chunk, RowAdmission, RowFork, StepPlan, TokenEdit
 from quire.errors import ConfigurationError

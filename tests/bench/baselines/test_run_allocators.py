@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from quire.core.memory.run_allocators import (
+from quire.bench.baselines.run_allocators import (
     PLACEMENTS,
     Buddy,
     FirstFit,

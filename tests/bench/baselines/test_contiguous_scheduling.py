@@ -5,9 +5,9 @@ import random
 import pytest
 from tests.core.harness import MAX_MODEL_LEN, Harness, hash_name, launch, make_groups
 
-from quire.core.memory.contiguous import RESERVATIONS, ContiguousKVCacheManager
+from quire.bench.baselines.contiguous import RESERVATIONS, ContiguousKVCacheManager
+from quire.bench.baselines.run_allocators import PLACEMENTS
 from quire.core.memory.kv_cache_manager import KVCacheConfig
-from quire.core.memory.run_allocators import PLACEMENTS
 from quire.core.request import FinishReason
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.policy import find_policy
@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 def make_memory(
     reservation: str = "oracle", placement: str = "first_fit", num_blocks: int = 80
 ) -> ContiguousKVCacheManager:
-    config = KVCacheConfig(make_groups(1), num_blocks, BLOCK_SIZE)
+    config = KVCacheConfig(make_groups(1), num_blocks, BLOCK_SIZE, enable_prefix_caching=False)
     return ContiguousKVCacheManager(config, reservation, MAX_MODEL_LEN, placement)
 
 
@@ -107,6 +107,14 @@ def test_beams_are_refused_by_name() -> None:
     harness = Harness(make_memory(), max_num_seqs=4)
     with pytest.raises(InvalidRequestError, match="KV allocator shares no blocks"):
         harness.add("r", 10, params=DecodingParams(5, beam_width=2))
+
+
+def test_memory_that_shares_nothing_forks_nothing() -> None:
+    harness = Harness(make_memory(), max_num_seqs=4)
+    parent = harness.add("a", 6, 12)
+    harness.step()
+    with pytest.raises(InvalidRequestError, match="shares no blocks, so nothing can fork"):
+        harness.scheduler.fork(parent, 1, parent.params)
 
 
 def test_a_better_rank_waits_for_its_turn_but_comes_first() -> None:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from quire.bench import memory_sharing
-from quire.bench.memory_load import Budget, MemoryLoad
-from quire.bench.memory_sharing import (
+from quire.bench.memory import sharing as memory_sharing
+from quire.bench.memory.load import Budget, MemoryLoad
+from quire.bench.memory.sharing import (
     BEAMS,
     PARALLEL,
     Sharing,
@@ -15,7 +15,7 @@ from quire.bench.memory_sharing import (
     share,
     text_requests,
 )
-from quire.bench.memory_study import simulated_engine
+from quire.bench.memory.study import simulated_engine
 from quire.bench.workload import BenchRequest
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from quire.bench.memory_load import Budget, MemoryLoad, draw_lengths
-from quire.bench.memory_runner import StepCost
-from quire.bench.memory_study import Carried, carry, run_engine, simulate, simulated_engine
+from quire.bench.baselines.contiguous import KV_ALLOCATORS
+from quire.bench.memory.length_runner import StepCost
+from quire.bench.memory.load import Budget, MemoryLoad, draw_lengths
+from quire.bench.memory.study import Carried, carry, run_engine, simulate, simulated_engine
 from quire.bench.workload import BenchRequest
-from quire.core.memory.contiguous import KV_ALLOCATORS
 from quire.errors import ConfigurationError, RequestNeverFitsError
 
 LOAD = MemoryLoad(num_prompts=70, requests_per_s=math.inf)

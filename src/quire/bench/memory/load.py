@@ -1,6 +1,6 @@
 """The load of the memory benchmark: log-normal lengths of a given mean, and when requests arrive.
 
-Knows no engine and no clock. Used by `memory` and `memory_study`.
+Knows no engine and no clock. Used by `command` and `study`.
 """
 
 import math

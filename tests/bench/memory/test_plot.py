@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.bench.test_memory_report import results
+from tests.bench.memory.test_results import results
 
-from quire.bench import memory_plot
-from quire.bench.memory_report import MemoryResults
-from quire.bench.memory_sharing import BEAMS, PARALLEL, Saved
-from quire.core.memory.contiguous import KV_ALLOCATORS
+from quire.bench.baselines.contiguous import KV_ALLOCATORS
+from quire.bench.memory import plot as memory_plot
+from quire.bench.memory.results import MemoryResults
+from quire.bench.memory.sharing import BEAMS, PARALLEL, Saved
 from quire.errors import ConfigurationError
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -4,18 +4,26 @@ Each reserves at admission what a sequence may need until its end, and so never 
 caches: as Kwon et al. (SOSP 2023, section 6.1) let Orca manage memory. Their runs still are block
 tables, with adjacent ids in them, so every runner works on them unchanged. Lengths are rounded up
 to whole blocks, which a manager of single slots would not do: at most block_size - 1 slots each.
-Behind the same seam as `kv_cache_manager`; wired by `engine.build` and the memory benchmark.
+A `KVCacheManager` to the scheduler. `quire bench memory` measures them; an engine of your own gets
+one by its factory:
+
+    from quire.bench.baselines.contiguous import contiguous
+    LLM(kv_allocator=contiguous("max"))
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.bench.baselines.run_allocators import find_placement, next_power_of_two
+from quire.core.memory.kv_cache_manager import (
+    KVCacheConfig,
+    KVCacheManager,
+    KVManagerFactory,
+    paged_manager,
+)
 from quire.core.memory.prefix_index import PrefixMatch
-from quire.core.memory.run_allocators import find_placement, next_power_of_two
 from quire.core.sequence import Sequence
 from quire.core.step import BlockCopy, TableEdit
-from quire.errors import ConfigurationError
+from quire.errors import ConfigurationError, InvalidRequestError
 
 Reservation = Callable[[Sequence, int], int]
 """(sequence, max_model_len) -> slots to reserve for it."""
@@ -59,8 +67,6 @@ class ContiguousKVCacheManager(KVCacheManager):
     the pool, but taken on the line.
     """
 
-    is_paged = False
-
     def __init__(
         self,
         config: KVCacheConfig,
@@ -70,10 +76,16 @@ class ContiguousKVCacheManager(KVCacheManager):
     ) -> None:
         """reservation: a name in RESERVATIONS. placement: one in `run_allocators.PLACEMENTS`.
 
-        Raises ConfigurationError for other names, and where one sequence of max_model_len tokens
-        would not fit: then a request could wait for ever.
+        Raises ConfigurationError for other names, for a prefix cache, and where one sequence of
+        max_model_len tokens would not fit: then a request could wait for ever.
         """
-        super().__init__(replace(config, enable_prefix_caching=False))
+        if config.enable_prefix_caching:
+            raise ConfigurationError(
+                "enable_prefix_caching is True, but contiguous memory shares no blocks; leave it"
+                " out, or set it to False"
+            )
+        super().__init__(config)
+        self.num_blocks_to_grow = 0  # all slots are there from the beginning
         if reservation not in RESERVATIONS:
             known = ", ".join(sorted(RESERVATIONS))
             raise ConfigurationError(f"reservation is {reservation!r}, but must be one of {known}")
@@ -92,11 +104,6 @@ class ContiguousKVCacheManager(KVCacheManager):
                 f" most {longest}; give the engine more kv_cache_memory, or lower max_model_len"
             )
 
-    @property
-    def num_blocks_to_grow(self) -> int:
-        """0: all slots that a sequence may need are there from the beginning."""
-        return 0
-
     # ---- for the ledger ---------------------------------------------------------------------
 
     @property
@@ -112,6 +119,20 @@ class ContiguousKVCacheManager(KVCacheManager):
         """Whether enough blocks are free for a sequence's reservation, but not in one run."""
         count = self._num_reserved_blocks(sequence)
         return count <= self._line.num_free and not self._line.fits(count)
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def share_prompt(self, branches: list[Sequence]) -> None:
+        """Nothing is shared: each branch computes the prompt."""
+
+    def check_fits(self, sequence: Sequence, *, is_fork: bool = False) -> None:
+        """Refuses forks, and beams, which fork all the time."""
+        if is_fork or sequence.params.beam_width > 1:
+            what = "nothing can fork" if is_fork else "it searches no beams"
+            raise InvalidRequestError(
+                f"this KV allocator shares no blocks, so {what}; leave kv_allocator out"
+            )
+        super().check_fits(sequence)
 
     # ---- getting and giving back ------------------------------------------------------------
 
@@ -135,12 +156,14 @@ class ContiguousKVCacheManager(KVCacheManager):
         run = self._line.take(count)
         assert run is not None, "admit without a hole that is long enough"
         self._runs[sequence] = run
+        self.padding[sequence] = len(run) - count
         for block in run[:count]:
             self.pool.share(block, is_use=False)
         num_blocks = count // self.num_groups
         starts = run[:count:num_blocks]
         sequence.block_tables = tuple(list(range(at, at + num_blocks)) for at in starts)
         sequence.num_slots = num_blocks * self.block_size
+        self._count_padding()
         return []
 
     def grow(
@@ -162,11 +185,14 @@ class ContiguousKVCacheManager(KVCacheManager):
         if num_kept * self.block_size >= sequence.num_slots:
             return 0
         run = self._runs.pop(sequence)
+        del self.padding[sequence]
         if after_step_id is None:
             self._line.give_back(run)
         else:
             self._leaving.append((after_step_id, run))
-        return super().cut(sequence, 0, after_step_id)
+        num_freed = super().cut(sequence, 0, after_step_id)
+        self._count_padding()
+        return num_freed
 
     def end_step(self, step_id: int) -> None:
         """Release what steps up to step_id held."""
@@ -175,22 +201,34 @@ class ContiguousKVCacheManager(KVCacheManager):
             if held_by <= step_id:
                 self._line.give_back(run)
         self._leaving = [entry for entry in self._leaving if entry[0] > step_id]
+        self._count_padding()
+
+    def _count_padding(self) -> None:
+        """What the placement rounded runs up by."""
+        self.num_padding_blocks = self.pool.num_free - self._line.num_free
 
     def _num_reserved_blocks(self, sequence: Sequence) -> int:
         return self.blocks_for(self._reserve(sequence, self._max_model_len))
 
 
-def make_memory(
-    kv_allocator: str, config: KVCacheConfig, max_model_len: int, placement: str = "buddy"
-) -> KVCacheManager:
-    """The manager that a name in KV_ALLOCATORS stands for. placement: of contiguous runs.
+def contiguous(reservation: str, placement: str = "buddy") -> KVManagerFactory:
+    """A factory for `LLM(kv_allocator=...)` and `build_engine`.
 
-    Raises ConfigurationError for other names, and as ContiguousKVCacheManager does.
+    The errors of ContiguousKVCacheManager come when an engine is built.
     """
-    if kv_allocator not in KV_ALLOCATORS:
+    return lambda config, max_model_len: ContiguousKVCacheManager(
+        config, reservation, max_model_len, placement
+    )
+
+
+def find_allocator(name: str, placement: str = "buddy") -> KVManagerFactory:
+    """The factory that a name in KV_ALLOCATORS stands for. placement: of contiguous runs.
+
+    Raises ConfigurationError for other names.
+    """
+    if name not in KV_ALLOCATORS:
         known = ", ".join(sorted(KV_ALLOCATORS))
-        raise ConfigurationError(f"kv_allocator is {kv_allocator!r}, but must be one of {known}")
-    if kv_allocator == PAGED:
-        return KVCacheManager(config)
-    reservation = kv_allocator.removeprefix("contiguous_")
-    return ContiguousKVCacheManager(config, reservation, max_model_len, placement)
+        raise ConfigurationError(f"kv_allocator is {name!r}, but must be one of {known}")
+    if name == PAGED:
+        return paged_manager
+    return contiguous(name.removeprefix("contiguous_"), placement)

@@ -1,7 +1,7 @@
 """`quire bench memory`: what paging is worth, against the ways to manage memory that it replaced.
 
-Wires the `memory_*` files of this folder; the command line calls `add_arguments` and `main`. Loads
-without torch, so that `--help` is quick.
+Wires the files of this folder; the command line calls `add_arguments` and `main`. Loads without
+torch, so that `--help` is quick.
 """
 
 import argparse
@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quire.bench.memory_load import SHAPES, Budget, MemoryLoad
-from quire.core.memory.contiguous import KV_ALLOCATORS
-from quire.core.memory.run_allocators import PLACEMENTS
+from quire.bench.baselines.contiguous import KV_ALLOCATORS
+from quire.bench.baselines.run_allocators import PLACEMENTS
+from quire.bench.memory.load import SHAPES, Budget, MemoryLoad
 from quire.errors import ConfigurationError
 
 DEFAULT_SHAPE = "sharegpt"
@@ -50,8 +50,8 @@ def main(args: argparse.Namespace) -> int:
     load, budget = _load(args), _budget(args)
     _check(args)
     # These bring torch, which `--help` and a refused option do without.
-    from quire.bench.memory_plot import check_matplotlib, draw
-    from quire.bench.memory_report import MemoryResults, table, write_json
+    from quire.bench.memory.plot import check_matplotlib, draw
+    from quire.bench.memory.results import MemoryResults, table, write_json
 
     if args.plot is not None:
         check_matplotlib()
@@ -210,8 +210,8 @@ def _carry(args: argparse.Namespace, load: MemoryLoad, budget: Budget) -> dict[s
     """Allocator -> what came of it; a line of progress for each."""
     # These bring torch, and this is called only once all options were checked.
     from quire.bench.compare import say
-    from quire.bench.memory_runner import StepCost
-    from quire.bench.memory_study import run_engine, simulate
+    from quire.bench.memory.length_runner import StepCost
+    from quire.bench.memory.study import run_engine, simulate
 
     budget = Budget(args.num_slots, args.block_size, args.max_num_seqs, args.max_num_batched_tokens)
     given = {
@@ -238,7 +238,7 @@ def _share(args: argparse.Namespace, load: MemoryLoad, budget: Budget) -> list[A
     """What parallel samples and beams share; a line of progress for each number of branches."""
     # These bring torch, and this is called only once all options were checked.
     from quire.bench.compare import say
-    from quire.bench.memory_sharing import Sharing, share
+    from quire.bench.memory.sharing import Sharing, share
 
     spec = Sharing(
         load=load,

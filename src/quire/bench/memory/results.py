@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.bench.memory_meter import PARTS
-from quire.bench.memory_sharing import Saved
-from quire.bench.memory_study import Carried
+from quire.bench.memory.meter import PARTS
+from quire.bench.memory.sharing import Saved
+from quire.bench.memory.study import Carried
 from quire.errors import ConfigurationError
 
 _LABEL, _COLUMN = 30, 18

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from quire.bench.memory_load import SHAPES
-from quire.bench.memory_meter import PARTS, MemoryUse
-from quire.bench.memory_report import (
+from quire.bench.baselines.contiguous import KV_ALLOCATORS
+from quire.bench.memory.load import SHAPES
+from quire.bench.memory.meter import PARTS, MemoryUse
+from quire.bench.memory.results import (
     PUBLISHED_RUNNING,
     PUBLISHED_SAVED,
     MemoryResults,
@@ -16,9 +17,8 @@ from quire.bench.memory_report import (
     table,
     write_json,
 )
-from quire.bench.memory_sharing import BEAMS, PARALLEL, Saved
-from quire.bench.memory_study import Carried
-from quire.core.memory.contiguous import KV_ALLOCATORS
+from quire.bench.memory.sharing import BEAMS, PARALLEL, Saved
+from quire.bench.memory.study import Carried
 from quire.errors import ConfigurationError
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench import memory
-from quire.core.memory.contiguous import KV_ALLOCATORS
+from quire.bench.baselines.contiguous import KV_ALLOCATORS
+from quire.bench.memory import command as memory
 from quire.errors import ConfigurationError
 
 SMALL = shlex.split(
@@ -117,5 +117,5 @@ def test_a_plot_is_drawn_or_refused_before_the_work(
 
 
 def test_the_arguments_load_no_torch() -> None:
-    code = "import sys; import quire.bench.memory; sys.exit('torch' in sys.modules)"
+    code = "import sys; import quire.bench.memory.command; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from quire.bench.memory_load import Budget, MemoryLoad, draw_lengths, make_memory_requests
-from quire.bench.memory_study import real_engine, simulated_engine
+from quire.bench.baselines.contiguous import PAGED
+from quire.bench.memory.load import Budget, MemoryLoad, draw_lengths, make_memory_requests
+from quire.bench.memory.study import real_engine, simulated_engine
 from quire.bench.workload import BenchRequest
-from quire.core.memory.contiguous import PAGED
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.scheduler import Scheduler
@@ -39,7 +39,7 @@ _BATCHED_TOKENS = Budget().max_num_batched_tokens
 # Enough that chance, which pairs prompts with outputs, moves the share by less than a point.
 _SIMULATED_PROMPTS = 600
 _SIMULATED_INTERVAL = 8
-_OFFSETS = 3  # a stream of random numbers beside those of memory_load
+_OFFSETS = 3  # a stream of random numbers beside those of `load`
 # Text that every machine has, and that the embedded model was trained on.
 _SOURCES: tuple[ModuleType, ...] = (
     argparse,

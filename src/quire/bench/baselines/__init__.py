@@ -1,0 +1,1 @@
+"""KV memory as it was managed before paging, to compare with."""

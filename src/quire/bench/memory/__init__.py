@@ -1,0 +1,1 @@
+"""`quire bench memory`: what paging is worth, measured against what it replaced."""

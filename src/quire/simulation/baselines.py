@@ -1,0 +1,25 @@
+"""What the core is compared with: preemption of whole sequences, admission without a forecast."""
+
+from collections.abc import Iterable
+
+from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.scheduling.output_length import OutputLengthPredictor
+from quire.core.sequence import Sequence
+
+
+class WholePreemption(KVCacheManager):
+    """A preempted sequence gives up all its blocks, not only as many as are needed."""
+
+    def give_up(
+        self, sequence: Sequence, num_kept: int, num_wanted: int, after_step_id: int | None = None
+    ) -> int:
+        """See `KVCacheManager`."""
+        return self.cut(sequence, 0, after_step_id)
+
+
+class NoGrowth(OutputLengthPredictor):
+    """Expects no sequence to grow, so that each is admitted that fits now."""
+
+    def all_expected_remaining(self, outputs: Iterable[tuple[int, int]]) -> list[int]:
+        """See `OutputLengthPredictor`."""
+        return [0 for _ in outputs]
