@@ -1,16 +1,15 @@
 """The study's algorithms: short sequences whose victims follow from the papers."""
 
 import pytest
-
-from quire.simulation.cache_policies import POLICIES, Policy
-from quire.simulation.cache_replay import replay
-from quire.simulation.cache_traces import MIXES, Access, make_mix
+from benchmarks.eviction.algorithms import ALGORITHMS, Algorithm
+from benchmarks.eviction.replay import replay
+from benchmarks.eviction.traces import MIXES, Access, make_mix
 
 
 def cached(name: str, num_blocks: int, keys: str) -> str:
     """What is cached after requests of a block each."""
     accesses = [Access(float(number), 0.0, (ord(key),)) for number, key in enumerate(keys)]
-    policy = POLICIES[name](num_blocks, accesses)
+    policy = ALGORITHMS[name](num_blocks, accesses)
     replay(accesses, policy, num_blocks)
     return "".join(key for key in sorted(set(keys)) if ord(key) in policy)
 
@@ -47,13 +46,13 @@ def test_scans_by_many_blocks_at_once_do_not_wash_out_what_is_used_often(name: s
     hot = Access(0.0, 0.0, (1, 2))
     scans = [Access(0.0, 0.0, tuple(range(10 * n, 10 * n + 10))) for n in range(1, 13)]
     accesses = [hot, hot, scans[0], hot, *scans[1:]]
-    policy = POLICIES[name](40, accesses)
+    policy = ALGORITHMS[name](40, accesses)
     replay(accesses, policy, 40)
     assert 1 in policy and 2 in policy
 
 
 def test_newcomers_to_w_tinylfu_must_have_been_used_more_often_than_who_they_replace() -> None:
-    policy = POLICIES["w-tinylfu"](20, [])
+    policy = ALGORITHMS["w-tinylfu"](20, [])
     chains = [tuple(range(5 * n, 5 * n + 5)) for n in range(12)]
     replay([Access(0.0, 0.0, chain) for chain in chains[:4] * 2], policy, 20)  # fills it, twice
     replay([Access(0.0, 0.0, chain) for chain in chains[4:]], policy, 20)
@@ -61,14 +60,14 @@ def test_newcomers_to_w_tinylfu_must_have_been_used_more_often_than_who_they_rep
     assert len(old) >= 14  # all but what the first newcomers had to have
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_the_books_are_kept(name: str) -> None:
     """Nothing held is evicted, and never is more cached than fits."""
     accesses = [
         Access(access.arrival_s, access.arrival_s % 7, access.block_ids)
         for access in make_mix(MIXES["drifting"])[:400]
     ]
-    policy: Policy = POLICIES[name](150, accesses)
+    policy: Algorithm = ALGORITHMS[name](150, accesses)
     held: list[tuple[float, tuple[int, ...]]] = []
     for access in accesses:
         while held and (held[0][0] <= access.arrival_s or policy.num_free < len(access.block_ids)):
@@ -90,7 +89,7 @@ def test_costly_depths_are_kept_by_gdsf_alone() -> None:
     scan = Access(1.0, 0.0, tuple(range(100, 105)))
     left = {}
     for name in ("gdsf", "lfu-ageing"):
-        policy = POLICIES[name](10, [chain, scan])
+        policy = ALGORITHMS[name](10, [chain, scan])
         replay([chain, scan], policy, 10)
         left[name] = [key for key in chain.block_ids if key in policy]
     assert left == {"gdsf": [5, 6, 7, 8, 9], "lfu-ageing": [0, 1, 2, 3, 4]}

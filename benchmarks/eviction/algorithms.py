@@ -3,14 +3,14 @@
 Each is as its paper has it, at blocks of equal size, with what a KV cache asks for: a block that
 a running request holds can't be evicted, a use counts when the request ends (so that of equal
 blocks the tail of a chain goes first), and nothing is refused admission. Sizes of lists are parts
-of the pool. Clear rather than fast; used by `cache_study` alone.
+of the pool. Clear rather than fast; used by `study` alone.
 """
 
 import heapq
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
 
-from quire.simulation.cache_traces import Access
+from benchmarks.eviction.traces import Access
 
 Keys = OrderedDict[int, None]
 
@@ -20,7 +20,7 @@ def pop_first(keys: Keys) -> int:
     return keys.popitem(last=False)[0]
 
 
-class Policy(ABC):
+class Algorithm(ABC):
     """What is cached and held, around an algorithm's order of the free contents."""
 
     def __init__(self, num_blocks: int, accesses: list[Access]) -> None:
@@ -68,7 +68,7 @@ class Policy(ABC):
         """Choose and forget a free content."""
 
 
-class Lru(Policy):
+class Lru(Algorithm):
     """Least recently used first."""
 
     def __init__(self, num_blocks: int, accesses: list[Access]) -> None:
@@ -85,7 +85,7 @@ class Lru(Policy):
         return pop_first(self._keys)
 
 
-class Slru(Policy):
+class Slru(Algorithm):
     """Segmented LRU (Karedla, Love, Wherry, 1994): 80% are protected, for contents used again."""
 
     PROTECTED = 0.8
@@ -112,7 +112,7 @@ class Slru(Policy):
         return pop_first(self._probation or self._protected)
 
 
-class Ranked(Policy):
+class Ranked(Algorithm):
     """Evicts the smallest `value`, which is set when a content is used; then the oldest."""
 
     def __init__(self, num_blocks: int, accesses: list[Access]) -> None:
@@ -251,7 +251,7 @@ class Gdsf(LfuAgeing):
         return self._age + self._num_uses[key] * (1 + self.COST_OF_DEPTH * depth)
 
 
-class Arc(Policy):
+class Arc(Algorithm):
     """Adaptive replacement (Megiddo, Modha, FAST 2003)."""
 
     def __init__(self, num_blocks: int, accesses: list[Access]) -> None:
@@ -293,7 +293,7 @@ class Arc(Policy):
         return key
 
 
-class S3Fifo(Policy):
+class S3Fifo(Algorithm):
     """S3-FIFO (Yang et al., SOSP 2023): a small queue for new contents, 10%, a main one, ghosts.
 
     Contents keep their places while held, and are passed over.
@@ -355,7 +355,7 @@ class S3Fifo(Policy):
                 pop_first(self._ghosts)
 
 
-class Clock(Policy):
+class Clock(Algorithm):
     """Second chance (Corbato, 1968): first in, first out, but once more if used meanwhile."""
 
     def __init__(self, num_blocks: int, accesses: list[Access]) -> None:
@@ -382,7 +382,7 @@ class Clock(Policy):
             self._keys[key] = None
 
 
-class WTinyLfu(Policy):
+class WTinyLfu(Algorithm):
     """W-TinyLFU (Einziger, Friedman, Manes, 2017): a window of 1%, then a segmented LRU.
 
     What leaves the window replaces the main part's next victim if it was used more often. Uses are
@@ -472,7 +472,7 @@ class S3FifoLong(S3Fifo):
     GHOSTS = 4
 
 
-POLICIES: dict[str, type[Policy]] = {
+ALGORITHMS: dict[str, type[Algorithm]] = {
     "belady": Belady,
     "lru": Lru,
     "clock": Clock,

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+from benchmarks.eviction.study import caches, main, table
+from benchmarks.eviction.traces import MIXES, make_mix, read_trace
 
 from quire.core.memory.eviction import EVICTION_ORDERS, ContentKey, LruOrder
-from quire.simulation.cache_study import caches, main, table
-from quire.simulation.cache_traces import MIXES, make_mix, read_trace
 
-SAMPLE = Path(__file__).parent.parent / "data" / "chats_trace.jsonl"
+SAMPLE = Path(__file__).parents[2] / "data" / "chats_trace.jsonl"
 POOLS = [60, 150, 300, 600]
 
 

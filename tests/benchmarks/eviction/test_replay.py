@@ -1,9 +1,10 @@
 """Replays small enough to count by hand."""
 
+from benchmarks.eviction.algorithms import Lru
+from benchmarks.eviction.replay import Cache, HitRate, PoolCache, replay
+from benchmarks.eviction.traces import Access
+
 from quire.core.memory.eviction import find_order
-from quire.simulation.cache_policies import Lru
-from quire.simulation.cache_replay import Cache, HitRate, PoolCache, replay
-from quire.simulation.cache_traces import Access
 
 
 def requests(*chains: str, hold_s: float = 0.0) -> list[Access]:

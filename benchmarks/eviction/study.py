@@ -1,7 +1,7 @@
-"""`python -m quire.simulation.cache_study`: hit rates of eviction algorithms on a trace or a mix.
+"""`python -m benchmarks.eviction.study`: hit rates of eviction algorithms on a trace or a mix.
 
-    python -m quire.simulation.cache_study --trace FILE --pools 1000,2000,5000,10000,20000,50000
-    python -m quire.simulation.cache_study --mix steady,drifting --pools 300,1000,2000
+    python -m benchmarks.eviction.study --trace FILE --pools 1000,2000,5000,10000,20000,50000
+    python -m benchmarks.eviction.study --mix steady,drifting --pools 300,1000,2000
 
 Prints a table: a line for each algorithm, a column for each pool, in percent of all blocks asked
 for. The orders of `core.eviction.EVICTION_ORDERS` run in the engine's own block pool (where one has
@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.eviction.algorithms import ALGORITHMS
+from benchmarks.eviction.replay import CacheFactory, PoolCache, replay
+from benchmarks.eviction.traces import MIXES, Access, make_mix, read_trace
 from quire.core.memory.eviction import EVICTION_ORDERS, ContentKey, HitDensityOrder, OrderFactory
 from quire.errors import ConfigurationError
-from quire.simulation.cache_policies import POLICIES
-from quire.simulation.cache_replay import CacheFactory, PoolCache, replay
-from quire.simulation.cache_traces import MIXES, Access, make_mix, read_trace
 
 
 class _NoGhosts(HitDensityOrder):
@@ -35,8 +35,8 @@ def caches() -> dict[str, CacheFactory]:
     """All algorithms, in the order of the table; eviction orders as they are registered now."""
     orders: dict[str, OrderFactory] = {"no-ghosts": _NoGhosts}
     for name in reversed(EVICTION_ORDERS):
-        orders[f"pool-{name}" if name in POLICIES else name] = EVICTION_ORDERS[name]
-    return POLICIES | {name: _in_the_pool(order) for name, order in orders.items()}
+        orders[f"pool-{name}" if name in ALGORITHMS else name] = EVICTION_ORDERS[name]
+    return ALGORITHMS | {name: _in_the_pool(order) for name, order in orders.items()}
 
 
 def _in_the_pool(order: OrderFactory) -> CacheFactory:
@@ -80,7 +80,7 @@ def _workloads(options: argparse.Namespace) -> list[tuple[str, list[Access]]]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m quire.simulation.cache_study",
+        prog="python -m benchmarks.eviction.study",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

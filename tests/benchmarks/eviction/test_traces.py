@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.eviction.traces import MIXES, Access, Mix, make_mix, read_trace
 
 from quire.errors import ConfigurationError
-from quire.simulation.cache_traces import MIXES, Access, Mix, make_mix, read_trace
 
-SAMPLE = Path(__file__).parent.parent / "data" / "chats_trace.jsonl"
+SAMPLE = Path(__file__).parents[2] / "data" / "chats_trace.jsonl"
 
 
 def write(path: Path, *lines: str) -> Path:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from benchmarks.eviction.traces import Access
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.eviction import OrderFactory
-from quire.simulation.cache_traces import Access
 
 
 class Cache(Protocol):

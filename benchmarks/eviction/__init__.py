@@ -1,0 +1,1 @@
+"""Eviction algorithms compared by hit rate, on traces and synthetic mixes."""
