@@ -128,7 +128,13 @@ class Scheduler:
         """
         first = branches[0]
         assert 0 < first.num_tokens < first.max_num_tokens, first
-        self._check_fits(first)
+        self.memory.check_fits(first)
+        width, num_rows = first.params.beam_width, self.config.max_num_seqs
+        if width > num_rows:
+            raise RequestNeverFitsError(
+                f"beam_width is {width}, but at most max_num_seqs={num_rows} sequences run at"
+                " once; lower beam_width or raise max_num_seqs"
+            )
         self.memory.share_prompt(branches)
         for sequence in branches:
             self._enter(sequence, now_s)
@@ -161,16 +167,6 @@ class Scheduler:
             if not one.is_finished:
                 self._finish(one, FinishReason.ABORT)
         self.beams.forget(sequence)
-
-    def _check_fits(self, sequence: Sequence) -> None:
-        """Raise RequestNeverFitsError for a sequence that could never end, even alone."""
-        self.memory.check_fits(sequence)
-        width, num_rows = sequence.params.beam_width, self.config.max_num_seqs
-        if width > num_rows:
-            raise RequestNeverFitsError(
-                f"beam_width is {width}, but at most max_num_seqs={num_rows} sequences run at"
-                " once; lower beam_width or raise max_num_seqs"
-            )
 
     def _enter(self, sequence: Sequence, now_s: float) -> None:
         sequence.arrival_s = now_s
