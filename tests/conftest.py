@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from tests.turns import Turns
 
-from quire.config import KERNELS, EngineOptions
+from quire.options.engine_options import KERNELS, EngineOptions
 
 # Both are read when the libraries are first imported, and inherited by processes that tests start.
 # One thread each: pytest and such a process would otherwise fight for the same few cores.

@@ -29,7 +29,7 @@ ARROWS = {
     "assembly": "engine_client engine runtime",
     "engine_client": "text core",
     "engine": "core",
-    "config": "attention core",
+    "options": "attention core",
     "runtime": "speculation sampling core",
     "speculation": "models",
     "models": "layers hub",
@@ -54,15 +54,15 @@ Everybody may import errors; everybody but core, errors and version observabilit
 
 CORE_CONTRACTS = ("sampling_params", "step", "request", "kv_groups")
 """Plain data of core, which text, models, layers and sampling may import as well."""
-FORMAT_NAMES = "quire.formats.registry"
-"""Names and sizes of the weight formats, without torch: `config` reads them, too."""
 CONTRACT_READERS = ("text", "models", "layers", "attention", "speculation", "sampling")
 
 NEEDS_EXTRA = {"httptools_protocol": "httptools"}
 """Modules of the front, by their last name, that load only where another package is installed."""
 
-CONFIG_READERS = ("cli", "server", "bench", "offline", "assembly")
-"""Areas that may read `config.py`."""
+OPTION_FIELDS = "quire.options.fields"
+"""How an option is declared: every component with options imports it, as it does errors."""
+OPTION_READERS = ("cli", "server", "bench", "offline", "assembly", "options")
+"""Areas that may read all of an engine's options together."""
 
 NOT_IN_CORE = {
     "asyncio", "concurrent", "datetime", "io", "multiprocessing", "os", "pathlib", "queue",
@@ -170,12 +170,10 @@ def _reachable(start: str) -> set[str]:
 
 
 def may_import(module: str, target: str) -> bool:
-    """Whether the floors allow it; `config` and the package itself have rules of their own."""
+    """Whether the floors allow it; `options` and the package itself have rules of their own."""
     left, right = area(module), area(target)
-    if right in ("quire", "config"):
-        return right == "config"
-    if (left, target) == ("config", FORMAT_NAMES):
-        return True
+    if right in ("quire", "options"):
+        return right == "options" and left not in ("errors", "version")
     if right == "errors" or right in _reachable(left):
         return True
     if right == "observability":
@@ -204,13 +202,14 @@ def upward_imports(tree: Tree) -> list[str]:
     ]
 
 
-def config_readers(tree: Tree) -> list[str]:
+def option_readers(tree: Tree) -> list[str]:
     return [
-        f"{tree.at(module, entry.line)}: {module} may not read config.py; declare what it needs"
-        " in a small dataclass beside it"
+        f"{tree.at(module, entry.line)}: {module} may not read all options; declare those that"
+        " it needs in a small dataclass beside it"
         for module in tree.sources
         for entry in tree.inner_imports(module)
-        if entry.target == "quire.config" and area(module) not in CONFIG_READERS
+        if area(entry.target) == "options" and entry.target != OPTION_FIELDS
+        if area(module) not in OPTION_READERS
     ]
 
 
@@ -328,7 +327,7 @@ def environment_readers(tree: Tree) -> list[str]:
 RULES: tuple[Callable[[Tree], list[str]], ...] = (
     unknown_areas,
     upward_imports,
-    config_readers,
+    option_readers,
     cycles,
     silent_function_imports,
     impure_core,
@@ -404,10 +403,10 @@ BROKEN = [
         {"core/x.py": "try:\n    pass\nexcept E:\n    import quire.offline.llm"},
         "core/x.py:4",
     ),
-    (config_readers, {"engine/x.py": "from quire.config import Options"}, "engine/x.py:1"),
+    (option_readers, {"engine/x.py": "from quire.options.x import X"}, "engine/x.py:1"),
     (
-        config_readers,
-        {"runtime/x.py": "from quire import config", "config.py": ""},
+        option_readers,
+        {"runtime/x.py": "from quire.options import x", "options/x.py": ""},
         "runtime/x.py:1",
     ),
     (
@@ -475,9 +474,10 @@ FINE = {
     "__init__.py": "from quire.version import __version__\n"
     "if TYPE_CHECKING:\n    from quire.offline.llm import LLM\n",
     "version.py": "",
-    "config.py": "from quire.core.scheduling.scheduler import Scheduler",
+    "options/x.py": "from quire.core.scheduling.scheduler import Scheduler",
+    "core/options.py": "from quire.options.fields import option",
     "errors.py": "",
-    "cli/main.py": "import os\nos.environ\nfrom quire.config import Options\n"
+    "cli/main.py": "import os\nos.environ\nfrom quire.options.x import X\n"
     "def f():\n    # heavy\n    import torch\n    import json\n    import time  # too",
     "cli/chat.py": "from quire.errors import QuireError",
     "core/step.py": "from quire.errors import QuireError\nimport hashlib",
@@ -488,10 +488,10 @@ FINE = {
     "kernels/norm.py": "import torch\nfrom quire.observability.log import get_logger",
     "observability/log.py": "import logging",
     "runtime/batch.py": "from quire.models import llama\nfrom quire.core.x import S",
-    "offline/llm.py": "from quire.runtime.batch import StepBatch\nfrom quire.config import Options",
+    "offline/llm.py": "from quire.runtime.batch import StepBatch\nfrom quire.options.x import X",
     "engine_client/async_engine.py": "import asyncio\ndef f():\n    # it\n    import quire.text.x",
     "server/app.py": "import asyncio\nfrom quire.engine_client.async_engine import AsyncEngine",
-    "server/launch.py": "from quire.config import Options",
+    "server/launch.py": "from quire.options.x import X",
 }
 
 

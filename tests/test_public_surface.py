@@ -21,8 +21,8 @@ import quire
 from quire.bench import perplexity, throughput
 from quire.bench.memory import command as memory
 from quire.cli.parser import build_parser
-from quire.config import EngineOptions
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
+from quire.options.engine_options import EngineOptions
 
 ROOT = Path(__file__).parent.parent
 LIST = ROOT / "tests" / "data" / "public_surface.json"

@@ -30,7 +30,12 @@ def test_every_exported_class_has_a_section_with_its_methods_and_fields(tool: Mo
     page = tool.reference()
     for name in set(quire.__all__) - {"__version__"}:
         assert f"\n## {name}\n" in page
-    for part in ("### LLM.generate", "### Generation.fork", "`max_itl_ratio`: ", "QuireError "):
+    for part in (
+        "### LLM.generate",
+        "### Generation.fork",
+        "`max_itl_ratio` (`--max-itl-ratio`): ",
+        "QuireError ",
+    ):
         assert part in page
 
 

@@ -11,7 +11,6 @@ import enum
 import importlib
 import inspect
 import re
-import sys
 import typing
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -57,22 +56,23 @@ def with_their_kinds(exported: list[type]) -> list[type]:
 def named_classes(one: type) -> Iterator[type]:
     """Classes of the package in the types of a class's fields, and in what its methods return."""
     hints = list(typing.get_type_hints(one).values()) if dataclasses.is_dataclass(one) else []
-    for name, member in members(one):
+    for _, member in members(one):
         function = member.fget if isinstance(member, property) else member
         own = typing.get_type_hints(getattr(function, "__func__", function))
-        hints += [own.get("return")] if name != "__init__" else [own.get("options")]
+        hints.append(own.get("return"))
+        # A constructor that takes all options has them under the name of the class that joins them.
+        kinds = getattr(getattr(function, "options", object), "__mro__", ())
+        hints += [kind for kind in kinds if kind.__name__ == "EngineOptions"]
     for hint in hints:
         yield from classes_in(hint)
 
 
 def classes_in(hint: object) -> Iterator[type]:
-    """Classes of the package in a type; for the dictionary of options, what it is checked as."""
+    """Classes of the package in a type."""
     for part in typing.get_args(hint):
         yield from classes_in(part)
-    if not isinstance(hint, type) or not hint.__module__.startswith("quire."):
-        return
-    checked_as = hint.__name__.removesuffix("Dict")
-    yield getattr(sys.modules[hint.__module__], checked_as)
+    if isinstance(hint, type) and hint.__module__.startswith("quire."):
+        yield hint
 
 
 def members(one: type) -> list[tuple[str, object]]:
@@ -94,11 +94,27 @@ def class_text(one: type) -> str:
         lines += ["```python", signature(one.__name__, inspect.signature(one)), "```", ""]
         names = [each.name for each in dataclasses.fields(one)]
     lines += [prose(one.__doc__, names), ""]
+    if entries := option_entries(one):
+        lines += [*entries, ""]
     if issubclass(one, enum.Enum):
         lines += [", ".join(f"`{each.value}`" for each in one), ""]
     for name, member in members(one):
         lines += member_text(one, name, member)
     return "\n".join(lines)
+
+
+def option_entries(one: type) -> list[str]:
+    """An entry for each field that is an option, from its declaration."""
+    if not dataclasses.is_dataclass(one):
+        return []
+    # Not before `quire` itself was imported: this file may run where it is not installed.
+    from quire.options.fields import declared_options, flag_name
+
+    found = []
+    for each, declared in declared_options(one):
+        flag = "" if declared.group is None else f" (`{flag_name(each, declared)}`)"
+        found.append(f"- `{each.name}`{flag}: {declared.doc}".replace("<", "&lt;"))
+    return found
 
 
 def member_text(one: type, name: str, member: object) -> list[str]:
@@ -115,8 +131,25 @@ def member_text(one: type, name: str, member: object) -> list[str]:
     if name == "__init__":
         title, call = f"{one.__name__}(...)", one.__name__
         shown = shown.replace(return_annotation=inspect.Signature.empty)
+        if options := getattr(function, "options", None):  # which have a section of their own
+            shown = shown.replace(parameters=[*own_parameters(options), OPTIONS])
     block = ["```python", signature(call, shown), "```"]
     return [f"### {title}", "", *block, "", prose(member.__doc__, list(shown.parameters)), ""]
+
+
+OPTIONS = inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)
+
+
+def own_parameters(options: type) -> Iterator[inspect.Parameter]:
+    """The first, which is not given by name, and those that are no options."""
+    first, *others = inspect.signature(options).parameters.values()
+    yield first
+    from quire.options.fields import declared_options  # as above
+
+    names = {each.name for each, _ in declared_options(options)}
+    for parameter in others:
+        if parameter.name not in names:
+            yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
 
 
 def signature(name: str, shown: inspect.Signature) -> str:

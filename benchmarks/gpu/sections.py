@@ -211,7 +211,7 @@ def machine() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "missing"
-    from quire.cli.gpu import read_gpus
+    from quire.cli.doctor.gpu import read_gpus
 
     gpus = [f"{one.name}, driver {one.driver}" for one in read_gpus()]
     return {"gpus": gpus, "python": sys.version.split()[0], **versions}

@@ -112,7 +112,7 @@ def _num_blocks(num_tokens: int) -> int:
 def main(argv: list[str] | None = None) -> None:
     parser = long_context.make_parser((__doc__ or "").partition("\n")[0])
     for option in ("--quantization", "--kernels"):
-        parser.add_argument(option, help="see quire.config.EngineOptions")
+        parser.add_argument(option, help="see EngineOptions in docs/python.md")
     args = parser.parse_args(argv)
     driver.hold_threads(args.threads)
     with long_context.raised_model(args.model, long_context.most_tokens(args)) as folder:

@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The drivers' options and the engine's."""
     parser = driver.make_parser((__doc__ or "").partition("\n")[0])
     for option, kind in PASSED_ON:
-        parser.add_argument(option, type=kind, help="see quire.config.EngineOptions")
+        parser.add_argument(option, type=kind, help="see EngineOptions in docs/python.md")
     return parser
 
 

@@ -13,11 +13,12 @@ from quire.assembly.device_memory_plan import (
     graph_reserve_bytes,
     size_on_device,
 )
-from quire.assembly.host_memory_plan import SizeOptions, Sizes
+from quire.assembly.host_memory_plan import Sizes
 from quire.attention.interface import AttentionSpec
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
 from quire.errors import InsufficientMemoryError
+from quire.options.engine_options import EngineOptions
 from quire.runtime.kv_cache import plan_layout
 
 MIB = 2**20
@@ -105,7 +106,7 @@ def needs(model_len: int = 256, **changes: object) -> DeviceNeeds:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 392,
     } | changes
-    return DeviceNeeds(SizeOptions(**values), LAYOUT, model_len, 100, 5, **own)  # type: ignore[arg-type]
+    return DeviceNeeds(EngineOptions(**values), LAYOUT, model_len, 100, 5, **own)  # type: ignore[arg-type]
 
 
 def refusal(wanted: DeviceNeeds, device: Device) -> str:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.cli.options import engine_options
+from quire.cli.flags import engine_options, server_options
 from quire.cli.parser import build_parser
-from quire.cli.serve import server_options
 
 Parse = Callable[..., Any]
 

@@ -4,10 +4,9 @@ import re
 
 import pytest
 
+from quire.cli.flags import engine_options, server_options
 from quire.cli.foreign_options import ALWAYS, FIXED, KNOWN, REFUSED, SAME
-from quire.cli.options import engine_options
 from quire.cli.parser import build_parser
-from quire.cli.serve import server_options
 from quire.errors import ConfigurationError
 
 

@@ -324,7 +324,7 @@ def test_doctor_has_the_exit_code_of_what_it_found(monkeypatch: pytest.MonkeyPat
         asked.append((port, measure))
         return len(asked) - 1
 
-    monkeypatch.setitem(sys.modules, "quire.cli.doctor", SimpleNamespace(examine=examine))
+    monkeypatch.setitem(sys.modules, "quire.cli.doctor.findings", SimpleNamespace(examine=examine))
     assert cli.main(["doctor"]) == 0
     assert cli.main(["doctor", "--port", "81", "--no-measure"]) == 1
     assert asked == [(8000, True), (81, False)]

@@ -4,9 +4,8 @@ from dataclasses import fields
 
 import pytest
 
-from quire.cli.options import engine_options
+from quire.cli.flags import engine_options, server_options
 from quire.cli.parser import build_parser
-from quire.cli.serve import server_options
 from quire.server.config import ServerConfig
 
 WORDS = (

@@ -6,11 +6,12 @@ from typing import Any
 
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.options import SchedulerConfig
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
 from quire.core.scheduling.policy import Policy
-from quire.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import Runner, StepPlan, StepResult
 from quire.simulation.baselines import NoGrowth, WholePreemption

@@ -14,11 +14,12 @@ from tests.engine.test_law import make_crowd
 
 from quire.assembly.engine_main import Channel, EngineLoop
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.options import SchedulerConfig
 from quire.core.request import FinishReason, Request
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
 from quire.core.scheduling.invariants import check_idle, check_scheduler
 from quire.core.scheduling.pacing import ConstantPacer
-from quire.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenMasks
 from quire.engine.engine import Engine
 from quire.engine_client.messages import (

@@ -14,7 +14,7 @@ import time
 import httpx
 import psutil
 
-from quire.config import EngineOptions
+from quire.options.engine_options import EngineOptions
 
 WAIT_S = 60.0
 

@@ -16,8 +16,8 @@ import pytest
 from tests.engine_client.fake_engine_process import COMMAND as FAKE
 from tests.server.launching import WAIT_S, launched
 
-from quire.config import EngineOptions
 from quire.errors import CheckpointError, ConfigurationError
+from quire.options.engine_options import EngineOptions
 from quire.server.config import ServerConfig
 from quire.server.launch import _plan, _return_memory, _say, _url, serve
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import pytest
 from tests.core.harness import make_memory
 
+from quire.core.options import SchedulerConfig
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
-from quire.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan, StepResult
 from quire.simulation.simulator import run

@@ -8,7 +8,6 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from typing import Any
 from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import Sizes
 from quire.assembly.rank_build import OnProgress, Share, build_share
-from quire.config import EngineOptions
-from quire.core.memory.eviction import find_order
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
+from quire.core.options import SchedulerConfig
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.pacing import StepPacer
 from quire.core.scheduling.policy import find_policy
-from quire.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import Runner
 from quire.distributed.group import ProcessGroup
 from quire.engine.engine import Engine
@@ -35,6 +33,7 @@ from quire.models.generation_config import load_generation_config
 from quire.models.registry import load_config
 from quire.models.sharding import check_split
 from quire.observability.log import get_logger
+from quire.options.engine_options import EngineOptions
 from quire.runtime.calibration import RunnerShape, calibrated_pacer
 from quire.runtime.device_memory import is_out_of_memory
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
@@ -48,11 +47,11 @@ WORKER_COMMAND = (sys.executable, "-m", "quire.assembly.worker_main")
 
 
 def build_engine(
-    options: Mapping[str, Any],
+    options: EngineOptions | Mapping[str, Any],
     on_progress: OnProgress | None = None,
     kv_allocator: KVManagerFactory | None = None,
 ) -> Engine:
-    """An engine that is ready to step.
+    """An engine that is ready to step. options: checked ones, or what was given, by name.
 
     kv_allocator: makes the manager of the KV memory, to compare with the paged one (None). It gets
     a prefix cache only where the options ask for it.
@@ -60,9 +59,12 @@ def build_engine(
     Raises ConfigurationError and its kinds: options that can't be obeyed, a model that is not
     understood or can't be read, not enough memory.
     """
-    if kv_allocator is not None and options.get("enable_prefix_caching") is None:
-        options = {**options, "enable_prefix_caching": False}
-    checked = EngineOptions.from_mapping(options)
+    if isinstance(options, EngineOptions):
+        checked = options
+    else:
+        if kv_allocator is not None and options.get("enable_prefix_caching") is None:
+            options = {**options, "enable_prefix_caching": False}
+        checked = EngineOptions.from_mapping(options)
     with _named_out_of_memory(checked):
         return _build(checked, on_progress or _tell_nobody, kv_allocator or paged_manager)
 
@@ -89,11 +91,7 @@ def _tell_nobody(text: str, done: int, total: int) -> None:
 
 
 def _build(checked: EngineOptions, tell: OnProgress, make_memory: KVManagerFactory) -> Engine:
-    scheduler_config = SchedulerConfig(
-        checked.max_num_seqs, checked.max_num_batched_tokens, checked.num_lookahead_blocks
-    )
     policy = find_policy(checked.scheduling_policy)
-    find_order(checked.eviction)  # refused here, before the model is loaded
     folder = resolve_model_folder(checked.model, checked.revision)
     config = load_config(folder)
     generation = load_generation_config(folder)
@@ -113,7 +111,7 @@ def _build(checked: EngineOptions, tell: OnProgress, make_memory: KVManagerFacto
         "num_parameters": _num_parameters(folder),
     }
     memory = make_memory(_memory_config(checked, layout, sizes), sizes.max_model_len)
-    scheduler = Scheduler(scheduler_config, memory, policy)
+    scheduler = Scheduler(SchedulerConfig(**checked.part(SchedulerConfig)), memory, policy)
     is_on_gpu = share.device.type == "cuda"
     overlap = checked.async_scheduling
     engine = Engine(
@@ -146,7 +144,7 @@ def _build_shares(
         return share, share.runner
     check_split(config, size)
     device = choose_device(checked.device, 0, size)
-    workers = Workers(WORKER_COMMAND, asdict(checked), size)
+    workers = Workers(WORKER_COMMAND, checked.as_mapping(), size)
     with first_rank(workers, device, fixed_order=checked.batch_invariant) as group:
         share = build_share(checked, folder, config, group, tell)
     return share, DistributedRunner(share.runner, workers)

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from quire.assembly.host_memory_plan import SizeOptions, Sizes, blocks_for
+from quire.assembly.host_memory_plan import Sizes, blocks_for
 from quire.core.memory.memory_report import format_bytes
 from quire.core.step import Runner
 from quire.engine_client.device_ledger import DeviceLedger
 from quire.errors import InsufficientMemoryError
 from quire.formats.registry import weight_formats
 from quire.observability.log import get_logger
+from quire.options.engine_options import EngineOptions
 from quire.runtime.calibration import RunnerShape
 from quire.runtime.device_memory import DeviceMemory, is_out_of_memory
 from quire.runtime.kv_cache import KVCacheLayout
@@ -46,7 +47,7 @@ class DeviceNeeds:
     graphs that are captured later; those that the largest steps capture are measured with them.
     quantization: that the weights have."""
 
-    options: SizeOptions
+    options: EngineOptions
     layout: KVCacheLayout
     model_len: int
     vocab_size: int
@@ -207,9 +208,9 @@ def _num_blocks(needs: DeviceNeeds, measured: _Measured) -> int:
     taken = measured.weights + measured.worst + measured.other + needs.graph_bytes
     if options.num_blocks is not None:
         num_blocks, source = options.num_blocks, f"num_blocks={options.num_blocks}"
-    elif options.kv_cache_memory is not None:
-        num_blocks = options.kv_cache_memory // page
-        source = f"kv_cache_memory={options.kv_cache_memory}"
+    elif options.kv_cache_bytes is not None:
+        num_blocks = options.kv_cache_bytes // page
+        source = f"kv_cache_memory={options.kv_cache_bytes}"
     else:
         return max(0, int(measured.total * _utilization(options)) - taken) // page
     if num_blocks * page + taken > measured.total:
@@ -295,7 +296,7 @@ def _final_runner(needs: DeviceNeeds, sizes: Sizes, make_runner: Callable[[Sizes
     return runner
 
 
-def _utilization(options: SizeOptions) -> float:
+def _utilization(options: EngineOptions) -> float:
     return options.gpu_memory_utilization or DEFAULT_UTILIZATION
 
 

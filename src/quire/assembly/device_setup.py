@@ -13,7 +13,6 @@ import torch
 
 from quire.attention.interface import AttentionBackend
 from quire.attention.registry import select
-from quire.config import EngineOptions
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.selection import select_kernels, settle_torch_threads
@@ -21,6 +20,7 @@ from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.layers.methods import LinearMethods, choose_methods
 from quire.models.config import DecoderConfig
 from quire.observability.log import get_logger
+from quire.options.engine_options import EngineOptions
 
 TRITON, TORCH, AUTO = "triton", "torch", "auto"
 

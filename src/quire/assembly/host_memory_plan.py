@@ -1,8 +1,8 @@
 """How many KV blocks there are, and how long a sequence may be, on the CPU.
 
-The rules stand in `config.EngineOptions`. Knows no tensors and builds nothing: what memory there is
-comes from the operating system, what a block and the weights take from the caller, `engine/build`.
-A GPU is sized by what was measured on it: see `device_memory_plan`.
+The rules stand in `engine_options.SizeOptions`. Knows no tensors and builds nothing: what memory
+there is comes from the operating system, what a block and the weights take from the caller,
+`rank_build`. A GPU is sized by what was measured on it: see `device_memory_plan`.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.models.config import DecoderConfig
 from quire.observability.log import get_logger
 from quire.observability.machine_memory import available_memory_bytes, total_memory_bytes
+from quire.options.engine_options import EngineOptions
 from quire.runtime.kv_cache import KVCacheLayout
 
 # With no size given, the KV cache takes at most this share of the memory that is free.
@@ -27,19 +28,6 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class SizeOptions:
-    """The engine's options that say how large it may be; see `config.EngineOptions`."""
-
-    max_model_len: int | None
-    block_size: int
-    kv_cache_memory: int | None
-    num_blocks: int | None
-    gpu_memory_utilization: float | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Sizes:
     """num_blocks: KV blocks in the pool. max_model_len: tokens of the longest sequence."""
 
@@ -48,7 +36,7 @@ class Sizes:
 
 
 def choose_sizes(
-    options: SizeOptions, config: DecoderConfig, layout: KVCacheLayout, weight_bytes: int
+    options: EngineOptions, config: DecoderConfig, layout: KVCacheLayout, weight_bytes: int
 ) -> Sizes:
     """Within the machine's memory. Raises ConfigurationError and InsufficientMemoryError."""
     wanted_len = wanted_model_len(options, config)
@@ -72,7 +60,7 @@ def choose_sizes(
     return Sizes(num_blocks, fitting_len)
 
 
-def wanted_model_len(options: SizeOptions, config: DecoderConfig) -> int:
+def wanted_model_len(options: EngineOptions, config: DecoderConfig) -> int:
     """The length asked for, or the model's own. Raises ConfigurationError for one beyond it."""
     longest = config.max_supported_positions
     if options.max_model_len is not None and options.max_model_len > longest:
@@ -109,21 +97,21 @@ def _with_small_table(model_len: int, config: DecoderConfig) -> int:
     return most
 
 
-def blocks_for(num_tokens: int, options: SizeOptions, layout: KVCacheLayout) -> int:
+def blocks_for(num_tokens: int, options: EngineOptions, layout: KVCacheLayout) -> int:
     """KV blocks of one sequence of so many tokens, over all groups."""
     return -(-num_tokens // options.block_size) * len(layout.groups)
 
 
 def _choose_num_blocks(
-    options: SizeOptions, layout: KVCacheLayout, model_len: int, weight_bytes: int
+    options: EngineOptions, layout: KVCacheLayout, model_len: int, weight_bytes: int
 ) -> int:
     page = layout.bytes_per_block
     total, available = total_memory_bytes(), available_memory_bytes()
     if options.num_blocks is not None:
         num_blocks, source = options.num_blocks, f"num_blocks={options.num_blocks}"
-    elif options.kv_cache_memory is not None:
-        num_blocks = options.kv_cache_memory // page
-        source = f"kv_cache_memory={options.kv_cache_memory}"
+    elif options.kv_cache_bytes is not None:
+        num_blocks = options.kv_cache_bytes // page
+        source = f"kv_cache_memory={options.kv_cache_bytes}"
     elif options.gpu_memory_utilization is not None:
         share = int(total * options.gpu_memory_utilization)
         num_blocks = max(0, share - weight_bytes) // page

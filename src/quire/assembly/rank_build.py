@@ -5,7 +5,7 @@ all in step: what depends on how much memory is free is agreed between them. Cal
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +18,8 @@ from quire.assembly.device_memory_plan import (
     size_on_device,
 )
 from quire.assembly.device_setup import Compute, choose_compute, choose_device
-from quire.assembly.host_memory_plan import SizeOptions, Sizes, choose_sizes, wanted_model_len
+from quire.assembly.host_memory_plan import Sizes, choose_sizes, wanted_model_len
 from quire.attention.interface import AttentionBackend
-from quire.config import EngineOptions
 from quire.distributed.group import ProcessGroup
 from quire.errors import InsufficientMemoryError
 from quire.kernels.cpu.library import available_processors
@@ -32,6 +31,7 @@ from quire.models.checkpoints.loader import load_model, weight_bytes
 from quire.models.config import DecoderConfig
 from quire.models.interface import CausalLM
 from quire.models.sharding import split_config
+from quire.options.engine_options import EngineOptions
 from quire.runtime.batch import RowBatch
 from quire.runtime.device_memory import CudaMemory
 from quire.runtime.device_rows import DeviceRows
@@ -128,14 +128,9 @@ class _Builder:
         """With the pages of all ranks."""
         return self.layout.over_ranks(self.num_ranks)
 
-    @property
-    def size_options(self) -> SizeOptions:
-        options = self.options
-        return SizeOptions(**{one.name: getattr(options, one.name) for one in fields(SizeOptions)})
-
     def build_on_cpu(self, num_weight_bytes: int) -> tuple[ModelRunner, Sizes, Facts]:
         """Sized by what the operating system says is free, before anything is loaded."""
-        sizes = choose_sizes(self.size_options, self.config, self.whole_layout, num_weight_bytes)
+        sizes = choose_sizes(self.options, self.config, self.whole_layout, num_weight_bytes)
         if self.group is not None:  # each has seen how much is free at another moment
             num_blocks, model_len = sizes.num_blocks, sizes.max_model_len
             sizes = Sizes(self.group.least(num_blocks), self.group.least(model_len))
@@ -146,11 +141,11 @@ class _Builder:
         """Sized by what the largest steps take, once the weights are there."""
         options, device = self.options, self.compute.device
         memory = CudaMemory(device)
-        model_len = wanted_model_len(self.size_options, self.config)
+        model_len = wanted_model_len(self.options, self.config)
         check_weights_fit(-(-num_weight_bytes // self.num_ranks), memory, options.quantization)
         model = self._load(model_len)
         needs = DeviceNeeds(
-            self.size_options,
+            self.options,
             self.layout,
             model_len,
             self.config.vocab_size,

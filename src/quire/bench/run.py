@@ -20,10 +20,10 @@ from quire.bench.machine import processor
 from quire.bench.report import QUIRE, Results
 from quire.bench.trace_summary import summarize_trace
 from quire.bench.workload import BenchRequest, WorkloadSpec, make_requests, request_lengths
-from quire.config import EngineOptions
 from quire.engine.engine import Engine
 from quire.hub.model_folder import resolve_model_folder
 from quire.observability.step_trace import StepTrace
+from quire.options.engine_options import EngineOptions
 from quire.version import __version__
 
 _WARM_UP_PROMPTS, _WARM_UP_TOKENS = 8, 8

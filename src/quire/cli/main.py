@@ -12,9 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from quire.assembly.address_space import named_memory_failures
-from quire.cli.options import SERVED_MAX_ITL_RATIO, engine_options, sampling_options
+from quire.cli.flags import (
+    engine_options,
+    sampling_options,
+    served_engine_options,
+    server_options,
+)
 from quire.cli.parser import build_parser
-from quire.cli.serve import server_options
 from quire.cli.words import Parser
 from quire.errors import ConfigurationError, QuireError
 from quire.server.config import ServerConfig
@@ -187,11 +191,7 @@ def _serve(args: argparse.Namespace) -> int:
     with _named_interrupt(LOADING_INTERRUPTED):
         from quire.server.launch import serve  # brings the web framework
 
-        options = {"max_itl_ratio": SERVED_MAX_ITL_RATIO, **engine_options(args)}
-        options["disable_log_stats"] = bool(args.disable_log_stats)
-        if args.seed is not None:
-            options["seed"] = args.seed
-        return serve(options, server)
+        return serve(served_engine_options(args), server)
 
 
 def _environment_keys() -> list[str]:
@@ -207,7 +207,7 @@ def _environment_keys() -> list[str]:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from quire.cli.doctor import examine  # only this command looks at the machine
+    from quire.cli.doctor.findings import examine  # only this command looks at the machine
 
     return examine(args.port, measure=args.measure)
 

@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.cli.config_file import ConfiguredParser
-from quire.cli.options import (
+from quire.cli.flags import (
     MODEL_HELP,
-    Once,
     add_debug,
     add_engine,
     add_model_by_place,
+    add_model_flag,
     add_sampling,
+    add_serve,
+    check_served,
 )
-from quire.cli.serve import add_serve, check_values
 from quire.cli.words import Parser
 
 COMMANDS = {
@@ -87,7 +88,7 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
         )
         adder(command)
         if name == "serve":
-            command.check = check_values
+            command.check = check_served
         add_debug(command, default=argparse.SUPPRESS)
     benchmarks = add_bench_arguments or {}
     bench = commands.add_parser("bench", help=COMMANDS["bench"], commands=benchmarks)
@@ -121,9 +122,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     add_model_by_place(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="ask this question only, then exit")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument(
-        "--model", action=Once, metavar="MODEL", help="the same as the positional MODEL"
-    )
+    add_model_flag(parser)
     add_sampling(parser, max_tokens=None)
     add_engine(parser)
 

@@ -10,14 +10,13 @@ run in one crowd, and each gets the tokens that it would get alone.
 
 import inspect
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from tqdm import tqdm
 
 from quire.assembly.build import build_engine
-from quire.config import EngineOptions, EngineOptionsDict
 from quire.core.memory.block_map import BlockMap
 from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.memory.memory_report import MemoryReport
@@ -31,6 +30,8 @@ from quire.offline.beams import BeamSearchOutput, beam_search_output
 from quire.offline.branch_handle import Generation
 from quire.offline.interrupts import deferred_interrupts
 from quire.offline.request_table import OpenRequests
+from quire.options.engine_options import EngineOptions
+from quire.options.fields import takes_arguments_of
 from quire.text.chat_prompt import encode_chat
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -55,6 +56,24 @@ FOREIGN_ARGUMENTS = {
 PROGRESS_DELAY_S = 1.0
 
 
+@dataclass(frozen=True)
+class LLMArguments(EngineOptions):
+    """What `LLM` is made with: the engine's options, and an allocator to compare with."""
+
+    kv_allocator: KVManagerFactory | None = None
+
+    def _check_together(self) -> None:
+        if self.kv_allocator is not None:
+            if not callable(self.kv_allocator):
+                raise ConfigurationError(
+                    f"kv_allocator is {self.kv_allocator!r:.80}, but must be a factory, like"
+                    " quire.bench.baselines.contiguous.contiguous('max'); leave it out for pages"
+                )
+            if self.enable_prefix_caching is None:
+                object.__setattr__(self, "enable_prefix_caching", False)  # frozen
+        super()._check_together()
+
+
 class LLM:
     """A model, its KV cache and an engine.
 
@@ -64,28 +83,17 @@ class LLM:
     thread, while no other calls.
     """
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        kv_allocator: KVManagerFactory | None = None,
-        **options: Unpack[EngineOptionsDict],
-    ) -> None:
+    @takes_arguments_of(LLMArguments)
+    def __init__(self, model: str | None = None, **options: Any) -> None:
         """Load a model: a local folder, a hub id, or None for the embedded one.
 
         kv_allocator: to compare, the factory of another manager of the KV memory, such as
         `quire.bench.baselines.contiguous.contiguous("max")`; None: pages.
 
-        Options: see `quire.config.EngineOptions`. Raises ConfigurationError (a ValueError) for an
-        option that does not exist or can't be obeyed and for a model that can't be loaded.
+        Options: see EngineOptions. Raises ConfigurationError (a ValueError) for an option that does
+        not exist or can't be obeyed and for a model that can't be loaded.
         """
-        if kv_allocator is not None and not callable(kv_allocator):
-            raise ConfigurationError(
-                f"kv_allocator is {kv_allocator!r:.80}, but must be a factory, like"
-                " quire.bench.baselines.contiguous.contiguous('max'); leave it out for pages"
-            )
-        given: dict[str, Any] = {**options, "model": model}
-        checked = EngineOptions.from_mapping(given)
+        checked = LLMArguments.from_mapping({**options, "model": model})
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_folder: Path | None = None
         if not checked.skip_tokenizer_init:
@@ -97,7 +105,7 @@ class LLM:
         self._allow_special_tokens = checked.allow_special_tokens
         if not checked.disable_log_stats:
             configure("info")
-        self.engine = build_engine(given, kv_allocator=kv_allocator)
+        self.engine = build_engine(checked, kv_allocator=checked.kv_allocator)
         self._requests = OpenRequests(self.engine, self._tokenizer, checked.seed)
 
     def get_tokenizer(self) -> Tokenizer:

@@ -4,101 +4,177 @@ Flat, since people write it down (flags, a YAML file); `launch` makes the compon
 configurations of it.
 """
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from quire.errors import ConfigurationError
+from quire.options.fields import (
+    Bytes,
+    Flag,
+    OneOf,
+    Options,
+    Seconds,
+    Text,
+    Texts,
+    Whole,
+    option,
+)
 
 MAX_QUEUED_REQUESTS = 1024
 KEEP_ALIVE_S = 10.0
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-_COUNTS = (
-    "drain_timeout_s",
-    "max_queued_requests",
-    "max_tenant_requests",
-    "max_tenant_tokens_per_minute",
-    "max_body_bytes",
-    "max_prompts",
-    "max_n",
-    "max_choices",
-    "max_stop_strings",
-    "max_list_length",
-)
-_SECONDS = ("default_deadline_s", "heartbeat_timeout_s", "keep_alive_s")
+_NO_BOUND = Flag(shown="no bound")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Where to serve, as what, for whom, and within which bounds.
+@dataclass(frozen=True, slots=True)
+class Port(Whole):
+    """A port to listen on; 0: any."""
 
-    port: 0 takes any free one.
-    served_model_name: None: the model as it was named, or "embedded".
-    drain_timeout_s: how long open answers may go on after the first signal.
-    max_queued_requests: open at once; beyond that the answer is 429.
+    metavar: ClassVar[str | None] = "PORT"
 
-    api_keys: "name:key" or "key", each a tenant; api_key_file: one such line each, read again when
-        it changes. Without any, every client is served, as one tenant.
-    max_tenant_requests: generations that one tenant may have open at once (None: no bound of its
-        own). max_tenant_tokens_per_minute: prompt and generated tokens (None: no bound).
-    allowed_origins: web pages from these origins may call the server ("*": any); none by default.
+    def settle(self, name: str, value: Any, *, is_optional: bool) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 16:
+            raise ConfigurationError(f"{name} is {value}, but must be from 0 (any) to 65535")
+        return value
 
-    max_body_bytes, max_prompts, max_n, max_choices, max_stop_strings, max_list_length: bounds of
-        one call; max_choices is of prompts times n, max_list_length of stop_token_ids, bad_words,
-        logit_bias and the like.
-    default_deadline_s: a call that says none itself is ended after so long (None: never).
 
-    heartbeat_timeout_s: an engine whose step takes longer counts as hung, and is started again.
-    max_engine_restarts: after so many within five minutes the server gives up.
-    keep_alive_s: a stream without news gets a comment so often, so that proxies keep it open.
+@dataclass(frozen=True, slots=True)
+class Restarts(Whole):
+    """A number of restarts; 0: never."""
 
-    log_level: one of LOG_LEVELS. log_format: "text" or "json", one object a line. otlp_endpoint:
-        where OpenTelemetry spans go (None: nowhere).
-    """
+    def settle(self, name: str, value: Any, *, is_optional: bool) -> int:
+        if isinstance(value, int) and value < 0:
+            raise ConfigurationError(f"{name} is {value}, but must be 0 (never) or more")
+        return Whole.settle(self, name, value, is_optional=is_optional)
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    drain_timeout_s: int = 30
-    max_queued_requests: int = MAX_QUEUED_REQUESTS
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # no traceback shows a key
-    api_key_file: str | None = None
-    max_tenant_requests: int | None = None
-    max_tenant_tokens_per_minute: int | None = None
-    allowed_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 8 << 20
-    max_prompts: int = 256
-    max_n: int = 128
-    max_choices: int = 1024
-    max_stop_strings: int = 64
-    max_list_length: int = 4096
-    default_deadline_s: float | None = None
-    heartbeat_timeout_s: float = 60.0
-    max_engine_restarts: int = 5
-    keep_alive_s: float = KEEP_ALIVE_S
-    log_level: str = "info"
-    log_format: str = "text"
-    otlp_endpoint: str | None = None
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.port < 1 << 16:
-            raise ConfigurationError(f"port is {self.port}, but must be from 0 (any) to 65535")
-        for name in _COUNTS:
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ConfigurationError(f"{name} is {count}, but must be at least 1")
-        if self.max_engine_restarts < 0:
-            raise ConfigurationError(
-                f"max_engine_restarts is {self.max_engine_restarts}, but must be 0 (never) or more"
-            )
-        for name in _SECONDS:
-            seconds = getattr(self, name)
-            if seconds is not None and not 0 < seconds < math.inf:
-                raise ConfigurationError(f"{name} is {seconds:g}, but must be above 0")
-        for name, known in (("log_format", LOG_FORMATS), ("log_level", LOG_LEVELS)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigurationError(
-                    f"{name} is {value!r}, but must be one of {', '.join(known)}"
-                )
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(Options):
+    """Where to serve, as what, for whom, and within which bounds."""
+
+    host: str = option(
+        "127.0.0.1",
+        Text(),
+        group="server",
+        help="address to listen on",
+        flag=Flag(metavar="HOST"),
+    )
+    port: int = option(8000, Port(), group="server", help="port to listen on; 0: any free one")
+    served_model_name: str | None = option(
+        None,
+        Text(),
+        group="server",
+        help="the model's name for clients",
+        doc='the model\'s name for clients; None: the model as it was named, or "embedded".',
+        flag=Flag(metavar="NAME", shown="MODEL"),
+    )
+    drain_timeout_s: int = option(
+        30,
+        Whole(1),
+        group="server",
+        help="time for open answers to finish after SIGTERM",
+        flag=Flag(metavar="S"),
+    )
+    keep_alive_s: float = option(
+        KEEP_ALIVE_S,
+        Seconds(),
+        group="server",
+        help="interval of comments in a stream that pauses",
+        doc="a stream without news gets a comment so often, so that proxies keep it open.",
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        Texts(is_secret=True),
+        group="access",
+        help="a tenant's key; may be repeated. Visible in the list of processes: better use"
+        " --api-key-file, or QUIRE_API_KEYS in the environment",
+        doc='"name:key" or "key", each a tenant. Without any, here or in api_key_file, every client'
+        " is served, as one tenant.",
+        flag=Flag("api-key", metavar="NAME:KEY"),
+    )
+    api_key_file: str | None = option(
+        None,
+        Text(),
+        group="access",
+        help="file with one NAME:KEY per line; read again when it changes",
+        flag=Flag(metavar="FILE"),
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        Texts("an origin", reads_json=True),
+        group="access",
+        help="origin whose web pages may call the server; may be repeated; '*': any",
+        flag=Flag(metavar="ORIGIN", shown="none"),
+    )
+    max_queued_requests: int = option(
+        MAX_QUEUED_REQUESTS,
+        Whole(1),
+        group="limits",
+        help="open generations of all tenants; above: 429",
+    )
+    max_tenant_requests: int | None = option(
+        None, Whole(1), group="limits", help="open generations of one tenant", flag=_NO_BOUND
+    )
+    max_tenant_tokens_per_minute: int | None = option(
+        None,
+        Whole(1),
+        group="limits",
+        help="prompt and generated tokens of one tenant, on average",
+        flag=_NO_BOUND,
+    )
+    max_body_bytes: int = option(
+        8 << 20,
+        Bytes(),
+        group="limits",
+        help="size of a call's body, such as 4MiB",
+        flag=Flag(shown="8MiB"),
+    )
+    max_prompts: int = option(256, Whole(1), group="limits", help="prompts of one call")
+    max_n: int = option(128, Whole(1), group="limits", help="choices (n) per prompt")
+    max_choices: int = option(1024, Whole(1), group="limits", help="prompts times n of one call")
+    max_stop_strings: int = option(64, Whole(1), group="limits", help="stop strings of one call")
+    max_list_length: int = option(
+        4096,
+        Whole(1),
+        group="limits",
+        help="entries of stop_token_ids, bad_words, logit_bias and the like",
+    )
+    default_deadline_s: float | None = option(
+        None,
+        Seconds(),
+        group="limits",
+        help="time limit of calls without a deadline_s",
+        flag=_NO_BOUND,
+    )
+    heartbeat_timeout_s: float = option(
+        60.0, Seconds(), group="recovery", help="restart the engine if a step takes longer"
+    )
+    max_engine_restarts: int = option(
+        5,
+        Restarts(),
+        group="recovery",
+        help="end the server after more restarts than this in five minutes",
+    )
+    log_level: str = option(
+        "info",
+        OneOf(LOG_LEVELS, listed=", ".join),
+        group="logging",
+        help=", ".join(LOG_LEVELS),
+        flag=Flag(metavar="LEVEL"),
+    )
+    log_format: str = option(
+        "text",
+        OneOf(LOG_FORMATS, listed=", ".join),
+        group="logging",
+        help="{names}",
+        doc='"text", or "json": one object a line.',
+    )
+    otlp_endpoint: str | None = option(
+        None,
+        Text(),
+        group="logging",
+        help="OTLP/HTTP collector for OpenTelemetry spans",
+        flag=Flag(metavar="URL", shown="none"),
+    )

@@ -17,19 +17,19 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import uvicorn
 
-from quire.config import EngineOptions
 from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.recovery import RecoveryConfig
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.hub.model_folder import resolve_model_folder
 from quire.observability import log
 from quire.observability.spans import Spans, open_spans
+from quire.options.engine_options import EngineOptions
 from quire.server.app import SECURITY_HEADERS, create_app
 from quire.server.config import ServerConfig
 from quire.server.generation.limits import CallLimits
@@ -73,26 +73,19 @@ logger = log.get_logger(__name__)
 class _Plan:
     """What one server is made from, all of it checked before the model is loaded.
 
-    process_options: of the engine's process; options: the same, as the front reads them.
+    options: of the engine; its model is the folder that was found, unless it is the embedded one.
+    server_seed: what the seeds of unseeded requests are made from; None: random ones.
     """
 
-    process_options: Mapping[str, object]
     options: EngineOptions
     server: ServerConfig
+    model_name: str
+    server_seed: int | None
     files: "_ModelFiles"
     access: AccessConfig
     limits: CallLimits
     tenants: TenantBook
     spans: Spans | None
-
-    @property
-    def server_seed(self) -> int | None:
-        """What the seeds of unseeded requests are made from; None: random ones."""
-        return self.options.seed if "seed" in self.process_options else None
-
-    @property
-    def model_name(self) -> str:
-        return self.server.served_model_name or self.options.model or EMBEDDED_MODEL_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +120,14 @@ def _plan(
 ) -> _Plan:
     """Raises ConfigurationError and its kinds."""
     files = _load_files(options)
-    process_options = dict(engine_options)
+    model_name = server.served_model_name or options.model or EMBEDDED_MODEL_NAME
     if options.model is not None:  # the engine need not look it up, or fetch it, once more
-        process_options |= {"model": str(files.folder), "revision": None}
+        options = replace(options, model=str(files.folder), revision=None)
     return _Plan(
-        process_options,
         options,
         server,
+        model_name,
+        options.seed if "seed" in engine_options else None,
         files,
         AccessConfig(
             keys=load_keys(server.api_keys, server.api_key_file),
@@ -178,7 +172,7 @@ async def _load_and_serve(plan: _Plan, sock: socket.socket, stopper: "_Stopper")
     log_line = logger.info if log.is_json() else None
     with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
         engine = await AsyncEngine.start(
-            plan.process_options,
+            plan.options.as_mapping(),
             max_queued_requests=server.max_queued_requests,
             recovery=RecoveryConfig(
                 max_restarts=server.max_engine_restarts,

@@ -2,13 +2,13 @@
 
 import pytest
 
-from quire.config import NATIVE_KERNELS
 from quire.kernels.cpu.library import (
     NativeKernels,
     NativeLibrary,
     NativeUnavailableError,
     load_library,
 )
+from quire.options.engine_options import NATIVE_KERNELS
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import NATIVE_KERNELS
 from quire.kernels.cpu import build
+from quire.options.engine_options import NATIVE_KERNELS
 
 COMPILER = """#!/bin/sh
 echo "$@" >> "{log}"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import NATIVE_KERNELS
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi, build
 from quire.kernels.cpu import library as module
@@ -20,6 +19,7 @@ from quire.kernels.cpu.library import (
     NativeUnavailableError,
     available_processors,
 )
+from quire.options.engine_options import NATIVE_KERNELS
 
 STUB = """
 #include <stdint.h>

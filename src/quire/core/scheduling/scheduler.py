@@ -19,6 +19,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.options import SchedulerConfig
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.admission import Admission
@@ -35,35 +36,9 @@ from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Chunk, StepPlan, StepResult, TokenLogprobs
 from quire.errors import (
-    ConfigurationError,
     RequestNeverFitsError,
     SchedulerStalledError,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """max_num_seqs: rows of the runner. max_num_batched_tokens: tokens that one step computes at
-    most; at least max_num_seqs, so that every running sequence can always decode.
-    num_lookahead_blocks: reserved at once by a growing sequence, beyond the one that it needs,
-    while more than a quarter of the pool is free."""
-
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    num_lookahead_blocks: int = 1
-
-    def __post_init__(self) -> None:
-        if self.max_num_seqs < 1:
-            raise ConfigurationError(f"max_num_seqs is {self.max_num_seqs}, but must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigurationError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs,"
-                f" {self.max_num_seqs}: a step could not decode every running sequence"
-            )
-        if self.num_lookahead_blocks < 0:
-            raise ConfigurationError(
-                f"num_lookahead_blocks is {self.num_lookahead_blocks}, but must be at least 0"
-            )
 
 
 @dataclass(slots=True)

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from quire.cli.doctor import describe, examine, findings
-from quire.cli.gpu import Gpu, GpuSoftware
-from quire.cli.machine import Kernels, Machine
+from quire.cli.doctor.findings import describe, examine, findings
+from quire.cli.doctor.gpu import Gpu, GpuSoftware
+from quire.cli.doctor.machine import Kernels, Machine
 
 GIB = 1 << 30
 

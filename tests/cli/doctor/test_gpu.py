@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.cli.gpu import Gpu, GpuSoftware, read_gpu_software, read_gpus
+from quire.cli.doctor.gpu import Gpu, GpuSoftware, read_gpu_software, read_gpus
 
 
 def install_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -1,6 +1,6 @@
 """Reads what a machine has: processor, memory, limits, kernels, disk. For `quire doctor`.
 
-Only looks: what it means is said in `doctor`. What can't be read is None or empty; torch may be
+Only looks: what it means is said in `findings`. What can't be read is None or empty; torch may be
 missing or broken, which is then one of the findings. Linux's files are read below `root`, so that
 tests can bring their own.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from quire.cli.gpu import Gpu, GpuSoftware, read_gpu_software, read_gpus
+from quire.cli.doctor.gpu import Gpu, GpuSoftware, read_gpu_software, read_gpus
 from quire.observability.machine_memory import available_memory_bytes, total_memory_bytes
 
 ROOT = Path("/")

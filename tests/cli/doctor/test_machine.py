@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.machine import EXTRAS, cpu_limit, read_machine
+from quire.cli.doctor.machine import EXTRAS, cpu_limit, read_machine
 
 CPUINFO = """processor\t: 0
 model name\t: A Processor

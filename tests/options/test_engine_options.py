@@ -1,11 +1,15 @@
 """Options: names, types, bounds and sizes."""
 
+import inspect
 from pathlib import Path
 
 import pytest
 
-from quire.config import FOREIGN_OPTIONS, EngineOptions, EngineOptionsDict, parse_bytes
 from quire.errors import ConfigurationError
+from quire.offline.llm import LLM
+from quire.options.engine_options import EngineOptions
+from quire.options.fields import parse_bytes
+from quire.options.foreign import FOREIGN_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -33,9 +37,11 @@ def test_parse_bytes_refuses(text: object) -> None:
         parse_bytes("kv_cache_memory", text)
 
 
-def test_every_option_of_the_keyword_list_exists() -> None:
-    known = {name for name in EngineOptions.__slots__} | {"kv_cache_memory_bytes"}
-    assert set(EngineOptionsDict.__annotations__) == known - {"model"}
+def test_the_arguments_of_llm_are_the_options() -> None:
+    """And a factory of another manager of the memory, for comparisons."""
+    taken = dict(inspect.signature(LLM).parameters)
+    del taken["kv_allocator"]
+    assert taken == inspect.signature(EngineOptions).parameters
 
 
 def test_a_model_may_be_a_path() -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from quire.cli.options import ENGINE_OPTIONS, engine_options, sampling_options
+from quire.cli.flags import ENGINE_OPTIONS, engine_options, sampling_options
 from quire.cli.parser import build_parser
-from quire.config import EngineOptions
 from quire.core.sampling_params import SamplingParams
+from quire.options.engine_options import EngineOptions
 
 
 def test_only_what_was_given_reaches_the_engine() -> None:

@@ -1,15 +1,15 @@
-"""`quire doctor`: what this machine has for quire, and what would make it faster.
+"""From readings of a machine to sentences: what there is, what is wrong, what would help.
 
-Rules from readings to sentences: a problem keeps quire from working here, an advice would make it
-faster. Reads nothing itself: `machine` does. Called by `main`.
+A problem keeps quire from working here, an advice would make it faster. Reads nothing itself:
+`machine` does. Called by `cli.main`.
 """
 
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from quire.cli.gpu import Gpu, GpuSoftware
-from quire.cli.machine import EXTRAS, Machine, read_machine
+from quire.cli.doctor.gpu import Gpu, GpuSoftware
+from quire.cli.doctor.machine import EXTRAS, Machine, read_machine
 from quire.core.memory.memory_report import format_bytes
 from quire.formats.registry import BFLOAT16_BITS, weight_formats
 from quire.version import __version__

@@ -1,0 +1,248 @@
+"""The flags of the commands, made from the declarations of the options.
+
+Each stands under the name that the engine, the server or SamplingParams has for it; those that were
+not given are not handed on, so that the defaults stay where they belong. Only light imports. Called
+by `parser` and `main`.
+"""
+
+import argparse
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import Field, fields
+from fractions import Fraction
+from typing import Any
+
+from quire.options.engine_options import EngineOptions
+from quire.options.fields import (
+    Kind,
+    Option,
+    Options,
+    Switch,
+    Texts,
+    Tokens,
+    check_each,
+    declared_options,
+    flag_help,
+    flag_name,
+    served_defaults,
+)
+from quire.server.config import ServerConfig
+
+ENGINE_GROUPS = ("model", "memory", "scheduling", "computation")
+"""Of flags that every command with an engine has, in the order of the help."""
+
+SERVER_GROUPS: Mapping[str, str | None] = {
+    "server": None,
+    "access": "Without any key, everybody is served.",
+    "limits": "A call above a limit is refused with an error that names it.",
+    "recovery": None,
+    "logging": None,
+}
+"""Of flags that `quire serve` has beside them, with a description where there is one. Options of
+the engine that stand in them have no flag elsewhere."""
+
+SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+"""Handed to SamplingParams under these names; None there means the model's default."""
+
+
+def option_names(options: type[Options], groups: Collection[str]) -> tuple[str, ...]:
+    """Those whose flags stand in these groups."""
+    found = declared_options(options)
+    return tuple(each.name for each, declared in found if declared.group in groups)
+
+
+ENGINE_OPTIONS = option_names(EngineOptions, ENGINE_GROUPS)
+"""Handed to the engine under these names, where given; the defaults are the engine's own."""
+
+MODEL_HELP = next(
+    declared.help for each, declared in declared_options(EngineOptions) if each.name == "model"
+)
+
+
+class Once(argparse.Action):
+    """Stores a value that may be given as a flag or by its place, but not as both."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        if before not in (None, values):
+            parser.error(f"the {self.dest} is given twice: {before} and {values}")
+        setattr(namespace, self.dest, values)
+
+
+# ---- what was given -----------------------------------------------------------------------------
+
+
+def engine_options(
+    args: argparse.Namespace, options: type[Options] = EngineOptions
+) -> dict[str, Any]:
+    """What was given for the engine, `model` included, by the engine's own names."""
+    return _given(args, ("model", *option_names(options, ENGINE_GROUPS)))
+
+
+def served_engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The same for `quire serve`, which has more flags of the engine and some other defaults."""
+    own = option_names(EngineOptions, SERVER_GROUPS)
+    return {**served_defaults(EngineOptions), **engine_options(args), **_given(args, own)}
+
+
+def server_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given for the server, by ServerConfig's names. Raises ConfigurationError."""
+    given = _given(args, tuple(each.name for each in fields(ServerConfig)))
+    kinds = {each.name: declared.kind for each, declared in declared_options(ServerConfig)}
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = kinds[name].settle(name, value, is_optional=False)
+    return given
+
+
+def check_served(args: argparse.Namespace) -> None:
+    """Raises ConfigurationError for a value that the server or the engine would refuse, whatever
+    the others are."""
+    check_each(ServerConfig, server_options(args))
+    check_each(EngineOptions, served_engine_options(args))
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given for the sampling, by SamplingParams' names."""
+    return {name: getattr(args, name) for name in SAMPLING_OPTIONS}
+
+
+def _given(args: argparse.Namespace, names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+# ---- the flags ----------------------------------------------------------------------------------
+
+
+def add_engine(parser: argparse.ArgumentParser, options: type[Options] = EngineOptions) -> None:
+    """The engine's options, in groups."""
+    for title in ENGINE_GROUPS:
+        add_options(parser.add_argument_group(title), options, title)
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """All flags of `quire serve`: of every option of the server, and of the engine."""
+    add_model_by_place(parser)
+    for title, description in SERVER_GROUPS.items():
+        group = parser.add_argument_group(title, description)
+        if title == "server":
+            _add_config(group)
+            add_model_flag(group)
+        add_options(group, ServerConfig, title)
+        add_options(group, EngineOptions, title)
+    add_engine(parser)
+
+
+def _add_config(group: Any) -> None:
+    text = "YAML file with flags; the command line wins over it"
+    group.add_argument("--config", metavar="FILE", help=text)
+
+
+def add_options(group: Any, options: type[Options], title: str) -> None:
+    """The flags of those options that stand in the group of this title."""
+    for each, declared in declared_options(options):
+        if declared.group == title:
+            _add_option(group, each, declared)
+
+
+def _add_option(group: Any, each: Field[Any], declared: Option) -> None:
+    group.add_argument(
+        flag_name(each, declared),
+        *declared.flag.others,
+        dest=each.name,
+        help=flag_help(each, declared),
+        **_reading(declared.kind, declared.flag.metavar),
+    )
+
+
+def _reading(kind: Kind, metavar: str | None) -> dict[str, Any]:
+    """How argparse reads a flag's value, where it has one. What is left as text is read later, by
+    the option itself."""
+    if isinstance(kind, Switch):
+        if kind.is_one_way:
+            return {"action": "store_true", "default": None}
+        return {"action": argparse.BooleanOptionalAction}
+    shown = {"metavar": metavar or kind.metavar}
+    if isinstance(kind, Texts):
+        return shown | {"action": "append"}
+    read = token_count if isinstance(kind, Tokens) else kind.number
+    return shown | ({} if read is None else {"type": read})
+
+
+def token_count(text: str) -> int:
+    """A number that may end in k, m or g (thousands), or in K, M or G (powers of 1024), as in vLLM:
+    4k is 4000, 4K is 4096, 1.5k is 1500."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text.strip())
+    if found is None or ("." in found[1] and not found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; it may end in k or K, as 4k")
+    base = 1000 if found[2].islower() else 1024
+    count = Fraction(found[1]) * base ** " kmg".index(found[2].lower() or " ")
+    if count.denominator != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is {float(count):g}, no whole number")
+    return int(count)
+
+
+def add_model_by_place(parser: argparse.ArgumentParser) -> None:
+    """MODEL without a flag, for a command that has `add_model_flag` as well."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        action=Once,
+        metavar="MODEL",
+        help=MODEL_HELP,
+        default=argparse.SUPPRESS,  # so that its absence leaves alone what --model has set
+    )
+
+
+def add_model_flag(parser: Any) -> None:
+    """--model, for a command that also takes MODEL by its place."""
+    parser.add_argument(
+        "--model", action=Once, metavar="MODEL", help="the same as the positional MODEL"
+    )
+
+
+def add_debug(parser: argparse.ArgumentParser, default: Any) -> None:
+    parser.add_argument(
+        "--debug", action="store_true", default=default, help="show the traceback of an error"
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+    group = parser.add_argument_group(
+        "sampling", "An option that is left out has the model's own default."
+    )
+    limit = "as many as fit" if max_tokens is None else str(max_tokens)
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        default=max_tokens,
+        help=f"tokens to generate at most ({limit})",
+    )
+    group.add_argument(
+        "--temperature", type=float, metavar="T", help="0: always the likeliest token"
+    )
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="sample among the likeliest tokens with sum P"
+    )
+    group.add_argument(
+        "--top-k", type=int, metavar="K", help="sample among the K likeliest tokens; 0: all"
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="sample among tokens at least P times as likely as the likeliest",
+    )
+    group.add_argument(
+        "--seed", type=int, help="seed of the random numbers: makes sampling reproducible"
+    )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )

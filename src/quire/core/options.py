@@ -1,0 +1,157 @@
+"""The options that memory and scheduling obey.
+
+`options.engine_options` joins them with the others. The scheduler is made with `SchedulerConfig`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from quire.core.memory.eviction import DEFAULT_ORDER, EVICTION_ORDERS
+from quire.core.scheduling.pacing import LEAST_MAX_ITL_RATIO
+from quire.core.scheduling.policy import POLICIES
+from quire.errors import ConfigurationError
+from quire.options.fields import (
+    Flag,
+    Kind,
+    OneOf,
+    Options,
+    PowerOfTwo,
+    Switch,
+    Tokens,
+    Whole,
+    option,
+)
+
+SERVED_MAX_ITL_RATIO = 2.8
+
+
+def _sorted(names: tuple[str, ...]) -> str:
+    return ", ".join(sorted(names))
+
+
+@dataclass(frozen=True, slots=True)
+class StepRatio(Kind):
+    """How many times as long a step may become: 0 (no limit), or enough for a prompt to go on."""
+
+    metavar: ClassVar[str | None] = "X"
+    number: ClassVar[type[int] | type[float] | None] = float
+
+    def settle(self, name: str, value: Any, *, is_optional: bool) -> float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and (value == 0 or LEAST_MAX_ITL_RATIO <= value < math.inf):
+            return value  # type: ignore[no-any-return]
+        raise ConfigurationError(
+            f"{name} is {value!r}, but must be 0 (no limit) or a number from"
+            f" {LEAST_MAX_ITL_RATIO} up"
+        )
+
+
+@dataclass(frozen=True)
+class CacheOptions(Options):
+    """How the KV cache is divided, shared and evicted."""
+
+    block_size: int = option(
+        16,
+        PowerOfTwo(8, 2048),
+        group="memory",
+        help="tokens per KV block",
+        doc="tokens per KV block, a power of two from 8 to 2048.",
+    )
+    enable_prefix_caching: bool | None = option(
+        None,
+        Switch(),
+        group="memory",
+        help="share the KV blocks of equal prefixes",
+        doc="share the KV blocks of equal prefixes; None: yes.",
+        flag=Flag(shown="yes"),
+    )
+    eviction: str = option(
+        DEFAULT_ORDER,
+        OneOf(lambda: EVICTION_ORDERS, listed=_sorted),
+        group="memory",
+        help="eviction order: {names}",
+        doc='order in which cached prefixes are evicted: "hit_density", by frequency and recency,'
+        ' or "lru", by recency alone.',
+    )
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.enable_prefix_caching is None:
+            object.__setattr__(self, "enable_prefix_caching", True)  # frozen
+        if self.eviction != DEFAULT_ORDER and not self.enable_prefix_caching:
+            raise ConfigurationError(
+                f"eviction is {self.eviction!r}, but nothing is cached that could be evicted"
+                " (enable_prefix_caching is False); leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(Options):
+    """How much one step may compute, and how much memory is reserved ahead."""
+
+    max_num_seqs: int = option(
+        64,
+        Whole(1),
+        group="scheduling",
+        help="sequences per step at most",
+        doc="the most sequences that run at once.",
+    )
+    max_num_batched_tokens: int = option(
+        2048,
+        Tokens(1),
+        group="scheduling",
+        help="tokens per step at most",
+        doc="the most tokens that a step computes; at least max_num_seqs, so that every running"
+        " sequence can always decode. None: 2048, or max_num_seqs if that is more.",
+    )
+    num_lookahead_blocks: int = option(
+        1,
+        Whole(0),
+        group="memory",
+        help="KV blocks reserved ahead per sequence",
+        doc="KV blocks that a growing sequence reserves in advance beside the one that it needs,"
+        " while more than a quarter of the memory is free.",
+    )
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigurationError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs,"
+                f" {self.max_num_seqs}: a step could not decode every running sequence"
+            )
+
+    @staticmethod
+    def complete(given: dict[str, Any]) -> None:
+        """Set the default that depends on another option."""
+        if given.get("max_num_batched_tokens") is None:
+            given.pop("max_num_batched_tokens", None)
+            max_num_seqs = given.get("max_num_seqs")
+            default = SchedulerConfig.max_num_batched_tokens
+            if isinstance(max_num_seqs, int) and max_num_seqs > default:
+                given["max_num_batched_tokens"] = max_num_seqs
+
+
+@dataclass(frozen=True)
+class PolicyOptions(Options):
+    """Who goes first, and how much a prompt may slow the others down."""
+
+    scheduling_policy: str = option(
+        "fcfs",
+        OneOf(lambda: POLICIES, listed=_sorted),
+        group="scheduling",
+        help="{names}",
+        doc='"fcfs", "priority", "fair", "longest_prefix" or "deadline". A prompt\'s priority needs'
+        ' "priority", and its deadline_s "deadline"; with another policy both are refused.',
+    )
+    max_itl_ratio: float = option(
+        0.0,
+        StepRatio(),
+        group="scheduling",
+        help="prompts may make a step of running sequences X times as long; 0: no limit",
+        doc="prompts that are computed beside running sequences may make a step at most this many"
+        " times as long, according to a cost model that is measured at start-up (for at most about"
+        " 1.5 s) and adjusted to later steps. 0: no limit, for the highest throughput.",
+        flag=Flag(served=SERVED_MAX_ITL_RATIO),
+    )

@@ -1,0 +1,303 @@
+"""All options of an engine in one checked object, and what the composition root itself obeys.
+
+Components declare their options (`fields`); `EngineOptions` is all of them, under flat
+names. Torch-free, so that the command line and the server's front can check what was given.
+Called by the command line, the benchmarks, `LLM`, the server's start and the composition root.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from quire.attention.registry import backend_names
+from quire.core.options import CacheOptions, PolicyOptions, SchedulerConfig
+from quire.errors import ConfigurationError, did_you_mean
+from quire.formats.registry import weight_format_names
+from quire.options.fields import (
+    Bytes,
+    Flag,
+    OneOf,
+    Options,
+    Pattern,
+    Share,
+    Switch,
+    Text,
+    Tokens,
+    Whole,
+    option,
+)
+from quire.options.foreign import ALIASES, FOREIGN_OPTIONS, check_foreign
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+OTHER_DTYPES = (("half", "float16"), ("float", "float32"))
+NATIVE_KERNELS = ("avx512_bf16", "avx512", "avx2", "portable")
+KERNELS = ("auto", "torch", "triton", *NATIVE_KERNELS)
+MAX_NUM_THREADS = 1024
+
+_PLACE = "a folder or a hub id"
+
+
+@dataclass(frozen=True)
+class ModelOptions(Options):
+    """What is loaded, in which number format, and what a request may ask of it."""
+
+    model: str | None = option(
+        None,
+        Text(_PLACE, is_path=True),
+        help="folder or hub id of a model in Hugging Face format (the embedded model)",
+        doc="a local folder or a hub id in Hugging Face format; None: the embedded model.",
+    )
+    tokenizer: str | None = option(
+        None,
+        Text(_PLACE, is_path=True),
+        group="model",
+        help="folder or hub id of the tokenizer",
+        doc="another folder or hub id to take the tokenizer from.",
+        flag=Flag(metavar="PATH", shown="the model's"),
+    )
+    revision: str | None = option(
+        None,
+        Text(_PLACE),
+        group="model",
+        help="branch, tag or commit of the hub id",
+        doc="branch, tag or commit of the hub id.",
+        flag=Flag(metavar="NAME", shown="main"),
+    )
+    skip_tokenizer_init: bool = option(
+        False,
+        Switch(),
+        help="have no tokenizer",
+        doc="have no tokenizer; prompts and outputs are token ids only.",
+    )
+    dtype: str = option(
+        "auto",
+        OneOf(DTYPES, others=OTHER_DTYPES),
+        group="model",
+        help=f"number format: {', '.join(DTYPES)}; also"
+        f" {', '.join(name for name, _ in OTHER_DTYPES)}",
+        doc='"auto": the checkpoint\'s own, or float32 if this processor only emulates that; "half"'
+        ' and "float" are float16 and float32.',
+        flag=Flag(metavar="DTYPE"),
+    )
+    quantization: str | None = option(
+        None,
+        OneOf(weight_format_names),
+        group="model",
+        help="round weights to {names} while loading",
+        doc="rounds the weights of linear layers during loading, from any checkpoint: to int8, with"
+        " a scale per output, or to int4, with a scale per group of 32 inputs. Both multiply with"
+        " activations of eight bits, with a scale per token. Norms, biases and the embedding are"
+        " not rounded. None: nothing is.",
+        flag=Flag(shown="none"),
+    )
+    max_model_len: int | None = option(
+        None,
+        Tokens(2),
+        group="model",
+        help="tokens of one sequence, such as 4k",
+        doc="tokens of prompt and output together; None: the model's limit, or what fits into the"
+        " KV cache.",
+        flag=Flag(shown="the model's limit, or what fits"),
+    )
+    max_logprobs: int = option(
+        20,
+        Whole(0),
+        group="model",
+        help="highest logprobs that a request may ask for",
+        doc="the highest logprobs or prompt_logprobs that a request may ask for.",
+    )
+    allow_special_tokens: bool = option(
+        False,
+        Switch(),
+        group="model",
+        help="let special tokens that are written out in chat messages take effect",
+        doc='special tokens that are written out in chat messages ("<|im_end|>") take effect;'
+        " otherwise they are encoded as ordinary characters. In text prompts they always take"
+        " effect.",
+    )
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ConfigurationError(
+                f"tokenizer is {self.tokenizer!r}, but skip_tokenizer_init says to have none; give"
+                " one of them"
+            )
+
+
+@dataclass(frozen=True)
+class SizeOptions(Options):
+    """How large the KV cache is. At most one of them is given; without any, `host_memory_plan` and
+    `device_memory_plan` choose."""
+
+    kv_cache_memory: int | str | None = option(
+        None,
+        Bytes(),
+        group="memory",
+        help="size of the KV cache, such as 2GiB",
+        doc='bytes of the KV cache, or text such as "2GiB". Without this and the next two: on a'
+        " GPU, gpu_memory_utilization is 0.9; on the CPU, what max_num_seqs full-length sequences"
+        " need, but at most 30% of the free memory.",
+    )
+    num_blocks: int | None = option(
+        None,
+        Whole(1),
+        group="memory",
+        help="number of KV blocks, instead of a size",
+        doc="the size of the KV cache in blocks, instead of kv_cache_memory.",
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        Share(),
+        group="memory",
+        help="share of the GPU's memory (on a CPU: of the machine's) for weights and KV cache"
+        " together, instead of a size",
+        doc="share, above 0 and at most 1, of the device's memory (on the CPU: of the machine's)"
+        " that weights and KV cache fill together; instead of kv_cache_memory and num_blocks.",
+    )
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """kv_cache_memory, which is a number once it is checked."""
+        assert not isinstance(self.kv_cache_memory, str)
+        return self.kv_cache_memory
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        given = [each.name for each in fields(SizeOptions) if getattr(self, each.name) is not None]
+        if len(given) > 1:
+            raise ConfigurationError(
+                f"{given[0]} and {given[1]} both set the size of the KV cache; give one of them"
+            )
+
+
+@dataclass(frozen=True)
+class ComputeOptions(Options):
+    """On what an engine computes, with which kernels, and how many processes."""
+
+    device: str = option(
+        "auto",
+        Pattern(
+            r"auto|cpu|cuda(:\d+)?",
+            "'auto', 'cpu', 'cuda' or a GPU by its number, like 'cuda:1'",
+        ),
+        group="computation",
+        help="auto, cpu, cuda or cuda:N",
+        doc='"cpu", "cuda" or "cuda:1"; "auto": the GPU if torch can use one.',
+        flag=Flag(metavar="DEVICE"),
+    )
+    kernels: str = option(
+        "auto",
+        OneOf(KERNELS),
+        group="computation",
+        help=f"{', '.join(NATIVE_KERNELS)}; triton on a GPU; or torch",
+        doc='on the CPU, "auto": the native kernels for the best instruction set of this processor,'
+        " or torch if they were not built or don't support the dtype (the log says so);"
+        ' "avx512_bf16", "avx512", "avx2" or "portable": exactly these; "torch". On a GPU, "auto"'
+        ' and "triton" are the Triton kernels. "triton" on the CPU runs them in Triton\'s'
+        " interpreter (TRITON_INTERPRET=1), thousands of times slower, as a check.",
+    )
+    attention_backend: str | None = option(
+        None,
+        OneOf(backend_names),
+        group="computation",
+        help="{names}",
+        doc='"native", "triton", "flashinfer" or "torch"; None: the best for the kernels.',
+        flag=Flag(shown="the best for the kernels"),
+    )
+    num_threads: int | None = option(
+        None,
+        Whole(1, MAX_NUM_THREADS),
+        group="computation",
+        help="computing threads",
+        doc="computing threads; None: one per processor that this process may use, or torch's own"
+        ' number with kernels="torch".',
+        flag=Flag(shown="one per processor"),
+    )
+    tensor_parallel_size: int = option(
+        1,
+        Whole(1),
+        group="computation",
+        help="processes that share every layer, each on its own GPU",
+        doc="number of processes that compute a step together. Each holds a share of every layer,"
+        " on its own GPU or on the CPU.",
+        flag=Flag(others=("-tp",)),
+    )
+    batch_invariant: bool = option(
+        False,
+        Switch(),
+        group="computation",
+        help="make answers on a GPU independent of what else runs, to the bit; slower. CPU kernels"
+        " always do",
+        doc="on a GPU, tokens and log-probabilities don't depend on what else runs, to the bit."
+        " With the native kernels of the CPU they never do.",
+    )
+    async_scheduling: bool | None = option(
+        None,
+        Switch(),
+        group="computation",
+        help="plan a step while the previous one runs",
+        doc="plan a step while the previous one runs; None: on a GPU only, since on the CPU the two"
+        " don't overlap.",
+        flag=Flag(shown="yes on a GPU, no on a CPU"),
+    )
+    enforce_eager: bool = option(
+        False,
+        Switch(),
+        group="computation",
+        help="don't use CUDA graphs: less memory, slower decoding",
+        doc="never capture CUDA graphs: less memory, slower decoding. On the CPU, which has none,"
+        " it is taken and changes nothing; the log says so.",
+    )
+
+
+@dataclass(frozen=True)
+class EngineOptions(
+    ComputeOptions, PolicyOptions, SchedulerConfig, CacheOptions, SizeOptions, ModelOptions
+):
+    """Everything a user may say about an engine."""
+
+    seed: int = option(
+        0,
+        Whole(0),
+        group="server",
+        help="makes the seeds of unseeded requests the same after each start",
+        doc="of the random numbers from which requests without a seed draw theirs.",
+        flag=Flag(metavar="SEED", shown="random seeds"),
+    )
+    disable_log_stats: bool = option(
+        True,
+        Switch(is_one_way=True),
+        group="logging",
+        help="don't log throughput and memory use every ten seconds",
+        doc="don't log throughput and memory use every ten seconds.",
+        flag=Flag(shown="", served=False),
+    )
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
+        """Check names, types and bounds; every name that is not known is refused."""
+        known = {each.name for each in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in options.items():
+            target = ALIASES.get(name, name)
+            if name in FOREIGN_OPTIONS:
+                check_foreign(name, value)
+                continue
+            if target not in known:
+                raise ConfigurationError(_unknown_option(name, known | set(ALIASES)))
+            if target in values:
+                raise ConfigurationError(f"{name} is given twice, also as {target}; give it once")
+            values[target] = value
+        cls.complete(values)
+        return cls(**values)
+
+    def as_mapping(self) -> dict[str, Any]:
+        """By name, as plain data for another process, where `from_mapping` reads it."""
+        return self.part(EngineOptions)
+
+
+def _unknown_option(name: str, known: Collection[str]) -> str:
+    """The sentence for an option that does not exist, with the nearest that does."""
+    hint = did_you_mean(name, known) or "."
+    return f"unknown option {name}{hint} Known options: {', '.join(sorted(known))}"
