@@ -43,6 +43,7 @@ from quire.core.step import TokenMasks
 from quire.engine.engine import Engine
 from quire.engine_client.messages import Outputs, encode
 from quire.kernels.transfers import DeviceLink
+from quire.layers.operators import OperatorModule
 from quire.models.interface import CausalLM, ModelOutput
 from quire.observability.step_trace import StepRecord
 from quire.runtime.batch import RowBatch
@@ -88,7 +89,7 @@ class NoModel(CausalLM):
     """Hidden states and logits that nobody computed."""
 
     def __init__(self, max_num_tokens: int, max_num_rows: int) -> None:
-        super().__init__()
+        OperatorModule.__init__(self)
         self.vocab_size = VOCAB_SIZE
         self.hidden_size = 1
         self.attention_specs = (AttentionSpec(1, 1, 8, 1.0),)

@@ -8,7 +8,7 @@ import torch
 
 from quire.attention.interface import AttentionSpec
 from quire.kernels.rotary import Angles, rotate
-from quire.layers.attention import Attention, AttentionBias
+from quire.layers.attention import Attention, AttentionBias, QKNorm
 from quire.layers.linear import LinearKind
 
 SPEC = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=4, scale=0.5)
@@ -32,7 +32,7 @@ def _attention(qk_norm_eps=None, bias=AttentionBias()):  # noqa: B008
         HIDDEN,
         SPEC,
         bias=bias,
-        qk_norm_eps=qk_norm_eps,
+        qk_norm=None if qk_norm_eps is None else QKNorm(qk_norm_eps),
         dtype=torch.float32,
         device=torch.device("cpu"),
     )

@@ -291,7 +291,7 @@ def test_ctrl_c_leaves_a_working_llm(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return forward(step)
 
-    interrupted.plan = forward.plan
+    interrupted.plan, interrupted.logits = forward.plan, forward.logits
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine._runner, "_forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -306,14 +306,14 @@ def test_a_broken_request_says_so_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = LLM(dtype="float32", max_model_len=256)
-    logits = llm.engine._runner._model.logits
+    logits = llm.engine._runner._forward.logits
 
     def broken(hidden):
         found = logits(hidden)
         found[0] = float("nan")
         return found
 
-    monkeypatch.setattr(llm.engine._runner._model, "logits", broken)
+    monkeypatch.setattr(llm.engine._runner._forward, "logits", broken)
     with caplog.at_level("WARNING", logger="quire"):
         bad, good = llm.generate(["import os", "class A:"], SamplingParams(max_tokens=1), False)
     assert bad.outputs[0].finish_reason == "error" and bad.error and "NaN" in bad.error

@@ -13,6 +13,7 @@ from quire.kernels.rotary import Rotation, rotate
 from quire.kernels.transfers import DeviceLink
 from quire.runtime.batch import RowBatch
 from quire.runtime.device_rows import DeviceRows
+from quire.runtime.forward import ModuleForward
 from quire.runtime.graphs import RepeatedCalls, graph_sizes
 from quire.runtime.model_runner import ModelRunner
 from quire.sampling.device.history import DeviceHistory
@@ -152,11 +153,13 @@ def move_to_device(
 ) -> ModelRunner:
     """Let an engine that was built to compute with torch go on along the device's path."""
     old, host = engine._runner, host_rows(engine)
+    assert isinstance(old._forward, ModuleForward)
+    model = old._forward._model
     num_rows = len(host.num_tokens)
     rows = DeviceRows(host, LINK, () if capture is None else graph_sizes(num_rows))
-    sampler = HistorySampler(SamplingRows(num_rows, old._model.vocab_size), rows.history)
+    sampler = HistorySampler(SamplingRows(num_rows, model.vocab_size), rows.history)
     backend = TorchPagedAttention() if capture is None else TensorsOnly()
-    runner = ModelRunner(old._model, backend, old._kv_cache, rows, sampler, capture=capture)
+    runner = ModelRunner(model, backend, old._kv_cache, rows, sampler, capture=capture)
     engine._runner = runner
     engine.overlap = overlap
     return runner

@@ -149,7 +149,7 @@ def test_a_broken_row_ends_alone_though_its_next_step_is_under_way(
     prompts = [{"prompt_token_ids": [30, 31]}, {"prompt_token_ids": [40, 41, 42]}]
     wish = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     expected = llm.generate(prompts, wish, use_tqdm=False)
-    plain, num_calls = runner._model.logits, 0
+    plain, num_calls = runner._forward.logits, 0
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:
         nonlocal num_calls
@@ -159,7 +159,7 @@ def test_a_broken_row_ends_alone_though_its_next_step_is_under_way(
             logits[0] = float("nan")
         return logits
 
-    monkeypatch.setattr(runner._model, "logits", broken)
+    monkeypatch.setattr(runner._forward, "logits", broken)
     first, second = llm.generate(prompts, wish, use_tqdm=False)
     assert told([second]) == told(expected[1:])
     (branch,) = first.outputs

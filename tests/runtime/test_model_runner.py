@@ -133,15 +133,15 @@ def test_a_grammar_mask_binds_its_row(runner) -> None:
     assert runner.result().token_ids == [(allowed,)]
 
 
-def test_nan_in_one_rows_logits_fails_that_row_alone(runner, model, monkeypatch) -> None:
-    plain = model.logits
+def test_nan_in_one_rows_logits_fails_that_row_alone(runner, monkeypatch) -> None:
+    plain = runner._forward.logits
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:
         logits = plain(hidden)
         logits[0] = math.nan
         return logits
 
-    monkeypatch.setattr(model, "logits", broken)
+    monkeypatch.setattr(runner._forward, "logits", broken)
     plan = StepPlan(
         0,
         2,
@@ -155,9 +155,9 @@ def test_nan_in_one_rows_logits_fails_that_row_alone(runner, model, monkeypatch)
 
 
 def test_a_row_that_failed_is_computed_once_more_where_the_next_step_was_under_way(
-    runner, model, monkeypatch
+    runner, monkeypatch
 ) -> None:
-    plain, broken_lines = model.logits, [0]
+    plain, broken_lines = runner._forward.logits, [0]
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:
         logits = plain(hidden)
@@ -165,7 +165,7 @@ def test_a_row_that_failed_is_computed_once_more_where_the_next_step_was_under_w
             logits[broken_lines.pop()] = math.nan
         return logits
 
-    monkeypatch.setattr(model, "logits", broken)
+    monkeypatch.setattr(runner._forward, "logits", broken)
     admissions = (admission(0, (0, 1)), admission(1, (2, 3)))
     runner.execute(StepPlan(0, 2, 20, admit=admissions, chunks=(Chunk(0, 10), Chunk(1, 10))))
     runner.sample()

@@ -1,52 +1,122 @@
-"""What computes the operators between a model's linears: torch, or the Triton kernels of a GPU.
+"""What computes the operators between a model's linears: torch, Triton, or a program's recorder.
 
 A model's modules hold an `Operators` and don't ask for devices; `layers.operators.use_operators`
 puts another in its place from outside, as `Linear.use` does with the method of a linear.
 
-Shapes: ... any leading dimensions, D normalised size, F intermediate size. All tensors of a call
-have one dtype: fp32, bf16 or fp16.
+Shapes: T tokens, ... any leading dimensions, D normalised size, F intermediate size. All tensors of
+a call have one dtype: fp32, bf16 or fp16.
 """
 
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
+from quire.kernels.gelu_mul import gelu_mul
 from quire.kernels.rms_norm import add_rms_norm, rms_norm
 from quire.kernels.silu_mul import silu_mul
 
 
-class Operators(Protocol):
-    """Each is defined, with its roundings, by the torch function of the same name."""
+class RowTable(Protocol):
+    """Vectors that are stored in another form than a tensor of rows."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [..., D], weight [D] -> [..., D]."""
+    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
+        """outputs [T] int64 -> these rows, [T, H]."""
+        ...
+
+
+class Operators(Protocol):
+    """Each is defined, with its roundings, by `TorchOperators`."""
+
+    def embed(self, table: torch.Tensor | RowTable, token_ids: torch.Tensor) -> torch.Tensor:
+        """table: of [V, H]; token_ids [T] int64, each below V -> [T, H]."""
+        ...
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float | None = None,
+        *,
+        overwrites: bool = False,
+    ) -> torch.Tensor:
+        """x [..., D], weight [D] -> [..., D]. overwrites: nobody reads x afterwards, so the result
+        may take its place."""
         ...
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float | None = None,
+        scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [..., D] -> (norm of residual + x, residual + x). Either may be overwritten:
-        nobody reads them afterwards."""
+        """x, residual [..., D] -> (norm of the sum, the sum), the sum as of `add`. Either may be
+        overwritten: nobody reads them afterwards."""
+        ...
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """x, residual [..., D] -> residual + scale * x. Both as for `add_rms_norm`."""
+        ...
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """x [..., D] -> factor * x. x may be overwritten."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [..., 2F], gate first -> silu(gate) * up, [..., F]."""
         ...
 
+    def gelu_mul(self, gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
+        """gate_up [..., 2F], gate first -> gelu(gate) * up, [..., F]. approximate: "tanh", or
+        "none"."""
+        ...
+
 
 class TorchOperators:
     """On any device, and the definition of the others."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(x, weight, eps)
+    def embed(self, table: torch.Tensor | RowTable, token_ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(table, torch.Tensor):
+            return functional.embedding(token_ids, table)
+        return table.unpack(token_ids)
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float | None = None,
+        *,
+        overwrites: bool = False,
+    ) -> torch.Tensor:
+        return rms_norm(x, weight, eps, offset)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float | None = None,
+        scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(x, residual, weight, eps, offset, scale)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return residual + (x if scale == 1.0 else x * scale)
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
+        return gelu_mul(gate_up, approximate)
 
 
 TORCH_OPERATORS = TorchOperators()

@@ -2,8 +2,11 @@
 
     y = weight * x / sqrt(mean(x^2) + eps)
 
-The mean and the division are fp32; the quotient is rounded to x's dtype before the weight
-multiplies it: the order of transformers' LlamaRMSNorm, which checkpoints are tuned to.
+The mean and the division are fp32. Then, as the checkpoint's model has it in transformers:
+
+    offset None     the quotient is rounded to x's dtype before the weight multiplies it (Llama)
+    offset a number weight + offset multiplies it in fp32, and the product is rounded: 0 for OLMo 2,
+                    1 for Gemma
 
 Called by `layers.norm`. Knows nothing of layers or of where x comes from.
 
@@ -13,18 +16,26 @@ Shapes: ... any leading dimensions, D normalised size. dtypes: fp32, bf16, fp16;
 import torch
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None = None
+) -> torch.Tensor:
     """x [..., D], weight [D] -> [..., D]."""
     _check(x, weight)
-    return _rms_norm_torch(x, weight, eps)
+    return _rms_norm_torch(x, weight, eps, offset)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float | None = None,
+    scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, residual [..., D], weight [D] -> (norm of the sum, the sum), each [..., D].
 
-    The sum is rounded to x's dtype, as the residual stream is. Neither argument is written to.
+    The sum is residual + scale * x. It is rounded to x's dtype, as the residual stream is, and so
+    is the product where scale is not 1. Neither argument is written to.
     """
     _check(x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
@@ -32,8 +43,8 @@ def add_rms_norm(
             f"residual is {tuple(residual.shape)} {residual.dtype}, but must be like x, "
             f"{tuple(x.shape)} {x.dtype}"
         )
-    total = residual + x
-    return _rms_norm_torch(total, weight, eps), total
+    total = residual + (x if scale == 1.0 else x * scale)
+    return _rms_norm_torch(total, weight, eps, offset), total
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -44,7 +55,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
         )
 
 
-def _rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _rms_norm_torch(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None
+) -> torch.Tensor:
     wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype).mul_(weight)
+    quotient = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if offset is not None:
+        return (quotient * (weight.float() + offset)).to(x.dtype)
+    return quotient.to(x.dtype).mul_(weight)

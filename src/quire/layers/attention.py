@@ -11,12 +11,9 @@ import torch
 from torch import nn
 
 from quire.attention.interface import AttentionCall, AttentionSpec
-from quire.kernels.cpu import abi
-from quire.kernels.cpu.program import Buffer, ProgramBuilder
 from quire.kernels.rotary import Angles, Rotation
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import RMSNorm
-from quire.layers.packed_linear import packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +24,19 @@ class AttentionBias:
     output: bool = False
 
 
-class Attention(nn.Module):
-    """One layer's attention block; `layer` is its index in the attention call.
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """RMSNorm of q and k before the rotation. per_head: of each head; else of all heads together.
+    offset: as `kernels.rms_norm` says."""
 
-    qk_norm_eps: normalise each head of q and k before the rotation; None: don't.
-    """
+    eps: float
+    per_head: bool = True
+    offset: float | None = None
+
+
+class Attention(nn.Module):
+    """One layer's attention block; `layer` is its index in the attention call. qk_norm: None: q and
+    k are rotated as they are."""
 
     def __init__(
         self,
@@ -40,7 +45,7 @@ class Attention(nn.Module):
         spec: AttentionSpec,
         *,
         bias: AttentionBias,
-        qk_norm_eps: float | None,
+        qk_norm: QKNorm | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -62,9 +67,14 @@ class Attention(nn.Module):
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(spec.head_dim, qk_norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(spec.head_dim, qk_norm_eps, dtype=dtype, device=device)
+        self.qk_norm = qk_norm
+        if qk_norm is not None:
+            head = spec.head_dim
+            sizes = (head, head) if qk_norm.per_head else (q_size, kv_size)
+            self.q_norm, self.k_norm = (
+                RMSNorm(size, qk_norm.eps, dtype=dtype, device=device, offset=qk_norm.offset)
+                for size in sizes
+            )
 
     def forward(
         self, hidden: torch.Tensor, angles: Angles, attention: AttentionCall
@@ -74,32 +84,22 @@ class Attention(nn.Module):
         The attention call gets q, k and v as strided views of the fused output, which is its to
         overwrite, and is told how to norm and rotate the first two.
         """
-        head_dim = self.spec.head_dim
-        q, k, v = (
-            part.unflatten(-1, (-1, head_dim))
-            for part in self.qkv_proj(hidden).split(self.part_sizes, dim=-1)
-        )
+        q, k, v = self.qkv_proj(hidden).split(self.part_sizes, dim=-1)
+        if self.qk_norm is not None and not self.qk_norm.per_head:
+            q, k = self._normed(q, k)
+        q, k, v = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in (q, k, v))
         rotation = Rotation(angles)
-        if self.q_norm is not None and self.k_norm is not None:
-            rotation = Rotation(angles, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        if self.qk_norm is not None and self.qk_norm.per_head:
+            if self.qk_norm.offset is None:
+                assert self.q_norm is not None and self.k_norm is not None
+                weights = self.q_norm.weight, self.k_norm.weight
+                rotation = Rotation(angles, *weights, self.qk_norm.eps)
+            else:  # which a rotation has no place for
+                q, k = self._normed(q, k)
         attended = attention(self.layer, q, k, v, rotation=rotation)
         output: torch.Tensor = self.o_proj(attended.flatten(-2))
         return output
 
-    def lower(
-        self, program: ProgramBuilder, normed: Buffer, rope_table: torch.Tensor, residual: Buffer
-    ) -> None:
-        """`forward` of normed, added to the residual stream, as operations of a native program.
-
-        rope_table: of all positions, as `layers.rotary` keeps it.
-        """
-        rotation = abi.Rotary(table=rope_table.data_ptr())
-        if self.q_norm is not None and self.k_norm is not None:
-            rotation.q_norm = self.q_norm.weight.data_ptr()
-            rotation.k_norm = self.k_norm.weight.data_ptr()
-            rotation.norm_eps = self.q_norm.eps
-        qkv = program.linear(normed, packed(self.qkv_proj), "qkv")
-        program.keep(self, rope_table)
-        program.rotate_and_write_kv(self.layer, qkv, rotation)
-        attended = program.attention(self.layer, qkv)
-        program.add_linear(attended, packed(self.o_proj), residual)
+    def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.q_norm is not None and self.k_norm is not None
+        return self.q_norm(q, overwrites=True), self.k_norm(k, overwrites=True)

@@ -7,10 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.program import Buffer, ProgramBuilder
 from quire.layers.linear import (
     Linear,
     LinearKind,
@@ -19,12 +16,13 @@ from quire.layers.linear import (
     WeightSlot,
     empty_parameter,
 )
+from quire.layers.operators import OperatorModule
 
 LookUp = Callable[[torch.Tensor], torch.Tensor]
 """token_ids [T], each below V -> [T, H]."""
 
 
-class VocabEmbedding(nn.Module):
+class VocabEmbedding(OperatorModule):
     """One vector of the model's width for each token id.
 
     weight: the vectors [V, H]; None where a tied head's storage of them serves both ends.
@@ -56,19 +54,9 @@ class VocabEmbedding(nn.Module):
         return self._look_up(token_ids)
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self.source is not None:
-            return self.source.unpack(token_ids)
-        assert self.weight is not None
-        return functional.embedding(token_ids, self.weight)
-
-    def lower(self, program: ProgramBuilder) -> Buffer:
-        """`forward` of the step's token ids, as an operation of a native program."""
-        assert self.shard is None, "a native program has no collectives"
-        if self.source is None:
-            assert self.weight is not None
-            return program.embed(self.weight, self.hidden_size)
-        assert isinstance(self.source, PackedLinear)
-        return program.embed(self.source, self.hidden_size)
+        table = self.weight if self.source is None else self.source
+        assert table is not None
+        return self.operators.embed(table, token_ids)
 
 
 class LMHead(Linear):

@@ -1,15 +1,20 @@
-"""The SwiGLU feed-forward block: down(silu(gate(x)) * up(x)). Called by the models."""
+"""The gated feed-forward block: down(act(gate(x)) * up(x)). Called by the models."""
 
 import torch
-from torch import nn
 
-from quire.kernels.cpu.program import Buffer, ProgramBuilder
 from quire.layers.linear import Linear, LinearKind
-from quire.layers.packed_linear import packed
+from quire.layers.operators import OperatorModule
+
+SILU = "silu"
+GELU_APPROXIMATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
+"""As a config.json names the function -> as torch names its form."""
 
 
-class MLP(nn.Module):
-    """gate and up are one fused linear, so x is read once."""
+class MLP(OperatorModule):
+    """gate and up are one fused linear, so x is read once.
+
+    activation: SILU, which their linear computes too, or a key of GELU_APPROXIMATIONS.
+    """
 
     def __init__(
         self,
@@ -19,8 +24,10 @@ class MLP(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        activation: str = SILU,
     ) -> None:
         super().__init__()
+        self.approximate = None if activation == SILU else GELU_APPROXIMATIONS[activation]
         self.gate_up_proj = Linear(
             hidden_size,
             (intermediate_size, intermediate_size),
@@ -41,10 +48,9 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
-        output: torch.Tensor = self.down_proj(self.gate_up_proj.silu_mul(x))
+        if self.approximate is None:
+            gated = self.gate_up_proj.silu_mul(x)
+        else:
+            gated = self.operators.gelu_mul(self.gate_up_proj(x), self.approximate)
+        output: torch.Tensor = self.down_proj(gated)
         return output
-
-    def lower(self, program: ProgramBuilder, normed: Buffer, residual: Buffer) -> None:
-        """`forward` of normed, added to the residual stream, as operations of a native program."""
-        gated = program.silu_mul_linear(normed, packed(self.gate_up_proj), "gated")
-        program.add_linear(gated, packed(self.down_proj), residual)

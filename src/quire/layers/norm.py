@@ -1,31 +1,35 @@
 """RMSNorm with its weight. Its `operators` compute it; called by attention and models."""
 
 import torch
-from torch import nn
 
-from quire.kernels.cpu.program import Buffer, ProgramBuilder
-from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.layers.linear import empty_parameter
+from quire.layers.operators import OperatorModule
 
 
-class RMSNorm(nn.Module):
-    """Normalises the last dimension, D = size."""
+class RMSNorm(OperatorModule):
+    """Normalises the last dimension, D = size. offset: as `kernels.rms_norm` says."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        offset: float | None = None,
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.operators: Operators = TORCH_OPERATORS
+        self.offset = offset
         self.weight = empty_parameter((size,), dtype, device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., D] -> [..., D]."""
-        return self.operators.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: torch.Tensor, *, overwrites: bool = False) -> torch.Tensor:
+        """x [..., D] -> [..., D]. overwrites: nobody reads x afterwards."""
+        return self.operators.rms_norm(x, self.weight, self.eps, self.offset, overwrites=overwrites)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [..., D] -> (norm of residual + x, residual + x). Either may be
-        overwritten."""
-        return self.operators.add_rms_norm(x, residual, self.weight, self.eps)
-
-    def lower(self, program: ProgramBuilder, x: Buffer) -> Buffer:
-        """`forward`, as an operation of a native program."""
-        return program.rms_norm(x, self.weight, self.eps)
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual [..., D] -> (norm of the sum, the sum), residual + scale * x. Nobody reads
+        either afterwards."""
+        return self.operators.add_rms_norm(x, residual, self.weight, self.eps, self.offset, scale)

@@ -1,13 +1,46 @@
-"""Who computes a model's operators is applied from outside, after the model was made."""
+"""What computes a model's operators is applied from outside, after the model was made."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
-from quire.kernels.operators import Operators
-from quire.layers.norm import RMSNorm
+from quire.kernels.cpu.recorder import Recorder
+from quire.kernels.operators import TORCH_OPERATORS, Operators
+from quire.layers.linear import Linear
+from quire.layers.packed_linear import RecordedMethod, is_packed
+
+
+class OperatorModule(nn.Module):
+    """A module that computes with operators. operators: torch's, or what took their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Operators = TORCH_OPERATORS
 
 
 def use_operators(model: nn.Module, operators: Operators) -> None:
-    """Let `operators` compute all norms of the model; a linear's method brings its own."""
+    """Let `operators` compute what is between the model's linears, which have their methods."""
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, OperatorModule):
             module.operators = operators
+
+
+@contextmanager
+def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
+    """Let the recorder note what the model computes, until the end of the `with`."""
+    modules = [module for module in model.modules() if isinstance(module, OperatorModule)]
+    linears = [each for each in model.modules() if isinstance(each, Linear) and is_packed(each)]
+    operators = [module.operators for module in modules]
+    methods = [linear.method for linear in linears]
+    try:
+        use_operators(model, recorder)
+        for linear in linears:
+            linear.method = RecordedMethod(recorder)
+        with recorder.recording():
+            yield
+    finally:
+        for module, before in zip(modules, operators, strict=True):
+            module.operators = before
+        for linear, method in zip(linears, methods, strict=True):
+            linear.method = method

@@ -15,6 +15,7 @@ from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, WeightFormat
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear, apply
+from quire.kernels.cpu.recorder import Recorder
 from quire.layers.linear import Linear, LinearMethod, RowSource
 
 DENSE_FORMATS = {
@@ -122,6 +123,22 @@ class PackedMethod(LinearMethod):
 
     def tie(self, linear: Linear, table: nn.Parameter) -> RowSource | None:
         return _state(linear).weights if self.is_exact else None
+
+
+class RecordedMethod(PackedMethod):
+    """Has a recorder note the product, of a linear that `PackedMethod` has filled."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def _apply(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        epilogue: Epilogue,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        return self._recorder.linear(x, packed(linear), epilogue, out_dtype)
 
 
 def packed(linear: Linear) -> PackedLinear:

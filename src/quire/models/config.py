@@ -1,18 +1,21 @@
-"""What the configs of the Llama family's decoders have in common, and how it is read.
+"""What the configs of decoder models have in common, and how it is read.
 
-Each model file derives its config from `DecoderConfig` and says its difference in `from_hf`.
+Each family's config derives from `DecoderConfig` and says its difference in `from_hf`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 import torch
 
 from quire.attention.interface import AttentionSpec
 from quire.errors import CheckpointError, UnsupportedModelError, shown
+from quire.layers.attention import QKNorm
+from quire.layers.mlp import SILU
 from quire.layers.rotary import Rope
+from quire.layers.sharded import vocab_share
 from quire.models.config_bounds import MAX_WEIGHTS, checked_integer
 from quire.models.config_fields import ConfigFields
 from quire.models.rope_config import read_rope
@@ -23,12 +26,20 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ABC):
-    """A decoder of the Llama family.
+    """A decoder with RMSNorm, rotary positions, grouped-query attention and a gated MLP.
+
+    The first fields are what every family's checkpoint says; those with a default are the parts
+    that a family chooses (`models.decoder` obeys them), or adds to in a subclass.
 
     dtype: the checkpoint's own, as its config says; None: it doesn't say.
     windows: for each layer, how many keys a query sees, itself included; None: all before it.
     qkv_bias, output_bias, mlp_bias: which projections have a bias.
-    qk_norm: each head of q and k is normalised before the rotation.
+    qk_norm: q and k are normalised before the rotation: each "head", or the whole "width".
+    norm_offset: of all norms, as `kernels.rms_norm` says.
+    activation: of the MLP, as `layers.mlp` names it.
+    attention_scale: multiplies q·k; None: one over the root of the head size.
+    embedding_scale, residual_scale, logits_scale: multiply the embeddings, what each block adds to
+        the residual stream, and the logits.
     """
 
     architecture: str
@@ -48,7 +59,13 @@ class DecoderConfig(ABC):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "width"] | None = None
+    norm_offset: float | None = None
+    activation: str = SILU
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
 
     @classmethod
     @abstractmethod
@@ -57,9 +74,12 @@ class DecoderConfig(ABC):
         that is not understood, and CheckpointError for one that is missing or malformed."""
 
     @classmethod
-    def read(cls, fields: ConfigFields, **difference: Any) -> Self:
+    def read(
+        cls, fields: ConfigFields, *, activations: tuple[str, ...] = (SILU,), **difference: Any
+    ) -> Self:
         """Read the fields that all models share, then refuse what is left.
 
+        activations: those that the family may have, first what it has where the config is silent.
         difference: values of the dataclass's own fields that win over those read here.
         """
         num_heads = fields.integer("num_attention_heads")
@@ -69,7 +89,6 @@ class DecoderConfig(ABC):
         head_dim = fields.optional_integer("head_dim")
         if head_dim is None:
             head_dim = _divided_head_dim(hidden_size, num_heads)
-        fields.choice("hidden_act", "silu", ("silu",))
         shared: dict[str, Any] = {
             "architecture": _read_architecture(fields),
             "vocab_size": fields.integer("vocab_size"),
@@ -87,6 +106,7 @@ class DecoderConfig(ABC):
             ),
             "dtype": _read_dtype(fields),
             "windows": (None,) * num_layers,
+            "activation": fields.choice("hidden_act", activations[0], activations),
         }
         fields.finish()
         config = cls(**(shared | difference))
@@ -122,10 +142,44 @@ class DecoderConfig(ABC):
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
-                scale=self.head_dim**-0.5,
+                scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
                 window=window,
             )
             for window in self.windows
+        )
+
+    @property
+    def norm_of_q_and_k(self) -> QKNorm | None:
+        """As `layers.attention` has it."""
+        if self.qk_norm is None:
+            return None
+        return QKNorm(self.rms_norm_eps, self.qk_norm == "head", self.norm_offset)
+
+    def why_not_split(self, num_ranks: int) -> str | None:
+        """Why the model can't be split over so many ranks, as a sentence goes on; None: it can."""
+        if self.num_heads % num_ranks:
+            return f"the model's {self.num_heads} attention heads can't be shared out equally"
+        if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
+            return f"neither it nor the model's {self.num_kv_heads} KV heads divide the other"
+        if self.intermediate_size % num_ranks:
+            return f"the model's intermediate_size, {self.intermediate_size}, is no multiple of it"
+        if not vocab_share(self.vocab_size, num_ranks - 1, num_ranks):
+            return f"of the model's {self.vocab_size} tokens there would be none for the last rank"
+        if self.qk_norm == "width" and num_ranks > 1:
+            return "the model normalises q and k over all heads, of which each rank has a share"
+        return None
+
+    def share_of(self, rank: int, num_ranks: int) -> Self:
+        """The model that a rank builds: with its share of heads, MLP and vocabulary.
+
+        num_ranks: one that `why_not_split` allows.
+        """
+        return replace(
+            self,
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=max(1, self.num_kv_heads // num_ranks),
+            intermediate_size=self.intermediate_size // num_ranks,
+            vocab_size=len(vocab_share(self.vocab_size, rank, num_ranks)),
         )
 
 

@@ -1,37 +1,48 @@
 """The contract of a model. No model file knows ranks, devices, quantization or block tables.
 
-To add a model: one file with a frozen config (`from_hf` refuses fields it does not understand), the
-layers, and the table of checkpoint names; one line in `registry.py`.
+To add a family: one file in `families/` with its config and its modules, one line in `registry.py`.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from quire.attention.interface import AttentionCall, AttentionSpec
-from quire.kernels.cpu.program import Buffer, ProgramBuilder
+from quire.layers.operators import OperatorModule
+from quire.models.config import DecoderConfig
 
 
 @dataclass(slots=True)
 class ModelOutput:
     """hidden: [T, hidden_size], after the final norm. captured: by layer index, the residual stream
-    [T, hidden_size] after the layers that were asked for (EAGLE, embeddings)."""
+    [T, hidden_size] after the layers that were asked for."""
 
     hidden: torch.Tensor
     captured: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class CausalLM(nn.Module, ABC):
+class CausalLM(OperatorModule, ABC):
     """A decoder that predicts the next token.
 
     attention_specs: one for each attention layer, in the order of attention's `layer` argument.
+
+    What is computed between linears and attention is computed by `operators`, and there is no other
+    form of the model: on the CPU `forward` and `logits` are recorded once as native operations
+    (`kernels.cpu.recorder`). Where torch computes something itself, it is run module by module.
     """
 
     vocab_size: int
     hidden_size: int
     attention_specs: tuple[AttentionSpec, ...]
+
+    @abstractmethod
+    def __init__(
+        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        """config: of the family's own type; of one rank's share, where there are several.
+        max_model_len: fixes rope types that depend on a length."""
+        super().__init__()
 
     @abstractmethod
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -49,17 +60,11 @@ class CausalLM(nn.Module, ABC):
     ) -> ModelOutput:
         """Run all layers over T tokens at absolute `positions` [T] int64.
 
-        Exactly one of token_ids [T] int64 and input_embeds [T, hidden_size] is given.
+        Exactly one of token_ids [T] int64 and input_embeds [T, hidden_size], as `embed` gives them,
+        is there. capture_layers: EAGLE-3 drafts from the hidden states of three of them
+        (arXiv:2503.01840).
         """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, hidden_size] -> [R, vocab_size] fp32. Called only for rows that need them."""
-
-    def lower(self, program: ProgramBuilder) -> Buffer | None:
-        """Write `forward` from token ids to the hidden states as operations of a native program.
-
-        Called with all linears packed and no adapters. Returns where the hidden states are left;
-        None: this model has no such form, and its modules are called.
-        """
-        return None

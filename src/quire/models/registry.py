@@ -1,20 +1,28 @@
 """Which architectures there are, and the config of a model folder.
 
-To add a model: its file, and one line in `MODELS`. Called by `models.loader` and `engine.build`.
+To add a family: its file in `families/`, and one line in `MODELS`; a program may add its own there.
+Called by `models.checkpoints.loader` and `assembly`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.errors import UnsupportedModelError, shown
 from quire.hub.model_files import read_json_object
 from quire.models.checkpoints.quantized import refuse_quantized_config
 from quire.models.config import DecoderConfig
-from quire.models.families.llama import CHECKPOINT_PARTS, LlamaConfig, LlamaForCausalLM
+from quire.models.families.llama import LlamaConfig, LlamaForCausalLM
 from quire.models.families.mistral import MistralConfig
 from quire.models.families.qwen2 import Qwen2Config
 from quire.models.families.qwen3 import Qwen3Config
+from quire.models.interface import CausalLM
+
+CHECKPOINT_PARTS: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Our fused linears -> their parts' names in most checkpoints; all other names are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +35,18 @@ class ModelEntry:
     """
 
     config: type[DecoderConfig]
-    model: type[LlamaForCausalLM]
-    checkpoint_parts: Mapping[str, tuple[str, ...]]
+    model: type[CausalLM]
+    checkpoint_parts: Mapping[str, tuple[str, ...]] = field(default_factory=CHECKPOINT_PARTS.copy)
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
     first_layer: str = "model.layers.0."
 
 
 MODELS: dict[str, ModelEntry] = {
-    "LlamaForCausalLM": ModelEntry(LlamaConfig, LlamaForCausalLM, CHECKPOINT_PARTS),
-    "MistralForCausalLM": ModelEntry(MistralConfig, LlamaForCausalLM, CHECKPOINT_PARTS),
-    "Qwen2ForCausalLM": ModelEntry(Qwen2Config, LlamaForCausalLM, CHECKPOINT_PARTS),
-    "Qwen3ForCausalLM": ModelEntry(Qwen3Config, LlamaForCausalLM, CHECKPOINT_PARTS),
+    "LlamaForCausalLM": ModelEntry(LlamaConfig, LlamaForCausalLM),
+    "MistralForCausalLM": ModelEntry(MistralConfig, LlamaForCausalLM),
+    "Qwen2ForCausalLM": ModelEntry(Qwen2Config, LlamaForCausalLM),
+    "Qwen3ForCausalLM": ModelEntry(Qwen3Config, LlamaForCausalLM),
 }
 
 

@@ -1,11 +1,12 @@
-"""How the hidden states of a step are computed: module by module, or as one native program.
+"""How a step's hidden states and logits are computed: by a model's modules, or a native program.
 
 Called by `model_runner.py`. Both ways compute the same model, whichever the kernels allow; a third,
 `graphs.py`, replays the first.
 
-Legend: T tokens of the step, H hidden size.
+Legend: T tokens of the step, R rows that need logits, H hidden size, V vocabulary size.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,13 +14,23 @@ import torch
 from quire.attention.interface import AttentionBackend
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.cpu.program import Program, ProgramBuilder
+from quire.kernels.cpu.program import Program
+from quire.kernels.cpu.recorder import Recorder, UnrecordableError
+from quire.layers.operators import recorded_by
 from quire.models.interface import CausalLM
+from quire.observability.log import get_logger
 from quire.runtime.batch import StepBatch
+
+logger = get_logger(__name__)
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
+"""Hidden states [R, H] -> [R, V] fp32, which the caller may overwrite."""
 
 
 class Forward(Protocol):
-    """Runs all layers over a step's tokens."""
+    """Runs all layers over a step's tokens. logits: of any rows of its result."""
+
+    logits: Logits
 
     def plan(self, step: StepBatch) -> None:
         """What attention does once a step, before the call."""
@@ -34,6 +45,7 @@ class ModuleForward:
     """Calls the model's modules, on any device."""
 
     def __init__(self, model: CausalLM, backend: AttentionBackend) -> None:
+        self.logits: Logits = model.logits
         self._model = model
         self._backend = backend
 
@@ -46,10 +58,13 @@ class ModuleForward:
 
 
 class NativeForward:
-    """Runs the program that the model lowers itself to: one call for all layers."""
+    """Runs the program that was recorded of the model: one call for all layers."""
 
-    def __init__(self, program: Program, backend: AttentionBackend, native: abi.Step) -> None:
+    def __init__(
+        self, program: Program, logits: Logits, backend: AttentionBackend, native: abi.Step
+    ) -> None:
         """native: the step that `backend` plans."""
+        self.logits = logits
         self._program = program
         self._backend = backend
         self._native = native
@@ -70,7 +85,7 @@ def make_forward(
     kernels: NativeKernels | None,
     max_num_tokens: int,
 ) -> Forward:
-    """The native program where there are kernels for all of it, else module by module.
+    """A native program where there are operations for all of it, else module by module.
 
     backend: bound. max_num_tokens: the most that a step computes.
     """
@@ -78,8 +93,28 @@ def make_forward(
     if kernels is None or attention is None:
         return ModuleForward(model, backend)
     dtype = next(model.parameters()).dtype
-    builder = ProgramBuilder(kernels, dtype, max_num_tokens, attention.layers)
-    output = model.lower(builder)
-    if output is None:
+
+    def new_recorder() -> Recorder:
+        return Recorder(kernels, dtype, max_num_tokens, attention.layers)
+
+    try:
+        program = _record_hidden(model, new_recorder())
+    except UnrecordableError as error:
+        logger.info("the model is run module by module, which is slower: %s", error)
         return ModuleForward(model, backend)
-    return NativeForward(builder.finish(output), backend, attention.step)
+    try:
+        logits = _record_logits(model, new_recorder())
+    except UnrecordableError:
+        logits = model.logits
+    return NativeForward(program, logits, backend, attention.step)
+
+
+def _record_hidden(model: CausalLM, recorder: Recorder) -> Program:
+    with recorded_by(recorder, model):
+        return recorder.finish(model(*recorder.inputs, recorder.attend).hidden)
+
+
+def _record_logits(model: CausalLM, recorder: Recorder) -> Logits:
+    with recorded_by(recorder, model):
+        rows = recorder.rows(model.hidden_size)
+        return recorder.finish_rows(rows, model.logits(rows)).run

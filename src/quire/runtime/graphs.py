@@ -124,6 +124,7 @@ class GraphForward:
     ) -> None:
         """build_padding: a step of a static size in which no sequence computes."""
         self.capture_s = 0.0
+        self.logits = eager.logits
         self._eager = eager
         self._capture = capture
         self._build_padding = build_padding

@@ -114,7 +114,6 @@ class ModelRunner:
         made with; None: torch computes, or Triton. capture: how steps of a static size are captured
         that `rows` may build; None: they are not."""
         self.timing = StepTiming()
-        self._model = model
         self._backend = backend
         self._kv_cache = kv_cache
         self._device = kv_cache.storage.device
@@ -188,7 +187,7 @@ class ModelRunner:
         num_computing = len(step.sample_rows) - len(step.joined_lines)
         if num_computing < len(hidden):  # else each token is the last one of its sequence
             hidden = hidden[step.sample_index[:num_computing]]
-        logits = self._model.logits(hidden)
+        logits = self._forward.logits(hidden)
         if len(step.joined_lines) == 0:
             return logits
         return torch.cat([logits, logits[step.joined_lines]])
@@ -215,7 +214,7 @@ class ModelRunner:
             assert num_top is not None
             for offset in range(0, count, PROMPT_LOGPROB_ROWS):
                 size = min(PROMPT_LOGPROB_ROWS, count - offset)
-                logits = self._model.logits(hidden[start + offset : start + offset + size])
+                logits = self._forward.logits(hidden[start + offset : start + offset + size])
                 following = self._rows.prompt_token_ids(row, first + offset, size)
                 entries = self._sampler.prompt_logprobs(logits, following, num_top)
                 found.append((row, entries))

@@ -1,4 +1,4 @@
-"""RMSNorm, embedding and rotary with the KV write, against torch and bitwise against themselves.
+"""What stands between the linears, against torch and bitwise against itself.
 
 Products and sums are rounded one by one, as torch does, so rotation and copies are equal to the
 bit. The mean of RMSNorm is summed in another order than torch's: relative error 1e-6 in the scale,
@@ -13,6 +13,7 @@ import torch
 
 from quire.kernels.cpu import abi, elementwise
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
+from quire.kernels.gelu_mul import gelu_mul
 from quire.kernels.rms_norm import rms_norm
 from quire.kernels.rotary import rotary
 
@@ -51,6 +52,50 @@ def test_rms_norm_of_a_row_is_the_same_in_any_company(
     for row in (0, 33, 69):
         alone = elementwise.rms_norm(kernels, x[row : row + 1], weight, 1e-6)
         assert torch.equal(alone[0], crowd[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 17), (3, 100), (40, 1027)])
+def test_rms_norm_with_an_offset(
+    kernels: NativeKernels, dtype: torch.dtype, offset: float, num_rows: int, size: int
+) -> None:
+    x = random(num_rows, size + 3, dtype=dtype)[:, :size] * 5
+    weight = random(size, dtype=dtype, seed=1)
+    ours = elementwise.rms_norm(kernels, x, weight, 1e-5, offset)
+    expected = rms_norm(x, weight, 1e-5, offset)
+    torch.testing.assert_close(ours, expected, rtol=ULP[dtype], atol=1e-6)
+    if dtype is torch.bfloat16:
+        assert (ours != expected).float().mean() < 0.01
+    for row in range(0, num_rows, 13):
+        alone = elementwise.rms_norm(kernels, x[row : row + 1], weight, 1e-5, offset)
+        assert torch.equal(alone[0], ours[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 100), (40, 1027)])
+def test_scale_is_torchs_to_the_bit(
+    kernels: NativeKernels, dtype: torch.dtype, num_rows: int, size: int
+) -> None:
+    x = random(num_rows, size + 3, dtype=dtype)[:, :size]
+    assert torch.equal(elementwise.scale(kernels, x, 0.22), x * 0.22)
+    residual = random(num_rows, size + 5, dtype=dtype, seed=1)[:, :size]
+    expected = residual + x * 0.22
+    assert elementwise.scale(kernels, x, 0.22, residual) is residual
+    assert torch.equal(residual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 100), (40, 1027)])
+def test_gelu_mul(kernels: NativeKernels, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    gate_up = random(num_rows, 2 * size + 3, dtype=dtype)[:, : 2 * size] * 4
+    ours = elementwise.gelu_mul(kernels, gate_up)
+    torch.testing.assert_close(ours, gelu_mul(gate_up, "tanh"), rtol=2 * ULP[dtype], atol=1e-5)
+    for row in range(0, num_rows, 13):
+        alone = elementwise.gelu_mul(kernels, gate_up[row : row + 1])
+        assert torch.equal(alone[0], ours[row])
+    far = torch.tensor([[-300.0, 300.0, 0.0, 2.0, 2.0, 2.0]], dtype=dtype)
+    assert elementwise.gelu_mul(kernels, far).tolist() == [[0.0, 600.0, 0.0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -212,6 +257,10 @@ def test_wrong_arguments_are_named(kernels: NativeKernels) -> None:
         elementwise.rms_norm(kernels, x.half(), x[0].half(), 1e-5)
     with pytest.raises(ValueError, match="side by side"):
         elementwise.rms_norm(kernels, x.t(), x[:, 0], 1e-5)
+    with pytest.raises(ValueError, match=r"added_to is \(4, 7\), but x is \(4, 8\)"):
+        elementwise.scale(kernels, x, 2.0, x[:, :7])
+    with pytest.raises(ValueError, match=r"gate_up is \(4, 7\), but must be"):
+        elementwise.gelu_mul(kernels, x[:, :7])
     with pytest.raises(ValueError, match="token_ids"):
         elementwise.embed(kernels, x, torch.zeros(3, dtype=torch.int32))
     heads = make_heads(3, torch.float32)

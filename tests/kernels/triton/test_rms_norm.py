@@ -46,10 +46,28 @@ def test_adds_to_the_residual_stream_in_its_dtype(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_batch(dtype):
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_an_offset_is_added_to_the_weight_before_anything_is_rounded(offset, dtype):
+    x, weight = _random(5, 80, dtype=dtype), _random(80, dtype=dtype, seed=1)
+    assert_normed(rms_norm(x, weight, EPS, offset), reference.rms_norm(x, weight, EPS, offset))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_added_may_be_scaled(dtype):
+    x, weight = _random(5, 80, dtype=dtype), _random(80, dtype=dtype, seed=1)
+    residual = _random(5, 80, dtype=dtype, seed=2)
+    expected, expected_total = reference.add_rms_norm(x, residual, weight, EPS, 1.0, 0.22)
+    normed, total = add_rms_norm(x, residual, weight, EPS, 1.0, 0.22)
+    assert torch.equal(total, expected_total)
+    assert_normed(normed, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [None, 1.0])
+def test_a_row_has_the_same_bits_in_any_batch(offset, dtype):
     x, weight = _random(21, 80, dtype=dtype), _random(80, dtype=dtype)
-    together = rms_norm(x, weight, EPS)
-    alone = torch.cat([rms_norm(x[row : row + 1], weight, EPS) for row in range(21)])
+    together = rms_norm(x, weight, EPS, offset)
+    alone = torch.cat([rms_norm(x[row : row + 1], weight, EPS, offset) for row in range(21)])
     assert torch.equal(together, alone)
 
 

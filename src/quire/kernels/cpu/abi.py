@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 class DType(IntEnum):
@@ -48,6 +48,9 @@ class OpKind(IntEnum):
     LINEAR = 2
     ROTATE_AND_WRITE_KV = 3
     ATTENTION = 4
+    OFFSET_RMS_NORM = 5
+    SCALE = 6
+    GELU_MUL = 7
 
 
 class Linear(ctypes.Structure):
@@ -147,8 +150,10 @@ class Op(ctypes.Structure):
     _fields_ = (
         ("kind", c_int32),
         ("dtype", c_int32),
+        ("out_dtype", c_int32),
         ("epilogue", c_int32),
         ("eps", c_float),
+        ("factor", c_float),
         ("size", c_int64),
         ("in_stride", c_int64),
         ("out_stride", c_int64),

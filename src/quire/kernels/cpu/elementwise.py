@@ -1,4 +1,4 @@
-"""RMSNorm, embedding, and rotary with the KV write, by the native library; one call each.
+"""RMSNorm, embedding, scales, the GELU gate and the rotation, by the native library; a call each.
 
 Programs (`program.py`) run the same kernels without Python between them; this door is for what runs
 layer by layer, and for tests. See `csrc/elementwise.cpp` for the formulas; roundings are those of
@@ -7,7 +7,7 @@ layer by layer, and for tests. See `csrc/elementwise.cpp` for the formulas; roun
 Legend: T tokens, H size of a row, V rows of the table, Hq query heads, Hkv KV heads, D head size.
 """
 
-from ctypes import byref
+from ctypes import byref, c_float
 
 import torch
 
@@ -16,7 +16,11 @@ from quire.kernels.cpu.library import NativeKernels
 
 
 def rms_norm(
-    kernels: NativeKernels, x: torch.Tensor, weight: torch.Tensor, eps: float
+    kernels: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float | None = None,
 ) -> torch.Tensor:
     """x [T, H], weight [H] -> [T, H]; rows of x may lie apart. Raises ValueError."""
     _check_rows("x", x, x.dtype)
@@ -34,6 +38,56 @@ def rms_norm(
         x.stride(0),
         weight.data_ptr(),
         eps,
+        None if offset is None else byref(c_float(offset)),
+        out.data_ptr(),
+        size,
+        num_rows,
+        size,
+    )
+    return out
+
+
+def scale(
+    kernels: NativeKernels,
+    x: torch.Tensor,
+    factor: float,
+    added_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [T, H] -> factor * x, [T, H]; or added_to [T, H], to which that was added. Raises
+    ValueError."""
+    _check_rows("x", x, x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype) if added_to is None else added_to
+    _check_rows("added_to", out, x.dtype)
+    if x.ndim != 2 or out.shape != x.shape:
+        raise ValueError(f"added_to is {tuple(out.shape)}, but x is {tuple(x.shape)}")
+    num_rows, size = x.shape
+    kernels.library.scale(
+        kernels.context,
+        abi.DTYPES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        factor,
+        added_to is not None,
+        out.data_ptr(),
+        out.stride(0),
+        num_rows,
+        size,
+    )
+    return out
+
+
+def gelu_mul(kernels: NativeKernels, gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2H], gate first -> gelu(gate) * up, [T, H], by tanh. Raises ValueError."""
+    _check_rows("gate_up", gate_up, gate_up.dtype)
+    if gate_up.ndim != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up is {tuple(gate_up.shape)}, but must be [T, an even number]")
+    num_rows, size = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty((num_rows, size), dtype=gate_up.dtype)
+    kernels.library.gelu_mul(
+        kernels.context,
+        abi.DTYPES[gate_up.dtype],
+        gate_up.data_ptr(),
+        gate_up.stride(0),
         out.data_ptr(),
         size,
         num_rows,

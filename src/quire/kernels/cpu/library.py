@@ -52,9 +52,20 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "quire_rms_norm": (
         None,
         [
-            *(c_void_p, c_int32, c_void_p, c_int64, c_void_p),
-            *(c_float, c_void_p, c_int64, c_int64, c_int64),
+            *(c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_float),
+            *(POINTER(c_float), c_void_p, c_int64, c_int64, c_int64),
         ],
+    ),
+    "quire_scale": (
+        None,
+        [
+            *(c_void_p, c_int32, c_void_p, c_int64, c_float),
+            *(c_int32, c_void_p, c_int64, c_int64, c_int64),
+        ],
+    ),
+    "quire_gelu_mul": (
+        None,
+        [c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64],
     ),
     "quire_embed": (None, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
     "quire_argmax": (

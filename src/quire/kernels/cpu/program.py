@@ -1,180 +1,195 @@
 """A forward pass as a list of native operations, written once and walked through at every step.
 
-`ProgramBuilder` is what the layers' `lower` methods write to; `Program.run` executes the list in
-one call, so no Python runs between a model's layers. Knows no model and no layer.
+`recorder.py` writes an `OperationList`; once it is complete its values get their memory, and
+`Program.run` executes it in one call, so that no Python runs between a model's layers. Knows no
+model and no layer.
 
-Shapes: T tokens of a step, H hidden size, Hq query heads, Hkv KV heads, D head size.
+Shapes: T tokens of a step, R rows that the caller gives, H hidden size.
 """
 
-import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from quire.kernels.cpu import abi
-from quire.kernels.cpu.abi import Epilogue, OpKind
+from quire.kernels.cpu.abi import OpKind
 from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.cpu.linear import PackedLinear
 
 ALIASED_BYTES = 4096
 PADDING_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
-    """Rows that operations read and write; the first T of them in a step. rows: [tokens, width]."""
-
-    rows: torch.Tensor
-
-    @property
-    def width(self) -> int:
-        return self.rows.shape[1]
-
-    @property
-    def stride(self) -> int:
-        """Elements from a row to the next."""
-        return self.rows.stride(0)
-
-    @property
-    def address(self) -> int:
-        return self.rows.data_ptr()
-
-
-@dataclass(frozen=True, slots=True)
 class Program:
-    """The finished list. output: where the last operation leaves its result. kept: what it uses."""
+    """The finished list. output: [most tokens, width], where the last operation leaves its result.
+    kept: what the operations point into."""
 
     kernels: NativeKernels
     ops: Any
-    num_ops: int
-    output: Buffer
-    kept: Sequence[object]
+    output: torch.Tensor
+    kept: object
 
     def run(self, step: abi.Step) -> torch.Tensor:
         """The output of the step's tokens, [T, width], valid until the next run."""
-        self.kernels.run(self.ops, self.num_ops, step)
-        return self.output.rows[: step.num_tokens]
+        self.kernels.run(self.ops, len(self.ops), step)
+        return self.output[: step.num_tokens]
 
 
-class ProgramBuilder:
-    """Writes operations in the order in which they will run.
+@dataclass(frozen=True, slots=True)
+class RowsProgram:
+    """A finished list that reads rows of the caller's: the vocabulary projection.
 
-    Buffers are named, so that layer after layer uses the same memory: a name that is asked for
-    again is overwritten.
+    ops: the operations at `reads` read the caller's rows, those at `writes` write the result, those
+    at `rereads` read what is there of the result. width, dtype: of the result's rows.
     """
 
-    def __init__(
-        self,
-        kernels: NativeKernels,
-        dtype: torch.dtype,
-        max_num_tokens: int,
-        attention_layers: ctypes.Array[abi.AttentionLayer],
-    ) -> None:
-        """max_num_tokens: the most of a step. attention_layers: bound, in the order of the model's
-        attention layers."""
-        self._kernels = kernels
-        self._dtype = dtype
-        self._max_num_tokens = max_num_tokens
-        self._attention_layers = attention_layers
-        self._buffers: dict[tuple[str, int], Buffer] = {}
-        self._ops: list[abi.Op] = []
-        self._kept: list[object] = []
+    kernels: NativeKernels
+    ops: Any
+    reads: Sequence[abi.Op]
+    writes: Sequence[abi.Op]
+    rereads: Sequence[abi.Op]
+    width: int
+    dtype: torch.dtype
+    kept: object
+    step: abi.Step = field(default_factory=abi.Step)
 
-    def embed(self, table: torch.Tensor | PackedLinear, width: int) -> Buffer:
-        """The step's token ids -> rows of the table [V, H], or of a packed head that it shares."""
-        out = self._buffer("residual", width, is_dense=True)
-        op = self._add(OpKind.EMBED, table, None, out)
-        op.size = width
-        if isinstance(table, PackedLinear):
-            op.linear = _address(table.struct)
-        else:
-            _check_dense(table, self._dtype)
-            op.weight = table.data_ptr()
+    def run(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [R, H], no more than a step's tokens -> [R, width], which is the caller's."""
+        out = torch.empty((len(rows), self.width), dtype=self.dtype)
+        address = out.data_ptr()
+        for op in self.reads:
+            op.input, op.in_stride = rows.data_ptr(), rows.stride(0)
+        for op in self.writes:
+            op.out, op.out_stride = address, self.width
+        for op in self.rereads:
+            op.input, op.in_stride = address, self.width
+        self.step.num_tokens = len(rows)
+        self.kernels.run(self.ops, len(self.ops), self.step)
         return out
 
-    def rms_norm(self, x: Buffer, weight: torch.Tensor, eps: float) -> Buffer:
-        """x [T, H] -> [T, H]."""
-        _check_dense(weight, self._dtype)
-        out = self._buffer("normed", x.width)
-        op = self._add(OpKind.RMS_NORM, weight, x, out)
-        op.size, op.weight, op.eps = x.width, weight.data_ptr(), eps
-        return out
 
-    def linear(self, x: Buffer, linear: PackedLinear, name: str) -> Buffer:
-        """x [T, K] -> [T, N], into the buffer of this name."""
-        assert x.width == linear.num_inputs
-        out = self._buffer(name, linear.num_outputs)
-        self._add_linear(x, linear, out, Epilogue.STORE)
-        return out
+@dataclass(slots=True, eq=False)
+class Memory:
+    """What a value is kept in, and all that are computed in place of it.
 
-    def add_linear(self, x: Buffer, linear: PackedLinear, residual: Buffer) -> None:
-        """residual [T, N] += linear(x)."""
-        assert x.width == linear.num_inputs and residual.width == linear.num_outputs
-        self._add_linear(x, linear, residual, Epilogue.ADD_RESIDUAL)
+    role: memory of one role and width serves value after value. dense: a row begins where the one
+    before it ends. rows: [most tokens, width]; None until the list is finished.
+    """
 
-    def silu_mul_linear(self, x: Buffer, linear: PackedLinear, name: str) -> Buffer:
-        """x [T, K] -> silu(gate) * up, [T, N / 2], for a linear that interleaves the two."""
-        assert x.width == linear.num_inputs and linear.interleave
-        out = self._buffer(name, linear.num_outputs // 2)
-        self._add_linear(x, linear, out, Epilogue.SILU_MUL)
-        return out
+    role: str
+    width: int
+    dtype: torch.dtype
+    dense: bool = False
+    rows: torch.Tensor | None = None
 
-    def rotate_and_write_kv(self, layer: int, qkv: Buffer, rotary: abi.Rotary) -> None:
-        """Normalise q and k as `rotary` says, rotate them in place, and store k and v.
+    def allocate(self, num_rows: int) -> torch.Tensor:
+        """Rows whose addresses are equal modulo ALIASED_BYTES share few lines of the cache: a
+        linear reads them at 70% of the speed, and would copy them first. So they are padded."""
+        is_aliased = self.width * self.dtype.itemsize % ALIASED_BYTES == 0
+        padding = PADDING_BYTES // self.dtype.itemsize if is_aliased and not self.dense else 0
+        rows = torch.empty((num_rows, self.width + padding), dtype=self.dtype)
+        return rows[:, : self.width]
 
-        qkv: [T, (Hq + 2 Hkv) D].
-        """
-        op = self._add(OpKind.ROTATE_AND_WRITE_KV, rotary, None, qkv)
-        op.layer, op.rotary = _address(self._attention_layers[layer]), _address(rotary)
 
-    def attention(self, layer: int, qkv: Buffer) -> Buffer:
-        """The queries of qkv against the stored context -> [T, Hq D]."""
-        spec = self._attention_layers[layer]
-        out = self._buffer("attended", spec.num_heads * spec.head_dim)
-        self._add(OpKind.ATTENTION, spec, qkv, out).layer = _address(spec)
-        return out
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Columns [offset, offset + width) of what is in the memory."""
 
-    def keep(self, *objects: object) -> None:
-        """Hold on to what operations point into."""
-        self._kept += objects
+    memory: Memory
+    offset: int
+    width: int
 
-    def finish(self, output: Buffer) -> Program:
-        """The program. output: what its caller reads."""
-        ops = (abi.Op * len(self._ops))(*self._ops)
-        kept = (*self._kept, self._attention_layers)
-        return Program(self._kernels, ops, len(self._ops), output, kept)
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all columns."""
+        return self.width == self.memory.width
 
-    def _buffer(self, name: str, width: int, is_dense: bool = False) -> Buffer:
-        """is_dense: a row begins where the one before it ends."""
-        key = (name, width)
-        if key not in self._buffers:
-            # Rows whose addresses are equal modulo ALIASED_BYTES share few lines of the cache: a
-            # linear reads them at 70% of the speed, and would copy them first.
-            is_aliased = width * self._dtype.itemsize % ALIASED_BYTES == 0
-            padding = PADDING_BYTES // self._dtype.itemsize if is_aliased and not is_dense else 0
-            rows = torch.empty((self._max_num_tokens, width + padding), dtype=self._dtype)
-            self._buffers[key] = Buffer(rows[:, :width])
-        return self._buffers[key]
+    def place(self) -> tuple[int, int]:
+        """The first element's address, and elements from a row to the next."""
+        rows = self.memory.rows
+        assert rows is not None, "the list is not finished"
+        return rows.data_ptr() + self.offset * rows.element_size(), rows.stride(0)
 
-    def _add_linear(self, x: Buffer, linear: PackedLinear, out: Buffer, epilogue: Epilogue) -> None:
-        op = self._add(OpKind.LINEAR, linear, x, out)
-        op.epilogue, op.linear = epilogue, _address(linear.struct)
 
-    def _add(self, kind: OpKind, kept: object, x: Buffer | None, out: Buffer) -> abi.Op:
-        op = abi.Op(kind=kind, dtype=abi.DTYPES[self._dtype])
-        op.out, op.out_stride = out.address, out.stride
-        if x is not None:
-            op.input, op.in_stride = x.address, x.stride
-        self._ops.append(op)
-        self._kept += (kept, x, out)
+@dataclass(slots=True)
+class Operation:
+    """fields: of abi.Op, beside what the operands say. kept: what they point into."""
+
+    kind: OpKind
+    x: Operand | None
+    out: Operand
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    kept: object = None
+
+    @property
+    def memories(self) -> list[Memory]:
+        """That it reads and writes."""
+        return [operand.memory for operand in (self.x, self.out) if operand is not None]
+
+    def reads(self, memory: Memory) -> bool:
+        """Whether its x is in this memory."""
+        return self.x is not None and self.x.memory is memory
+
+    def lower(self) -> abi.Op:
+        """As the native library reads it."""
+        op = abi.Op(kind=self.kind, **self.fields)
+        op.dtype = op.out_dtype = abi.DTYPES[self.out.memory.dtype]
+        op.out, op.out_stride = self.out.place()
+        if self.x is not None:
+            op.dtype = abi.DTYPES[self.x.memory.dtype]
+            op.input, op.in_stride = self.x.place()
         return op
 
 
-def _address(struct: ctypes.Structure) -> int:
-    return ctypes.addressof(struct)
+class OperationList(list[Operation]):
+    """Operations in the order in which they will run."""
 
+    def finish(self, kernels: NativeKernels, result: Memory, max_num_tokens: int) -> Program:
+        """The program that leaves what its caller reads in `result`."""
+        self._allocate(max_num_tokens, {result})
+        assert result.rows is not None
+        return Program(kernels, self._lowered(), result.rows, self._kept())
 
-def _check_dense(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    assert tensor.dtype == dtype and tensor.is_contiguous(), "a program reads dense parameters"
+    def finish_rows(
+        self, kernels: NativeKernels, given: Memory, result: Memory, max_num_tokens: int
+    ) -> RowsProgram:
+        """The program that reads its caller's rows for `given` and writes new ones for `result`."""
+        for memory in (given, result):
+            memory.rows = memory.allocate(0)  # each run brings its own
+        self._allocate(max_num_tokens, set())
+        ops = self._lowered()
+        pairs = list(zip(self, ops, strict=True))
+        return RowsProgram(
+            kernels,
+            ops,
+            reads=[native for op, native in pairs if op.reads(given)],
+            writes=[native for op, native in pairs if op.out.memory is result],
+            rereads=[native for op, native in pairs if op.reads(result)],
+            width=result.width,
+            dtype=result.dtype,
+            kept=self._kept(),
+        )
+
+    def _allocate(self, num_rows: int, results: set[Memory]) -> None:
+        """Rows are used again once no operation reads what is in them, but for `results`."""
+        last = {memory: index for index, op in enumerate(self) for memory in op.memories}
+        pools: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
+        for index, op in enumerate(self):
+            for memory in op.memories:
+                if memory.rows is not None:
+                    continue
+                pool = pools.setdefault((memory.role, memory.width, memory.dtype), [])
+                spare = next((entry for entry in pool if entry[0] < index), None)
+                if spare is not None:
+                    pool.remove(spare)
+                memory.rows = memory.allocate(num_rows) if spare is None else spare[1]
+                if memory not in results:
+                    pool.append((last[memory], memory.rows))
+
+    def _lowered(self) -> Any:
+        return (abi.Op * len(self))(*(op.lower() for op in self))
+
+    def _kept(self) -> list[object]:
+        return [(op.kept, [memory.rows for memory in op.memories]) for op in self]

@@ -1,25 +1,40 @@
 """The operators between a model's linears, by the Triton kernels of this folder.
 
 Applied to a model by `layers.operators.use_operators`; defined, up to the order of sums, by
-`kernels.operators.TorchOperators`.
+`kernels.operators.TorchOperators`, which computes what has no kernel here.
 """
 
 import torch
 
+from quire.kernels.operators import TorchOperators
 from quire.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from quire.kernels.triton.silu_mul import silu_mul
 
 
-class TritonOperators:
+class TritonOperators(TorchOperators):
     """`kernels.operators.Operators` on a GPU. A row's result does not depend on the other rows."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(x, weight, eps)
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float | None = None,
+        *,
+        overwrites: bool = False,
+    ) -> torch.Tensor:
+        return rms_norm(x, weight, eps, offset)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float | None = None,
+        scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(x, residual, weight, eps, offset, scale)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul(gate_up)

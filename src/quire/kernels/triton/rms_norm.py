@@ -1,6 +1,6 @@
 """Root mean square normalisation on a GPU, alone or after adding to the residual stream.
 
-    y = weight * round(x / sqrt(mean(x^2) + eps))
+    y = weight * round(x / sqrt(mean(x^2) + eps)), or round((weight + offset) * x / sqrt(...))
 
 Formula, source and order of roundings: `kernels/rms_norm.py`, whose functions are the reference.
 The sum of squares is fp32, in a tree whose shape follows from D alone, so a row's bits don't depend
@@ -28,18 +28,25 @@ _PROGRAM_ELEMENTS = 1024
 _THREAD_ELEMENTS = 8
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None = None
+) -> torch.Tensor:
     """x [..., D], any even strides, weight [D] -> [..., D], contiguous."""
     _check(x, weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, eps, out)
+    _launch(x, None, weight, eps, out, offset, 1.0)
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float | None = None,
+    scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual [..., D], weight [D] -> (norm of residual + x, residual + x).
+    """x, residual [..., D], weight [D] -> (norm of residual + scale * x, residual + scale * x).
 
     The sum is rounded to the dtype, and written over residual, the norm over x: a step's
     activations stay where they are, in the L2 cache; over copies where they aren't contiguous.
@@ -49,7 +56,7 @@ def add_rms_norm(
     if residual.shape != x.shape:
         raise ValueError(f"residual is {tuple(residual.shape)}, but must be as x, {tuple(x.shape)}")
     x, residual = x.contiguous(), residual.contiguous()
-    _launch(x, residual, weight, eps, x)
+    _launch(x, residual, weight, eps, x, offset, scale)
     return x, residual
 
 
@@ -70,6 +77,8 @@ def _launch(
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
+    offset: float | None,
+    factor: float,
 ) -> None:
     """out: contiguous, like x; may be x."""
     rows = as_rows(x)
@@ -90,6 +99,8 @@ def _launch(
         D=size,
         BLOCK_D=block,
         BLOCK_R=num_program_rows,
+        OFFSET=offset,
+        FACTOR=factor,
         num_warps=num_warps,
     )
 
@@ -107,6 +118,8 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    OFFSET: tl.constexpr = None,  # added to the weight; None: the quotient is rounded first
+    FACTOR: tl.constexpr = 1.0,  # multiplies x before it is added
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.arange(0, BLOCK_D)
@@ -118,10 +131,16 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     x = x.to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + places, mask, other=0.0).to(tl.float32)
+        if FACTOR != 1.0:
+            x = (x * FACTOR).to(dtype).to(tl.float32)
         total = (residual + x).to(dtype)
         tl.store(residual_ptr + places, total, mask)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
-    quotient = (x * scale[:, None]).to(dtype).to(tl.float32)
+    quotient = x * scale[:, None]
     weight = tl.load(weight_ptr + columns, columns < D, other=0.0).to(tl.float32)
+    if OFFSET is None:
+        quotient = quotient.to(dtype).to(tl.float32)
+    else:
+        weight += OFFSET
     tl.store(out_ptr + places, (quotient * weight[None, :]).to(dtype), mask)

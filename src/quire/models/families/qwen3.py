@@ -28,6 +28,6 @@ class Qwen3Config(DecoderConfig):
             fields,
             qkv_bias=attention_bias,
             output_bias=attention_bias,
-            qk_norm=True,
+            qk_norm="head",
             windows=read_window_layers(fields),
         )

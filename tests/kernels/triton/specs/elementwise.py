@@ -8,16 +8,19 @@ from quire.kernels.triton.rms_norm import rms_norm_kernel
 from quire.kernels.triton.silu_mul import silu_mul_kernel
 
 
-def _rms_norm(dtype: str, size: int, block: int, num_warps: int, with_residual: bool) -> KernelSpec:
+def _rms_norm(
+    dtype: str, size: int, block: int, num_warps: int, with_residual: bool, **constant: float
+) -> KernelSpec:
     pointers = {name: f"*{dtype}" for name in ("x_ptr", "weight_ptr", "out_ptr")}
-    constants = {"D": size, "BLOCK_D": block, "BLOCK_R": max(1, 1024 // block)}
+    constants: dict[str, object] = {"D": size, "BLOCK_D": block}
+    constants |= {"BLOCK_R": max(1, 1024 // block), **constant}
     if with_residual:
         pointers["residual_ptr"] = f"*{dtype}"
     else:
         constants["residual_ptr"] = None
     return KernelSpec(
         rms_norm_kernel,
-        f"{dtype} D{size}" + " with residual" * with_residual,
+        f"{dtype} D{size}" + " with residual" * with_residual + "".join(f" {k}" for k in constant),
         {**pointers, "num_rows": "i32", "x_stride": "i32:16", "eps": "fp32"},
         constants,
         num_warps=num_warps,
@@ -84,6 +87,8 @@ SPECS = [
 MORE = [
     _rms_norm("bf16", 128, 128, 4, with_residual=False),
     _rms_norm("fp16", 5120, 8192, 32, with_residual=True),
+    _rms_norm("bf16", 4096, 4096, 16, with_residual=True, FACTOR=0.22),
+    _rms_norm("bf16", 4096, 4096, 16, with_residual=False, OFFSET=1.0),
     _rms_norm("fp32", 16384, 16384, 32, with_residual=True),
     _silu_mul("fp32", 3072),
     _silu_mul("fp16", 1013),

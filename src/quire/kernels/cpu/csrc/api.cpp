@@ -119,9 +119,22 @@ void quire_rotate_and_write_kv(void* context, const AttentionLayer* layer, const
 }
 
 void quire_rms_norm(void* context, int32_t dtype, const void* x, int64_t ldx, const void* weight,
-                    float eps, void* out, int64_t ldo, int64_t M, int64_t size) {
+                    float eps, const float* offset, void* out, int64_t ldo, int64_t M,
+                    int64_t size) {
   auto& [kernels, pool] = *static_cast<Context*>(context);
-  kernels->rms_norm(pool, DType(dtype), x, ldx, weight, eps, out, ldo, M, size);
+  kernels->rms_norm(pool, DType(dtype), x, ldx, weight, eps, offset, out, ldo, M, size);
+}
+
+void quire_scale(void* context, int32_t dtype, const void* x, int64_t ldx, float factor,
+                 int32_t adds, void* out, int64_t ldo, int64_t M, int64_t size) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->scale(pool, DType(dtype), x, ldx, factor, adds != 0, out, ldo, M, size);
+}
+
+void quire_gelu_mul(void* context, int32_t dtype, const void* x, int64_t ldx, void* out,
+                    int64_t ldo, int64_t M, int64_t size) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->gelu_mul(pool, DType(dtype), x, ldx, out, ldo, M, size);
 }
 
 void quire_embed(void* context, int32_t dtype, const void* table, const int64_t* token_ids,

@@ -1,4 +1,5 @@
-// What stands between the linears and attention: embedding, RMSNorm, and rotary with the KV write.
+// What stands between the linears and attention: embedding, RMSNorm, scales, the GELU gate, and
+// rotary with the KV write.
 //
 // Every stored intermediate is rounded to the model's dtype where torch, operator by operator,
 // would store it; products and sums are rounded one by one (no fused multiply-add), so that all
@@ -69,14 +70,61 @@ inline void norm_row(const T* x, const T* weight, float eps, T* out, int64_t siz
 }
 
 template <typename T>
-void rms_norm_as(Pool& pool, const T* x, int64_t ldx, const T* weight, float eps, T* out,
-                 int64_t ldo, int64_t M, int64_t size) {
+inline void offset_norm_row(const T* x, const T* weight, float eps, float offset, T* out,
+                            int64_t size) {
+  const vf scale = splat(inverse_rms(x, size, eps));
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int64_t n = size - i;
+    const vf factor = load_up_to(weight + i, n) + splat(offset);
+    store_up_to(out + i, load_up_to(x + i, n) * scale * factor, n);
+  }
+}
+
+// f(m) for each of M rows of `size` elements, in parallel.
+template <typename F>
+void for_rows(Pool& pool, int64_t M, int64_t size, F&& f) {
   const int64_t chunk = kSerialElements / (2 * size) + 1;
   for_chunks(pool, M, M * size <= kSerialElements ? M : chunk,
              [=](int64_t first, int64_t end, int) {
-               for (int64_t m = first; m < end; ++m)
-                 norm_row(x + m * ldx, weight, eps, out + m * ldo, size);
+               for (int64_t m = first; m < end; ++m) f(m);
              });
+}
+
+template <typename T>
+void rms_norm_as(Pool& pool, const T* x, int64_t ldx, const T* weight, float eps,
+                 const float* offset, T* out, int64_t ldo, int64_t M, int64_t size) {
+  if (offset == nullptr)
+    for_rows(pool, M, size,
+             [=](int64_t m) { norm_row(x + m * ldx, weight, eps, out + m * ldo, size); });
+  else
+    for_rows(pool, M, size, [=, offset = *offset](int64_t m) {
+      offset_norm_row(x + m * ldx, weight, eps, offset, out + m * ldo, size);
+    });
+}
+
+template <typename T>
+inline void scale_row(const T* x, float factor, bool adds, T* out, int64_t size) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int64_t n = size - i;
+    vf y = load_up_to(x + i, n) * splat(factor);
+    if (adds) y = load_up_to(out + i, n) + rounded<T>(y);
+    store_up_to(out + i, y, n);
+  }
+}
+
+// x / 2 (1 + tanh(u)), u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + e^-2u).
+inline vf gelu(vf x) {
+  const vf u = splat(0.7978845608f) * (x + splat(0.044715f) * x * x * x);
+  return x / (splat(1.0f) + exp(splat(-2.0f) * u));
+}
+
+template <typename T>
+inline void gelu_mul_row(const T* x, T* out, int64_t size) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int64_t n = size - i;
+    const vf gate = rounded<T>(gelu(load_up_to(x + i, n)));
+    store_up_to(out + i, gate * load_up_to(x + size + i, n), n);
+  }
 }
 
 // One head, normalised where `norm` is not null, then rotated, in place.
@@ -145,13 +193,36 @@ void rotate_and_write_kv_as(Pool& pool, const AttentionLayer& layer, const Rotar
 }  // namespace
 
 void rms_norm(Pool& pool, DType dtype, const void* x, int64_t ldx, const void* weight, float eps,
-              void* out, int64_t ldo, int64_t M, int64_t size) {
+              const float* offset, void* out, int64_t ldo, int64_t M, int64_t size) {
   if (dtype == kBF16)
     rms_norm_as(pool, static_cast<const uint16_t*>(x), ldx, static_cast<const uint16_t*>(weight),
-                eps, static_cast<uint16_t*>(out), ldo, M, size);
+                eps, offset, static_cast<uint16_t*>(out), ldo, M, size);
   else
     rms_norm_as(pool, static_cast<const float*>(x), ldx, static_cast<const float*>(weight), eps,
-                static_cast<float*>(out), ldo, M, size);
+                offset, static_cast<float*>(out), ldo, M, size);
+}
+
+void scale(Pool& pool, DType dtype, const void* x, int64_t ldx, float factor, bool adds, void* out,
+           int64_t ldo, int64_t M, int64_t size) {
+  const auto run = [&](auto* from, auto* to) {
+    for_rows(pool, M, size,
+             [=](int64_t m) { scale_row(from + m * ldx, factor, adds, to + m * ldo, size); });
+  };
+  if (dtype == kBF16)
+    run(static_cast<const uint16_t*>(x), static_cast<uint16_t*>(out));
+  else
+    run(static_cast<const float*>(x), static_cast<float*>(out));
+}
+
+void gelu_mul(Pool& pool, DType dtype, const void* x, int64_t ldx, void* out, int64_t ldo,
+              int64_t M, int64_t size) {
+  const auto run = [&](auto* from, auto* to) {
+    for_rows(pool, M, size, [=](int64_t m) { gelu_mul_row(from + m * ldx, to + m * ldo, size); });
+  };
+  if (dtype == kBF16)
+    run(static_cast<const uint16_t*>(x), static_cast<uint16_t*>(out));
+  else
+    run(static_cast<const float*>(x), static_cast<float*>(out));
 }
 
 void rotate_and_write_kv(Pool& pool, const AttentionLayer& layer, const Rotary& rotary,

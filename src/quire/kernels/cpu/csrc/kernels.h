@@ -30,9 +30,19 @@ struct Kernels {
   // qkv: [T, ld], a token's Hq query heads, then Hkv of k, then Hkv of v.
   void (*rotate_and_write_kv)(Pool&, const AttentionLayer&, const Rotary&, const Step&, void* qkv,
                               int64_t ld);
-  // out [M, ldo] = weight * x / sqrt(mean(x^2) + eps), x [M, ldx], all in T.
+  // out [M, ldo] = weight * x / sqrt(mean(x^2) + eps), x [M, ldx], all in T; out may be x.
+  // offset: null: the quotient is rounded to T before the weight multiplies it; else weight + offset
+  // multiplies it in fp32, and the product alone is rounded.
   void (*rms_norm)(Pool&, DType, const void* x, int64_t ldx, const void* weight, float eps,
-                   void* out, int64_t ldo, int64_t M, int64_t size);
+                   const float* offset, void* out, int64_t ldo, int64_t M, int64_t size);
+  // out [M, ldo] = round(factor * x), x [M, ldx], both in T; adds: out = round(out + round(factor *
+  // x)). out may be x where it is not added to.
+  void (*scale)(Pool&, DType, const void* x, int64_t ldx, float factor, bool adds, void* out,
+                int64_t ldo, int64_t M, int64_t size);
+  // out [M, ldo] = round(gelu(gate)) * up, x [M, ldx] with size elements of gate, then of up, in T.
+  // gelu is the approximation by tanh.
+  void (*gelu_mul)(Pool&, DType, const void* x, int64_t ldx, void* out, int64_t ldo, int64_t M,
+                   int64_t size);
   // out [T, size] = table[token_ids].
   void (*embed)(Pool&, DType, const void* table, const int64_t* token_ids, void* out, int64_t T,
                 int64_t size);

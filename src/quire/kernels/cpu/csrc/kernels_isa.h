@@ -12,8 +12,12 @@ void attention(Pool&, const AttentionLayer&, const Step&, const void* q, int64_t
 void write_kv(Pool&, const AttentionLayer&, const Step&, const void* k, const void* v, int64_t ld);
 void rotate_and_write_kv(Pool&, const AttentionLayer&, const Rotary&, const Step&, void* qkv,
                          int64_t ld);
-void rms_norm(Pool&, DType, const void* x, int64_t ldx, const void* weight, float eps, void* out,
-              int64_t ldo, int64_t M, int64_t size);
+void rms_norm(Pool&, DType, const void* x, int64_t ldx, const void* weight, float eps,
+              const float* offset, void* out, int64_t ldo, int64_t M, int64_t size);
+void scale(Pool&, DType, const void* x, int64_t ldx, float factor, bool adds, void* out,
+           int64_t ldo, int64_t M, int64_t size);
+void gelu_mul(Pool&, DType, const void* x, int64_t ldx, void* out, int64_t ldo, int64_t M,
+              int64_t size);
 void embed(Pool&, DType, const void* table, const int64_t* token_ids, void* out, int64_t T,
            int64_t size);
 void argmax(Pool&, const float* logits, int64_t ld, int64_t R, int64_t V, int64_t* index,

@@ -31,11 +31,21 @@ void run_op(const Kernels& kernels, Pool& pool, const Op& op, const Step& step) 
       embed(kernels, pool, op, step);
       break;
     case kOpRmsNorm:
-      kernels.rms_norm(pool, dtype, op.in, op.in_stride, op.weight, op.eps, op.out, op.out_stride,
-                       T, op.size);
+    case kOpOffsetRmsNorm:
+      kernels.rms_norm(pool, dtype, op.in, op.in_stride, op.weight, op.eps,
+                       op.kind == kOpOffsetRmsNorm ? &op.factor : nullptr, op.out, op.out_stride, T,
+                       op.size);
+      break;
+    case kOpScale:
+      kernels.scale(pool, dtype, op.in, op.in_stride, op.factor, op.epilogue == kAddResidual,
+                    op.out, op.out_stride, T, op.size);
+      break;
+    case kOpGeluMul:
+      kernels.gelu_mul(pool, dtype, op.in, op.in_stride, op.out, op.out_stride, T, op.size);
       break;
     case kOpLinear:
-      kernels.linear(pool, *op.linear, dtype, op.in, op.in_stride, T, op.out, dtype, op.out_stride,
+      kernels.linear(pool, *op.linear, dtype, op.in, op.in_stride, T, op.out,
+                     static_cast<DType>(op.out_dtype), op.out_stride,
                      static_cast<Epilogue>(op.epilogue));
       break;
     case kOpRotateAndWriteKV:

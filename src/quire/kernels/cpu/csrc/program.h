@@ -11,15 +11,20 @@ enum OpKind : int32_t {
   kOpLinear = 2,
   kOpRotateAndWriteKV = 3,
   kOpAttention = 4,
+  kOpOffsetRmsNorm = 5,  // weight + factor multiplies before the result is rounded
+  kOpScale = 6,          // out = factor * in; with kAddResidual out = out + factor * in
+  kOpGeluMul = 7,        // out = gelu(gate) * up, gate and up side by side in a row of in
 };
 
 // Fields that an operation does not use are 0. Strides count elements.
 struct Op {
   int32_t kind;
-  int32_t dtype;     // DType of the model
-  int32_t epilogue;  // kOpLinear
-  float eps;         // kOpRmsNorm
-  int64_t size;      // elements of a row: embedding and norm
+  int32_t dtype;     // DType of in
+  int32_t out_dtype; // DType of out: kOpLinear may store fp32 where dtype is bf16
+  int32_t epilogue;  // kOpLinear, kOpScale
+  float eps;         // kOpRmsNorm, kOpOffsetRmsNorm
+  float factor;      // kOpOffsetRmsNorm, kOpScale
+  int64_t size;      // elements of a row of out, but for kOpLinear and attention
   int64_t in_stride;
   int64_t out_stride;
   const void* in;

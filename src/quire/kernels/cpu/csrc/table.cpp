@@ -17,6 +17,8 @@ const Kernels QUIRE_JOIN(kernels_, QUIRE_ISA) = {
     QUIRE_ISA::write_kv,
     QUIRE_ISA::rotate_and_write_kv,
     QUIRE_ISA::rms_norm,
+    QUIRE_ISA::scale,
+    QUIRE_ISA::gelu_mul,
     QUIRE_ISA::embed,
     QUIRE_ISA::argmax,
     QUIRE_ISA::sample,

@@ -1,0 +1,41 @@
+"""The residual stream: what every block of a model reads, and adds to."""
+
+import torch
+
+from quire.kernels.operators import Operators
+from quire.layers.norm import RMSNorm
+
+
+class ResidualStream:
+    """A sum that is computed when it is next read: addition and norm are then one operator.
+
+    Shapes: T tokens, H hidden size.
+    """
+
+    def __init__(self, start: torch.Tensor, operators: Operators) -> None:
+        """start: [T, H]; the first addition may overwrite it."""
+        self._total = start
+        self._operators = operators
+        self._added: tuple[torch.Tensor, float] | None = None
+
+    def add(self, x: torch.Tensor, scale: float = 1.0) -> None:
+        """Add scale * x [T, H], which nobody reads afterwards."""
+        if self._added is not None:
+            self.read()
+        self._added = (x, scale)
+
+    def read(self) -> torch.Tensor:
+        """The sum [T, H], valid until the next is computed."""
+        if self._added is not None:
+            (x, scale), self._added = self._added, None
+            self._total = self._operators.add(x, self._total, scale)
+        return self._total
+
+    def normed(self, norm: RMSNorm) -> torch.Tensor:
+        """The norm of the sum, [T, H]."""
+        if self._added is None:
+            normed: torch.Tensor = norm(self._total)
+            return normed
+        (x, scale), self._added = self._added, None
+        normed, self._total = norm.add(x, self._total, scale)
+        return normed

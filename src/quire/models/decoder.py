@@ -1,0 +1,153 @@
+"""A decoder-only model, from the parts that its config names; the families' files change parts.
+
+Pre-norm, with RMSNorm, rotary positions, grouped-query attention and a gated MLP: Llama, and what
+follows it. A family whose layers are other gives `DecoderForCausalLM` another `layer_type`. The
+trees of modules are named as checkpoints name them.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from quire.attention.interface import AttentionCall
+from quire.kernels.rotary import Angles
+from quire.layers.attention import Attention, AttentionBias
+from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.mlp import MLP
+from quire.layers.norm import RMSNorm
+from quire.layers.residual import ResidualStream
+from quire.layers.rotary import RopeLimits, RotaryEmbedding
+from quire.models.config import DecoderConfig
+from quire.models.interface import CausalLM, ModelOutput
+
+
+def make_norm(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+    """Over the hidden size."""
+    size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
+    return RMSNorm(size, eps, dtype=dtype, device=device, offset=offset)
+
+
+def make_attention(
+    config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
+) -> Attention:
+    """Of a layer."""
+    return Attention(
+        layer,
+        config.hidden_size,
+        config.attention_specs[layer],
+        bias=AttentionBias(qkv=config.qkv_bias, output=config.output_bias),
+        qk_norm=config.norm_of_q_and_k,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def make_mlp(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> MLP:
+    """Of a layer."""
+    return MLP(
+        config.hidden_size,
+        config.intermediate_size,
+        bias=config.mlp_bias,
+        dtype=dtype,
+        device=device,
+        activation=config.activation,
+    )
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP; each reads the norm of the residual stream, and is added to it."""
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.residual_scale = config.residual_scale
+        self.input_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
+        self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.mlp = make_mlp(config, dtype=dtype, device=device)
+
+    def forward(self, stream: ResidualStream, angles: Angles, attention: AttentionCall) -> None:
+        """Adds to the stream."""
+        normed = stream.normed(self.input_layernorm)
+        stream.add(self.self_attn(normed, angles, attention), self.residual_scale)
+        normed = stream.normed(self.post_attention_layernorm)
+        stream.add(self.mlp(normed), self.residual_scale)
+
+
+class DecoderModel(nn.Module):
+    """All of the model but its head. layer_type: called as `DecoderLayer` is."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_type: type[nn.Module],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(
+            config.vocab_size, config.hidden_size, dtype=dtype, device=device
+        )
+        self.layers = nn.ModuleList(
+            layer_type(config, layer, dtype=dtype, device=device)
+            for layer in range(config.num_layers)
+        )
+        self.norm = make_norm(config, dtype=dtype, device=device)
+        limits = RopeLimits(config.head_dim, config.max_position_embeddings, max_model_len)
+        self.rotary = RotaryEmbedding(config.rope, limits, dtype=dtype, device=device)
+
+
+class DecoderForCausalLM(CausalLM):
+    """The decoder that a config describes, of layers of `layer_type`."""
+
+    layer_type: ClassVar[type[nn.Module]] = DecoderLayer
+
+    def __init__(
+        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.attention_specs = config.attention_specs
+        self.embedding_scale = config.embedding_scale
+        self.logits_scale = config.logits_scale
+        self.model = DecoderModel(
+            config, self.layer_type, dtype=dtype, device=device, max_model_len=max_model_len
+        )
+        self.lm_head = LMHead(self.model.embed_tokens, tied=config.tie_word_embeddings)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embeds: torch.Tensor = self.model.embed_tokens(token_ids)
+        return self._scaled(embeds, self.embedding_scale)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: AttentionCall,
+        *,
+        input_embeds: torch.Tensor | None = None,
+        capture_layers: tuple[int, ...] = (),
+    ) -> ModelOutput:
+        if (token_ids is None) == (input_embeds is None):
+            raise ValueError("give exactly one of token_ids and input_embeds")
+        start = self.embed(token_ids) if token_ids is not None else input_embeds
+        assert start is not None
+        angles = self.model.rotary(positions)
+        stream = ResidualStream(start, self.operators)
+        captured: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.model.layers):
+            layer(stream, angles, attention)
+            if index in capture_layers:
+                captured[index] = stream.read().clone()
+        return ModelOutput(stream.normed(self.model.norm), captured)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._scaled(self.lm_head(hidden), self.logits_scale)
+
+    def _scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x if factor == 1.0 else self.operators.scale(x, factor)

@@ -1,0 +1,199 @@
+"""What is recorded, run, and compared with the operators that it stands for; what is refused."""
+
+import ctypes
+
+import pytest
+import torch
+
+from quire.kernels.cpu import abi
+from quire.kernels.cpu.abi import Epilogue, OpKind
+from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.program import Program
+from quire.kernels.cpu.recorder import Recorder, UnrecordableError
+from quire.kernels.operators import TORCH_OPERATORS
+from quire.kernels.rotary import Angles, Rotation
+
+WIDTH, VOCAB, MOST_TOKENS = 48, 90, 7
+LAYERS = (abi.AttentionLayer * 1)(abi.AttentionLayer(num_heads=4, num_kv_heads=2, head_dim=8))
+
+
+@pytest.fixture
+def recorder(kernels: NativeKernels) -> Recorder:
+    return Recorder(kernels, torch.float32, MOST_TOKENS, LAYERS)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(num_outputs: int, num_inputs: int, seed: int) -> tuple[PackedLinear, torch.Tensor]:
+    weight = random(num_outputs, num_inputs, seed=seed)
+    linear = PackedLinear(abi.WeightFormat.DENSE_F32, num_outputs, num_inputs, dtype=torch.float32)
+    linear.pack(weight, 0)
+    linear.finish()
+    return linear, weight
+
+
+def kinds(program: Program) -> list[OpKind]:
+    return [OpKind(op.kind) for op in program.ops]
+
+
+def run(program: Program, token_ids: torch.Tensor) -> torch.Tensor:
+    return program.run(abi.Step(num_tokens=len(token_ids), token_ids=token_ids.data_ptr()))
+
+
+def test_a_list_computes_what_its_operators_do(recorder: Recorder) -> None:
+    table, weight = random(VOCAB, WIDTH), random(WIDTH, seed=1)
+    linear, matrix = packed(WIDTH, WIDTH, seed=2)
+    token_ids = torch.tensor([3, 89, 0])
+
+    def compute(operators, ids, multiply):
+        total = operators.scale(operators.embed(table, ids), 12.0)
+        for offset, scale in ((None, 1.0), (1.0, 0.25), (None, 1.0)):
+            normed = operators.rms_norm(total, weight, 1e-5, offset)
+            product = operators.rms_norm(multiply(normed), weight, 1e-5, overwrites=True)
+            normed, total = operators.add_rms_norm(product, total, weight, 1e-5, offset, scale)
+            total = operators.add(multiply(normed), total)
+        return operators.gelu_mul(operators.rms_norm(total, weight, 1e-5), "tanh")
+
+    with recorder.recording():
+        output = compute(recorder, recorder.inputs[0], lambda x: recorder.linear(x, linear))
+    program = recorder.finish(output)
+    expected = compute(TORCH_OPERATORS, token_ids, lambda x: x @ matrix.T)
+    for _ in range(2):
+        torch.testing.assert_close(run(program, token_ids), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_product_that_is_added_at_once_is_added_by_its_linear(recorder: Recorder) -> None:
+    linear, _ = packed(WIDTH, WIDTH, seed=2)
+    weight = random(WIDTH)
+    with recorder.recording():
+        total = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
+        for _ in range(3):
+            product = recorder.linear(recorder.rms_norm(total, weight, 1e-5), linear)
+            total = recorder.add(product, total)
+    program = recorder.finish(total)
+    assert kinds(program) == [OpKind.EMBED, *[OpKind.RMS_NORM, OpKind.LINEAR] * 3]
+    assert {op.epilogue for op in program.ops[2::2]} == {Epilogue.ADD_RESIDUAL}
+    assert len({op.out for op in program.ops}) == 2, "the stream and its norm"
+
+
+def test_memory_is_not_used_again_while_it_is_read(recorder: Recorder) -> None:
+    weight = random(WIDTH)
+    with recorder.recording():
+        total = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
+        first = recorder.rms_norm(total, weight, 1e-5)
+        second = recorder.rms_norm(first, weight, 1e-5)
+        third = recorder.rms_norm(second, weight, 1e-5)
+        total = recorder.add(recorder.add(first, third), total)
+    ops = recorder.finish(total).ops
+    outs = [op.out for op in ops[1:4]]
+    assert len(set(outs)) == 3, "the first is read after the third is written"
+
+
+def test_rows_of_the_callers_become_rows_of_the_callers(
+    recorder: Recorder, kernels: NativeKernels
+) -> None:
+    linear, matrix = packed(VOCAB, WIDTH, seed=2)
+    with recorder.recording():
+        rows = recorder.rows(WIDTH)
+        logits = recorder.scale(recorder.linear(rows, linear, out_dtype=torch.float32), 0.125)
+    program = recorder.finish_rows(rows, logits)
+    for num_rows in (1, 5):
+        hidden = random(num_rows, WIDTH + 3)[:, :WIDTH]  # rows lie apart
+        first, second = program.run(hidden), program.run(hidden)
+        assert first.data_ptr() != second.data_ptr()
+        torch.testing.assert_close(first, hidden @ matrix.T * 0.125, rtol=1e-4, atol=1e-4)
+        assert torch.equal(first, second)
+
+
+def attend(recorder: Recorder, change=lambda parts: parts, **options: object) -> torch.Tensor:
+    linear, _ = packed(64, WIDTH, seed=2)
+    total = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
+    parts = change(recorder.linear(total, linear).split((32, 16, 16), dim=-1))
+    q, k, v = (part.unflatten(-1, (-1, 8)) for part in parts)
+    angles = Angles(random(9, 8), recorder.inputs[1], torch.float32)
+    given = {"rotation": Rotation(angles)} | options
+    return recorder.attend(0, q, k, v, **given).flatten(-2)
+
+
+def test_attention_reads_the_product_that_was_rotated_in_place(recorder: Recorder) -> None:
+    with recorder.recording():
+        output = attend(recorder)
+    ops = recorder.finish(output).ops
+    assert [op.kind for op in ops[-2:]] == [OpKind.ROTATE_AND_WRITE_KV, OpKind.ATTENTION]
+    assert ops[1].out == ops[2].out == ops[3].input
+    assert ops[2].layer == ops[3].layer == ctypes.addressof(LAYERS)
+
+
+def test_parts_may_be_normed_where_they_lie(recorder: Recorder) -> None:
+    def normed(parts):
+        q, k, v = parts
+        q = recorder.rms_norm(q, random(32), 1e-5, overwrites=True)
+        return q, recorder.rms_norm(k, random(16), 1e-5, overwrites=True), v
+
+    with recorder.recording():
+        output = attend(recorder, normed)
+    ops = recorder.finish(output).ops
+    assert [(op.out - ops[1].out, op.size) for op in ops[2:4]] == [(0, 32), (32 * 4, 16)]
+
+
+ATTENDED_OTHERWISE = {
+    "sinks": lambda recorder: attend(recorder, sinks=torch.zeros(4)),
+    "not rotated": lambda recorder: attend(recorder, rotation=None),
+    "in another order": lambda recorder: attend(recorder, lambda parts: (parts[0], *parts[:0:-1])),
+    "not in place": lambda recorder: attend(
+        recorder, lambda parts: (recorder.rms_norm(parts[0], random(32), 1e-5), *parts[1:])
+    ),
+}
+
+
+@pytest.mark.parametrize("use", ATTENDED_OTHERWISE.values(), ids=ATTENDED_OTHERWISE.keys())
+def test_attention_that_has_no_operation_is_refused(recorder: Recorder, use) -> None:
+    with pytest.raises(UnrecordableError), recorder.recording():
+        use(recorder)
+
+
+COMPUTED_BY_TORCH = {
+    "a product": lambda x: x * 2,
+    "in place": lambda x: x.mul_(2),
+    "of a view": lambda x: x[:, :3].add_(1),
+    "in a list": lambda x: torch.cat([torch.zeros(2, WIDTH), x]),
+    "by name": lambda x: torch.add(input=torch.zeros(2, WIDTH), other=x),
+    "a choice": lambda x: bool(x.sum() > 0),
+}
+
+
+@pytest.mark.parametrize("compute", COMPUTED_BY_TORCH.values(), ids=COMPUTED_BY_TORCH.keys())
+def test_what_torch_would_compute_is_refused(recorder: Recorder, compute) -> None:
+    with pytest.raises(UnrecordableError, match="torch would compute aten"), recorder.recording():
+        compute(recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0]))
+
+
+def test_numbers_of_parameters_may_be_computed(recorder: Recorder) -> None:
+    with recorder.recording():
+        total = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
+        output = recorder.rms_norm(total, random(WIDTH) + 1, 1e-5)
+    assert kinds(recorder.finish(output)) == [OpKind.EMBED, OpKind.RMS_NORM]
+
+
+def test_what_was_overwritten_can_not_be_read(recorder: Recorder) -> None:
+    with recorder.recording():
+        total = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
+        recorder.add(recorder.rms_norm(total, random(WIDTH), 1e-5), total)
+        with pytest.raises(UnrecordableError, match="overwritten"):
+            recorder.rms_norm(total, random(WIDTH), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "gelu_mul", "embed"])
+def test_other_forms_are_refused(recorder: Recorder, name: str) -> None:
+    with recorder.recording():
+        total = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
+        with pytest.raises(UnrecordableError):
+            if name == "rms_norm":
+                recorder.rms_norm(total, random(WIDTH).half(), 1e-5)
+            elif name == "gelu_mul":
+                recorder.gelu_mul(total, "none")
+            else:
+                recorder.embed(random(VOCAB, WIDTH), torch.tensor([1, 2]))
