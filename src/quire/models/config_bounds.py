@@ -57,6 +57,10 @@ NUMBERS: Mapping[str, Bounds] = {
 }
 
 
+FACTOR = Bounds(1e-9, 1e9)
+"""Of what a family multiplies by: scales of embeddings, logits and the like."""
+
+
 def checked_integer(what: str, name: str, value: Any) -> int:
     """`value` within the bounds of `name`. Raises CheckpointError that begins with `what`."""
     bounds = INTEGERS[name]
@@ -71,8 +75,9 @@ def checked_integer(what: str, name: str, value: Any) -> int:
 
 
 def checked_number(what: str, name: str, value: Any) -> float:
-    """`value` as a float, finite and within the bounds of `name`. Raises as `checked_integer`."""
-    bounds = NUMBERS[name]
+    """`value` as a float, finite and within the bounds of `name`, FACTOR where it has none of its
+    own. Raises as `checked_integer`."""
+    bounds = NUMBERS.get(name, FACTOR)
     is_number = type(value) in (int, float) and bounds.lowest <= value <= bounds.highest
     if not is_number or not math.isfinite(value):
         raise CheckpointError(
