@@ -85,7 +85,10 @@ checksum() {
 
 NATIVE=$ROOT/src/quire/kernels/cpu
 
-native_checksum() { cat "$NATIVE/build.py" "$NATIVE"/csrc/*.cpp "$NATIVE"/csrc/*.h | cksum; }
+native_checksum() {
+    cat "$NATIVE/build.py" "$NATIVE"/csrc/*.cpp "$NATIVE"/csrc/*.h \
+        "$NATIVE"/csrc/*/*.cpp "$NATIVE"/csrc/*/*.h | cksum
+}
 
 # Object files are kept, so that only what changed is compiled anew.
 compile_native() {

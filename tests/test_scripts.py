@@ -19,7 +19,10 @@ ROOT = Path(__file__).parent.parent
 TOOLS = ("sh", "cat", "cksum", "dirname", "sed", "uname", "env")
 INPUTS = ("pyproject.toml", "requirements.lock", "constraints.txt")
 NATIVE = Path("src", "quire", "kernels", "cpu")
-NATIVE_INPUTS = ("build.py", "csrc/pool.cpp", "csrc/pool.h")
+NATIVE_INPUTS = (
+    *("build.py", "csrc/table.cpp", "csrc/simd.h"),
+    *("csrc/threads/pool.cpp", "csrc/threads/pool.h"),
+)
 
 
 class Machine:
@@ -33,7 +36,7 @@ class Machine:
         shutil.copytree(ROOT / "scripts", root / "scripts")
         for name in INPUTS:
             shutil.copy(ROOT / name, root / name)
-        (root / NATIVE / "csrc").mkdir(parents=True)
+        (root / NATIVE / "csrc" / "threads").mkdir(parents=True)
         for name in NATIVE_INPUTS:
             shutil.copy(ROOT / NATIVE / name, root / NATIVE / name)
         for name in TOOLS:

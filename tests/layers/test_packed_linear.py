@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from quire.kernels.cpu.abi import WeightFormat
+from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import Linear, LinearKind, LinearMethod
@@ -18,13 +18,13 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 Methods = Callable[[NativeKernels], tuple[LinearMethod, LinearMethod]]
 FORMATS: dict[str, Methods] = {
-    "int8": lambda kernels: (PackedMethod(kernels, WeightFormat.INT8), Int8TorchMethod()),
+    "int8": lambda kernels: (PackedMethod(kernels, WeightLayout.INT8), Int8TorchMethod()),
     "int4, groups of 32": lambda kernels: (
-        PackedMethod(kernels, WeightFormat.INT4, 32),
+        PackedMethod(kernels, WeightLayout.INT4, 32),
         Int4TorchMethod(32),
     ),
     "int4, groups of 64": lambda kernels: (
-        PackedMethod(kernels, WeightFormat.INT4, 64),
+        PackedMethod(kernels, WeightLayout.INT4, 64),
         Int4TorchMethod(64),
     ),
 }
@@ -170,7 +170,7 @@ def test_a_tied_head_is_there_once(dtype, kernels):
 
 @pytest.mark.parametrize(
     ("weight_format", "tied"),
-    [(None, False), (WeightFormat.INT8, False), (WeightFormat.INT8, True)],
+    [(None, False), (WeightLayout.INT8, False), (WeightLayout.INT8, True)],
 )
 def test_other_embeddings_keep_their_table(weight_format, tied, kernels):
     method = PackedMethod(kernels, weight_format)

@@ -2,8 +2,8 @@
 
 The kernels walk the block tables themselves, so a plan is a handful of addresses and, where rows
 share blocks, which tiles to read once for all of them. What they compute, and why a row's result is
-the same to the bit whatever runs beside it, is told in `kernels/cpu/csrc/attention.cpp`. Built by
-`registry.py`; `runtime.forward` runs the step that was planned here as part of a native program.
+the same to the bit whatever runs beside it, is explained in `csrc/attention/attention.cpp` (of
+`kernels/cpu`). Built by `registry.py`; `runtime.forward` runs the step that was planned here as part of a native program.
 
 Shapes as in `interface.py`.
 """
@@ -30,7 +30,7 @@ from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.rotary import Rotation, rotate
 
 TILE_TOKENS = 256
-"""As in csrc/attention_kernels.h."""
+"""As in csrc/attention/attention_kernels.h."""
 
 MIN_SAVED_TILES = 1
 """That a shared run must save: one costs its readers less than reading a tile."""

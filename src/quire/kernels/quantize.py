@@ -1,6 +1,6 @@
 """Numbers as small integers, by torch: the reference of the native kernels' packing, and what
-serves in their place. The formats' layouts are theirs (`cpu/csrc/linear_int8.h`, `linear_int4.h`);
-the numbers are the same to the bit, so every operation here is in fp32 and in a fixed order. Where
+serves in their place. The formats' layouts are theirs (`linear_int8.h`, `linear_int4.h` in
+`cpu/csrc/linear`); the numbers are the same to the bit, so every operation here is in fp32 and in a fixed order. Where
 a number is divided by a constant or the reverse, both are tensors: torch would take the reciprocal
 of one and multiply, which rounds twice (the constant's on a GPU, the other's anywhere).
 

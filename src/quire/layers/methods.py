@@ -11,7 +11,7 @@ Called by `engine.build`.
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.kernels.cpu.abi import WeightFormat
+from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.layers.embedding import LMHead
 from quire.layers.linear import DenseMethod, Linear, LinearMethod
@@ -26,13 +26,13 @@ INT4_GROUP_SIZE = 32
 class Scheme:
     """Formats of the layers' linears, and of the vocabulary projection."""
 
-    body: WeightFormat
-    head: WeightFormat
+    body: WeightLayout
+    head: WeightLayout
 
 
 SCHEMES = {
-    "int8": Scheme(WeightFormat.INT8, WeightFormat.INT8),
-    "int4": Scheme(WeightFormat.INT4, WeightFormat.INT4),
+    "int8": Scheme(WeightLayout.INT8, WeightLayout.INT8),
+    "int4": Scheme(WeightLayout.INT4, WeightLayout.INT4),
 }
 
 
@@ -82,9 +82,9 @@ def _dense_method(kernels: NativeKernels | None, gpu: LinearFamily | None) -> Li
 
 
 def _method(
-    kernels: NativeKernels | None, gpu: LinearFamily | None, weight_format: WeightFormat
+    kernels: NativeKernels | None, gpu: LinearFamily | None, weight_format: WeightLayout
 ) -> LinearMethod:
-    group_size = INT4_GROUP_SIZE if weight_format is WeightFormat.INT4 else 0
+    group_size = INT4_GROUP_SIZE if weight_format is WeightLayout.INT4 else 0
     if gpu is not None:
         return gpu.int4(group_size) if group_size else gpu.int8()
     if kernels is not None:

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from quire.kernels.cpu import abi
-from quire.kernels.cpu.abi import Epilogue, WeightFormat
+from quire.kernels.cpu.abi import Epilogue, WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear, apply
 from quire.kernels.cpu.recorder import Recorder
 from quire.layers.linear import Linear, LinearMethod, RowSource
 
 DENSE_FORMATS = {
-    torch.float32: WeightFormat.DENSE_F32,
-    torch.bfloat16: WeightFormat.DENSE_BF16,
+    torch.float32: WeightLayout.DENSE_F32,
+    torch.bfloat16: WeightLayout.DENSE_BF16,
 }
 """Formats that keep every bit of a model's numbers."""
 
@@ -42,7 +42,7 @@ class PackedMethod(LinearMethod):
     def __init__(
         self,
         kernels: NativeKernels,
-        weight_format: WeightFormat | None = None,
+        weight_format: WeightLayout | None = None,
         group_size: int = 0,
     ) -> None:
         self._kernels = kernels
@@ -87,14 +87,14 @@ class PackedMethod(LinearMethod):
         state.weights.finish()
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
-        shape = abi.Linear(
+        shape = abi.Weights(
             self._format(dtype), num_outputs, num_inputs, group_size=self._group_size
         )
-        library, is_int8 = self._kernels.library, shape.format == WeightFormat.INT8
+        library, is_int8 = self._kernels.library, shape.format == WeightLayout.INT8
         weights: int = library.packed_bytes(shape) + 4 * library.num_scales(shape)
         return weights + (4 * num_outputs if is_int8 else 0)
 
-    def _format(self, dtype: torch.dtype) -> WeightFormat:
+    def _format(self, dtype: torch.dtype) -> WeightLayout:
         return DENSE_FORMATS[dtype] if self._weight_format is None else self._weight_format
 
     def apply(

@@ -3,7 +3,7 @@
 // memory: what the pool does not order is a race.
 //
 //     pool_stress NUM_THREADS
-#include "pool.h"
+#include "threads/pool.h"
 
 #include <cstdio>
 #include <cstdlib>

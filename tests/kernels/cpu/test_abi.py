@@ -1,6 +1,6 @@
 """Structures, enumerations and functions of Python's side against the compiler's and the headers.
 
-The compiler is asked where fields lie; what functions take is read from `csrc/api.h`.
+The compiler is asked where fields lie; what functions take is read from `csrc/library/api.h`.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ STRUCTURES = [
     for value in vars(abi).values()
     if isinstance(value, type) and issubclass(value, ctypes.Structure)
 ]
-ENUMERATIONS = {"DType": "k", "WeightFormat": "k", "Epilogue": "k", "OpKind": "kOp"}
+ENUMERATIONS = {"DType": "k", "WeightLayout": "k", "Epilogue": "k", "OpKind": "kOp"}
 """Name -> what its members' names begin with in C++."""
 
 C_NAMES = {("Op", "input"): "in"}
@@ -39,8 +39,8 @@ PROGRAM = """
 #include <cstddef>
 #include <cstdio>
 #include <type_traits>
-#include "abi.h"
-#include "program.h"
+#include "library/abi.h"
+#include "library/program.h"
 using namespace quire;
 template <typename T> const char* kind() {
   return std::is_pointer_v<T> ? "p" : std::is_floating_point_v<T> ? "f"
@@ -118,7 +118,9 @@ def header(*names: str) -> str:
 def test_no_field_of_the_headers_is_missing() -> None:
     found = {
         name: re.findall(r"\b(\w+);", body)
-        for name, body in re.findall(r"struct (\w+) \{(.*?)\};", header("abi.h", "program.h"), re.S)
+        for name, body in re.findall(
+            r"struct (\w+) \{(.*?)\};", header("library/abi.h", "library/program.h"), re.S
+        )
     }
     assert found == {
         structure.__name__: [c_field(structure, field) for field, _ in structure._fields_]
@@ -128,7 +130,9 @@ def test_no_field_of_the_headers_is_missing() -> None:
 
 @pytest.mark.parametrize("name", ENUMERATIONS)
 def test_enumerations_have_the_same_values(name: str) -> None:
-    body = re.search(rf"enum {name} : int32_t \{{(.*?)\}}", header("abi.h", "program.h"), re.S)
+    body = re.search(
+        rf"enum {name} : int32_t \{{(.*?)\}}", header("library/abi.h", "library/program.h"), re.S
+    )
     assert body is not None
     values = {key.lower(): int(value) for key, value in re.findall(r"(\w+) = (\d+)", body[1])}
     assert members(getattr(abi, name), ENUMERATIONS[name]) == values
@@ -151,7 +155,7 @@ def test_functions_are_called_as_they_are_declared() -> None:
     declared = {
         name: (c_kind(result), [c_kind(part) for part in arguments.split(",") if part.strip()])
         for result, name, arguments in re.findall(
-            r"^(\w[\w *]*?)\b(quire_\w+)\((.*?)\);", header("api.h"), re.S | re.M
+            r"^(\w[\w *]*?)\b(quire_\w+)\((.*?)\);", header("library/api.h"), re.S | re.M
         )
     }
     called = {
@@ -163,14 +167,16 @@ def test_functions_are_called_as_they_are_declared() -> None:
 
 
 def test_the_version_is_the_headers() -> None:
-    found = re.search(r"#define QUIRE_ABI_VERSION (\d+)", (build.SOURCES / "api.h").read_text())
+    found = re.search(
+        r"#define QUIRE_ABI_VERSION (\d+)", (build.SOURCES / "library/api.h").read_text()
+    )
     assert found is not None
     assert int(found[1]) == abi.ABI_VERSION
 
 
 def test_tables_and_prototypes_of_the_kernels_agree() -> None:
     """A kernel that `kernels.h` lists, and no other, is declared for each instruction set."""
-    listed = re.findall(r"void \(\*(\w+)\)\(", header("kernels.h"))
+    listed = re.findall(r"void \(\*(\w+)\)\(", header("library/kernels.h"))
     declared = re.findall(r"^void (\w+)\(", header("kernels_isa.h"), re.M)
     table = re.findall(r"QUIRE_ISA::(\w+),", Path(build.SOURCES / "table.cpp").read_text())
     assert listed == declared == table

@@ -36,15 +36,17 @@ class Workshop:
         self.compiler.write_text(COMPILER.format(log=self.log))
         self.compiler.chmod(0o755)
         for name, text in {
-            "api.cpp": '#include "api.h"\n',
-            "pool.cpp": "",
-            "pack_rows.cpp": "",
-            "linear.cpp": '#include "tile.h"\n',
-            "api.h": "",
-            "tile.h": '#include "deep.h"\n',
+            "library/api.cpp": '#include "library/api.h"\n',
+            "threads/pool.cpp": "",
+            "packing/pack_rows.cpp": "",
+            "linear/linear.cpp": '#include "linear/tile.h"\n',
+            "library/api.h": "",
+            "linear/tile.h": '#include "deep.h"\n',
             "deep.h": "",
         }.items():
-            (self.sources / name).write_text(text)
+            path = self.sources / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
 
     def calls(self) -> list[str]:
         """Runs the build. Returns the compiler's arguments, the last call's being the linker's."""
@@ -87,7 +89,7 @@ def test_the_library_carries_the_digest_of_its_sources(workshop: Workshop) -> No
 def test_only_what_changed_is_compiled_again(workshop: Workshop) -> None:
     assert workshop.compiled() == {"api.cpp", "pool.cpp", "pack_rows.cpp", "linear.cpp"}
     assert workshop.compiled() == set()
-    (workshop.sources / "pool.cpp").write_text("// changed\n")
+    (workshop.sources / "threads" / "pool.cpp").write_text("// changed\n")
     changed_anyway = {"api.cpp"}  # the digest is in it
     assert workshop.compiled() == {"pool.cpp"} | changed_anyway
 
@@ -106,7 +108,7 @@ def test_without_a_folder_for_objects_nothing_is_left_behind(
     assert set(tmp_path.iterdir()) - before == {workshop.output, workshop.log}
 
 
-@pytest.mark.parametrize("name", ["api.cpp", "tile.h"])
+@pytest.mark.parametrize("name", ["library/api.cpp", "linear/tile.h"])
 def test_the_digest_changes_with_every_file(workshop: Workshop, name: str) -> None:
     before = build.source_digest(workshop.sources)
     (workshop.sources / "notes.txt").write_text("not compiled")

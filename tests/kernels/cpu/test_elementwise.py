@@ -142,7 +142,7 @@ class Heads:
         return q, k, v.clone()
 
     def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v [T, Hkv, D] read back from the pages; the layout is drawn in csrc/kv_page.h."""
+        """k and v [T, Hkv, D] read back from the pages; see csrc/attention/kv_page.h."""
         layer = self.layer
         size, unit = layer.block_size, min(layer.block_size, 16)
         halves = self.pages.view(-1, layer.num_kv_heads, 2, size // unit, unit * layer.head_dim)

@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional
 
 from quire.kernels.cpu import abi
-from quire.kernels.cpu.abi import Epilogue, WeightFormat
+from quire.kernels.cpu.abi import Epilogue, WeightLayout
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.cpu.linear import PackedLinear, apply
 
-FORMATS = {torch.float32: WeightFormat.DENSE_F32, torch.bfloat16: WeightFormat.DENSE_BF16}
+FORMATS = {torch.float32: WeightLayout.DENSE_F32, torch.bfloat16: WeightLayout.DENSE_BF16}
 DTYPES = pytest.mark.parametrize("dtype", FORMATS, ids=str)
 # M, N, K. Tiles have up to 14 rows, panels 32 outputs, steps 1 or 2 inputs, chunks 1,024 steps, and
 # rows beyond 384 KiB make another group.
@@ -207,8 +207,8 @@ def test_rows_come_back_as_they_were_packed(
 def test_rows_of_another_dtype_are_converted(library: NativeLibrary) -> None:
     weight = normal(40, 33, dtype=torch.float32)
     weight[3, 5], weight[3, 6] = torch.inf, torch.nan
-    narrow = PackedLinear(WeightFormat.DENSE_BF16, 40, 33)
-    wide = PackedLinear(WeightFormat.DENSE_F32, 40, 33, dtype=torch.float32)
+    narrow = PackedLinear(WeightLayout.DENSE_BF16, 40, 33)
+    wide = PackedLinear(WeightLayout.DENSE_F32, 40, 33, dtype=torch.float32)
 
     narrow.pack(weight, 0)
     wide.pack(weight.bfloat16(), 0)
@@ -226,7 +226,7 @@ def test_padding_is_cleared_whatever_was_there(
     kernels: NativeKernels, dtype: torch.dtype, n: int, k: int, interleave: int
 ) -> None:
     weight, x = normal(n, k, dtype=dtype), normal(3, k, dtype=dtype)
-    struct = abi.Linear(FORMATS[dtype], n, k, interleave=interleave)
+    struct = abi.Weights(FORMATS[dtype], n, k, interleave=interleave)
     memory = torch.full((kernels.library.packed_bytes(struct),), 255, dtype=torch.uint8)  # NaNs
     struct.weights = memory.data_ptr()
     kernels.library.clear_padding(struct)
@@ -267,7 +267,7 @@ def test_a_wrong_out_is_named(kernels: NativeKernels) -> None:
 
 
 def test_wrong_rows_are_named(library: NativeLibrary) -> None:
-    linear = PackedLinear(WeightFormat.DENSE_BF16, 8, 16)
+    linear = PackedLinear(WeightLayout.DENSE_BF16, 8, 16)
 
     with pytest.raises(ValueError, match=r"rows are \(2, 15\)"):
         linear.pack(torch.zeros(2, 15), 0)
@@ -280,10 +280,10 @@ def test_wrong_rows_are_named(library: NativeLibrary) -> None:
     with pytest.raises(ValueError, match="bias is"):
         linear.set_bias(torch.zeros(8))
     with pytest.raises(ValueError, match="interleave is 3"):
-        PackedLinear(WeightFormat.DENSE_BF16, 8, 16, interleave=3)
+        PackedLinear(WeightLayout.DENSE_BF16, 8, 16, interleave=3)
 
 
-@pytest.mark.parametrize("weight_format", [WeightFormat.INT8, WeightFormat.INT4])
-def test_sums_that_could_overflow_are_refused(weight_format: WeightFormat) -> None:
+@pytest.mark.parametrize("weight_format", [WeightLayout.INT8, WeightLayout.INT4])
+def test_sums_that_could_overflow_are_refused(weight_format: WeightLayout) -> None:
     with pytest.raises(ValueError, match="num_inputs is 65537, but sums of more than 65536"):
         PackedLinear(weight_format, 16, 65_537, group_size=32)

@@ -15,7 +15,7 @@ def compiled(folder: Path, *flags: str) -> Path:
     """The program, with the pool of the library. Raises BuildError."""
     output = folder / "pool_stress"
     command = [build.find_compiler(), "-std=c++20", "-O1", "-g0", "-pthread", *flags]
-    files = [str(PROGRAM), str(build.SOURCES / "pool.cpp")]
+    files = [str(PROGRAM), str(build.SOURCES / "threads" / "pool.cpp")]
     build._run([*command, f"-I{build.SOURCES}", *files, "-o", str(output)])
     return output
 

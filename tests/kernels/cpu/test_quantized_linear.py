@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from quire.kernels.cpu.abi import Epilogue, WeightFormat
+from quire.kernels.cpu.abi import Epilogue, WeightLayout
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
 from quire.kernels.cpu.linear import PackedLinear, apply
 from quire.kernels.quantize import quantize_int4
 
-FORMATS = {"int8": (WeightFormat.INT8, 0), "int4": (WeightFormat.INT4, 32)}
-FORMATS["int4-64"] = (WeightFormat.INT4, 64)
+FORMATS = {"int8": (WeightLayout.INT8, 0), "int4": (WeightLayout.INT4, 32)}
+FORMATS["int4-64"] = (WeightLayout.INT4, 64)
 SHAPES = [(1, 1), (31, 7), (33, 77), (100, 130), (48, 256), (64, 768)]
 
 

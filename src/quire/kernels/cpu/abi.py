@@ -1,4 +1,4 @@
-"""The C ABI's structures, mirrored from `csrc/abi.h` and `csrc/program.h`; a test compares them.
+"""The C ABI's structures, mirrored from `csrc/library/abi.h` and `program.h`; a test compares them.
 
 Pointers are addresses: whoever fills a structure keeps alive what it points to.
 """
@@ -23,7 +23,7 @@ DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16}
 """The dtypes that the library computes with."""
 
 
-class WeightFormat(IntEnum):
+class WeightLayout(IntEnum):
     """How a linear's weights are stored."""
 
     DENSE_F32 = 0
@@ -53,7 +53,7 @@ class OpKind(IntEnum):
     GELU_MUL = 7
 
 
-class Linear(ctypes.Structure):
+class Weights(ctypes.Structure):
     """See abi.h."""
 
     _fields_ = (

@@ -36,9 +36,8 @@ COMMON_FLAGS = (
     # What is computed must not depend on where the compiler finds a multiplication to fuse.
     *("-ffp-contract=off", "-fno-math-errno"),
 )
-# Compiled once for all instruction sets; every other file is compiled for each.
-COMMON_SOURCES = ("api.cpp", "pool.cpp", "program.cpp")
-COMMON_PREFIX = "pack"
+# Compiled once for all instruction sets; the files of every other folder are compiled for each.
+COMMON_FOLDERS = ("library", "packing", "threads")
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"))
@@ -76,9 +75,10 @@ def isa_flags() -> dict[str, Sequence[str]]:
 def source_digest(folder: Path = SOURCES) -> str:
     """Of all that the library is made from; the library carries it and is refused with another."""
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.rglob("*")):
         if path.suffix in (".cpp", ".h"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+            name = path.relative_to(folder).as_posix()
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     digest.update(repr((COMMON_FLAGS, sorted(isa_flags().items()))).encode())
     return digest.hexdigest()[:16]
 
@@ -118,8 +118,8 @@ def build(
 
 def _units() -> list[_Unit]:
     units = []
-    for path in sorted(SOURCES.glob("*.cpp")):
-        is_common = path.name in COMMON_SOURCES or path.name.startswith(COMMON_PREFIX)
+    for path in sorted(SOURCES.rglob("*.cpp")):
+        is_common = path.parent.name in COMMON_FOLDERS
         units += [_Unit(path, isa) for isa in ([None] if is_common else isa_flags())]
     return units
 
@@ -134,7 +134,7 @@ def _compile(compiler: str, unit: _Unit, folder: Path) -> Path:
     target = folder / f"{unit.source.stem}-{unit.isa or 'all'}-{key.hexdigest()[:16]}.o"
     if not target.exists():
         partial = target.with_suffix(f".{os.getpid()}.tmp")
-        _run([compiler, *flags, "-c", str(unit.source), "-o", str(partial)])
+        _run([compiler, *flags, f"-I{SOURCES}", "-c", str(unit.source), "-o", str(partial)])
         partial.replace(target)
     return target
 
@@ -143,7 +143,7 @@ def _with_headers(source: Path) -> list[Path]:
     """The file and all of ours that it includes, each once."""
     found = [source]
     for path in found:  # which grows meanwhile
-        for name in re.findall(r'^#include "(\w+\.h)"', path.read_text(), re.MULTILINE):
+        for name in re.findall(r'^#include "([\w/]+\.h)"', path.read_text(), re.MULTILINE):
             if SOURCES / name not in found:
                 found.append(SOURCES / name)
     return found

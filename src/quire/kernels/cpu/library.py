@@ -1,7 +1,7 @@
 """Loads the native library and calls it. A `NativeKernels` is an instruction set and a thread pool.
 
-Shapes and meanings of the calls are in `csrc/kernels.h`; the wrappers beside this file check what
-callers may get wrong, this file checks nothing. Calls release the GIL, and one `NativeKernels` runs
+Shapes and meanings of the calls are in `csrc/library/kernels.h`; the wrappers beside this file check
+what callers may get wrong, this file checks nothing. Calls release the GIL, and one `NativeKernels` runs
 one call at a time.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi, build
 
-_LINEAR = POINTER(abi.Linear)
+_LINEAR = POINTER(abi.Weights)
 _LAYER, _STEP = POINTER(abi.AttentionLayer), POINTER(abi.Step)
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {

@@ -13,18 +13,18 @@ import ctypes
 import torch
 
 from quire.kernels.cpu import abi
-from quire.kernels.cpu.abi import DTYPES, DType, Epilogue, WeightFormat
+from quire.kernels.cpu.abi import DTYPES, DType, Epilogue, WeightLayout
 from quire.kernels.cpu.library import NativeKernels, load_library
 from quire.kernels.cpu.memory import allocate
 
 _LANES = 64  # the packing pads outputs to 32; the arrays beside it are as long, or longer
 _DENSE_DTYPES = {
-    WeightFormat.DENSE_F32: (torch.float32,),
-    WeightFormat.DENSE_BF16: (torch.bfloat16,),
+    WeightLayout.DENSE_F32: (torch.float32,),
+    WeightLayout.DENSE_BF16: (torch.bfloat16,),
 }
 
 
-QUANTIZED = (WeightFormat.INT8, WeightFormat.INT4)
+QUANTIZED = (WeightLayout.INT8, WeightLayout.INT4)
 MAX_QUANTIZED_INPUTS = 65_536
 """Each product is at most 255 * 127 in size."""
 
@@ -39,7 +39,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight_format: WeightFormat,
+        weight_format: WeightLayout,
         num_outputs: int,
         num_inputs: int,
         *,
@@ -61,7 +61,7 @@ class PackedLinear:
         self.num_outputs, self.num_inputs = num_outputs, num_inputs
         self.interleave, self.dtype = interleave, dtype
         self._library = load_library()
-        self.struct = abi.Linear(
+        self.struct = abi.Weights(
             format=weight_format,
             num_outputs=num_outputs,
             num_inputs=num_inputs,
@@ -72,7 +72,7 @@ class PackedLinear:
         self.struct.weights = self._weights.data_ptr()
         num_padded = num_outputs + 2 * _LANES
         self._scales = torch.zeros(self._library.num_scales(self.struct))
-        self._sums = torch.zeros(num_padded if weight_format is WeightFormat.INT8 else 0).int()
+        self._sums = torch.zeros(num_padded if weight_format is WeightLayout.INT8 else 0).int()
         self._bias = torch.zeros(num_padded if has_bias else 0)
         for name, values in (("scales", self._scales), ("sums", self._sums), ("bias", self._bias)):
             setattr(self.struct, name, values.data_ptr() if len(values) else None)
@@ -195,7 +195,7 @@ def _check_outputs(outputs: torch.Tensor, num_outputs: int) -> None:
 
 
 def _packed_positions(num_outputs: int, interleave: int) -> torch.Tensor:
-    """Where each of the checkpoint's outputs lies among the packed ones (csrc/linear.h)."""
+    """Where each of the checkpoint's outputs lies among the packed ones (csrc/linear/linear.h)."""
     outputs = torch.arange(num_outputs)
     if not interleave:
         return outputs

@@ -1,4 +1,4 @@
-"""Choosing tokens, and log-probabilities, by the native library; see `csrc/sample.cpp`.
+"""Choosing tokens, and log-probabilities, by the native library; see `csrc/sampling/sample.cpp`.
 
 The sampler calls this where the library is loaded, and torch where not (`sampling.choice`,
 `sampling.logprobs`, which say what is computed). Knows no requests and no options but these.

@@ -5,7 +5,7 @@
 // would store it; products and sums are rounded one by one (no fused multiply-add), so that all
 // instruction sets compute the same bits. Legend: see abi.h.
 #include "kernels_isa.h"
-#include "kv_page.h"
+#include "attention/kv_page.h"
 #include "simd.h"
 
 namespace quire::QUIRE_ISA {

@@ -1,11 +1,11 @@
 // What the files that are compiled once per instruction set implement; signatures as in kernels.h.
 #pragma once
-#include "abi.h"
-#include "pool.h"
+#include "library/abi.h"
+#include "threads/pool.h"
 
 namespace quire::QUIRE_ISA {
 
-void linear(Pool&, const Linear&, DType, const void* x, int64_t ldx, int64_t M, void* out,
+void linear(Pool&, const Weights&, DType, const void* x, int64_t ldx, int64_t M, void* out,
             DType out_dtype, int64_t ldo, Epilogue);
 void attention(Pool&, const AttentionLayer&, const Step&, const void* q, int64_t ldq, void* out,
                int64_t ldo, float* lse);

@@ -1,5 +1,5 @@
 // One instruction set's table of kernels; compiled once for each.
-#include "kernels.h"
+#include "library/kernels.h"
 #include "kernels_isa.h"
 
 namespace quire {

@@ -1,0 +1,111 @@
+// Everything that crosses the C ABI, mirrored field by field in abi.py (a test compares the offsets).
+//
+// Legend: T tokens of the step, S sequences of the step, M rows of an activation, K inputs and N
+// outputs of a linear, Hq query heads, Hkv KV heads, D head size, B block size.
+#pragma once
+#include <cstdint>
+
+namespace quire {
+
+enum DType : int32_t { kF32 = 0, kBF16 = 1 };
+
+enum WeightLayout : int32_t { kDenseF32 = 0, kDenseBF16 = 1, kInt8 = 2, kInt4 = 3 };
+
+// What becomes of a linear's result before it is stored.
+enum Epilogue : int32_t {
+  kStore = 0,
+  kAddResidual = 1,  // out = out + result: the residual stream is updated in place
+  kSiluMul = 2,      // result holds gate and up, interleaved by the packing: out = silu(gate) * up
+};
+
+// A linear's weights as the kernels want them; the layout is told in linear.h.
+struct Weights {
+  int32_t format;       // WeightLayout
+  int32_t num_outputs;  // N, as packed: gate and up together for kSiluMul
+  int32_t num_inputs;   // K
+  int32_t group_size;   // kInt4: inputs that share a scale; else 0
+  int32_t interleave;   // outputs of gate, then as many of up, alternate in the packing; 0: no
+  int32_t reserved;
+  const void* weights;
+  const float* scales;   // kInt8: [N]; kInt4: as linear.h says; else null
+  const int32_t* sums;   // kInt8: [N], each output's sum of weights; else null
+  const float* bias;     // [N] in the packed order, or null
+};
+
+// One layer's attention: what it computes, and where its K and V lie.
+struct AttentionLayer {
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t block_size;
+  int32_t dtype;   // DType of q, k, v, of the pages and of the output
+  int32_t group;   // index of the layer's KV group in Step::groups
+  int32_t window;  // keys that a query sees, itself included; 0: all before it
+  int32_t causal;
+  float scale;
+  float soft_cap;  // 0: none
+  const float* sinks;    // [Hq], or null
+  uint8_t* pages;        // first byte of this layer's part of block 0
+  int64_t page_stride;   // bytes from a block to the next
+};
+
+// Where one KV group's memory lies in a step.
+struct KVGroupStep {
+  const int32_t* block_tables;  // [rows, table_stride]
+  int64_t table_stride;         // in entries
+  const int64_t* slot_mapping;  // [T] block * B + offset
+};
+
+// Decoding sequences whose tables name the same blocks in tiles [first_tile, end_tile).
+struct SharedRun {
+  int32_t group;
+  int32_t num_sequences;
+  int32_t first_tile;
+  int32_t end_tile;
+  const int32_t* sequences;  // [num_sequences] indices into the step's sequences
+};
+
+// One step. Decoding sequences, of one token each, come first.
+struct Step {
+  int32_t num_tokens;
+  int32_t num_sequences;
+  int32_t num_decodes;
+  int32_t num_groups;
+  int32_t num_shared_runs;
+  int32_t reserved;
+  const int64_t* token_ids;     // [T]
+  const int64_t* positions;     // [T]
+  const int32_t* query_start;   // [S + 1]
+  const int32_t* context_lens;  // [S]
+  const int64_t* rows;          // [S] rows of the block tables
+  const KVGroupStep* groups;
+  const SharedRun* shared_runs;
+};
+
+// The rotation of q and k, and what precedes it.
+struct Rotary {
+  const float* table;    // [positions, D]: D/2 cosines, then D/2 sines
+  const void* q_norm;    // [D] in the model's dtype: each head of q is normalised first; or null
+  const void* k_norm;    // the same for k
+  float norm_eps;
+  int32_t reserved;
+};
+
+// How one line of logits becomes a token; see quire/sampling/choice.py.
+struct SampleRow {
+  uint64_t stream;    // seed and branch
+  int64_t position;   // of the token to choose
+  double top_p;       // 1: none
+  int64_t top_k;      // 0: none
+  float temperature;  // 0: the largest logit
+  float log_min_p;    // -infinity: none
+};
+
+// What is asked about one line of logits.
+struct LogprobRow {
+  int64_t line;
+  int64_t token_id;
+  int64_t num_top;
+};
+
+}  // namespace quire

@@ -1,0 +1,165 @@
+// The C ABI. Nothing is thrown across it; what callers may get wrong is checked in Python.
+#include "library/api.h"
+
+#include <new>
+
+#include "library/kernels.h"
+#include "packing/pack.h"
+#include "library/program.h"
+
+namespace quire {
+
+extern const Kernels kernels_portable;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
+#endif
+
+namespace {
+
+struct Context {
+  const Kernels* kernels;
+  Pool pool;
+};
+
+// Best first.
+const Kernels* const kTables[] = {
+#if defined(__x86_64__)
+    &kernels_avx512_bf16, &kernels_avx512, &kernels_avx2,
+#endif
+    &kernels_portable};
+constexpr int kNumTables = sizeof kTables / sizeof *kTables;
+
+bool is_supported(int index) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  const bool dots = avx512 && __builtin_cpu_supports("avx512vnni") &&
+                    __builtin_cpu_supports("avx512bf16");
+  const bool supported[] = {dots, avx512, avx2, true};
+  return supported[index];
+#else
+  return index == 0;
+#endif
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+extern "C" {
+
+int32_t quire_abi_version() { return QUIRE_ABI_VERSION; }
+
+const char* quire_source_digest() { return QUIRE_SOURCE_DIGEST; }
+
+int32_t quire_num_isas() { return kNumTables; }
+
+const char* quire_isa_name(int32_t index) { return kTables[index]->name; }
+
+int32_t quire_isa_supported(int32_t index) { return is_supported(index); }
+
+void* quire_create(int32_t isa, int32_t num_threads) {
+  try {
+    return new Context{kTables[isa], Pool(num_threads)};
+  } catch (...) {  // no memory, or no more threads: the caller gets null and says so
+    return nullptr;
+  }
+}
+
+void quire_destroy(void* context) { delete static_cast<Context*>(context); }
+
+void quire_run(void* context, const Op* ops, int64_t num_ops, const Step* step) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  run_program(*kernels, pool, ops, num_ops, *step);
+}
+
+int64_t quire_packed_bytes(const Weights* linear) { return packed_bytes(*linear); }
+
+int64_t quire_num_scales(const Weights* linear) { return num_scales(*linear); }
+
+void quire_pack_rows(const Weights* linear, const void* rows, int32_t rows_dtype, int64_t ld,
+                     int64_t first, int64_t num_rows) {
+  pack_rows(*linear, rows, DType(rows_dtype), ld, first, num_rows);
+}
+
+void quire_clear_padding(const Weights* linear) { clear_padding(*linear); }
+
+void quire_unpack_rows(const Weights* linear, const int64_t* outputs, int64_t num_rows, void* rows,
+                       int64_t ld) {
+  unpack_rows(*linear, outputs, num_rows, rows, ld);
+}
+
+void quire_linear(void* context, const Weights* linear, int32_t dtype, const void* x, int64_t ldx,
+                  int64_t M, void* out, int32_t out_dtype, int64_t ldo, int32_t epilogue) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->linear(pool, *linear, DType(dtype), x, ldx, M, out, DType(out_dtype), ldo,
+                  Epilogue(epilogue));
+}
+
+void quire_attention(void* context, const AttentionLayer* layer, const Step* step, const void* q,
+                     int64_t ldq, void* out, int64_t ldo, float* lse) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->attention(pool, *layer, *step, q, ldq, out, ldo, lse);
+}
+
+void quire_write_kv(void* context, const AttentionLayer* layer, const Step* step, const void* k,
+                    const void* v, int64_t ld) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->write_kv(pool, *layer, *step, k, v, ld);
+}
+
+void quire_rotate_and_write_kv(void* context, const AttentionLayer* layer, const Rotary* rotary,
+                               const Step* step, void* qkv, int64_t ld) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->rotate_and_write_kv(pool, *layer, *rotary, *step, qkv, ld);
+}
+
+void quire_rms_norm(void* context, int32_t dtype, const void* x, int64_t ldx, const void* weight,
+                    float eps, const float* offset, void* out, int64_t ldo, int64_t M,
+                    int64_t size) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->rms_norm(pool, DType(dtype), x, ldx, weight, eps, offset, out, ldo, M, size);
+}
+
+void quire_scale(void* context, int32_t dtype, const void* x, int64_t ldx, float factor,
+                 int32_t adds, void* out, int64_t ldo, int64_t M, int64_t size) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->scale(pool, DType(dtype), x, ldx, factor, adds != 0, out, ldo, M, size);
+}
+
+void quire_gelu_mul(void* context, int32_t dtype, const void* x, int64_t ldx, void* out,
+                    int64_t ldo, int64_t M, int64_t size) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->gelu_mul(pool, DType(dtype), x, ldx, out, ldo, M, size);
+}
+
+void quire_embed(void* context, int32_t dtype, const void* table, const int64_t* token_ids,
+                 void* out, int64_t T, int64_t size) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->embed(pool, DType(dtype), table, token_ids, out, T, size);
+}
+
+void quire_argmax(void* context, const float* logits, int64_t ld, int64_t R, int64_t V,
+                  int64_t* index, float* largest) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->argmax(pool, logits, ld, R, V, index, largest);
+}
+
+void quire_sample(void* context, const float* logits, int64_t ld, int64_t V, const SampleRow* rows,
+                  int64_t R, int64_t* token_ids, float* largest) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->sample(pool, logits, ld, V, rows, R, token_ids, largest);
+}
+
+void quire_token_logprobs(void* context, const float* logits, int64_t ld, int64_t V,
+                          const LogprobRow* rows, int64_t R, int64_t width, float* logprobs,
+                          int64_t* tokens) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->token_logprobs(pool, logits, ld, V, rows, R, width, logprobs, tokens);
+}
+
+}  // extern "C"

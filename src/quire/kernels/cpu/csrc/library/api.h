@@ -1,0 +1,61 @@
+// What the library exports; documented where Python calls it (library.py).
+#pragma once
+#include <cstdint>
+
+#define QUIRE_ABI_VERSION 2
+
+namespace quire {
+struct AttentionLayer;
+struct Weights;
+struct LogprobRow;
+struct Op;
+struct Rotary;
+struct SampleRow;
+struct Step;
+}  // namespace quire
+
+#pragma GCC visibility push(default)
+extern "C" {
+int32_t quire_abi_version();
+const char* quire_source_digest();
+int32_t quire_num_isas();
+const char* quire_isa_name(int32_t index);
+int32_t quire_isa_supported(int32_t index);
+void* quire_create(int32_t isa, int32_t num_threads);
+void quire_destroy(void* context);
+void quire_run(void* context, const quire::Op* ops, int64_t num_ops, const quire::Step* step);
+int64_t quire_packed_bytes(const quire::Weights* linear);
+int64_t quire_num_scales(const quire::Weights* linear);
+void quire_pack_rows(const quire::Weights* linear, const void* rows, int32_t rows_dtype, int64_t ld,
+                     int64_t first, int64_t num_rows);
+void quire_clear_padding(const quire::Weights* linear);
+void quire_unpack_rows(const quire::Weights* linear, const int64_t* outputs, int64_t num_rows,
+                       void* rows, int64_t ld);
+void quire_linear(void* context, const quire::Weights* linear, int32_t dtype, const void* x,
+                  int64_t ldx, int64_t M, void* out, int32_t out_dtype, int64_t ldo,
+                  int32_t epilogue);
+void quire_attention(void* context, const quire::AttentionLayer* layer, const quire::Step* step,
+                     const void* q, int64_t ldq, void* out, int64_t ldo, float* lse);
+void quire_write_kv(void* context, const quire::AttentionLayer* layer, const quire::Step* step,
+                    const void* k, const void* v, int64_t ld);
+void quire_rotate_and_write_kv(void* context, const quire::AttentionLayer* layer,
+                               const quire::Rotary* rotary, const quire::Step* step, void* qkv,
+                               int64_t ld);
+void quire_rms_norm(void* context, int32_t dtype, const void* x, int64_t ldx, const void* weight,
+                    float eps, const float* offset, void* out, int64_t ldo, int64_t M,
+                    int64_t size);
+void quire_scale(void* context, int32_t dtype, const void* x, int64_t ldx, float factor,
+                 int32_t adds, void* out, int64_t ldo, int64_t M, int64_t size);
+void quire_gelu_mul(void* context, int32_t dtype, const void* x, int64_t ldx, void* out,
+                    int64_t ldo, int64_t M, int64_t size);
+void quire_embed(void* context, int32_t dtype, const void* table, const int64_t* token_ids,
+                 void* out, int64_t T, int64_t size);
+void quire_argmax(void* context, const float* logits, int64_t ld, int64_t R, int64_t V,
+                  int64_t* index, float* largest);
+void quire_sample(void* context, const float* logits, int64_t ld, int64_t V,
+                  const quire::SampleRow* rows, int64_t R, int64_t* token_ids, float* largest);
+void quire_token_logprobs(void* context, const float* logits, int64_t ld, int64_t V,
+                          const quire::LogprobRow* rows, int64_t R, int64_t width, float* logprobs,
+                          int64_t* tokens);
+}
+#pragma GCC visibility pop

@@ -1,0 +1,66 @@
+// The kernels of one instruction set. Each file that implements some of them is compiled once per
+// set, in a namespace of its own (QUIRE_ISA), and its functions are reached through this table
+// alone. table.cpp fills it; api.cpp chooses among the tables by what the processor has.
+//
+// "T" below is the model's dtype, fp32 or bf16 (DType). Strides ("ld") count elements.
+#pragma once
+#include "library/abi.h"
+#include "threads/pool.h"
+
+namespace quire {
+
+struct Kernels {
+  const char* name;
+
+  // linear.cpp: out[m, n] = epilogue(sum over k of x[m, k] w[n, k] + bias[n]).
+  // x [M, ldx] in T; out [M, ldo] in out_dtype (T, or fp32 with kStore for logits).
+  void (*linear)(Pool&, const Weights&, DType, const void* x, int64_t ldx, int64_t M, void* out,
+                 DType out_dtype, int64_t ldo, Epilogue);
+
+  // attention.cpp: q [T, ldq] with Hq * D elements a token (rotated) -> out [T, ldo]. K and V of the
+  // step's tokens are in the pages already. lse: [T, Hq] natural log-sum-exp, or null.
+  void (*attention)(Pool&, const AttentionLayer&, const Step&, const void* q, int64_t ldq,
+                    void* out, int64_t ldo, float* lse);
+  // Stores k, v [T, ld] (Hkv * D elements a token) at the step's slots.
+  void (*write_kv)(Pool&, const AttentionLayer&, const Step&, const void* k, const void* v,
+                   int64_t ld);
+
+  // elementwise.cpp
+  // Normalises q and k per head where asked, rotates them (q in place) and stores k and v.
+  // qkv: [T, ld], a token's Hq query heads, then Hkv of k, then Hkv of v.
+  void (*rotate_and_write_kv)(Pool&, const AttentionLayer&, const Rotary&, const Step&, void* qkv,
+                              int64_t ld);
+  // out [M, ldo] = weight * x / sqrt(mean(x^2) + eps), x [M, ldx], all in T; out may be x.
+  // offset: null: the quotient is rounded to T before the weight multiplies it; else weight + offset
+  // multiplies it in fp32, and the product alone is rounded.
+  void (*rms_norm)(Pool&, DType, const void* x, int64_t ldx, const void* weight, float eps,
+                   const float* offset, void* out, int64_t ldo, int64_t M, int64_t size);
+  // out [M, ldo] = round(factor * x), x [M, ldx], both in T; adds: out = round(out + round(factor *
+  // x)). out may be x where it is not added to.
+  void (*scale)(Pool&, DType, const void* x, int64_t ldx, float factor, bool adds, void* out,
+                int64_t ldo, int64_t M, int64_t size);
+  // out [M, ldo] = round(gelu(gate)) * up, x [M, ldx] with size elements of gate, then of up, in T.
+  // gelu is the approximation by tanh.
+  void (*gelu_mul)(Pool&, DType, const void* x, int64_t ldx, void* out, int64_t ldo, int64_t M,
+                   int64_t size);
+  // out [T, size] = table[token_ids].
+  void (*embed)(Pool&, DType, const void* table, const int64_t* token_ids, void* out, int64_t T,
+                int64_t size);
+
+  // sample.cpp
+  // The lowest index of the largest of each line [R, ld] (a NaN counts as the largest), and it.
+  void (*argmax)(Pool&, const float* logits, int64_t ld, int64_t R, int64_t V, int64_t* index,
+                 float* largest);
+  // A token for each line [R, ld], and its largest logit. Where that is not finite, the token is
+  // the one that has it.
+  void (*sample)(Pool&, const float* logits, int64_t ld, int64_t V, const SampleRow*, int64_t R,
+                 int64_t* token_ids, float* largest);
+
+  // logprobs.cpp: for each of R rows the log-probability and the rank (from 1) of its token, then
+  // log-probabilities and ids of the best num_top tokens: logprobs and tokens [R, width]. The first
+  // is NaN, and only then, where the largest logit is not finite.
+  void (*token_logprobs)(Pool&, const float* logits, int64_t ld, int64_t V, const LogprobRow*,
+                         int64_t R, int64_t width, float* logprobs, int64_t* tokens);
+};
+
+}  // namespace quire

@@ -1,0 +1,159 @@
+// Dot products of four bytes, in 32-bit integers: what quantized linears multiply with. Sums are
+// exact, so they do not depend on the order, and all instruction sets agree on them.
+//
+// Weights are unsigned bytes, four inputs of an output to a lane. x is signed, and its four inputs
+// ("a quad") are given to all lanes: as bytes where the processor multiplies those (VNNI), else as
+// two pairs of 16 bits, the even inputs, then the odd ones, so that a lane's bytes need but a mask.
+#pragma once
+#include "linear/linear.h"
+#include "simd.h"
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace quire::QUIRE_ISA {
+
+#if defined(__AVX512BW__)
+constexpr int kIntLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kIntLanes = 8;
+#else
+constexpr int kIntLanes = 4;
+#endif
+typedef int32_t DotInts __attribute__((vector_size(kIntLanes * 4)));
+typedef float DotFloats __attribute__((vector_size(kIntLanes * 4)));
+
+template <typename V>
+inline V load_as(const void* p) {
+  V x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+inline DotFloats to_floats(DotInts x) { return __builtin_convertvector(x, DotFloats); }
+
+// A byte to a lane. (g++ 12 takes __builtin_convertvector from bytes apart, lane by lane.)
+inline DotInts widen_bytes(const uint8_t* p) {
+#if defined(__AVX512BW__)
+  return (DotInts)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  return (DotInts)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  return DotInts{p[0], p[1], p[2], p[3]};
+#endif
+}
+
+// Two neighbouring bytes to a lane, each as 16 bits.
+inline DotInts widen_byte_pairs(const uint8_t* p) {
+#if defined(__AVX512BW__)
+  return (DotInts)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return (DotInts)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__SSE2__)
+  return (DotInts)_mm_unpacklo_epi8(_mm_loadl_epi64((const __m128i*)p), _mm_setzero_si128());
+#else
+  return DotInts{p[0] | p[1] << 16, p[2] | p[3] << 16, p[4] | p[5] << 16, p[6] | p[7] << 16};
+#endif
+}
+
+// acc + a[0] b[0] + a[1] b[1] in each lane; a and b are pairs of 16 bits.
+inline DotInts dot_pairs(DotInts acc, DotInts a, DotInts b) {
+#if defined(__AVX512VNNI__)
+  return (DotInts)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+  return acc + (DotInts)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return acc + (DotInts)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return acc + (DotInts)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  return acc + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+#if defined(__AVX512VNNI__)
+
+typedef int8_t DotElement;  // of x
+
+// Four inputs of x, in all lanes.
+struct DotInput {
+  DotInts bytes;
+  explicit DotInput(const DotElement* x) : bytes(DotInts{} + load_as<int32_t>(x)) {}
+};
+
+// The weights of four inputs.
+struct DotWeights {
+  DotInts bytes;
+  explicit DotWeights(DotInts w) : bytes(w) {}
+};
+
+inline DotInts dot(DotInts acc, const DotWeights& w, const DotInput& x) {
+  return (DotInts)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w.bytes, (__m512i)x.bytes);
+}
+
+inline void store_elements(DotElement* to, vi x) {
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+}
+
+#else
+
+typedef int16_t DotElement;
+
+struct DotInput {
+  DotInts even, odd;
+  explicit DotInput(const DotElement* x)
+      : even(DotInts{} + load_as<int32_t>(x)), odd(DotInts{} + load_as<int32_t>(x + 2)) {}
+};
+
+struct DotWeights {
+  DotInts even, odd;
+  explicit DotWeights(DotInts w) : even(w & 0x00ff00ff), odd(w >> 8 & 0x00ff00ff) {}
+};
+
+inline DotInts dot(DotInts acc, const DotWeights& w, const DotInput& x) {
+  return dot_pairs(dot_pairs(acc, w.even, x.even), w.odd, x.odd);
+}
+
+// Within a lane of four pairs, the second and the third change places.
+inline void store_elements(DotElement* to, vi x) {
+  typedef int16_t Narrow __attribute__((vector_size(kLanes * 2)));
+#if defined(__AVX512BW__)
+  const auto narrow = (Narrow)_mm512_cvtepi32_epi16((__m512i)x);
+#elif defined(__SSE2__)
+  union { vi v; __m128i q[4]; } wide{x};
+  union { __m128i q[2]; Narrow v; } packed;
+  packed.q[0] = _mm_packs_epi32(wide.q[0], wide.q[1]);
+  packed.q[1] = _mm_packs_epi32(wide.q[2], wide.q[3]);
+  const Narrow narrow = packed.v;
+#else
+  const Narrow narrow = __builtin_convertvector(x, Narrow);
+#endif
+  const Narrow swapped = __builtin_shufflevector(narrow, narrow, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9,
+                                                 11, 12, 14, 13, 15);
+  std::memcpy(to, &swapped, sizeof swapped);
+}
+
+#endif
+
+// What the products of a panel's outputs with R rows are summed in: two registers for a row, so a
+// panel is one tile or several side by side. kMaxTileRows of them fit beside the weights and x.
+constexpr int kTileLanes = 2 * kIntLanes;
+constexpr int kTilesPerPanel = int(kPanelOutputs) / kTileLanes;
+constexpr int kMaxTileRows = kIntLanes == 16 ? 12 : 4;
+constexpr int kQuadBytes = int(kPanelOutputs) * 4;  // [32][4]: four inputs of a panel's outputs
+
+// sums [R, 2 registers] += one quad of rows [R, ldx] times a tile's.
+template <int R>
+inline void add_quad(const uint8_t* weights, const DotElement* x, int64_t ldx,
+                     DotInts (&sums)[R][2]) {
+  const DotWeights low(load_as<DotInts>(weights));
+  const DotWeights high(load_as<DotInts>(weights + sizeof(DotInts)));
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const DotInput input(x + r * ldx);
+    sums[r][0] = dot(sums[r][0], low, input);
+    sums[r][1] = dot(sums[r][1], high, input);
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

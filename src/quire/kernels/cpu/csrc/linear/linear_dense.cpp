@@ -1,0 +1,158 @@
+// Linears with fp32 and bf16 weights.
+//
+// An item of work is a panel times a group of rows, which pass through it in blocks of up to
+// Step::kMaxRows, their sums in registers. One block alone waits for nothing but memory: it asks
+// for weights a little ahead. Several blocks read a chunk of the panel from the L2 cache, one after
+// another, and meanwhile all of them ask for the next chunk, which follows it in memory: so reading
+// and multiplying overlap however many rows there are.
+#include <utility>
+
+#include "linear/epilogue.h"
+#include "linear/linear.h"
+#include "linear/linear_tile.h"
+#include "linear/panel_task.h"
+#include "threads/work_stealing.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+// 128 KiB of weights: with the next chunk and the rows, what a core's L2 cache holds.
+constexpr int64_t kMaxChunkSteps = 1024;
+// With up to five rows the processor's own reading ahead does better than any asking (Zen 4); with
+// more it falls behind, and weights are wanted early enough, but not before there is room for them.
+constexpr int64_t kMinRowsToAsk = 6;
+constexpr int64_t kAheadBytes = 7168;
+
+template <typename Step>
+using Multiply = void (*)(const uint8_t*, int64_t, const typename Step::X*, int64_t, Prefetch, bool,
+                          float*);
+
+// The functions of R = 1 .. Step::kMaxRows.
+template <typename Step, int... kRs>
+Multiply<Step> choose_among(int64_t num_rows, std::integer_sequence<int, kRs...>) {
+  static constexpr Multiply<Step> kFunctions[] = {&multiply<Step, kRs + 1>...};
+  return kFunctions[num_rows - 1];
+}
+
+template <typename Step>
+Multiply<Step> choose(int64_t num_rows) {
+  return choose_among<Step>(num_rows, std::make_integer_sequence<int, Step::kMaxRows>{});
+}
+
+template <typename X>
+struct Rows {
+  const X* data;
+  int64_t ld;
+};
+
+// Rows apart by a multiple of this many bytes meet in one set of the L1 cache, which has 8 ways: a
+// block of 14 runs at 70% of its speed (Zen 4), and copying is cheaper.
+constexpr int64_t kConflictBytes = 4096;
+constexpr int64_t kCacheWays = 8;
+
+template <typename X>
+Rows<X> copy_layout(int64_t K) {
+  const int64_t ld = divide_up(K, 64) * 64;
+  return {nullptr, ld * int64_t(sizeof(X)) % kConflictBytes == 0 ? ld + 64 : ld};
+}
+
+template <typename X, typename T>
+void copy_row(const T* from, X* to, int64_t K, int64_t padded) {
+  int64_t k = 0;
+  if constexpr (sizeof(X) == sizeof(T)) {
+    std::memcpy(to, from, K * sizeof(T));
+    k = K;
+  } else {
+    for (; k + kLanes <= K; k += kLanes) store(to + k, load(from + k));
+    for (; k < K; ++k) to[k] = to_float(from[k]);
+  }
+  for (; k < padded; ++k) to[k] = 0;
+}
+
+// x as the tiles read it: of type X, whole steps of inputs, rows that don't fight for the cache.
+template <typename Step, typename T>
+Rows<typename Step::X> prepare(Pool& pool, const LinearCall& call) {
+  using X = typename Step::X;
+  const auto* x = static_cast<const T*>(call.x);
+  const int64_t K = call.linear.num_inputs, padded = divide_up(K, Step::kInputs) * Step::kInputs;
+  const bool conflicts = call.M > kCacheWays && call.ldx * int64_t(sizeof(X)) % kConflictBytes == 0;
+  if constexpr (sizeof(X) == sizeof(T))
+    if (K == padded && !conflicts) return {x, call.ldx};
+  Rows<X> rows = copy_layout<X>(K);
+  auto* copy = static_cast<X*>(pool.shared(0, call.M * rows.ld * sizeof(X)));
+  constexpr int64_t kRows = 16;
+  pool.parallel(divide_up(call.M, kRows), [&](int64_t task, int) {
+    const int64_t end = call.M < (task + 1) * kRows ? call.M : (task + 1) * kRows;
+    for (int64_t m = task * kRows; m < end; ++m)
+      copy_row<X, T>(x + m * call.ldx, copy + m * rows.ld, K, padded);
+  });
+  rows.data = copy;
+  return rows;
+}
+
+template <typename Step>
+class DenseTask {
+ public:
+  DenseTask(const LinearCall& call, Rows<typename Step::X> x)
+      : x_(x),
+        output_(make_output(call)),
+        weights_(static_cast<const uint8_t*>(call.linear.weights)),
+        steps_{0, divide_up(call.linear.num_inputs, Step::kInputs)} {}
+
+  // sums: [rows, 32]
+  void run(Range rows, int64_t panel, float* sums) const {
+    const int64_t num_chunks = divide_up(steps_.size(), kMaxChunkSteps);
+    for (int64_t i = 0; i < num_chunks; ++i)
+      multiply_chunk(rows, panel, steps_.part(i, num_chunks), sums);
+    for (int64_t row = rows.first; row < rows.end; ++row) {
+      const float* line = sums + (row - rows.first) * kPanelOutputs;
+      finish_panel(output_, row, panel, load(line), load(line + kUnitOutputs));
+    }
+  }
+
+ private:
+  void multiply_chunk(Range rows, int64_t panel, Range steps, float* sums) const {
+    const uint8_t* weights = weights_ + (panel * steps_.end + steps.first) * kStepBytes;
+    const int64_t num_blocks = divide_up(rows.size(), Step::kMaxRows);
+    const int64_t num_lines = steps.size() * kStepBytes / kLineBytes;
+    const int64_t ahead = num_blocks > 1 ? num_lines * kLineBytes : kAheadBytes;
+    const bool asks = rows.size() >= kMinRowsToAsk;
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      const Range block = rows.part(i, num_blocks);
+      const Range lines = Range{0, asks ? num_lines : 0}.part(i, num_blocks);
+      const Prefetch prefetch(weights + ahead + lines.first * kLineBytes, lines.size());
+      choose<Step>(block.size())(weights, steps.size(),
+                                 x_.data + block.first * x_.ld + steps.first * Step::kInputs,
+                                 x_.ld, prefetch, steps.first == 0,
+                                 sums + (block.first - rows.first) * kPanelOutputs);
+    }
+  }
+
+  Rows<typename Step::X> x_;
+  Output output_;
+  const uint8_t* weights_;
+  Range steps_;
+};
+
+template <typename Step, typename T>
+void linear_dense(Pool& pool, const LinearCall& call) {
+  const Rows<typename Step::X> x = prepare<Step, T>(pool, call);
+  const DenseTask<Step> task(call, x);
+  const int64_t panels = num_panels(call.linear);
+  const int64_t num_groups = num_row_groups(call.M, x.ld * int64_t(sizeof *x.data));
+  share(pool, 1, panels * num_groups, [&](int64_t item, int thread) {
+    const Range rows = Range{0, call.M}.part(item / panels, num_groups);
+    const int64_t num_bytes = rows.size() * kPanelOutputs * int64_t(sizeof(float));
+    task.run(rows, item % panels, static_cast<float*>(pool.scratch(thread, num_bytes)));
+  });
+}
+
+}  // namespace
+
+void linear_f32(Pool& pool, const LinearCall& call) { linear_dense<F32Step, float>(pool, call); }
+
+void linear_bf16(Pool& pool, const LinearCall& call) {
+  linear_dense<BF16Step, uint16_t>(pool, call);
+}
+
+}  // namespace quire::QUIRE_ISA
