@@ -70,8 +70,8 @@ def child(options: dict[str, Any], started_s: float) -> dict[str, Any]:
 
 def weight_bytes(model: Any) -> int:
     """Of the parameters, and of what linears keep packed."""
+    from quire.formats.packed import is_packed
     from quire.layers.linear import Linear  # not before the imports are timed
-    from quire.layers.packed_linear import is_packed
 
     dtype = next(model.parameters()).dtype
     parameters = sum(each.numel() * each.element_size() for each in model.parameters())

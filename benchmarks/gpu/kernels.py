@@ -17,14 +17,14 @@ from quire.attention.interface import AttentionSpec
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import BlockCopy
+from quire.formats.interface import TritonLinears
+from quire.formats.registry import load_weight_format, weight_format_names
 from quire.kernels.operators import TORCH_OPERATORS
 from quire.kernels.rotary import Angles, Rotation, rotate
 from quire.kernels.transfers import DeviceLink
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 from quire.kernels.triton.operators import TritonOperators
 from quire.layers.linear import Linear, LinearKind
-from quire.layers.methods import choose_methods
-from quire.layers.triton_linear import TritonLinears
 from quire.runtime.kv_cache import KVCache, plan_layout
 from quire.sampling.device.history import DeviceHistory
 from quire.sampling.device.sampler import DeviceSampler
@@ -175,7 +175,7 @@ def check_linears(bench: Bench) -> None:
             name = f"matrix products{', invariant' if is_invariant else ''}, {str(dtype)[6:]}"
             bench.at_most(name, worst, BOUNDS[dtype], is_time=False)
     dtype = bench.dtype
-    for quantization in ("int8", "int4"):
+    for quantization in weight_format_names():
         found = _linear(bench, sizes, dtype, quantization, is_invariant=False)
         reference = _linear(bench, sizes, dtype, quantization, is_invariant=None)
         worst = 0.0
@@ -198,7 +198,7 @@ def _linear(
     if is_invariant is not None:
         family = TritonLinears(TritonOperators(), batch_invariant=is_invariant)
         device = bench.device
-    method = choose_methods(None, quantization, family).body
+    method = load_weight_format(quantization).method(None, family)
     kind = LinearKind.REPLICATED
     linear = Linear(sizes[0], (sizes[1],), kind, bias=False, dtype=dtype, device=device)
     linear.use(method, dtype, device)

@@ -4,14 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from quire.layers.linear import (
-    DenseMethod,
-    Linear,
-    LinearKind,
-    LinearMethod,
-    empty_parameter,
-    without_weights,
-)
+from quire.formats.dense import DenseMethod
+from quire.formats.interface import LinearMethod, empty_parameter
+from quire.layers.linear import Linear, LinearKind, without_weights
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,9 @@ from tests.distributed.ranks import LoneGroup, run_ranks
 from torch import nn
 
 from quire.distributed.group import RankGroup
+from quire.formats.dense import DenseMethod
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.linear import DenseMethod, Linear, LinearKind, WeightSlot
+from quire.layers.linear import Linear, LinearKind, WeightSlot
 from quire.layers.sharded import GatheredMethod, Sharding, SummedMethod, vocab_share
 
 CPU = torch.device("cpu")

@@ -13,9 +13,10 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 
 from quire.distributed.group import RankGroup
 from quire.errors import ConfigurationError
+from quire.formats.dense import DenseMethod
+from quire.formats.registry import load_weight_format
 from quire.kernels.cpu.library import NativeKernels, load_library
-from quire.layers.methods import choose_methods
-from quire.layers.sharded import Sharding
+from quire.layers.sharded import LinearMethods, Sharding
 from quire.models.checkpoints.loader import load_model
 from quire.models.registry import load_config
 from quire.models.sharding import check_split, split_config
@@ -38,7 +39,7 @@ def compute(
     config = load_config(folder)
     # Threads of a pool work for one rank only.
     kernels = NativeKernels(load_library(), num_threads=1) if is_native else None
-    methods = choose_methods(kernels, quantization)
+    methods = LinearMethods(load_weight_format(quantization).method(kernels))
     if group is not None:
         methods = replace(methods, sharding=Sharding(group, config.vocab_size))
     model = load_model(
@@ -122,7 +123,7 @@ def test_ranks_hold_each_weight_once_but_for_the_norms(
     config = load_config(folder)
 
     def count(group: RankGroup) -> int:
-        methods = replace(choose_methods(None, None), sharding=Sharding(group, config.vocab_size))
+        methods = LinearMethods(DenseMethod(), Sharding(group, config.vocab_size))
         model = load_model(
             folder, config, dtype=torch.float32, device=CPU, max_model_len=8, methods=methods
         )

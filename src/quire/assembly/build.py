@@ -27,7 +27,7 @@ from quire.engine.engine import Engine
 from quire.engine.stats import StatsLog
 from quire.errors import InsufficientMemoryError
 from quire.hub.model_folder import resolve_model_folder
-from quire.models.checkpoints.safetensors_files import Checkpoint
+from quire.models.checkpoints.readers import open_checkpoint
 from quire.models.config import DecoderConfig
 from quire.models.generation_config import load_generation_config
 from quire.models.registry import load_config
@@ -183,7 +183,7 @@ def _size_facts(
 
 def _num_parameters(folder: Path) -> int:
     """As the checkpoint holds them."""
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
     return sum(prod(checkpoint.shape(name)) for name in checkpoint.names)
 
 

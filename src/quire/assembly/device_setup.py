@@ -14,10 +14,12 @@ import torch
 from quire.attention.interface import AttentionBackend
 from quire.attention.registry import select
 from quire.errors import ConfigurationError
+from quire.formats.interface import TritonLinears
+from quire.formats.registry import load_weight_format
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.selection import select_kernels, settle_torch_threads
 from quire.kernels.operators import TORCH_OPERATORS, Operators
-from quire.layers.methods import LinearMethods, choose_methods
+from quire.layers.sharded import LinearMethods
 from quire.models.config import DecoderConfig
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
@@ -113,18 +115,18 @@ def choose_compute(
     else:
         kernels = select_kernels(options.kernels, num_threads, dtype)
     settle_torch_threads(kernels, num_threads)
-    operators: Operators = TORCH_OPERATORS
-    if is_triton:
-        operators, methods = _triton_parts(options)
-    else:
-        methods = choose_methods(kernels, options.quantization)
+    linears = _triton_linears(options) if is_triton else None
+    weight_format = load_weight_format(options.quantization)
+    reason = weight_format.why_not(dtype, device)
+    if reason is not None:
+        raise ConfigurationError(f"quantization is {options.quantization!r}, but {reason}")
     return Compute(
         device=device,
         dtype=dtype,
         kernels=kernels,
         is_triton=is_triton,
-        operators=operators,
-        methods=methods,
+        operators=TORCH_OPERATORS if linears is None else linears.operators,
+        methods=LinearMethods(weight_format.method(kernels, linears)),
         attention_backend=options.attention_backend,
         batch_invariant=options.batch_invariant,
     )
@@ -147,17 +149,14 @@ def _check_triton(options: EngineOptions, device: torch.device) -> None:
         )
 
 
-def _triton_parts(options: EngineOptions) -> tuple[Operators, LinearMethods]:
+def _triton_linears(options: EngineOptions) -> TritonLinears:
     # Triton may be missing, and takes a while to load.
     from quire.kernels.triton.operators import TritonOperators
-    from quire.layers.triton_linear import TritonLinears
 
     # Else torch's products in halves may be summed in halves, too, where K is split.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    operators = TritonOperators()
-    linears = TritonLinears(operators, batch_invariant=options.batch_invariant)
-    return operators, choose_methods(None, options.quantization, linears)
+    return TritonLinears(TritonOperators(), batch_invariant=options.batch_invariant)
 
 
 def choose_dtype(

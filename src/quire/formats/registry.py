@@ -7,7 +7,13 @@ names and sizes here; the classes are loaded when an engine is built.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from quire.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from quire.formats.interface import WeightFormat
 
 BFLOAT16_BITS = 16
 
@@ -25,7 +31,7 @@ class WeightFormatEntry:
 
     description: str
     bits: float
-    home: str | Callable[[], Any]
+    home: "str | Callable[[], WeightFormat]"
 
     @property
     def saved_share(self) -> float:
@@ -38,6 +44,8 @@ _FORMATS: dict[str, WeightFormatEntry] = {
     "int4": WeightFormatEntry("a scale per group of 32 inputs", 4.5, "quire.formats.int4:Int4"),
 }
 
+_DENSE = WeightFormatEntry("nothing is rounded", BFLOAT16_BITS, "quire.formats.dense:Dense")
+
 
 def weight_format_names() -> tuple[str, ...]:
     """What the option `quantization` may be, beside None."""
@@ -47,6 +55,24 @@ def weight_format_names() -> tuple[str, ...]:
 def weight_formats() -> dict[str, WeightFormatEntry]:
     """The entries by name, from the largest weights to the smallest."""
     return dict(sorted(_FORMATS.items(), key=lambda item: -item[1].bits))
+
+
+def load_weight_format(name: str | None) -> "WeightFormat":
+    """The format itself, which brings torch; None: the model's own dtype.
+
+    Raises ConfigurationError for a name that is not registered.
+    """
+    entry = _DENSE if name is None else _FORMATS.get(name)
+    if entry is None:
+        raise ConfigurationError(
+            f"quantization is {name!r}, but must be None or one of {weight_format_names()}"
+        )
+    home = entry.home
+    if isinstance(home, str):
+        module, _, kind = home.partition(":")
+        home = getattr(import_module(module), kind)
+    weight_format: WeightFormat = home()
+    return weight_format
 
 
 def register_weight_format(name: str, entry: WeightFormatEntry) -> None:

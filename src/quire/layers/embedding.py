@@ -8,14 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from quire.layers.linear import (
-    Linear,
-    LinearKind,
-    LinearMethod,
-    RowSource,
-    WeightSlot,
-    empty_parameter,
-)
+from quire.formats.interface import LinearMethod, RowSource, empty_parameter
+from quire.layers.linear import Linear, LinearKind, WeightSlot
 from quire.layers.operators import OperatorModule
 
 LookUp = Callable[[torch.Tensor], torch.Tensor]

@@ -8,7 +8,6 @@ there.
 Shapes: ... any leading dimensions, I input size, O output size (the sum of the parts).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,10 +17,9 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import nn
-from torch.nn import functional
 
-from quire.kernels.operators import TORCH_OPERATORS, Operators
+from quire.formats.dense import DenseMethod
+from quire.formats.interface import LinearMethod, LinearModule
 from quire.kernels.silu_mul import silu_mul
 
 
@@ -44,14 +42,6 @@ class LinearAdapter(Protocol):
         ...
 
 
-class RowSource(Protocol):
-    """Weights of which single rows can be had back, exactly as the checkpoint had them."""
-
-    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """outputs [R] int64, each below O -> [R, I] in the model's dtype."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
     """The place of one of the checkpoint's tensors.
@@ -63,96 +53,6 @@ class WeightSlot:
 
     shape: tuple[int, ...]
     load: Callable[[int, torch.Tensor], None]
-
-
-class LinearMethod(ABC):
-    """How a linear stores and multiplies its weights. One object may serve many linears."""
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether weights keep all of the model's bits; a tied one is then stored once."""
-        return True
-
-    @abstractmethod
-    def create(
-        self, linear: "Linear", bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Make room for the linear's parameters, uninitialised: the checkpoint fills them."""
-
-    @abstractmethod
-    def load_part(
-        self, linear: "Linear", parameter: str, index: int, first_row: int, rows: torch.Tensor
-    ) -> None:
-        """Take rows of part `index` of "weight" [part size, I] or "bias" [part size].
-
-        Calls are as `WeightSlot` says.
-        """
-
-    def finish(self, linear: "Linear") -> None:  # noqa: B027  # most have nothing to do
-        """Do what remains once all parts are loaded."""
-
-    @abstractmethod
-    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
-        """What a weight of this size takes in a model of this dtype."""
-
-    @abstractmethod
-    def apply(
-        self, linear: "Linear", x: torch.Tensor, out_dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """x [..., I] -> [..., O]. out_dtype: x's, or fp32, which may be had without rounding to x's
-        first; None: x's."""
-
-    def silu_mul(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor:
-        """x [..., I] -> silu(gate) * up [..., O/2], for a gated linear."""
-        return silu_mul(self.apply(linear, x))
-
-    def tie(self, linear: "Linear", table: nn.Parameter) -> RowSource | None:
-        """The linear's weight is the embedding's, `table` [O, I], filled as that; called after
-        `create`. Returns where the embedding finds its rows instead, so that they are there once;
-        None: in `table`, which stays."""
-        return None
-
-
-class DenseMethod(LinearMethod):
-    """weight [O, I] and bias [O] in the model's dtype, multiplied by torch.
-
-    operators: compute what follows a gated linear.
-    """
-
-    def __init__(self, operators: Operators = TORCH_OPERATORS) -> None:
-        self._operators = operators
-
-    def create(
-        self, linear: "Linear", bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        linear.register_parameter(
-            "weight", empty_parameter((linear.output_size, linear.input_size), dtype, device)
-        )
-        linear.register_parameter(
-            "bias", empty_parameter((linear.output_size,), dtype, device) if bias else None
-        )
-
-    def load_part(
-        self, linear: "Linear", parameter: str, index: int, first_row: int, rows: torch.Tensor
-    ) -> None:
-        start = linear.part_start(index) + first_row
-        linear.get_parameter(parameter)[start : start + len(rows)].copy_(rows)
-
-    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
-        return num_outputs * num_inputs * dtype.itemsize
-
-    def apply(
-        self, linear: "Linear", x: torch.Tensor, out_dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        output = functional.linear(x, linear.weight, linear.bias)
-        return output if out_dtype is None else output.to(out_dtype)
-
-    def silu_mul(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor:
-        return self._operators.silu_mul(self.apply(linear, x))
-
-    def tie(self, linear: "Linear", table: nn.Parameter) -> RowSource | None:
-        linear.weight = table
-        return None
 
 
 _is_deferred: ContextVar[bool] = ContextVar("_is_deferred", default=False)
@@ -169,18 +69,13 @@ def without_weights() -> Iterator[None]:
         _is_deferred.reset(token)
 
 
-class Linear(nn.Module):
-    """y = x W^T + b, fused of parts that lie one after the other in the output.
+class Linear(LinearModule):
+    """A linear of a model: sizes and parts as `LinearModule` says.
 
-    part_sizes: outputs of each part; one for a linear that is not fused.
-    gated: the parts are gate and up of a SwiGLU MLP, and are wanted as `silu_mul`.
     shard_axis: the axis of the weight [O, I] that is split over ranks; None: it is not split.
     adapter: adds to the output when one is attached.
-    state: what the method keeps of this linear beside parameters.
+    method: stores and multiplies the weights.
     """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -193,17 +88,10 @@ class Linear(nn.Module):
         device: torch.device,
         gated: bool = False,
     ) -> None:
-        super().__init__()
-        assert not gated or (len(part_sizes) == 2 and part_sizes[0] == part_sizes[1]), part_sizes
-        self.input_size = input_size
-        self.part_sizes = part_sizes
-        self.output_size = sum(part_sizes)
+        super().__init__(input_size, part_sizes, has_bias=bias, gated=gated)
         self.kind = kind
-        self.has_bias = bias
-        self.gated = gated
         self.shard_axis = _SHARD_AXES[kind]
         self.adapter: LinearAdapter | None = None
-        self.state: object = None
         self.method: LinearMethod = DenseMethod()
         own_device = torch.device("meta") if _is_deferred.get() else device
         self.method.create(self, bias, dtype, own_device)
@@ -215,17 +103,11 @@ class Linear(nn.Module):
         self.method = method
         method.create(self, self.has_bias, dtype, device)
 
-    def part_start(self, index: int) -> int:
-        """The first output of part `index`."""
-        return sum(self.part_sizes[:index])
-
     def slots(self) -> dict[tuple[str, int], WeightSlot]:
-        """(parameter, part) -> the place of that tensor of the checkpoint."""
-        shapes = {("weight", i): (size, self.input_size) for i, size in enumerate(self.part_sizes)}
-        biases = {("bias", i): (size,) for i, size in enumerate(self.part_sizes)}
+        """(name, part) -> the place of that tensor of the checkpoint."""
         return {
             key: WeightSlot(shape, partial(self.method.load_part, self, *key))
-            for key, shape in (shapes | (biases if self.has_bias else {})).items()
+            for key, shape in self.method.tensors(self).items()
         }
 
     def finish(self) -> None:
@@ -242,10 +124,3 @@ class Linear(nn.Module):
         as `forward` gives them."""
         assert self.gated
         return self.method.silu_mul(self, x) if self.adapter is None else silu_mul(self.forward(x))
-
-
-def empty_parameter(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> nn.Parameter:
-    """A parameter that is allocated, never initialised and never trained."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

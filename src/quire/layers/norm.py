@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.layers.linear import empty_parameter
+from quire.formats.interface import empty_parameter
 from quire.layers.operators import OperatorModule
 
 

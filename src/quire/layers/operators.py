@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from quire.formats.packed import RecordedMethod, is_packed
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.layers.linear import Linear
-from quire.layers.packed_linear import RecordedMethod, is_packed
 
 
 class OperatorModule(nn.Module):

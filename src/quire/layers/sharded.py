@@ -23,8 +23,9 @@ from torch import nn
 from torch.nn import functional
 
 from quire.distributed.group import RankGroup
+from quire.formats.interface import LinearMethod, LinearModule, RowSource, Shape
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.linear import Linear, LinearKind, LinearMethod, RowSource, WeightSlot
+from quire.layers.linear import Linear, LinearKind, WeightSlot
 
 
 def vocab_share(vocab_size: int, rank: int, size: int) -> range:
@@ -73,6 +74,22 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearMethods:
+    """What stores and multiplies the weights of a model's linears.
+
+    method: of the model's weight format. sharding: where each of several ranks has a share of the
+    model; None: there is one.
+    """
+
+    method: LinearMethod
+    sharding: Sharding | None = None
+
+    def of(self, linear: Linear) -> LinearMethod:
+        """The method for this linear."""
+        return self.method if self.sharding is None else self.sharding.wrap(linear, self.method)
+
+
+@dataclass(frozen=True, slots=True)
 class _RowCut:
     """Takes rows of a whole tensor and loads those that are in [start, stop). See `WeightSlot`."""
 
@@ -109,26 +126,31 @@ class _WrappedMethod(LinearMethod):
     def is_exact(self) -> bool:
         return self._inner.is_exact
 
-    def create(self, linear: Linear, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def create(
+        self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._inner.create(linear, bias, dtype, device)
 
+    def tensors(self, linear: LinearModule) -> dict[tuple[str, int], Shape]:
+        return self._inner.tensors(linear)
+
     def load_part(
-        self, linear: Linear, parameter: str, index: int, first_row: int, rows: torch.Tensor
+        self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
     ) -> None:
         self._inner.load_part(linear, parameter, index, first_row, rows)
 
-    def finish(self, linear: Linear) -> None:
+    def finish(self, linear: LinearModule) -> None:
         self._inner.finish(linear)
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         return self._inner.num_bytes(num_outputs, num_inputs, dtype)
 
-    def tie(self, linear: Linear, table: nn.Parameter) -> RowSource | None:
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
         return self._inner.tie(linear, table)
 
     @abstractmethod
     def apply(
-        self, linear: Linear, x: torch.Tensor, out_dtype: torch.dtype | None = None
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor: ...
 
 
@@ -136,14 +158,14 @@ class SummedMethod(_WrappedMethod):
     """Of a row linear: the outputs are summed over ranks, in the dtype that they come in."""
 
     def load_part(
-        self, linear: Linear, parameter: str, index: int, first_row: int, rows: torch.Tensor
+        self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
     ) -> None:
         if parameter == "bias" and self._group.rank > 0:
             rows = torch.zeros_like(rows)  # the sum is to have it once
         super().load_part(linear, parameter, index, first_row, rows)
 
     def apply(
-        self, linear: Linear, x: torch.Tensor, out_dtype: torch.dtype | None = None
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         return self._group.sum(self._inner.apply(linear, x, out_dtype))
 
@@ -156,7 +178,7 @@ class GatheredMethod(_WrappedMethod):
         self._vocab_size = vocab_size
 
     def apply(
-        self, linear: Linear, x: torch.Tensor, out_dtype: torch.dtype | None = None
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         logits = self._inner.apply(linear, x, out_dtype)
         width = len(vocab_share(self._vocab_size, 0, self._group.size))

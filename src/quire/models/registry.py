@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.errors import UnsupportedModelError, shown
-from quire.hub.model_files import read_json_object
 from quire.models.checkpoints.quantized import refuse_quantized_config
+from quire.models.checkpoints.readers import find_reader
 from quire.models.config import DecoderConfig
 from quire.models.families.llama import LlamaConfig, LlamaForCausalLM
 from quire.models.families.mistral import MistralConfig
@@ -57,7 +57,7 @@ def load_config(folder: Path) -> DecoderConfig:
     UnsupportedModelError for an architecture, or a field, that is not understood.
     """
     path = folder / "config.json"
-    raw = read_json_object(path)
+    raw = find_reader(folder).read_config(folder)
     refuse_quantized_config(str(folder), raw)
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None

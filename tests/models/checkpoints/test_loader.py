@@ -13,8 +13,10 @@ from transformers import LlamaConfig as HFLlamaConfig
 from transformers import Qwen3Config as HFQwen3Config
 
 from quire.errors import CheckpointError
-from quire.layers.methods import choose_methods
-from quire.models.checkpoints import safetensors_files as checkpoint_module
+from quire.formats.dense import DenseMethod
+from quire.formats.registry import load_weight_format
+from quire.layers.sharded import LinearMethods
+from quire.models.checkpoints import source
 from quire.models.checkpoints.loader import checkpoint_slots, load_model, weight_bytes
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.registry import MODELS, load_config
@@ -176,7 +178,7 @@ def test_a_corrupt_file_is_named(save_checkpoint, load):
 
 
 def _load_with(folder, kernels, quantization, dtype=torch.float32, num_threads=1):
-    methods = choose_methods(kernels, quantization)
+    methods = LinearMethods(load_weight_format(quantization).method(kernels))
     return load_model(
         folder,
         load_config(folder),
@@ -191,7 +193,7 @@ def _load_with(folder, kernels, quantization, dtype=torch.float32, num_threads=1
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Pieces of a few rows, so that small tensors have many."""
-    monkeypatch.setattr(checkpoint_module, "_CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(source, "_CHUNK_BYTES", 10_000)
 
 
 QUANTIZATIONS = {None: 1e-5, "int8": 0.06, "int4": 0.45}
@@ -290,7 +292,7 @@ def test_the_size_is_known_before_loading(quantization, tied, save_checkpoint):
     folder, _ = save_checkpoint(HFQwen3Config, head_dim=16, tie_word_embeddings=tied)
     model = _load_with(folder, None, quantization, dtype=torch.bfloat16)
     num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
-    methods = choose_methods(None, quantization)
+    methods = LinearMethods(load_weight_format(quantization).method())
     assert weight_bytes(folder, load_config(folder), torch.bfloat16, methods) == num_bytes
 
 
@@ -299,7 +301,8 @@ import sys
 from pathlib import Path
 import torch
 from quire.kernels.cpu.selection import select_kernels
-from quire.layers.methods import choose_methods
+from quire.formats.registry import load_weight_format
+from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints.loader import load_model, weight_bytes
 from quire.models.registry import load_config
 
@@ -310,7 +313,8 @@ def peak_mib():
 
 folder, kernels, dtype = Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3])
 config = load_config(folder)
-methods = choose_methods(select_kernels(kernels, 2, dtype), sys.argv[4] if sys.argv[4:] else None)
+weight_format = load_weight_format(sys.argv[4] if sys.argv[4:] else None)
+methods = LinearMethods(weight_format.method(select_kernels(kernels, 2, dtype)))
 before = peak_mib()
 options = {"dtype": dtype, "device": torch.device("cpu"), "max_model_len": 64}
 model = load_model(folder, config, methods=methods, num_threads=2, **options)
@@ -403,5 +407,5 @@ def test_a_config_is_compared_with_the_weights_before_a_model_of_its_size_is_mad
     with pytest.raises(CheckpointError, match=r"the weights (lack|have other shapes)"):
         load_model(folder, load_config(folder), dtype=torch.float32, device=CPU, max_model_len=48)
     with pytest.raises(CheckpointError, match=r"the weights (lack|have other shapes)"):
-        weight_bytes(folder, load_config(folder), torch.float32, choose_methods(None, None))
+        weight_bytes(folder, load_config(folder), torch.float32, LinearMethods(DenseMethod()))
     assert devices == [("meta", 1)] * 2

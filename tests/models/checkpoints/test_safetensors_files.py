@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from quire.errors import CheckpointError
-from quire.models.checkpoints import safetensors_files as checkpoint_module
-from quire.models.checkpoints.safetensors_files import Checkpoint
+from quire.models.checkpoints import source
+from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 
 
 def _tensors(dtype=torch.float32):
@@ -45,7 +45,7 @@ def _read(checkpoint, name):
 
 
 def test_reads_every_tensor(folder):
-    checkpoint = Checkpoint(folder)
+    checkpoint = SafetensorsFiles(folder)
     assert checkpoint.names == _tensors().keys()
     for name, tensor in _tensors().items():
         assert checkpoint.shape(name) == tuple(tensor.shape)
@@ -55,7 +55,7 @@ def test_reads_every_tensor(folder):
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_reads_every_float_as_it_is_stored(stored, tmp_path):
     save_file(_tensors(stored), tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsFiles(tmp_path)
     for name, tensor in _tensors(stored).items():
         assert _read(checkpoint, name).dtype == stored
         assert torch.equal(_read(checkpoint, name), tensor)
@@ -69,14 +69,14 @@ def test_tensors_at_odd_bytes_are_read(tmp_path):
     assert len(header) % 2 == 1
     data = len(header).to_bytes(8, "little") + header.encode() + tensor.numpy().tobytes()
     (tmp_path / "model.safetensors").write_bytes(data)
-    rows = _read(Checkpoint(tmp_path), "matrix")
+    rows = _read(SafetensorsFiles(tmp_path), "matrix")
     assert torch.equal(rows, tensor)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 250, 10_000, 1 << 20])
 def test_pieces_tile_the_rows(chunk_bytes, folder, monkeypatch):
-    monkeypatch.setattr(checkpoint_module, "_CHUNK_BYTES", chunk_bytes)
-    checkpoint = Checkpoint(folder)
+    monkeypatch.setattr(source, "_CHUNK_BYTES", chunk_bytes)
+    checkpoint = SafetensorsFiles(folder)
     for name, tensor in _tensors().items():
         pieces = checkpoint.pieces(name)
         assert [row for span in pieces for row in span] == list(range(len(tensor)))
@@ -87,15 +87,15 @@ def test_pieces_tile_the_rows(chunk_bytes, folder, monkeypatch):
 
 def test_large_pieces_hold_whole_panels(folder, monkeypatch):
     save_file({"tall": torch.zeros(1000, 4)}, folder / "model.safetensors")
-    monkeypatch.setattr(checkpoint_module, "_CHUNK_BYTES", 200 * 16)
-    assert [len(span) for span in Checkpoint(folder).pieces("tall")] == [192] * 5 + [40]
+    monkeypatch.setattr(source, "_CHUNK_BYTES", 200 * 16)
+    assert [len(span) for span in SafetensorsFiles(folder).pieces("tall")] == [192] * 5 + [40]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_pages_are_given_back_with_the_rows(tmp_path):
     """A file of 32 MiB is resident while it is lent, and no longer."""
     save_file({"big": torch.ones(1 << 13, 1 << 10)}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsFiles(tmp_path)
     before = _resident_file_kib(tmp_path)
     with checkpoint.rows("big", range(1 << 13)) as rows:
         assert rows.sum() == 1 << 23
@@ -117,7 +117,7 @@ def _resident_file_kib(folder):
 def test_reads_shards(tmp_path):
     first, second = _tensors(), {"other": torch.ones(3)}
     _save_sharded(tmp_path, {"model-1.safetensors": first, "model-2.safetensors": second})
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsFiles(tmp_path)
     assert checkpoint.names == {*first, "other"}
     assert torch.equal(_read(checkpoint, "matrix"), first["matrix"])
     assert torch.equal(_read(checkpoint, "other"), torch.ones(3))
@@ -129,7 +129,7 @@ def test_compares_tensors_by_value(tmp_path):
     tensors["other"] = ones.clone()
     tensors["other"][5, 4] = 2
     save_file(tensors, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsFiles(tmp_path)
     assert checkpoint.equal("a", "b") and checkpoint.equal("a", "half")
     assert not checkpoint.equal("a", "other") and not checkpoint.equal("a", "long")
 
@@ -139,7 +139,7 @@ def test_a_truncated_file_is_named(kept, folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(CheckpointError, match="is not a whole safetensors file") as caught:
-        Checkpoint(folder)
+        SafetensorsFiles(folder)
     assert str(path) in str(caught.value)
 
 
@@ -149,7 +149,7 @@ def test_a_truncated_file_is_named(kept, folder):
 def test_a_garbled_header_is_named(garbage, folder):
     (folder / "model.safetensors").write_bytes(garbage)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole"):
-        Checkpoint(folder)
+        SafetensorsFiles(folder)
 
 
 def test_a_broken_shard_and_a_missing_shard_are_named(tmp_path):
@@ -157,17 +157,17 @@ def test_a_broken_shard_and_a_missing_shard_are_named(tmp_path):
     _save_sharded(tmp_path, shards)
     (tmp_path / "model-2.safetensors").write_bytes(b"junk")
     with pytest.raises(CheckpointError, match=r"model-2\.safetensors is not a whole"):
-        Checkpoint(tmp_path)
+        SafetensorsFiles(tmp_path)
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-2\.safetensors does not exist"):
-        Checkpoint(tmp_path)
+        SafetensorsFiles(tmp_path)
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path):
     other = {"other": torch.ones(3), "vector": torch.ones(77)}
     _save_sharded(tmp_path, {"model-1.safetensors": _tensors(), "model-2.safetensors": other})
     with pytest.raises(CheckpointError, match="two files hold the tensor vector"):
-        Checkpoint(tmp_path)
+        SafetensorsFiles(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -185,39 +185,39 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
 def test_a_bad_index_is_refused(index, message, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
-        Checkpoint(tmp_path)
+        SafetensorsFiles(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickles_are_refused_with_the_way_out(name, tmp_path):
     (tmp_path / name).write_bytes(b"anything")
     with pytest.raises(CheckpointError) as caught:
-        Checkpoint(tmp_path)
+        SafetensorsFiles(tmp_path)
     assert name in str(caught.value)
     assert "save_pretrained(FOLDER, safe_serialization=True)" in str(caught.value)
 
 
 def test_pickles_beside_safetensors_are_left_alone(folder):
     (folder / "pytorch_model.bin").write_bytes(b"anything")
-    assert Checkpoint(folder).names == _tensors().keys()
+    assert SafetensorsFiles(folder).names == _tensors().keys()
 
 
 def test_an_empty_and_an_absent_folder_are_told_apart(tmp_path):
     with pytest.raises(CheckpointError, match="has no weights: neither"):
-        Checkpoint(tmp_path)
+        SafetensorsFiles(tmp_path)
     with pytest.raises(CheckpointError, match="nowhere is not a folder"):
-        Checkpoint(tmp_path / "nowhere")
+        SafetensorsFiles(tmp_path / "nowhere")
 
 
 def test_a_folder_in_the_place_of_the_file_is_named(tmp_path):
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole"):
-        Checkpoint(tmp_path)
+        SafetensorsFiles(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantized_tensors_are_refused_by_name(dtype, tmp_path):
     save_file({"packed": torch.zeros(4, 4).to(dtype)}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsFiles(tmp_path)
     with pytest.raises(CheckpointError, match=r"packed is stored as .*, but only F64, F32"):
         checkpoint.pieces("packed")

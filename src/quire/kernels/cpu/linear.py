@@ -3,7 +3,7 @@
     out[m, n] = sum over k of x[m, k] weight[n, k] + bias[n]
 
 summed over k in one fixed order whatever m, so that a row's result is the same in every batch.
-Called by `layers.packed_linear` and, for its structures alone, by `program.py`.
+Called by `formats.packed` and, for its structures alone, by `program.py`.
 
 Shapes: M rows, K inputs, N outputs. dtypes: fp32 and bf16.
 """

@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 from quire.errors import CheckpointError
+from quire.formats.dense import DenseMethod
+from quire.formats.interface import LinearMethod
 from quire.hub.model_files import shown_name
 from quire.layers.linear import Linear, WeightSlot, without_weights
-from quire.layers.methods import LinearMethods
-from quire.layers.sharded import Sharding
+from quire.layers.sharded import LinearMethods, Sharding
 from quire.models.checkpoints.quantized import refuse_quantized_weights
-from quire.models.checkpoints.safetensors_files import Checkpoint
+from quire.models.checkpoints.readers import open_checkpoint
+from quire.models.checkpoints.source import CheckpointSource
 from quire.models.config import DecoderConfig
 from quire.models.interface import CausalLM
 from quire.models.registry import MODELS, ModelEntry
@@ -57,9 +59,10 @@ def load_model(
     from the calling thread. Needs the model's memory once, plus a few MiB for each thread.
     Raises CheckpointError that names the file or the tensors at fault.
     """
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
     entry = MODELS[config.architecture]
-    _check_match(folder, checkpoint, config)
+    method = DenseMethod() if methods is None else methods.method
+    _check_match(folder, checkpoint, config, method)
     if config.tie_word_embeddings and _ends_differ(checkpoint, entry):
         _log.warning(
             "%s: its config ties the two ends of the model, but its weights hold two that differ; "
@@ -67,7 +70,7 @@ def load_model(
             folder,
         )
         config = dataclasses.replace(config, tie_word_embeddings=False)
-        _check_match(folder, checkpoint, config)
+        _check_match(folder, checkpoint, config, method)
     sharding = None if methods is None else methods.sharding
     share = config
     if sharding is not None:
@@ -82,7 +85,7 @@ def load_model(
     if sharding is not None:
         sharding.join_embeddings(model)
         model.vocab_size = config.vocab_size
-        slots = _cut_slots(slots, sharding, config, entry)
+        slots = _cut_slots(slots, sharding, _untied_shapes(config, entry, method))
     if config.tie_word_embeddings:
         _merge_ends(slots, checkpoint, entry)
     _fill(slots, checkpoint, num_threads, on_progress)
@@ -98,19 +101,24 @@ def weight_bytes(
 
     Raises CheckpointError where its weights are not those that `config` describes.
     """
-    checkpoint, entry = Checkpoint(folder), MODELS[config.architecture]
-    _check_match(folder, checkpoint, config)
+    entry, method = MODELS[config.architecture], methods.method
+    _check_match(folder, open_checkpoint(folder), config, method)
     num_bytes = 0
-    for name in checkpoint.names - {entry.embedding, entry.head}:
-        shape = checkpoint.shape(name)
-        if len(shape) == 2:
-            num_bytes += methods.body.num_bytes(shape[0], shape[1], dtype)
-        else:
-            num_bytes += prod(shape) * dtype.itemsize
-    num_bytes += methods.head.num_bytes(config.vocab_size, config.hidden_size, dtype)
-    if config.tie_word_embeddings and methods.head.is_exact:
-        return num_bytes
-    return num_bytes + config.vocab_size * config.hidden_size * dtype.itemsize
+    for path, module in _one_layer_model(config, entry, method).named_modules():
+        is_of_a_layer = f"{path}.".startswith(entry.first_layer)
+        num_bytes += _module_bytes(module, dtype) * (config.num_layers if is_of_a_layer else 1)
+    if config.tie_word_embeddings and method.is_exact:  # then both ends are there once
+        num_bytes -= config.vocab_size * config.hidden_size * dtype.itemsize
+    return num_bytes
+
+
+def _module_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Of the module's own parameters in a model of this dtype, as a linear's method stores them."""
+    if not isinstance(module, Linear):
+        return dtype.itemsize * sum(each.numel() for each in module.parameters(recurse=False))
+    biases = module.output_size if module.has_bias else 0
+    weight = module.method.num_bytes(module.output_size, module.input_size, dtype)
+    return weight + biases * dtype.itemsize
 
 
 def checkpoint_slots(
@@ -136,11 +144,9 @@ def checkpoint_slots(
 def _cut_slots(
     slots: Mapping[str, tuple[WeightSlot, ...]],
     sharding: Sharding,
-    config: DecoderConfig,
-    entry: ModelEntry,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, tuple[WeightSlot, ...]]:
-    """The same slots, for whole tensors. Their shapes are those of a model without memory."""
-    shapes = _untied_shapes(config, entry)
+    """The same slots, for whole tensors. shapes: theirs."""
     return {
         name: tuple(sharding.cut(slot, shapes[name]) for slot in places)
         for name, places in slots.items()
@@ -152,14 +158,14 @@ def _copy_rows(parameter: torch.Tensor, first_row: int, rows: torch.Tensor) -> N
 
 
 def _merge_ends(
-    slots: dict[str, tuple[WeightSlot, ...]], checkpoint: Checkpoint, entry: ModelEntry
+    slots: dict[str, tuple[WeightSlot, ...]], checkpoint: CheckpointSource, entry: ModelEntry
 ) -> None:
     """Let one name fill both ends."""
     kept, _ = _kept_and_spare_end(checkpoint, entry)
     slots[kept] = slots.pop(entry.embedding, ()) + slots.pop(entry.head, ())
 
 
-def _kept_and_spare_end(checkpoint: Checkpoint, entry: ModelEntry) -> tuple[str, str]:
+def _kept_and_spare_end(checkpoint: CheckpointSource, entry: ModelEntry) -> tuple[str, str]:
     """Of a tied model: the name that fills both ends, and the other; where the checkpoint has that
     too, it says the same again."""
     if entry.embedding in checkpoint.names:
@@ -169,7 +175,7 @@ def _kept_and_spare_end(checkpoint: Checkpoint, entry: ModelEntry) -> tuple[str,
 
 def _fill(
     slots: Mapping[str, tuple[WeightSlot, ...]],
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointSource,
     num_threads: int,
     on_progress: Progress | None = None,
 ) -> None:
@@ -204,25 +210,21 @@ def _fill(
         load_all(threads.map(load, pieces))
 
 
-def _num_weights(checkpoint: Checkpoint, piece: tuple[str, range]) -> int:
+def _num_weights(checkpoint: CheckpointSource, piece: tuple[str, range]) -> int:
     name, rows = piece
     return len(rows) * prod(checkpoint.shape(name)[1:])
 
 
-def _ends_differ(checkpoint: Checkpoint, entry: ModelEntry) -> bool:
+def _ends_differ(checkpoint: CheckpointSource, entry: ModelEntry) -> bool:
     both = {entry.embedding, entry.head} <= checkpoint.names
     return both and not checkpoint.equal(entry.embedding, entry.head)
 
 
-def _untied_shapes(config: DecoderConfig, entry: ModelEntry) -> dict[str, tuple[int, ...]]:
-    """The checkpoint's names of all tensors of a model with two ends -> their shapes.
-
-    From a model of one layer without memory: all layers have tensors of the same shapes.
-    """
-    small = dataclasses.replace(
-        config, num_layers=1, windows=config.windows[:1], tie_word_embeddings=False
-    )
-    model = entry.model(small, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
+def _untied_shapes(
+    config: DecoderConfig, entry: ModelEntry, method: LinearMethod
+) -> dict[str, tuple[int, ...]]:
+    """The checkpoint's names of all tensors of a model with two ends -> their shapes."""
+    model = _one_layer_model(config, entry, method)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (slot,) in checkpoint_slots(model, entry.checkpoint_parts).items():
         if name.startswith(entry.first_layer):
@@ -234,13 +236,27 @@ def _untied_shapes(config: DecoderConfig, entry: ModelEntry) -> dict[str, tuple[
     return shapes
 
 
-def _check_match(folder: Path, checkpoint: Checkpoint, config: DecoderConfig) -> None:
+def _one_layer_model(config: DecoderConfig, entry: ModelEntry, method: LinearMethod) -> CausalLM:
+    """A model with two ends and without memory, to ask for sizes: all layers have the same."""
+    small = dataclasses.replace(
+        config, num_layers=1, windows=config.windows[:1], tie_word_embeddings=False
+    )
+    model = entry.model(small, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.method = method
+    return model
+
+
+def _check_match(
+    folder: Path, checkpoint: CheckpointSource, config: DecoderConfig, method: LinearMethod
+) -> None:
     """Raises CheckpointError where the weights are not those of the model that `config` describes.
 
     Before anything of that model's size is allocated: a config may say whatever it likes.
     """
     entry = MODELS[config.architecture]
-    shapes = _untied_shapes(config, entry)
+    shapes = _untied_shapes(config, entry, method)
     spare_names = set()
     if config.tie_word_embeddings:
         _, spare = _kept_and_spare_end(checkpoint, entry)

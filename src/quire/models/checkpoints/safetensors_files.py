@@ -1,14 +1,13 @@
 """A checkpoint's weights: one or several safetensors files, read a few MiB at a time.
 
 The files are memory-mapped, and each piece's pages are given back once it was used, so reading a
-model needs hardly more memory than the model. Refuses pickles. Knows no model; `models.loader` says
-which tensor goes where.
+model needs hardly more memory than the model. Refuses pickles.
 """
 
 import errno
 import mmap
 from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
 
@@ -17,14 +16,10 @@ import torch
 from quire.errors import CheckpointError, shown
 from quire.hub.model_files import GGUF_ADVICE, read_json_object, shown_name
 from quire.models.checkpoints.safetensors_header import read_header
+from quire.models.checkpoints.source import CheckpointSource
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-# Large enough to make the work between pieces vanish, small enough to be nothing beside a model.
-_CHUNK_BYTES = 4 << 20
-# A piece has whole panels of a packed weight, of which two threads would else write one.
-_CHUNK_ROWS = 64
 
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _DTYPES = {
@@ -89,11 +84,14 @@ class _MappedFile:
             self._bytes.madvise(mmap.MADV_DONTNEED, begin, start + num_bytes - begin)
 
 
-class Checkpoint:
-    """The weights of a model folder by name. Threads may share it."""
+class SafetensorsFiles(CheckpointSource):
+    """One file, or several with an index."""
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        return any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError that names the file at fault."""
         self._files: dict[str, _MappedFile] = {}
         for path in _weight_files(folder):
             file = _MappedFile(path)
@@ -104,38 +102,17 @@ class Checkpoint:
 
     @property
     def names(self) -> Set[str]:
-        """In the order in which they lie in the files."""
         return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._files[name].tensors[name].shape
 
-    def pieces(self, name: str) -> list[range]:
-        """The tensor's rows in pieces of a few MiB. Raises CheckpointError for a dtype that can't
-        be read."""
-        shape = self.shape(name)
-        row_bytes = self._files[name].dtype(name).itemsize * prod(shape[1:])
-        num_rows = _CHUNK_BYTES // max(1, row_bytes)
-        num_rows = max(1, num_rows // _CHUNK_ROWS * _CHUNK_ROWS or num_rows)
-        return [
-            range(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows)
-        ]
+    def dtype(self, name: str) -> torch.dtype:
+        return self._files[name].dtype(name)
 
-    @contextmanager
-    def rows(self, name: str, span: range) -> Iterator[torch.Tensor]:
-        """Rows of the tensor as they are stored, valid until the end of the `with`."""
-        with self._files[name].rows(name, span) as rows:
-            yield rows
-
-    def equal(self, first: str, second: str) -> bool:
-        """Whether two tensors hold the same numbers."""
-        if self.shape(first) != self.shape(second):
-            return False
-        return all(self._equal_rows(first, second, span) for span in self.pieces(first))
-
-    def _equal_rows(self, first: str, second: str, span: range) -> bool:
-        with self.rows(first, span) as mine, self.rows(second, span) as other:
-            return torch.equal(mine.float(), other.float())
+    def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
+        """As they are stored."""
+        return self._files[name].rows(name, span)
 
 
 def _weight_files(folder: Path) -> list[Path]:

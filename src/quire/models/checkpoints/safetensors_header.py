@@ -4,7 +4,7 @@
 
 Holds the format's own rules (https://github.com/huggingface/safetensors): the tensors fill what is
 behind the header without holes or overlaps, and each has as many bytes as its shape says. Imports
-no torch. Called by `models.checkpoint`.
+no torch. Called by `safetensors_files.py`.
 """
 
 from dataclasses import dataclass

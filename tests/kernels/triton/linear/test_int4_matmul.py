@@ -7,11 +7,11 @@ pytest.importorskip("triton")
 
 from tests.kernels.triton.products import DTYPES, numbers
 
+from quire.formats.int4 import Int4TorchMethod
 from quire.kernels.quantize import Int4Rows, quantize_int4
 from quire.kernels.triton.linear import int4_matmul as module
 from quire.kernels.triton.linear.int4_matmul import Int4Weight, int4_matmul
 from quire.layers.linear import Linear, LinearKind
-from quire.layers.quantized_torch import Int4TorchMethod
 
 CPU = torch.device("cpu")
 

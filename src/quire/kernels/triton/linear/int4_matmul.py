@@ -7,7 +7,7 @@
 Each dot, of 32 inputs, is one step of the tensor core in exact integers; its product with s is
 below 2^24, so exact in fp32; the first sum is in fp32, group after group, and the second one in
 exact integers. No order depends on M: a row has the same bits in any batch, and those of
-`layers.quantized_torch`, the reference.
+`formats.int4`, the reference.
 
 Memory, for each stretch of 256 inputs (8 groups; K is padded with zeros):
 
@@ -26,7 +26,7 @@ stay where they are, with the top bit turned, which as a signed byte is 16 q - 1
 the scale, exactly. The second sum is a product too, with o - 128 for each weight of the group, plus
 128 times the row's sum.
 
-Shapes: M rows, K inputs, N outputs. Called by `layers.triton_linear`.
+Shapes: M rows, K inputs, N outputs. Called by `formats.int4`.
 """
 
 from dataclasses import dataclass

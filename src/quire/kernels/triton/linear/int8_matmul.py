@@ -3,14 +3,14 @@
     y[m, n] = dot[m, n] * x_scale[m] * w_scale[n] + b[n],  dot = sum over k of x[m, k] w[n, k]
 
 The dot is an exact integer, whatever the order, and the rest is rounded operation by operation:
-so a row has the same bits in any batch, and those of `layers.quantized_torch`, the reference.
+so a row has the same bits in any batch, and those of `formats.int8`, the reference.
 
 W is the left operand of the tensor core's product, as in `skinny_matmul.py`, and up to 16 rows all
 that is said there holds with half the bytes: two tiles of 32 x 256 a stage, with a sum each, of
 stretches of K or of gate and up. With more rows a program computes 64 x 64 or 128 x 128 elements.
 
 Shapes: M rows, K inputs (in q padded to a multiple of 16), N outputs (of which a gated product
-returns half). Called by `layers.triton_linear`.
+returns half). Called by `formats.int8`.
 """
 
 from dataclasses import dataclass

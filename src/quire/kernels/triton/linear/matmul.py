@@ -25,7 +25,7 @@ fit on an SM, and slices make about 128 programs or more of a weight of any shap
 enough to be cut. Prefill has 64 operations for each byte that a 128 x 128 tile reads from L2.
 
 Shapes: M rows of x, K inputs, N outputs. dtypes: bf16, fp16, fp32; x and W alike.
-Called by `layers.triton_linear`. Reference: `torch.nn.functional.linear`.
+Called by `formats.dense`. Reference: `torch.nn.functional.linear`.
 """
 
 from dataclasses import dataclass

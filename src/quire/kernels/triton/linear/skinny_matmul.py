@@ -21,7 +21,7 @@ many as W's. Above that torch's (cuBLAS) product serves.
 A row's sums have another order than `matmul.py`'s, but the same one for all M <= 16.
 
 Shapes: M rows of x, K inputs, N outputs (of which a gated linear returns half). dtypes: bf16, fp16;
-x and W alike. Called by `layers.triton_linear`. Reference: `torch.nn.functional.linear`, then
+x and W alike. Called by `formats.dense`. Reference: `torch.nn.functional.linear`, then
 `kernels.silu_mul`.
 """
 

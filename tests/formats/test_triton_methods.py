@@ -6,28 +6,24 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
+from quire.formats.dense import Dense, DenseMethod, InvariantDenseMethod, TritonDenseMethod
+from quire.formats.int4 import Int4, Int4TorchMethod, TritonInt4Method
+from quire.formats.int8 import Int8, Int8TorchMethod, TritonInt8Method
+from quire.formats.interface import TritonLinears
+from quire.formats.registry import load_weight_format
 from quire.kernels.operators import TORCH_OPERATORS
-from quire.layers import triton_linear
+from quire.kernels.triton.linear import skinny_matmul as skinny_kernel
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.linear import DenseMethod, Linear, LinearKind
-from quire.layers.methods import choose_methods
-from quire.layers.quantized_torch import Int4TorchMethod, Int8TorchMethod
-from quire.layers.triton_linear import (
-    InvariantDenseMethod,
-    TritonDenseMethod,
-    TritonInt4Method,
-    TritonInt8Method,
-    TritonLinears,
-)
+from quire.layers.linear import Linear, LinearKind
 
 CPU = torch.device("cpu")
 FAST = TritonLinears(TORCH_OPERATORS, batch_invariant=False)
 INVARIANT = TritonLinears(TORCH_OPERATORS, batch_invariant=True)
-DENSE = {"dense": FAST.dense(), "invariant": INVARIANT.dense()}
+DENSE = {"dense": Dense().method(None, FAST), "invariant": Dense().method(None, INVARIANT)}
 PAIRS = {
-    "int8": (FAST.int8(), Int8TorchMethod()),
-    "int8, invariant": (INVARIANT.int8(), Int8TorchMethod()),
-    "int4": (FAST.int4(32), Int4TorchMethod(32)),
+    "int8": (Int8().method(None, FAST), Int8TorchMethod()),
+    "int8, invariant": (Int8().method(None, INVARIANT), Int8TorchMethod()),
+    "int4": (Int4().method(None, FAST), Int4TorchMethod(32)),
 }
 
 
@@ -79,14 +75,14 @@ def test_dense_multiplies_as_torch_does(method, dtype, num_rows):
 def test_few_rows_of_short_numbers_have_a_kernel_of_their_own(
     dtype, num_rows, expected, monkeypatch
 ):
-    linear, called = _linear(FAST.dense(), (30, 30), dtype, gated=True), []
-    skinny_matmul = triton_linear.skinny_matmul
+    linear, called = _linear(Dense().method(None, FAST), (30, 30), dtype, gated=True), []
+    skinny_matmul = skinny_kernel.skinny_matmul
 
     def observed(*operands, gated=False, **options):
         called.append("skinny gated" if gated else "skinny")
         return skinny_matmul(*operands, gated=gated, **options)
 
-    monkeypatch.setattr(triton_linear, "skinny_matmul", observed)
+    monkeypatch.setattr(skinny_kernel, "skinny_matmul", observed)
     x = _numbers(num_rows, 100).to(dtype)
     linear(x), linear.silu_mul(x)
     assert called == expected
@@ -95,7 +91,7 @@ def test_few_rows_of_short_numbers_have_a_kernel_of_their_own(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", [None, "int8", "int4"])
 def test_invariant_rows_have_the_same_bits_in_any_batch(scheme, dtype):
-    method = choose_methods(None, scheme, INVARIANT).body
+    method = load_weight_format(scheme).method(None, INVARIANT)
     linear = _linear(method, (30, 30), dtype, gated=True)
     x = _numbers(21, 100).to(dtype)
     for call in (linear, linear.silu_mul):
@@ -114,7 +110,9 @@ def test_quantized_equal_torchs_to_the_bit(pair, dtype, num_rows):
     _close(linear.silu_mul(x), reference.silu_mul(x))
 
 
-@pytest.mark.parametrize("method", [*DENSE.values(), FAST.int8(), FAST.int4(32)])
+@pytest.mark.parametrize(
+    "method", [*DENSE.values(), Int8().method(None, FAST), Int4().method(None, FAST)]
+)
 def test_the_size_is_that_of_the_parameters(method):
     linear = Linear(300, (20,), LinearKind.ROW, bias=False, dtype=torch.bfloat16, device=CPU)
     linear.use(method, torch.bfloat16, CPU)
@@ -123,7 +121,9 @@ def test_the_size_is_that_of_the_parameters(method):
 
 
 def test_four_bits_and_their_factors_take_four_and_a_half():
-    assert FAST.int4(32).num_bytes(1000, 4096, torch.bfloat16) == 1000 * (4096 * 9 // 16 + 8)
+    assert Int4().method(None, FAST).num_bytes(1000, 4096, torch.bfloat16) == 1000 * (
+        4096 * 9 // 16 + 8
+    )
 
 
 def _ends(method, dtype, *, tied):
@@ -139,7 +139,9 @@ def _ends(method, dtype, *, tied):
     return embedding, head, numbers
 
 
-@pytest.mark.parametrize("method", [*DENSE.values(), FAST.int8(), FAST.int4(32)])
+@pytest.mark.parametrize(
+    "method", [*DENSE.values(), Int8().method(None, FAST), Int4().method(None, FAST)]
+)
 def test_a_tied_head_is_there_once_if_it_is_exact(method):
     embedding, head, numbers = _ends(method, torch.bfloat16, tied=True)
     assert torch.equal(embedding(torch.arange(70)), numbers)
@@ -170,5 +172,4 @@ def test_logits_are_fp32(method, num_rows):
     ],
 )
 def test_a_gpu_has_methods_of_its_own(quantization, family, expected):
-    methods = choose_methods(None, quantization, family)
-    assert type(methods.body) is expected and type(methods.head) is expected
+    assert type(load_weight_format(quantization).method(None, family)) is expected

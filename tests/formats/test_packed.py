@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch.nn import functional
 
+from quire.formats.int4 import Int4TorchMethod
+from quire.formats.int8 import Int8TorchMethod
+from quire.formats.interface import LinearMethod
+from quire.formats.packed import PackedMethod, is_packed, packed
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.linear import Linear, LinearKind, LinearMethod
-from quire.layers.packed_linear import PackedMethod, is_packed, packed
-from quire.layers.quantized_torch import Int4TorchMethod, Int8TorchMethod
+from quire.layers.linear import Linear, LinearKind
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -1,7 +1,7 @@
-"""Linears whose weights are packed when they are loaded and multiplied by the native kernels.
+"""Weights that are packed while they are loaded, and multiplied by the native kernels of the CPU.
 
-The checkpoint's rows go straight into the packing: no unpacked copy of a weight is ever there.
-Applied from outside, by `engine.build`; the arithmetic is `kernels.cpu`'s.
+The checkpoint's rows go straight into the packing: no unpacked copy of a weight is ever there. The
+method of every format that the kernels have a layout for; the arithmetic is `kernels.cpu`'s.
 
 Shapes: ... any leading dimensions, I input size, O output size.
 """
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from quire.formats.interface import LinearMethod, LinearModule, RowSource
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear, apply
 from quire.kernels.cpu.recorder import Recorder
-from quire.layers.linear import Linear, LinearMethod, RowSource
 
-DENSE_FORMATS = {
+DENSE_LAYOUTS = {
     torch.float32: WeightLayout.DENSE_F32,
     torch.bfloat16: WeightLayout.DENSE_BF16,
 }
-"""Formats that keep every bit of a model's numbers."""
+"""Layouts that keep every bit of a model's numbers."""
 
 
 @dataclass(slots=True)
@@ -34,29 +34,31 @@ class _Packed:
 
 
 class PackedMethod(LinearMethod):
-    """Weights in one of the kernels' formats, bias in fp32.
+    """Weights in one of the kernels' layouts, bias in fp32.
 
-    weight_format: None: dense in the model's dtype. group_size: inputs that share a scale, INT4's.
+    layout: None: dense in the model's dtype. group_size: inputs that share a scale, INT4's.
     """
 
     def __init__(
         self,
         kernels: NativeKernels,
-        weight_format: WeightLayout | None = None,
+        layout: WeightLayout | None = None,
         group_size: int = 0,
     ) -> None:
         self._kernels = kernels
-        self._weight_format = weight_format
+        self._layout = layout
         self._group_size = group_size
 
     @property
     def is_exact(self) -> bool:
-        return self._weight_format is None or self._weight_format in DENSE_FORMATS.values()
+        return self._layout is None or self._layout in DENSE_LAYOUTS.values()
 
-    def create(self, linear: Linear, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def create(
+        self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
         assert device.type == "cpu"
         weights = PackedLinear(
-            self._format(dtype),
+            self._layout_for(dtype),
             linear.output_size,
             linear.input_size,
             group_size=self._group_size,
@@ -69,7 +71,7 @@ class PackedMethod(LinearMethod):
         linear.state = _Packed(weights, biases)
 
     def load_part(
-        self, linear: Linear, parameter: str, index: int, first_row: int, rows: torch.Tensor
+        self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
     ) -> None:
         state, start = _state(linear), linear.part_start(index) + first_row
         if parameter == "weight":
@@ -79,7 +81,7 @@ class PackedMethod(LinearMethod):
             assert state.bias is not None
             state.bias[start : start + len(rows)].copy_(rows)
 
-    def finish(self, linear: Linear) -> None:
+    def finish(self, linear: LinearModule) -> None:
         state = _state(linear)
         if state.bias is not None:
             state.weights.set_bias(state.bias.float())
@@ -88,26 +90,26 @@ class PackedMethod(LinearMethod):
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         shape = abi.Weights(
-            self._format(dtype), num_outputs, num_inputs, group_size=self._group_size
+            self._layout_for(dtype), num_outputs, num_inputs, group_size=self._group_size
         )
         library, is_int8 = self._kernels.library, shape.format == WeightLayout.INT8
         weights: int = library.packed_bytes(shape) + 4 * library.num_scales(shape)
         return weights + (4 * num_outputs if is_int8 else 0)
 
-    def _format(self, dtype: torch.dtype) -> WeightLayout:
-        return DENSE_FORMATS[dtype] if self._weight_format is None else self._weight_format
+    def _layout_for(self, dtype: torch.dtype) -> WeightLayout:
+        return DENSE_LAYOUTS[dtype] if self._layout is None else self._layout
 
     def apply(
-        self, linear: Linear, x: torch.Tensor, out_dtype: torch.dtype | None = None
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         return self._apply(linear, x, Epilogue.STORE, out_dtype)
 
-    def silu_mul(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
         return self._apply(linear, x, Epilogue.SILU_MUL)
 
     def _apply(
         self,
-        linear: Linear,
+        linear: LinearModule,
         x: torch.Tensor,
         epilogue: Epilogue,
         out_dtype: torch.dtype | None = None,
@@ -121,7 +123,7 @@ class PackedMethod(LinearMethod):
         )
         return output.view(*x.shape[:-1], output.shape[-1])
 
-    def tie(self, linear: Linear, table: nn.Parameter) -> RowSource | None:
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
         return _state(linear).weights if self.is_exact else None
 
 
@@ -133,7 +135,7 @@ class RecordedMethod(PackedMethod):
 
     def _apply(
         self,
-        linear: Linear,
+        linear: LinearModule,
         x: torch.Tensor,
         epilogue: Epilogue,
         out_dtype: torch.dtype | None = None,
@@ -141,16 +143,16 @@ class RecordedMethod(PackedMethod):
         return self._recorder.linear(x, packed(linear), epilogue, out_dtype)
 
 
-def packed(linear: Linear) -> PackedLinear:
+def packed(linear: LinearModule) -> PackedLinear:
     """What the kernels multiply, of a linear whose method is `PackedMethod`."""
     return _state(linear).weights
 
 
-def is_packed(linear: Linear) -> bool:
+def is_packed(linear: LinearModule) -> bool:
     """Whether the linear's method is `PackedMethod`."""
     return isinstance(linear.state, _Packed)
 
 
-def _state(linear: Linear) -> _Packed:
+def _state(linear: LinearModule) -> _Packed:
     assert isinstance(linear.state, _Packed)
     return linear.state

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from quire.formats import int8, rounded
+from quire.formats.int4 import Int4TorchMethod
+from quire.formats.int8 import Int8TorchMethod
 from quire.kernels.quantize import quantize_int4, quantize_int8
-from quire.layers import quantized_torch
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import Linear, LinearKind
-from quire.layers.quantized_torch import Int4TorchMethod, Int8TorchMethod
 
 CPU = torch.device("cpu")
 METHODS = [Int8TorchMethod(), Int4TorchMethod(32), Int4TorchMethod(64)]
@@ -75,7 +76,7 @@ def test_a_row_does_not_depend_on_the_others(method, dtype, monkeypatch):
     whole = linear(x)
     assert whole.dtype == dtype
     assert torch.equal(whole, torch.cat([linear(row[None]) for row in x]))
-    monkeypatch.setattr(quantized_torch, "_MAX_ROWS", 7)
+    monkeypatch.setattr(rounded, "_MAX_ROWS", 7)
     assert torch.equal(whole, linear(x))
     assert linear(x[:0]).shape == (0, 14)
 
@@ -83,7 +84,7 @@ def test_a_row_does_not_depend_on_the_others(method, dtype, monkeypatch):
 def test_integers_are_exact_where_torchs_fast_product_is_not(monkeypatch):
     linear, x = _linear(METHODS[0]), _numbers(20, 70)
     fast = linear(x)
-    monkeypatch.setattr(quantized_torch, "_has_exact_int8", lambda: False)
+    monkeypatch.setattr(int8, "_has_exact_int8", lambda: False)
     assert torch.equal(linear(x), fast)
 
 

@@ -1,0 +1,145 @@
+"""Weights in the model's own dtype, as the checkpoint has them.
+
+    torch        its product
+    native       packed by the CPU kernels
+    Triton       up to 16 rows `skinny_matmul`, which streams the weight at the memory's rate; above,
+                 torch's product (cuBLAS). The threshold is a constant: nothing is timed at run time
+    invariant    `matmul` for any number of rows: a row has the same bits in any batch
+
+Shapes: ... any leading dimensions, I input size, O output size.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from quire.formats.interface import (
+    LinearMethod,
+    LinearModule,
+    RowSource,
+    TritonLinears,
+    WeightFormat,
+    empty_parameter,
+)
+from quire.formats.packed import PackedMethod
+from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.operators import TORCH_OPERATORS, Operators
+
+
+class Dense(WeightFormat):
+    """The format of a model that is not quantized."""
+
+    def torch_method(self) -> LinearMethod:
+        return DenseMethod()
+
+    def native_method(self, kernels: NativeKernels) -> LinearMethod:
+        return PackedMethod(kernels)
+
+    def triton_method(self, linears: TritonLinears) -> LinearMethod:
+        if linears.batch_invariant:
+            return InvariantDenseMethod(linears.operators)
+        return TritonDenseMethod(linears.operators)
+
+
+class DenseMethod(LinearMethod):
+    """weight [O, I] and bias [O] in the model's dtype, multiplied by torch.
+
+    operators: compute what follows a gated linear.
+    """
+
+    def __init__(self, operators: Operators = TORCH_OPERATORS) -> None:
+        self._operators = operators
+
+    def create(
+        self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        linear.register_parameter(
+            "weight", empty_parameter((linear.output_size, linear.input_size), dtype, device)
+        )
+        linear.register_parameter(
+            "bias", empty_parameter((linear.output_size,), dtype, device) if bias else None
+        )
+
+    def load_part(
+        self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
+    ) -> None:
+        start = linear.part_start(index) + first_row
+        linear.get_parameter(parameter)[start : start + len(rows)].copy_(rows)
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+        return num_outputs * num_inputs * dtype.itemsize
+
+    def apply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        output = functional.linear(x, linear.weight, linear.bias)
+        return output if out_dtype is None else output.to(out_dtype)
+
+    def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
+        return self._operators.silu_mul(self.apply(linear, x))
+
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
+        linear.weight = table
+        return None
+
+
+class TritonDenseMethod(DenseMethod):
+    """Few rows by `skinny_matmul`, more by torch."""
+
+    def __init__(self, operators: Operators) -> None:
+        super().__init__(operators)
+        # Triton may be missing, and takes a while to load.
+        from quire.kernels.triton.linear import skinny_matmul
+
+        self._skinny = skinny_matmul
+
+    def apply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if self._is_skinny(linear, x):
+            output: torch.Tensor = self._skinny.skinny_matmul(
+                x, linear.weight, linear.bias, out_dtype=out_dtype
+            )
+            return output
+        if out_dtype in (None, x.dtype):
+            return functional.linear(x, linear.weight, linear.bias)
+        return _wide_product(x, linear.weight, linear.bias)
+
+    def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
+        if self._is_skinny(linear, x):
+            output: torch.Tensor = self._skinny.skinny_matmul(
+                x, linear.weight, linear.bias, gated=True
+            )
+            return output
+        return super().silu_mul(linear, x)
+
+    def _is_skinny(self, linear: LinearModule, x: torch.Tensor) -> bool:
+        num_rows = x.numel() // linear.input_size
+        return x.dtype in self._skinny.DTYPES and num_rows <= self._skinny.MAX_ROWS
+
+
+class InvariantDenseMethod(DenseMethod):
+    """Any number of rows by `matmul`."""
+
+    def __init__(self, operators: Operators) -> None:
+        super().__init__(operators)
+        # Triton may be missing, and takes a while to load.
+        from quire.kernels.triton.linear.matmul import matmul
+
+        self._matmul = matmul
+
+    def apply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return self._matmul(x, linear.weight, linear.bias, out_dtype)
+
+
+def _wide_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """fp32, and on a GPU not rounded to x's dtype on the way."""
+    if x.device.type != "cuda":
+        return functional.linear(x, weight, bias).float()
+    rows = x.reshape(-1, x.shape[-1])
+    result: torch.Tensor = torch.mm(rows, weight.T, out_dtype=torch.float32)
+    if bias is not None:
+        result += bias
+    return result.view(*x.shape[:-1], len(weight))

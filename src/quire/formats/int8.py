@@ -1,0 +1,114 @@
+"""int8 weights with a scale for each output: x W^T = x_scale * scale * (integer dot product).
+
+Rounded by `kernels.quantize` while they are loaded. All three methods give the same bits: sums are
+exact integers.
+
+Shapes: M rows of x, I input size, O output size.
+"""
+
+from functools import cache
+
+import torch
+
+from quire.formats.interface import (
+    LinearMethod,
+    LinearModule,
+    TritonLinears,
+    WeightFormat,
+    empty_parameter,
+)
+from quire.formats.packed import PackedMethod
+from quire.formats.rounded import RoundedTorchMethod
+from quire.kernels.cpu.abi import WeightLayout
+from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.operators import Operators
+from quire.kernels.quantize import quantize_int8
+
+
+class Int8(WeightFormat):
+    """A byte for each weight, and four for each output."""
+
+    def torch_method(self) -> LinearMethod:
+        return Int8TorchMethod()
+
+    def native_method(self, kernels: NativeKernels) -> LinearMethod:
+        return PackedMethod(kernels, WeightLayout.INT8)
+
+    def triton_method(self, linears: TritonLinears) -> LinearMethod:
+        return TritonInt8Method(linears.operators, fuses_gates=not linears.batch_invariant)
+
+
+class Int8TorchMethod(RoundedTorchMethod):
+    """levels [O, I] int8 and scales [O] fp32, on any device."""
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+        return num_outputs * (num_inputs + 4)
+
+    def create_weights(self, linear: LinearModule, device: torch.device) -> None:
+        shape = (linear.output_size, linear.input_size)
+        linear.register_parameter("levels", empty_parameter(shape, torch.int8, device))
+        linear.register_parameter("scales", empty_parameter(shape[:1], torch.float32, device))
+
+    def load_rows(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> None:
+        linear.get_parameter("levels")[span], linear.get_parameter("scales")[span] = quantize_int8(
+            rows
+        )
+
+    def multiply(self, linear: LinearModule, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        dots = _integer_product(q, linear.get_parameter("levels"))
+        return dots.float() * scales[:, None] * linear.get_parameter("scales")
+
+
+class TritonInt8Method(Int8TorchMethod):
+    """By `int8_matmul`. fuses_gates: few rows of a gated linear get their gate from the same
+    kernel, whose silu the other kernel need not equal to the bit."""
+
+    def __init__(self, operators: Operators, *, fuses_gates: bool) -> None:
+        # Triton may be missing, and takes a while to load.
+        from quire.kernels.triton.linear import int8_matmul
+
+        self._kernel = int8_matmul
+        self._operators = operators
+        self._fuses_gates = fuses_gates
+
+    def apply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return self._multiply_all(linear, x, out_dtype=out_dtype)
+
+    def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
+        num_rows = x.numel() // linear.input_size
+        if self._fuses_gates and num_rows <= self._kernel.MAX_SKINNY_ROWS:
+            return self._multiply_all(linear, x, gated=True)
+        return self._operators.silu_mul(self.apply(linear, x))
+
+    def load_rows(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> None:
+        super().load_rows(linear, span, rows.to(linear.get_parameter("levels").device))
+
+    def _multiply_all(
+        self,
+        linear: LinearModule,
+        x: torch.Tensor,
+        *,
+        gated: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        levels, scales = linear.get_parameter("levels"), linear.get_parameter("scales")
+        weight = self._kernel.Int8Weight(levels, scales, linear.bias)
+        output: torch.Tensor = self._kernel.int8_matmul(x, weight, gated=gated, out_dtype=out_dtype)
+        return output
+
+
+def _integer_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [M, I] int8 @ (weight [O, I] int8)^T -> [M, O] int32, exact."""
+    if _has_exact_int8():
+        return torch._int_mm(x, weight.T)
+    return x.int() @ weight.int().T
+
+
+@cache
+def _has_exact_int8() -> bool:
+    """Whether torch's product of int8 is exact: without VNNI, libraries may saturate on the way."""
+    extremes = torch.full((32, 64), 127, dtype=torch.int8)
+    product = torch._int_mm(extremes, -extremes.T)
+    return bool((product == -64 * 127 * 127).all())

@@ -1,0 +1,169 @@
+"""What a weight format is, and what it sees of a linear.
+
+    WeightFormat   named in registry.py; says which method multiplies with the kernels that are there
+    LinearMethod   stores, fills and multiplies; one object serves many linears
+    LinearModule   a linear as its method sees it: its sizes, and a place for its parameters
+
+Knows no layers, ranks or checkpoints: `layers.linear` has the module that models are made of,
+`layers.sharded` wraps methods for several ranks, `models.checkpoints.loader` brings the tensors.
+
+Shapes: ... any leading dimensions, I input size, O output size (the sum of the parts).
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.operators import Operators
+from quire.kernels.silu_mul import silu_mul
+
+Shape = tuple[int, ...]
+
+
+class RowSource(Protocol):
+    """Weights of which single rows can be had back, exactly as the checkpoint had them."""
+
+    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
+        """outputs [R] int64, each below O -> [R, I] in the model's dtype."""
+        ...
+
+
+class LinearModule(nn.Module):
+    """y = x W^T + b, fused of parts that lie one after the other in the output.
+
+    part_sizes: outputs of each part; one for a linear that is not fused.
+    gated: the parts are gate and up of a gated MLP, and are wanted as `LinearMethod.silu_mul`.
+    weight, bias: parameters of dense methods; others register their own.
+    state: what the method keeps of this linear beside parameters.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, input_size: int, part_sizes: tuple[int, ...], *, has_bias: bool, gated: bool = False
+    ) -> None:
+        super().__init__()
+        assert not gated or (len(part_sizes) == 2 and part_sizes[0] == part_sizes[1]), part_sizes
+        self.input_size = input_size
+        self.part_sizes = part_sizes
+        self.output_size = sum(part_sizes)
+        self.has_bias = has_bias
+        self.gated = gated
+        self.state: object = None
+
+    def part_start(self, index: int) -> int:
+        """The first output of part `index`."""
+        return sum(self.part_sizes[:index])
+
+
+class LinearMethod(ABC):
+    """How a linear stores and multiplies its weights. One object may serve many linears."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether weights keep all of the model's bits; a tied one is then stored once."""
+        return True
+
+    @abstractmethod
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+        """What a weight of this size takes in a model of this dtype, its scales included."""
+
+    @abstractmethod
+    def create(
+        self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Make room for the linear's parameters, uninitialised: the checkpoint fills them."""
+
+    def tensors(self, linear: LinearModule) -> dict[tuple[str, int], Shape]:
+        """(name, part) -> the shape of each tensor that a checkpoint holds of the linear.
+
+        Where several ranks share a model, each has a linear of its share's size, and the axis in
+        which a tensor of that linear is smaller than the whole linear's is the one that is cut.
+        """
+        sizes = [*enumerate(linear.part_sizes)]
+        shapes: dict[tuple[str, int], Shape]
+        shapes = {("weight", index): (size, linear.input_size) for index, size in sizes}
+        if linear.has_bias:
+            shapes |= {("bias", index): (size,) for index, size in sizes}
+        return shapes
+
+    @abstractmethod
+    def load_part(
+        self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
+    ) -> None:
+        """Take rows [first_row, first_row + R) of the tensor `parameter` of part `index`.
+
+        They are valid during the call only and of any floating dtype. Rows come in any order, each
+        once, and different ones from several threads at a time.
+        """
+
+    def finish(self, linear: LinearModule) -> None:  # noqa: B027  # most have nothing to do
+        """Do what remains once all parts are loaded."""
+
+    @abstractmethod
+    def apply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """x [..., I] -> [..., O]. out_dtype: x's, or fp32, which may be had without rounding to x's
+        first; None: x's."""
+
+    def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
+        """x [..., I] -> silu(gate) * up [..., O/2], for a gated linear."""
+        return silu_mul(self.apply(linear, x))
+
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
+        """The linear's weight is the embedding's, `table` [O, I], filled as that; called after
+        `create`. Returns where the embedding finds its rows instead, so that they are there once;
+        None: in `table`, which stays."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class TritonLinears:
+    """What the Triton methods of an engine are made with. operators: compute what follows a gated
+    linear. batch_invariant: a row's result is to be the same in any batch, to the bit."""
+
+    operators: Operators
+    batch_invariant: bool
+
+
+class WeightFormat(ABC):
+    """One way to store the weights of a model's linears, and who multiplies them.
+
+    torch's method is the reference of the others and serves where there is none of them.
+    """
+
+    def why_not(self, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why a model of this dtype can't be served in this format on this device, to complete
+        "quantization is 'name', but ..."; None: it can be."""
+        return None
+
+    @abstractmethod
+    def torch_method(self) -> LinearMethod:
+        """Multiplies by torch, on any device."""
+
+    def native_method(self, kernels: NativeKernels) -> LinearMethod:
+        """Multiplies by the native kernels of the CPU."""
+        return self.torch_method()
+
+    def triton_method(self, linears: TritonLinears) -> LinearMethod:
+        """Multiplies by Triton kernels."""
+        return self.torch_method()
+
+    def method(
+        self, native: NativeKernels | None = None, triton: TritonLinears | None = None
+    ) -> LinearMethod:
+        """The method for the kernels that are there, at most one of the two; both None: torch's."""
+        if triton is not None:
+            return self.triton_method(triton)
+        return self.torch_method() if native is None else self.native_method(native)
+
+
+def empty_parameter(shape: Shape, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A parameter that is allocated, never initialised and never trained."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

@@ -1,0 +1,74 @@
+"""What formats share that round a checkpoint's weights while they are loaded.
+
+Activations are rounded per token when they are multiplied; products are summed in exact integers,
+or in an order of their own, so a row's result does not depend on the rows beside it. torch's
+methods are slow: they are the reference of the kernels', and small in memory while they run.
+
+Shapes: M rows of x, R rows of a weight, I input size, O output size.
+"""
+
+from abc import abstractmethod
+
+import torch
+
+from quire.formats.interface import LinearMethod, LinearModule, empty_parameter
+from quire.kernels.quantize import quantize_int8
+
+# Rows of x that are multiplied at once; bounds what is there of [M, O] in wider numbers.
+_MAX_ROWS = 256
+
+
+class RoundedMethod(LinearMethod):
+    """Rounds rows as they come in; the bias [O] stays in the model's dtype."""
+
+    @property
+    def is_exact(self) -> bool:
+        return False
+
+    def create(
+        self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.create_weights(linear, device)
+        linear.register_parameter(
+            "bias", empty_parameter((linear.output_size,), dtype, device) if bias else None
+        )
+
+    def load_part(
+        self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
+    ) -> None:
+        start = linear.part_start(index) + first_row
+        span = slice(start, start + len(rows))
+        if parameter == "bias":
+            linear.get_parameter("bias")[span] = rows.to(linear.get_parameter("bias").dtype)
+        else:
+            self.load_rows(linear, span, rows)
+
+    @abstractmethod
+    def create_weights(self, linear: LinearModule, device: torch.device) -> None:
+        """Register the parameters of the rounded weight, uninitialised."""
+
+    @abstractmethod
+    def load_rows(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> None:
+        """rows [R, I] of the weight, any floating dtype, on the CPU: outputs `span`."""
+
+
+class RoundedTorchMethod(RoundedMethod):
+    """Activations as int8 with a scale for each token, multiplied some rows at once."""
+
+    def apply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        dtype = out_dtype or x.dtype
+        flat = x.reshape(-1, linear.input_size)
+        output = torch.empty(len(flat), linear.output_size, dtype=dtype, device=x.device)
+        for start in range(0, len(flat), _MAX_ROWS):
+            q, scales = quantize_int8(flat[start : start + _MAX_ROWS])
+            result = self.multiply(linear, q, scales)
+            if linear.bias is not None:
+                result += linear.bias.float()
+            output[start : start + _MAX_ROWS] = result.to(dtype)
+        return output.view(*x.shape[:-1], linear.output_size)
+
+    @abstractmethod
+    def multiply(self, linear: LinearModule, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """q [M, I] int8 and its scales [M] -> [M, O] fp32, without the bias."""

@@ -1,0 +1,85 @@
+"""What a checkpoint is to the loader: tensors by name, of which rows are read a few MiB at a time.
+
+One class for each format of files, listed in `readers.py`. A source knows no model: `loader.py`
+says which tensor goes where.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Set
+from contextlib import AbstractContextManager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.hub.model_files import read_json_object
+
+# Large enough to make the work between pieces vanish, small enough to be nothing beside a model.
+_CHUNK_BYTES = 4 << 20
+# A piece has whole panels of a packed weight, of which two threads would else write one.
+_CHUNK_ROWS = 64
+
+
+class CheckpointSource(ABC):
+    """The weights of a model folder. Threads may share it."""
+
+    @classmethod
+    @abstractmethod
+    def is_in(cls, folder: Path) -> bool:
+        """Whether the folder's weights are in this format, by the names of its files."""
+
+    @classmethod
+    def read_config(cls, folder: Path) -> dict[str, Any]:
+        """The fields of the model's config, named as in config.json, which most formats leave
+        beside the weights; one that holds them itself translates them here. Reads no weights.
+
+        Raises CheckpointError.
+        """
+        return read_json_object(folder / "config.json")
+
+    @abstractmethod
+    def __init__(self, folder: Path) -> None:
+        """Reads what tensors there are. Raises CheckpointError that names the file at fault."""
+
+    @property
+    @abstractmethod
+    def names(self) -> Set[str]:
+        """Of all tensors, in the order in which they lie in the files."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor, as Hugging Face's checkpoints have it: a weight is [outputs, inputs]."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the rows that are lent. Raises CheckpointError for one that can't be read."""
+
+    @abstractmethod
+    def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
+        """Lends rows of the tensor [len(span), ...], valid until the end of the `with`.
+
+        Should leave no more memory behind than it found: a model is read in as many calls as it
+        has pieces. Raises CheckpointError.
+        """
+
+    def pieces(self, name: str) -> list[range]:
+        """The tensor's rows in pieces of a few MiB. Raises CheckpointError for a dtype that can't
+        be read."""
+        shape = self.shape(name)
+        row_bytes = self.dtype(name).itemsize * prod(shape[1:])
+        num_rows = _CHUNK_BYTES // max(1, row_bytes)
+        num_rows = max(1, num_rows // _CHUNK_ROWS * _CHUNK_ROWS or num_rows)
+        return [
+            range(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows)
+        ]
+
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two tensors hold the same numbers."""
+        if self.shape(first) != self.shape(second):
+            return False
+        return all(self._equal_rows(first, second, span) for span in self.pieces(first))
+
+    def _equal_rows(self, first: str, second: str, span: range) -> bool:
+        with self.rows(first, span) as mine, self.rows(second, span) as other:
+            return torch.equal(mine.float(), other.float())

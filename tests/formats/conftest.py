@@ -1,0 +1,5 @@
+"""The native kernels, as tests of layers have them."""
+
+from tests.layers.conftest import kernels
+
+__all__ = ["kernels"]
