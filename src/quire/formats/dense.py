@@ -2,8 +2,8 @@
 
     torch        its product
     native       packed by the CPU kernels
-    Triton       up to 16 rows `skinny_matmul`, which streams the weight at the memory's rate; above,
-                 torch's product (cuBLAS). The threshold is a constant: nothing is timed at run time
+    Triton       up to 16 rows `skinny_matmul`, which streams the weight at the memory's rate;
+                 above, torch's product (cuBLAS). The threshold is a constant, never measured
     invariant    `matmul` for any number of rows: a row has the same bits in any batch
 
 Shapes: ... any leading dimensions, I input size, O output size.

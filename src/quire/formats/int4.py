@@ -1,4 +1,4 @@
-"""int4 weights in groups of inputs, each with an 8-bit scale and an 8-bit offset: 4.5 bits a weight.
+"""int4 weights in groups of inputs, each group with an 8-bit scale and an 8-bit offset.
 
 Rounded by `kernels.quantize` while they are loaded. For a row m of x and an output n
 

@@ -1,6 +1,6 @@
 """What a weight format is, and what it sees of a linear.
 
-    WeightFormat   named in registry.py; says which method multiplies with the kernels that are there
+    WeightFormat   named in registry.py; gives the method for the kernels that are there
     LinearMethod   stores, fills and multiplies; one object serves many linears
     LinearModule   a linear as its method sees it: its sizes, and a place for its parameters
 
