@@ -100,7 +100,7 @@ def test_what_the_folder_has_decides(both: list[Path], tmp_path: Path) -> None:
     assert [find_reader(folder) for folder in both] == [SafetensorsFiles, RawFile]
     assert load_config(both[0]) == load_config(both[1])
     assert find_reader(tmp_path) is SafetensorsFiles
-    with pytest.raises(CheckpointError, match="has no weights: neither model.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"has no weights: neither model\.safetensors nor"):
         open_checkpoint(tmp_path)
 
 
