@@ -294,7 +294,7 @@ class EngineOptions(
 
     def as_mapping(self) -> dict[str, Any]:
         """By name, as plain data for another process, where `from_mapping` reads it."""
-        return self.part(EngineOptions)
+        return self.part(type(self))
 
 
 def _unknown_option(name: str, known: Collection[str]) -> str:
