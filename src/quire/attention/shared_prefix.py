@@ -1,7 +1,8 @@
 """Which decode rows of a step read the same stored tokens, found from their block tables alone.
 
 Rows share a block if they name the same physical one at the same place: parallel samples, beams and
-requests behind one system prompt do. Knows no layers and no requests; called by `torch_plan.py`.
+requests behind one system prompt do. Knows no layers and no requests; called by
+`torch_paged.py` and `cpu_paged.py`.
 
 What it costs must not be felt where nothing is shared: each row's first visible entry is compared,
 and no more of a table is read than is shared.

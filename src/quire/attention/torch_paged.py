@@ -1,23 +1,25 @@
-"""Attention over paged memory in plain torch: the CPU path, and the oracle of faster backends.
+"""Attention over paged memory in plain torch: where there are no native kernels, and for checks.
 
-A layer's page is [2, B, Hkv, D], K then V, in the KV dtype: gathered blocks read as [L, Hkv, D]
-without a transpose. Stored tokens are gathered into a workspace, widened to fp32 and attended
-there: scores, softmax and sums are fp32 for every KV dtype. Built by `registry.py`; how a step is
-cut, and what the words tile, piece, span and grain mean, is in `torch_plan.py`.
+A layer's page is [2, B, Hkv, D], K then V, in the KV dtype. Blocks are gathered and attended by
+torch's fused attention in fp32. Decoding sequences are cut into tiles of TILE_TOKENS keys, many of
+which are attended in one call, whatever sequences they belong to; blocks that several of them share
+(`shared_prefix.py`) are attended in one call for all. A chunk takes two calls: what precedes it,
+and itself. Results over parts of the keys are merged by their log-sum-exps:
+out = sum(out_i * exp(lse_i - lse)), lse = log(sum(exp(lse_i))).
 
-What holds on the CPU, and is tested: a decode row's result depends on its own context alone, to the
-bit, whatever decodes beside it and in whatever order, and whether or not it shares blocks with it:
-tiles that several rows read are gathered and widened once, and multiplied in one product where that
-gives the same bits. Chunks go through torch's fused attention, whose sums depend on the number of
-threads and on where its buffers lie: for them, and between a token computed by decode and the same
-token computed in a chunk, results agree to fp32 rounding.
+A sequence that decodes and shares no block gets the same bits alone and beside others. Otherwise
+results agree to fp32 rounding: how torch cuts a sum depends on the shapes and on the threads.
+Page memory that belongs to no visible token is never multiplied: it may hold NaN. Built by
+`registry.py`.
 
-Page memory that belongs to no visible token is never multiplied: it may hold NaN.
+Shapes as in `interface.py`; m query tokens and l keys that are attended together, G = Hq / Hkv.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from quire.attention.interface import (
@@ -29,87 +31,221 @@ from quire.attention.interface import (
     LayerKV,
     plain_page_format,
 )
-from quire.attention.torch_attend import (
-    Part,
-    TileParts,
-    add_sinks,
-    attend_fused,
-    attend_materialized,
-    attend_rows,
-    attend_stack,
-    attend_tiles,
-    merge_tiles,
-    merge_two,
-    pack_queries,
-    stacks_exactly,
-)
-from quire.attention.torch_plan import (
-    TILE_TOKENS,
-    ChunkTile,
-    DecodePiece,
-    GroupPlan,
-    PageGeometry,
-    PlanKey,
-    SharedPiece,
-    plan_group,
-)
+from quire.attention.shared_prefix import DecodeRows, Ints, SharedRun, shared_runs
 from quire.errors import ConfigurationError
 from quire.kernels.rotary import Rotation, rotate
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+TILE_TOKENS = 64
+"""Keys of a decoding sequence that are one item of a call: on average half of it is padding."""
 
-class _Workspace:
-    """A buffer that grows to the largest gather and is then used again.
+PIECE_BYTES = 4 << 20
+"""Of K and V in fp32 that are gathered at once for decoding: much more leaves the caches, and the
+allocator maps and unmaps large buffers each time."""
 
-    A fresh one for each gather costs ten times the gather itself once it is large enough for the
-    allocator to map and unmap it each time (12 ms against 1.1 ms for 33 MB; AMD EPYC, 2 cores).
-    """
+SPAN_TOKENS = 2048
+"""Keys before a chunk, or of a shared run, that are gathered and attended at once."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._buffer = torch.empty(0, dtype=dtype, device=device)
+MIN_SAVED_BYTES = 1 << 20
+"""Of K and V in fp32 that a shared run must save; to attend one costs as much as half of it."""
 
-    def take(self, num_elements: int) -> torch.Tensor:
-        """[num_elements], valid until the next call."""
-        if self._buffer.shape[0] < num_elements:
-            self._buffer = self._buffer.new_empty(num_elements)
-        return self._buffer[:num_elements]
+MASKED_CHUNK_TOKENS = 256
+"""Queries of a chunk that are attended at once where a mask hides keys or scores are capped: both
+take memory for each pair of query and key."""
+
+_NEVER = float("-inf")
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""Outputs [..., D] over some of the keys, normalized, and their log-sum-exps [...]; fp32."""
 
 
 @dataclass(frozen=True, slots=True)
-class _PlannedStep:
-    """A plan, and where its decode tiles go until they are merged: layer after layer overwrites it.
+class _Tiles:
+    """n tiles of decoding sequences.
 
-    sizes: how many items each piece of the plan yields, stack by stack. parts: views of `tiles` for
-        each of them.
+    rows: [n] whose they are. blocks: one after the other, for each unit of TILE_TOKENS, or of a
+    block where that is less. units: their places in the blocks; None: they are whole blocks.
+    hidden: slots of n * TILE_TOKENS that hold no visible token, and mask [n, 1, TILE_TOKENS], -inf
+    for these; None: there are none.
     """
 
-    plan: GroupPlan
-    sizes: list[list[int]]
-    tiles: TileParts
-    parts: list[list[TileParts]]
+    rows: torch.Tensor
+    blocks: torch.Tensor
+    units: torch.Tensor | None
+    hidden: torch.Tensor | None
+    mask: torch.Tensor | None
 
-    @staticmethod
-    def of(
-        key: PlanKey, batch: AttentionBatch, workspace: _Workspace, last: "_PlannedStep | None"
-    ) -> "_PlannedStep":
-        """last: the key's step before; its views serve again if the sizes are the same, as they
-        are in most steps of a few rows: they cost 30 us (AMD EPYC, one core)."""
-        plan = plan_group(key, batch)
-        num_kv_heads = key.geometry.num_kv_heads
-        sizes = [[n * num_kv_heads for n in piece.num_row_tiles()] for piece in plan.pieces]
-        if last is not None and last.sizes == sizes:
-            return _PlannedStep(plan, sizes, last.tiles, last.parts)
-        shape = key.num_heads // num_kv_heads, key.geometry.row // num_kv_heads
-        buffer = workspace.take(TileParts.num_elements(len(plan.item_rows), *shape))
-        tiles = TileParts.over(buffer, *shape)
-        views = iter(tiles.split(list(chain.from_iterable(sizes))))
-        parts = [list(islice(views, len(stacks))) for stacks in sizes]
-        return _PlannedStep(plan, sizes, tiles, parts)
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Keys that queries attend at once: tokens [first, last) of those in `blocks`.
+
+    is_causal: query i sees the keys up to i. mask: [m, l] fp32, added to the scores.
+    """
+
+    blocks: torch.Tensor
+    first: int
+    last: int
+    is_causal: bool = False
+    mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Of a step. decodes: what all decoding sequences see; runs: of rows [m], what they share.
+    chunks: query tokens of the step and what they see; each sees some of every span.
+    """
+
+    decodes: list[_Tiles]
+    runs: list[tuple[torch.Tensor, tuple[_Span, ...]]]
+    chunks: list[tuple[slice, tuple[_Span, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What the plan of a layer depends on; layers with equal ones share it."""
+
+    group: int
+    block_size: int
+    window: int | None
+    is_causal: bool
+    has_cap: bool
+    token_bytes: int
+
+    @property
+    def unit_tokens(self) -> int:
+        """Of what is gathered for tiles: never parts of several blocks."""
+        return min(self.block_size, TILE_TOKENS)
+
+    def plan(self, batch: AttentionBatch) -> _Plan:
+        """All of the step."""
+        table = batch.groups[self.group].block_tables.numpy()
+        plan = _Plan([], [], [])
+        if batch.num_decodes:
+            self._plan_decodes(batch, table, plan)
+        first = batch.num_decodes
+        for index in range(batch.num_decodes, len(batch.query_lens_list)):
+            last = first + batch.query_lens_list[index]
+            blocks = table[batch.rows_list[index]]
+            plan.chunks.extend(self._chunk(first, last, batch.context_lens_list[index], blocks))
+            first = last
+        return plan
+
+    def _plan_decodes(self, batch: AttentionBatch, table: Ints, plan: _Plan) -> None:
+        rows = np.array(batch.rows_list[: batch.num_decodes], np.int64)
+        high = np.array(batch.context_lens_list[: batch.num_decodes], np.int64)
+        low = np.zeros_like(high) if self.window is None else np.maximum(high - self.window, 0)
+        size = self.block_size
+        min_saved = -(-MIN_SAVED_BYTES // (size * self.token_bytes))
+        runs = shared_runs(DecodeRows(table, rows, low, high), size, size, min_saved)
+        for run in runs:
+            blocks = table[rows[run.rows[0]]]
+            spans = self._spans(blocks, run.first_tile * size, run.end_tile * size)
+            plan.runs.append((torch.from_numpy(run.rows), spans))
+        sequences, first, last = _own_ranges(low, high, runs, size)
+        counts = -(-last // TILE_TOKENS) - first // TILE_TOKENS
+        of_range = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(of_range)) - np.repeat(np.cumsum(counts) - counts, counts)
+        tiles = (first // TILE_TOKENS)[of_range] + number
+        first, last, sequences = first[of_range], last[of_range], sequences[of_range]
+        most = max(1, PIECE_BYTES // (TILE_TOKENS * self.token_bytes))
+        for start in range(0, len(tiles), most):
+            part = slice(start, start + most)
+            owners = sequences[part]
+            tables = DecodeRows(table, rows[owners], first[part], last[part])
+            plan.decodes.append(self._tiles(torch.from_numpy(owners), tiles[part], tables))
+
+    def _tiles(self, owners: torch.Tensor, tiles: Ints, visible: DecodeRows) -> _Tiles:
+        """visible: of each tile's row, its table and what is attended of it."""
+        low, high = visible.low[:, None], visible.high[:, None]
+        slots = tiles[:, None] * TILE_TOKENS + np.arange(TILE_TOKENS)
+        hidden = (slots < low) | (slots >= high)
+        # Units without a visible token are not read: the nearest one that has some is, once more.
+        size = self.unit_tokens
+        units = np.clip(slots[:, ::size] // size, low // size, (high - 1) // size)
+        per_block = self.block_size // size
+        blocks = visible.block_table[visible.table_rows[:, None], units // per_block]
+        has_hidden = bool(hidden.any())
+        mask = np.where(hidden, np.float32(_NEVER), np.float32(0.0))[:, None]
+        return _Tiles(
+            owners,
+            torch.from_numpy(blocks.astype(np.int64).ravel()),
+            None if per_block == 1 else torch.from_numpy((units % per_block).ravel()),
+            torch.from_numpy(np.flatnonzero(hidden)) if has_hidden else None,
+            torch.from_numpy(mask) if has_hidden else None,
+        )
+
+    def _chunk(
+        self, first: int, last: int, context: int, blocks: Ints
+    ) -> Iterator[tuple[slice, tuple[_Span, ...]]]:
+        """Tokens [first, last) of the step, the last ones of a context."""
+        window = None if self.window is None or self.window >= context else self.window
+        size = last - first if window is None and not self.has_cap else MASKED_CHUNK_TOKENS
+        for start in range(first, last, size):
+            end = min(start + size, last)
+            low, high = context - last + start, context - last + end  # positions of the queries
+            if window is not None:
+                first_key = max(0, low - window + 1)
+                end_key = high if self.is_causal else min(context, high + window - 1)
+                mask = self._window_mask(range(low, high), range(first_key, end_key), window)
+                spans = (self._span(blocks, first_key, end_key, mask=mask),)
+            elif self.is_causal:
+                own = self._span(blocks, low, high, is_causal=True)
+                spans = (own, *self._spans(blocks, 0, low))
+            else:
+                spans = self._spans(blocks, 0, context)
+            yield slice(start, end), spans
+
+    def _window_mask(self, queries: range, keys: range, window: int) -> torch.Tensor:
+        """[m, l]: -inf where a query, by its position, doesn't see a key, else 0."""
+        distance = torch.arange(queries.start, queries.stop)[:, None] - torch.arange(
+            keys.start, keys.stop
+        )
+        hidden = distance.abs() >= window
+        if self.is_causal:
+            hidden |= distance < 0
+        return torch.zeros(hidden.shape).masked_fill_(hidden, _NEVER)
+
+    def _spans(self, blocks: Ints, first: int, last: int) -> tuple[_Span, ...]:
+        """All of [first, last), which may be empty."""
+        step = max(SPAN_TOKENS, self.block_size)
+        edges = [first, *range(first - first % step + step, last, step), last]
+        pairs = pairwise(edges)
+        return tuple(self._span(blocks, start, end) for start, end in pairs if start < end)
+
+    def _span(
+        self,
+        blocks: Ints,
+        first: int,
+        last: int,
+        *,
+        is_causal: bool = False,
+        mask: torch.Tensor | None = None,
+    ) -> _Span:
+        """Positions [first, last) of a sequence, which lies in `blocks`."""
+        first_block, end_block = first // self.block_size, -(-last // self.block_size)
+        ids = torch.from_numpy(blocks[first_block:end_block].astype(np.int64))
+        skipped = first_block * self.block_size
+        return _Span(ids, first - skipped, last - skipped, is_causal, mask)
+
+
+def _own_ranges(
+    low: Ints, high: Ints, runs: list[SharedRun], block_size: int
+) -> tuple[Ints, Ints, Ints]:
+    """What rows don't share of their visible [low, high): rows, and [first, last) for each."""
+    before, after = high.copy(), high.copy()
+    for run in runs:
+        before[run.rows] = np.minimum(before[run.rows], run.first_tile * block_size)
+        after[run.rows] = run.end_tile * block_size
+    rows = np.tile(np.arange(len(low)), 2)
+    first, last = np.concatenate([low, after]), np.concatenate([before, high])
+    chosen = np.flatnonzero(first < last)
+    return rows[chosen], first[chosen], last[chosen]
 
 
 class _BoundLayer:
-    """A layer with its memory: tokens to write, grains to gather, its place in the plan."""
+    """A layer with its memory. keys, values: [N, B, Hkv, D], views of the pages."""
 
     def __init__(self, spec: AttentionSpec, layer: LayerKV) -> None:
         assert layer.pages.dtype == torch.uint8
@@ -117,29 +253,142 @@ class _BoundLayer:
         self.spec = spec
         self.group = layer.group
         self.block_size = layer.format.block_size
-        geometry = PageGeometry.of(spec, layer)
-        materialized = spec.soft_cap is not None or layer.pages.device.type != "cpu"
-        self.key = PlanKey(
-            layer.group, spec.num_heads, spec.window, spec.causal, materialized, geometry
-        )
-        self.pool = geometry.flat_view(layer)
         shape = (-1, 2, self.block_size, spec.num_kv_heads, spec.head_dim)
-        pages = layer.pages.view(layer.format.dtype).view(shape)
-        self.keys, self.values = pages.unbind(1)
+        self.keys, self.values = layer.pages.view(layer.format.dtype).view(shape).unbind(1)
+        token_bytes = 2 * torch.float32.itemsize * self.keys[0, 0].numel()
+        has_cap = spec.soft_cap is not None
+        self.view = _View(
+            self.group, self.block_size, spec.window, spec.causal, has_cap, token_bytes
+        )
 
-    def attend(
+    def attend_decodes(self, q: torch.Tensor, plan: _Plan) -> Part:
+        """All decoding sequences, q [S, Hq, D] -> [S, Hq, D], [S, Hq]."""
+        found = [(tiles.rows, self._attend_tiles(q, tiles)) for tiles in plan.decodes]
+        for rows, spans in plan.runs:
+            found += [(rows, self._attend_shared(q.index_select(0, rows), s)) for s in spans]
+        rows = torch.cat([rows for rows, _ in found])
+        out, lse = (torch.cat([part[i] for _, part in found]) for i in (0, 1))
+        return _merged_by_row(out, lse, rows, len(q))
+
+    def _attend_tiles(self, q: torch.Tensor, tiles: _Tiles) -> Part:
+        """A part for each tile: [n, Hq, D], [n, Hq]."""
+        spec, num_tiles = self.spec, len(tiles.rows)
+        queries = q.index_select(0, tiles.rows)
+        by_head = queries.view(num_tiles, spec.num_kv_heads, -1, spec.head_dim)
+        stored = []
+        for memory in (self.keys, self.values):
+            if tiles.units is None:
+                gathered = memory.index_select(0, tiles.blocks)
+            else:
+                gathered = memory.unflatten(1, (-1, TILE_TOKENS))[tiles.blocks, tiles.units]
+            gathered = gathered.view(num_tiles * TILE_TOKENS, -1)
+            if tiles.hidden is not None:
+                gathered.index_fill_(0, tiles.hidden, 0)
+            shape = (num_tiles, TILE_TOKENS, spec.num_kv_heads, spec.head_dim)
+            stored.append(gathered.float().view(shape).transpose(1, 2))
+        k, v = stored
+        if num_tiles == 1:  # of a single product torch splits the sums among the threads
+            by_head, k, v = (x.expand(2, -1, -1, -1) for x in (by_head, k, v))
+        # One KV head after the other: products of all of them would copy K and V first.
+        heads = zip(*(x.unbind(1) for x in (by_head, k, v)), strict=True)
+        found = [_attend_products(*head, spec.scale, spec.soft_cap, tiles.mask) for head in heads]
+        out, lse = (torch.stack(x, dim=1)[:num_tiles] for x in zip(*found, strict=True))
+        return out.reshape(queries.shape), lse.reshape(queries.shape[:2])
+
+    def _attend_shared(self, q: torch.Tensor, span: _Span) -> Part:
+        """Decoding sequences that all see all of the keys: q [m, Hq, D] -> [m, Hq, D], [m, Hq]."""
+        num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
+        grouped = q.view(len(q), num_kv_heads, -1, head_dim).transpose(0, 1)
+        k, v = (self._gathered(x, span).transpose(0, 1)[None] for x in (self.keys, self.values))
+        out, lse = self._attend(grouped.flatten(1, 2)[None], k, v)
+        out, lse = out.reshape(grouped.shape), lse.reshape(grouped.shape[:3])
+        return out.transpose(0, 1).reshape(q.shape), lse.transpose(0, 1).reshape(q.shape[:2])
+
+    def attend_chunk(self, q: torch.Tensor, spans: tuple[_Span, ...]) -> Part:
+        """q [m, Hq, D] -> [m, Hq, D], [m, Hq]."""
+        num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
+        queries = q.view(len(q), num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        merged: Part | None = None
+        for span in spans:
+            k, v = (
+                self._gathered(x, span)
+                .transpose(0, 1)[:, None]
+                .expand(-1, queries.shape[1], -1, -1)
+                for x in (self.keys, self.values)
+            )
+            part = self._attend(queries, k, v, span.mask, is_causal=span.is_causal)
+            merged = part if merged is None else _merged(merged, part)
+        assert merged is not None, "a query sees at least its own key"
+        out, lse = merged
+        return out.permute(2, 0, 1, 3).reshape(q.shape), lse.permute(2, 0, 1).reshape(q.shape[:2])
+
+    def _gathered(self, memory: torch.Tensor, span: _Span) -> torch.Tensor:
+        """The span's keys or values, [l, Hkv, D] fp32; a view where they lie in one block."""
+        if len(span.blocks) == 1:
+            return memory[span.blocks[0], span.first : span.last].float()
+        return memory.index_select(0, span.blocks).flatten(0, 1)[span.first : span.last].float()
+
+    def _attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
+        *,
         is_causal: bool = False,
     ) -> Part:
-        """A chunk's queries against one span: fp32 attention as the spec says, sinks aside."""
-        if self.key.materialized:
-            cap = self.spec.soft_cap
-            return attend_materialized(q, k, v, self.spec.scale, is_causal, mask, cap)
-        return attend_fused(q, k, v, self.spec.scale, is_causal, mask)
+        """q [b, h, m, D], k and v [b, h, l, D] -> [b, h, m, D], [b, h, m]. mask: broadcast to the
+        scores [b, h, m, l] and added; each query sees a key."""
+        scale, cap = self.spec.scale, self.spec.soft_cap
+        if cap is not None:
+            return _attend_products(q, k, v, scale, cap, mask, is_causal=is_causal)
+        # What `scaled_dot_product_attention` calls; that doesn't return log-sum-exps.
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+        return out, lse
+
+
+def _attend_products(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    cap: float | None,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool = False,
+) -> Part:
+    """As `_BoundLayer._attend`, of any leading dimensions, with the scores [.., m, l] in memory."""
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
+    if cap is not None:
+        scores.div_(cap).tanh_().mul_(cap)
+    if is_causal:
+        scores += torch.full(scores.shape[-2:], _NEVER).triu_(1)
+    if mask is not None:
+        scores += mask
+    lse = torch.logsumexp(scores, dim=-1)
+    return torch.matmul(scores.sub_(lse[..., None]).exp_(), v), lse
+
+
+def _merged(first: Part, second: Part) -> Part:
+    """Of the same queries over disjoint keys."""
+    lse = torch.logaddexp(first[1], second[1])
+    out = first[0] * (first[1] - lse).exp_()[..., None]
+    out += second[0] * (second[1] - lse).exp_()[..., None]
+    return out, lse
+
+
+def _merged_by_row(out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, count: int) -> Part:
+    """Parts out [n, Hq, D], lse [n, Hq], of rows [n] -> [count, Hq, D], [count, Hq]. A row's parts
+    are added in their order, whatever lies between them. out is overwritten."""
+    peak = lse.new_full((count, lse.shape[1]), _NEVER)
+    peak.scatter_reduce_(0, rows[:, None].expand_as(lse), lse, "amax")
+    weights = (lse - peak[rows]).exp_()
+    mass = torch.zeros_like(peak).index_add_(0, rows, weights)
+    total = out.new_zeros(count, *out.shape[1:])
+    total.index_add_(0, rows, out.mul_(weights[..., None]))
+    return total.div_(mass[..., None]), mass.log_().add_(peak)
 
 
 class TorchPagedAttention(AttentionBackend):
@@ -147,10 +396,8 @@ class TorchPagedAttention(AttentionBackend):
 
     def __init__(self) -> None:
         self._layers: tuple[_BoundLayer, ...] = ()
-        self._steps: dict[PlanKey, _PlannedStep] = {}
+        self._plans: dict[_View, _Plan] = {}
         self._slots: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._workspaces: dict[torch.dtype, _Workspace] = {}
-        self._results = _Workspace(torch.float32, torch.device("cpu"))
         self._num_tokens = self._num_decodes = 0
 
     @classmethod
@@ -167,22 +414,13 @@ class TorchPagedAttention(AttentionBackend):
         return plain_page_format(spec, block_size, dtype, KV_DTYPES)
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
-        pairs = zip(specs, layers, strict=True)
-        self._layers = tuple(_BoundLayer(spec, layer) for spec, layer in pairs)
-        self._steps = {}
-        for bound in self._layers:
-            device = bound.pool.device
-            for dtype in (bound.pool.dtype, torch.float32):
-                self._workspaces.setdefault(dtype, _Workspace(dtype, device))
-            self._results = _Workspace(torch.float32, device)
+        self._layers = tuple(map(_BoundLayer, specs, layers))
+        self._plans = {}
 
     def plan(self, batch: AttentionBatch) -> None:
         self._num_tokens = sum(batch.query_lens_list)
         self._num_decodes = batch.num_decodes
-        keys = {bound.key for bound in self._layers}
-        self._steps = {
-            key: _PlannedStep.of(key, batch, self._results, self._steps.get(key)) for key in keys
-        }
+        self._plans = {view: view.plan(batch) for view in {bound.view for bound in self._layers}}
         self._slots = {}
         for group, block_size in {(b.group, b.block_size) for b in self._layers}:
             slots = batch.groups[group].slot_mapping
@@ -205,93 +443,11 @@ class TorchPagedAttention(AttentionBackend):
         slots = self._slots[bound.group, bound.block_size]
         bound.keys[slots] = k.to(bound.keys.dtype)
         bound.values[slots] = v.to(bound.values.dtype)
-        step = self._steps[bound.key]
-        wide_q = q.float()
-        parts = [self._decode(bound, step, wide_q)] if step.plan.pieces else []
-        parts += [self._chunk(bound, tile, wide_q) for tile in step.plan.chunks]
+        plan, wide_q = self._plans[bound.view], q.float().contiguous()
+        parts = [bound.attend_chunk(wide_q[tokens], spans) for tokens, spans in plan.chunks]
+        if self._num_decodes:
+            parts.insert(0, bound.attend_decodes(wide_q[: self._num_decodes], plan))
         out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        if sinks is not None:
-            out, lse = add_sinks((out, lse), sinks)
+        if sinks is not None:  # a learned score per head, whose value is zero
+            out = out * torch.sigmoid(lse - sinks.float())[..., None]
         return out.to(q.dtype)
-
-    def _decode(self, bound: _BoundLayer, step: _PlannedStep, q: torch.Tensor) -> Part:
-        """All decode rows of q [T, Hq, D] -> [num_decodes, Hq, D], [num_decodes, Hq]."""
-        spec = bound.spec
-        q = q[: self._num_decodes] * spec.scale
-        packed = pack_queries(q, spec.num_kv_heads)
-        for piece, parts in zip(step.plan.pieces, step.parts, strict=True):
-            if isinstance(piece, SharedPiece):
-                self._attend_shared(bound, piece, q, parts)
-            else:
-                self._attend_own(bound, piece, packed, parts[0])
-        num_rows = self._num_decodes * spec.num_kv_heads
-        out, lse = merge_tiles(step.tiles, step.plan.item_rows, num_rows)
-        return out.view_as(q), lse.view(q.shape[:2])
-
-    def _attend_own(
-        self, bound: _BoundLayer, piece: DecodePiece, q: torch.Tensor, out: TileParts
-    ) -> None:
-        """q: as packed, of all decode rows."""
-        num_tiles = piece.rows.shape[0]
-        k, v = self._gather(bound, piece.grains, num_tiles * TILE_TOKENS, piece.garbage)
-        k, v = (x.view(num_tiles, TILE_TOKENS, -1) for x in (k, v))
-        queries = q.index_select(0, piece.rows)
-        attend_tiles(queries, k, v, piece.mask, bound.spec.soft_cap, out)
-
-    def _attend_shared(
-        self, bound: _BoundLayer, piece: SharedPiece, q: torch.Tensor, outs: list[TileParts]
-    ) -> None:
-        """q: scaled, of all decode rows."""
-        k, v = self._gather(bound, piece.grains, piece.num_tiles * TILE_TOKENS)
-        k, v = (x.view(piece.num_tiles, TILE_TOKENS, -1) for x in (k, v))
-        spec = bound.spec
-        shape = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
-        for rows, out in zip(piece.stacks, outs, strict=True):
-            is_exact = stacks_exactly(len(rows), *shape, torch.get_num_threads())
-            attend = attend_stack if is_exact else attend_rows
-            attend(q.index_select(0, rows).view(-1, *shape), k, v, spec.soft_cap, out)
-
-    def _chunk(self, bound: _BoundLayer, tile: ChunkTile, q: torch.Tensor) -> Part:
-        """The queries of one tile -> [m, Hq, D], [m, Hq], span merged by span."""
-        num_heads, head_dim = bound.spec.num_heads, bound.spec.head_dim
-        group_size = num_heads // bound.spec.num_kv_heads
-        queries = q[tile.first : tile.last].reshape(
-            -1, bound.spec.num_kv_heads, group_size, head_dim
-        )
-        queries = queries.permute(1, 2, 0, 3)
-        merged: Part | None = None
-        for span in tile.spans:
-            k, v = self._gather(bound, span.grains, span.num_slots)
-            k, v = (
-                x[span.skip : span.skip + span.num_keys]
-                .view(span.num_keys, -1, head_dim)
-                .transpose(0, 1)[:, None]
-                .expand(-1, group_size, -1, -1)
-                for x in (k, v)
-            )
-            part = bound.attend(queries, k, v, span.mask, span.is_causal)
-            if span.blind is not None:
-                part[1].masked_fill_(span.blind, float("-inf"))
-            merged = part if merged is None else merge_two(merged, part)
-        assert merged is not None, "a tile has at least its own span"
-        out = merged[0].permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim)
-        return out, merged[1].permute(2, 0, 1).reshape(-1, num_heads)
-
-    def _gather(
-        self,
-        bound: _BoundLayer,
-        grains: torch.Tensor,
-        num_slots: int,
-        garbage: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of `num_slots` stored slots, [num_slots, Hkv * D] fp32, valid until the next."""
-        row = bound.key.geometry.row
-        stored = self._workspaces[bound.pool.dtype].take(2 * num_slots * row)
-        torch.index_select(bound.pool, 0, grains, out=stored.view(-1, bound.pool.shape[1]))
-        stored = stored.view(2, num_slots, row)
-        if garbage is not None:
-            stored.index_fill_(1, garbage, 0)
-        if stored.dtype != torch.float32:
-            wide = self._workspaces[torch.float32].take(stored.numel())
-            stored = wide.view_as(stored).copy_(stored)
-        return stored[0], stored[1]
