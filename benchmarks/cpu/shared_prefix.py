@@ -2,8 +2,9 @@
 
 Two steps with the same queries and the same stored tokens alternate, round by round: in one the
 branches' block tables name the same blocks for the prefix, in the other each has a copy of its own.
-Their results must be equal up to rounding. Times are medians over rounds of a layer's run; `plan` is of
-a step, for all layers. The floor is what must be read of K and V at the memory's measured speed.
+Their results must be equal up to rounding. Times are medians over rounds of a layer's run; `plan`
+is of a step, for all layers. The floor is what must be read of K and V at the memory's measured
+speed.
 
     python -m benchmarks.cpu.shared_prefix --rows 8 16 32 --prefixes 512 2048 8192
 """

@@ -52,8 +52,13 @@ from quire.runtime.graphs import graph_sizes
 from quire.runtime.kv_cache import KVCache, plan_layout
 from quire.runtime.model_runner import ModelRunner
 from quire.sampling.host.history import Ints
-from quire.sampling.host.sampler import Rows, SampledTokens, SamplingRows
-from quire.sampling.step_sampler import PendingLogprobs, PendingSample
+from quire.sampling.host.sampler import (
+    PendingLogprobs,
+    PendingSample,
+    Rows,
+    SampledTokens,
+    SamplingRows,
+)
 
 VOCAB_SIZE = 151_936
 BLOCK_SIZE = 16

@@ -29,8 +29,7 @@ from quire.runtime.kv_cache import KVCache, plan_layout
 from quire.sampling.device.history import DeviceHistory
 from quire.sampling.device.sampler import DeviceSampler
 from quire.sampling.host.history import TokenHistory
-from quire.sampling.host.sampler import Sampler, SamplingRows
-from quire.sampling.step_sampler import StepSampler
+from quire.sampling.host.sampler import Sampler, SamplingRows, StepSampler
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Activations are rounded to 8 bits on both sides, but near a half they may go either way.

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from quire.observability.call_context import CallContext, begin_call, current_call
+from quire.observability.log import CallContext, begin_call, current_call
 
 
 def test_tasks_and_threads_of_a_call_find_it_and_others_do_not() -> None:

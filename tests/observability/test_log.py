@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigurationError
-from quire.observability.call_context import CallContext, begin_call
 from quire.observability.log import (
     LIBRARIES,
+    CallContext,
     arguments,
+    begin_call,
     configure,
     fields,
     get_logger,

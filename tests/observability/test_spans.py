@@ -11,7 +11,7 @@ from tests.observability.collector import running_collector
 
 from quire.errors import ConfigurationError
 from quire.observability import spans as spans_module
-from quire.observability.call_context import CallContext
+from quire.observability.log import CallContext
 from quire.observability.spans import Spans, _traces_url, open_spans
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -18,8 +18,15 @@ from quire.runtime.graphs import RepeatedCalls, graph_sizes
 from quire.runtime.model_runner import ModelRunner
 from quire.sampling.device.history import DeviceHistory
 from quire.sampling.host.history import Ints, TokenHistory
-from quire.sampling.host.sampler import Rows, SampledTokens, Sampler, SamplingRows
-from quire.sampling.step_sampler import HostStepSampler, PendingLogprobs, PendingSample
+from quire.sampling.host.sampler import (
+    HostStepSampler,
+    PendingLogprobs,
+    PendingSample,
+    Rows,
+    SampledTokens,
+    Sampler,
+    SamplingRows,
+)
 
 CPU = torch.device("cpu")
 LINK = DeviceLink(CPU)

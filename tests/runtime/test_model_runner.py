@@ -25,8 +25,7 @@ from quire.models.registry import load_config
 from quire.runtime.batch import RowBatch
 from quire.runtime.kv_cache import KVCache, plan_layout
 from quire.runtime.model_runner import ModelRunner
-from quire.sampling.host.sampler import Sampler, SamplingRows
-from quire.sampling.step_sampler import HostStepSampler
+from quire.sampling.host.sampler import HostStepSampler, Sampler, SamplingRows
 
 PROMPT = [1, 600, 700, 800, 900, 1000, 1100, 1200, 1300, 1400]
 GREEDY = DecodingParams(max_tokens=20, temperature=0.0)

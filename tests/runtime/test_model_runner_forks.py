@@ -26,8 +26,7 @@ from quire.runtime.batch import RowBatch
 from quire.runtime.kv_cache import KVCache, plan_layout
 from quire.runtime.model_runner import ModelRunner
 from quire.sampling.host import choice
-from quire.sampling.host.sampler import Sampler, SamplingRows
-from quire.sampling.step_sampler import HostStepSampler
+from quire.sampling.host.sampler import HostStepSampler, Sampler, SamplingRows
 
 CPU = torch.device("cpu")
 PROMPT = [1, 600, 700, 800, 900, 1000, 1100, 1200, 1300, 1400]  # fills 2 of a second block's 8

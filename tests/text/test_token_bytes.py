@@ -9,8 +9,7 @@ from tests.text.small_tokenizers import make_byte_level, make_plain
 from tokenizers import Regex, decoders
 
 from quire.errors import CheckpointError
-from quire.text.token_bytes import TokenBytes
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import TokenBytes, Tokenizer
 
 
 def joined(tokenizer: Tokenizer, token_ids: list[int]) -> str:

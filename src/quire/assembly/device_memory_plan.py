@@ -2,7 +2,7 @@
 
     total = weights + the largest step + CUDA graphs + KV blocks + others' + unused
 
-The runner is made twice: with a tiny pool, to run the steps of `runtime/worst_step` and read their
+The runner is made twice: with a tiny pool, to run the steps of `runtime/profile_run` and read their
 peak, and then with all that gpu_memory_utilization leaves. The second one runs them too, so that
 memory which is too little is found before anybody is served. Whatever does not fit is an
 InsufficientMemoryError that says which option to lower, and to what. Called by `engine/build`.
@@ -23,7 +23,7 @@ from quire.options.engine_options import EngineOptions
 from quire.runtime.calibration import RunnerShape
 from quire.runtime.device_memory import DeviceMemory, is_out_of_memory
 from quire.runtime.kv_cache import KVCacheLayout
-from quire.runtime.worst_step import WorstSteps
+from quire.runtime.profile_run import ProfileRun
 
 DEFAULT_UTILIZATION = 0.9
 
@@ -55,9 +55,9 @@ class DeviceNeeds:
     graph_bytes: int = 0
     quantization: str | None = None
 
-    def worst_steps(
+    def profile_run(
         self, sizes: Sizes, num_tokens_divisor: int = 1, num_rows_divisor: int = 1
-    ) -> WorstSteps:
+    ) -> ProfileRun:
         """Those of a runner of these sizes, or of one with a part of its step's tokens and rows."""
         num_rows = max(1, self.options.max_num_seqs // num_rows_divisor)
         num_tokens = max(num_rows, self.options.max_num_batched_tokens // num_tokens_divisor)
@@ -70,7 +70,7 @@ class DeviceNeeds:
             block_size=self.options.block_size,
             vocab_size=self.vocab_size,
         )
-        return WorstSteps(shape, self.max_logprobs)
+        return ProfileRun(shape, self.max_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def _measure(
 ) -> _Measured | None:
     """Run the largest steps, or a part of them, with a tiny pool; None: memory ran out."""
     weights = memory.held_bytes()
-    probe = needs.worst_steps(Sizes(0, needs.model_len), *divisors)
+    probe = needs.profile_run(Sizes(0, needs.model_len), *divisors)
     try:
         runner = make_runner(Sizes(probe.num_blocks, needs.model_len))
         probe.run(runner)
@@ -177,7 +177,7 @@ def _too_large_a_step(
     for divisors in SMALLER:
         memory.settle()
         if _measure(needs, memory, make_runner, divisors) is not None:
-            shape = needs.worst_steps(Sizes(0, needs.model_len), *divisors).shape
+            shape = needs.profile_run(Sizes(0, needs.model_len), *divisors).shape
             return (
                 f"{text}; one of {shape.max_num_tokens} tokens and {shape.num_rows} rows does:"
                 " lower max_num_batched_tokens and max_num_seqs to these or less"
@@ -283,7 +283,7 @@ def _final_runner(needs: DeviceNeeds, sizes: Sizes, make_runner: Callable[[Sizes
     """Made, and proven by the largest steps."""
     try:
         runner = make_runner(sizes)
-        needs.worst_steps(sizes).run(runner)
+        needs.profile_run(sizes).run(runner)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

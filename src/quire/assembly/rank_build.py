@@ -38,8 +38,7 @@ from quire.runtime.device_rows import DeviceRows
 from quire.runtime.graphs import CudaGraphCapture, GraphCapture, RepeatedCalls, graph_sizes
 from quire.runtime.kv_cache import KVCache, KVCacheLayout, plan_layout
 from quire.runtime.model_runner import ModelRunner, StepRows
-from quire.sampling.host.sampler import Sampler, SamplingRows
-from quire.sampling.step_sampler import HostStepSampler, StepSampler
+from quire.sampling.host.sampler import HostStepSampler, Sampler, SamplingRows, StepSampler
 
 MOST_LOADING_THREADS = 8
 """That fill a GPU's memory: more don't make a file come faster."""

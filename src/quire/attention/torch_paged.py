@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.attention.interface import (
@@ -34,6 +35,8 @@ from quire.attention.interface import (
 from quire.attention.shared_prefix import DecodeRows, Ints, SharedRun, shared_runs
 from quire.errors import ConfigurationError
 from quire.kernels.rotary import Rotation, rotate
+
+Table = npt.NDArray[np.int32]
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -132,7 +135,7 @@ class _View:
             first = last
         return plan
 
-    def _plan_decodes(self, batch: AttentionBatch, table: Ints, plan: _Plan) -> None:
+    def _plan_decodes(self, batch: AttentionBatch, table: Table, plan: _Plan) -> None:
         rows = np.array(batch.rows_list[: batch.num_decodes], np.int64)
         high = np.array(batch.context_lens_list[: batch.num_decodes], np.int64)
         low = np.zeros_like(high) if self.window is None else np.maximum(high - self.window, 0)
@@ -177,7 +180,7 @@ class _View:
         )
 
     def _chunk(
-        self, first: int, last: int, context: int, blocks: Ints
+        self, first: int, last: int, context: int, blocks: Table
     ) -> Iterator[tuple[slice, tuple[_Span, ...]]]:
         """Tokens [first, last) of the step, the last ones of a context."""
         window = None if self.window is None or self.window >= context else self.window
@@ -189,7 +192,7 @@ class _View:
                 first_key = max(0, low - window + 1)
                 end_key = high if self.is_causal else min(context, high + window - 1)
                 mask = self._window_mask(range(low, high), range(first_key, end_key), window)
-                spans = (self._span(blocks, first_key, end_key, mask=mask),)
+                spans: tuple[_Span, ...] = (self._span(blocks, first_key, end_key, mask=mask),)
             elif self.is_causal:
                 own = self._span(blocks, low, high, is_causal=True)
                 spans = (own, *self._spans(blocks, 0, low))
@@ -207,7 +210,7 @@ class _View:
             hidden |= distance < 0
         return torch.zeros(hidden.shape).masked_fill_(hidden, _NEVER)
 
-    def _spans(self, blocks: Ints, first: int, last: int) -> tuple[_Span, ...]:
+    def _spans(self, blocks: Table, first: int, last: int) -> tuple[_Span, ...]:
         """All of [first, last), which may be empty."""
         step = max(SPAN_TOKENS, self.block_size)
         edges = [first, *range(first - first % step + step, last, step), last]
@@ -216,7 +219,7 @@ class _View:
 
     def _span(
         self,
-        blocks: Ints,
+        blocks: Table,
         first: int,
         last: int,
         *,
@@ -280,7 +283,9 @@ class _BoundLayer:
             if tiles.units is None:
                 gathered = memory.index_select(0, tiles.blocks)
             else:
-                gathered = memory.unflatten(1, (-1, TILE_TOKENS))[tiles.blocks, tiles.units]
+                gathered = memory.view(len(memory), -1, TILE_TOKENS, *memory.shape[2:])[
+                    tiles.blocks, tiles.units
+                ]
             gathered = gathered.view(num_tiles * TILE_TOKENS, -1)
             if tiles.hidden is not None:
                 gathered.index_fill_(0, tiles.hidden, 0)
@@ -290,8 +295,10 @@ class _BoundLayer:
         if num_tiles == 1:  # of a single product torch splits the sums among the threads
             by_head, k, v = (x.expand(2, -1, -1, -1) for x in (by_head, k, v))
         # One KV head after the other: products of all of them would copy K and V first.
-        heads = zip(*(x.unbind(1) for x in (by_head, k, v)), strict=True)
-        found = [_attend_products(*head, spec.scale, spec.soft_cap, tiles.mask) for head in heads]
+        found = [
+            _attend_products(by_head[:, i], k[:, i], v[:, i], spec.scale, spec.soft_cap, tiles.mask)
+            for i in range(spec.num_kv_heads)
+        ]
         out, lse = (torch.stack(x, dim=1)[:num_tiles] for x in zip(*found, strict=True))
         return out.reshape(queries.shape), lse.reshape(queries.shape[:2])
 

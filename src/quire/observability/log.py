@@ -2,18 +2,20 @@
 
 Importing this has no side effects, and nothing is printed before `configure`, warnings aside (the
 standard library's own last resort). A library user who sets up `logging` himself need not call it.
-Knows nothing of the rest of quire but which call is served. `cli.main` and the engine process call
-`configure`; everybody but core calls `get_logger`.
+Knows nothing of the rest of quire but which HTTP call the running code serves: `server.telemetry`
+begins a call, and its tasks and threads find it through a context variable, so that nothing in
+between has to pass it on. `cli.main` and the engine process call `configure`.
 """
 
 import json
 import logging
 import sys
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from quire.errors import ConfigurationError
-from quire.observability.call_context import current_call
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -24,6 +26,44 @@ last is where `logging` puts what Python's `warnings` would print, while lines a
 
 _FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
+
+
+@dataclass(slots=True)
+class CallContext:
+    """One call, from its first header to its last byte.
+
+    request_id: the client's own, or one made for it. traceparent, tracestate: what it said of the
+        trace that it belongs to (W3C Trace Context); "" where it said nothing.
+    began_s: on the monotonic clock; began_at_ns: since the epoch.
+    generation_id, num_prompt_tokens, num_output_tokens: filled in by the monitor; None where
+        nothing was generated.
+    """
+
+    request_id: str
+    began_s: float = 0.0
+    began_at_ns: int = 0
+    traceparent: str = ""
+    tracestate: str = ""
+    generation_id: str | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+_current: ContextVar[CallContext | None] = ContextVar("quire_call", default=None)
+
+
+def begin_call(call: CallContext) -> None:
+    """What runs from here on, in this task and those that it starts, serves `call`.
+
+    It is never undone: a call has a task of its own, and what the HTTP server logs of it after the
+    application has returned or failed belongs to it as well.
+    """
+    _current.set(call)
+
+
+def current_call() -> CallContext | None:
+    """The call that is being served; None outside of any."""
+    return _current.get()
 
 
 def get_logger(name: str) -> logging.Logger:

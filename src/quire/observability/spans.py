@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigurationError
-from quire.observability.call_context import CallContext
+from quire.observability.log import CallContext
 from quire.version import __version__
 
 TRACES_PATH = "/v1/traces"

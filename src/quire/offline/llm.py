@@ -32,8 +32,7 @@ from quire.offline.interrupts import deferred_interrupts
 from quire.offline.request_table import OpenRequests
 from quire.options.engine_options import EngineOptions
 from quire.options.fields import takes_arguments_of
-from quire.text.chat_prompt import encode_chat
-from quire.text.chat_template import ChatTemplate
+from quire.text.chat_template import ChatTemplate, encode_chat
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]

@@ -18,7 +18,7 @@ from quire.attention.interface import AttentionBatch, GroupBatch
 from quire.core.step import EditKind, RowAdmission, RowFork, StepPlan, TableEdit, TokenEdit
 from quire.runtime.block_tables import BlockTables, Int32, Int64
 from quire.sampling.host.history import TokenHistory
-from quire.sampling.step_sampler import PendingSample
+from quire.sampling.host.sampler import PendingSample
 
 NO_LINES = torch.zeros(0, dtype=torch.int64)
 

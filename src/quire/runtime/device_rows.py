@@ -26,7 +26,7 @@ from quire.kernels.transfers import DeviceLink
 from quire.runtime.batch import NO_LINES, RowBatch, StepBatch
 from quire.runtime.block_tables import Int32, Int64
 from quire.sampling.device.history import DeviceHistory
-from quire.sampling.step_sampler import PendingSample
+from quire.sampling.host.sampler import PendingSample
 
 A = TypeVar("A")
 

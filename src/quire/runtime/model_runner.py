@@ -25,8 +25,7 @@ from quire.runtime.device_rows import DeviceRows
 from quire.runtime.forward import make_forward
 from quire.runtime.graphs import GraphCapture, GraphForward
 from quire.runtime.kv_cache import KVCache
-from quire.sampling.host.sampler import NO_TOKEN
-from quire.sampling.step_sampler import PendingLogprobs, PendingSample, StepSampler
+from quire.sampling.host.sampler import NO_TOKEN, PendingLogprobs, PendingSample, StepSampler
 
 # Prompt log-probabilities need the whole vocabulary for each position: so many positions at once.
 PROMPT_LOGPROB_ROWS = 128

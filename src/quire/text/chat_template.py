@@ -1,12 +1,12 @@
-"""Renders a list of chat messages to the prompt text that the model was trained on.
+"""Chat messages to the prompt's text, by the model's template, and to its token ids.
 
 Templates are Jinja programs that come with a model. They are run as transformers runs them, with
-the same variables and in the same sandbox (`text.template_sandbox`). Knows no tokens:
-`text.chat_prompt`, which calls it, encodes what comes out.
+the same variables and in the same sandbox (`text.template_sandbox`). Called by the server's chat
+API and by the offline API, which `quire chat` uses.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +24,9 @@ from quire.text.chat_messages import (
     with_role_renamed,
     with_text_as_parts,
 )
-from quire.text.special_tokens import Escape
+from quire.text.special_tokens import Escape, strings_in
 from quire.text.template_sandbox import make_environment
+from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_config import read_tokenizer_config
 
 # Arguments of `render`, and of transformers' apply_chat_template, that are no template variables.
@@ -313,3 +314,36 @@ def _config_sources(chat_template: Any, folder: Path) -> dict[str, str]:
         f"chat_template in {folder / 'tokenizer_config.json'} must be a string, or a list of "
         "objects with a name and a template"
     )
+
+
+def encode_chat(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    allow_special_tokens: bool = False,
+    add_special_tokens: bool = False,
+    check_text: Callable[[str], None] | None = None,
+    **options: Any,
+) -> list[int]:
+    """The token ids of `messages`. Raises InvalidRequestError.
+
+    allow_special_tokens: those that are written out in the messages take effect, as in a text
+        prompt. Else all special tokens are the template's; what looks like one in a message is
+        encoded as the characters that it is made of.
+    add_special_tokens: put those of the tokenizer around the text; most templates write them out.
+    check_text: is shown each text of the messages before any work with it, and the prompt's before
+        it is encoded; may raise.
+    options: further arguments of `ChatTemplate.render`.
+    """
+    if check_text is not None:
+        for message in messages:
+            for part in strings_in(message):
+                check_text(part)
+    escape = None if allow_special_tokens else Escape(tokenizer.special_tokens)
+    text = template.render(messages, escape=escape, **options)
+    if check_text is not None:
+        check_text(text)
+    if escape is None:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return escape.encode(text, add_special_tokens=add_special_tokens)

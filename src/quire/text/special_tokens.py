@@ -9,7 +9,7 @@ inside is encoded as the characters that it is made of. A text without any of th
 tokens that it got anyway: it is marked nowhere, or no token has a mark inside.
 
 Tokens that are added to a vocabulary without being special (`<think>`) are text like any other.
-Knows no templates. Called by `text.chat_prompt`.
+Knows no templates. Called by `text.chat_template`.
 """
 
 import json

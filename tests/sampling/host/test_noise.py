@@ -84,7 +84,7 @@ def test_torch_equals_numpy_for_all_tokens_and_for_some(
 ) -> None:
     keys = np.array(seeds, dtype=np.uint64)
     exact = noise.uniforms(keys[:, None], np.arange(width)[None, :])
-    whole = noise.coarse_uniforms(keys, noise.vocabulary_counters(width, torch.device("cpu")))
+    whole = noise.coarse_uniforms(keys, noise.vocabulary_counters(width))
     np.testing.assert_allclose(whole.double().numpy() * 2.0**-52, exact, rtol=2.0**-22)
     token_ids = np.random.default_rng(salt).integers(0, width, (len(keys), 3))
     some = noise.coarse_uniforms(keys, noise.token_counters(torch.from_numpy(token_ids)))
@@ -145,5 +145,4 @@ def test_one_changed_bit_changes_half_of_the_bits() -> None:
 
 
 def test_the_counters_of_a_vocabulary_are_kept() -> None:
-    cpu = torch.device("cpu")
-    assert noise.vocabulary_counters(77, cpu) is noise.vocabulary_counters(77, cpu)
+    assert noise.vocabulary_counters(77) is noise.vocabulary_counters(77)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from quire.core.sampling_params import DecodingParams
 from quire.sampling.host.history import TokenHistory
-from quire.sampling.host.penalties import Penalties, TokenCounts
+from quire.sampling.host.processors import Penalties, TokenCounts
 
 V = 12
 CPU = torch.device("cpu")

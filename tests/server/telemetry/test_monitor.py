@@ -15,7 +15,7 @@ from tests.server.launching import launched
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.errors import DeadlineExceededError, StepFailedError
-from quire.observability.call_context import CallContext, begin_call
+from quire.observability.log import CallContext, begin_call
 from quire.observability.spans import Spans
 from quire.server.telemetry.monitor import MAX_TENANTS, OTHER_TENANTS, Monitor, TenantCounts
 

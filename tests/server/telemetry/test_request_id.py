@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.observability.call_context import current_call
+from quire.observability.log import current_call
 from quire.server.telemetry.monitor import Monitor
 from quire.server.telemetry.request_id import RequestIdMiddleware
 

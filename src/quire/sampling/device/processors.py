@@ -20,12 +20,12 @@ from quire.core.step import TokenMasks
 from quire.kernels.transfers import DeviceLink
 from quire.kernels.triton.sampling import edit_logits, penalties
 from quire.sampling.host.history import Ints
-from quire.sampling.host.penalties import PenaltyRow
 from quire.sampling.host.processors import (
     AllowedTokens,
     BadWords,
     LogitBias,
     MinTokens,
+    PenaltyRow,
     split_words,
 )
 from quire.sampling.host.sampler import Rows, SamplingRows

@@ -43,14 +43,21 @@ from quire.sampling.device.processors import (
     upload_columns,
 )
 from quire.sampling.host.history import Ints
-from quire.sampling.host.sampler import NOT_ASKED, Rows, SampledTokens, SamplingRows, sampled_tokens
-from quire.sampling.step_sampler import PendingLogprobs, PendingSample
+from quire.sampling.host.sampler import (
+    NOT_ASKED,
+    PendingLogprobs,
+    PendingSample,
+    Rows,
+    SampledTokens,
+    SamplingRows,
+    sampled_tokens,
+)
 
 Int32s = npt.NDArray[np.int32]
 
 
 class DeviceSampler:
-    """See `step_sampler.StepSampler`. Keeps what it derives from a set of rows while that lasts.
+    """See `host.sampler.StepSampler`. Keeps what it derives from a set of rows while that lasts.
 
     Every call uses the current stream of the device, which must be the same one each time.
     """

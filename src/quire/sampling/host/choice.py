@@ -21,7 +21,8 @@ What is left by the options, in this order, after the temperature:
             units of 2**-32 of the largest, so their sums are exact in any order.
 
 The most likely token is always left. Tokens equally likely are kept or dropped together, so what is
-left does not depend on how anything is ordered. The sampler calls this; it knows no rows.
+left does not depend on how anything is ordered. The sampler calls this for logits in main memory,
+where there is no native library; it knows no rows.
 """
 
 from dataclasses import dataclass
@@ -42,9 +43,9 @@ TIE_ROOM = 8
 # The race's bound is computed in fp32, with a relative error below 1e-6.
 RACE_MARGIN = 1e-5
 
-# Elements that race at a time on a CPU: the temporaries stay in its caches. [16, 151936] on one
+# Elements that race at a time: the temporaries stay in its caches. [16, 151936] on one
 # thread of an AMD EPYC with 1 MiB of L2 per core: 16 ms so, 26 ms in one go.
-CPU_BLOCK_ELEMENTS = 1 << 18
+BLOCK_ELEMENTS = 1 << 18
 
 # Integers of up to 2**32 for each token sum exactly in fp64 over a vocabulary of up to 2**21.
 WEIGHT_UNITS = 2.0**32
@@ -80,11 +81,7 @@ class Draw:
 
 def first_argmax(values: torch.Tensor) -> Int64s:
     """The lowest index of the largest value in each line of [n, W]; a NaN counts as the largest."""
-    index: Int64s
-    if values.device.type == "cpu":
-        index = values.numpy().argmax(axis=1)  # 10 times as fast as torch's
-    else:
-        index = values.argmax(dim=1).cpu().numpy()
+    index: Int64s = values.numpy().argmax(axis=1)  # 10 times as fast as torch's
     return index
 
 
@@ -93,10 +90,9 @@ def sample(logits: torch.Tensor, largest: torch.Tensor, draw: Draw) -> Int64s:
 
     largest: [n], each line's largest logit, finite.
     """
-    device = logits.device
-    x = logits.sub_(largest.unsqueeze(1)).div_(_column(draw.temperature, device))
+    x = logits.sub_(largest.unsqueeze(1)).div_(_column(draw.temperature))
     if (draw.log_min_p > NEVER).any():
-        x.masked_fill_(x < _column(draw.log_min_p, device), NEVER)
+        x.masked_fill_(x < _column(draw.log_min_p), NEVER)
     limited = np.flatnonzero(draw.top_k)
     if len(limited) == 0:
         return _race_all(x, draw)
@@ -113,13 +109,13 @@ def _sample_top_k(x: torch.Tensor, draw: Draw) -> Int64s:
     vocab_size = x.shape[1]
     width = min(vocab_size, int(draw.top_k.max()) + TIE_ROOM)
     best, token_ids = x.topk(width, dim=1)
-    last = torch.from_numpy(np.minimum(draw.top_k, vocab_size) - 1).to(x.device).unsqueeze(1)
+    last = torch.from_numpy(np.minimum(draw.top_k, vocab_size) - 1).unsqueeze(1)
     cutoff = best.gather(1, last)
     best.masked_fill_(best < cutoff, NEVER)
     chosen = _race(best, token_ids, noise.token_counters(token_ids), draw)
     if width < vocab_size:
         ties_beyond = (best[:, -1:] == cutoff).logical_and_(cutoff > NEVER)
-        spilled = np.flatnonzero(ties_beyond.squeeze(1).cpu().numpy())
+        spilled = np.flatnonzero(ties_beyond.squeeze(1).numpy())
         if len(spilled):
             whole = _lines(x, spilled)
             whole.masked_fill_(whole < _lines(cutoff, spilled), NEVER)
@@ -130,10 +126,8 @@ def _sample_top_k(x: torch.Tensor, draw: Draw) -> Int64s:
 def _race_all(x: torch.Tensor, draw: Draw) -> Int64s:
     """`_race` with the whole vocabulary, in blocks of rows."""
     num_lines, vocab_size = x.shape
-    counters = noise.vocabulary_counters(vocab_size, x.device)
-    lines_at_once = num_lines
-    if x.device.type == "cpu":
-        lines_at_once = max(1, CPU_BLOCK_ELEMENTS // vocab_size)
+    counters = noise.vocabulary_counters(vocab_size)
+    lines_at_once = max(1, BLOCK_ELEMENTS // vocab_size)
     token_ids = np.empty(num_lines, dtype=np.int64)
     for start in range(0, num_lines, lines_at_once):
         block = slice(start, start + lines_at_once)
@@ -155,7 +149,7 @@ def _race(
     limited = np.flatnonzero(draw.top_p < 1.0)
     if len(limited):
         mass = _lines(weights, limited).mul_(WEIGHT_UNITS).floor_().double()
-        limit = torch.from_numpy(draw.top_p[limited]).to(x.device) * mass.sum(dim=1)
+        limit = torch.from_numpy(draw.top_p[limited]) * mass.sum(dim=1)
         columns[limited] = _winners_in_nucleus(field.take(limited), mass, limit, columns[limited])
     return field.tokens_at(columns)
 
@@ -172,7 +166,7 @@ def _winners_in_nucleus(
     while True:
         won = field.at(columns[racing])
         above = torch.where(field.x > won, mass, 0.0).sum(dim=1)
-        outside = np.flatnonzero((above >= limit).cpu().numpy())
+        outside = np.flatnonzero((above >= limit).numpy())
         if len(outside) == 0:
             return columns
         racing, won = racing[outside], _lines(won, outside)
@@ -196,7 +190,7 @@ class _Field:
 
     def at(self, columns: Int64s) -> torch.Tensor:
         """x of one column in each line, [n, 1]."""
-        return self.x.gather(1, torch.from_numpy(columns).to(self.x.device).unsqueeze(1))
+        return self.x.gather(1, torch.from_numpy(columns).unsqueeze(1))
 
     def tokens_at(self, columns: Int64s) -> Int64s:
         """Token ids of one column in each line, [n]."""
@@ -209,7 +203,7 @@ class _Field:
         uniform = noise.uniforms(self.keys, self._tokens(lines, lead))
         to_beat = np.exp(self._values(lines, lead)) / noise.exponential(uniform)
         floor = (to_beat * ((1.0 - RACE_MARGIN) * 2.0**-noise.UNIFORM_BITS)).astype(np.float32)
-        contenders = (self.bound >= _column(floor, self.x.device)).cpu().numpy()
+        contenders = (self.bound >= _column(floor)).numpy()
         flat = np.flatnonzero(contenders)
         if len(flat) == len(lead):
             return lead
@@ -231,18 +225,15 @@ class _Field:
 
 def _pick(values: torch.Tensor, lines: Int64s, columns: Int64s) -> npt.NDArray[Any]:
     """values[lines[i], columns[i]] for each i, on the CPU."""
-    if values.device.type == "cpu":
-        return values.numpy()[lines, columns]
-    index = (torch.from_numpy(lines).to(values.device), torch.from_numpy(columns).to(values.device))
-    return values[index].cpu().numpy()
+    return values.numpy()[lines, columns]
 
 
 def _lines(values: torch.Tensor, index: Int64s) -> torch.Tensor:
     """Some lines of `values`; all of them without a copy."""
     if len(index) == values.shape[0]:
         return values
-    return values[torch.from_numpy(index).to(values.device)]
+    return values[torch.from_numpy(index)]
 
 
-def _column(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values).to(device).unsqueeze(1)
+def _column(values: npt.NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(values).unsqueeze(1)

@@ -72,9 +72,9 @@ def gumbel(uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 @lru_cache(maxsize=8)
-def vocabulary_counters(vocab_size: int, device: torch.device) -> torch.Tensor:
+def vocabulary_counters(vocab_size: int) -> torch.Tensor:
     """`token_counters` of the whole vocabulary, [1, vocab_size]; shared, so not to be written."""
-    return token_counters(torch.arange(vocab_size, device=device).unsqueeze(0))
+    return token_counters(torch.arange(vocab_size).unsqueeze(0))
 
 
 def token_counters(token_ids: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def coarse_uniforms(keys: UInt64s, counters: torch.Tensor) -> torch.Tensor:
 
     keys: [R]; counters: [R, W], or [1, W] for the same tokens in each row. Returns [R, W].
     """
-    key_column = torch.from_numpy(keys.view(np.int64)).to(counters.device).unsqueeze(1)
+    key_column = torch.from_numpy(keys.view(np.int64)).unsqueeze(1)
     return _mix_to_bits(key_column + counters).to(torch.float32).add_(0.5)
 
 

@@ -20,6 +20,7 @@ changes logits is torch. The model runner calls this; it knows no requests, no t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +32,13 @@ from quire.errors import NoTokenLeftError
 from quire.kernels.cpu.sampling import SAMPLE_ROW, NativeSampling, SamplingCall
 from quire.sampling.host import choice, logprobs, noise
 from quire.sampling.host.history import Ints, TokenHistory
-from quire.sampling.host.penalties import Penalties
 from quire.sampling.host.processors import (
     AllowedTokens,
     BadWords,
     BoundProcessor,
     LogitBias,
     MinTokens,
+    Penalties,
     apply_token_masks,
 )
 
@@ -337,3 +338,83 @@ def sampled_tokens(
         for line in np.flatnonzero(unusable).tolist():
             failed[int(rows[line])] = BROKEN_LOGITS if broken[line] else NoTokenLeftError.TEXT
     return SampledTokens(token_ids, failed=failed)
+
+
+class PendingSample(Protocol):
+    """What one `sample` call will have found."""
+
+    def fetch(self) -> SampledTokens:
+        """The tokens; waits for the device."""
+        ...
+
+
+class PendingLogprobs(Protocol):
+    """What one `prompt_logprobs` call will have found."""
+
+    def fetch(self) -> list[TokenLogprobs]:
+        """One entry for each position; waits for the device."""
+        ...
+
+
+class StepSampler(Protocol):
+    """Samples the rows of a step from their logits.
+
+    rows: the options of all rows, which the runner sets and clears.
+    """
+
+    rows: SamplingRows
+
+    def sample(
+        self, logits: torch.Tensor, rows: Rows, masks: TokenMasks | None = None
+    ) -> PendingSample:
+        """One token for each of `rows`, all different, at position num_tokens[row] of the history
+        that the sampler was made with.
+
+        logits: [R, V] fp32 on the sampler's device, line i for rows[i]; overwritten.
+        """
+        ...
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, next_token_ids: Ints, k: int
+    ) -> PendingLogprobs:
+        """Entries for the tokens that follow the positions of logits [C, V], with k best tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _SampledNow:
+    """Already complete: `fetch` doesn't wait."""
+
+    tokens: SampledTokens
+
+    def fetch(self) -> SampledTokens:
+        return self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _LogprobsNow:
+    """Already complete: `fetch` doesn't wait."""
+
+    entries: list[TokenLogprobs]
+
+    def fetch(self) -> list[TokenLogprobs]:
+        return self.entries
+
+
+class HostStepSampler:
+    """A `Sampler` with the history that it reads. See `StepSampler`."""
+
+    def __init__(self, sampler: Sampler, history: TokenHistory) -> None:
+        self.rows = sampler.rows
+        self._sampler = sampler
+        self._history = history
+
+    def sample(
+        self, logits: torch.Tensor, rows: Rows, masks: TokenMasks | None = None
+    ) -> PendingSample:
+        return _SampledNow(self._sampler.sample(logits, rows, self._history, masks))
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, next_token_ids: Ints, k: int
+    ) -> PendingLogprobs:
+        return _LogprobsNow(self._sampler.prompt_logprobs(logits, next_token_ids, k))

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from quire.core.request import Request, SequenceOutput
 from quire.errors import DeadlineExceededError
-from quire.observability.call_context import current_call
 from quire.observability.histogram import Histogram
+from quire.observability.log import current_call
 from quire.observability.spans import CallSpan, Spans
 from quire.server.telemetry.span_attributes import (
     FIRST_TOKEN,

@@ -11,8 +11,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.observability.call_context import CallContext, begin_call
-from quire.observability.log import fields, get_logger
+from quire.observability.log import CallContext, begin_call, fields, get_logger
 from quire.server.telemetry.monitor import Monitor
 
 MAX_ID_LENGTH = 128

@@ -5,7 +5,7 @@
     logit - p                                         presence: if it was generated
 
 in this order, each step rounded to fp32, so multiply and add are not fused. Definition and
-reference: `sampling/host/penalties.py`.
+reference: `sampling/host/processors.py`.
 
     table[slot, token] = 2 * (how often the token was generated) + (1 if it was seen at all)
 

@@ -35,7 +35,7 @@ from quire.server.routes.openai.shapes import (
 from quire.server.routes.openapi import answers
 from quire.server.service import LONG_TEXT_CHARACTERS, Service, call_for_text, service_of
 from quire.server.tenants.tenancy import options_of
-from quire.text.chat_prompt import encode_chat
+from quire.text.chat_template import encode_chat
 
 router = APIRouter(route_class=JSONRoute)
 

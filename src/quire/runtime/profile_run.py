@@ -1,11 +1,11 @@
-"""The steps that take the most memory, run on a real runner so that somebody can look at it.
+"""Runs the steps that take the most memory, so that it can be measured.
 
 One computes as many prompt tokens as a step may, one decodes with all rows; in all of them every
 row ends at the longest context and samples with every option that takes memory. A third, where
 there is room for it, has the shortest chunk beside decodes: it takes little, but has kernels
 compiled that the first request would wait for. All rows hold the same tokens and the same few
 blocks, again and again, so that they write the same bytes to the same places and the pool may be
-tiny. What they sample is nobody's. Called by `engine/device_sizes`.
+tiny. What they sample is dropped. Called by `assembly/device_memory_plan.py`.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from quire.runtime.calibration import RunnerShape
 
 
 @dataclass(frozen=True, slots=True)
-class WorstSteps:
+class ProfileRun:
     """shape: of the runner, of whose num_blocks nothing is asked here. max_logprobs: the most that
     a request may ask for."""
 

@@ -7,7 +7,7 @@ import pytest
 from quire.assembly.build import build_engine
 from quire.core.step import Chunk, Runner, StepPlan, StepResult, TokenMasks
 from quire.runtime.calibration import RunnerShape
-from quire.runtime.worst_step import WorstSteps
+from quire.runtime.profile_run import ProfileRun
 
 SHAPE = RunnerShape(
     num_rows=6,
@@ -37,7 +37,7 @@ def test_steps_are_as_large_as_rows_and_lengths_allow(
     changes: dict[str, int], chunks: list[int], num_blocks: int
 ) -> None:
     shape = dataclasses.replace(SHAPE, **changes)
-    steps = WorstSteps(shape, max_logprobs=4)
+    steps = ProfileRun(shape, max_logprobs=4)
     prompts, decodes, *others = steps.plans()
     assert prompts.chunks == tuple(Chunk(row, size) for row, size in enumerate(chunks) if size > 1)
     assert prompts.num_tokens == sum(chunks) <= shape.max_num_tokens
@@ -70,7 +70,7 @@ def check_rows(plan: StepPlan, shape: RunnerShape, num_blocks: int, sizes: list[
 
 
 def test_all_memory_hungry_options_are_on_and_prompts_have_logprobs() -> None:
-    plans = WorstSteps(SHAPE, max_logprobs=4).plans()
+    plans = ProfileRun(SHAPE, max_logprobs=4).plans()
     params = [one.params for plan in plans for one in plan.admit]
     assert all(one.temperature and one.top_k and one.top_p < 1 and one.min_p for one in params)
     assert all(one.presence_penalty and one.repetition_penalty != 1 for one in params)
@@ -103,11 +103,11 @@ class Runs(Runner):
 
 def test_the_rows_are_dropped_whatever_happens() -> None:
     runner = Runs()
-    WorstSteps(SHAPE, 0).run(runner)
+    ProfileRun(SHAPE, 0).run(runner)
     assert runner.calls == ["execute", "sample", "result"] * 3 + ["reset"]
     runner = Runs(failing_step=2)
     with pytest.raises(RuntimeError, match="no"):
-        WorstSteps(SHAPE, 0).run(runner)
+        ProfileRun(SHAPE, 0).run(runner)
     assert runner.calls == ["execute", "sample", "result", "execute", "reset"]
 
 
@@ -117,7 +117,7 @@ def test_a_real_runner_carries_them_out() -> None:
     )
     runner = engine._runner
     shape = dataclasses.replace(SHAPE, num_rows=3, max_num_tokens=40, max_model_len=96)
-    steps = WorstSteps(dataclasses.replace(shape, num_groups=1, vocab_size=4096), max_logprobs=3)
+    steps = ProfileRun(dataclasses.replace(shape, num_groups=1, vocab_size=4096), max_logprobs=3)
     results: list[StepResult] = []
     for plan in steps.plans():
         runner.execute(plan)
