@@ -41,7 +41,8 @@ from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import TokenMasks
 from quire.engine.engine import Engine
-from quire.engine_client.messages import Outputs, encode
+from quire.engine_client.messages import Outputs
+from quire.ipc import encode
 from quire.kernels.transfers import DeviceLink
 from quire.layers.operators import OperatorModule
 from quire.models.interface import CausalLM, ModelOutput

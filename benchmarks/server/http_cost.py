@@ -31,9 +31,10 @@ from benchmarks.server.serving import Server, ServingError, cpu_s, served
 from quire.bench.machine import NoiseMeter
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams, SamplingParams
-from quire.engine_client.messages import Outputs, decode_to_front, encode
+from quire.engine_client.messages import Outputs, decode_to_front
 from quire.engine_client.outputs import RequestAssembler
 from quire.hub.model_folder import EMBEDDED_MODEL
+from quire.ipc import encode
 from quire.server.http.streaming import event
 from quire.server.routes.openai.shapes import Completion, CompletionChoice
 from quire.text.chat_template import ChatTemplate

@@ -4,7 +4,8 @@ import socket
 import subprocess
 import sys
 
-from quire.runtime.worker import Failed, Join, receive_news, send
+from quire.ipc import send
+from quire.runtime.worker import Failed, Join, receive_news
 
 # Builds what `options` say: a rank that never ends, or one that can't be built.
 PROGRAM = """

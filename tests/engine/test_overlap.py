@@ -12,7 +12,7 @@ from tests.engine.checkpoints import save_checkpoint
 from tests.engine.test_engine import GROUPS, LIMITS, MODEL, request, run, tokens
 from tests.engine.test_law import make_crowd
 
-from quire.assembly.engine_main import Channel, EngineLoop
+from quire.assembly.engine_loop import Channel, EngineLoop
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.options import SchedulerConfig
 from quire.core.request import FinishReason, Request
@@ -22,15 +22,9 @@ from quire.core.scheduling.pacing import ConstantPacer
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenMasks
 from quire.engine.engine import Engine
-from quire.engine_client.messages import (
-    AddRequest,
-    FrameSplitter,
-    Outputs,
-    Shutdown,
-    decode_to_front,
-    encode,
-)
+from quire.engine_client.messages import AddRequest, Outputs, Shutdown, decode_to_front
 from quire.errors import InvalidRequestError
+from quire.ipc import FrameSplitter, encode
 from quire.observability.step_trace import StepTrace, read_step_trace
 from quire.offline.llm import LLM
 from quire.simulation.baselines import NoGrowth

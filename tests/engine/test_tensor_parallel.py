@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.engine.checkpoints import save_checkpoint
-from tests.engine_client.async_harness import collect, tokens_of
+from tests.engine_client.async_harness import collect, pull, tokens_of
 
 from quire.core.request import Request
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
@@ -137,7 +137,7 @@ def test_streams_outlive_a_rank(tmp_path: Path) -> None:
         listener.on_death = on_death  # type: ignore[method-assign]
         try:
             params = DecodingParams(max_tokens=150, temperature=1.0, seed=9)
-            stream = engine.generate(Request("r", prompt, params))
+            stream = pull(engine, Request("r", prompt, params))
             reader = asyncio.ensure_future(collect(stream))
             await until(lambda: engine.num_open == 1)
             await until_steps(engine, 30)

@@ -1,6 +1,7 @@
 """An AsyncEngine on the fake engine's process, and what tests ask of it."""
 
 import asyncio
+from collections import deque
 
 import psutil
 from tests.engine_client.fake_engine_process import COMMAND
@@ -31,9 +32,64 @@ def with_engine(test, options=None, **arguments):
     return asyncio.run(asyncio.wait_for(run(), 60))
 
 
-async def collect(stream):
-    async with stream:
-        return [output async for output in stream]
+class Pulled:
+    """A sink whose outputs are pulled with `async for`. Leaving its `async with` closes the stream.
+
+    Raises what ended the stream, after the outputs that had come.
+    """
+
+    def __init__(self):
+        self.stream = None
+        self._outputs = deque()
+        self._end = None
+        self._news = asyncio.Event()
+
+    def on_output(self, output):
+        assert self._end is None, "an output after the end"
+        self._outputs.append(output)
+        self._news.set()
+
+    def on_end(self, error):
+        assert self._end is None, "two ends"
+        self._end = StopAsyncIteration() if error is None else error
+        self._news.set()
+
+    def abort_branch(self, request_id, branch_index):
+        self.stream.abort_branch(request_id, branch_index)
+
+    def close(self):
+        self.stream.close()
+        self._outputs.clear()
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        while not self._outputs:
+            if self._end is not None:
+                raise self._end.with_traceback(None)  # one error may end several streams
+            self._news.clear()
+            await self._news.wait()
+        return self._outputs.popleft()
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        self.close()
+
+
+def pull(engine, *requests):
+    """The outputs of requests to an AsyncEngine, or to a Dispatcher, to be pulled."""
+    open_ = engine.generate if isinstance(engine, AsyncEngine) else engine.open
+    pulled = Pulled()
+    pulled.stream = open_(requests, pulled)
+    return pulled
+
+
+async def collect(pulled):
+    async with pulled:
+        return [output async for output in pulled]
 
 
 def tokens_of(outputs, request_id, branch=0):

@@ -10,6 +10,7 @@ import pytest
 from tests.engine_client.async_harness import (
     ENDLESS,
     collect,
+    pull,
     request,
     tokens_of,
     wait_until_free,
@@ -35,7 +36,7 @@ WAIT_S = 20.0
 def test_streams_bring_each_request_its_own_tokens():
     async def test(engine):
         assert engine.limits.vocab_size == 4096
-        streams = [engine.generate(request(f"r{i}", i, n=2)) for i in range(1, 30)]
+        streams = [pull(engine, request(f"r{i}", i, n=2)) for i in range(1, 30)]
         assert engine.num_open == 58
         results = await asyncio.gather(*map(collect, streams))
         for index, outputs in enumerate(results, start=1):
@@ -63,14 +64,14 @@ def test_what_it_is_and_how_its_start_went():
 
 def test_streams_are_told_why_the_engine_was_shut_down():
     async def test(engine):
-        stream = engine.generate(request("a", max_tokens=ENDLESS))
+        stream = pull(engine, request("a", max_tokens=ENDLESS))
         await anext(stream)
         reason = ServerDrainingError("the server ends")
         await engine.shutdown(drain=False, timeout_s=WAIT_S, reason=reason)
         with pytest.raises(ServerDrainingError, match="the server ends"):
             await collect(stream)
         with pytest.raises(EngineDeadError):
-            engine.generate(request("late"))
+            pull(engine, request("late"))
 
     with_engine(test)
 
@@ -78,7 +79,7 @@ def test_streams_are_told_why_the_engine_was_shut_down():
 def test_one_stream_carries_several_requests():
     async def test(engine):
         outputs = await collect(
-            engine.generate(request("a", 10, max_tokens=2), request("b", 20, max_tokens=4))
+            pull(engine, request("a", 10, max_tokens=2), request("b", 20, max_tokens=4))
         )
         assert tokens_of(outputs, "a") == [11, 12]
         assert tokens_of(outputs, "b") == [21, 22, 23, 24]
@@ -88,7 +89,7 @@ def test_one_stream_carries_several_requests():
 
 def test_closing_a_stream_aborts_its_requests():
     async def test(engine):
-        async with engine.generate(request("a", max_tokens=ENDLESS, n=3)) as stream:
+        async with pull(engine, request("a", max_tokens=ENDLESS, n=3)) as stream:
             await anext(stream)
         assert engine.num_open == 0
         stats = await engine.stats()  # read after the abort and before the next step
@@ -100,7 +101,7 @@ def test_closing_a_stream_aborts_its_requests():
 
 def test_cancelling_the_reader_aborts_the_request():
     async def test(engine):
-        reader = asyncio.ensure_future(collect(engine.generate(request("a", max_tokens=ENDLESS))))
+        reader = asyncio.ensure_future(collect(pull(engine, request("a", max_tokens=ENDLESS))))
         while not (await engine.stats())["num_steps"]:
             pass
         reader.cancel()
@@ -113,7 +114,7 @@ def test_cancelling_the_reader_aborts_the_request():
 
 def test_aborting_a_branch_leaves_the_others():
     async def test(engine):
-        async with engine.generate(request("a", max_tokens=50, n=2)) as stream:
+        async with pull(engine, request("a", max_tokens=50, n=2)) as stream:
             outputs = [await anext(stream)]
             stream.abort_branch("a", 1)
             stream.abort_branch("a", 1)
@@ -128,7 +129,7 @@ def test_aborting_a_branch_leaves_the_others():
 
 def test_aborting_the_last_branch_ends_the_stream():
     async def test(engine):
-        async with engine.generate(request("a", max_tokens=ENDLESS)) as stream:
+        async with pull(engine, request("a", max_tokens=ENDLESS)) as stream:
             await anext(stream)
             stream.abort_branch("a", 0)
             async for _ in stream:
@@ -143,9 +144,9 @@ def test_aborting_the_last_branch_ends_the_stream():
 def test_a_refused_request_raises_what_the_engine_raised_and_others_go_on():
     async def test(engine):
         with pytest.raises(PromptTooLongError, match="the prompt is refused") as caught:
-            await collect(engine.generate(request("bad", REFUSE), request("x", max_tokens=ENDLESS)))
+            await collect(pull(engine, request("bad", REFUSE), request("x", max_tokens=ENDLESS)))
         assert caught.value.param == "prompt"
-        assert tokens_of(await collect(engine.generate(request("a"))), "a") == [11, 12, 13]
+        assert tokens_of(await collect(pull(engine, request("a"))), "a") == [11, 12, 13]
         await wait_until_free(engine)  # "x" shared the stream of "bad" and was aborted with it
 
     with_engine(test)
@@ -153,16 +154,16 @@ def test_a_refused_request_raises_what_the_engine_raised_and_others_go_on():
 
 def test_open_requests_are_bounded():
     async def test(engine):
-        async with engine.generate(request("a", max_tokens=ENDLESS)):
+        async with pull(engine, request("a", max_tokens=ENDLESS)):
             with pytest.raises(
                 OverloadedError, match="too many generations open to take 2 more"
             ) as caught:
-                engine.generate(request("b"), request("c"))
+                pull(engine, request("b"), request("c"))
             assert caught.value.retry_after_s > 0
             with pytest.raises(InvalidRequestError, match="3 generations at once"):
-                engine.generate(request("b", n=2), request("c"))
-            assert await collect(engine.generate(request("b")))
-        assert len(await collect(engine.generate(request("b"), request("c")))) == 6
+                pull(engine, request("b", n=2), request("c"))
+            assert await collect(pull(engine, request("b")))
+        assert len(await collect(pull(engine, request("b"), request("c")))) == 6
 
     with_engine(test, max_queued_requests=2)
 
@@ -170,10 +171,10 @@ def test_open_requests_are_bounded():
 def test_request_ids_must_be_unique():
     async def test(engine):
         with pytest.raises(InvalidRequestError, match="unique"):
-            engine.generate(request("a"), request("a"))
-        async with engine.generate(request("a", max_tokens=ENDLESS)):
+            pull(engine, request("a"), request("a"))
+        async with pull(engine, request("a", max_tokens=ENDLESS)):
             with pytest.raises(InvalidRequestError, match="unique"):
-                engine.generate(request("a"))
+                pull(engine, request("a"))
 
     with_engine(test)
 
@@ -181,7 +182,7 @@ def test_request_ids_must_be_unique():
 def test_numbers_that_no_message_carries_are_the_requests_fault():
     async def test(engine):
         with pytest.raises(InvalidRequestError, match="AddRequest can't be sent"):
-            engine.generate(request("a", 2**70))
+            pull(engine, request("a", 2**70))
         assert engine.num_open == 0
 
     with_engine(test)
@@ -231,7 +232,7 @@ def test_a_start_that_is_cancelled_leaves_no_process():
 
 def test_a_stuck_engine_does_not_answer_and_says_so():
     async def test(engine):
-        async with engine.generate(request("a", max_tokens=5)) as stream:
+        async with pull(engine, request("a", max_tokens=5)) as stream:
             await anext(stream)
             with pytest.raises(EngineDeadError, match=r"not answered for 0\.2 s"):
                 while True:  # the first question may come before the step that hangs
@@ -242,7 +243,7 @@ def test_a_stuck_engine_does_not_answer_and_says_so():
 
 def test_a_late_answer_does_not_reach_the_wrong_question():
     async def test(engine):
-        async with engine.generate(request("a", max_tokens=ENDLESS)):
+        async with pull(engine, request("a", max_tokens=ENDLESS)):
             with pytest.raises(EngineDeadError):
                 await engine.stats(timeout_s=0.0)
             first = await engine.stats()
@@ -266,13 +267,13 @@ def test_questions_asked_at_once_get_their_own_answers():
 
 def test_shutdown_drains_what_is_open_and_refuses_what_is_new():
     async def test(engine):
-        reader = asyncio.ensure_future(collect(engine.generate(request("a", max_tokens=20))))
+        reader = asyncio.ensure_future(collect(pull(engine, request("a", max_tokens=20))))
         while not (await engine.stats())["num_steps"]:
             pass
         ending = asyncio.ensure_future(engine.shutdown(drain=True, timeout_s=WAIT_S))
         await asyncio.sleep(0)
         with pytest.raises(EngineDeadError):
-            engine.generate(request("late"))
+            pull(engine, request("late"))
         assert tokens_of(await reader, "a") == list(range(11, 31))
         await ending
         assert engine.pid is None and engine.state is EngineState.CLOSING
@@ -284,7 +285,7 @@ def test_shutdown_drains_what_is_open_and_refuses_what_is_new():
 @pytest.mark.parametrize("drain", [True, False])
 def test_shutdown_ends_a_process_that_does_not_listen(drain):
     async def test(engine):
-        reader = asyncio.ensure_future(collect(engine.generate(request("a", max_tokens=9))))
+        reader = asyncio.ensure_future(collect(pull(engine, request("a", max_tokens=9))))
         await asyncio.sleep(0)
         await engine.shutdown(drain=drain, timeout_s=0.3)
         assert engine.pid is None and engine.state is EngineState.CLOSING
@@ -302,10 +303,17 @@ def test_the_engine_ends_when_the_front_is_killed():
         from quire.core.sampling_params import DecodingParams
         from quire.engine_client.async_engine import AsyncEngine
 
+        class Sink:
+            def on_output(self, output):
+                if not first_output.done():
+                    first_output.set_result(None)
+
         async def main():
+            global first_output
+            first_output = asyncio.get_running_loop().create_future()
             engine = await AsyncEngine.start({{}}, command={COMMAND!r})
-            stream = engine.generate(Request("a", [1], DecodingParams(max_tokens=10**9)))
-            await anext(stream)
+            engine.generate([Request("a", [1], DecodingParams(max_tokens=10**9))], Sink())
+            await first_output
             print(engine.pid, flush=True)
             await asyncio.sleep(600)
 

@@ -10,6 +10,7 @@ import pytest
 from tests.engine_client.async_harness import (
     ENDLESS,
     collect,
+    pull,
     request,
     tokens_of,
     with_engine,
@@ -36,7 +37,7 @@ async def wait_for_death(engine, num_restarts=0):
 def test_streams_notice_nothing_of_a_killed_process():
     async def test(engine):
         asked = [request(f"r{i}", 10 * i, max_tokens=90 + i, n=1 + i % 3) for i in range(1, 13)]
-        readers = [asyncio.ensure_future(collect(engine.generate(one))) for one in asked]
+        readers = [asyncio.ensure_future(collect(pull(engine, one))) for one in asked]
         for kills in range(2):
             # All are in the process, and have been for some steps: nobody is on trial any more.
             while (stats := await stats_soon(engine))["num_running"] < engine.num_open:
@@ -59,10 +60,10 @@ def test_streams_notice_nothing_of_a_killed_process():
 
 def test_calls_notice_nothing_of_a_process_that_is_told_to_end():
     async def test(engine):
-        open_one = engine.generate(request("a", 10, max_tokens=60))
+        open_one = pull(engine, request("a", 10, max_tokens=60))
         first = await anext(open_one)
         os.kill(engine.pid, signal.SIGTERM)
-        late = [collect(engine.generate(request(f"l{i}", 20, max_tokens=5))) for i in range(3)]
+        late = [collect(pull(engine, request(f"l{i}", 20, max_tokens=5))) for i in range(3)]
         for index, outputs in enumerate(await asyncio.gather(*late)):
             assert tokens_of(outputs, f"l{index}") == [21, 22, 23, 24, 25]
         assert tokens_of([first, *await collect(open_one)], "a") == list(range(11, 71))
@@ -75,11 +76,11 @@ def test_calls_notice_nothing_of_a_process_that_is_told_to_end():
 def test_a_request_that_kills_the_engine_twice_is_ended_alone(killer):
     async def test(engine):
         readers = [
-            asyncio.ensure_future(collect(engine.generate(request(f"r{i}", 10, max_tokens=60))))
+            asyncio.ensure_future(collect(pull(engine, request(f"r{i}", 10, max_tokens=60))))
             for i in range(3)
         ]
-        stream = engine.generate(request("killer", *killer, max_tokens=50))
-        late = asyncio.ensure_future(collect(engine.generate(request("late", 10, max_tokens=9))))
+        stream = pull(engine, request("killer", *killer, max_tokens=50))
+        late = asyncio.ensure_future(collect(pull(engine, request("late", 10, max_tokens=9))))
         with pytest.raises(RequestKillsEngineError, match="died twice") as caught:
             await collect(stream)
         assert (caught.value.http_status, caught.value.code) == (500, "request_kills_engine")
@@ -94,8 +95,8 @@ def test_a_request_that_kills_the_engine_twice_is_ended_alone(killer):
 
 def test_a_client_that_leaves_a_hung_step_blames_nobody_else():
     async def test(engine):
-        other = asyncio.ensure_future(collect(engine.generate(request("other", max_tokens=30))))
-        async with engine.generate(request("killer", HANG, 2, max_tokens=9)) as stream:
+        other = asyncio.ensure_future(collect(pull(engine, request("other", max_tokens=30))))
+        async with pull(engine, request("killer", HANG, 2, max_tokens=9)) as stream:
             for _ in range(2):
                 await anext(stream)
             while not engine.num_restarts:
@@ -118,17 +119,17 @@ async def stats_soon(engine):
 
 def test_requests_that_come_while_it_recovers_are_served_and_bounded():
     async def test(engine):
-        reader = asyncio.ensure_future(collect(engine.generate(request("a", max_tokens=20))))
+        reader = asyncio.ensure_future(collect(pull(engine, request("a", max_tokens=20))))
         await engine.stats()
         kill(engine)
         await wait_for_death(engine)
         assert engine.state is EngineState.RECOVERING and engine.is_alive
         with pytest.raises(EngineDeadError, match="being started again"):
             await engine.stats()
-        new = asyncio.ensure_future(collect(engine.generate(request("b", max_tokens=5))))
+        new = asyncio.ensure_future(collect(pull(engine, request("b", max_tokens=5))))
         with pytest.raises(OverloadedError):
-            engine.generate(request("c", n=2))
-        given_up = engine.generate(request("d"))
+            pull(engine, request("c", n=2))
+        given_up = pull(engine, request("d"))
         given_up.close()
         assert tokens_of(await reader, "a") == list(range(11, 31))
         assert tokens_of(await new, "b") == list(range(11, 16))
@@ -139,7 +140,7 @@ def test_requests_that_come_while_it_recovers_are_served_and_bounded():
 
 def test_branches_that_were_aborted_are_not_resumed():
     async def test(engine):
-        async with engine.generate(request("a", max_tokens=60, n=3)) as stream:
+        async with pull(engine, request("a", max_tokens=60, n=3)) as stream:
             outputs = [await anext(stream)]
             stream.abort_branch("a", 1)
             kill(engine)
@@ -154,7 +155,7 @@ def test_branches_that_were_aborted_are_not_resumed():
 
 def test_when_the_engine_fails_for_good_everybody_is_told():
     async def test(engine):
-        streams = [engine.generate(request(f"r{i}", max_tokens=ENDLESS)) for i in range(3)]
+        streams = [pull(engine, request(f"r{i}", max_tokens=ENDLESS)) for i in range(3)]
         for stream in streams:
             await anext(stream)
         kill(engine)
@@ -166,7 +167,7 @@ def test_when_the_engine_fails_for_good_everybody_is_told():
         assert (engine.state, engine.failure) == (EngineState.FAILED, error)
         assert not engine.is_alive and engine.num_open == 0
         with pytest.raises(EngineDeadError):
-            engine.generate(request("late"))
+            pull(engine, request("late"))
         with pytest.raises(EngineDeadError):
             await engine.stats()
 
@@ -183,7 +184,7 @@ def test_whatever_dies_and_leaves_at_random_the_others_get_their_tokens(seed):
             await asyncio.sleep(rng.uniform(0, 0.5))
             one = request(name, rng.randint(1, 500), max_tokens=rng.randint(1, 40))
             stays = rng.random() < 0.8
-            async with engine.generate(one) as stream:
+            async with pull(engine, one) as stream:
                 found = []
                 async for output in stream:
                     found += output.token_ids

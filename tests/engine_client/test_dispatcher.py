@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.engine_client.async_harness import Pulled, pull
 
 from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.engine_client.activity import Activity, Doing
-from quire.engine_client.dispatcher import Dispatcher
+from quire.engine_client.async_engine import Dispatcher
 from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
@@ -20,12 +21,12 @@ from quire.engine_client.messages import (
     decode_to_engine,
 )
 from quire.engine_client.recovery import Death
-from quire.engine_client.request_stream import RequestStream
 from quire.errors import (
     EngineDeadError,
     InvalidRequestError,
     OverloadedError,
     PromptTooLongError,
+    QuireError,
     RequestKillsEngineError,
 )
 
@@ -55,6 +56,19 @@ class FakeWire:
         return found
 
 
+class Sink:
+    """Writes down the tokens that are pushed into it, and the end."""
+
+    def __init__(self) -> None:
+        self.pushed: list[Any] = []
+
+    def on_output(self, output: SequenceOutput) -> None:
+        self.pushed.append(output.token_ids[0])
+
+    def on_end(self, error: QuireError | None) -> None:
+        self.pushed.append(error)
+
+
 class World:
     """A dispatcher on a clock of its own."""
 
@@ -63,9 +77,12 @@ class World:
         self.dispatcher = Dispatcher(max_num_open, lambda: self.now_s)
         self.wire = FakeWire()
 
-    def open(self, *names: str, n: int = 1, **more: Any) -> RequestStream:
-        params = DecodingParams(99)
-        return self.dispatcher.open([Request(name, [1], params, n=n, **more) for name in names])
+    def open(self, *names: str, n: int = 1, sink: Any = None, **more: Any) -> Any:
+        """Requests whose outputs are pulled; with a sink of the test's own, their stream."""
+        requests = [Request(name, [1], DecodingParams(99), n=n, **more) for name in names]
+        if sink is not None:
+            return self.dispatcher.open(requests, sink)
+        return pull(self.dispatcher, *requests)
 
     def start_process(self) -> FakeWire:
         self.wire = FakeWire()
@@ -77,13 +94,15 @@ class World:
         death = Death(Activity(Doing.COMPUTING, None), -int(signal.SIGSEGV))
         return self.dispatcher.on_death(death)
 
-    def bring(self, *names: str, end: FinishReason | None = None, branch: int = 0) -> None:
+    def bring(
+        self, *names: str, end: FinishReason | None = None, branch: int = 0, token: int = 7
+    ) -> None:
         """A step that brings one token for each."""
-        outputs = [SequenceOutput(name, branch, (7,), finish_reason=end) for name in names]
-        self.dispatcher.on_message(Outputs(outputs))
+        outputs = [SequenceOutput(name, branch, (token,), finish_reason=end) for name in names]
+        self.dispatcher.on_message(self.wire, Outputs(outputs))
 
 
-def drain(stream: RequestStream) -> list[SequenceOutput]:
+def drain(stream: Pulled) -> list[SequenceOutput]:
     """All outputs of a stream that has ended."""
 
     async def read() -> list[SequenceOutput]:
@@ -139,7 +158,7 @@ def test_too_many_and_those_of_one_name_are_refused_and_nothing_is_kept() -> Non
         with pytest.raises(InvalidRequestError, match="unique"):
             world.open(*names)
     with pytest.raises(InvalidRequestError, match="AddRequest can't be sent"):
-        world.dispatcher.open([Request("b", [2**70], DecodingParams(1))])
+        pull(world.dispatcher, Request("b", [2**70], DecodingParams(1)))
     assert wire.added() == ["a"] and world.dispatcher.num_open == 2
 
 
@@ -165,8 +184,8 @@ def test_a_refusal_is_raised_by_its_stream_alone() -> None:
     world.start_process()
     bad, good = world.open("bad"), world.open("good")
     failed = RequestFailed("bad", "context_length_exceeded", "too long", 400, "prompt")
-    world.dispatcher.on_message(failed)
-    world.dispatcher.on_message(failed)
+    world.dispatcher.on_message(world.wire, failed)
+    world.dispatcher.on_message(world.wire, failed)
     with pytest.raises(PromptTooLongError, match="too long"):
         drain(bad)
     world.bring("good", end=FinishReason.STOP)
@@ -264,3 +283,73 @@ def test_the_end_is_told_to_everybody_once() -> None:
             drain(stream)
         stream.close()
     assert world.dispatcher.num_open == 0
+
+
+def test_what_comes_over_the_link_of_a_dead_process_is_dropped() -> None:
+    world = World()
+    old = world.start_process()
+    stream = world.open("a")
+    failed = RequestFailed("a", "context_length_exceeded", "too long", 400, "prompt")
+    late = Outputs([SequenceOutput("a", 0, (6,), finish_reason=FinishReason.STOP)])
+    world.die()
+    for message in (late, failed):
+        world.dispatcher.on_message(old, message)
+    wire = world.start_process()
+    for message in (late, failed):
+        world.dispatcher.on_message(old, message)
+    assert wire.added() == ["a"] and world.dispatcher.num_open == 1
+    world.bring("a", end=FinishReason.STOP)
+    assert [output.token_ids for output in drain(stream)] == [(7,)]
+
+
+def test_everything_is_pushed_in_order_and_the_end_once() -> None:
+    world, sink = World(), Sink()
+    world.start_process()
+    stream = world.open("a", n=2, sink=sink)
+    world.bring("a", token=1)
+    world.bring("a", branch=1, token=2, end=FinishReason.STOP)
+    world.bring("a", token=3, end=FinishReason.STOP)
+    stream.close()
+    world.dispatcher.on_end(EngineDeadError("late"))
+    assert sink.pushed == [1, 2, 3, None]
+
+
+def test_after_an_error_nothing_is_pushed_and_closing_aborts_the_rest() -> None:
+    world, sink = World(), Sink()
+    wire = world.start_process()
+    stream = world.open("a", "b", sink=sink)
+    world.dispatcher.on_message(wire, RequestFailed("a", "internal_error", "gone", 500))
+    world.bring("b", token=5)
+    assert world.dispatcher.num_open == 1
+    stream.close()
+    assert [str(error) for error in sink.pushed] == ["gone"]
+    assert wire.sent[2:] == [AbortRequest("b", None)] and world.dispatcher.num_open == 0
+
+
+def test_the_end_comes_when_the_rest_is_aborted() -> None:
+    world, sink = World(), Sink()
+    world.start_process()
+    stream = world.open("a", n=2, sink=sink)
+    world.bring("a", token=1, end=FinishReason.STOP)
+    stream.abort_branch("a", 1)
+    stream.abort_branch("unheard-of", 0)
+    assert sink.pushed == [1, None]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_sink_may_end_a_branch_or_all_from_within(closes: bool) -> None:
+    class Ender(Sink):
+        def on_output(self, output: SequenceOutput) -> None:
+            super().on_output(output)
+            if closes:
+                stream.close()
+            else:
+                stream.abort_branch("a", 0)
+
+    world, sink = World(), Ender()
+    wire = world.start_process()
+    stream = world.open("a", n=2 if closes else 1, sink=sink)
+    world.bring("a", token=1)
+    world.bring("a", token=2)
+    assert sink.pushed == [1, None]
+    assert wire.sent[1:] == [AbortRequest("a", None if closes else 0)]

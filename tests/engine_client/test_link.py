@@ -36,16 +36,16 @@ from quire.engine_client.messages import (
     Ready,
     Shutdown,
     Start,
-    encode,
 )
 from quire.engine_client.recovery import Death
 from quire.errors import CheckpointError, EngineDeadError, QuireError
+from quire.ipc import encode
 
 WAIT_S = 30.0
 
 
 class Owner:
-    """Keeps what it is told."""
+    """The owner of a link, and the listener of its outputs: keeps what comes."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
@@ -59,6 +59,8 @@ class Owner:
         assert not self.death.done(), "nothing comes after the death"
         self.messages.append(message)
 
+    on_progress = on_message
+
     def on_death(self, link: EngineLink, error: QuireError, death: Death) -> None:
         self.death.set_result(error)  # raises if it is told twice
         self.evidence = death
@@ -69,7 +71,7 @@ async def opened(
     options: dict[str, Any] | None = None, command: Any = COMMAND
 ) -> AsyncIterator[tuple[EngineLink, Owner]]:
     owner = Owner()
-    link = EngineLink(owner)
+    link = EngineLink(owner, owner)
     assert link.pid is None and not link.is_open
     await link.open(command, encode(Start(options or {})))
     try:
@@ -308,8 +310,8 @@ def test_a_front_that_was_away_itself_does_not_take_the_process_for_hung() -> No
 
 def test_a_start_that_is_cancelled_leaves_no_process() -> None:
     async def test() -> None:
-        before = psutil.Process().children()
-        link = EngineLink(Owner())
+        before, owner = psutil.Process().children(), Owner()
+        link = EngineLink(owner, owner)
         opening = asyncio.ensure_future(link.open(COMMAND, encode(Start({}))))
         await asyncio.sleep(0)
         opening.cancel()
@@ -325,7 +327,7 @@ def test_what_can_not_be_started_raises_at_once() -> None:
     async def test() -> None:
         owner = Owner()
         with pytest.raises(FileNotFoundError):
-            await EngineLink(owner).open(("./no-such-program",), b"")
+            await EngineLink(owner, owner).open(("./no-such-program",), b"")
         assert not owner.death.done()
 
     run(test)

@@ -1,29 +1,23 @@
 """The wire between the front and the engine: what goes in comes out, and nothing else gets in."""
 
-import itertools
 import pickle
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from quire import errors
 from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
 from quire.core.sampling_params import DecodingParams, ModelLimits, SamplingDefaults
 from quire.core.step import TokenLogprobs
-from quire.engine_client import messages
 from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
     BlocksReply,
     Fatal,
-    FrameSplitter,
     GetBlocks,
     GetMemory,
     GetStats,
     MemoryReply,
-    MessageError,
     Outputs,
     Ping,
     Pong,
@@ -35,11 +29,11 @@ from quire.engine_client.messages import (
     StatsReply,
     decode_to_engine,
     decode_to_front,
-    encode,
     error_from,
     request_failed,
     start_error_from,
 )
+from quire.ipc import MessageError, encode
 
 PARAMS = DecodingParams(
     max_tokens=7,
@@ -150,30 +144,6 @@ def test_what_msgpack_cannot_carry_is_refused_when_it_is_sent():
         encode(Start({"model": object()}))
     with pytest.raises(MessageError, match="Start can't be sent"):
         encode(Start({"seed": 2**70}))
-
-
-def test_a_message_beyond_the_bound_is_refused_on_both_ends(monkeypatch):
-    frame = encode(Fatal("x", "y" * 1000))
-    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 999)
-    with pytest.raises(MessageError, match="above the bound of 999"):
-        encode(Fatal("x", "y" * 1000))
-    with pytest.raises(MessageError, match="above the bound of 999"):
-        FrameSplitter().feed(frame[:4])
-
-
-@given(
-    sizes=st.lists(st.integers(0, 300), max_size=8),
-    cuts=st.lists(st.integers(0, 2000), max_size=12),
-)
-def test_frames_are_found_however_the_bytes_arrive(sizes, cuts):
-    sent = [Fatal(str(size), "x" * size) for size in sizes]
-    stream = b"".join(encode(message) for message in sent)
-    edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
-    splitter = FrameSplitter()
-    bodies = []
-    for start, end in itertools.pairwise(edges):
-        bodies += splitter.feed(stream[start:end])
-    assert [decode_to_front(body) for body in bodies] == sent
 
 
 @pytest.mark.parametrize(

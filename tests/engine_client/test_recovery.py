@@ -16,7 +16,7 @@ from quire.engine_client.recovery import (
     OpenRequest,
     RecoveryConfig,
     RestartBudget,
-    Roster,
+    ResumeQueue,
     Verdict,
 )
 from quire.errors import ConfigurationError
@@ -176,20 +176,20 @@ def test_whom_a_death_concerns(doing: Doing, request_ids: set[str] | None, conce
 # ---- who is to blame ----------------------------------------------------------------------------
 
 
-def send_all(roster: Roster) -> list[str]:
+def send_all(queue: ResumeQueue) -> list[str]:
     found = []
-    while (one := roster.next_to_send()) is not None:
+    while (one := queue.next_to_send()) is not None:
         found.append(one.request_id)
     return found
 
 
-def with_all_sent(*requests: OpenRequest) -> Roster:
-    roster = Roster()
+def with_all_sent(*requests: OpenRequest) -> ResumeQueue:
+    queue = ResumeQueue()
     for one in requests:
-        roster.add(one)
-    assert send_all(roster) == [one.request_id for one in requests]
-    assert roster.is_idle and all(map(roster.is_sent, requests))
-    return roster
+        queue.add(one)
+    assert send_all(queue) == [one.request_id for one in requests]
+    assert queue.is_idle and all(map(queue.is_sent, requests))
+    return queue
 
 
 def prove(*requests: OpenRequest) -> None:
@@ -199,45 +199,45 @@ def prove(*requests: OpenRequest) -> None:
                 bring(one, branch)
 
 
-def crash(roster: Roster, *requests: OpenRequest) -> Verdict:
+def crash(queue: ResumeQueue, *requests: OpenRequest) -> Verdict:
     """In a step with these requests; without any, while the process computes for all of them."""
     ids = frozenset(one.request_id for one in requests) or None
-    return roster.on_death(Death(Activity(Doing.COMPUTING, ids), SEGFAULT))
+    return queue.on_death(Death(Activity(Doing.COMPUTING, ids), SEGFAULT))
 
 
-def kill(roster: Roster, *, num_oom_kills: int | None = 0) -> Verdict:
+def kill(queue: ResumeQueue, *, num_oom_kills: int | None = 0) -> Verdict:
     """Of a process that computes for all."""
-    return roster.on_death(Death(COMPUTING, KILLED, num_oom_kills=num_oom_kills))
+    return queue.on_death(Death(COMPUTING, KILLED, num_oom_kills=num_oom_kills))
 
 
 def test_suspects_are_tried_one_after_the_other_and_new_ones_wait() -> None:
     a, b, new = make("a"), make("b", n=2), make("new")
-    roster = with_all_sent(a, b)
+    queue = with_all_sent(a, b)
     bring(b)
-    assert crash(roster).blamed is None
-    assert roster.num_suspects == 2
-    roster.add(new)
-    assert not roster.is_idle and not roster.is_sent(a)
-    assert send_all(roster) == ["a"], "the one with the least output first"
+    assert crash(queue).blamed is None
+    assert queue.num_suspects == 2
+    queue.add(new)
+    assert not queue.is_idle and not queue.is_sent(a)
+    assert send_all(queue) == ["a"], "the one with the least output first"
     bring(a)
-    assert send_all(roster) == [], "one token may not be all that was lost"
+    assert send_all(queue) == [], "one token may not be all that was lost"
     bring(a)
-    assert send_all(roster) == ["b"]
+    assert send_all(queue) == ["b"]
     prove(b)
-    assert send_all(roster) == ["new"]
-    assert roster.is_idle
+    assert send_all(queue) == ["new"]
+    assert queue.is_idle
 
 
 def test_only_those_in_the_step_are_suspects_and_the_others_wait_with_the_new_ones() -> None:
     a, b, c, d, new = (make(name) for name in ("a", "b", "c", "d", "new"))
-    roster = with_all_sent(a, b, c, d)
-    roster.add(new)
-    assert crash(roster, b, d).blamed is None
-    assert send_all(roster) == ["b"]
+    queue = with_all_sent(a, b, c, d)
+    queue.add(new)
+    assert crash(queue, b, d).blamed is None
+    assert send_all(queue) == ["b"]
     prove(b)
-    assert send_all(roster) == ["d"]
+    assert send_all(queue) == ["d"]
     prove(d)
-    assert send_all(roster) == ["a", "c", "new"]
+    assert send_all(queue) == ["a", "c", "new"]
 
 
 @pytest.mark.parametrize(
@@ -250,85 +250,85 @@ def test_only_those_in_the_step_are_suspects_and_the_others_wait_with_the_new_on
 )
 def test_a_death_that_is_nobodys_fault_tries_nobody(death: Death) -> None:
     a, b, new = make("a"), make("b"), make("new")
-    roster = with_all_sent(a, b)
-    assert roster.on_death(death) == Verdict()
-    roster.add(new)
-    assert send_all(roster) == ["a", "b", "new"] and roster.is_idle
+    queue = with_all_sent(a, b)
+    assert queue.on_death(death) == Verdict()
+    queue.add(new)
+    assert send_all(queue) == ["a", "b", "new"] and queue.is_idle
 
 
 def test_deaths_from_outside_change_nothing_of_a_trial() -> None:
     a, b, c = make("a"), make("b"), make("c")
-    roster = with_all_sent(a, b, c)
-    crash(roster)
-    send_all(roster)
+    queue = with_all_sent(a, b, c)
+    crash(queue)
+    send_all(queue)
     prove(a)
     for _ in range(5):
-        assert send_all(roster)[-1] == "b"
-        assert kill(roster) == Verdict()
-    assert send_all(roster) == ["a", "b"]
-    assert crash(roster).blamed is None
+        assert send_all(queue)[-1] == "b"
+        assert kill(queue) == Verdict()
+    assert send_all(queue) == ["a", "b"]
+    assert crash(queue).blamed is None
     for _ in range(5):
-        assert send_all(roster) == ["b"], "still alone"
-        assert kill(roster) == Verdict()
+        assert send_all(queue) == ["b"], "still alone"
+        assert kill(queue) == Verdict()
     prove(b)
-    assert send_all(roster) == ["b"]
+    assert send_all(queue) == ["b"]
 
 
 def test_a_second_crash_on_a_trial_alone_blames_the_one_on_trial() -> None:
     a, b, c, new = (make(name) for name in ("a", "b", "c", "new"))
-    roster = with_all_sent(a, b, c)
+    queue = with_all_sent(a, b, c)
     first = Death(COMPUTING, SEGFAULT)
-    assert roster.on_death(first) == Verdict()
-    send_all(roster)
+    assert queue.on_death(first) == Verdict()
+    send_all(queue)
     prove(a)
-    assert send_all(roster) == ["b"]
-    roster.add(new)
+    assert send_all(queue) == ["b"]
+    queue.add(new)
     second = Death(COMPUTING, SEGFAULT)
-    assert roster.on_death(second) == Verdict(None, frozenset([second])), "what follows will show"
-    assert send_all(roster) == ["b"], "the second trial is its alone"
+    assert queue.on_death(second) == Verdict(None, frozenset([second])), "what follows will show"
+    assert send_all(queue) == ["b"], "the second trial is its alone"
     third = Death(COMPUTING, None, has_hung=True)
-    assert roster.on_death(third) == Verdict(b, frozenset([first, second, third]))
-    roster.end(b)
-    assert send_all(roster) == ["c", "a", "new"], "nobody else is suspected of these deaths"
-    assert roster.is_idle
-    assert crash(roster) == Verdict(), "a new death, and all are suspects again"
-    assert send_all(roster) == ["c"]
+    assert queue.on_death(third) == Verdict(b, frozenset([first, second, third]))
+    queue.end(b)
+    assert send_all(queue) == ["c", "a", "new"], "nobody else is suspected of these deaths"
+    assert queue.is_idle
+    assert crash(queue) == Verdict(), "a new death, and all are suspects again"
+    assert send_all(queue) == ["c"]
 
 
 def test_whoever_passes_alone_puts_those_that_ran_beside_it_on_trial() -> None:
     a, b, c = make("a"), make("b"), make("c")
-    roster = with_all_sent(a, b, c)
-    crash(roster, a, b)
-    assert send_all(roster) == ["a"]
+    queue = with_all_sent(a, b, c)
+    crash(queue, a, b)
+    assert send_all(queue) == ["a"]
     prove(a)
-    assert send_all(roster) == ["b"]
-    assert crash(roster, a, b).blamed is None  # it was a
-    assert send_all(roster) == ["b"]
+    assert send_all(queue) == ["b"]
+    assert crash(queue, a, b).blamed is None  # it was a
+    assert send_all(queue) == ["b"]
     prove(b)
-    assert send_all(roster) == ["a"]
-    assert crash(roster, a, b).blamed is None
-    assert send_all(roster) == ["a"]
-    verdict = crash(roster, a)
+    assert send_all(queue) == ["a"]
+    assert crash(queue, a, b).blamed is None
+    assert send_all(queue) == ["a"]
+    verdict = crash(queue, a)
     assert verdict.blamed is a and len(verdict.explained) == 3, "the deaths but for the first"
-    roster.end(a)
-    assert send_all(roster) == ["b", "c"]
+    queue.end(a)
+    assert send_all(queue) == ["b", "c"]
 
 
 def test_a_step_without_the_one_on_trial_says_nothing_about_it() -> None:
     a, b = make("a"), make("b")
-    roster = with_all_sent(a, b)
-    crash(roster)
-    send_all(roster)
+    queue = with_all_sent(a, b)
+    crash(queue)
+    send_all(queue)
     prove(a)
-    assert send_all(roster) == ["b"]
-    assert crash(roster, a) == Verdict()
-    assert send_all(roster) == ["b"]
-    assert crash(roster, b).explained, "the first death in a step of its own"
-    assert send_all(roster) == ["b"]
+    assert send_all(queue) == ["b"]
+    assert crash(queue, a) == Verdict()
+    assert send_all(queue) == ["b"]
+    assert crash(queue, b).explained, "the first death in a step of its own"
+    assert send_all(queue) == ["b"]
     prove(b)
-    assert send_all(roster) == ["a"]
+    assert send_all(queue) == ["a"]
     prove(a)
-    assert send_all(roster) == [] and roster.is_idle
+    assert send_all(queue) == [] and queue.is_idle
 
 
 @pytest.mark.parametrize("num_oom_kills", [1, None])
@@ -336,147 +336,147 @@ def test_where_memory_ran_out_all_others_are_tried_between_two_trials(
     num_oom_kills: int | None,
 ) -> None:
     a, b, c = make("a"), make("b"), make("c")
-    roster = with_all_sent(a, b, c)
-    kill(roster, num_oom_kills=num_oom_kills)
-    assert send_all(roster) == ["a"]
-    assert kill(roster, num_oom_kills=num_oom_kills) == Verdict()
-    assert send_all(roster) == ["b"]
+    queue = with_all_sent(a, b, c)
+    kill(queue, num_oom_kills=num_oom_kills)
+    assert send_all(queue) == ["a"]
+    assert kill(queue, num_oom_kills=num_oom_kills) == Verdict()
+    assert send_all(queue) == ["b"]
     prove(b)
-    assert send_all(roster) == ["c"]
+    assert send_all(queue) == ["c"]
     prove(c)
-    assert send_all(roster) == ["a"]
-    verdict = kill(roster, num_oom_kills=num_oom_kills)
+    assert send_all(queue) == ["a"]
+    verdict = kill(queue, num_oom_kills=num_oom_kills)
     assert verdict.blamed is a and len(verdict.explained) == 3
 
 
 def test_where_others_die_of_memory_too_nobody_is_blamed() -> None:
     a, b, c = make("a"), make("b"), make("c")
-    roster = with_all_sent(a, b, c)
-    kill(roster, num_oom_kills=1)
+    queue = with_all_sent(a, b, c)
+    kill(queue, num_oom_kills=1)
     for one in (a, b, c, a, b, c):
-        assert send_all(roster) == [one.request_id]
-        assert kill(roster, num_oom_kills=1) == Verdict()
+        assert send_all(queue) == [one.request_id]
+        assert kill(queue, num_oom_kills=1) == Verdict()
 
 
 def test_a_request_that_has_the_process_to_itself_and_uses_up_its_memory_ends() -> None:
     """There is nobody else to try between its trials: so it has three."""
     a = make("a")
-    roster = with_all_sent(a)
+    queue = with_all_sent(a)
     for _ in range(3):
-        assert kill(roster, num_oom_kills=1) == Verdict()
-        assert send_all(roster) == ["a"]
-    assert kill(roster, num_oom_kills=1).blamed is a
+        assert kill(queue, num_oom_kills=1) == Verdict()
+        assert send_all(queue) == ["a"]
+    assert kill(queue, num_oom_kills=1).blamed is a
 
 
 def test_a_death_while_the_process_starts_changes_nothing() -> None:
     a, b = make("a"), make("b")
-    roster = with_all_sent(a, b)
-    crash(roster)
-    assert crash(roster) == Verdict()
-    assert crash(roster) == Verdict()
-    assert send_all(roster) == ["a"]
+    queue = with_all_sent(a, b)
+    crash(queue)
+    assert crash(queue) == Verdict()
+    assert crash(queue) == Verdict()
+    assert send_all(queue) == ["a"]
 
 
 def test_whoever_ends_on_trial_makes_room_for_the_next() -> None:
     a, b = make("a"), make("b")
-    roster = with_all_sent(a, b)
-    crash(roster)
-    send_all(roster)
+    queue = with_all_sent(a, b)
+    crash(queue)
+    send_all(queue)
     bring(a, end=FinishReason.STOP)
-    roster.end(a)
-    assert send_all(roster) == ["b"]
+    queue.end(a)
+    assert send_all(queue) == ["b"]
 
 
 def test_whoever_has_left_is_not_sent_again() -> None:
     a, b, c = make("a"), make("b"), make("c")
-    roster = with_all_sent(a, b)
-    roster.add(c)
+    queue = with_all_sent(a, b)
+    queue.add(c)
     b.drop(None)
-    assert not roster.leave(b)
+    assert not queue.leave(b)
     c.drop(None)
-    assert not roster.leave(c)
-    crash(roster)
-    assert send_all(roster) == ["a"]
+    assert not queue.leave(c)
+    crash(queue)
+    assert send_all(queue) == ["a"]
     prove(a)
-    assert send_all(roster) == [] and roster.is_idle
+    assert send_all(queue) == [] and queue.is_idle
 
 
 def test_whoever_leaves_on_trial_is_still_to_blame_until_it_is_out_of_the_process() -> None:
     a, b = make("a"), make("b")
-    roster = with_all_sent(a, b)
-    crash(roster)
-    send_all(roster)
+    queue = with_all_sent(a, b)
+    crash(queue)
+    send_all(queue)
     a.drop(None)
-    assert roster.leave(a)
-    assert send_all(roster) == [], "the process may still compute it"
-    assert crash(roster).blamed is a
-    assert send_all(roster) == ["b"]
+    assert queue.leave(a)
+    assert send_all(queue) == [], "the process may still compute it"
+    assert crash(queue).blamed is a
+    assert send_all(queue) == ["b"]
     b.drop(None)
-    assert not roster.leave(b), "nobody is suspected any more"
+    assert not queue.leave(b), "nobody is suspected any more"
 
 
 def test_whoever_has_left_on_trial_is_on_trial_no_more_when_it_is_out_of_the_process() -> None:
     a, b = make("a"), make("b")
-    roster = with_all_sent(a, b)
-    crash(roster)
-    send_all(roster)
+    queue = with_all_sent(a, b)
+    crash(queue)
+    send_all(queue)
     a.drop(None)
-    assert roster.leave(a)
-    roster.clear(a)
-    assert send_all(roster) == ["b"]
+    assert queue.leave(a)
+    queue.clear(a)
+    assert send_all(queue) == ["b"]
     b.drop(None)
-    assert roster.leave(b)
-    roster.clear(b)
-    assert crash(roster) == Verdict()
-    assert send_all(roster) == [] and roster.is_idle
+    assert queue.leave(b)
+    queue.clear(b)
+    assert crash(queue) == Verdict()
+    assert send_all(queue) == [] and queue.is_idle
 
 
 def test_branches_that_had_not_begun_need_not_prove_anything() -> None:
     one, other = make("a", n=3), make("b")
-    roster = with_all_sent(one, other)
+    queue = with_all_sent(one, other)
     bring(one, 0), bring(one, 1), bring(other, 0, 1, 2, 3)
-    crash(roster)
-    send_all(roster)
+    crash(queue)
+    send_all(queue)
     bring(one, 0, 1, 2)
-    assert send_all(roster) == []
+    assert send_all(queue) == []
     bring(one, 1, 1, 2)
-    assert send_all(roster) == ["b"]
+    assert send_all(queue) == ["b"]
 
 
 def test_of_a_request_that_had_not_begun_one_branch_proves_it() -> None:
     one = make("a", n=3)
-    roster = with_all_sent(one, make("b"))
-    crash(roster)
-    send_all(roster)
+    queue = with_all_sent(one, make("b"))
+    crash(queue)
+    send_all(queue)
     bring(one, 2, 1, 2)
-    assert send_all(roster) == ["b"]
+    assert send_all(queue) == ["b"]
 
 
 def test_branches_that_end_on_trial_prove_themselves() -> None:
     one, other = make("a", n=2), make("b")
-    roster = with_all_sent(one, other)
+    queue = with_all_sent(one, other)
     bring(one, 0), bring(one, 1), bring(other, 0, 1, 2, 3)
-    crash(roster)
-    send_all(roster)
+    crash(queue)
+    send_all(queue)
     bring(one, 0, end=FinishReason.STOP)
-    assert send_all(roster) == []
+    assert send_all(queue) == []
     bring(one, 1, 1, 2)
-    assert send_all(roster) == ["b"]
+    assert send_all(queue) == ["b"]
 
 
 def test_beam_searches_are_tried_last_and_new_ones_do_not_wait_for_them() -> None:
     beams = [make(name, n=2, beam_width=2) for name in ("x", "y")]
     a, new = make("a"), make("new")
-    roster = with_all_sent(*beams, a)
-    crash(roster)
-    roster.add(new)
-    assert send_all(roster) == ["a"]
+    queue = with_all_sent(*beams, a)
+    crash(queue)
+    queue.add(new)
+    assert send_all(queue) == ["a"]
     prove(a)
-    assert send_all(roster) == ["x"]
+    assert send_all(queue) == ["x"]
     beams[0].drop(None)
-    roster.end(beams[0])
-    assert send_all(roster) == ["y", "new"]
-    assert crash(roster).blamed is None
-    assert send_all(roster) == ["y"], "alone, and then everybody waits"
-    assert crash(roster).blamed is beams[1]
-    assert send_all(roster) == ["new", "a"]
+    queue.end(beams[0])
+    assert send_all(queue) == ["y", "new"]
+    assert crash(queue).blamed is None
+    assert send_all(queue) == ["y"], "alone, and then everybody waits"
+    assert crash(queue).blamed is beams[1]
+    assert send_all(queue) == ["new", "a"]

@@ -20,7 +20,7 @@ from quire.engine_client.recovery import (
     OpenRequest,
     RecoveryConfig,
     RestartBudget,
-    Roster,
+    ResumeQueue,
 )
 
 NUM_TOKENS = 12
@@ -54,7 +54,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.roster = Roster()
+        self.queue = ResumeQueue()
         self.budget = RestartBudget(RecoveryConfig(max_restarts=self.max_restarts))
         self.running: list[OpenRequest] = []
         self.waiting = [
@@ -74,13 +74,13 @@ class World:
             if len(self.ends) == self.num_requests or self.gave_up:
                 return self
             while self.waiting and self.rng.random() < self.arriving:
-                self.roster.add(self.waiting.pop(0))
+                self.queue.add(self.waiting.pop(0))
             self._step()
         raise AssertionError(f"{self.num_requests - len(self.ends)} requests have no end")
 
     def _step(self) -> None:
         self.now_s += STEP_S
-        while (one := self.roster.next_to_send()) is not None:
+        while (one := self.queue.next_to_send()) is not None:
             self.running.append(one)
         rows = self.running[: self.num_rows]
         death = self._death(rows)
@@ -98,7 +98,7 @@ class World:
                 return self._killed(cause, computing)
         if self.pair is not None and ids.issuperset(self.pair):
             return self._killed(Cause.CRASH, computing)
-        is_trying = self.roster._trial is not None
+        is_trying = self.queue._trial is not None
         if rows and self.rng.random() < self.pressure:
             return self._killed(Cause.MEMORY, computing)
         if self.rng.random() < (self.while_trying if is_trying else self.outside):
@@ -119,22 +119,22 @@ class World:
             for branch in list(one.branches):
                 one.take(SequenceOutput(one.request_id, branch, (7,), finish_reason=reason))
             if not one.branches:
-                self.roster.end(one)
+                self.queue.end(one)
                 self.ends[one.request_id] = "answered"
             elif self.rng.random() < self.leaving:
                 one.drop(None)
                 self.ends[one.request_id] = "left"
-                if self.roster.leave(one):
-                    self.roster.clear(one)
+                if self.queue.leave(one):
+                    self.queue.clear(one)
         self.running = [one for one in self.running if one.branches]
 
     def _die(self, death: Death) -> None:
         self.running = []
         self.deaths[death.cause] += 1
-        verdict = self.roster.on_death(death)
+        verdict = self.queue.on_death(death)
         if (blamed := verdict.blamed) is not None:
             blamed.drop(None)
-            self.roster.end(blamed)
+            self.queue.end(blamed)
             self.ends[blamed.request_id] = "blamed"
         self.gave_up = self.budget.note_death(self.now_s, death, verdict.explained) is None
 

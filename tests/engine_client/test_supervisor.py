@@ -15,13 +15,14 @@ from tests.engine_client.fake_engine_process import COMMAND, HANG
 
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
-from quire.engine_client import supervisor as engine_keeper
+from quire.engine_client import supervisor as supervisor_module
 from quire.engine_client.activity import Doing
 from quire.engine_client.link import EngineLink
-from quire.engine_client.messages import AddRequest, encode
+from quire.engine_client.messages import AddRequest
 from quire.engine_client.recovery import Death, EngineState, RecoveryConfig
-from quire.engine_client.supervisor import EngineKeeper
+from quire.engine_client.supervisor import Supervisor
 from quire.errors import CheckpointError, EngineDeadError, QuireError
+from quire.ipc import encode
 
 WAIT_S = 30.0
 QUICK = RecoveryConfig(first_backoff_s=0.01, heartbeat_timeout_s=20.0)
@@ -42,8 +43,8 @@ class Listener:
         self.links.append(link)
         self._news.set()
 
-    def on_message(self, message: Any) -> None:
-        self.messages.append(message)
+    def on_message(self, link: EngineLink, message: Any) -> None:
+        self.messages.append((link, message))
 
     def on_death(self, death: Death) -> frozenset[Death]:
         self.deaths.append(death)
@@ -63,17 +64,17 @@ class Listener:
 @contextlib.asynccontextmanager
 async def kept(
     options: dict[str, Any] | None = None, recovery: RecoveryConfig = QUICK, **more: Any
-) -> AsyncIterator[tuple[EngineKeeper, Listener]]:
+) -> AsyncIterator[tuple[Supervisor, Listener]]:
     before = psutil.Process().children()  # of fixtures, in whatever order the tests run
     listener = Listener()
-    keeper = EngineKeeper(options or {}, COMMAND, recovery, listener, **more)
-    assert keeper.state is EngineState.STARTING and keeper.link is None
-    await keeper.start()
+    supervisor = Supervisor(options or {}, COMMAND, recovery, listener, **more)
+    assert supervisor.state is EngineState.STARTING and supervisor.link is None
+    await supervisor.start()
     try:
-        yield keeper, listener
+        yield supervisor, listener
     finally:
-        await keeper.shutdown(drain=False, timeout_s=2, reason=None)
-        assert keeper.state is EngineState.CLOSING and keeper.pid is None
+        await supervisor.shutdown(drain=False, timeout_s=2, reason=None)
+        assert supervisor.state is EngineState.CLOSING and supervisor.pid is None
         assert psutil.Process().children() == before
 
 
@@ -81,24 +82,27 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), WAIT_S))  # type: ignore[arg-type]
 
 
-def kill(keeper: EngineKeeper) -> None:
-    assert keeper.pid is not None
-    os.kill(keeper.pid, signal.SIGKILL)
+def kill(supervisor: Supervisor) -> None:
+    assert supervisor.pid is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
 
 
 def test_a_process_that_dies_is_started_again_with_what_was_chosen() -> None:
     async def test() -> None:
         told: list[tuple[str, int, int]] = []
         options = {"num_progress": 1}
-        async with kept(options, on_progress=lambda *news: told.append(news)) as (keeper, listener):
-            pid = keeper.pid
-            assert keeper.state is EngineState.READY and keeper.link is listener.links[0]
-            assert keeper.facts["kernels"] == "fake" and keeper.silence_s >= 0
-            kill(keeper)
+        async with kept(options, on_progress=lambda *news: told.append(news)) as (
+            supervisor,
+            listener,
+        ):
+            pid = supervisor.pid
+            assert supervisor.state is EngineState.READY and supervisor.link is listener.links[0]
+            assert supervisor.facts["kernels"] == "fake" and supervisor.silence_s >= 0
+            kill(supervisor)
             await listener.ready(1)
-            assert keeper.state is EngineState.READY and keeper.pid not in (pid, None)
-            assert (keeper.num_restarts, len(listener.deaths), listener.ends) == (1, 1, [])
-            assert keeper._options == options | {"max_model_len": 512}
+            assert supervisor.state is EngineState.READY and supervisor.pid not in (pid, None)
+            assert (supervisor.num_restarts, len(listener.deaths), listener.ends) == (1, 1, [])
+            assert supervisor._options == options | {"max_model_len": 512}
             assert told == [("loading nothing", 1, 1)], "of the first process only"
 
     run(test)
@@ -107,32 +111,34 @@ def test_a_process_that_dies_is_started_again_with_what_was_chosen() -> None:
 def test_while_it_recovers_there_is_no_link() -> None:
     async def test() -> None:
         recovery = RecoveryConfig(first_backoff_s=20.0)
-        async with kept(recovery=recovery) as (keeper, listener):
-            kill(keeper)
+        async with kept(recovery=recovery) as (supervisor, listener):
+            kill(supervisor)
             await listener.ready(1)
-            kill(keeper)
+            kill(supervisor)
             while len(listener.deaths) < 2:
                 await asyncio.sleep(0.005)
-            assert keeper.state is EngineState.RECOVERING
-            assert keeper.link is None and keeper.pid is None and keeper.silence_s == 0.0
+            assert supervisor.state is EngineState.RECOVERING
+            assert (
+                supervisor.link is None and supervisor.pid is None and supervisor.silence_s == 0.0
+            )
         assert "shut down" in str(listener.ends[-1])  # in the middle of the wait
 
     run(test)
 
 
-def test_a_hung_step_is_a_death_and_stale_messages_change_nothing() -> None:
+def test_a_hung_step_is_a_death_and_one_that_is_reported_again_changes_nothing() -> None:
     async def test() -> None:
         recovery = RecoveryConfig(heartbeat_timeout_s=1.0)
-        async with kept(recovery=recovery) as (keeper, listener):
+        async with kept(recovery=recovery) as (supervisor, listener):
             request = Request("a", [HANG, 2], DecodingParams(10))
             listener.links[0].send(encode(AddRequest(request)))
             await listener.ready(1)
-            assert len(listener.messages) == 2 and keeper.num_restarts == 1
-            keeper.on_message(listener.links[0], listener.messages[0])
+            assert len(listener.messages) == 2 and supervisor.num_restarts == 1
+            assert {link for link, _ in listener.messages} == {listener.links[0]}
             (death,) = listener.deaths
             assert death.has_hung and death.activity == (Doing.COMPUTING, {"a"})
-            keeper.on_death(listener.links[0], EngineDeadError("once more"), death)
-            assert len(listener.messages) == 2 and keeper.state is EngineState.READY
+            supervisor.on_death(listener.links[0], EngineDeadError("once more"), death)
+            assert len(listener.deaths) == 1 and supervisor.state is EngineState.READY
 
     run(test)
 
@@ -140,18 +146,18 @@ def test_a_hung_step_is_a_death_and_stale_messages_change_nothing() -> None:
 def test_a_crash_loop_ends_with_a_reason_and_no_process() -> None:
     async def test() -> None:
         recovery = RecoveryConfig(max_restarts=2, first_backoff_s=0.01)
-        async with kept(recovery=recovery) as (keeper, listener):
-            waiter = asyncio.ensure_future(keeper.wait_failed())
+        async with kept(recovery=recovery) as (supervisor, listener):
+            waiter = asyncio.ensure_future(supervisor.wait_failed())
             for number in range(3):
                 await listener.ready(number)
-                assert keeper.failure is None and not waiter.done()
-                kill(keeper)
+                assert supervisor.failure is None and not waiter.done()
+                kill(supervisor)
             error = await waiter
             assert "died more than 2 times within 300 s and is not started again" in str(error)
             assert "SIGKILL" in str(error), "the last reason"
-            assert (keeper.state, keeper.failure) == (EngineState.FAILED, error)
+            assert (supervisor.state, supervisor.failure) == (EngineState.FAILED, error)
             assert "SIGKILL" not in str(listener.ends[0]), "clients need not know"
-            assert (keeper.pid, keeper.num_restarts) == (None, 2)
+            assert (supervisor.pid, supervisor.num_restarts) == (None, 2)
 
     run(test)
 
@@ -159,13 +165,13 @@ def test_a_crash_loop_ends_with_a_reason_and_no_process() -> None:
 def test_deaths_that_a_request_explains_are_no_crash_loop() -> None:
     async def test() -> None:
         recovery = RecoveryConfig(max_restarts=1, first_backoff_s=0.01)
-        async with kept(recovery=recovery) as (keeper, listener):
+        async with kept(recovery=recovery) as (supervisor, listener):
             for number in range(4):
                 await listener.ready(number)
                 listener.explains = number % 2 == 1
-                kill(keeper)
+                kill(supervisor)
             await listener.ready(4)
-            assert keeper.state is EngineState.READY and keeper.num_restarts == 4
+            assert supervisor.state is EngineState.READY and supervisor.num_restarts == 4
 
     run(test)
 
@@ -176,22 +182,22 @@ def test_an_engine_that_can_not_be_built_again_fails_after_the_same_patience(
     async def test() -> None:
         recovery = RecoveryConfig(max_restarts=2, first_backoff_s=0.01)
         options = {"max_builds": 1, "build_marks": str(tmp_path)}
-        async with kept(options, recovery) as (keeper, _):
-            kill(keeper)
-            error = await keeper.wait_failed()
+        async with kept(options, recovery) as (supervisor, _):
+            kill(supervisor)
+            error = await supervisor.wait_failed()
             assert "the model is not there any more" in str(error)
-            assert keeper.num_restarts == 2
+            assert supervisor.num_restarts == 2
 
     run(test)
 
 
 def test_an_engine_that_is_not_what_it_was_is_refused() -> None:
     async def test() -> None:
-        async with kept() as (keeper, listener):
-            assert keeper.limits is not None
-            keeper.limits = type(keeper.limits)(vocab_size=7, max_model_len=512)
-            kill(keeper)
-            error = await keeper.wait_failed()
+        async with kept() as (supervisor, listener):
+            assert supervisor.limits is not None
+            supervisor.limits = type(supervisor.limits)(vocab_size=7, max_model_len=512)
+            kill(supervisor)
+            error = await supervisor.wait_failed()
             assert "is not the engine that it was" in str(error)
             assert len(listener.links) == 1 and len(listener.ends) == 1
 
@@ -202,22 +208,22 @@ def test_a_process_that_does_not_get_ready_again_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def test() -> None:
-        async with kept(recovery=RecoveryConfig(max_restarts=1)) as (keeper, _):
-            keeper._build_limit_s = 0.3
-            keeper._options["hang_s"] = 600
-            kill(keeper)
-            assert "not ready after 0.3 s" in str(await keeper.wait_failed())
+        async with kept(recovery=RecoveryConfig(max_restarts=1)) as (supervisor, _):
+            supervisor._build_limit_s = 0.3
+            supervisor._options["hang_s"] = 600
+            kill(supervisor)
+            assert "not ready after 0.3 s" in str(await supervisor.wait_failed())
 
     run(test)
-    assert engine_keeper.LEAST_BUILD_LIMIT_S >= 60, "loading a model takes its time"
+    assert supervisor_module.LEAST_BUILD_LIMIT_S >= 60, "loading a model takes its time"
 
 
 def test_a_program_that_is_gone_fails_like_a_process_that_dies() -> None:
     async def test() -> None:
-        async with kept(recovery=RecoveryConfig(max_restarts=1)) as (keeper, _):
-            keeper._command = ("./no-such-program",)
-            kill(keeper)
-            assert "can't be started" in str(await keeper.wait_failed())
+        async with kept(recovery=RecoveryConfig(max_restarts=1)) as (supervisor, _):
+            supervisor._command = ("./no-such-program",)
+            kill(supervisor)
+            assert "can't be started" in str(await supervisor.wait_failed())
 
     run(test)
 
@@ -246,9 +252,9 @@ def test_a_first_start_that_fails_is_not_repeated(
 def test_a_first_start_that_is_cancelled_leaves_no_process(delay_s: float) -> None:
     async def test() -> None:
         before = psutil.Process().children()
-        keeper = EngineKeeper({"hang_s": 600}, COMMAND, QUICK, Listener())
+        supervisor = Supervisor({"hang_s": 600}, COMMAND, QUICK, Listener())
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(keeper.start(), delay_s)
+            await asyncio.wait_for(supervisor.start(), delay_s)
         assert psutil.Process().children() == before
 
     run(test)
@@ -257,9 +263,9 @@ def test_a_first_start_that_is_cancelled_leaves_no_process(delay_s: float) -> No
 @pytest.mark.parametrize("delay_s", [0.0, 0.1])
 def test_a_shutdown_in_the_middle_of_a_restart_leaves_no_process(delay_s: float) -> None:
     async def test() -> None:
-        async with kept() as (keeper, listener):
-            keeper._options["hang_s"] = 600
-            kill(keeper)
+        async with kept() as (supervisor, listener):
+            supervisor._options["hang_s"] = 600
+            kill(supervisor)
             while not listener.deaths:
                 await asyncio.sleep(0.005)
             await asyncio.sleep(delay_s)

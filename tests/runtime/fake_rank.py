@@ -65,7 +65,7 @@ def build(join, tell_joining):
     if "bug" in options:
         raise ZeroDivisionError(options["bug"])
     if "calls" in options:
-        who = [join.rank, join.size, Path(join.meeting_place).name]
+        who = [join.rank, join.size, Path(join.rendezvous).name]
         Path(options["calls"]).write_text(json.dumps(who) + "\n")
     return RecordingRunner(options)
 

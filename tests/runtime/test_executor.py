@@ -80,7 +80,7 @@ def test_all_ranks_make_all_calls(start, tmp_path) -> None:
 
 def test_processes_end_with_the_object() -> None:
     workers = Workers(COMMAND, {}, 2)
-    process, folder = psutil.Process(pid_of(workers)), workers.meeting_place.parent
+    process, folder = psutil.Process(pid_of(workers)), workers.rendezvous.parent
     assert folder.exists()
     del workers
     assert not process.is_running() and not folder.exists()
@@ -214,7 +214,7 @@ def test_a_build_that_fails_on_rank_0_ends_the_others() -> None:
     ):
         assert (group.rank, group.size, group.least(4)) == (0, 1, 4)
         raise CheckpointError("no such file")
-    assert not workers.meeting_place.parent.exists()
+    assert not workers.rendezvous.parent.exists()
 
 
 def test_a_build_that_breaks_off_tells_which_rank_is_to_blame(make_workers, monkeypatch) -> None:

@@ -3,7 +3,6 @@
 import socket
 import threading
 
-import msgspec
 import pytest
 from tests.runtime.fake_rank import RecordingRunner
 
@@ -21,19 +20,18 @@ from quire.core.step import (
     TokenEdit,
 )
 from quire.errors import CheckpointError
+from quire.ipc import MessageError, PeerGoneError, send
 from quire.runtime.worker import (
     Execute,
     Failed,
     FetchResult,
     Join,
     Joining,
-    PeerGoneError,
-    Ready,
     Reset,
     Sample,
+    WorkerReady,
     receive_call,
     receive_news,
-    send,
     serve_calls,
 )
 
@@ -116,7 +114,7 @@ def test_long_messages_arrive_in_pieces(sockets) -> None:
     sender.join()
 
 
-@pytest.mark.parametrize("news", [Joining(), Ready(), Failed("checkpoint_error", "no file")])
+@pytest.mark.parametrize("news", [Joining(), WorkerReady(), Failed("checkpoint_error", "no file")])
 def test_news_arrive_as_they_were_sent(sockets, news) -> None:
     ours, theirs = sockets
     send(theirs, news)
@@ -135,7 +133,7 @@ def test_the_end_of_the_socket_is_told_to_both_sides(sockets) -> None:
 def test_what_is_no_message_is_not_taken_for_one(sockets) -> None:
     ours, theirs = sockets
     ours.sendall(b"\x00\x00\x00\x03\x91\xa1x")
-    with pytest.raises(msgspec.ValidationError):
+    with pytest.raises(MessageError):
         receive_call(theirs)
 
 
@@ -151,7 +149,7 @@ def test_a_worker_makes_the_calls_in_their_order(sockets) -> None:
     thread, codes = start_worker(theirs, build)
     send(ours, JOIN)
     assert receive_news(ours) == Joining()
-    assert receive_news(ours) == Ready()
+    assert receive_news(ours) == WorkerReady()
     send(ours, Execute(FULL_PLAN), Sample(), Execute(StepPlan(8, 1, 1)), Sample({0: b"\x01"}))
     send(ours, FetchResult(), Reset())
     ours.close()
@@ -184,7 +182,7 @@ def test_a_worker_says_what_a_step_failed_of(sockets, capsys) -> None:
     ours, theirs = sockets
     thread, codes = start_worker(theirs, lambda join, _: RecordingRunner({"fail_at": 3}))
     send(ours, JOIN, Execute(StepPlan(3, 1, 1)))
-    assert receive_news(ours) == Ready()
+    assert receive_news(ours) == WorkerReady()
     failed = receive_news(ours)
     assert failed == Failed("internal_error", "RuntimeError: step 3 can't be computed")
     thread.join()
@@ -213,7 +211,7 @@ def test_the_last_to_go_tidy_up_where_the_ranks_have_met(sockets, tmp_path) -> N
     (folder / "ranks").touch()
     send(ours, Join({}, 1, 2, str(folder / "ranks")))
     thread, codes = start_worker(theirs, lambda *_: RecordingRunner())
-    assert receive_news(ours) == Ready()
+    assert receive_news(ours) == WorkerReady()
     ours.close()
     thread.join()
     assert codes == [0] and not folder.exists() and tmp_path.exists()

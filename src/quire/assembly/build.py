@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import Sizes
-from quire.assembly.rank_build import OnProgress, Share, build_share
+from quire.assembly.rank_build import Share, build_share
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.options import SchedulerConfig
 from quire.core.sampling_params import ModelLimits
@@ -25,6 +25,7 @@ from quire.core.step import Runner
 from quire.distributed.group import ProcessGroup
 from quire.engine.engine import Engine
 from quire.engine.stats import StatsLog
+from quire.engine_client.messages import OnProgress
 from quire.errors import InsufficientMemoryError
 from quire.hub.model_folder import resolve_model_folder
 from quire.models.checkpoints.readers import open_checkpoint
@@ -75,7 +76,7 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> Runner:
     device = choose_device(checked.device, join.rank, join.size)
     tell_joining()
     group = ProcessGroup(
-        Path(join.meeting_place),
+        Path(join.rendezvous),
         join.rank,
         join.size,
         device,

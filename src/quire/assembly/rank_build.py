@@ -4,7 +4,6 @@ Without tensor parallelism there is one rank, whose share is all of it. Every ra
 all in step: what depends on how much memory is free is agreed between them. Called by `build`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from quire.assembly.device_setup import Compute, choose_compute, choose_device
 from quire.assembly.host_memory_plan import Sizes, choose_sizes, wanted_model_len
 from quire.attention.interface import AttentionBackend
 from quire.distributed.group import ProcessGroup
+from quire.engine_client.messages import OnProgress
 from quire.errors import InsufficientMemoryError
 from quire.kernels.cpu.library import available_processors
 from quire.kernels.cpu.sampling import NativeSampling
@@ -42,9 +42,6 @@ from quire.sampling.host.sampler import HostStepSampler, Sampler, SamplingRows, 
 
 MOST_LOADING_THREADS = 8
 """That fill a GPU's memory: more don't make a file come faster."""
-
-OnProgress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and of how much (0: not known)."""
 
 Facts = dict[str, int | str | None]
 

@@ -55,14 +55,14 @@ class ProcessGroup:
 
     def __init__(
         self,
-        meeting_place: Path,
+        rendezvous: Path,
         rank: int,
         size: int,
         device: torch.device,
         *,
         fixed_order: bool = False,
     ) -> None:
-        """Waits for all ranks. meeting_place: a file that is not there yet, which they find each
+        """Waits for all ranks. rendezvous: a file that is not there yet, which they find each
         other by, in a folder that lasts as long as they do. device: this rank's own.
 
         Raises RuntimeError where a rank does not come.
@@ -72,7 +72,7 @@ class ProcessGroup:
         self._device = device
         self._is_ordered = device.type == "cpu" or (fixed_order and size > 2)
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        store = _c10d.FileStore(str(meeting_place), size)
+        store = _c10d.FileStore(str(rendezvous), size)
         connect = _gloo if device.type == "cpu" else _nccl
         self._backend = connect(store, rank, size, timeout)
         # On the stream that computes, not beside it.

@@ -1,42 +1,79 @@
-"""The front's engine: one that outlives its processes.
+"""The front's engine: open requests, what they have got so far, and a process that is replaced.
 
-`AsyncEngine.start` starts `engine_main` and waits until it stands; `generate` opens a stream of
-outputs; closing a stream aborts what is left of it. When the process dies, or hangs in a step, it
-is started anew, and every open request goes on from the tokens that came of it: its stream notices
-nothing but the pause. Whatever way the front ends, no process stays behind.
+`AsyncEngine.start` starts `engine_main` and waits until it is ready; `generate` sends requests and
+pushes their outputs into a sink; closing the stream aborts what is left of it. When the process
+dies, or hangs in a step, it is started anew, and every open request goes on from the tokens that
+came of it: its sink notices nothing but the pause. Whatever way the front ends, no process stays
+behind.
 
-    engine_link     one process and its socket        recovery        who goes on, who is to blame
-    engine_keeper   one process after the other       request_stream  outputs on their way out
-    dispatcher      open requests, and what they have got so far
+    supervisor    one process after the other, each behind a `link`
+    recovery      who goes on, who is to blame
+    Dispatcher    below: what is sent to the process, and where its outputs go
 
 Knows no HTTP, no text and no torch. Called by `server`.
 """
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from quire.core.request import Request
+from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
-from quire.engine_client.dispatcher import Dispatcher
-from quire.engine_client.messages import GetStats, Question
-from quire.engine_client.recovery import EngineState, RecoveryConfig
-from quire.engine_client.request_stream import RequestStream
-from quire.engine_client.supervisor import EngineKeeper, OnProgress
-from quire.errors import EngineDeadError, QuireError
+from quire.engine_client.messages import (
+    AbortRequest,
+    AddRequest,
+    GetStats,
+    OnProgress,
+    Outputs,
+    Question,
+    RequestFailed,
+    error_from,
+)
+from quire.engine_client.recovery import (
+    Death,
+    EngineState,
+    OpenRequest,
+    RecoveryConfig,
+    ResumeQueue,
+)
+from quire.engine_client.supervisor import Supervisor
+from quire.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    QuireError,
+    RequestKillsEngineError,
+)
+from quire.ipc import MessageError, encode
+from quire.observability.log import get_logger
 
 ENGINE_COMMAND = (sys.executable, "-m", "quire.assembly.engine_main")
 DEFAULT_MAX_QUEUED_REQUESTS = 1024
 DEFAULT_RECOVERY = RecoveryConfig()
 
+logger = get_logger(__name__)
+
+
+class OutputSink(Protocol):
+    """Where the outputs of one call's requests are pushed to as they come. Neither method may raise
+    or wait."""
+
+    def on_output(self, output: SequenceOutput) -> None:
+        """One output. In here, branches may be aborted and the stream may be closed."""
+        ...
+
+    def on_end(self, error: QuireError | None) -> None:
+        """The last call: every branch has ended, or `error` ended the stream."""
+        ...
+
 
 class AsyncEngine:
     """An engine, whichever process it lives in. Belongs to one event loop."""
 
-    def __init__(self, keeper: EngineKeeper, dispatcher: Dispatcher) -> None:
+    def __init__(self, supervisor: Supervisor, dispatcher: "Dispatcher") -> None:
         """Use `start`."""
-        self._keeper = keeper
+        self._supervisor = supervisor
         self._dispatcher = dispatcher
 
     @classmethod
@@ -51,48 +88,48 @@ class AsyncEngine:
     ) -> "AsyncEngine":
         """Start the engine process and wait until it is ready for requests.
 
-        options: of `engine.build.build_engine`; numbers, strings, booleans, None, and lists and
+        options: of `assembly.build.build_engine`; numbers, strings, booleans, None, and lists and
             dicts of them.
         max_queued_requests: how many requests may be open, waiting or running; one that asks for n
             samples counts n times.
         command: what to run; `--fd N` and the arguments of logging are appended.
-        on_progress: told of what the first process does until it is ready.
+        on_progress: called with what the first process does until it is ready.
 
-        Raises what `build_engine` raised (ConfigurationError and its kin), EngineDeadError if the
-        process ended without a word, and MessageError for options that can't be sent. When it
+        Raises what `build_engine` raised (ConfigurationError and its kinds), EngineDeadError if the
+        process ended without a message, and MessageError for options that can't be sent. When it
         raises, or is cancelled, the process is gone.
         """
         dispatcher = Dispatcher(max_queued_requests, asyncio.get_running_loop().time)
-        keeper = EngineKeeper(options, command, recovery, dispatcher, on_progress)
-        await keeper.start()
-        return cls(keeper, dispatcher)
+        supervisor = Supervisor(options, command, recovery, dispatcher, on_progress)
+        await supervisor.start()
+        return cls(supervisor, dispatcher)
 
     # ---- what it is -------------------------------------------------------------------------
 
     @property
     def state(self) -> EngineState:
-        return self._keeper.state
+        return self._supervisor.state
 
     @property
     def failure(self) -> QuireError | None:
         """Why it has failed for good; None if it has not."""
-        return self._keeper.failure
+        return self._supervisor.failure
 
     @property
     def limits(self) -> ModelLimits:
         """What the engine was built for."""
-        assert self._keeper.limits is not None, "the engine was never ready"
-        return self._keeper.limits
+        assert self._supervisor.limits is not None, "the engine was never ready"
+        return self._supervisor.limits
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """What the present process was built of, by name, for people (see `build_engine`)."""
-        return self._keeper.facts
+        return self._supervisor.facts
 
     @property
     def num_restarts(self) -> int:
         """Processes that were started after the first."""
-        return self._keeper.num_restarts
+        return self._supervisor.num_restarts
 
     @property
     def is_alive(self) -> bool:
@@ -102,7 +139,7 @@ class AsyncEngine:
     @property
     def pid(self) -> int | None:
         """Of the process; None while there is none."""
-        return self._keeper.pid
+        return self._supervisor.pid
 
     @property
     def num_open(self) -> int:
@@ -111,9 +148,9 @@ class AsyncEngine:
 
     @property
     def last_step_age_s(self) -> float:
-        """For how long the process has said nothing: it speaks between two steps, and is asked to
-        several times within `heartbeat_timeout_s`. 0 while there is none."""
-        return self._keeper.silence_s
+        """Seconds since the process sent anything. It sends between two steps, and is asked to
+        several times within `heartbeat_timeout_s`. 0 while there is no process."""
+        return self._supervisor.silence_s
 
     # ---- what it does -----------------------------------------------------------------------
 
@@ -122,16 +159,16 @@ class AsyncEngine:
         self._check_alive()
         self._dispatcher.check_room(num_generations)
 
-    def generate(self, *requests: Request) -> RequestStream:
-        """Take requests and open one stream for their outputs.
+    def generate(self, requests: Sequence[Request], sink: OutputSink) -> "RequestStream":
+        """Take requests in; their outputs are pushed into `sink`, beginning after this returns.
 
         Raises OverloadedError when they don't all fit among the open requests, EngineDeadError,
-        InvalidRequestError for an id that is in use. The stream raises what the engine refuses a
-        request with, RequestKillsEngineError for one that is to blame for the death of processes,
-        and EngineDeadError if the engine fails for good or is shut down.
+        InvalidRequestError for an id that is in use. The stream ends with the error that the engine
+        refuses a request with, with RequestKillsEngineError for one that is to blame for the death
+        of processes, and with EngineDeadError if the engine fails for good or is shut down.
         """
         self._check_alive()
-        return self._dispatcher.open(requests)
+        return self._dispatcher.open(requests, sink)
 
     def abort(self, request_id: str, branch_index: int | None = None) -> None:
         """End a request, or one branch of it, before the engine's next step.
@@ -151,7 +188,7 @@ class AsyncEngine:
         then no step has ended for so long.
         """
         self._check_alive()
-        link = self._keeper.link
+        link = self._supervisor.link
         if link is None:
             raise EngineDeadError("the engine is being started again; ask once more in a moment")
         try:
@@ -164,7 +201,7 @@ class AsyncEngine:
 
     async def wait_failed(self) -> QuireError:
         """Wait until the engine has failed for good; returns why."""
-        return await self._keeper.wait_failed()
+        return await self._supervisor.wait_failed()
 
     async def shutdown(
         self, *, drain: bool = True, timeout_s: float = 30.0, reason: QuireError | None = None
@@ -174,8 +211,243 @@ class AsyncEngine:
         reason: what open streams raise then. When it returns, or is cancelled, the process is gone.
         May be called twice.
         """
-        await self._keeper.shutdown(drain=drain, timeout_s=timeout_s, reason=reason)
+        await self._supervisor.shutdown(drain=drain, timeout_s=timeout_s, reason=reason)
 
     def _check_alive(self) -> None:
         if not self.is_alive:
             raise EngineDeadError("the engine is not running, so it takes no requests")
+
+
+class RequestStream:
+    """The open requests of one call, and the sink that their outputs are pushed into.
+
+    Invariants: outputs come in the order in which the engine made them; the sink's `on_end` is
+    called once, when every branch of every request has finished, was aborted, or an error ended
+    the stream; nothing comes after it.
+    """
+
+    __slots__ = ("_dispatcher", "_has_ended", "_open_ids", "_sink")
+
+    def __init__(self, dispatcher: "Dispatcher", request_ids: set[str], sink: OutputSink) -> None:
+        """request_ids: of the call's requests; owned from now on."""
+        self._dispatcher = dispatcher
+        self._open_ids = request_ids
+        self._sink = sink
+        self._has_ended = False
+
+    def abort_branch(self, request_id: str, branch_index: int) -> None:
+        """End one branch; no more of its outputs come. Nothing happens if it has ended."""
+        if request_id in self._open_ids:
+            self._dispatcher.abort(request_id, branch_index)
+
+    def close(self) -> None:
+        """Abort whatever is still running. May be called twice."""
+        for request_id in list(self._open_ids):
+            self._dispatcher.abort(request_id)
+
+    def push(self, output: SequenceOutput) -> None:
+        """For the dispatcher: an output of an open request."""
+        if self._has_ended:
+            return
+        self._sink.on_output(output)
+        if not self._open_ids:
+            self.end(None)
+
+    def forget(self, request_id: str) -> None:
+        """For the dispatcher: all branches of a request have ended."""
+        self._open_ids.discard(request_id)
+
+    def end_if_done(self) -> None:
+        """For the dispatcher: branches were aborted, which brings no output."""
+        if not self._open_ids:
+            self.end(None)
+
+    def end(self, error: QuireError | None) -> None:
+        """For the dispatcher: nothing more comes; a second call changes nothing."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._sink.on_end(error)
+
+
+class Wire(Protocol):
+    """The way to a process: `link.EngineLink`."""
+
+    def send(self, frame: bytes) -> None:
+        """Send an encoded message."""
+        ...
+
+    def call_between_steps(self, call: Callable[[], None]) -> None:
+        """Call `call` once the process has taken in all that was sent, and computes no step; never,
+        if the process dies before."""
+        ...
+
+
+class Dispatcher:
+    """The open requests: what is sent to the process, and where its outputs go.
+
+    The order and the blame after a death are `recovery.ResumeQueue`'s; the tokens that came are
+    kept here, so nothing is asked for twice. It is the `EngineListener` of the supervisor.
+
+    Invariants: a request is in `_open`, with its stream, exactly while outputs for it may come and
+    be wanted; `num_open` counts their branches. What comes over any wire but the present one
+    changes nothing.
+    """
+
+    def __init__(self, max_num_open: int, clock: Callable[[], float]) -> None:
+        """max_num_open: branches of open requests. clock: seconds from any fixed point."""
+        self.num_open = 0
+        self._max_num_open = max_num_open
+        self._clock = clock
+        self._wire: Wire | None = None
+        self._queue = ResumeQueue()
+        self._open: dict[str, tuple[OpenRequest, RequestStream]] = {}
+
+    # ---- for clients ------------------------------------------------------------------------
+
+    def check_room(self, num_wanted: int) -> None:
+        """Raises OverloadedError where so many branches more don't fit, InvalidRequestError where
+        they never will."""
+        bound = self._max_num_open
+        if num_wanted > bound:
+            raise InvalidRequestError(
+                f"{num_wanted} generations at once (prompts times n), above the bound of {bound}; "
+                "send them in several calls"
+            )
+        if self.num_open + num_wanted > bound:
+            # How many are open is not said: that is other clients' affair.
+            raise OverloadedError(
+                f"the server has too many generations open to take {num_wanted} more: its bound is"
+                f" {bound}; retry later"
+            )
+
+    def open(self, requests: Sequence[Request], sink: OutputSink) -> RequestStream:
+        """Take requests in and send them when there is a process. Raises OverloadedError,
+        InvalidRequestError; then none was taken in."""
+        self.check_room(sum(request.n for request in requests))
+        ids = {request.request_id for request in requests}
+        if len(ids) < len(requests) or ids & self._open.keys():
+            raise InvalidRequestError("request ids must be unique", "request_id")
+        try:
+            frames = [encode(AddRequest(request)) for request in requests]
+        except MessageError as error:
+            raise InvalidRequestError(str(error)) from error
+        now_s = self._clock()
+        stream = RequestStream(self, ids, sink)
+        for request, frame in zip(requests, frames, strict=True):
+            opened = OpenRequest(request, now_s)
+            self._open[request.request_id] = opened, stream
+            self.num_open += request.n
+            may_go = self._wire is not None and self._queue.is_idle
+            self._queue.add(opened)
+            if self._wire is not None and may_go:
+                self._queue.next_to_send()
+                self._wire.send(frame)
+        return stream
+
+    def abort(self, request_id: str, branch_index: int | None = None) -> None:
+        """See `AsyncEngine.abort`."""
+        request, stream = self._open.get(request_id, (None, None))
+        if request is None or stream is None:
+            return
+        num_dropped = request.drop(branch_index)
+        if not num_dropped:
+            return
+        self.num_open -= num_dropped
+        is_sent, is_on_trial = self._queue.is_sent(request), False
+        if not request.branches:
+            self._forget(request)
+            is_on_trial = self._queue.leave(request)
+        if is_sent and self._wire is not None:
+            self._wire.send(encode(AbortRequest(request_id, branch_index)))
+            if is_on_trial:
+                self._wire.call_between_steps(lambda: self._clear(request))
+        stream.end_if_done()
+
+    # ---- for the supervisor and its link ----------------------------------------------------
+
+    def on_ready(self, wire: Wire) -> None:
+        """See `EngineListener`: open requests go on, and those that came meanwhile begin."""
+        self._wire = wire
+        self._send_next()
+
+    def on_message(self, wire: Wire, message: Outputs | RequestFailed) -> None:
+        """See `OutputListener`."""
+        if wire is not self._wire:
+            return
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                self._push(output)
+        else:
+            self._fail(message.request_id, error_from(message))
+        if not self._queue.is_idle:
+            self._send_next()
+
+    def on_death(self, death: Death) -> frozenset[Death]:
+        """See `EngineListener`."""
+        self._wire = None
+        verdict = self._queue.on_death(death)
+        if verdict.blamed is None:
+            logger.warning(
+                "the engine died of: %s; it was: %s; requests to be tried: %d",
+                death.cause,
+                death.activity.doing.name.lower(),
+                self._queue.num_suspects,
+            )
+            return verdict.explained
+        request_id = verdict.blamed.request_id
+        logger.error("request %s is to blame: the engine died twice on its trial", request_id)
+        self._fail(
+            request_id,
+            RequestKillsEngineError(
+                "the engine died twice while it computed this request, so the request is ended and"
+                " the others go on without it; don't send it again as it is"
+            ),
+        )
+        return verdict.explained
+
+    def on_end(self, error: QuireError) -> None:
+        """See `EngineListener`."""
+        self._wire = None
+        streams = list(dict.fromkeys(stream for _, stream in self._open.values()))
+        self._open.clear()
+        self._queue = ResumeQueue()
+        self.num_open = 0
+        for stream in streams:
+            stream.end(error)
+
+    # ---- within -----------------------------------------------------------------------------
+
+    def _send_next(self) -> None:
+        """Send whichever requests the queue lets go now."""
+        now_s = self._clock()
+        while self._wire is not None and (request := self._queue.next_to_send()) is not None:
+            self._wire.send(encode(AddRequest(request.to_send(now_s))))
+
+    def _clear(self, request: OpenRequest) -> None:
+        self._queue.clear(request)
+        self._send_next()
+
+    def _push(self, output: SequenceOutput) -> None:
+        request, stream = self._open.get(output.request_id, (None, None))
+        if request is None or stream is None or not request.take(output):
+            return  # aborted while this output was under way
+        if output.finish_reason is not None:
+            self.num_open -= 1
+            if not request.branches:
+                self._forget(request)
+                self._queue.end(request)
+        stream.push(output)
+
+    def _fail(self, request_id: str, error: QuireError) -> None:
+        """End one request with an error, and with it its stream."""
+        request, stream = self._open.get(request_id, (None, None))
+        if request is None or stream is None:
+            return
+        self.num_open -= request.drop(None)
+        self._forget(request)
+        self._queue.end(request)
+        stream.end(error)
+
+    def _forget(self, request: OpenRequest) -> None:
+        _, stream = self._open.pop(request.request_id)
+        stream.forget(request.request_id)

@@ -1,8 +1,8 @@
 """One engine process and the socket to it, from its start to its end.
 
 A link lives as long as its process: what dies is not started again here. It sends what it is given,
-answers questions in their order, notices a process that hangs, and tells its owner of everything
-else. However it ends, no process stays behind.
+answers questions in their order, kills a process that hangs, hands outputs to its listener and
+everything else to its owner. However it ends, no process stays behind.
 
 Knows no requests and no streams. Made by `supervisor`.
 """
@@ -21,9 +21,7 @@ from quire.engine_client.activity import ActivityRecord, make_shared_memory
 from quire.engine_client.messages import (
     BlocksReply,
     Fatal,
-    FrameSplitter,
     MemoryReply,
-    MessageError,
     Outputs,
     Ping,
     Pong,
@@ -34,11 +32,11 @@ from quire.engine_client.messages import (
     StatsReply,
     ToFront,
     decode_to_front,
-    encode,
     start_error_from,
 )
 from quire.engine_client.recovery import Death
 from quire.errors import EngineDeadError, QuireError
+from quire.ipc import FrameSplitter, MessageError, encode
 from quire.observability import log
 from quire.observability.machine_memory import num_oom_kills
 
@@ -47,28 +45,37 @@ _PULSES_PER_TIMEOUT = 4
 
 
 class LinkOwner(Protocol):
-    """Who is told what comes over a link."""
+    """Follows the life of the process: `Supervisor`."""
 
-    def on_ready(self, link: "EngineLink", ready: Ready) -> None:
-        """The engine takes requests."""
+    def on_progress(self, link: "EngineLink", progress: Progress) -> None:
+        """What the process does before it is ready."""
         ...
 
-    def on_message(self, link: "EngineLink", message: Progress | Outputs | RequestFailed) -> None:
-        """Something came of a request, or of the start."""
+    def on_ready(self, link: "EngineLink", ready: Ready) -> None:
+        """The process takes requests."""
         ...
 
     def on_death(self, link: "EngineLink", error: QuireError, death: Death) -> None:
-        """The process is gone, and everything that it sent was told before; `error` says why to
-        people, `death` to those who judge."""
+        """The process is gone, and everything that it sent was handed on before. `error` says why,
+        for people; `death` is the evidence for finding what caused it."""
+        ...
+
+
+class OutputListener(Protocol):
+    """Takes what comes of requests: `Dispatcher`."""
+
+    def on_message(self, link: "EngineLink", message: Outputs | RequestFailed) -> None:
+        """Outputs of a step, or a request that has failed."""
         ...
 
 
 class EngineLink(asyncio.Protocol):
     """Invariant: `on_death` is called exactly once for a link that was opened, and last."""
 
-    def __init__(self, owner: LinkOwner) -> None:
+    def __init__(self, owner: LinkOwner, listener: OutputListener) -> None:
         """Starts nothing; `open` does."""
         self._owner = owner
+        self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.WriteTransport | None = None
@@ -92,7 +99,7 @@ class EngineLink(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether there is, or was, a process at the other end: its death is told."""
+        """Whether there is, or was, a process at the other end, whose death is reported."""
         return self._transport is not None
 
     async def open(self, command: Sequence[str], start_frame: bytes) -> None:
@@ -141,7 +148,7 @@ class EngineLink(asyncio.Protocol):
         return waiter
 
     def call_between_steps(self, call: Callable[[], None]) -> None:
-        """See `dispatcher.Wire`."""
+        """See `async_engine.Wire`."""
 
         def on_answer(answer: asyncio.Future[dict[str, Any]]) -> None:
             if not answer.cancelled() and answer.exception() is None:
@@ -170,11 +177,11 @@ class EngineLink(asyncio.Protocol):
         self._asked_s = None
 
     async def wait_dead(self) -> None:
-        """Until the process is gone and the owner knows."""
+        """Until the process is gone and the owner was called."""
         await self._dead.wait()
 
     def kill(self, why: str) -> None:
-        """End the process at once; the owner is told when it is gone."""
+        """End the process at once; the owner is called when it is gone."""
         if self._process is not None and self._process.returncode is None:
             self._killed_because = self._killed_because or why
             with contextlib.suppress(ProcessLookupError):
@@ -209,12 +216,14 @@ class EngineLink(asyncio.Protocol):
 
     def _receive(self, message: ToFront) -> None:
         match message:
-            case Outputs() | RequestFailed() | Progress():
-                self._owner.on_message(self, message)
+            case Outputs() | RequestFailed():
+                self._listener.on_message(self, message)
             case StatsReply(answer) | MemoryReply(answer) | BlocksReply(answer):
                 self._answer(answer)
             case Pong():
                 self._answer({})
+            case Progress():
+                self._owner.on_progress(self, message)
             case Ready():
                 self._owner.on_ready(self, message)
             case Fatal():
@@ -222,7 +231,7 @@ class EngineLink(asyncio.Protocol):
 
     def _answer(self, answer: dict[str, Any]) -> None:
         waiter = self._waiters.popleft()
-        if not waiter.done():  # else nobody waits any more
+        if not waiter.done():  # else the caller was cancelled, or its time was up
             waiter.set_result(answer)
 
     async def _reap(self) -> None:
@@ -242,7 +251,7 @@ class EngineLink(asyncio.Protocol):
         error, death = self._judge(process.returncode)
         for waiter in self._waiters:
             if not waiter.done():
-                # Why it died is for the log: who asks may be a client.
+                # Why it died is for the log: the question may be a client's.
                 waiter.set_exception(EngineDeadError("the engine died before it had answered"))
         self._waiters.clear()
         self._dead.set()

@@ -1,16 +1,14 @@
-"""What the front and the engine process say to each other, and how it is put on the wire.
+"""The messages between the front and the engine process.
 
-Messages are msgpack (nothing is ever unpickled), each behind a length of four bytes. The front
-sends Start once, then AddRequest, AbortRequest, questions (Ping, GetStats, GetMemory, GetBlocks)
-and Shutdown; the engine tells of its Progress while it loads, says Ready once, then Outputs (one
+The front sends Start once, then AddRequest, AbortRequest, questions (Ping, GetStats, GetMemory,
+GetBlocks) and Shutdown. The engine sends Progress while it loads, Ready once, then Outputs (one
 message a step), RequestFailed, one reply to each question in the order of the questions and, before
-it dies of something, Fatal.
+it dies of something, Fatal. `ipc` says how they are put on the wire.
 
 Knows no sockets, no processes and no asyncio. Called by `engine_main` and `link`.
 """
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -24,17 +22,11 @@ from quire.errors import (
     OverloadedError,
     QuireError,
 )
+from quire.ipc import decoder
 
-MAX_MESSAGE_BYTES = 256 << 20
-"""No message is longer. The longest honest ones carry the logprobs of a long prompt."""
-
-_LENGTH = struct.Struct(">I")
-
-
-class MessageError(QuireError):
-    """Bytes that are not a message, or a message beyond MAX_MESSAGE_BYTES."""
-
-    code = "message_error"
+OnProgress: TypeAlias = Callable[[str, int, int], None]
+"""Called with the fields of Progress: what is being done, how much of it is done, and of how much
+(0: not known)."""
 
 
 class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
@@ -153,68 +145,10 @@ Reply: TypeAlias = Pong | StatsReply | MemoryReply | BlocksReply
 ToEngine: TypeAlias = Start | AddRequest | AbortRequest | Question | Shutdown
 ToFront: TypeAlias = Progress | Ready | Outputs | RequestFailed | Reply | Fatal
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_to_front_decoder: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
-
-
-def encode(message: ToEngine | ToFront) -> bytes:
-    """A message with its length in front. Raises MessageError for what msgpack can't carry."""
-    try:
-        body = _encoder.encode(message)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise MessageError(f"{type(message).__name__} can't be sent: {error}") from error
-    if len(body) > MAX_MESSAGE_BYTES:
-        raise MessageError(
-            f"{type(message).__name__} takes {len(body)} bytes, above the bound of "
-            f"{MAX_MESSAGE_BYTES}; ask for fewer logprobs or send a shorter prompt"
-        )
-    return _LENGTH.pack(len(body)) + body
-
-
-def decode_to_engine(body: bytes) -> ToEngine:
-    """The message in `body` (without its length). Raises MessageError."""
-    try:
-        return _to_engine_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MessageError(f"not a message from the front: {error}") from error
-
-
-def decode_to_front(body: bytes) -> ToFront:
-    """The message in `body` (without its length). Raises MessageError."""
-    try:
-        return _to_front_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MessageError(f"not a message from the engine: {error}") from error
-
-
-class FrameSplitter:
-    """Cuts a stream of bytes into message bodies, however the bytes arrive.
-
-    Holds the bytes of at most one unfinished frame.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The bodies that `data` completes. Raises MessageError for a length beyond the bound."""
-        self._buffer += data
-        bodies = []
-        start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (num_bytes,) = _LENGTH.unpack_from(self._buffer, start)
-            if num_bytes > MAX_MESSAGE_BYTES:
-                raise MessageError(
-                    f"a message announces {num_bytes} bytes, above the bound of {MAX_MESSAGE_BYTES}"
-                )
-            end = start + _LENGTH.size + num_bytes
-            if end > len(self._buffer):
-                break
-            bodies.append(bytes(self._buffer[start + _LENGTH.size : end]))
-            start = end
-        del self._buffer[:start]
-        return bodies
+decode_to_engine: Callable[[bytes], ToEngine] = decoder(ToEngine, "the front")
+"""The message in a body (without its length). Raises MessageError."""
+decode_to_front: Callable[[bytes], ToFront] = decoder(ToFront, "the engine")
+"""The same, in the other direction."""
 
 
 def request_failed(request_id: str, error: QuireError) -> RequestFailed:

@@ -14,8 +14,8 @@ second time:
     memory ran out          that may have come from outside, so all other suspects are tried first:
                             if another one dies as well, the first death proves nothing.
 
-Pure: knows no process, no clock, no asyncio. Called by `link`, `dispatcher` and
-`supervisor`.
+Pure: knows no process, no clock, no asyncio. Called by `link`, `async_engine`
+and `supervisor`.
 """
 
 import signal
@@ -248,7 +248,7 @@ class Verdict:
     explained: frozenset[Death] = frozenset()
 
 
-class Roster:
+class ResumeQueue:
     """Which open requests are in the engine process, and which wait to be sent.
 
     Invariant: a request with open branches is in exactly one of `_sent`, `_cleared`, `_suspects`

@@ -1,65 +1,52 @@
-"""Keeps an engine process running: starts it, watches its heartbeat, starts it anew when it died,
-and gives up when that does not help.
+"""Keeps an engine process running: starts it, watches its heartbeat, restarts it.
 
-Knows no requests: who goes on, and who is to blame, says its listener (`dispatcher`). Made by
-`async_engine`.
+It gives up when restarts don't help. Knows no requests: which of them go on, and which is to blame
+for a death, is found by its listener (`async_engine.Dispatcher`), to which the links hand outputs
+directly. Made by `async_engine`.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.activity import Activity, Doing
-from quire.engine_client.link import EngineLink
-from quire.engine_client.messages import (
-    Outputs,
-    Progress,
-    Ready,
-    RequestFailed,
-    Shutdown,
-    Start,
-    encode,
-)
+from quire.engine_client.link import EngineLink, OutputListener
+from quire.engine_client.messages import OnProgress, Progress, Ready, Shutdown, Start
 from quire.engine_client.recovery import Death, EngineState, RecoveryConfig, RestartBudget
 from quire.errors import EngineDeadError, QuireError
+from quire.ipc import encode
 from quire.observability.log import get_logger
 
 LEAST_BUILD_LIMIT_S = 60.0
 BUILD_LIMIT_RATIO = 10.0
-"""One that is started again must be ready by then, or by so many times what the first one took."""
-
-OnProgress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and of how much (0: not known)."""
+"""A process that is started again must be ready within the larger of the two: so many seconds, or
+so many times what the first process took."""
 
 logger = get_logger(__name__)
 
 
-class EngineListener(Protocol):
-    """Who is told of the engine's life."""
+class EngineListener(OutputListener, Protocol):
+    """What the supervisor calls when a process begins or ends: `Dispatcher`."""
 
     def on_ready(self, link: EngineLink) -> None:
         """A process takes requests over `link`. It knows of none."""
         ...
 
-    def on_message(self, message: Outputs | RequestFailed) -> None:
-        """Something came of a request."""
-        ...
-
     def on_death(self, death: Death) -> frozenset[Death]:
-        """The process is gone. Returns the deaths, this one among them, that a request turns out to
-        be to blame for; none where nobody is."""
+        """The process is gone; what still comes over its link is dropped. Returns the deaths, this
+        one among them, that a request turns out to have caused; none where no request has."""
         ...
 
     def on_end(self, error: QuireError) -> None:
-        """No process will be started any more; `error` is for those who wait."""
+        """No process will be started any more; open requests end with `error`."""
         ...
 
 
-class EngineKeeper:
+class Supervisor:
     """Invariant: `_link` is that of the present process, None while there is none; what comes over
-    any other changes nothing."""
+    any other link changes nothing."""
 
     def __init__(
         self,
@@ -136,7 +123,7 @@ class EngineKeeper:
                 await asyncio.gather(self._restarting, return_exceptions=True)
             if link is not None and link.is_open:
                 link.send(encode(Shutdown(drain)))
-                with contextlib.suppress(TimeoutError):  # it had its time; `finally` ends it
+                with contextlib.suppress(TimeoutError):  # then `finally` ends it
                     async with asyncio.timeout(timeout_s):
                         await link.wait_dead()
         finally:
@@ -148,14 +135,11 @@ class EngineKeeper:
 
     # ---- for the link -----------------------------------------------------------------------
 
-    def on_message(self, link: EngineLink, message: Progress | Outputs | RequestFailed) -> None:
-        """See `LinkOwner`."""
-        if link is not self._link:
-            return
-        if not isinstance(message, Progress):
-            self._listener.on_message(message)
-        elif self._on_progress is not None and self.state is EngineState.STARTING:
-            self._on_progress(message.text, message.done, message.total)
+    def on_progress(self, link: EngineLink, progress: Progress) -> None:
+        """See `LinkOwner`. Of processes after the first nothing is reported."""
+        is_first = link is self._link and self.state is EngineState.STARTING
+        if is_first and self._on_progress is not None:
+            self._on_progress(progress.text, progress.done, progress.total)
 
     def on_ready(self, link: EngineLink, ready: Ready) -> None:
         """See `LinkOwner`."""
@@ -164,7 +148,7 @@ class EngineKeeper:
         if self._build_timer is not None:
             self._build_timer.cancel()
         if self.limits is None:
-            # What was chosen by the memory that was free stays as it was chosen.
+            # The length was chosen by the memory that was free: it stays, whatever is free now.
             self._options["max_model_len"] = ready.limits.max_model_len
             took_s = self._loop.time() - self._began_s
             self._build_limit_s = max(LEAST_BUILD_LIMIT_S, BUILD_LIMIT_RATIO * took_s)
@@ -237,14 +221,14 @@ class EngineKeeper:
             self._build_timer = self._loop.call_later(self._build_limit_s, self._link.kill, why)
 
     async def _open_link(self) -> None:
-        self._link = EngineLink(self)
+        self._link = EngineLink(self, self._listener)
         await self._link.open(self._command, encode(Start(self._options)))
 
     def _give_up(self, error: QuireError) -> None:
         logger.error("%s", error)
         self.state = EngineState.FAILED
         self._failed.set_result(error)
-        # Clients are not told what only the operator should know.
+        # Clients get a message without what only the operator should know.
         self._listener.on_end(
             EngineDeadError("the engine has failed for good; the server's log says how")
         )

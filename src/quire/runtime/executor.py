@@ -4,7 +4,7 @@ The ranks must make the same calls in the same order, or their collectives meet 
 So a call that fails on any rank ends the group: nobody knows what the others did of it. The engine
 process then ends too, and is started again as after any other death.
 
-Knows no model. Called by `engine.build`.
+Knows no model. Called by `assembly.build`.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ from quire.errors import (
     QuireError,
     UnsupportedModelError,
 )
+from quire.ipc import PeerGoneError, send
 from quire.observability import log
 from quire.runtime.worker import (
     Call,
@@ -41,12 +42,10 @@ from quire.runtime.worker import (
     FromWorker,
     Join,
     Joining,
-    PeerGoneError,
-    Ready,
     Reset,
     Sample,
+    WorkerReady,
     receive_news,
-    send,
 )
 
 END_TIMEOUT_S = 5.0
@@ -80,14 +79,14 @@ class Workers:
         self.size = size
         self._has_lost_one = threading.Event()
         folder = tempfile.TemporaryDirectory(prefix="quire-")
-        self.meeting_place = Path(folder.name) / "ranks"
+        self.rendezvous = Path(folder.name) / "ranks"
         self._sockets: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._end = weakref.finalize(self, _end, self._sockets, self._processes, folder)
         try:
             for rank in range(1, size):
                 self._start(command)
-                join = Join(dict(options), rank, size, str(self.meeting_place))
+                join = Join(dict(options), rank, size, str(self.rendezvous))
                 send(self._sockets[-1], join)
         except (OSError, PeerGoneError) as error:
             self._end()
@@ -113,7 +112,7 @@ class Workers:
 
     def wait_ready(self) -> None:
         """Until all take calls. Raises why one of them failed."""
-        self._wait_for(Ready)
+        self._wait_for(WorkerReady)
 
     def _wait_for(self, kind: type[FromWorker]) -> None:
         for rank, sock in enumerate(self._sockets, 1):
@@ -138,7 +137,7 @@ class Workers:
         # What they say before they fail is read on the way.
         while happened := poll.poll(1000 * timeout_s):
             news = [self._news(*ranks[fd]) for fd, _ in happened]
-            failures = [one for one in news if isinstance(one, QuireError)]
+            failures = [message for message in news if isinstance(message, QuireError)]
             if failures:
                 return max(failures, key=_is_death)
         return None
@@ -227,9 +226,7 @@ def first_rank(
     """
     try:
         workers.wait_joining()
-        group = ProcessGroup(
-            workers.meeting_place, 0, workers.size, device, fixed_order=fixed_order
-        )
+        group = ProcessGroup(workers.rendezvous, 0, workers.size, device, fixed_order=fixed_order)
         workers.watch(group.abort)
         yield group
         workers.wait_ready()

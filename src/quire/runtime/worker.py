@@ -1,16 +1,15 @@
-"""One rank that is not the first: it makes the calls of `core.step.Runner` that rank 0 makes.
+"""The process of a rank beyond the first: it repeats the `Runner` calls of rank 0.
 
-Rank 0 sends each call over a socket, msgpack behind a length of four bytes, and nothing comes back:
-what the ranks compute travels between them in the layers' collectives, and as all of them have the
-same logits, each samples for itself. A worker says only that it is there, that it is ready, and why
-it failed. It ends when the socket does.
+Rank 0 sends each call over a socket (see `ipc`), and nothing comes back: what the ranks compute
+travels between them in the layers' collectives, and as all of them have the same logits, each
+samples for itself. A worker says only that it is about to join, that it is ready, and why it
+failed. It ends when the socket does.
 
-Knows no scheduler and no requests. Called by `engine.worker_process`; `executor` is the other end.
+Knows no scheduler and no requests. Called by `assembly.worker_main`; `executor` is the other end.
 """
 
 import contextlib
 import socket
-import struct
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -20,20 +19,16 @@ import msgspec
 
 from quire.core.step import Runner, StepPlan
 from quire.errors import QuireError
-
-MAX_MESSAGE_BYTES = 256 << 20
-"""No message is longer. The longest carry the tokens of the prompts that enter a step."""
-
-_LENGTH = struct.Struct(">I")
+from quire.ipc import PeerGoneError, decoder, receive, send
 
 
 class Join(msgspec.Struct, tag="join", array_like=True, frozen=True):
-    """Who the worker is; always the first message. meeting_place: see `distributed.group`."""
+    """Who the worker is; always the first message. rendezvous: see `distributed.group`."""
 
     options: dict[str, Any]
     rank: int
     size: int
-    meeting_place: str
+    rendezvous: str
 
 
 class Execute(msgspec.Struct, tag="execute", array_like=True, frozen=True):
@@ -60,7 +55,7 @@ class Joining(msgspec.Struct, tag="joining", array_like=True, frozen=True):
     """The worker is about to meet the other ranks."""
 
 
-class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     """The worker has built its share of the model and takes calls."""
 
 
@@ -73,56 +68,20 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 Call: TypeAlias = Execute | Sample | FetchResult | Reset
 ToWorker: TypeAlias = Join | Call
-FromWorker: TypeAlias = Joining | Ready | Failed
+FromWorker: TypeAlias = Joining | WorkerReady | Failed
 
-_encoder = msgspec.msgpack.Encoder()
-_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
-
-
-class PeerGoneError(Exception):
-    """The other end of the socket is closed."""
-
-
-def send(sock: socket.socket, *messages: ToWorker | FromWorker) -> None:
-    """Waits until the socket has taken them. Raises PeerGoneError."""
-    frames = bytearray()
-    for message in messages:
-        body = _encoder.encode(message)
-        assert len(body) <= MAX_MESSAGE_BYTES, f"{type(message).__name__} takes {len(body)} bytes"
-        frames += _LENGTH.pack(len(body)) + body
-    try:
-        sock.sendall(frames)
-    except OSError as error:
-        raise PeerGoneError(str(error)) from error
+_decode_call: Callable[[bytes], ToWorker] = decoder(ToWorker, "rank 0")
+_decode_news: Callable[[bytes], FromWorker] = decoder(FromWorker, "a worker")
 
 
 def receive_call(sock: socket.socket) -> ToWorker:
-    """The next message from rank 0; waits for it. Raises PeerGoneError."""
-    return _to_worker.decode(_receive(sock))
+    """The next message from rank 0; waits for it. Raises PeerGoneError, MessageError."""
+    return _decode_call(receive(sock))
 
 
 def receive_news(sock: socket.socket) -> FromWorker:
-    """The next message from a worker; waits for it. Raises PeerGoneError."""
-    return _from_worker.decode(_receive(sock))
-
-
-def _receive(sock: socket.socket) -> bytes:
-    (num_bytes,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
-    return _receive_exactly(sock, num_bytes)
-
-
-def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    found = bytearray()
-    while len(found) < num_bytes:
-        try:
-            data = sock.recv(num_bytes - len(found))
-        except OSError as error:
-            raise PeerGoneError(str(error)) from error
-        if not data:
-            raise PeerGoneError("end of stream")
-        found += data
-    return bytes(found)
+    """The next message from a worker; waits for it. Raises PeerGoneError, MessageError."""
+    return _decode_news(receive(sock))
 
 
 Build: TypeAlias = Callable[[Join, Callable[[], None]], Runner]
@@ -132,13 +91,13 @@ to be called just before the ranks meet."""
 
 def serve_calls(sock: socket.socket, build: Build) -> int:
     """Be a worker until rank 0 is gone. Returns the process's exit code."""
-    meeting_place: Path | None = None
+    rendezvous: Path | None = None
     try:
         join = receive_call(sock)
         assert isinstance(join, Join), "the first message must say who the worker is"
-        meeting_place = Path(join.meeting_place)
+        rendezvous = Path(join.rendezvous)
         runner = build(join, lambda: send(sock, Joining()))
-        send(sock, Ready())
+        send(sock, WorkerReady())
         while True:
             _make(receive_call(sock), runner)
     except PeerGoneError:
@@ -149,10 +108,10 @@ def serve_calls(sock: socket.socket, build: Build) -> int:
         # The last line of defence: the process ends either way, and rank 0 is told why.
         traceback.print_exc()
         code = _report(sock, Failed(QuireError.code, f"{type(error).__name__}: {error}"))
-    if code == 0 and meeting_place is not None:  # a rank 0 that was killed has not tidied up
+    if code == 0 and rendezvous is not None:  # a rank 0 that was killed has not tidied up
         with contextlib.suppress(OSError):
-            meeting_place.unlink(missing_ok=True)
-            meeting_place.parent.rmdir()
+            rendezvous.unlink(missing_ok=True)
+            rendezvous.parent.rmdir()
     return code
 
 

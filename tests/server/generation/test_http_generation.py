@@ -36,13 +36,10 @@ ALICE = Tenant("alice")
 class FakeStream:
     """Satisfies what a generation needs of a RequestStream; the test pushes the outputs."""
 
-    def __init__(self, requests):
+    def __init__(self, requests, sink):
         self.open = {(request.request_id, b) for request in requests for b in range(request.n)}
         self.aborted = []
         self.num_closes = 0
-        self.sink = None
-
-    def attach(self, sink):
         self.sink = sink
 
     def push(self, output):
@@ -84,11 +81,11 @@ class FakeEngine:
         if num_generations > self.room:
             raise OverloadedError("no room")
 
-    def generate(self, *requests):
+    def generate(self, requests, sink):
         if self.refusal is not None:
             raise self.refusal
         self.requests += requests
-        self.stream = FakeStream(requests)
+        self.stream = FakeStream(requests, sink)
         return self.stream
 
 

@@ -22,10 +22,10 @@ from fastapi import Request as HTTPRequest
 
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import Wish, as_sampling_params
+from quire.engine_client.async_engine import RequestStream
 from quire.engine_client.inputs import InputProcessor, RequestOptions
 from quire.engine_client.logprob_entries import LogprobEntries
 from quire.engine_client.outputs import Delta, RequestAssembler, RequestOutput
-from quire.engine_client.request_stream import RequestStream
 from quire.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -134,7 +134,7 @@ class Generation:
         with ExitStack() as undo:
             self._lease = service.tenants.open(caller.tenant, self.num_choices, num_prompt_tokens)
             undo.callback(self._lease.close)
-            self._stream = service.engine.generate(*self.requests)
+            self._stream = service.engine.generate(self.requests, self)
             undo.callback(self._stream.close)
             attributes = {
                 "gen_ai.operation.name": caller.operation,
@@ -143,7 +143,6 @@ class Generation:
             self._record = service.monitor.open_call(
                 self.requests, caller.tenant.name, caller.request_id, attributes
             )
-            self._stream.attach(self)
             if left_s is not None:
                 loop = asyncio.get_running_loop()
                 undo.callback(loop.call_later(left_s, self._on_deadline).cancel)

@@ -10,22 +10,20 @@ import threading
 import pytest
 from tests.engine_client import fake_engine_process as fake
 
-from quire.assembly import engine_main as engine_process
-from quire.assembly.engine_main import Channel, EngineLoop, FrontGoneError, serve_front
+from quire import ipc
+from quire.assembly import engine_loop
+from quire.assembly.engine_loop import Channel, EngineLoop, serve_front
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
-from quire.engine_client import messages
 from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
     BlocksReply,
     Fatal,
-    FrameSplitter,
     GetBlocks,
     GetMemory,
     GetStats,
     MemoryReply,
-    MessageError,
     Outputs,
     Ping,
     Pong,
@@ -36,8 +34,8 @@ from quire.engine_client.messages import (
     Start,
     StatsReply,
     decode_to_front,
-    encode,
 )
+from quire.ipc import FrameSplitter, MessageError, PeerGoneError, encode
 
 WAIT_S = 20.0
 
@@ -284,7 +282,7 @@ def test_the_end_of_the_stream_ends_the_loop(max_tokens):
 
 
 def test_a_front_that_does_not_read_stops_the_steps_but_not_the_listening(monkeypatch):
-    monkeypatch.setattr(engine_process, "MAX_BACKLOG_BYTES", 1000)
+    monkeypatch.setattr(engine_loop, "MAX_BACKLOG_BYTES", 1000)
     engines = []
 
     def build(options, on_progress):
@@ -315,7 +313,7 @@ def test_a_front_that_does_not_read_stops_the_steps_but_not_the_listening(monkey
 
 
 def test_outputs_too_long_for_a_message_end_their_request_alone(monkeypatch):
-    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 5000)
+    monkeypatch.setattr(ipc, "MAX_MESSAGE_BYTES", 5000)
     monkeypatch.setattr(fake, "HUGE_TOKENS", 6000)
     with served() as (front, codes):
         front.receive()
@@ -334,9 +332,9 @@ def test_sending_to_a_closed_socket_says_that_the_front_is_gone():
     with theirs:
         ours.close()
         channel = Channel(theirs)
-        with pytest.raises(FrontGoneError):
+        with pytest.raises(PeerGoneError):
             channel.send(StatsReply({}))
-        with pytest.raises(FrontGoneError):
+        with pytest.raises(PeerGoneError):
             channel.receive(1.0)
 
 
@@ -391,7 +389,7 @@ class SlowToAdd(fake.FakeEngine):
 @pytest.mark.parametrize("is_running", [False, True])
 def test_many_requests_at_once_hold_up_no_step(is_running, monkeypatch):
     """While nothing runs, all of them enter one step; else so many before each as fit its time."""
-    monkeypatch.setattr(engine_process, "TAKE_IN_S", 0.005)
+    monkeypatch.setattr(engine_loop, "TAKE_IN_S", 0.005)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         engine = SlowToAdd({})

@@ -1,0 +1,359 @@
+"""Serves a front over a socket: reads messages, steps the engine, sends outputs.
+
+The first message brings the options; then the loop reads what has come, takes one step, sends what
+it brought, and sleeps in `poll` only while there is no work. So an abort frees its blocks before
+the next step, and a hundred new requests enter one step together. Messages that take longer than
+TAKE_IN_S to handle wait for the step's end, so that a call with hundreds of prompts holds up no
+stream. A front that does not read stops the steps, not the reading of its messages.
+
+Knows no text, no HTTP and no asyncio. Called by `engine_main`.
+"""
+
+import dataclasses
+import math
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from quire.assembly.process_main import PEER_GONE_GRACE_S
+from quire.core.memory.block_map import BlockMap
+from quire.core.memory.memory_report import MemoryReport
+from quire.core.request import Request, SequenceOutput
+from quire.core.sampling_params import ModelLimits
+from quire.engine.step_watcher import StepWatcher
+from quire.engine_client.activity import ActivityRecord
+from quire.engine_client.block_page import block_page
+from quire.engine_client.logprob_entries import pack
+from quire.engine_client.messages import (
+    AbortRequest,
+    AddRequest,
+    BlocksReply,
+    Fatal,
+    GetBlocks,
+    GetMemory,
+    GetStats,
+    MemoryReply,
+    OnProgress,
+    Outputs,
+    Ping,
+    Pong,
+    Progress,
+    Question,
+    Ready,
+    Reply,
+    RequestFailed,
+    Shutdown,
+    Start,
+    StatsReply,
+    ToEngine,
+    ToFront,
+    decode_to_engine,
+    request_failed,
+)
+from quire.errors import EngineDeadError, QuireError
+from quire.ipc import FrameSplitter, MessageError, PeerGoneError, encode
+from quire.observability.log import get_logger
+
+MAX_BACKLOG_BYTES = 16 << 20
+"""With so much unsent, the loop takes no step until the front has read some of it."""
+
+TAKE_IN_S = 0.005
+"""While sequences run, so long at most is spent between two steps on what has come: one call may be
+hundreds of requests."""
+
+_RECEIVE_BYTES = 1 << 20
+
+_logger = get_logger("quire.assembly.engine_main")  # the process, whose log this is
+
+
+class EngineLike(Protocol):
+    """What the loop needs of an engine; `engine.Engine` is one."""
+
+    step_watcher: StepWatcher | None
+
+    @property
+    def limits(self) -> ModelLimits: ...
+
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str, branch_index: int | None = None) -> None: ...
+
+    def step(self) -> list[SequenceOutput]: ...
+
+    def has_work(self) -> bool: ...
+
+    def stats(self) -> Any: ...
+
+    def memory_report(self) -> MemoryReport: ...
+
+    def block_map(self, first_block: int, max_num_blocks: int | None) -> BlockMap: ...
+
+
+Build: TypeAlias = Callable[[Mapping[str, object], OnProgress], EngineLike]
+
+
+class Channel:
+    """Messages over a non-blocking socket. Owns the socket.
+
+    Invariant: `send` never waits; what the socket does not take stays in the backlog, in order.
+    """
+
+    def __init__(self, sock: socket.socket, wakeup: socket.socket | None = None) -> None:
+        """wakeup: becomes readable when `receive` shall return early (a signal came)."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._wakeup = wakeup
+        self._splitter = FrameSplitter()
+        self._backlog = bytearray()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        if wakeup is not None:
+            self._poll.register(wakeup, select.POLLIN)
+
+    @property
+    def num_backlog_bytes(self) -> int:
+        return len(self._backlog)
+
+    def send(self, message: ToFront) -> None:
+        """Queue a message and send what the socket takes now.
+
+        Raises PeerGoneError, and MessageError for a message that is too long.
+        """
+        self._backlog += encode(message)
+        self._flush()
+
+    def receive(self, timeout_s: float | None) -> list[ToEngine]:
+        """All messages that have come. With none, waits up to timeout_s (None: until something
+        happens). Sends from the backlog meanwhile. Raises PeerGoneError, MessageError.
+        """
+        interest = select.POLLIN | select.POLLOUT if self._backlog else select.POLLIN
+        events = self._wait(interest, timeout_s)
+        if self._wakeup is not None and self._wakeup.fileno() in events:
+            self._wakeup.recv(4096)
+        state = events.get(self._sock.fileno(), 0)
+        if state & select.POLLOUT:
+            self._flush()
+        return self._read() if state & ~select.POLLOUT else []
+
+    def drain_backlog(self, timeout_s: float) -> None:
+        """Send the whole backlog, or as much as the front takes within timeout_s."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._backlog and (left_s := deadline_s - time.monotonic()) > 0:
+            state = self._wait(select.POLLOUT, left_s).get(self._sock.fileno(), 0)
+            if state & (select.POLLHUP | select.POLLERR):
+                raise PeerGoneError("hang-up")
+            if state & select.POLLOUT:
+                self._flush()
+
+    def _wait(self, interest: int, timeout_s: float | None) -> dict[int, int]:
+        """Descriptor -> poll events of what happened, empty when the time was up."""
+        self._poll.modify(self._sock, interest)
+        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
+        return dict(self._poll.poll(timeout_ms))
+
+    def _flush(self) -> None:
+        try:
+            while self._backlog:
+                with memoryview(self._backlog) as view:
+                    num_sent = self._sock.send(view)
+                del self._backlog[:num_sent]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise PeerGoneError(str(error)) from error
+
+    def _read(self) -> list[ToEngine]:
+        bodies: list[bytes] = []
+        try:
+            while data := self._sock.recv(_RECEIVE_BYTES):
+                bodies += self._splitter.feed(data)
+                if len(data) < _RECEIVE_BYTES:
+                    return [decode_to_engine(body) for body in bodies]
+        except BlockingIOError:
+            return [decode_to_engine(body) for body in bodies]
+        except OSError as error:
+            raise PeerGoneError(str(error)) from error
+        raise PeerGoneError("end of stream")
+
+
+class EngineLoop:
+    """Reads, steps, answers, until the front sends Shutdown or is gone.
+
+    Invariant: each request that came before it drained is answered by outputs up to its end or by
+    RequestFailed.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        channel: Channel,
+        record: ActivityRecord | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """record: where it is written what is being done; None: not written where another process
+        could read it. clock: in seconds."""
+        self._engine = engine
+        self._channel = channel
+        self._clock = clock
+        self._inbox: deque[ToEngine] = deque()  # received, in order, and not handled yet
+        self._record = record or ActivityRecord()
+        engine.step_watcher = StepWatcher(self._record.compute)
+        self._is_draining = False
+        self._is_ending = False
+
+    def drain(self) -> None:
+        """Take no more requests and end after the open ones. Safe in a signal handler."""
+        self._is_draining = True
+
+    def run(self) -> None:
+        """Serve until the end. Raises PeerGoneError, or what the engine raised."""
+        self._channel.send(Ready(self._engine.limits, dict(self._engine.facts)))
+        while True:
+            is_clogged = self._channel.num_backlog_bytes > MAX_BACKLOG_BYTES
+            can_step = self._engine.has_work() and not is_clogged
+            if not can_step and not self._inbox:
+                if self._is_draining and not self._engine.has_work():
+                    return
+                self._record.idle()
+            may_wait = not (can_step or self._inbox)
+            self._inbox.extend(self._channel.receive(None if may_wait else 0.0))
+            self._take_in(TAKE_IN_S if can_step else math.inf)
+            if self._is_ending:
+                return
+            if can_step and self._engine.has_work():
+                self._record.plan()
+                self._send_outputs(self._engine.step())
+
+    def _take_in(self, seconds: float) -> None:
+        """Handle what has come: all of it, or as much as takes so long. At least one message."""
+        end_s = self._clock() + seconds
+        while self._inbox and not self._is_ending:
+            self._handle(self._inbox.popleft())
+            if self._clock() >= end_s:
+                return
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case AddRequest(request):
+                self._record.take_in(request.request_id)
+                self._add(request)
+            case AbortRequest(request_id, branch_index):
+                self._record.take_in(request_id)
+                self._engine.abort(request_id, branch_index)
+            case Ping() | GetStats() | GetMemory() | GetBlocks():
+                self._channel.send(self._reply(message))
+            case Shutdown(drain):
+                self._is_draining = True
+                self._is_ending = not drain
+            case Start():
+                raise MessageError("the front sent its options twice")
+
+    def _reply(self, question: Question) -> Reply:
+        match question:
+            case Ping():
+                return Pong()
+            case GetStats():
+                return StatsReply(dataclasses.asdict(self._engine.stats()))
+            case GetMemory():
+                return MemoryReply(self._engine.memory_report().as_dict())
+            case GetBlocks(first_block, max_num_blocks):
+                return BlocksReply(block_page(self._engine.block_map(first_block, max_num_blocks)))
+
+    def _add(self, request: Request) -> None:
+        if self._is_draining:
+            return  # the front sends it again, to the next process
+        try:
+            self._engine.add(request)
+        except QuireError as error:
+            self._channel.send(request_failed(request.request_id, error))
+
+    def _send_outputs(self, outputs: Sequence[SequenceOutput]) -> None:
+        if not outputs:
+            return
+        try:
+            self._channel.send(Outputs([_packed(output) for output in outputs]))
+        except MessageError as error:
+            self._send_one_by_one(outputs, error)
+
+    def _send_one_by_one(self, outputs: Sequence[SequenceOutput], error: MessageError) -> None:
+        if len(outputs) > 1:
+            for output in outputs:
+                self._send_outputs([output])
+            return
+        request_id = outputs[0].request_id
+        self._engine.abort(request_id)
+        self._channel.send(RequestFailed(request_id, error.code, str(error), error.http_status))
+
+
+def _packed(output: SequenceOutput) -> SequenceOutput:
+    """The same with the log-probabilities of its prompt, maybe megabytes, in a form that the front
+    need not decode at once."""
+    entries = output.prompt_logprobs
+    if entries is None or isinstance(entries, bytes):
+        return output
+    return output._replace(prompt_logprobs=pack(entries))
+
+
+def serve_front(
+    sock: socket.socket,
+    build: Build,
+    wakeup: socket.socket | None = None,
+    on_ready: Callable[[EngineLoop], None] | None = None,
+    record: ActivityRecord | None = None,
+) -> int:
+    """Receive the options, build the engine, serve. Returns the process's exit code.
+
+    on_ready: called with the loop once the engine stands (to connect signals with it). record: see
+    `EngineLoop`.
+    """
+    channel = Channel(sock, wakeup)
+    try:
+        engine = _build(build, channel)
+        loop = EngineLoop(engine, channel, record)
+        if on_ready is not None:
+            on_ready(loop)
+        loop.run()
+        channel.drain_backlog(PEER_GONE_GRACE_S)
+    except PeerGoneError:
+        return 0
+    except EngineDeadError as error:
+        return _report(channel, Fatal(error.code, str(error), error.rank_status))
+    except QuireError as error:
+        return _report(channel, Fatal(error.code, str(error)))
+    except Exception as error:
+        # The process ends either way; so the front learns why.
+        _logger.exception("the engine's process ends with an error")
+        return _report(channel, Fatal(QuireError.code, f"{type(error).__name__}: {error}"))
+    return 0
+
+
+def _build(build: Build, channel: Channel) -> EngineLike:
+    def report(text: str, done: int, total: int) -> None:
+        channel.send(Progress(text, done, total))
+
+    return build(_receive_options(channel), report)
+
+
+def _receive_options(channel: Channel) -> Mapping[str, object]:
+    while True:
+        messages = channel.receive(None)
+        if not messages:
+            continue
+        if len(messages) != 1 or not isinstance(messages[0], Start):
+            raise MessageError("the front's first message must be its options, and nothing else")
+        return messages[0].options
+
+
+def _report(channel: Channel, fatal: Fatal) -> int:
+    try:
+        channel.send(fatal)
+        channel.drain_backlog(PEER_GONE_GRACE_S)
+    except PeerGoneError:
+        _logger.error("%s", fatal.message)
+    return 1
