@@ -9,7 +9,7 @@ from quire.core.memory.prefix_miss import MissReason, PrefixMiss
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence
-from quire.engine.request_times import RequestTimes
+from quire.engine.engine import RequestTimes
 from quire.observability.histogram import DURATION_BOUNDS_S, Histogram
 from quire.simulation.fake_runner import Faults
 

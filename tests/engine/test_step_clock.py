@@ -3,7 +3,7 @@
 import pytest
 
 from quire.core.step import StepPlan
-from quire.engine.step_clock import LaunchedStep, StepsInFlight
+from quire.engine.step_clock import LaunchedStep, StepClock
 from quire.observability.step_trace import StepTiming
 
 
@@ -13,7 +13,7 @@ def launched(step_id: int, began_s: float) -> LaunchedStep:
 
 
 def test_results_come_in_order_and_dropped_steps_bring_none() -> None:
-    steps = StepsInFlight()
+    steps = StepClock()
     for step_id in range(3):
         steps.launch(launched(step_id, 0.0))
     assert [steps.land().plan.step_id, len(steps)] == [0, 2]
@@ -22,7 +22,7 @@ def test_results_come_in_order_and_dropped_steps_bring_none() -> None:
 
 
 def test_a_step_alone_is_counted_from_its_planning() -> None:
-    steps = StepsInFlight()
+    steps = StepClock()
     for began_s in (1.0, 5.0):
         steps.enter(began_s)
         steps.launch(launched(0, began_s))
@@ -31,7 +31,7 @@ def test_a_step_alone_is_counted_from_its_planning() -> None:
 
 
 def test_a_step_that_was_launched_while_another_ran_is_counted_from_the_end_of_that() -> None:
-    steps = StepsInFlight()
+    steps = StepClock()
     steps.enter(0.0)
     steps.launch(launched(0, 0.0))
     steps.leave(0.1)
@@ -44,7 +44,7 @@ def test_a_step_that_was_launched_while_another_ran_is_counted_from_the_end_of_t
 
 
 def test_who_was_away_most_of_the_time_does_not_know_how_long_it_took() -> None:
-    steps = StepsInFlight()
+    steps = StepClock()
     steps.enter(0.0)
     steps.launch(launched(0, 0.0))
     steps.leave(0.25)

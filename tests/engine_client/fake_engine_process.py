@@ -53,7 +53,7 @@ class FakeEngine:
         self.running = {}
         self.aborted = []
         self.num_steps = 0
-        self.step_watcher = None
+        self.on_step = None
         groups = (KVGroup((0,), KVKind.FULL, 64),)
         self.memory = KVCacheManager(KVCacheConfig(groups, num_blocks=12))
 
@@ -85,8 +85,8 @@ class FakeEngine:
         return block_map(self.memory, [], first_block, max_num_blocks)
 
     def step(self):
-        if self.step_watcher is not None:
-            self.step_watcher.on_step({request_id for request_id, _ in self.running})
+        if self.on_step is not None:
+            self.on_step({request_id for request_id, _ in self.running})
         time.sleep(self.step_s)
         self.num_steps += 1
         if self.num_steps == self.hang_at_step:

@@ -7,7 +7,7 @@ import pytest
 
 from quire.core.scheduling.scheduler import Scheduler
 from quire.engine.engine import Engine
-from quire.engine.step_clock import StepsInFlight
+from quire.engine.step_clock import StepClock
 from quire.errors import ConfigurationError
 from quire.simulation.engine_simulator import run_world
 from quire.simulation.report import SimulationReport
@@ -83,7 +83,7 @@ def test_crashes_are_left_to_the_other_simulator() -> None:
 
 
 def keeps_steps_of_a_failed_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepsInFlight, "drop", lambda self: None)
+    monkeypatch.setattr(StepClock, "drop", lambda self: None)
 
 
 def forgets_to_reset_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:

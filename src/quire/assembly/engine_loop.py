@@ -23,7 +23,7 @@ from quire.core.memory.block_map import BlockMap
 from quire.core.memory.memory_report import MemoryReport
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
-from quire.engine.step_watcher import StepWatcher
+from quire.engine.step_clock import OnStep
 from quire.engine_client.activity import ActivityRecord
 from quire.engine_client.block_page import block_page
 from quire.engine_client.logprob_entries import pack
@@ -72,7 +72,7 @@ _logger = get_logger("quire.assembly.engine_main")  # the process, whose log thi
 class EngineLike(Protocol):
     """What the loop needs of an engine; `engine.Engine` is one."""
 
-    step_watcher: StepWatcher | None
+    on_step: OnStep | None
 
     @property
     def limits(self) -> ModelLimits: ...
@@ -203,7 +203,7 @@ class EngineLoop:
         self._clock = clock
         self._inbox: deque[ToEngine] = deque()  # received, in order, and not handled yet
         self._record = record or ActivityRecord()
-        engine.step_watcher = StepWatcher(self._record.compute)
+        engine.on_step = self._record.compute
         self._is_draining = False
         self._is_ending = False
 

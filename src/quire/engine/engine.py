@@ -10,23 +10,23 @@ dropped by the scheduler.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from quire.core.memory.block_map import BlockMap, block_map
 from quire.core.memory.memory_report import MemoryReport, memory_report
-from quire.core.memory.prefix_miss import PrefixMiss
+from quire.core.memory.prefix_miss import PrefixMiss, counted_as
 from quire.core.request import Request, SequenceOutput, check_prompt, check_resumed
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import Runner, StepPlan, StepResult
-from quire.engine.request_times import RequestTimes
 from quire.engine.stats import EngineStats, StatsLog
-from quire.engine.step_clock import LaunchedStep, StepsInFlight
-from quire.engine.step_watcher import StepWatcher
+from quire.engine.step_clock import LaunchedStep, OnStep, StepClock, StepMembers
 from quire.errors import InvalidRequestError
+from quire.observability.histogram import Histogram
 from quire.observability.log import get_logger
 from quire.observability.step_trace import (
     STEP_LOGGER,
@@ -75,11 +75,12 @@ class Engine:
         self.times = RequestTimes()
         self.trace: StepTrace | None = None
         self.stats_log: StatsLog | None = None
-        self.step_watcher: StepWatcher | None = None
+        self.on_step: OnStep | None = None
+        self._members = StepMembers()
         self._runner = runner
         self._timing = timing or StepTiming()
         self._clock = clock
-        self._in_flight = StepsInFlight()
+        self._in_flight = StepClock()
         self._requests: dict[str, list[Sequence]] = {}
         self._next_branch: dict[str, int] = {}  # the index that a fork would get, by request
         self._misses: dict[str, PrefixMiss] = {}  # of the last requests that ended, oldest first
@@ -101,9 +102,9 @@ class Engine:
         now_s = self._clock()
         root = self.scheduler.memory.prefixes.start_chain(request.cache_domain)
         groups = make_sequences(request, self.limits.max_model_len, root, now_s)
-        for branches in groups:  # all of one size at their end: the first is refused, or none
-            self.scheduler.add(branches, now_s)
-        self._requests[request.request_id] = [one for branches in groups for one in branches]
+        for group in groups:  # all of one size at their end: the first is refused, or none
+            self.scheduler.add(group, now_s)
+        self._requests[request.request_id] = [branch for group in groups for branch in group]
         self._next_branch[request.request_id] = request.n
 
     def fork(self, request_id: str, branch_index: int, params: DecodingParams | None = None) -> int:
@@ -114,7 +115,7 @@ class Engine:
         its random numbers differ. Raises InvalidRequestError for a branch that is not running.
         """
         branches = self._requests.get(request_id, [])
-        parent = next((one for one in branches if one.branch_index == branch_index), None)
+        parent = next((each for each in branches if each.branch_index == branch_index), None)
         if parent is None or parent.is_finished:
             raise InvalidRequestError(
                 f"branch {branch_index} of request {request_id!r} has ended or never was, so it"
@@ -242,8 +243,8 @@ class Engine:
 
     def _launch(self, plan: StepPlan, began_s: float, planned_s: float) -> None:
         scheduler = self.scheduler
-        if self.step_watcher is not None:
-            self.step_watcher.launch(plan, scheduler.running, is_overlapping=self.overlap)
+        if self.on_step is not None:
+            self.on_step(self._members.launch(plan, scheduler.running, is_overlapping=self.overlap))
         self._runner.execute(plan)
         self._runner.sample()
         num_preemptions = scheduler.residents.stats.num_preemptions
@@ -318,3 +319,84 @@ class Engine:
                 self._misses[request_id] = branches[0].miss
                 if len(self._misses) > NUM_REMEMBERED_MISSES:
                     del self._misses[next(iter(self._misses))]
+
+
+class RequestTimes:
+    """How long requests wait, compute their prompts and decode; what the steps cost in between.
+
+        arrival ──queue──> first scheduled ──prefill──> first token ──decode──> end
+
+    Queue and prefill are a request's, counted once with its first token: those of the branch that
+    brought it, while the others share its work. Decode is each branch's own. A preemption lengthens
+    the part that it falls into. A request that was resumed after a crash counts as one that arrived
+    then. Whatever is aborted counts with what it had reached.
+
+    Durations in buckets, and counts, since the engine began, in fixed memory but for one number per
+    branch that decodes. Invariant: `_first_tokens` has a request exactly while some branch of it
+    has brought a token and the engine still knows the request.
+    """
+
+    def __init__(self) -> None:
+        self.queue_s = Histogram()
+        self.prefill_s = Histogram()
+        self.decode_s = Histogram()
+        self.step_s = Histogram()
+        self.num_computed_tokens = 0
+        self.num_generated_tokens = 0
+        self.prefix_misses: Counter[str] = Counter()
+        self._first_tokens: dict[str, dict[int, float]] = {}  # request -> branch -> when
+
+    def on_step(self, elapsed_s: float, num_tokens: int) -> None:
+        """A step that succeeded: how long it took in all, how many tokens it computed."""
+        self.step_s.observe(elapsed_s)
+        self.num_computed_tokens += num_tokens
+
+    def on_outputs(
+        self,
+        outputs: list[SequenceOutput],
+        requests: Mapping[str, list[Sequence]],
+        now_s: float,
+    ) -> None:
+        """What a step brought. requests: the branches of all that the engine knows, those that have
+        just ended included. now_s: on the clock by which they arrived."""
+        for output in outputs:
+            num_tokens = len(output.token_ids)
+            if not num_tokens:
+                continue
+            self.num_generated_tokens += num_tokens
+            request_id, branch_index = output.request_id, output.branch_index
+            begun = self._first_tokens.get(request_id)
+            if begun is None:
+                begun = self._first_tokens[request_id] = {}
+                self._begin(requests[request_id], branch_index, now_s)
+            if branch_index not in begun:
+                begun[branch_index] = now_s
+            elif output.finish_reason is not None:
+                self.decode_s.observe(now_s - begun[branch_index])
+
+    def forget(self, request_id: str) -> None:
+        """The engine knows the request no longer."""
+        self._first_tokens.pop(request_id, None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The histograms by name, as msgpack can hold them."""
+        return {
+            "queue_s": self.queue_s.as_dict(),
+            "prefill_s": self.prefill_s.as_dict(),
+            "decode_s": self.decode_s.as_dict(),
+            "step_s": self.step_s.as_dict(),
+        }
+
+    def _begin(self, branches: list[Sequence], branch_index: int, now_s: float) -> None:
+        """A request's first token. A beam search brings all of its tokens with its end, so what was
+        prefill and what was decoding can't be told apart: it counts in the queue only."""
+        first = next(
+            (branch for branch in branches if branch.branch_index == branch_index), branches[0]
+        )
+        if first.miss is not None:
+            self.prefix_misses[counted_as(first.miss.reason).value] += 1
+        if first.first_scheduled_s is None:
+            return
+        self.queue_s.observe(first.first_scheduled_s - first.arrival_s)
+        if not first.is_beam:
+            self.prefill_s.observe(now_s - first.first_scheduled_s)

@@ -1,4 +1,4 @@
-"""What the engine tells about itself, and the log line that repeats it."""
+"""A snapshot of the engine in numbers, and the log line that repeats it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class EngineStats:
     num_query_tokens, num_hit_tokens: prompt tokens looked up in, and served from, the prefix cache.
     num_computed_tokens, num_generated_tokens: of steps that succeeded. prefix_misses: requests by
         why the cache had no more of their prompts (`core.prefix_miss.COUNTED_REASONS`).
-    times: histograms by name (see `engine.request_times`), each with bounds, counts and sum.
+    times: histograms by name (see `engine.RequestTimes`), each with bounds, counts and sum.
     """
 
     num_running: int

@@ -1,14 +1,20 @@
-"""Steps that were launched and have no result yet: what to remember of each, how long each took.
+"""Steps under way: how long each takes, and which requests are in it.
 
-A step that was launched while another ran begins when that one has ended; so its time is counted
-from there. Knows no sequences and reads no clock. Used by `engine` alone.
+A step that was launched while another ran begins when that one has ended, so its time is counted
+from there. Reads no clock: the times are given. Used by `engine` alone.
 """
 
 from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from quire.core.sequence import Sequence
 from quire.core.step import StepPlan
 from quire.observability.step_trace import StepRecord, StepTiming
+
+OnStep: TypeAlias = Callable[[Collection[str] | None], None]
+"""Called when a step has been planned and is about to run, with what `StepMembers.launch` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +53,9 @@ class LaunchedStep:
         )
 
 
-class StepsInFlight:
-    """In the order of their launch. All times are of one clock, in seconds."""
+class StepClock:
+    """Steps that were launched and have no result yet, in the order of their launch. All times are
+    of one clock, in seconds."""
 
     def __init__(self) -> None:
         self._steps: deque[LaunchedStep] = deque()
@@ -59,30 +66,60 @@ class StepsInFlight:
         return len(self._steps)
 
     def enter(self, now_s: float) -> None:
-        """The engine's caller is here again."""
+        """`Engine.step` begins. Time between two calls of it is not charged to a step."""
         self._away_s = now_s - self._left_s if self._steps else 0.0
 
     def leave(self, now_s: float) -> None:
-        """The engine's caller does something else for a while."""
+        """`Engine.step` ends."""
         self._left_s = now_s
 
     def launch(self, step: LaunchedStep) -> None:
-        """It runs after those that do already."""
+        """A step that runs after those that run already."""
         self._steps.append(step)
 
     def land(self) -> LaunchedStep:
-        """The oldest, whose result has come."""
+        """The oldest step, whose result has come."""
         return self._steps.popleft()
 
     def drop(self) -> None:
-        """No result will come."""
+        """Forget all steps: no results will come."""
         self._steps.clear()
 
     def end(self, step: LaunchedStep, now_s: float) -> tuple[float, bool]:
-        """How long the step took until its result was taken in, and whether that is known: not if
-        the caller was away for most of the time, who counts no further."""
+        """How long the step took until its result was taken in, and whether that is exact: not if
+        most of the time passed between two calls of `Engine.step`, which is then left out."""
         elapsed_s = now_s - max(step.began_s, self._ended_s)
         self._ended_s = now_s
         if 2 * self._away_s > elapsed_s:
             return max(0.0, elapsed_s - self._away_s), False
         return elapsed_s, True
+
+
+class StepMembers:
+    """Which requests are in the steps that run, so that the front can read after a death whose
+    step it was.
+
+    Invariant: `_last` are the requests of the last step, and nothing is looked up for a step in
+    which, as in those before it, all rows decode.
+    """
+
+    def __init__(self) -> None:
+        self._last: set[str] = set()
+        self._num_alike = 0  # plans that change no row, one after the other, up to the last
+
+    def launch(
+        self, plan: StepPlan, running: Iterable[Sequence], *, is_overlapping: bool
+    ) -> set[str] | None:
+        """The ids of the requests in the step that is about to run and, with overlap, in the step
+        before it; None: the same as at the last call. running: all sequences that have a row.
+        is_overlapping: the step before may not have ended."""
+        changes_rows = plan.admit or plan.release or plan.forks or plan.chunks
+        self._num_alike = 0 if changes_rows else self._num_alike + 1
+        # After the last change a row goes on that had paused; and with overlap, one that has left
+        # is in flight for one step more.
+        if self._num_alike > 2:
+            return None
+        paused = {chunk.row for chunk in plan.chunks if not chunk.num_new_tokens}
+        named = {sequence.request_id for sequence in running if sequence.row not in paused}
+        last, self._last = self._last, named
+        return named | last if is_overlapping else named

@@ -14,6 +14,10 @@ second time:
     memory ran out          that may have come from outside, so all other suspects are tried first:
                             if another one dies as well, the first death proves nothing.
 
+`core.scheduling.fault_isolation` has the same idea on another scale: there a step of an engine that
+lives on has failed, and sequences are tried in steps of their own; here the process has died, and
+requests are tried in a new process.
+
 Pure: knows no process, no clock, no asyncio. Called by `link`, `async_engine`
 and `supervisor`.
 """

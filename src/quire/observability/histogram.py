@@ -2,7 +2,7 @@
 
 Every duration that quire reports has the same bounds, so that histograms of several servers, or of
 one before and after a restart, can be summed bucket by bucket. Knows neither clocks nor the format
-in which it is told. Filled by `engine.request_times` and `server.monitor`.
+in which it is told. Filled by `engine.engine` and `server.monitor`.
 """
 
 from bisect import bisect_left

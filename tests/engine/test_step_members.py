@@ -13,7 +13,6 @@ from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan
 from quire.engine.engine import Engine
-from quire.engine.step_watcher import StepWatcher
 from quire.simulation.baselines import NoGrowth
 from quire.simulation.fake_model import FakeModel
 from quire.simulation.fake_runner import FakeRunner
@@ -45,7 +44,7 @@ class Watched:
         runner = Runner(GROUPS, NUM_BLOCKS, 8, max_num_rows=6, max_num_tokens=200, model=model)
         limits = ModelLimits(vocab_size=1000, max_model_len=100)
         self.engine = Engine(self.scheduler, runner, limits, clock=lambda: 0.0, overlap=overlap)
-        self.engine.step_watcher = StepWatcher(self.on_step)
+        self.engine.on_step = self.on_step
 
     def on_step(self, request_ids: Collection[str] | None) -> None:
         if request_ids is not None:
