@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quire.config import EngineOptions
 from safetensors.torch import load_file, save_file
 from tests.cli.test_doctor import SOUND
 from tests.distributed.ranks import run_ranks
@@ -14,7 +15,6 @@ from torch.nn import functional
 from quire.assembly.build import build_engine
 from quire.cli.doctor import findings
 from quire.cli.parser import build_parser
-from quire.config import EngineOptions
 from quire.core.sampling_params import SamplingParams
 from quire.distributed.group import RankGroup
 from quire.errors import ConfigurationError
