@@ -21,8 +21,8 @@ from quire.core.sampling_params import (
     ModelLimits,
     SamplingDefaults,
     SamplingParams,
-    as_sampling_params,
     resolve,
+    sampling_params_of,
 )
 from quire.errors import InvalidRequestError
 
@@ -312,6 +312,11 @@ def test_what_only_the_model_can_tell(wish: dict[str, Any], message: str) -> Non
     assert caught.value.param == next(iter(wish))
 
 
+def resolve_beams(beams: BeamSearchParams, limits: ModelLimits, seed: int) -> DecodingParams:
+    params = sampling_params_of(beams)
+    return resolve(params, limits, num_prompt_tokens=10, seed=seed, beams=beams)
+
+
 def make_beams(name: str, value: Any) -> BeamSearchParams:
     fields: dict[str, Any] = {"beam_width": 2, name: value}
     return BeamSearchParams(**fields)
@@ -340,7 +345,7 @@ def test_a_beam_search_resolves_to_its_width_and_nothing_that_samples() -> None:
     defaults = SamplingDefaults(0.6, 0.9, 20, 0.05, 1.2)
     limits = dataclasses.replace(LIMITS, defaults=defaults)
     beams = BeamSearchParams(beam_width=3, max_tokens=7, length_penalty=2, temperature=0.5)
-    params = resolve(beams, limits, num_prompt_tokens=10, seed=4)
+    params = resolve_beams(beams, limits, seed=4)
     assert params == DecodingParams(
         max_tokens=7,
         temperature=0.5,
@@ -350,12 +355,12 @@ def test_a_beam_search_resolves_to_its_width_and_nothing_that_samples() -> None:
         length_penalty=2.0,
     )
     assert params.num_beam_candidates == 3 + len(LIMITS.end_token_ids)
-    assert as_sampling_params(beams).n == 3
+    assert sampling_params_of(beams).n == 3
 
 
 def test_a_beam_search_may_go_to_the_end_and_past_end_tokens() -> None:
     beams = BeamSearchParams(beam_width=2, max_tokens=None, ignore_eos=True)
-    params = resolve(beams, LIMITS, num_prompt_tokens=10, seed=0)
+    params = resolve_beams(beams, LIMITS, seed=0)
     assert params.max_tokens == LIMITS.max_model_len - 10
     assert params.end_token_ids == ()
     assert params.temperature == 0.0

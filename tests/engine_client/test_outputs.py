@@ -5,7 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from quire.core.request import FinishReason, Request, SequenceOutput
-from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
+from quire.core.sampling_params import (
+    BeamSearchParams,
+    DecodingParams,
+    SamplingParams,
+    sampling_params_of,
+)
 from quire.core.step import TokenLogprobs
 from quire.engine_client.outputs import RequestAssembler
 from quire.hub.model_folder import EMBEDDED_MODEL
@@ -176,7 +181,7 @@ def test_without_a_tokenizer_there_are_ids_only() -> None:
 def test_a_beam_comes_whole_with_its_log_probability(tokenizer: Tokenizer) -> None:
     request = Request("r", [5], DecodingParams(max_tokens=9, beam_width=2), n=2)
     beams = BeamSearchParams(beam_width=2)
-    target = RequestAssembler(request, beams, tokenizer, "print")
+    target = RequestAssembler(request, sampling_params_of(beams), tokenizer, "print")
     ids = tokenizer.encode("def f(x):")
     for index, logprob in enumerate((-1.5, -2.5)):
         new = SequenceOutput("r", index, ids, 0, FinishReason.LENGTH, cumulative_logprob=logprob)

@@ -1,7 +1,7 @@
 """What a client may ask of a generation, and what of it reaches the scheduler and the sampler.
 
-`SamplingParams`, or `BeamSearchParams`, is the client's wish, with the field's usual names; a bad
-value is refused by name and bound when the object is made. `DecodingParams` is the same wish
+`SamplingParams`, or `BeamSearchParams`, has what a client asks for, with the field's usual names; a
+bad value is refused by name and bound when the object is made. `DecodingParams` is the same,
 resolved against a model: every field has a value and everything is in token ids. Only the latter
 crosses into the engine.
 """
@@ -211,20 +211,14 @@ def _refuse_unknown(kind: type, given: Mapping[str, Any]) -> None:
             )
 
 
-Wish = SamplingParams | BeamSearchParams
-"""What a client may ask for."""
-
-
-def as_sampling_params(wish: Wish) -> SamplingParams:
+def sampling_params_of(beams: BeamSearchParams) -> SamplingParams:
     """What a beam search has in common with sampling; all that it lacks is switched off, also where
     the model's own defaults would switch it on."""
-    if isinstance(wish, SamplingParams):
-        return wish
     return SamplingParams(
-        n=wish.beam_width,
-        temperature=wish.temperature,
-        max_tokens=wish.max_tokens,
-        ignore_eos=wish.ignore_eos,
+        n=beams.beam_width,
+        temperature=beams.temperature,
+        max_tokens=beams.max_tokens,
+        ignore_eos=beams.ignore_eos,
         top_p=1.0,
         top_k=0,
         min_p=0.0,
@@ -275,7 +269,7 @@ class DecodingParams:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What resolving a wish needs to know of the model and the engine.
+    """What `resolve` needs to know of the model and the engine.
 
     max_logprobs: the most `logprobs` or `prompt_logprobs` that one request may ask for.
     reads_priority, reads_deadline: whether the scheduling policy does; a request that says what
@@ -292,22 +286,23 @@ class ModelLimits:
 
 
 def resolve(
-    wish: Wish,
+    params: SamplingParams,
     limits: ModelLimits,
     *,
     num_prompt_tokens: int,
     seed: int,
     bad_words: Sequence[Sequence[int]] = (),
+    beams: BeamSearchParams | None = None,
 ) -> DecodingParams:
     """Fill in what the caller left open and check what only the model can tell.
 
-    seed: used where the wish has none. bad_words: those of the wish as token ids.
+    seed: used where the params have none. bad_words: those of the params as token ids.
+    beams: of a beam search, whose params are `sampling_params_of` it.
     Raises InvalidRequestError for token ids beyond the vocabulary, for too many logprobs and for
     min_tokens that the context has no room for. Does not check that the prompt fits (`Engine.add`
     does).
     """
-    params, vocab_size, defaults = as_sampling_params(wish), limits.vocab_size, limits.defaults
-    beams = wish if isinstance(wish, BeamSearchParams) else None
+    vocab_size, defaults = limits.vocab_size, limits.defaults
     _check_vocabulary("stop_token_ids", params.stop_token_ids or (), vocab_size)
     _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_vocabulary("logit_bias", tuple(params.logit_bias or {}), vocab_size)

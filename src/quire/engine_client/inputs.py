@@ -1,4 +1,4 @@
-"""Prompts and wishes -> requests in token ids. No torch: the HTTP front uses it too."""
+"""Prompts and sampling params -> requests in token ids. No torch: the HTTP front uses it too."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.request import Request, check_prompt
 from quire.core.sampling_params import (
+    BeamSearchParams,
     DecodingParams,
     ModelLimits,
-    Wish,
+    SamplingParams,
     as_python,
-    as_sampling_params,
     resolve,
     whole_number,
 )
@@ -102,12 +102,14 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: str | Sequence[int],
-        wish: Wish,
+        params: SamplingParams,
         *,
         seed: int,
         options: RequestOptions = NO_OPTIONS,
+        beams: BeamSearchParams | None = None,
     ) -> Request:
-        """Tokenize (text), resolve and check. seed: used where the wish has none.
+        """Tokenize (text), resolve and check. seed: used where the params have none. beams: of a
+        beam search, whose params are `sampling_params_of` it.
 
         Raises InvalidRequestError; whether the KV blocks suffice is checked by `Engine.add`.
         """
@@ -120,33 +122,38 @@ class InputProcessor:
             )
         token_ids = self.tokenize(prompt)
         check_prompt(token_ids, self._limits)
-        decoding = self.resolve(wish, len(token_ids), seed)
-        num_branches = as_sampling_params(wish).n
+        decoding = self.resolve(params, len(token_ids), seed, beams)
         return Request(
             request_id,
             token_ids,
             decoding,
-            num_branches,
+            params.n,
             options.priority,
             options.cache_domain,
             options.tenant,
             options.deadline_s,
         )
 
-    def resolve(self, wish: Wish, num_prompt_tokens: int, seed: int) -> DecodingParams:
-        """The wishes for one prompt, in token ids; raises as `make_request` does."""
-        params = as_sampling_params(wish)
+    def resolve(
+        self,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        seed: int,
+        beams: BeamSearchParams | None = None,
+    ) -> DecodingParams:
+        """The params of one prompt, in token ids; raises as `make_request` does."""
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
                 "stop strings need a tokenizer, but the engine runs without; use stop_token_ids",
                 "stop",
             )
         return resolve(
-            wish,
+            params,
             self._limits,
             num_prompt_tokens=num_prompt_tokens,
             seed=seed,
             bad_words=self.prepare_bad_words(params.bad_words or ()),
+            beams=beams,
         )
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:

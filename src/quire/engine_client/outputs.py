@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.core.request import FinishReason, Request, SequenceOutput
-from quire.core.sampling_params import SamplingParams, Wish, as_sampling_params
+from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
 from quire.engine_client.logprob_entries import LogprobEntries
 from quire.text.detokenizer import IncrementalDetokenizer, StopStrings
@@ -251,7 +251,7 @@ class RequestAssembler:
     def __init__(
         self,
         request: Request,
-        wish: Wish,
+        params: SamplingParams,
         tokenizer: Tokenizer | None,
         prompt_text: str | None,
         *,
@@ -261,7 +261,7 @@ class RequestAssembler:
         that a stream holds no more than its client has yet to be sent, and those of the prompt in
         `prompt_entries`. (All else is in `output`.)
         """
-        self._params = as_sampling_params(wish)
+        self._params = params
         self.request = request
         self._tokenizer = tokenizer
         self._deltas_only = deltas_only

@@ -20,7 +20,7 @@ from quire.assembly.build import build_engine
 from quire.core.memory.block_map import BlockMap
 from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.memory.memory_report import MemoryReport
-from quire.core.sampling_params import BeamSearchParams, SamplingParams, Wish
+from quire.core.sampling_params import BeamSearchParams, SamplingParams, sampling_params_of
 from quire.engine_client.inputs import PromptInput, read_prompt
 from quire.engine_client.outputs import RequestOutput
 from quire.errors import ConfigurationError, InvalidRequestError, did_you_mean
@@ -146,7 +146,8 @@ class LLM:
                 f"params is {params!r:.80}, but must be a BeamSearchParams", "params"
             )
         listed = _read_prompts(prompts)
-        outputs = self._run(listed, [params] * len(listed), use_tqdm)
+        sampling = [sampling_params_of(params)] * len(listed)
+        outputs = self._run(listed, sampling, use_tqdm, beams=params)
         return [beam_search_output(output, params, self._tokenizer) for output in outputs]
 
     def chat(
@@ -272,10 +273,12 @@ class LLM:
     def _run(
         self,
         prompts: Sequence[PromptInput],
-        wishes: Sequence[Wish],
+        params: Sequence[SamplingParams],
         use_tqdm: bool,
+        *,
+        beams: BeamSearchParams | None = None,
     ) -> list[RequestOutput]:
-        call = self._requests.prepare(prompts, wishes)
+        call = self._requests.prepare(prompts, params, beams)
         try:
             self._requests.open(call)
             if use_tqdm:

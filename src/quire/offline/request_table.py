@@ -10,7 +10,7 @@ from itertools import count
 from quire.core.memory.block_map import BlockMap
 from quire.core.memory.memory_report import MemoryReport
 from quire.core.memory.prefix_miss import PrefixMiss
-from quire.core.sampling_params import SamplingParams, Wish
+from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine_client.inputs import InputProcessor, PromptInput
 from quire.engine_client.outputs import PrefixMissReport, RequestAssembler, RequestOutput
@@ -49,9 +49,18 @@ class OpenRequests:
         self._open: dict[str, tuple[RequestAssembler, Call]] = {}
         self._turns = Turns(self._step)
 
-    def prepare(self, prompts: Sequence[PromptInput], wishes: Sequence[Wish]) -> Call:
-        """Tokenize and check the requests of one call. Raises InvalidRequestError."""
-        found = [self._prepare(*pair) for pair in zip(prompts, wishes, strict=True)]
+    def prepare(
+        self,
+        prompts: Sequence[PromptInput],
+        params: Sequence[SamplingParams],
+        beams: BeamSearchParams | None = None,
+    ) -> Call:
+        """Tokenize and check the requests of one call. Raises InvalidRequestError.
+
+        beams: of a beam search, whose params are `sampling_params_of` it.
+        """
+        pairs = zip(prompts, params, strict=True)
+        found = [self._prepare(prompt, own, beams) for prompt, own in pairs]
         return Call(found, {assembler.request.request_id for assembler in found})
 
     def open(self, call: Call) -> None:
@@ -166,7 +175,9 @@ class OpenRequests:
 
     # ---- inside: all but `_prepare` with the turn -------------------------------------------
 
-    def _prepare(self, prompt: PromptInput, wish: Wish) -> RequestAssembler:
+    def _prepare(
+        self, prompt: PromptInput, params: SamplingParams, beams: BeamSearchParams | None
+    ) -> RequestAssembler:
         deadline_s = prompt.options.deadline_s
         if deadline_s is not None and not self._engine.limits.reads_deadline:
             raise InvalidRequestError(
@@ -177,12 +188,13 @@ class OpenRequests:
         request = self._inputs.make_request(
             str(next(self._ids)),
             prompt.prompt,
-            wish,
+            params,
             seed=self._seeds.getrandbits(64),
             options=prompt.options,
+            beams=beams,
         )
         text = prompt.prompt if isinstance(prompt.prompt, str) else None
-        return RequestAssembler(request, wish, self._tokenizer, text)
+        return RequestAssembler(request, params, self._tokenizer, text)
 
     def _close(self, assemblers: Sequence[RequestAssembler]) -> None:
         for assembler in assemblers:

@@ -59,15 +59,15 @@ def invitation(
     """
     if has_chat:
         path = "chat/completions"
-        wish = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
+        question = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
     else:
-        path, wish = "completions", '"prompt": "Once upon a time"'
+        path, question = "completions", '"prompt": "Once upon a time"'
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     warning = (EXPOSED if is_exposed else "") + ("" if has_operator else NO_OPERATOR)
     return (
         f"{warning}quire serves {model_name} at {url} (Ctrl-C ends it). Try:\n"
         f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n"
-        f'    -d \'{{"model": "{model_name}", {wish}}}\''
+        f'    -d \'{{"model": "{model_name}", {question}}}\''
     )
 
 

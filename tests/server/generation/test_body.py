@@ -27,8 +27,8 @@ def mistake(make, **fields):
 
 
 def test_defaults_are_openais():
-    assert completion().to_wish() == SamplingParams(max_tokens=16)
-    assert chat().to_wish() == SamplingParams(max_tokens=None)
+    assert completion().to_params().sampling == SamplingParams(max_tokens=16)
+    assert chat().to_params().sampling == SamplingParams(max_tokens=None)
 
 
 FIELDS = {
@@ -55,11 +55,11 @@ FIELDS = {
 
 
 def test_every_field_arrives_in_the_sampling_params():
-    wish = SamplingParams(**FIELDS, logprobs=3, logit_bias={4: 1.5})
+    params = SamplingParams(**FIELDS, logprobs=3, logit_bias={4: 1.5})
     body = completion(**FIELDS, logprobs=3, logit_bias={"4": 1.5})
-    assert body.to_wish() == wish
+    assert body.to_params().sampling == params
     talk = chat(**FIELDS, logprobs=True, top_logprobs=3, logit_bias={"4": 1.5})
-    assert talk.to_wish() == wish
+    assert talk.to_params().sampling == params
 
 
 @pytest.mark.parametrize("make", [chat, completion])
@@ -102,7 +102,7 @@ def test_a_list_of_millions_of_mistakes_has_a_few(value):
 
 def test_logprobs_of_the_prompt_are_asked_for_where_they_are_echoed():
     def asked(**fields):
-        return completion(**fields).to_wish().prompt_logprobs
+        return completion(**fields).to_params().sampling.prompt_logprobs
 
     assert asked(logprobs=2) is None
     assert asked(echo=True) is None
@@ -114,30 +114,30 @@ def test_logprobs_of_the_prompt_are_asked_for_where_they_are_echoed():
 def test_an_echo_alone_asks_for_a_token_that_is_not_answered():
     scoring = completion(echo=True, max_tokens=0, logprobs=1)
     assert scoring.scores_only
-    assert scoring.to_wish() == SamplingParams(max_tokens=1, prompt_logprobs=1)
+    assert scoring.to_params().sampling == SamplingParams(max_tokens=1, prompt_logprobs=1)
     assert not completion(echo=True, max_tokens=1).scores_only
     assert not completion(max_tokens=0).scores_only
     with pytest.raises(InvalidRequestError, match="max_tokens is 0"):
-        completion(max_tokens=0).to_wish()
+        completion(max_tokens=0).to_params()
     with pytest.raises(InvalidRequestError, match="max_tokens is 0"):
-        completion(max_tokens=0, echo=True, use_beam_search=True).to_wish()
+        completion(max_tokens=0, echo=True, use_beam_search=True).to_params()
     with pytest.raises(InvalidRequestError, match="min_tokens is 1, above max_tokens, 0"):
-        completion(max_tokens=0, echo=True, min_tokens=1).to_wish()
+        completion(max_tokens=0, echo=True, min_tokens=1).to_params()
 
 
 @pytest.mark.parametrize("make", [chat, completion])
 def test_logprobs_of_the_prompt_are_not_streamed(make):
     with pytest.raises(InvalidRequestError, match="can't be streamed") as caught:
-        make(prompt_logprobs=1, stream=True).to_wish()
+        make(prompt_logprobs=1, stream=True).to_params()
     assert caught.value.param == "prompt_logprobs"
 
 
 def test_chat_logprobs_are_a_switch_and_a_count():
-    assert chat(logprobs=True).to_wish().logprobs == 0
-    assert chat(logprobs=True, top_logprobs=4).to_wish().logprobs == 4
-    assert chat(logprobs=False).to_wish().logprobs is None
+    assert chat(logprobs=True).to_params().sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).to_params().sampling.logprobs == 4
+    assert chat(logprobs=False).to_params().sampling.logprobs is None
     with pytest.raises(InvalidRequestError, match="set logprobs to true"):
-        chat(top_logprobs=4).to_wish()
+        chat(top_logprobs=4).to_params()
 
 
 BEAMS = {"use_beam_search": True, "n": 3, "max_tokens": 30}
@@ -146,16 +146,16 @@ BEAMS = {"use_beam_search": True, "n": 3, "max_tokens": 30}
 @pytest.mark.parametrize("make", [chat, completion])
 def test_a_beam_search_has_the_width_n(make):
     options = {"length_penalty": -0.5, "temperature": 0.7, "ignore_eos": True}
-    wish = BeamSearchParams(beam_width=3, max_tokens=30, **options)
-    assert make(**BEAMS, **options).to_wish() == wish
-    narrow = make(use_beam_search=True, max_tokens=30).to_wish()
+    beams = BeamSearchParams(beam_width=3, max_tokens=30, **options)
+    assert make(**BEAMS, **options).to_params().beams == beams
+    narrow = make(use_beam_search=True, max_tokens=30).to_params().beams
     assert narrow == BeamSearchParams(beam_width=1, max_tokens=30)
 
 
 def test_a_beam_search_is_as_long_as_a_sample_where_nothing_is_said():
-    assert completion(use_beam_search=True).to_wish().max_tokens == 16
-    assert chat(use_beam_search=True).to_wish().max_tokens is None
-    assert chat(use_beam_search=True, max_completion_tokens=7).to_wish().max_tokens == 7
+    assert completion(use_beam_search=True).to_params().sampling.max_tokens == 16
+    assert chat(use_beam_search=True).to_params().sampling.max_tokens is None
+    assert chat(use_beam_search=True, max_completion_tokens=7).to_params().sampling.max_tokens == 7
 
 
 UNUSUAL = {
@@ -192,42 +192,42 @@ def test_what_a_beam_search_has_not_is_refused_by_name(make, options):
     for name, value in options.items():
         asked = {name: value} | ({"logprobs": True} if name == "top_logprobs" else {})
         with pytest.raises(InvalidRequestError, match="does not go with use_beam_search") as caught:
-            make(**BEAMS, **asked).to_wish()
+            make(**BEAMS, **asked).to_params()
         assert caught.value.param in asked
         for harmless in body.not_for_beams[name]:
-            assert make(**BEAMS, **{name: harmless}).to_wish() == body.to_wish()
+            assert make(**BEAMS, **{name: harmless}).to_params() == body.to_params()
 
 
 def test_a_beam_search_is_asked_for_by_its_switch_and_within_bounds():
     with pytest.raises(InvalidRequestError, match="set it to true") as caught:
-        completion(length_penalty=1.0).to_wish()
+        completion(length_penalty=1.0).to_params()
     assert caught.value.param == "length_penalty"
     for width in (0, -1, MAX_BEAM_WIDTH + 1):
         with pytest.raises(InvalidRequestError, match=f"at most {MAX_BEAM_WIDTH}") as caught:
-            completion(use_beam_search=True, n=width).to_wish()
+            completion(use_beam_search=True, n=width).to_params()
         assert caught.value.param == "n"
     with pytest.raises(InvalidRequestError, match="length_penalty is 6"):
-        completion(**BEAMS, length_penalty=6).to_wish()
+        completion(**BEAMS, length_penalty=6).to_params()
     with pytest.raises(InvalidRequestError, match="best_of"):
-        completion(**BEAMS, best_of=4).to_wish()
+        completion(**BEAMS, best_of=4).to_params()
 
 
 def test_the_best_of_n_is_n():
-    assert completion(n=3, best_of=3).to_wish() == completion(n=3).to_wish()
+    assert completion(n=3, best_of=3).to_params() == completion(n=3).to_params()
     with pytest.raises(InvalidRequestError, match="best of more than n is not supported"):
-        completion(n=2, best_of=3).to_wish()
+        completion(n=2, best_of=3).to_params()
 
 
 def test_both_names_of_the_bound_work_and_exclude_each_other():
-    assert chat(max_tokens=4).to_wish().max_tokens == 4
-    assert chat(max_completion_tokens=4).to_wish().max_tokens == 4
+    assert chat(max_tokens=4).to_params().sampling.max_tokens == 4
+    assert chat(max_completion_tokens=4).to_params().sampling.max_tokens == 4
     with pytest.raises(InvalidRequestError, match="both set"):
-        chat(max_tokens=4, max_completion_tokens=4).to_wish()
+        chat(max_tokens=4, max_completion_tokens=4).to_params()
 
 
 def test_a_bound_of_zero_is_refused_not_ignored():
     with pytest.raises(InvalidRequestError, match="max_tokens is 0"):
-        chat(max_tokens=0).to_wish()
+        chat(max_tokens=0).to_params()
     with pytest.raises(ValidationError, match="max_completion_tokens"):
         chat(max_completion_tokens=0)
 
@@ -264,21 +264,24 @@ def test_a_deadline_is_a_number_of_seconds_to_come(seconds):
 
 
 def test_the_keys_of_a_logit_bias_are_token_ids():
-    assert completion(logit_bias={"0": 1, "42": -1.5}).to_wish().logit_bias == {0: 1, 42: -1.5}
+    assert completion(logit_bias={"0": 1, "42": -1.5}).to_params().sampling.logit_bias == {
+        0: 1,
+        42: -1.5,
+    }
     for key in ("x", "-1", "07", "1.0", " 1", "1_0", "", "٣", "9" * 5000):
         with pytest.raises(InvalidRequestError, match="keys must be token ids") as caught:
-            completion(logit_bias={key: 1}).to_wish()
+            completion(logit_bias={key: 1}).to_params()
         assert caught.value.param == "logit_bias"
     for bias in ("1", True, 101, None, [1], float("nan")):
         with pytest.raises(InvalidRequestError, match="logit_bias"):
-            completion(logit_bias={"1": bias}).to_wish()
+            completion(logit_bias={"1": bias}).to_params()
 
 
 @pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63, 2**64 - 1])
 def test_a_seed_is_any_integer_of_64_bits(seed):
-    assert completion(seed=seed).to_wish().seed == seed
+    assert completion(seed=seed).to_params().sampling.seed == seed
     with pytest.raises(InvalidRequestError, match="seed is"):
-        completion(seed=2**64).to_wish()
+        completion(seed=2**64).to_params()
 
 
 @pytest.mark.parametrize(

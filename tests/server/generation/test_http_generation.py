@@ -24,7 +24,8 @@ from quire.errors import (
 )
 from quire.server import service as service_module
 from quire.server.generation import http_generation as generation_module
-from quire.server.generation.http_generation import Caller, Generation, prepare
+from quire.server.generation.body import Params
+from quire.server.generation.http_generation import Caller, HTTPGeneration, prepare
 from quire.server.http.long_work import WorkPieces
 from quire.server.service import Service
 from quire.server.telemetry.monitor import Monitor
@@ -123,7 +124,7 @@ def make(service, tokenizer, *, params=None, num_prompts=1, deadline_s=None, arr
         RequestAssembler(request, params, tokenizer, "print", deltas_only=True)
         for request in requests
     ]
-    return Generation(service, assemblers, params, caller)
+    return HTTPGeneration(service, assemblers, params, caller)
 
 
 def token(tokenizer, text, branch=0, finish=None, request_id="c-0", **fields):
@@ -385,7 +386,11 @@ def test_an_answer_within_its_deadline_is_not_touched(service, engine, tokenizer
 def test_while_the_server_ends_nothing_is_taken(service):
     service.drain.begin()
     with pytest.raises(ServerDrainingError):
-        run(prepare(service, FakeHTTP(), "cmpl-c", ["a"], SamplingParams(), RequestOptions()))
+        run(
+            prepare(
+                service, FakeHTTP(), "cmpl-c", ["a"], Params(SamplingParams()), RequestOptions()
+            )
+        )
 
 
 def test_what_there_is_no_room_for_is_refused_before_any_work(service, engine, monkeypatch):
@@ -395,7 +400,11 @@ def test_what_there_is_no_room_for_is_refused_before_any_work(service, engine, m
     monkeypatch.setattr(generation_module, "_tokenize", never)
     engine.room = 5
     with pytest.raises(OverloadedError):
-        run(prepare(service, FakeHTTP(), "c", ["a"] * 2, SamplingParams(n=3), RequestOptions()))
+        run(
+            prepare(
+                service, FakeHTTP(), "c", ["a"] * 2, Params(SamplingParams(n=3)), RequestOptions()
+            )
+        )
 
 
 def test_requests_are_made_prompt_by_prompt_while_others_go_on(service, engine):
@@ -404,7 +413,7 @@ def test_requests_are_made_prompt_by_prompt_while_others_go_on(service, engine):
     async def play():
         prompts = [[5 + index] for index in range(100)]
         making = asyncio.ensure_future(
-            prepare(service, FakeHTTP(), "c", prompts, SamplingParams(), RequestOptions())
+            prepare(service, FakeHTTP(), "c", prompts, Params(SamplingParams()), RequestOptions())
         )
         num_turns = 0
         while not making.done():
@@ -447,7 +456,7 @@ def test_what_is_long_to_tokenize_is_worked_on_in_a_thread(
 
     monkeypatch.setattr(service_module, "LONG_TEXT_CHARACTERS", 10)
     monkeypatch.setattr(generation_module, "_tokenize", refuse)
-    wish = SamplingParams(bad_words=bad_words)
+    params = SamplingParams(bad_words=bad_words)
     with pytest.raises(InvalidRequestError, match="seen"):
-        asyncio.run(prepare(service, FakeHTTP(), "call", prompts, wish, RequestOptions()))
+        asyncio.run(prepare(service, FakeHTTP(), "call", prompts, Params(params), RequestOptions()))
     assert (threads != [threading.current_thread()]) == in_thread

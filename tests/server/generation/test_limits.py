@@ -128,7 +128,7 @@ def test_token_ids_of_one_prompt_are_no_prompts():
 def test_values_that_mean_nothing_are_left_to_the_sampling_params():
     LIMITS.check(completion(n=-1), MAX_LOGPROBS)
     with pytest.raises(InvalidRequestError, match="n is -1"):
-        completion(n=-1).to_wish()
+        completion(n=-1).to_params()
 
 
 @pytest.mark.parametrize(

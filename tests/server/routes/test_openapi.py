@@ -94,7 +94,7 @@ def test_bounds_in_the_document_are_those_that_are_checked(name):
         more |= {"n": value} if name == "best_of" else {}
         try:
             body = CompletionRequest.model_validate({"prompt": "x", name: value} | more)
-            return body.to_wish() is not None
+            return body.to_params() is not None
         except ValueError as error:
             assert isinstance(error, InvalidRequestError) or name in str(error)
             return False
@@ -155,7 +155,7 @@ def test_what_is_accepted_is_what_the_document_allows(model):
             body = plain | {name: value}
             try:
                 accepted = model.model_validate(body)
-                accepted.to_wish()
+                accepted.to_params()
                 if model is ChatCompletionRequest:
                     check_messages(accepted.messages)
             except ValueError:

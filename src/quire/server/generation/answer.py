@@ -16,7 +16,7 @@ from starlette.types import Receive
 
 from quire.engine_client.outputs import Delta, RequestOutput
 from quire.server.generation.body import GenerationBody
-from quire.server.generation.http_generation import Generation
+from quire.server.generation.http_generation import HTTPGeneration
 from quire.server.http.streaming import EventStream, answer
 from quire.server.routes.openai.logprobs import prompt_logprobs_json
 from quire.server.routes.openai.shapes import Usage, usage_of
@@ -60,7 +60,9 @@ class Call(ABC, Generic[BodyT]):
     had no piece yet.
     """
 
-    def __init__(self, service: Service, body: BodyT, generation: Generation, call_id: str) -> None:
+    def __init__(
+        self, service: Service, body: BodyT, generation: HTTPGeneration, call_id: str
+    ) -> None:
         self._service = service
         self._body = body
         self._generation = generation

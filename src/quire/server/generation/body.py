@@ -6,7 +6,7 @@ lists every field. Called by the API families. Knows no engine.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,7 @@ from quire.core.sampling_params import (
     SEED_LIMIT,
     BeamSearchParams,
     SamplingParams,
-    Wish,
+    sampling_params_of,
 )
 from quire.engine_client.inputs import MAX_NAME_LENGTH
 from quire.errors import InvalidRequestError, shown
@@ -102,6 +102,13 @@ _WORDS = {"items": {"type": "string", "minLength": 1}}
 _PENALTY = {"minimum": -2, "maximum": 2}
 
 
+class Params(NamedTuple):
+    """What a body asks for. beams: of a beam search, of which `sampling` is then made."""
+
+    sampling: SamplingParams
+    beams: BeamSearchParams | None = None
+
+
 class StreamOptions(Body):
     """include_usage: a last chunk with the usage of the whole call.
 
@@ -181,8 +188,8 @@ class GenerationBody(Body):
     def continuous_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-    def _wish(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Wish:
-        """The wish, with defaults for what was left out. Raises InvalidRequestError.
+    def _params(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Params:
+        """The body's fields, with defaults for what was left out. Raises InvalidRequestError.
 
         more: SamplingParams' fields that differ from the body's.
         """
@@ -192,7 +199,8 @@ class GenerationBody(Body):
                 "prompt_logprobs",
             )
         if self.use_beam_search:
-            return self._beam_search_params(max_tokens)
+            beams = self._beam_search_params(max_tokens)
+            return Params(sampling_params_of(beams), beams)
         if self.length_penalty is not None:
             raise InvalidRequestError(
                 "length_penalty is set, but use_beam_search is not; set it to true, or leave"
@@ -201,11 +209,13 @@ class GenerationBody(Body):
             )
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | more
         given = {name: value for name, value in values.items() if value is not None}
-        return SamplingParams(
-            **given,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            logit_bias=_token_biases(self.logit_bias),
+        return Params(
+            SamplingParams(
+                **given,
+                max_tokens=max_tokens,
+                logprobs=logprobs,
+                logit_bias=_token_biases(self.logit_bias),
+            )
         )
 
     def _beam_search_params(self, max_tokens: int | None) -> BeamSearchParams:
@@ -269,7 +279,7 @@ class CompletionRequest(GenerationBody):
         """The prompt is echoed and nothing generated. The engine makes one token all the same."""
         return self.echo and self.max_tokens == 0 and not self.use_beam_search
 
-    def to_wish(self) -> Wish:
+    def to_params(self) -> Params:
         """Raises InvalidRequestError."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError(
@@ -285,9 +295,9 @@ class CompletionRequest(GenerationBody):
                 raise InvalidRequestError(
                     f"min_tokens is {self.min_tokens}, above max_tokens, 0", "min_tokens"
                 )
-            return self._wish(1, None, prompt_logprobs=prompt_logprobs)
+            return self._params(1, None, prompt_logprobs=prompt_logprobs)
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
-        return self._wish(max_tokens, self.logprobs, prompt_logprobs=prompt_logprobs)
+        return self._params(max_tokens, self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
 class TemplateOptions(Body):
@@ -372,7 +382,7 @@ class ChatCompletionRequest(GenerationBody, TemplateOptions):
     # ours
     add_special_tokens: bool = False
 
-    def to_wish(self) -> Wish:
+    def to_params(self) -> Params:
         """Raises InvalidRequestError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError(
@@ -384,7 +394,7 @@ class ChatCompletionRequest(GenerationBody, TemplateOptions):
                 "max_completion_tokens",
             )
         given = self.max_completion_tokens
-        return self._wish(
+        return self._params(
             self.max_tokens if given is None else given,
             (self.top_logprobs or 0) if self.logprobs else None,
         )

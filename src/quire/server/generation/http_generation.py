@@ -11,8 +11,7 @@ Called by `completions` and `chat`. Knows no JSON.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
-from collections.abc import Generator as PyGenerator
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,7 +20,7 @@ from typing import Self
 from fastapi import Request as HTTPRequest
 
 from quire.core.request import Request, SequenceOutput
-from quire.core.sampling_params import Wish, as_sampling_params
+from quire.core.sampling_params import SamplingParams
 from quire.engine_client.async_engine import RequestStream
 from quire.engine_client.inputs import InputProcessor, RequestOptions
 from quire.engine_client.logprob_entries import LogprobEntries
@@ -33,6 +32,7 @@ from quire.errors import (
     QuireError,
     StepFailedError,
 )
+from quire.server.generation.body import Params
 from quire.server.generation.limits import check_prompt_logprobs
 from quire.server.service import Service, call_for_text
 from quire.server.telemetry.monitor import CallRecord
@@ -70,7 +70,7 @@ class Caller:
         return _OPERATIONS.get(self.call_id.partition("-")[0], "text_completion")
 
 
-class Generation:
+class HTTPGeneration:
     """One HTTP call's requests. Use it with `async with`: leaving aborts what still runs.
 
     Invariants: a stop string that ends a branch here ends it in the engine, too; `_news` has each
@@ -81,12 +81,12 @@ class Generation:
         self,
         service: Service,
         assemblers: Sequence[RequestAssembler],
-        wish: Wish,
+        params: SamplingParams,
         caller: Caller,
     ) -> None:
         """assemblers: one for each prompt, with its request; for deltas only."""
         self.requests = requests = [assembler.request for assembler in assemblers]
-        self.params = params = as_sampling_params(wish)
+        self.params = params
         self._service = service
         self._caller = caller
         self._assemblers = {one.request.request_id: one for one in assemblers}
@@ -277,7 +277,7 @@ class Generation:
 class _Batches:
     """An iterator, and no generator: one that is left half-way needs nobody to close it."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: HTTPGeneration) -> None:
         self._generation = generation
 
     def __aiter__(self) -> Self:
@@ -295,22 +295,22 @@ async def prepare(
     http: HTTPRequest,
     call_id: str,
     prompts: Sequence[str | list[int]],
-    wish: Wish,
+    params: Params,
     options: RequestOptions,
-) -> Generation:
+) -> HTTPGeneration:
     """Tokenize and check the prompts.
 
     Raises InvalidRequestError, ServerDrainingError, OverloadedError where the server has no room.
     """
     service.check_accepting()
-    params = as_sampling_params(wish)
-    service.engine.check_room(len(prompts) * params.n)  # before there is any work with them
-    words = params.bad_words or ()
+    # Before there is any work with them.
+    service.engine.check_room(len(prompts) * params.sampling.n)
+    words = params.sampling.bad_words or ()
     inputs = service.inputs
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     size += _ENCODINGS_PER_BAD_WORD * sum(len(word) for word in words)
     token_ids = await call_for_text(size, _tokenize, inputs, prompts, words)
-    draft = _Draft(service, Caller.of(http, call_id), inputs, wish, options)
+    draft = _Draft(service, Caller.of(http, call_id), inputs, params, options)
     return await service.pieces.run(draft.finish(prompts, token_ids))
 
 
@@ -331,33 +331,32 @@ class _Draft:
     service: Service
     caller: Caller
     inputs: InputProcessor
-    wish: Wish
+    params: Params
     options: RequestOptions
 
     def finish(
         self, prompts: Sequence[str | list[int]], token_ids: Sequence[list[int]]
-    ) -> PyGenerator[None, None, Generation]:
+    ) -> Generator[None, None, HTTPGeneration]:
         """The call's requests; may pause at every yield."""
-        tokenizer = self.service.tokenizer
+        tokenizer, params = self.service.tokenizer, self.params.sampling
         assemblers = []
         for index, (prompt, ids) in enumerate(zip(prompts, token_ids, strict=True)):
             request = self._request(index, ids)
             text = prompt if isinstance(prompt, str) else None
-            assemblers.append(
-                RequestAssembler(request, self.wish, tokenizer, text, deltas_only=True)
-            )
+            assemblers.append(RequestAssembler(request, params, tokenizer, text, deltas_only=True))
             yield
         check_prompt_logprobs([assembler.request for assembler in assemblers])
-        return Generation(self.service, assemblers, self.wish, self.caller)
+        return HTTPGeneration(self.service, assemblers, params, self.caller)
 
     def _request(self, index: int, token_ids: list[int]) -> Request:
         with blamed_on("prompt"):
             return self.inputs.make_request(
                 f"{self.caller.call_id}-{index}",
                 token_ids,
-                self.wish,
+                self.params.sampling,
                 seed=self.service.seeds.draw(self.options.tenant),
                 options=self.options,
+                beams=self.params.beams,
             )
 
 

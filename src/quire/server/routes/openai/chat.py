@@ -49,14 +49,14 @@ async def create_chat_completion(body: ChatCompletionRequest, http: HTTPRequest)
     service = service_of(http)
     service.check_model(body.model)
     service.limits.check(body, service.engine.limits.max_logprobs)
-    wish = body.to_wish()
+    params = body.to_params()
     call_id = new_call_id("chatcmpl")
     options = options_of(http, body)
     token_ids = await chat_token_ids(
         service, body.messages, body, add_special_tokens=body.add_special_tokens
     )
     with _prompt_is_messages():
-        generation = await prepare(service, http, call_id, [token_ids], wish, options)
+        generation = await prepare(service, http, call_id, [token_ids], params, options)
     call = _ChatCall(service, body, generation, call_id)
     if body.stream:
         return call.stream()

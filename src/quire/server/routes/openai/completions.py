@@ -14,7 +14,7 @@ from starlette.responses import Response
 from quire.engine_client.outputs import Delta
 from quire.server.generation.answer import LATER, Call, event_of, filled
 from quire.server.generation.body import CompletionRequest
-from quire.server.generation.http_generation import Generation, blamed_on, new_call_id, prepare
+from quire.server.generation.http_generation import HTTPGeneration, blamed_on, new_call_id, prepare
 from quire.server.generation.limits import check_text, check_whole_answer
 from quire.server.http.json_body import JSONRoute
 from quire.server.http.streaming import event
@@ -41,11 +41,11 @@ async def create_completion(body: CompletionRequest, http: HTTPRequest) -> Respo
     service = service_of(http)
     service.check_model(body.model)
     service.limits.check(body, service.engine.limits.max_logprobs)
-    wish = body.to_wish()
+    params = body.to_params()
     call_id = new_call_id("cmpl")
     options = options_of(http, body)
     prompts = await _prompts(service, body)
-    generation = await prepare(service, http, call_id, prompts, wish, options)
+    generation = await prepare(service, http, call_id, prompts, params, options)
     call = _CompletionCall(service, body, generation, call_id)
     if body.stream:
         return call.stream()
@@ -82,7 +82,7 @@ class _CompletionCall(Call[CompletionRequest]):
     """One call. Invariant: a choice's echo, if asked for, is at the head of its first piece."""
 
     def __init__(
-        self, service: Service, body: CompletionRequest, generation: Generation, call_id: str
+        self, service: Service, body: CompletionRequest, generation: HTTPGeneration, call_id: str
     ) -> None:
         super().__init__(service, body, generation, call_id)
         self._writers = self._make_writers(body.logprobs)
