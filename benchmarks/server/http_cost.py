@@ -36,7 +36,7 @@ from quire.engine_client.outputs import RequestAssembler
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.ipc import encode
 from quire.server.http.streaming import event
-from quire.server.routes.openai.shapes import Completion, CompletionChoice
+from quire.server.routes.openai.completions import Completion, CompletionChoice
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 

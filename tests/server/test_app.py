@@ -10,7 +10,7 @@ from tests.server.asgi import JSON, call, parts_of
 
 from quire.errors import QuireError
 from quire.server.app import SECURITY_HEADERS, create_app
-from quire.server.http.access import AccessConfig
+from quire.server.http.guard import AccessConfig
 from quire.server.service import Service
 from quire.server.tenants.keys import ApiKeys
 

@@ -5,8 +5,8 @@ import pytest
 from quire.errors import ConfigurationError
 from quire.observability.log import FORMATS, LEVELS
 from quire.server.config import LOG_FORMATS, LOG_LEVELS, ServerConfig
-from quire.server.generation.limits import CallLimits
-from quire.server.http.access import AccessConfig
+from quire.server.http.guard import AccessConfig
+from quire.server.limits import CallLimits
 
 
 @pytest.mark.parametrize(

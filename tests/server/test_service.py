@@ -1,13 +1,9 @@
-"""What handlers share: the model's name, and threads for long texts."""
-
-import asyncio
-import threading
+"""What handlers share: the model's name, and whether calls are taken."""
 
 import pytest
 
 from quire.errors import ServerDrainingError
-from quire.server import service as service_module
-from quire.server.service import Service, UnknownModelError, call_for_text
+from quire.server.service import Service, UnknownModelError
 
 
 def make(name="mine"):
@@ -41,15 +37,3 @@ def test_a_service_of_its_own_has_the_usual_bounds():
     assert first.tenants is not second.tenants
     assert first.monitor is not second.monitor
     assert first.drain is not second.drain
-
-
-@pytest.mark.parametrize(("num_characters", "in_thread"), [(9, False), (10, True)])
-def test_long_texts_are_worked_on_beside_the_loop(monkeypatch, num_characters, in_thread):
-    monkeypatch.setattr(service_module, "LONG_TEXT_CHARACTERS", 10)
-    thread = asyncio.run(call_for_text(num_characters, threading.current_thread))
-    assert (thread is not threading.current_thread()) == in_thread
-
-
-def test_errors_come_out_of_the_thread():
-    with pytest.raises(ValueError, match="invalid literal"):
-        asyncio.run(call_for_text(10**6, int, "x"))

@@ -1,29 +1,41 @@
-"""The HTTP application: which path is served where, and what a call goes through on its way there.
+"""The HTTP application: the list of endpoints, and what a call goes through on its way to one.
 
-From outside in: the request's id and its line in the log (`request_id`), what its head may say
-(`request_head`), CORS if origins are allowed, the guard (`access`), the bounds of the body
-(`body_limit`), answers to bugs (`errors`), the routes. All are plain ASGI, so that streams and
-disconnects pass through them untouched.
+From outside in: the request's id and its line in the log (`telemetry.monitor`), what its head may
+say, CORS if origins are allowed, keys, the bounds of the body (all three: `http.guard`), answers to
+bugs, the routes. All are plain ASGI, so that streams and disconnects pass through them untouched.
 
 The engine's life is in the hands of `launch`, not of the application: it must also end when the
 server is stopped by force, and then no application code runs any more. Imports no torch.
 """
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from quire.server.http.access import AccessConfig, AccessGuard
-from quire.server.http.body_limit import BodyLimit
-from quire.server.http.errors import BugReporter, install_error_handlers
-from quire.server.http.request_head import RequestHead
-from quire.server.routes import unsupported
-from quire.server.routes.admin import health, memory, metrics, version
-from quire.server.routes.admin.docs_page import install_page
+from quire.server.http.errors import install_error_handlers
+from quire.server.http.guard import AccessConfig, AccessGuard, BodyLimit, RequestHead
+from quire.server.routes.admin import docs_page, health, memory, metrics, version
+from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openai import chat, completions, models
+from quire.server.routes.unsupported import refused_routes
 from quire.server.routes.vllm import tokenize
 from quire.server.service import Service
-from quire.server.telemetry.request_id import RequestIdMiddleware
+from quire.server.telemetry.monitor import BugReporter, RequestIdMiddleware
 from quire.version import __version__
+
+ENDPOINTS: tuple[Endpoints, ...] = (
+    docs_page.router,
+    completions.router,
+    chat.router,
+    tokenize.router,
+    models.router,
+    version.router,
+    health.router,
+    memory.router,
+    metrics.router,
+)
+"""What is served: one line an endpoint's file. They stand in this order in the API's document."""
 
 SECURITY_HEADERS = [("x-content-type-options", "nosniff")]
 """For every answer; the HTTP server itself adds them, at no cost per call."""
@@ -31,18 +43,44 @@ SECURITY_HEADERS = [("x-content-type-options", "nosniff")]
 OPEN = AccessConfig()
 
 
-def create_app(service: Service, access: AccessConfig = OPEN) -> FastAPI:
-    """The application that serves `service`."""
+def create_app(
+    service: Service, access: AccessConfig = OPEN, endpoints: Sequence[Endpoints] = ENDPOINTS
+) -> FastAPI:
+    """The application that serves `service` at `endpoints`."""
     # A redirect would name the scheme and host that this process sees, not those of a proxy.
     app = FastAPI(
         title="quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.service = service
-    install_error_handlers(app)
-    # Each one stands outside of those before it.
+    app.state.suggested_paths = _suggested(endpoints)
+    app.state.error_forms = {path: each.error_form for each in endpoints for path in each.paths}
+    install_error_handlers(app, [path for each in endpoints for path in each.generating_paths])
+    _add_middlewares(app, service, access, endpoints)
+    for each in endpoints:
+        app.include_router(each)
+    served = [path for each in endpoints for path in each.paths]
+    app.include_router(refused_routes(served))  # takes what none of the others has
+    return app
+
+
+def _suggested(endpoints: Sequence[Endpoints]) -> list[str]:
+    """The paths that clients of other servers look for, those of OpenAI's API first."""
+    found = [path for each in endpoints if each.is_suggested for path in each.paths]
+    return sorted((path for path in found if "{" not in path), key=lambda p: "/v1/" not in p)
+
+
+def _add_middlewares(
+    app: FastAPI, service: Service, access: AccessConfig, endpoints: Sequence[Endpoints]
+) -> None:
+    """Each one stands outside of those before it."""
     app.add_middleware(BugReporter)
     app.add_middleware(BodyLimit, max_bytes=access.max_body_bytes, timeout_s=access.body_timeout_s)
-    app.add_middleware(AccessGuard, keys=access.keys)
+    app.add_middleware(
+        AccessGuard,
+        keys=access.keys,
+        open_paths=frozenset(path for each in endpoints for path in each.open_paths),
+        operator_paths=[path for each in endpoints for path in each.operator_paths],
+    )
     if access.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -52,9 +90,5 @@ def create_app(service: Service, access: AccessConfig = OPEN) -> FastAPI:
             expose_headers=("X-Request-ID", "Retry-After"),
         )
     app.add_middleware(RequestHead)
-    app.add_middleware(RequestIdMiddleware, monitor=service.monitor)
-    families = (completions, chat, tokenize, models, version, health, memory, metrics)
-    install_page(app)
-    for family in (*families, unsupported):  # the last takes what none of the others has
-        app.include_router(family.router)
-    return app
+    probes = frozenset(path for each in endpoints for path in each.probes)
+    app.add_middleware(RequestIdMiddleware, monitor=service.monitor, probes=probes)

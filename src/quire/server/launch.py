@@ -32,10 +32,10 @@ from quire.observability.spans import Spans, open_spans
 from quire.options.engine_options import EngineOptions
 from quire.server.app import SECURITY_HEADERS, create_app
 from quire.server.config import ServerConfig
-from quire.server.generation.limits import CallLimits
 from quire.server.generation.seeds import Seeds
-from quire.server.http.access import AccessConfig
 from quire.server.http.connection import ConnectionLimits, connection_class
+from quire.server.http.guard import AccessConfig
+from quire.server.limits import CallLimits
 from quire.server.loading_progress import LoadingProgress
 from quire.server.service import DRAIN_RETRY_AFTER_S, Service
 from quire.server.start_message import invitation, ledger

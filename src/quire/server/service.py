@@ -3,35 +3,26 @@
 Made by `launch`, read by the API families. Imports no torch.
 """
 
-import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar, cast
+from typing import cast
 
 from fastapi import Request as HTTPRequest
 
 from quire.engine_client.async_engine import AsyncEngine
-from quire.engine_client.inputs import InputProcessor
 from quire.errors import QuireError, ServerDrainingError
 from quire.server.config import KEEP_ALIVE_S
-from quire.server.generation.limits import CallLimits
 from quire.server.generation.seeds import Seeds
 from quire.server.http.long_work import WorkPieces
+from quire.server.limits import CallLimits
 from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.tenants import TenantBook
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
-LONG_TEXT_CHARACTERS = 8192
-"""Longer texts are tokenized in a thread: some milliseconds during which other streams go on."""
-
 DRAIN_RETRY_AFTER_S = 5.0
 """What a client that is refused while the server ends is told: another server, or the next one on
 this address, may be there by then."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class UnknownModelError(QuireError):
@@ -68,8 +59,8 @@ class Service:
     how much open. monitor: is told of every call. keep_alive_s: a stream without news gets a
     comment so often. default_deadline_s: of calls that name none; None: no deadline.
     allow_special_tokens: those that are written out in messages take effect.
-    system_fingerprint: what the numbers of an answer depend on, in OpenAI's field. pieces: does the
-    work that grows with a call.
+    system_fingerprint: what the numbers of an answer depend on, in OpenAI's field. work: does
+    what takes long because a call is large.
     """
 
     engine: AsyncEngine
@@ -86,11 +77,7 @@ class Service:
     allow_special_tokens: bool = False
     system_fingerprint: str | None = None
     drain: Drain = field(default_factory=Drain)
-    pieces: WorkPieces = field(default_factory=WorkPieces)
-
-    @property
-    def inputs(self) -> InputProcessor:
-        return InputProcessor(self.tokenizer, self.engine.limits)
+    work: WorkPieces = field(default_factory=WorkPieces)
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is the served model, or left out."""
@@ -112,12 +99,3 @@ class Service:
 def service_of(http: HTTPRequest) -> Service:
     """The service that `create_app` was given."""
     return cast(Service, http.app.state.service)
-
-
-async def call_for_text(
-    num_characters: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
-) -> R:
-    """Call `function`, whose time grows with the text: in a thread when there is much of it."""
-    if num_characters < LONG_TEXT_CHARACTERS:
-        return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)

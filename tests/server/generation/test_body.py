@@ -5,7 +5,8 @@ from pydantic import ValidationError
 
 from quire.core.sampling_params import MAX_BEAM_WIDTH, BeamSearchParams, SamplingParams
 from quire.errors import InvalidRequestError
-from quire.server.generation.body import ChatCompletionRequest, CompletionRequest
+from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.completions import CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -22,10 +22,10 @@ from quire.errors import (
     StepFailedError,
     TenantBusyError,
 )
-from quire.server import service as service_module
 from quire.server.generation import http_generation as generation_module
 from quire.server.generation.body import Params
 from quire.server.generation.http_generation import Caller, HTTPGeneration, prepare
+from quire.server.http import long_work
 from quire.server.http.long_work import WorkPieces
 from quire.server.service import Service
 from quire.server.telemetry.monitor import Monitor
@@ -125,6 +125,10 @@ def make(service, tokenizer, *, params=None, num_prompts=1, deadline_s=None, arr
         for request in requests
     ]
     return HTTPGeneration(service, assemblers, params, caller)
+
+
+def caller(call_id):
+    return Caller.of(FakeHTTP(), call_id, "text_completion")
 
 
 def token(tokenizer, text, branch=0, finish=None, request_id="c-0", **fields):
@@ -386,11 +390,7 @@ def test_an_answer_within_its_deadline_is_not_touched(service, engine, tokenizer
 def test_while_the_server_ends_nothing_is_taken(service):
     service.drain.begin()
     with pytest.raises(ServerDrainingError):
-        run(
-            prepare(
-                service, FakeHTTP(), "cmpl-c", ["a"], Params(SamplingParams()), RequestOptions()
-            )
-        )
+        run(prepare(service, caller("cmpl-c"), ["a"], Params(SamplingParams()), RequestOptions()))
 
 
 def test_what_there_is_no_room_for_is_refused_before_any_work(service, engine, monkeypatch):
@@ -400,20 +400,16 @@ def test_what_there_is_no_room_for_is_refused_before_any_work(service, engine, m
     monkeypatch.setattr(generation_module, "_tokenize", never)
     engine.room = 5
     with pytest.raises(OverloadedError):
-        run(
-            prepare(
-                service, FakeHTTP(), "c", ["a"] * 2, Params(SamplingParams(n=3)), RequestOptions()
-            )
-        )
+        run(prepare(service, caller("c"), ["a"] * 2, Params(SamplingParams(n=3)), RequestOptions()))
 
 
 def test_requests_are_made_prompt_by_prompt_while_others_go_on(service, engine):
-    service = replace(service, pieces=WorkPieces(StepClock()))
+    service = replace(service, work=WorkPieces(StepClock()))
 
     async def play():
         prompts = [[5 + index] for index in range(100)]
         making = asyncio.ensure_future(
-            prepare(service, FakeHTTP(), "c", prompts, Params(SamplingParams()), RequestOptions())
+            prepare(service, caller("c"), prompts, Params(SamplingParams()), RequestOptions())
         )
         num_turns = 0
         while not making.done():
@@ -427,10 +423,10 @@ def test_requests_are_made_prompt_by_prompt_while_others_go_on(service, engine):
 
 
 def test_a_caller_is_who_the_middlewares_found():
-    found = Caller.of(FakeHTTP(tenant=ALICE, request_id="q", arrival_s=3.0), "chatcmpl-c")
-    assert found == Caller(ALICE, "q", "chatcmpl-c", 3.0)
+    found = Caller.of(FakeHTTP(tenant=ALICE, request_id="q", arrival_s=3.0), "chatcmpl-c", "chat")
+    assert found == Caller(ALICE, "q", "chatcmpl-c", 3.0, "chat")
     assert found.operation == "chat"
-    nobody = Caller.of(FakeHTTP(), "cmpl-c")
+    nobody = Caller.of(FakeHTTP(), "cmpl-c", "text_completion")
     assert (nobody.tenant.name, nobody.request_id, nobody.operation) == ("", "", "text_completion")
 
 
@@ -454,9 +450,9 @@ def test_what_is_long_to_tokenize_is_worked_on_in_a_thread(
         threads.append(threading.current_thread())
         raise InvalidRequestError("seen")
 
-    monkeypatch.setattr(service_module, "LONG_TEXT_CHARACTERS", 10)
+    monkeypatch.setattr(long_work, "LONG_TEXT_CHARACTERS", 10)
     monkeypatch.setattr(generation_module, "_tokenize", refuse)
     params = SamplingParams(bad_words=bad_words)
     with pytest.raises(InvalidRequestError, match="seen"):
-        asyncio.run(prepare(service, FakeHTTP(), "call", prompts, Params(params), RequestOptions()))
+        asyncio.run(prepare(service, caller("call"), prompts, Params(params), RequestOptions()))
     assert (threads != [threading.current_thread()]) == in_thread

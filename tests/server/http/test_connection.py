@@ -13,8 +13,8 @@ from uvicorn.server import ServerState
 from quire.errors import ConfigurationError
 from quire.server.http import connection
 from quire.server.http.connection import ConnectionLimits, connection_class
+from quire.server.http.guard import RequestHead
 from quire.server.http.h11_protocol import H11
-from quire.server.http.request_head import RequestHead
 
 PATIENCE_S = 20.0
 BIG = b"x" * (8 << 20)  # more than all buffers between two sockets take

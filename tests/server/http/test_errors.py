@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from quire import errors
-from quire.server.http.body_limit import MAX_BODY_BYTES
 from quire.server.http.errors import error_body, error_response
+from quire.server.http.guard import MAX_BODY_BYTES
 from quire.server.service import UnknownModelError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

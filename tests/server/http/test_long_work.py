@@ -1,12 +1,14 @@
 """Long work leaves others their turns, is done in order, and is closed however it ends."""
 
 import asyncio
+import threading
 from contextlib import aclosing
 
 import pytest
 from tests.server.working import StepClock
 
-from quire.server.http.long_work import FIRST_PIECE_S, PIECE_S, WorkPieces
+from quire.server.http import long_work
+from quire.server.http.long_work import FIRST_PIECE_S, PIECE_S, WorkPieces, call_for_text
 
 STEPS_OF_FIRST = round(FIRST_PIECE_S * 1e3)
 STEPS_OF_PIECE = round(PIECE_S * 1e3)
@@ -153,3 +155,15 @@ def test_somebody_who_does_not_take_his_parts_holds_up_nobody():
         return done
 
     assert asyncio.run(run()) == "b is done"
+
+
+@pytest.mark.parametrize(("num_characters", "in_thread"), [(9, False), (10, True)])
+def test_long_texts_are_worked_on_beside_the_loop(monkeypatch, num_characters, in_thread):
+    monkeypatch.setattr(long_work, "LONG_TEXT_CHARACTERS", 10)
+    thread = asyncio.run(call_for_text(num_characters, threading.current_thread))
+    assert (thread is not threading.current_thread()) == in_thread
+
+
+def test_errors_come_out_of_the_thread():
+    with pytest.raises(ValueError, match="invalid literal"):
+        asyncio.run(call_for_text(10**6, int, "x"))

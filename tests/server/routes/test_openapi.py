@@ -7,7 +7,8 @@ from msgspec import UNSET, UnsetType
 
 from quire.errors import InvalidRequestError
 from quire.server.app import create_app
-from quire.server.generation.body import ChatCompletionRequest, CompletionRequest
+from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.completions import CompletionRequest
 from quire.server.routes.openapi import answers, json_schema
 from quire.server.service import Service
 from quire.text.chat_messages import check_messages

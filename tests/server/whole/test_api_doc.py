@@ -7,10 +7,12 @@ import pytest
 from tests.server.asking import CHAT, COMPLETIONS, openai_fields
 
 from quire import errors
-from quire.server.generation.body import ChatCompletionRequest, CompletionRequest, StreamOptions
-from quire.server.http import request_head
+from quire.server.generation.body import StreamOptions
+from quire.server.http import guard
 from quire.server.http.errors import _CODES
 from quire.server.routes.admin.health import NotReadyError
+from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.completions import CompletionRequest
 from quire.server.routes.unsupported import FAMILIES, NotSupportedError
 from quire.server.routes.vllm.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.server.service import UnknownModelError
@@ -98,7 +100,7 @@ def test_the_codes_of_errors_are_those_that_clients_can_meet():
     ]
     more = (NotReadyError, NotSupportedError, UnknownModelError)
     codes = {kind.code for kind in (*kinds, *more)} | set(_CODES.values())
-    codes |= set(request_head.CODES.values())
+    codes |= set(guard.CODES.values())
     assert codes - {errors.SchedulerStalledError.code} == told
 
 

@@ -5,7 +5,8 @@ import json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.server.generation.body import ChatCompletionRequest, CompletionRequest
+from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.completions import CompletionRequest
 
 SCALARS = (
     st.none()

@@ -7,7 +7,8 @@ import openai
 import pytest
 from tests.server.asking import CHAT, COMPLETIONS, MODES, PROMPT, QUESTION, Asker, Clients
 
-from quire.server.generation.body import ChatCompletionRequest, CompletionRequest
+from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.completions import CompletionRequest
 
 MODELS = {COMPLETIONS: CompletionRequest, CHAT: ChatCompletionRequest}
 WHOLE, STREAMED = MODES[::2], MODES[1::2]

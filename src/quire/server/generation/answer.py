@@ -1,26 +1,30 @@
-"""One HTTP call for generated text while it is answered, whatever the API family.
+"""From a body to the answer: what all routes for generated text do, whatever their API.
 
-Called by `completions` and `chat`, which know the shapes of the answers.
+A route subclasses `Answer`, which says how a choice is written whole and as events, and hands its
+class to `generate`.
 """
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
-from contextlib import aclosing
-from typing import Any, Generic, TypeVar
+from contextlib import aclosing, contextmanager
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
+from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.engine_client.outputs import Delta, RequestOutput
+from quire.errors import InvalidRequestError
 from quire.server.generation.body import GenerationBody
-from quire.server.generation.http_generation import HTTPGeneration
-from quire.server.http.streaming import EventStream, answer
-from quire.server.routes.openai.logprobs import prompt_logprobs_json
-from quire.server.routes.openai.shapes import Usage, usage_of
-from quire.server.service import Service
+from quire.server.generation.http_generation import Caller, HTTPGeneration, new_call_id, prepare
+from quire.server.http.errors import ErrorForm, error_form, openai_error
+from quire.server.http.streaming import DONE, EventStream, answer
+from quire.server.limits import check_whole_answer
+from quire.server.service import Service, service_of
+from quire.server.tenants.tenants import options_of
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -53,34 +57,89 @@ def event_of(parts: Iterable[bytes]) -> Generator[bytes, None, None]:
     yield b"".join([b"data: ", *collected, b"\n\n"])
 
 
-class Call(ABC, Generic[BodyT]):
-    """Base of the families' calls. Answers are made in pieces, between which others go on.
+class PromptTokensDetails(msgspec.Struct):
+    """cached_tokens: served from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Token counts of one call, over all its prompts and choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(results: Sequence[RequestOutput], num_generated: int) -> Usage:
+    """Each prompt counts once, however many choices it has."""
+    num_prompt = sum(len(result.prompt_token_ids) for result in results)
+    num_cached = sum(result.num_cached_tokens for result in results)
+    return Usage(
+        num_prompt, num_generated, num_prompt + num_generated, PromptTokensDetails(num_cached)
+    )
+
+
+class Answer(ABC, Generic[BodyT]):
+    """The answer to one call. It is made in pieces, between which other calls go on.
+
+    id_prefix: of the ids of answers. operation: as OpenTelemetry calls it. bytes_per_logprob: in a
+    whole answer, about. prompt_field: what errors of the prompt name. stream_end: behind the last
+    event.
 
     Invariant: _num_generated tokens are in what was answered so far; the choices in _unbegun have
     had no piece yet.
     """
 
+    id_prefix: ClassVar[str] = "gen"
+    operation: ClassVar[str] = "text_completion"
+    bytes_per_logprob: ClassVar[int] = 96
+    prompt_field: ClassVar[str] = "prompt"
+    stream_end: ClassVar[bytes] = DONE
+
+    @classmethod
+    @abstractmethod
+    async def prompts(cls, service: Service, body: BodyT) -> Sequence[str | list[int]]:
+        """The prompts as the engine takes them: token ids, or texts, which get their special tokens
+        there. Raises InvalidRequestError."""
+
     def __init__(
-        self, service: Service, body: BodyT, generation: HTTPGeneration, call_id: str
+        self,
+        service: Service,
+        body: BodyT,
+        generation: HTTPGeneration,
+        form: ErrorForm = openai_error,
     ) -> None:
         self._service = service
         self._body = body
         self._generation = generation
-        self._call_id = call_id
+        self._call_id = generation.call_id
+        self._error_form = form
         self._created_s = int(time.time())
         self._results: Sequence[RequestOutput] = generation.results
         self._num_generated = 0
         self._unbegun = set(range(generation.num_choices))
         self._deltas: Iterator[tuple[int, Delta]] = iter(())
 
-    async def answer(self, receive: Receive) -> Response:
-        """Everything in one answer, once all of it is there."""
-        pieces = self._service.pieces.join(self._whole_answer())
+    async def whole(self, receive: Receive) -> Response:
+        """Everything in one answer, once all of it is there.
+
+        Raises InvalidRequestError where it could be too long.
+        """
+        check_whole_answer(
+            self._generation.requests,
+            self._service.engine.limits.max_model_len,
+            bytes_per_logprob=self.bytes_per_logprob,
+        )
+        pieces = self._service.work.join(self._whole_answer())
         return await answer(receive, self._collect(), pieces)
 
     def stream(self) -> Response:
         """Everything as it comes."""
-        return EventStream(self._stream(), self._service.keep_alive_s)
+        return EventStream(
+            self._stream(), self._service.keep_alive_s, end=self.stream_end, form=self._error_form
+        )
 
     @abstractmethod
     def _whole(self, choices: list[Any]) -> msgspec.Struct:
@@ -127,7 +186,7 @@ class Call(ABC, Generic[BodyT]):
                     if told := b"".join(events):
                         yield told
                     continue
-                async with aclosing(self._service.pieces.join(events)) as pieces:
+                async with aclosing(self._service.work.join(events)) as pieces:
                     async for told in pieces:
                         yield told
         if self._body.include_usage:
@@ -162,13 +221,6 @@ class Call(ABC, Generic[BodyT]):
     def _prompt_token_ids(self, choice: int) -> list[int] | UnsetType:
         return self._result(choice).prompt_token_ids if self._body.return_token_ids else UNSET
 
-    def _prompt_logprobs(self, choice: int) -> Iterable[bytes]:
-        """The JSON, in parts, of a choice that has ended, if it was asked for."""
-        num_top = self._body.prompt_logprobs
-        assert num_top is not None
-        entries = self._generation.prompt_entries(choice)
-        return prompt_logprobs_json(self._service.tokenizer, entries, num_top)
-
     def _usage(self) -> Usage:
         return usage_of(self._results, self._num_generated)
 
@@ -177,3 +229,33 @@ class Call(ABC, Generic[BodyT]):
         if self._body.continuous_usage:
             return self._usage()
         return None if self._body.include_usage else UNSET
+
+
+async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) -> Response:
+    """Answer a call: check the body, send its requests to the engine, write what comes.
+
+    Raises UnknownModelError, InvalidRequestError, ServerDrainingError, OverloadedError and its
+    kinds, EngineDeadError, DeadlineExceededError.
+    """
+    service = service_of(http)
+    service.check_model(body.model)
+    service.limits.check(body, service.engine.limits.max_logprobs)
+    params = body.to_params()
+    options = options_of(http, body, service.default_deadline_s)
+    prompts = await kind.prompts(service, body)
+    caller = Caller.of(http, new_call_id(kind.id_prefix), kind.operation)
+    with _names_field(kind.prompt_field):
+        generation = await prepare(service, caller, prompts, params, options)
+    answer = kind(service, body, generation, error_form(http.scope))
+    return answer.stream() if body.stream else await answer.whole(http.receive)
+
+
+@contextmanager
+def _names_field(prompt_field: str) -> Iterator[None]:
+    """Errors of the prompt name the field that it was made from."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param == "prompt":
+            error.param = prompt_field
+        raise

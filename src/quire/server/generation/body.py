@@ -1,10 +1,11 @@
-"""OpenAI's requests for generated text, as quire understands them.
+"""The fields that all bodies for generated text share, and the params that they become.
 
 Types are checked here, values by `SamplingParams` and `BeamSearchParams`, amounts by `limits`. The
 fields below "ours" are the ones that vLLM and others have added at the top level. `docs/api.md`
-lists every field. Called by the API families. Knows no engine.
+lists every field. A route's own body adds its own fields. Knows no engine.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -45,7 +46,7 @@ _SAMPLING_FIELDS = (
 )
 
 # Options that a beam search has not, with the values that ask for nothing.
-_NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
+NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
     "top_p": (1.0,),
     "top_k": (0, -1),
@@ -66,7 +67,7 @@ _NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
 }
 
 # Fields that other engines have and quire has not, with the values that ask for nothing.
-_NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "guided_choice": (),
     "guided_grammar": (),
@@ -89,7 +90,7 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
-def _left_out(**schema: Any) -> Any:
+def left_out(**schema: Any) -> Any:
     """A field that is None where it was left out.
 
     schema: what the OpenAPI document says of its values, which are checked elsewhere.
@@ -117,12 +118,17 @@ class StreamOptions(Body):
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
 
+    notes: ClassVar[Mapping[str, str]] = {
+        "include_usage": "a last event without choices has the usage of the whole call",
+        "continuous_usage_stats": "each event has the usage so far",
+    }
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(Body):
-    """What both APIs share.
+class GenerationBody(Body, ABC):
+    """What the bodies of all routes that generate text share.
 
     deadline_s: seconds from its arrival after which the call is ended with an error.
     return_token_ids: the answer has the token ids of the prompt and of each choice.
@@ -132,44 +138,84 @@ class GenerationBody(Body):
     """
 
     takes_extra_body: ClassVar[bool] = True
-    not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = _NOT_FOR_BEAMS
+    not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_FOR_BEAMS
+    list_bounds: ClassVar[Mapping[str, str]] = {
+        "stop": "max_stop_strings",
+        "stop_token_ids": "max_list_length",
+        "bad_words": "max_list_length",
+        "allowed_token_ids": "max_list_length",
+        "logit_bias": "max_list_length",
+    }
+    notes: ClassVar[Mapping[str, str]] = {
+        "model": "the name in `/v1/models`",
+        "stream": "the answer comes as server-sent events, piece by piece",
+        "stream_options": "only with `stream`",
+        "max_tokens": "the most tokens to generate for each choice",
+        "n": "choices of each prompt",
+        "temperature": "0 is greedy; where left out the model's own",
+        "top_p": "sample among the likeliest tokens whose probabilities add up to it",
+        "top_k": "sample among so many likeliest tokens; 0 or -1: all",
+        "min_p": "sample among tokens at least so many times as likely as the likeliest",
+        "presence_penalty": "subtracted from the logit of each token that was generated before",
+        "frequency_penalty": "the same, times how often it was generated",
+        "repetition_penalty": "divides the logits of tokens of prompt and answer; 1 changes "
+        "nothing",
+        "seed": "the same seed gives the same tokens, whatever runs beside it",
+        "stop": "the text ends before the first of these",
+        "logit_bias": "token id, as a string, to a number that is added to its logit",
+        "user": "accepted; it changes no answer",
+        "min_tokens": "before so many tokens nothing ends the answer but `max_tokens`",
+        "ignore_eos": "the model's own end tokens don't end the answer",
+        "stop_token_ids": "token ids that end the answer",
+        "include_stop_str_in_output": "keep the stop string, or the text of the end token",
+        "bad_words": "texts that are never generated",
+        "allowed_token_ids": "only these are generated",
+        "skip_special_tokens": "leave special tokens out of the text; true where left out",
+        "prompt_logprobs": "log-probabilities of the prompt's tokens, and so many likeliest "
+        "ones at each position; not streamed",
+        "return_token_ids": "the answer has the token ids of prompt and choices",
+        "priority": "smaller goes first, under the policy `priority`",
+        "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",
+        "deadline_s": "seconds after which the call ends with an error",
+        "use_beam_search": "the choices are the results of a beam search of width `n`, best first",
+        "length_penalty": "with `use_beam_search`: exponent of the length by which scores "
+        "are divided",
+    }
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = _left_out(minimum=0)
-    n: int | None = _left_out(minimum=1, maximum=MAX_BRANCHES)
-    temperature: float | None = _left_out(minimum=0, maximum=100)
-    top_p: float | None = _left_out(exclusiveMinimum=0, maximum=1)
-    presence_penalty: float | None = _left_out(**_PENALTY)
-    frequency_penalty: float | None = _left_out(**_PENALTY)
-    seed: int | None = _left_out(minimum=-(SEED_LIMIT >> 1), maximum=SEED_LIMIT - 1)
-    stop: str | Texts | None = _left_out(minLength=1, **_WORDS)
-    logit_bias: dict[str, Any] | None = _left_out(
+    max_tokens: Count | None = left_out(minimum=0)
+    n: int | None = left_out(minimum=1, maximum=MAX_BRANCHES)
+    temperature: float | None = left_out(minimum=0, maximum=100)
+    top_p: float | None = left_out(exclusiveMinimum=0, maximum=1)
+    presence_penalty: float | None = left_out(**_PENALTY)
+    frequency_penalty: float | None = left_out(**_PENALTY)
+    seed: int | None = left_out(minimum=-(SEED_LIMIT >> 1), maximum=SEED_LIMIT - 1)
+    stop: str | Texts | None = left_out(minLength=1, **_WORDS)
+    logit_bias: dict[str, Any] | None = left_out(
         propertyNames={"pattern": "^(0|[1-9][0-9]{0,9})$"},
         additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
     )
     user: str | None = None
     # ours
-    top_k: Count | None = _left_out(minimum=-1)
-    min_p: float | None = _left_out(minimum=0, maximum=1)
-    repetition_penalty: float | None = _left_out(minimum=0.01, maximum=100)
-    min_tokens: Count | None = _left_out(minimum=0)
+    top_k: Count | None = left_out(minimum=-1)
+    min_p: float | None = left_out(minimum=0, maximum=1)
+    repetition_penalty: float | None = left_out(minimum=0.01, maximum=100)
+    min_tokens: Count | None = left_out(minimum=0)
     ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = _left_out(**_TOKEN_IDS)
+    stop_token_ids: TokenIds | None = left_out(**_TOKEN_IDS)
     include_stop_str_in_output: bool | None = None
-    bad_words: Texts | None = _left_out(**_WORDS)
-    allowed_token_ids: TokenIds | None = _left_out(minItems=1, **_TOKEN_IDS)
+    bad_words: Texts | None = left_out(**_WORDS)
+    allowed_token_ids: TokenIds | None = left_out(minItems=1, **_TOKEN_IDS)
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = _left_out(minimum=0)
+    prompt_logprobs: int | None = left_out(minimum=0)
     return_token_ids: bool = False
     priority: Priority = 0
-    cache_salt: str | None = _left_out(maxLength=MAX_NAME_LENGTH)
+    cache_salt: str | None = left_out(maxLength=MAX_NAME_LENGTH)
     deadline_s: Seconds | None = None
     use_beam_search: bool = False
-    length_penalty: float | None = _left_out(
-        minimum=-MAX_LENGTH_PENALTY, maximum=MAX_LENGTH_PENALTY
-    )
+    length_penalty: float | None = left_out(minimum=-MAX_LENGTH_PENALTY, maximum=MAX_LENGTH_PENALTY)
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> "GenerationBody":
@@ -181,6 +227,14 @@ class GenerationBody(Body):
         return self
 
     @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @abstractmethod
+    def to_params(self) -> Params:
+        """What the body asks for, its defaults filled in. Raises InvalidRequestError."""
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -188,7 +242,7 @@ class GenerationBody(Body):
     def continuous_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-    def _params(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Params:
+    def _make_params(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Params:
         """The body's fields, with defaults for what was left out. Raises InvalidRequestError.
 
         more: SamplingParams' fields that differ from the body's.
@@ -240,163 +294,6 @@ class GenerationBody(Body):
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
             temperature=0.0 if self.temperature is None else self.temperature,
             ignore_eos=bool(self.ignore_eos),
-        )
-
-
-class CompletionRequest(GenerationBody):
-    """POST /v1/completions.
-
-    prompt: a text, the token ids of one, or a list of either; each gets n choices.
-    logprobs: how many of the likeliest tokens to report at each position.
-    echo: the prompt is part of the text, and of the logprobs. With it max_tokens may be 0: nothing
-        but the prompt comes back, to be scored.
-    best_of: only as many as n; to choose among more is not supported yet.
-    add_special_tokens: whether a text prompt gets those that the tokenizer puts around a text.
-    """
-
-    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_NOT_SUPPORTED, "suffix": ("",)}
-    not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_NOT_FOR_BEAMS, "logprobs": ()}
-
-    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
-    echo: bool = False
-    logprobs: int | None = _left_out(minimum=0)
-    best_of: int | None = _left_out(minimum=1, maximum=MAX_BRANCHES)
-    # ours
-    add_special_tokens: bool = True
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts as a list. Raises InvalidRequestError if there is none."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
-            raise InvalidRequestError("prompt is an empty list; give at least one", "prompt")
-        return [prompt] if isinstance(prompt[0], int) else prompt
-
-    @property
-    def scores_only(self) -> bool:
-        """The prompt is echoed and nothing generated. The engine makes one token all the same."""
-        return self.echo and self.max_tokens == 0 and not self.use_beam_search
-
-    def to_params(self) -> Params:
-        """Raises InvalidRequestError."""
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequestError(
-                f"best_of is {self.best_of}, but choosing the best of more than n is not supported "
-                "yet; leave it out",
-                "best_of",
-            )
-        echoed = self.logprobs if self.echo else None
-        wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
-        prompt_logprobs = max(wanted, default=None)
-        if self.scores_only:
-            if self.min_tokens:
-                raise InvalidRequestError(
-                    f"min_tokens is {self.min_tokens}, above max_tokens, 0", "min_tokens"
-                )
-            return self._params(1, None, prompt_logprobs=prompt_logprobs)
-        max_tokens = 16 if self.max_tokens is None else self.max_tokens
-        return self._params(max_tokens, self.logprobs, prompt_logprobs=prompt_logprobs)
-
-
-class TemplateOptions(Body):
-    """How messages become a prompt.
-
-    add_generation_prompt: null means true, unless continue_final_message is set.
-    """
-
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-
-
-_TEXT_PART = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
-_MESSAGE = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"type": "string", "minLength": 1},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
-        "name": {"type": "string"},
-    },
-}
-Messages = Annotated[
-    list[dict[str, Any]],
-    Field(fail_fast=True, json_schema_extra={"items": _MESSAGE, "minItems": 1}),
-]
-"""Objects with a role and a content, checked by `text.chat_messages`."""
-
-
-class ChatCompletionRequest(GenerationBody, TemplateOptions):
-    """POST /v1/chat/completions.
-
-    messages: a template may read further fields of them, such as name.
-    logprobs, top_logprobs: report each token's, and those of so many likeliest ones.
-    add_special_tokens: whether the rendered messages get those that the tokenizer puts around a
-        text. Most templates write them out themselves.
-    """
-
-    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **_NOT_SUPPORTED,
-        "audio": (),
-        "best_of": (1,),
-        "chat_template": (),
-        "documents": ([],),
-        "echo": (False,),
-        "function_call": ("none",),
-        "functions": ([],),
-        "include_reasoning": (True,),
-        "metadata": (),
-        "modalities": (["text"],),
-        "moderation": (),
-        "parallel_tool_calls": (True, False),  # says how to call tools, of which there are none
-        "prediction": (),
-        "prompt_cache_key": (),
-        "prompt_cache_options": ({}, {"mode": "implicit"}),
-        "prompt_cache_retention": (),
-        "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
-        "safety_identifier": (),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-        "verbosity": (),
-        "web_search_options": (),
-    }
-    not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **_NOT_FOR_BEAMS,
-        "logprobs": (False,),
-        "top_logprobs": (),
-    }
-
-    messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = _left_out(minimum=0)
-    # ours
-    add_special_tokens: bool = False
-
-    def to_params(self) -> Params:
-        """Raises InvalidRequestError."""
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequestError(
-                "top_logprobs is set, but logprobs is not; set logprobs to true", "top_logprobs"
-            )
-        if None not in (self.max_tokens, self.max_completion_tokens):
-            raise InvalidRequestError(
-                "max_tokens and its newer name, max_completion_tokens, are both set; give one",
-                "max_completion_tokens",
-            )
-        given = self.max_completion_tokens
-        return self._params(
-            self.max_tokens if given is None else given,
-            (self.top_logprobs or 0) if self.logprobs else None,
         )
 
 

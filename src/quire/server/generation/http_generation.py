@@ -33,28 +33,28 @@ from quire.errors import (
     StepFailedError,
 )
 from quire.server.generation.body import Params
-from quire.server.generation.limits import check_prompt_logprobs
-from quire.server.service import Service, call_for_text
+from quire.server.http.long_work import call_for_text
+from quire.server.limits import check_prompt_logprobs
+from quire.server.service import Service
 from quire.server.telemetry.monitor import CallRecord
 from quire.server.tenants.tenants import NO_TENANT, Lease, Tenant
-
-_OPERATIONS = {"cmpl": "text_completion", "chatcmpl": "chat"}
-"""By the prefix of a call's id."""
 
 _ENCODINGS_PER_BAD_WORD = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose call it is, its ids, and when it came, by time.monotonic."""
+    """Whose call it is, its ids, when it came, by time.monotonic, and what it does, as
+    OpenTelemetry calls it."""
 
     tenant: Tenant
     request_id: str
     call_id: str
     arrival_s: float
+    operation: str = "text_completion"
 
     @classmethod
-    def of(cls, http: HTTPRequest, call_id: str) -> Self:
+    def of(cls, http: HTTPRequest, call_id: str, operation: str) -> Self:
         """What the middlewares have found out, where they stand."""
         state = http.scope.get("state", {})
         return cls(
@@ -62,12 +62,8 @@ class Caller:
             state.get("request_id", ""),
             call_id,
             state.get("arrival_s", time.monotonic()),
+            operation,
         )
-
-    @property
-    def operation(self) -> str:
-        """As OpenTelemetry calls it."""
-        return _OPERATIONS.get(self.call_id.partition("-")[0], "text_completion")
 
 
 class HTTPGeneration:
@@ -102,6 +98,10 @@ class HTTPGeneration:
         self._stream: RequestStream | None = None
         self._record: CallRecord | None = None
         self._lease: Lease | None = None
+
+    @property
+    def call_id(self) -> str:
+        return self._caller.call_id
 
     @property
     def num_choices(self) -> int:
@@ -292,8 +292,7 @@ class _Batches:
 
 async def prepare(
     service: Service,
-    http: HTTPRequest,
-    call_id: str,
+    caller: Caller,
     prompts: Sequence[str | list[int]],
     params: Params,
     options: RequestOptions,
@@ -306,12 +305,12 @@ async def prepare(
     # Before there is any work with them.
     service.engine.check_room(len(prompts) * params.sampling.n)
     words = params.sampling.bad_words or ()
-    inputs = service.inputs
+    inputs = InputProcessor(service.tokenizer, service.engine.limits)
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     size += _ENCODINGS_PER_BAD_WORD * sum(len(word) for word in words)
     token_ids = await call_for_text(size, _tokenize, inputs, prompts, words)
-    draft = _Draft(service, Caller.of(http, call_id), inputs, params, options)
-    return await service.pieces.run(draft.finish(prompts, token_ids))
+    maker = _RequestMaker(service, caller, inputs, params, options)
+    return await service.work.run(maker.make(prompts, token_ids))
 
 
 def _tokenize(
@@ -325,7 +324,7 @@ def _tokenize(
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
+class _RequestMaker:
     """What all requests of a call have in common."""
 
     service: Service
@@ -334,7 +333,7 @@ class _Draft:
     params: Params
     options: RequestOptions
 
-    def finish(
+    def make(
         self, prompts: Sequence[str | list[int]], token_ids: Sequence[list[int]]
     ) -> Generator[None, None, HTTPGeneration]:
         """The call's requests; may pause at every yield."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from quire.errors import InvalidRequestError, did_you_mean
-from quire.server.http.field_notes import note_of
+from quire.server.limits import CallLimits, check_length
 
 NOT_SUPPORTED = "not supported yet"
 """What the OpenAPI document says of a field that is refused."""
@@ -21,7 +21,7 @@ def _describe(schema: dict[str, Any], body: type[Any]) -> None:
     """Complete a body's JSON schema by what `Body` accepts beside the fields themselves."""
     properties = schema.setdefault("properties", {})
     for name, found in properties.items():
-        if note := note_of(body.__name__, name):
+        if note := body.note_of(name):
             found["description"] = note
         if name not in schema.get("required", ()):
             properties[name] = _or_null(found)
@@ -48,11 +48,45 @@ class Body(BaseModel):
 
     not_supported: fields of others' APIs that quire has not, with the values that ask for nothing.
     takes_extra_body: whether an object `extra_body` may hold fields, as if they stood beside it.
+    notes: what fields mean, in a line each, for the OpenAPI document and /docs; those of the bodies
+        that a body is made from hold for it, too.
+    list_bounds: fields that may have only so many entries, by the name of the bound in CallLimits.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_describe)
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     takes_extra_body: ClassVar[bool] = False
+    notes: ClassVar[Mapping[str, str]] = {}
+    list_bounds: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def note_of(cls, field: str) -> str | None:
+        """The note of a field, if it has one."""
+        for kind in cls.__mro__:
+            if field in (notes := kind.__dict__.get("notes", {})):
+                return str(notes[field])
+        return None
+
+    @classmethod
+    def check_sizes(cls, value: Any, limits: CallLimits, max_model_len: int) -> None:
+        """Check how long the lists and objects of a body are, before a look at what is in them.
+
+        value: the body's JSON, of any kind. max_model_len: the engine's. Raises
+        InvalidRequestError that names the field and the bound; PromptTooLongError.
+        """
+        if not isinstance(value, dict):
+            return
+        for part in (value, value.get("extra_body")):
+            if isinstance(part, dict):
+                cls._check_fields(part, limits, max_model_len)
+
+    @classmethod
+    def _check_fields(
+        cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
+    ) -> None:
+        """`check_sizes` of the fields that stand together; bodies add what they bound besides."""
+        for name, bound in cls.list_bounds.items():
+            check_length(name, fields.get(name), getattr(limits, bound))
 
     @model_validator(mode="before")
     @classmethod

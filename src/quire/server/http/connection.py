@@ -18,8 +18,8 @@ from typing import Any, ClassVar, cast
 
 from quire.errors import ConfigurationError
 from quire.server.http.errors import error_body
+from quire.server.http.guard import RequestHeadError
 from quire.server.http.h11_protocol import H11
-from quire.server.http.request_head import RequestHeadError
 
 SEND_BUFFER_BYTES = 128 << 10
 """The kernel's own buffer for answers: by itself it would grow to megabytes for each client that

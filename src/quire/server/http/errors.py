@@ -6,7 +6,7 @@ traceback, no path.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from quire.errors import (
     AuthenticationError,
@@ -46,22 +46,41 @@ MAX_PARAM_CHARACTERS = 200
 logger = get_logger(__name__)
 
 
-def error_body(error: QuireError) -> dict[str, Any]:
+ErrorForm = Callable[[int, str, str | None, str | None], dict[str, Any]]
+"""(status, message, field at fault, code) -> the JSON of an error, as one API has it."""
+
+
+def openai_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """The form of OpenAI's API, and of every path that declares no other."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_body(error: QuireError, form: ErrorForm = openai_error) -> dict[str, Any]:
     """The JSON of an error that quire raised."""
-    told = _told(error)
-    param = getattr(told, "param", None)
-    return _body(told.http_status, str(told), param=param, code=told.code)
+    shown = _for_clients(error)
+    param = getattr(shown, "param", None)
+    return _body(form, shown.http_status, str(shown), param=param, code=shown.code)
+
+
+def error_form(scope: Scope) -> ErrorForm:
+    """The form of the errors of a call, by its path: the application has those of its routes."""
+    state = getattr(scope.get("app"), "state", None)
+    forms: Mapping[str, ErrorForm] = getattr(state, "error_forms", {})
+    return forms.get(scope.get("path", ""), openai_error)
 
 
 def error_response(scope: Scope, error: QuireError) -> Response:
     """The answer to the call of `scope`, which is marked with the code for the access log."""
-    told = _told(error)
-    _mark(scope, told.code)
-    return JSONResponse(error_body(told), told.http_status, _headers(told))
+    shown = _for_clients(error)
+    _mark(scope, shown.code)
+    body = error_body(shown, error_form(scope))
+    return JSONResponse(body, shown.http_status, _headers(shown))
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Make `app` answer every error in OpenAI's shape."""
+def install_error_handlers(app: FastAPI, suggested: Sequence[str] = ()) -> None:
+    """Make `app` answer every error in the form of its path. suggested: paths that a client who
+    asks for one that is not there is told of."""
 
     @app.exception_handler(QuireError)
     async def on_quire_error(request: HTTPRequest, error: QuireError) -> Response:
@@ -79,7 +98,9 @@ def install_error_handlers(app: FastAPI) -> None:
             return error_response(request.scope, mistake)
         code = _CODES.get(error.status_code)
         _mark(request.scope, code)
-        body = _body(error.status_code, _http_message(request, error), code=code)
+        message = _http_message(request, error, suggested)
+        form = error_form(request.scope)
+        body = _body(form, error.status_code, message, code=code)
         return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(RecursionError)
@@ -90,37 +111,11 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: HTTPRequest, error: Exception) -> Response:
-        return _bug_response(request.scope, error)
+        return bug_response(request.scope, error)
 
 
-class BugReporter:
-    """Logs what no handler knows and answers 500.
-
-    The innermost middleware of ours, so that this answer, too, gets what the others add to any.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
-
-        async def send_some(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_some)
-        except Exception as error:
-            if has_begun or scope["type"] != "http":
-                raise  # the HTTP server logs it and cuts the connection
-            logger.error("a bug at %s %r", scope["method"], scope["path"], exc_info=error)
-            await _bug_response(scope, error)(scope, receive, send)
-
-
-def _told(error: QuireError) -> QuireError:
-    """What a client is told: an engine that can't be built again is the operator's matter."""
+def _for_clients(error: QuireError) -> QuireError:
+    """What a client sees: why an engine can't be built again is the operator's matter."""
     if isinstance(error, ConfigurationError):
         return EngineDeadError("the engine can't be started again; the server's log says why")
     return error
@@ -140,14 +135,13 @@ def _headers(error: QuireError) -> dict[str, str]:
 
 
 def _body(
-    status: int, message: str, param: str | None = None, code: str | None = None
+    form: ErrorForm, status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     if len(message) > MAX_MESSAGE_CHARACTERS:
         message = f"{message[:MAX_MESSAGE_CHARACTERS]}..."
     if param is not None:
         param = _encodable(param[:MAX_PARAM_CHARACTERS])
-    return {"error": {"message": _encodable(message), "type": kind, "param": param, "code": code}}
+    return form(status, _encodable(message), param, code)
 
 
 def _encodable(text: str) -> str:
@@ -155,20 +149,23 @@ def _encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _bug_response(scope: Scope, error: Exception) -> Response:
+def bug_response(scope: Scope, error: Exception) -> Response:
+    """The answer to a call at which the server failed, without its insides."""
     _mark(scope, QuireError.code)
     message = f"the server failed at this request ({type(error).__name__}); its log says more"
-    return JSONResponse(_body(500, message, code=QuireError.code), 500)
+    body = _body(error_form(scope), 500, message, code=QuireError.code)
+    return JSONResponse(body, 500)
 
 
 def _mark(scope: Scope, code: str | None) -> None:
     scope.setdefault("state", {})["error_code"] = code or ""
 
 
-def _http_message(request: HTTPRequest, error: HTTPException) -> str:
+def _http_message(request: HTTPRequest, error: HTTPException, suggested: Sequence[str]) -> str:
     path = f"{request.url.path:.200}"
     if error.status_code == 404:
-        return f"there is no {path} here; try /v1/completions, /v1/chat/completions"
+        hint = f"; try {', '.join(suggested)}" if suggested else ""
+        return f"there is no {path} here{hint}"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         return f"{path} does not take {request.method}; use {allowed}"

@@ -13,7 +13,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from quire.server.http.request_head import MAX_HEAD_BYTES, RequestHeadError, too_long
+from quire.server.http.guard import MAX_HEAD_BYTES, RequestHeadError, head_too_long
 
 Refuse = Callable[[RequestHeadError], None]
 """Answers with an error, after which the connection ends."""
@@ -37,7 +37,7 @@ class H11(H11Protocol):
             return
         hint = getattr(sys.exception(), "error_status_hint", HTTPStatus.BAD_REQUEST)
         if hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
-            self.refuse(too_long())
+            self.refuse(head_too_long())
         elif hint == HTTPStatus.NOT_IMPLEMENTED:
             self.refuse(
                 RequestHeadError(

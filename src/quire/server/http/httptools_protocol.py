@@ -15,8 +15,8 @@ import httptools
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from quire.server.http.guard import MAX_HEAD_BYTES, RequestHeadError, head_too_long
 from quire.server.http.h11_protocol import NOT_HTTP, Refuse
-from quire.server.http.request_head import MAX_HEAD_BYTES, RequestHeadError, too_long
 
 
 class HttpTools(HttpToolsProtocol):
@@ -49,7 +49,7 @@ class HttpTools(HttpToolsProtocol):
         if was_in_head and self._is_in_head:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._fail(too_long())
+                self._fail(head_too_long())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -1,29 +1,28 @@
-"""Parses the JSON of a request's body, more strictly than Python does.
+"""Parses the JSON of a request body: strictly, and in pieces where it is long.
 
 Python keeps the last of several fields with one name, where a proxy that checks calls may have read
 the first; and it takes halves of surrogate pairs, which are no characters and stand in no prompt or
-answer. Both are refused by name, wherever they are. The routes that have a body are `JSONRoute`s.
-Knows no fields.
+answer. Both are refused by name, wherever they are.
+
+`json.loads` is one call in C, during which nothing else happens: a tenth of a second for eight MiB
+of numbers or small lists, and longer for long integers. So long bodies are parsed in pieces, with
+bounds that hold before anything is built: patterns find runs of simple values (numbers, short
+texts, small flat lists and objects), which that call parses run by run; nesting and long texts are
+read step by step. Knows no fields.
 """
 
 import json
+import json.decoder
 import re
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Generator
 from itertools import islice
 from typing import Any
 
-from fastapi import Request
-from fastapi.routing import APIRoute
-from starlette.responses import Response
-
-from quire.errors import check_characters
-from quire.server.http.json_pieces import MAX_NUMBER_CHARACTERS, parse_in_pieces, unique_fields
-from quire.server.service import service_of
+from quire.errors import InvalidRequestError, check_characters
 
 LONG_BODY_BYTES = 64 << 10
 """Longer bodies are parsed in pieces, between which others go on."""
 
-_LONG_NUMBER = re.compile(rf"[0-9]{{{MAX_NUMBER_CHARACTERS + 1}}}")
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a surrogate pair, as JSON writes it. Characters that are not escaped are none: the body
 is UTF-8."""
@@ -36,28 +35,48 @@ _VALUES_AT_ONCE = 1000
 Path = tuple["Path", str | int] | None
 """Where a value stands: in what, and under which name or at which position."""
 
+MAX_VALUES = 2_000_000
+MAX_PARTS = 200_000
+"""Of a body: values of any kind; lists, objects and fields of objects."""
 
-class JSONRequest(Request):
-    """A request whose `json` is `parse` of its body, within the server's bounds. Where it fails,
-    FastAPI answers with the cause of the failure, as `errors` tells it."""
+MAX_NUMBER_CHARACTERS = 400
+"""As many as the largest double has when it is written out. To parse an integer takes time that
+grows with the square of its digits."""
 
-    async def json(self) -> Any:
-        service = service_of(self)
-        value = await service.pieces.run(parse(await self.body()))
-        service.limits.check_parsed(value, service.engine.limits.max_model_len)
-        return value
+MAX_DEPTH = 900
+"""Lists and objects inside of each other; Python's own functions for JSON recurse about so far."""
+
+_LONG_NUMBER = re.compile(rf"[0-9]{{{MAX_NUMBER_CHARACTERS + 1}}}")
+
+_SPACE = r"[ \t\n\r]{0,64}+"
+_NUMBER_TEXT = r"[0-9]{1,40}+(?:\.[0-9]{1,40}+)?+(?:[eE][-+]?[0-9]{1,40}+)?+"
+_SCALAR = rf"(?:-?(?:{_NUMBER_TEXT}|Infinity)|NaN|true|false|null)"
+"""Infinity and NaN are no JSON, but Python reads them, and what reads a field refuses them."""
+
+_PLAIN = r'[^"\\\x00-\x1f]{0,256}+'
+_TEXT = rf'"{_PLAIN}(?:\\.{_PLAIN}){{0,16}}+"'
+_SIMPLE = rf"(?>{_SCALAR}|{_TEXT})"
+_FIELD = rf"{_TEXT}{_SPACE}:{_SPACE}{_SIMPLE}"
 
 
-class JSONRoute(APIRoute):
-    """A route whose body is read by `JSONRequest`."""
+def _run(value: str, count: int) -> str:
+    """At most so many values, one at least, each with its comma."""
+    return rf"(?>(?:{_SPACE}{value}{_SPACE},){{1,{count}}}+)"
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
 
-        async def handle_json(request: Request) -> Response:
-            return await handle(JSONRequest(request.scope, request.receive))
+def _flat(opening: str, value: str, closing: str) -> str:
+    some = rf"(?:{_SPACE}{value}{_SPACE},){{0,15}}+{_SPACE}{value}"
+    return rf"{opening}(?:{some})?+{_SPACE}{closing}"
 
-        return handle_json
+
+_FLAT_LIST = _flat(r"\[", _SIMPLE, "]")
+_FLAT_OBJECT = _flat("{", _FIELD, "}")
+_ITEM = f"(?>{_SIMPLE}|{_FLAT_LIST}|{_FLAT_OBJECT})"
+_SCALARS = re.compile(_run(_SCALAR, 1024))
+_ITEMS = re.compile(_run(_ITEM, 64))
+_FIELDS = re.compile(_run(rf"{_TEXT}{_SPACE}:{_SPACE}{_ITEM}", 64))
+_SPACES = re.compile(r"[ \t\n\r]{0,1000000}+")
+_NUMBER = re.compile(r"[-+.0-9eE]*+")
 
 
 def parse(body: bytes) -> Generator[None, None, Any]:
@@ -77,7 +96,194 @@ def parse(body: bytes) -> Generator[None, None, Any]:
     return value
 
 
+def parse_in_pieces(text: str) -> Generator[None, None, Any]:
+    """The JSON value in `text`; may pause at every yield, some microseconds apart (a long text is
+    one step, of a millisecond per MB).
+
+    Raises json.JSONDecodeError, and InvalidRequestError for what is beyond the bounds and for two
+    fields of one name in one object.
+    """
+    reader = _Reader(text)
+    while reader.step():
+        yield
+    return reader.root[0]
+
+
+def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of these fields. Raises InvalidRequestError where one is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names: set[str] = set()
+        for name, _ in pairs:
+            if name in names:
+                raise _twice(name)
+            names.add(name)
+    return found
+
+
+def _twice(name: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the body has the field {name!r:.80} twice in one object; give it once", name
+    )
+
+
 _DECODER = json.JSONDecoder(object_pairs_hook=unique_fields)
+_scan_once: Any = _DECODER.scan_once  # type: ignore[attr-defined]
+_read_text: Any = json.decoder.scanstring  # type: ignore[attr-defined]
+
+
+class _Reader:
+    """Invariant: what stands before `_at` is in `root`, or open in `_outer` and `_inner`.
+
+    `_may_end`: whether the innermost list or object may end here: behind its opening and behind a
+    value. `_may_begin`: whether a value (a field) may begin: behind an opening and behind a comma.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.root: list[Any] = []
+        self._text = text
+        self._at = 0
+        self._num_values = 0
+        self._num_parts = 0
+        self._outer: list[tuple[Any, str]] = []
+        self._inner: list[Any] | dict[str, Any] = self.root
+        self._name = ""
+        self._may_begin, self._may_end = True, False
+
+    def step(self) -> bool:
+        """Read a little more; returns whether there is more to read."""
+        sign = self._next_sign()
+        if sign in (" ", "\n", "\r", "\t"):
+            return True  # there are very many
+        if self._inner is self.root and self.root:
+            if sign:
+                raise json.JSONDecodeError("Extra data", self._text, self._at)
+            return False
+        if self._may_begin and self._inner is not self.root and self._read_run():
+            return True
+        if self._may_end and sign == ("]" if isinstance(self._inner, list) else "}"):
+            self._close()
+        elif self._may_begin:
+            self._begin_value(sign)
+        elif sign == ",":
+            self._at += 1
+            self._may_begin, self._may_end = True, False
+        else:
+            raise json.JSONDecodeError("Expecting ',' delimiter", self._text, self._at)
+        return True
+
+    def _read_run(self) -> bool:
+        """As many simple values as stand here, each with its comma; returns whether any does."""
+        inner, start = self._inner, self._at
+        if isinstance(inner, list):
+            scalars = _SCALARS.match(self._text, start)
+            found = scalars or _ITEMS.match(self._text, start)
+        else:
+            scalars, found = None, _FIELDS.match(self._text, start)
+        if found is None:
+            return False
+        brackets = "[]" if isinstance(inner, list) else "{}"
+        try:
+            run = _DECODER.decode(f"{brackets[0]}{found[0][:-1]}{brackets[1]}")
+        except json.JSONDecodeError as error:
+            raise json.JSONDecodeError(error.msg, self._text, start + error.pos - 1) from None
+        if isinstance(inner, list):
+            inner += run
+            self._count(len(run), 0)
+        else:
+            for name in inner.keys() & run.keys():
+                raise _twice(name)
+            inner |= run
+            self._count(len(run), len(run))
+        if scalars is None:
+            for value in run if isinstance(inner, list) else run.values():
+                if isinstance(value, (list, dict)):
+                    self._count(len(value), 1 + (len(value) if isinstance(value, dict) else 0))
+        self._at = found.end()
+        self._may_begin, self._may_end = True, False
+        return True
+
+    def _begin_value(self, sign: str) -> None:
+        if isinstance(self._inner, dict):
+            sign = self._read_name(sign)
+            self._count(0, 1)
+        self._count(1, 0)
+        if sign in ("[", "{"):
+            self._open([] if sign == "[" else {})
+            return
+        if sign == '"':
+            value, self._at = _read_text(self._text, self._at + 1)
+        else:
+            value = self._read_scalar()
+        self._add(value)
+        self._may_begin, self._may_end = False, True
+
+    def _read_name(self, sign: str) -> str:
+        """The name of a field and its colon; returns the first character of the value."""
+        if sign != '"':
+            expected = "Expecting property name enclosed in double quotes"
+            raise json.JSONDecodeError(expected, self._text, self._at)
+        self._name, self._at = _read_text(self._text, self._at + 1)
+        if self._name in self._inner:
+            raise _twice(self._name)
+        if self._next_sign() != ":":
+            raise json.JSONDecodeError("Expecting ':' delimiter", self._text, self._at)
+        self._at += 1
+        return self._next_sign()
+
+    def _read_scalar(self) -> Any:
+        number = _NUMBER.match(self._text, self._at)
+        length = 0 if number is None else len(number[0])
+        if length > MAX_NUMBER_CHARACTERS:
+            raise InvalidRequestError(
+                f"the body has a number of {length} characters at character {self._at}, above the"
+                f" bound of {MAX_NUMBER_CHARACTERS}; send fewer digits"
+            )
+        try:
+            value, self._at = _scan_once(self._text, self._at)
+        except StopIteration as end:
+            raise json.JSONDecodeError("Expecting value", self._text, end.value) from None
+        return value
+
+    def _open(self, value: Any) -> None:
+        if len(self._outer) >= MAX_DEPTH:
+            raise InvalidRequestError(
+                f"the body's JSON is nested too deeply: more than {MAX_DEPTH} lists and objects"
+                " inside of each other"
+            )
+        self._count(0, 1)
+        self._add(value)
+        self._outer.append((self._inner, self._name))
+        self._inner = value
+        self._at += 1
+        self._may_begin = self._may_end = True
+
+    def _close(self) -> None:
+        self._inner, self._name = self._outer.pop()
+        self._at += 1
+        self._may_begin, self._may_end = False, True
+
+    def _add(self, value: Any) -> None:
+        if isinstance(self._inner, list):
+            self._inner.append(value)
+        else:
+            self._inner[self._name] = value
+
+    def _count(self, num_values: int, num_parts: int) -> None:
+        self._num_values += num_values
+        self._num_parts += num_parts
+        if self._num_values > MAX_VALUES or self._num_parts > MAX_PARTS:
+            raise InvalidRequestError(
+                f"the body has more than {MAX_VALUES} values, or more than {MAX_PARTS} lists,"
+                " objects and fields; send less in one request"
+            )
+
+    def _next_sign(self) -> str:
+        """The character behind the space that stands here; empty at the end of the text."""
+        found = _SPACES.match(self._text, self._at)
+        assert found is not None, "it matches nothing, too"
+        self._at = found.end()
+        return self._text[self._at : self._at + 1]
 
 
 def _check_texts(value: dict[str, Any] | list[Any]) -> Generator[None, None, None]:

@@ -1,18 +1,23 @@
-"""Cuts long work into pieces between which the event loop serves all other calls.
+"""Does long work beside other calls: in pieces on the event loop, or in a thread.
 
-Work is written as a generator that yields wherever it may pause: at least once in a millisecond.
-Threads would not do: Python has one lock for all of them, and a call in C keeps it to its end.
-Called by whatever grows with what a client sends or asks for: bodies, requests, answers. Knows
-none of them.
+Work in pieces is a generator that yields wherever it may pause: at least once in a millisecond.
+Threads would not do for most of it: Python has one lock for all of them, and a call in C keeps it
+to its end. Called for whatever grows with what a client sends or asks for: bodies, requests,
+answers. Knows none of them.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LONG_TEXT_CHARACTERS = 8192
+"""Longer texts are tokenized in a thread: some milliseconds during which other streams go on."""
 
 FIRST_PIECE_S = 0.002
 """Work that takes no longer waits for no turn, however much long work is under way."""
@@ -76,3 +81,12 @@ class WorkPieces:
             if self._clock() >= end_s:
                 return True
         return False
+
+
+async def call_for_text(
+    num_characters: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Call `function`, whose time grows with the text: in a thread when there is much of it."""
+    if num_characters < LONG_TEXT_CHARACTERS:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)

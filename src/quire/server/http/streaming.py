@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import QuireError
 from quire.server.config import KEEP_ALIVE_S
-from quire.server.http.errors import error_body
+from quire.server.http.errors import ErrorForm, error_body, openai_error
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ async def _send_body(send: Send, body: bytes, *, more_body: bool = True) -> None
 
 
 class EventStream(Response):
-    """A response of server-sent events, ended by [DONE].
+    """A response of server-sent events.
 
     The status line waits for the first event, so that a refusal can still be told by its status,
     but no longer than keep_alive_s: a request may wait in the queue, or for an engine that comes
@@ -154,17 +154,24 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], keep_alive_s: float = KEEP_ALIVE_S
+        self,
+        events: AsyncGenerator[bytes, None],
+        keep_alive_s: float = KEEP_ALIVE_S,
+        *,
+        end: bytes = DONE,
+        form: ErrorForm = openai_error,
     ) -> None:
         """events: each one or more, encoded by `event`, which go out together; at least one. The
         iterator is closed however this ends. keep_alive_s: after so long without news a comment
-        goes out."""
+        goes out. end: behind the last event. form: of an error that comes as an event."""
         self.status_code = 200
         self.background = None
         # The second is for proxies that would collect a stream before they pass it on (nginx).
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
         self._keep_alive_s = keep_alive_s
+        self._end = end
+        self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = {
@@ -186,8 +193,8 @@ class EventStream(Response):
             except QuireError as error:
                 if not outlet.has_begun:
                     raise
-                await outlet.put(event(error_body(error)))
-        await outlet.put(DONE, is_last=True)
+                await outlet.put(event(error_body(error, self._form)))
+        await outlet.put(self._end, is_last=True)
 
 
 class _Outlet:

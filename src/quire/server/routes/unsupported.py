@@ -4,14 +4,13 @@ Without these routes such a call would be told that the path is wrong, though it
 routes are no part of the OpenAPI document. Included last by `app`.
 """
 
+from collections.abc import Collection
 from typing import NoReturn
 
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 
 from quire.errors import QuireError
-
-router = APIRouter(include_in_schema=False)
 
 FAMILIES = (
     "agents",
@@ -51,7 +50,7 @@ FAMILIES = (
 """First parts of paths behind /v1/: of OpenAI's own clients, Anthropic's messages, and what vLLM
 has beside them."""
 
-_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class NotSupportedError(QuireError):
@@ -63,16 +62,18 @@ class NotSupportedError(QuireError):
 
 async def refuse(http: HTTPRequest) -> NoReturn:
     """Say that there is no such thing here. Raises NotSupportedError."""
+    *others, last = http.app.state.suggested_paths
     raise NotSupportedError(
-        f"{http.url.path} is not supported by quire; it serves /v1/completions,"
-        " /v1/chat/completions, /v1/models, /tokenize and /detokenize"
+        f"{http.url.path} is not supported by quire; it serves {', '.join(others)} and {last}"
     )
 
 
-for _family in FAMILIES:
-    for _path in (f"/v1/{_family}", f"/v1/{_family}/{{rest:path}}"):
-        router.add_api_route(_path, refuse, methods=list(_METHODS), response_model=None)
-# Answers that were stored: none are.
-router.add_api_route(
-    "/v1/chat/completions/{rest:path}", refuse, methods=list(_METHODS), response_model=None
-)
+def refused_routes(served: Collection[str]) -> APIRouter:
+    """Routes that refuse the families of which no path is served. served: all paths that are."""
+    router = APIRouter(include_in_schema=False)
+    for family in FAMILIES:
+        path = f"/v1/{family}"
+        if not any(known == path or known.startswith(f"{path}/") for known in served):
+            for each in (path, f"{path}/{{rest:path}}"):
+                router.add_api_route(each, refuse, methods=list(METHODS), response_model=None)
+    return router

@@ -1,8 +1,10 @@
-"""What the front sees of its calls: counts, times as clients feel them, and spans.
+"""What the server records of its calls: request ids, log lines, counts, times as clients feel them.
 
-`request_id` tells the monitor of every HTTP call, `generation` of every generation; `metrics` reads
-it. Engine-side numbers are not here: `metrics` asks the engine for them. Nothing here waits, raises
-for what a client did, or grows with the number of calls.
+`RequestIdMiddleware` stands around every HTTP call. A client's own X-Request-ID is kept where it is
+sane, else one is made; either way it comes back with the answer, whatever the answer is, and is in
+every log line of the call. `Monitor` counts; `http_generation` reports every generation to it, and
+`metrics` reads it. Engine-side numbers are not here: `metrics` asks the engine for them. Nothing
+here waits, raises for what a client did, or grows with the number of calls.
 
     a call is opened ──first token──> ... ──next token──> ... ──> ended
                    TTFT             ITL                        E2E
@@ -10,16 +12,21 @@ for what a client did, or grows with the number of calls.
 """
 
 import asyncio
+import logging
 import time
+import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.core.request import Request, SequenceOutput
 from quire.errors import DeadlineExceededError
 from quire.observability.histogram import Histogram
-from quire.observability.log import current_call
+from quire.observability.log import CallContext, begin_call, current_call, fields, get_logger
 from quire.observability.spans import CallSpan, Spans
+from quire.server.http.errors import bug_response
 from quire.server.telemetry.span_attributes import (
     FIRST_TOKEN,
     request_attributes,
@@ -255,3 +262,154 @@ def _reason_for(error: BaseException | None) -> str:
     if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
         return DISCONNECT
     return DEADLINE if isinstance(error, DeadlineExceededError) else ERROR
+
+
+MAX_ID_LENGTH = 128
+MAX_PATH_LENGTH = 200
+
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+OTHER = "other"
+"""Stands for methods and paths that are not ours: clients can invent any number of them."""
+
+CLIENT_GONE_STATUS = 499
+"""nginx's: the client went away before there was a status. Nobody receives it."""
+CLIENT_GONE = "client_gone"
+
+logger = get_logger("quire.access")
+_bug_logger = get_logger(__name__)
+
+
+class RequestIdMiddleware:
+    """Wraps `app`. Leaves in scope["state"]: request_id, and arrival_s on the monotonic clock.
+
+    Reads there what others left: tenant (something with a `name`), error_code (of an error answer).
+    """
+
+    def __init__(
+        self, app: ASGIApp, monitor: Monitor, probes: Collection[str] = frozenset()
+    ) -> None:
+        """probes: paths that machines call every few seconds; their log lines are debug."""
+        self._app = app
+        self._monitor = monitor
+        self._probes = probes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        call = self._begin(scope)
+        header = (b"x-request-id", call.request_id.encode())
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), header]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            status = status or 500  # starlette answers, outside of all that an application adds
+            raise
+        finally:
+            self._end(scope, call, status or CLIENT_GONE_STATUS)
+
+    def _begin(self, scope: Scope) -> CallContext:
+        headers = {
+            name: value
+            for name, value in scope["headers"]
+            if name in (b"x-request-id", b"traceparent", b"tracestate")
+        }
+        call = CallContext(
+            request_id=_sane(headers.get(b"x-request-id", b"")) or f"req-{uuid.uuid4().hex}",
+            began_s=self._monitor.clock(),
+            began_at_ns=time.time_ns(),
+            traceparent=headers.get(b"traceparent", b"").decode("latin-1"),
+            tracestate=headers.get(b"tracestate", b"").decode("latin-1"),
+        )
+        state = scope.setdefault("state", {})
+        state["request_id"] = call.request_id
+        state["arrival_s"] = call.began_s
+        begin_call(call)
+        self._monitor.begin_http()
+        return call
+
+    def _end(self, scope: Scope, call: CallContext, status: int) -> None:
+        method = scope["method"] if scope["method"] in METHODS else OTHER
+        route = getattr(scope.get("route"), "path_format", OTHER)
+        error_code = None
+        if status >= 400:
+            unnamed = CLIENT_GONE if status == CLIENT_GONE_STATUS else OTHER
+            error_code = scope["state"].get("error_code") or unnamed
+        self._monitor.end_http(method, route, status, error_code)
+        level = logging.DEBUG if route in self._probes else logging.INFO
+        if logger.isEnabledFor(level):
+            elapsed_ms = 1e3 * (self._monitor.clock() - call.began_s)
+            _log_access(level, scope, call, status, elapsed_ms)
+
+
+def _log_access(
+    level: int, scope: Scope, call: CallContext, status: int, elapsed_ms: float
+) -> None:
+    details: dict[str, object] = {}
+    if call.generation_id is not None:
+        details |= {
+            "generation_id": call.generation_id,
+            "num_prompt_tokens": call.num_prompt_tokens,
+            "num_output_tokens": call.num_output_tokens,
+        }
+    tenant = getattr(scope["state"].get("tenant"), "name", "")
+    if tenant:
+        details["tenant"] = tenant
+    method, path = _printable(scope["method"]), _printable(scope["path"])
+    logger.log(
+        level,
+        "%s %s %d %.1f ms%s",
+        method,
+        path,
+        status,
+        elapsed_ms,
+        "".join(f" {name}={value}" for name, value in details.items()),
+        extra=fields(method=method, path=path, status=status, ms=round(elapsed_ms, 3), **details),
+    )
+
+
+def _sane(given: bytes) -> str:
+    """A client's id as it may stand in a header and in a log line; "" for one that may not."""
+    if len(given) > MAX_ID_LENGTH or not all(0x21 <= byte <= 0x7E for byte in given):
+        return ""
+    return given.decode("ascii")
+
+
+def _printable(text: str) -> str:
+    """On one line, of bounded length: a path can have anything in it, once it is decoded."""
+    short = text[:MAX_PATH_LENGTH]
+    return short if short.isprintable() else repr(short)[1:-1]
+
+
+class BugReporter:
+    """Logs what no handler knows and answers 500.
+
+    The innermost middleware of ours, so that this answer, too, gets what the others add to any.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_some(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_some)
+        except Exception as error:
+            if has_begun or scope["type"] != "http":
+                raise  # the HTTP server logs it and cuts the connection
+            _bug_logger.error("a bug at %s %r", scope["method"], scope["path"], exc_info=error)
+            await bug_response(scope, error)(scope, receive, send)

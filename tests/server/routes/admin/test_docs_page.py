@@ -10,9 +10,10 @@ import pytest
 from tests.server.asgi import call
 
 from quire.server.app import create_app
-from quire.server.generation.body import ChatCompletionRequest, CompletionRequest
 from quire.server.http.body import NOT_SUPPORTED
 from quire.server.routes.admin.docs_page import PATH, api_page
+from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.completions import CompletionRequest
 from quire.server.service import Service
 
 

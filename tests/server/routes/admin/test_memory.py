@@ -37,7 +37,7 @@ def test_what_a_running_request_holds_is_told_by_tenant_and_by_block(http):
     (tenant,) = report["tenants"]
     assert report["tenants"][tenant]["num_sequences"] == 2
     assert report["tenants"][tenant]["useful_bytes"] == pytest.approx(report["useful_bytes"])
-    assert tenant == ""  # without keys all are one; test_access has named ones
+    assert tenant == ""  # without keys all are one; test_guard has named ones
     assert "secret" not in json.dumps(report)
     assert page["next_block"] is None and len(page["blocks"]) == NUM_BLOCKS
     names = [name for name, _ in page["sequences"]]

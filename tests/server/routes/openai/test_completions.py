@@ -11,10 +11,9 @@ from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
 from quire.engine_client.logprob_entries import CHUNK_TOKENS
-from quire.server.generation.body import ChatCompletionRequest, CompletionRequest
 from quire.server.http.long_work import WorkPieces
-from quire.server.routes.openai.chat import _ChatCall
-from quire.server.routes.openai.completions import _CompletionCall
+from quire.server.routes.openai.chat import ChatCompletionRequest, _ChatAnswer
+from quire.server.routes.openai.completions import CompletionRequest, _CompletionAnswer
 from quire.server.service import Service
 
 PROMPT = "import os\n"
@@ -380,9 +379,9 @@ NUM_TOKENS = 200
 @pytest.mark.parametrize(
     ("make_call", "make_body", "wish"),
     [
-        (_CompletionCall, CompletionRequest, {"prompt": "print", "logprobs": 2}),
-        (_CompletionCall, CompletionRequest, {"prompt": "a", "logprobs": 2, "echo": True}),
-        (_ChatCall, ChatCompletionRequest, CHAT | {"logprobs": True, "top_logprobs": 2}),
+        (_CompletionAnswer, CompletionRequest, {"prompt": "print", "logprobs": 2}),
+        (_CompletionAnswer, CompletionRequest, {"prompt": "a", "logprobs": 2, "echo": True}),
+        (_ChatAnswer, ChatCompletionRequest, CHAT | {"logprobs": True, "top_logprobs": 2}),
     ],
 )
 def test_a_long_answer_is_made_in_pieces_while_others_go_on(
@@ -395,9 +394,9 @@ def test_a_long_answer_is_made_in_pieces_while_others_go_on(
     async def play():
         engine = faked.FakeEngine()
         pieces = WorkPieces(StepClock())
-        service = Service(engine, tokenizer, None, "model", pieces=pieces)
+        service = Service(engine, tokenizer, None, "model", work=pieces)
         generation = faked.make(service, tokenizer, params=SamplingParams(n=5, logprobs=2))
-        call = make_call(service, body, generation, "c")
+        call = make_call(service, body, generation)
         num_turns = 0
 
         async def send(message):
@@ -408,7 +407,7 @@ def test_a_long_answer_is_made_in_pieces_while_others_go_on(
             await asyncio.Event().wait()
 
         async def respond():
-            response = call.stream() if body.stream else await call.answer(receive)
+            response = call.stream() if body.stream else await call.whole(receive)
             await response({"type": "http"}, receive, send)
 
         answer = asyncio.ensure_future(respond())
@@ -433,5 +432,5 @@ def test_a_long_answer_is_made_in_pieces_while_others_go_on(
 
     asyncio.run(play())
     parts = [message["body"] for message in sent[1:]]
-    assert b"".join(parts).count(b'"logprob":' if make_call is _ChatCall else b"-0.5") >= 1000
+    assert b"".join(parts).count(b'"logprob":' if make_call is _ChatAnswer else b"-0.5") >= 1000
     assert max(turns) >= 5 * NUM_TOKENS // CHUNK_TOKENS // 5

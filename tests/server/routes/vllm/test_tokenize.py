@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quire.server import service as service_module
+from quire.server.http import long_work
 from quire.server.routes.vllm import tokenize as tokens_module
 from quire.server.routes.vllm.tokenize import TokenizeRequest
 
@@ -142,7 +142,7 @@ def test_lengths_are_bounded(http, monkeypatch):
 
 
 def test_long_texts_are_tokenized_as_short_ones(http, tokenizer):
-    text = "import os\n" * (service_module.LONG_TEXT_CHARACTERS // 5)
+    text = "import os\n" * (long_work.LONG_TEXT_CHARACTERS // 5)
     assert tokenize(http, prompt=text)["tokens"] == tokenizer.encode(text)
 
 

@@ -12,15 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from fastapi import FastAPI
+from fastapi import Request as HTTPRequest
 from starlette.responses import HTMLResponse
 
 from quire.errors import ConfigurationError, QuireError, SchedulerStalledError
 from quire.server.http.body import NOT_SUPPORTED
+from quire.server.routes.endpoint import Endpoints
 
 Schema = Mapping[str, Any]
 
 PATH = "/docs"
+
+router = Endpoints(is_suggested=False)
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1c2024; --soft: #5b6570; --line: #dde2e7;
@@ -75,16 +78,13 @@ class Row(NamedTuple):
     note: str = ""
 
 
-def install_page(app: FastAPI) -> None:
-    """Serve the page of `app`'s own document, made when it is first asked for."""
-    made: list[str] = []
-
-    async def page() -> HTMLResponse:
-        if not made:
-            made.append(api_page(app.openapi()))
-        return HTMLResponse(made[0], headers={"Content-Security-Policy": POLICY})
-
-    app.add_api_route(PATH, page, methods=["GET", "HEAD"], include_in_schema=False)
+@router.api_route(PATH, methods=["GET", "HEAD"], include_in_schema=False)
+async def docs_page(http: HTTPRequest) -> HTMLResponse:
+    """The page of the application's own document, made when it is first asked for."""
+    app = http.app
+    if not hasattr(app.state, "docs_page"):
+        app.state.docs_page = api_page(app.openapi())
+    return HTMLResponse(app.state.docs_page, headers={"Content-Security-Policy": POLICY})
 
 
 def api_page(document: Mapping[str, Any]) -> str:

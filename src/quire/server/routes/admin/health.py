@@ -8,16 +8,21 @@ numbers of the whole server from /health, too; only these wait for the engine.
 
 from typing import Any
 
-from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 
 from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.recovery import EngineState
 from quire.errors import EngineDeadError, QuireError
+from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
 from quire.server.service import Service, service_of
 
-router = APIRouter(responses=ERROR_RESPONSES)
+router = Endpoints(
+    is_suggested=False,
+    open_paths=("/health",),  # and then without details: what restarts the server has no key
+    probes=("/health", "/ready"),
+    responses=ERROR_RESPONSES,
+)
 
 ENGINE_TIMEOUT_S = 10.0
 """The engine answers between two steps; those who need its answer wait so long for one."""

@@ -6,17 +6,17 @@ They name requests and tenants, and show what all of them hold.
 from collections.abc import Iterable
 from typing import Any
 
-from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 
 from quire.engine_client.device_ledger import ledger_parts
 from quire.engine_client.messages import GetBlocks, GetMemory
 from quire.errors import InvalidRequestError
 from quire.server.routes.admin.health import ENGINE_TIMEOUT_S
+from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
 from quire.server.service import service_of
 
-router = APIRouter(responses=ERROR_RESPONSES)
+router = Endpoints(is_suggested=False, operator_paths=("/memory",), responses=ERROR_RESPONSES)
 
 MAX_NUM_BLOCKS = 10_000
 """In one answer: about 1 MiB of JSON where no block has several owners."""

@@ -8,7 +8,6 @@ or a step that takes longer than SCRAPE_TIMEOUT_S, they are left out rather than
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -20,6 +19,7 @@ from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.messages import GetMemory
 from quire.engine_client.recovery import EngineState
 from quire.errors import QuireError
+from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import ERROR_RESPONSES
 from quire.server.service import service_of
 from quire.server.telemetry.metric_families import (
@@ -29,7 +29,12 @@ from quire.server.telemetry.metric_families import (
     memory_families,
 )
 
-router = APIRouter(responses=ERROR_RESPONSES)
+router = Endpoints(
+    is_suggested=False,
+    operator_paths=("/metrics",),
+    probes=("/metrics",),
+    responses=ERROR_RESPONSES,
+)
 
 SCRAPE_TIMEOUT_S = 2.0
 """For each of the two questions to the engine; Prometheus itself gives up after ten seconds."""

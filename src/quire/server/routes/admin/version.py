@@ -1,14 +1,14 @@
 """GET /version: which quire serves here."""
 
 import msgspec
-from fastapi import APIRouter
 from starlette.responses import Response
 
 from quire.server.http.streaming import json_response
+from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import answers
 from quire.version import __version__
 
-router = APIRouter()
+router = Endpoints(is_suggested=False)
 
 
 class Version(msgspec.Struct):

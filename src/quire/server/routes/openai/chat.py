@@ -5,78 +5,241 @@ reason why it ended, as OpenAI's has; joined they are the whole answer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter
+import msgspec
 from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
+from pydantic import Field
 from starlette.responses import Response
 
 from quire.engine_client.outputs import Delta
 from quire.errors import InvalidRequestError
-from quire.server.generation.answer import LATER, Call, event_of, filled
-from quire.server.generation.body import ChatCompletionRequest, TemplateOptions
-from quire.server.generation.http_generation import blamed_on, new_call_id, prepare
-from quire.server.generation.limits import check_text, check_whole_answer
-from quire.server.http.json_body import JSONRoute
+from quire.server.generation.answer import LATER, Answer, Usage, event_of, filled, generate
+from quire.server.generation.body import (
+    NOT_FOR_BEAMS,
+    NOT_SUPPORTED,
+    GenerationBody,
+    Params,
+    left_out,
+)
+from quire.server.generation.http_generation import blamed_on
+from quire.server.http.body import Body
+from quire.server.http.long_work import LONG_TEXT_CHARACTERS, call_for_text
 from quire.server.http.streaming import event
-from quire.server.routes.openai.logprobs import chat_logprobs_json
-from quire.server.routes.openai.shapes import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
+from quire.server.limits import CallLimits, check_text
+from quire.server.routes.endpoint import Endpoints
+from quire.server.routes.openai.logprobs import (
     ChatLogprobs,
-    ChatMessage,
-    Usage,
+    PromptLogprobs,
+    chat_logprobs_json,
+    prompt_logprobs_json,
 )
 from quire.server.routes.openapi import answers
-from quire.server.service import LONG_TEXT_CHARACTERS, Service, call_for_text, service_of
-from quire.server.tenants.tenancy import options_of
+from quire.server.service import Service
 from quire.text.chat_template import encode_chat
 
-router = APIRouter(route_class=JSONRoute)
+router = Endpoints()
+router.refuse("/v1/chat/completions/{rest:path}")  # answers that were stored: none are
 
 BYTES_PER_LOGPROB = 96
 """In the answer, about: a token's text, its bytes, its number, and their names."""
 
 
+MAX_TEMPLATE_VALUES = 10_000
+"""Of chat_template_kwargs: what a template is given beside the messages."""
+
+
+class TemplateOptions(Body):
+    """How messages become a prompt.
+
+    add_generation_prompt: null means true, unless continue_final_message is set.
+    """
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "chat_template_kwargs": "further variables of the model's chat template",
+        "add_generation_prompt": "false: the prompt ends after the last message",
+        "continue_final_message": "the answer goes on where the last message ends",
+    }
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    @classmethod
+    def _check_fields(
+        cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
+    ) -> None:
+        super()._check_fields(fields, limits, max_model_len)
+        _check_template_arguments(fields.get("chat_template_kwargs"))
+
+
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string", "minLength": 1},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+        "name": {"type": "string"},
+    },
+}
+Messages = Annotated[
+    list[dict[str, Any]],
+    Field(fail_fast=True, json_schema_extra={"items": _MESSAGE, "minItems": 1}),
+]
+"""Objects with a role and a content, checked by `text.chat_messages`."""
+
+
+class ChatCompletionRequest(GenerationBody, TemplateOptions):
+    """POST /v1/chat/completions.
+
+    messages: a template may read further fields of them, such as name.
+    logprobs, top_logprobs: report each token's, and those of so many likeliest ones.
+    add_special_tokens: whether the rendered messages get those that the tokenizer puts around a
+        text. Most templates write them out themselves.
+    """
+
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **NOT_SUPPORTED,
+        "audio": (),
+        "best_of": (1,),
+        "chat_template": (),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "include_reasoning": (True,),
+        "metadata": (),
+        "modalities": (["text"],),
+        "moderation": (),
+        "parallel_tool_calls": (True, False),  # says how to call tools, of which there are none
+        "prediction": (),
+        "prompt_cache_key": (),
+        "prompt_cache_options": ({}, {"mode": "implicit"}),
+        "prompt_cache_retention": (),
+        "reasoning_effort": (),
+        "response_format": ({"type": "text"},),
+        "safety_identifier": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+    not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **NOT_FOR_BEAMS,
+        "logprobs": (False,),
+        "top_logprobs": (),
+    }
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "messages": "objects with a `role`, a `content` and perhaps a `name`",
+        "max_completion_tokens": "the newer name of `max_tokens`",
+        "logprobs": "each token's log-probability and bytes",
+        "top_logprobs": "so many likeliest tokens at each position; with `logprobs` only",
+        "add_special_tokens": "true: the rendered messages get the tokenizer's special "
+        "tokens, beside those of the template",
+    }
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = left_out(minimum=0)
+    # ours
+    add_special_tokens: bool = False
+
+    def to_params(self) -> Params:
+        """Raises InvalidRequestError."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError(
+                "top_logprobs is set, but logprobs is not; set logprobs to true", "top_logprobs"
+            )
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise InvalidRequestError(
+                "max_tokens and its newer name, max_completion_tokens, are both set; give one",
+                "max_completion_tokens",
+            )
+        given = self.max_completion_tokens
+        return self._make_params(
+            self.max_tokens if given is None else given,
+            (self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class ChatMessage(msgspec.Struct):
+    """The assistant's answer."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """stop_reason: the stop string or stop token that ended it."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    """The whole answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    system_fingerprint: str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct):
+    """What a chunk adds to the message. The role comes with a choice's first chunk."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """stop_reason: comes with finish_reason."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct):
+    """One server-sent event. prompt_token_ids: come with each choice's first chunk."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
 @router.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))
 async def create_chat_completion(body: ChatCompletionRequest, http: HTTPRequest) -> Response:
     """Answer the messages n times."""
-    service = service_of(http)
-    service.check_model(body.model)
-    service.limits.check(body, service.engine.limits.max_logprobs)
-    params = body.to_params()
-    call_id = new_call_id("chatcmpl")
-    options = options_of(http, body)
-    token_ids = await chat_token_ids(
-        service, body.messages, body, add_special_tokens=body.add_special_tokens
-    )
-    with _prompt_is_messages():
-        generation = await prepare(service, http, call_id, [token_ids], params, options)
-    call = _ChatCall(service, body, generation, call_id)
-    if body.stream:
-        return call.stream()
-    check_whole_answer(
-        generation.requests,
-        service.engine.limits.max_model_len,
-        bytes_per_logprob=BYTES_PER_LOGPROB,
-    )
-    return await call.answer(http.receive)
-
-
-@contextmanager
-def _prompt_is_messages() -> Iterator[None]:
-    """A client of this API knows no field `prompt` that could be at fault."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if error.param == "prompt":
-            error.param = "messages"
-        raise
+    return await generate(http, body, _ChatAnswer)
 
 
 async def chat_token_ids(
@@ -134,8 +297,37 @@ def _num_characters(value: Any) -> int:
     return count
 
 
-class _ChatCall(Call[ChatCompletionRequest]):
-    """One call. Invariant: the role is in the first chunk of each choice and in no other."""
+def _check_template_arguments(value: Any) -> None:
+    """Stops to count at the bound."""
+    count, rest = 0, [value]
+    while rest:
+        inner = rest.pop()
+        if isinstance(inner, (dict, list)):
+            count += len(inner)
+            if count > MAX_TEMPLATE_VALUES:
+                raise InvalidRequestError(
+                    "chat_template_kwargs has more values, those inside of others included, than"
+                    f" the bound of {MAX_TEMPLATE_VALUES}; send fewer",
+                    "chat_template_kwargs",
+                )
+            rest += inner.values() if isinstance(inner, dict) else inner
+
+
+class _ChatAnswer(Answer[ChatCompletionRequest]):
+    """Invariant: the role is in the first chunk of each choice and in no other."""
+
+    id_prefix = "chatcmpl"
+    operation = "chat"
+    bytes_per_logprob = BYTES_PER_LOGPROB
+    prompt_field = "messages"
+
+    @classmethod
+    async def prompts(cls, service: Service, body: ChatCompletionRequest) -> list[str | list[int]]:
+        return [
+            await chat_token_ids(
+                service, body.messages, body, add_special_tokens=body.add_special_tokens
+            )
+        ]
 
     def _whole(self, choices: list[Any]) -> ChatCompletion:
         return ChatCompletion(
@@ -150,7 +342,11 @@ class _ChatCall(Call[ChatCompletionRequest]):
         )
 
     def _rest_of_whole(self) -> Iterable[Iterable[bytes]]:
-        return () if self._body.prompt_logprobs is None else (self._prompt_logprobs(0),)
+        num_top = self._body.prompt_logprobs
+        if num_top is None:
+            return ()
+        entries = self._generation.prompt_entries(0)
+        return (prompt_logprobs_json(self._service.tokenizer, entries, num_top),)
 
     def _whole_choice(self, choice: int, delta: Delta) -> Iterable[bytes]:
         self._num_generated += len(delta.token_ids)

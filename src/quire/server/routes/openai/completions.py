@@ -3,69 +3,166 @@
 A streamed answer and a whole one are made of the same pieces, so they say the same.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter
+import msgspec
 from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
+from pydantic import Field
 from starlette.responses import Response
 
+from quire.core.request import prompt_too_long
+from quire.core.sampling_params import MAX_BRANCHES
 from quire.engine_client.outputs import Delta
-from quire.server.generation.answer import LATER, Call, event_of, filled
-from quire.server.generation.body import CompletionRequest
-from quire.server.generation.http_generation import HTTPGeneration, blamed_on, new_call_id, prepare
-from quire.server.generation.limits import check_text, check_whole_answer
-from quire.server.http.json_body import JSONRoute
+from quire.errors import InvalidRequestError
+from quire.server.generation.answer import LATER, Answer, Usage, event_of, filled, generate
+from quire.server.generation.body import (
+    NOT_FOR_BEAMS,
+    NOT_SUPPORTED,
+    GenerationBody,
+    Params,
+    Texts,
+    TokenIds,
+    left_out,
+)
+from quire.server.generation.http_generation import HTTPGeneration, blamed_on
+from quire.server.http.errors import ErrorForm, openai_error
+from quire.server.http.long_work import call_for_text
 from quire.server.http.streaming import event
-from quire.server.routes.openai.logprobs import CompletionLogprobsWriter, completion_logprobs_json
-from quire.server.routes.openai.shapes import (
-    Completion,
-    CompletionChoice,
+from quire.server.limits import CallLimits, check_length, check_text
+from quire.server.routes.endpoint import Endpoints
+from quire.server.routes.openai.logprobs import (
     CompletionLogprobs,
-    Usage,
+    CompletionLogprobsWriter,
+    PromptLogprobs,
+    completion_logprobs_json,
+    prompt_logprobs_json,
 )
 from quire.server.routes.openapi import answers
-from quire.server.service import Service, call_for_text, service_of
-from quire.server.tenants.tenancy import options_of
+from quire.server.service import Service
 
-router = APIRouter(route_class=JSONRoute)
+router = Endpoints()
 
 BYTES_PER_LOGPROB = 32
 """In the answer, about: a token's text in quotation marks, and up to 20 digits."""
 
 
+class CompletionRequest(GenerationBody):
+    """POST /v1/completions.
+
+    prompt: a text, the token ids of one, or a list of either; each gets n choices.
+    logprobs: how many of the likeliest tokens to report at each position.
+    echo: the prompt is part of the text, and of the logprobs. With it max_tokens may be 0: nothing
+        but the prompt comes back, to be scored.
+    best_of: only as many as n; to choose among more is not supported yet.
+    add_special_tokens: whether a text prompt gets those that the tokenizer puts around a text.
+    """
+
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NOT_SUPPORTED, "suffix": ("",)}
+    not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NOT_FOR_BEAMS, "logprobs": ()}
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "prompt": "a text, the token ids of one, or a list of either",
+        "echo": "the prompt stands before the text",
+        "logprobs": "the chosen token's log-probability, and those of so many likeliest "
+        "ones, at each position",
+        "best_of": "only where it equals `n`",
+        "add_special_tokens": "false: a text gets no beginning-of-sequence token and the like",
+    }
+
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
+    echo: bool = False
+    logprobs: int | None = left_out(minimum=0)
+    best_of: int | None = left_out(minimum=1, maximum=MAX_BRANCHES)
+    # ours
+    add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts as a list. Raises InvalidRequestError if there is none."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise InvalidRequestError("prompt is an empty list; give at least one", "prompt")
+        return [prompt] if isinstance(prompt[0], int) else prompt
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @classmethod
+    def _check_fields(
+        cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
+    ) -> None:
+        super()._check_fields(fields, limits, max_model_len)
+        prompt = fields.get("prompt")
+        if not isinstance(prompt, list) or not prompt:
+            return
+        if not isinstance(prompt[0], int):
+            check_length("prompt", prompt, limits.max_prompts)
+        elif len(prompt) >= max_model_len:
+            raise prompt_too_long(len(prompt), max_model_len)
+
+    @property
+    def scores_only(self) -> bool:
+        """The prompt is echoed and nothing generated. The engine makes one token all the same."""
+        return self.echo and self.max_tokens == 0 and not self.use_beam_search
+
+    def to_params(self) -> Params:
+        """Raises InvalidRequestError."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequestError(
+                f"best_of is {self.best_of}, but choosing the best of more than n is not supported "
+                "yet; leave it out",
+                "best_of",
+            )
+        echoed = self.logprobs if self.echo else None
+        wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
+        prompt_logprobs = max(wanted, default=None)
+        if self.scores_only:
+            if self.min_tokens:
+                raise InvalidRequestError(
+                    f"min_tokens is {self.min_tokens}, above max_tokens, 0", "min_tokens"
+                )
+            return self._make_params(1, None, prompt_logprobs=prompt_logprobs)
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        return self._make_params(max_tokens, self.logprobs, prompt_logprobs=prompt_logprobs)
+
+
+class CompletionChoice(msgspec.Struct):
+    """stop_reason: the stop string or stop token that ended it.
+
+    prompt_token_ids: come with a choice's first piece; token_ids: of this piece.
+    """
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct):
+    """The whole answer, or one chunk of it."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+    system_fingerprint: str | None = None
+
+
 @router.post("/v1/completions", responses=answers(Completion, streams=True))
 async def create_completion(body: CompletionRequest, http: HTTPRequest) -> Response:
     """Continue each prompt n times."""
-    service = service_of(http)
-    service.check_model(body.model)
-    service.limits.check(body, service.engine.limits.max_logprobs)
-    params = body.to_params()
-    call_id = new_call_id("cmpl")
-    options = options_of(http, body)
-    prompts = await _prompts(service, body)
-    generation = await prepare(service, http, call_id, prompts, params, options)
-    call = _CompletionCall(service, body, generation, call_id)
-    if body.stream:
-        return call.stream()
-    check_whole_answer(
-        generation.requests,
-        service.engine.limits.max_model_len,
-        bytes_per_logprob=BYTES_PER_LOGPROB,
-    )
-    return await call.answer(http.receive)
-
-
-async def _prompts(service: Service, body: CompletionRequest) -> list[str | list[int]]:
-    """As the engine takes them: token ids, or texts, which get their special tokens there."""
-    for prompt in body.prompts:
-        if isinstance(prompt, str):
-            check_text(prompt, service.tokenizer, service.engine.limits.max_model_len, "prompt")
-    if body.add_special_tokens:
-        return body.prompts
-    num_characters = sum(len(prompt) for prompt in body.prompts)
-    return await call_for_text(num_characters, _without_special_tokens, service, body)
+    return await generate(http, body, _CompletionAnswer)
 
 
 def _without_special_tokens(service: Service, body: CompletionRequest) -> list[Any]:
@@ -78,13 +175,32 @@ def _without_special_tokens(service: Service, body: CompletionRequest) -> list[A
         ]
 
 
-class _CompletionCall(Call[CompletionRequest]):
-    """One call. Invariant: a choice's echo, if asked for, is at the head of its first piece."""
+class _CompletionAnswer(Answer[CompletionRequest]):
+    """Invariant: a choice's echo, if asked for, is at the head of its first piece."""
+
+    id_prefix = "cmpl"
+    operation = "text_completion"
+    bytes_per_logprob = BYTES_PER_LOGPROB
+
+    @classmethod
+    async def prompts(cls, service: Service, body: CompletionRequest) -> list[str | list[int]]:
+        """As the engine takes them: token ids, or texts, which get their special tokens there."""
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                check_text(prompt, service.tokenizer, service.engine.limits.max_model_len, "prompt")
+        if body.add_special_tokens:
+            return body.prompts
+        num_characters = sum(len(prompt) for prompt in body.prompts)
+        return await call_for_text(num_characters, _without_special_tokens, service, body)
 
     def __init__(
-        self, service: Service, body: CompletionRequest, generation: HTTPGeneration, call_id: str
+        self,
+        service: Service,
+        body: CompletionRequest,
+        generation: HTTPGeneration,
+        form: ErrorForm = openai_error,
     ) -> None:
-        super().__init__(service, body, generation, call_id)
+        super().__init__(service, body, generation, form)
         self._writers = self._make_writers(body.logprobs)
 
     def _whole(self, choices: list[Any]) -> Completion:
@@ -94,13 +210,15 @@ class _CompletionCall(Call[CompletionRequest]):
         counted = self._counted(delta)
         with_echo = self._echoes(choice)
         piece = self._piece(choice, counted)
-        parts = []
+        parts: list[Iterable[bytes]] = []
         if self._has_logprobs(counted, with_echo):
             piece.logprobs = LATER
             parts.append(self._logprobs_json(choice, counted, with_echo))
         if self._body.prompt_logprobs is not None:
             piece.prompt_logprobs = LATER
-            parts.append(self._prompt_logprobs(choice))
+            entries = self._generation.prompt_entries(choice)
+            num_top = self._body.prompt_logprobs
+            parts.append(prompt_logprobs_json(self._service.tokenizer, entries, num_top))
         return filled(piece, *parts)
 
     def _events(self, choice: int, delta: Delta) -> Iterable[bytes]:

@@ -11,12 +11,6 @@ import msgspec
 
 from quire.core.step import TokenLogprobs
 from quire.engine_client.logprob_entries import LogprobEntries
-from quire.server.routes.openai.shapes import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    CompletionLogprobs,
-    TopLogprob,
-)
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -24,6 +18,43 @@ _encode_json = msgspec.json.Encoder().encode
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has not; the value that OpenAI uses."""
+
+
+PromptLogprobs = list[dict[str, Any] | None]
+"""For each prompt token but the first, by token id."""
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Parallel lists, one entry per token. text_offset: where its text begins in the choice's."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(msgspec.Struct):
+    """One of the likeliest tokens. bytes: its share of the text's UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    """The token that was chosen, and the likeliest ones."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """One entry per token."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
 
 
 class CompletionLogprobsWriter:

@@ -1,15 +1,15 @@
 """GET /v1/models: what is served here."""
 
 import msgspec
-from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from starlette.responses import Response
 
 from quire.server.http.streaming import json_response
+from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import answers
 from quire.server.service import Service, service_of
 
-router = APIRouter()
+router = Endpoints()
 
 
 class ModelCard(msgspec.Struct):

@@ -4,23 +4,26 @@ Knows of the engine only its longest context and its vocabulary. Long inputs are
 thread.
 """
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import msgspec
-from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from pydantic import Field
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.server.generation.body import Messages, TemplateOptions, TokenIds
+from quire.server.generation.body import TokenIds
 from quire.server.generation.http_generation import blamed_on
 from quire.server.http.body import Body
-from quire.server.http.json_body import JSONRoute
-from quire.server.routes.openai.chat import chat_token_ids
+from quire.server.http.long_work import call_for_text
+from quire.server.routes.endpoint import Endpoints
+from quire.server.routes.openai.chat import Messages, TemplateOptions, chat_token_ids
 from quire.server.routes.openai.logprobs import token_name
 from quire.server.routes.openapi import answers
-from quire.server.service import Service, call_for_text, service_of
+from quire.server.service import Service, service_of
 
-router = APIRouter(route_class=JSONRoute)
+router = Endpoints()
 
 MAX_CHARACTERS = 2 << 20
 """Of one text: seconds of work, in which other calls go on."""
@@ -38,6 +41,14 @@ class TokenizeRequest(TemplateOptions):
         and false for messages, whose template writes its own.
     return_token_strs: the text of each token, too.
     """
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "model": "the name in `/v1/models`",
+        "prompt": "a text; or give `messages`",
+        "messages": "objects with a `role`, a `content` and perhaps a `name`",
+        "add_special_tokens": "where left out: true for a prompt, false for messages",
+        "return_token_strs": "the text of each token, too",
+    }
 
     model: str | None = None
     prompt: str | None = Field(default=None, json_schema_extra={"maxLength": MAX_CHARACTERS})
@@ -65,6 +76,11 @@ class TokenizeRequest(TemplateOptions):
 
 class DetokenizeRequest(Body):
     """POST /detokenize: the text of token ids, special tokens included."""
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "model": "the name in `/v1/models`",
+        "tokens": "token ids",
+    }
 
     model: str | None = None
     tokens: TokenIds = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})

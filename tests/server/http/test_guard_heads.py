@@ -1,11 +1,14 @@
-"""Heads that could be read in two ways, or ask for what is not done here, are refused."""
+"""The guard: heads that have two meanings, or ask for what is not done, are refused."""
 
 import json
 
 import pytest
 from tests.server.asgi import HOST, call
 
-from quire.server.http.request_head import MAX_HEAD_BYTES, RequestHead
+from quire.server.http.guard import (
+    MAX_HEAD_BYTES,
+    RequestHead,
+)
 
 
 async def echo(scope, receive, send):

@@ -1,4 +1,4 @@
-"""Without a key nothing but /health is served, and nothing else can be told apart from outside."""
+"""The guard: keys, the operator, and bodies that are long or slow."""
 
 import asyncio
 import socket
@@ -7,10 +7,17 @@ import time
 import httpx
 import openai
 import pytest
-from tests.server.asgi import JSON, call
+from starlette.exceptions import HTTPException
+from tests.server.asgi import JSON, call, parts_of
 
-from quire.errors import ConfigurationError
-from quire.server.http.access import AccessConfig, AccessGuard, presented_keys
+from quire.errors import BodyTooLongError, ConfigurationError, RequestTimeoutError
+from quire.server.http import guard
+from quire.server.http.guard import (
+    AccessConfig,
+    AccessGuard,
+    BodyLimit,
+    presented_keys,
+)
 from quire.server.tenants.keys import ApiKeys
 from quire.server.tenants.tenants import NO_TENANT, Tenant
 
@@ -18,6 +25,11 @@ KEYS = ApiKeys(["alice:alice-key-1", "bob:bob-key-1"])
 
 
 WITH_OPERATOR = ApiKeys(["alice:alice-key-1", "operator:operator-key-1"])
+
+
+def guarded_by(inner, keys):
+    """As the application's own routes declare it."""
+    return AccessGuard(inner, keys, {"/health"}, ("/memory", "/metrics"))
 
 
 def bearer(key):
@@ -54,7 +66,7 @@ class Inner:
 @pytest.mark.parametrize("path", ["/v1/completions", "/docs", "/health/", "//health", "/nothing"])
 def test_without_a_valid_key_the_answer_is_401_before_the_body_is_read(path, headers):
     inner = Inner()
-    answer = call(AccessGuard(inner, KEYS), path, headers=[JSON, *headers])
+    answer = call(guarded_by(inner, KEYS), path, headers=[JSON, *headers])
     assert (answer.status, answer.num_received, inner.states) == (401, 0, [])
     assert answer.headers["www-authenticate"] == "Bearer"
     error = answer.error
@@ -77,14 +89,14 @@ def test_without_a_valid_key_the_answer_is_401_before_the_body_is_read(path, hea
 @pytest.mark.parametrize("path", ["/v1/completions", "/health"])
 def test_a_valid_key_names_the_tenant(path, headers, name):
     inner = Inner()
-    assert call(AccessGuard(inner, KEYS), path, headers=headers).status == 200
+    assert call(guarded_by(inner, KEYS), path, headers=headers).status == 200
     assert inner.states == [{"tenant": Tenant(name), "is_operator": False}]
 
 
 @pytest.mark.parametrize("headers", [[], [bearer("wrong-key-1")]])
 def test_health_is_open_and_then_of_no_tenant(headers):
     inner = Inner()
-    assert call(AccessGuard(inner, KEYS), "/health", method="GET", headers=headers).status == 200
+    assert call(guarded_by(inner, KEYS), "/health", method="GET", headers=headers).status == 200
     assert inner.states == [{"is_operator": False}]
 
 
@@ -100,9 +112,9 @@ def test_health_is_open_and_then_of_no_tenant(headers):
 )
 def test_without_keys_all_are_one_tenant_and_who_brings_none_the_operator(headers, is_operator):
     inner = Inner()
-    assert call(AccessGuard(inner, None), "/v1/models", headers=headers).status == 200
+    assert call(guarded_by(inner, None), "/v1/models", headers=headers).status == 200
     assert inner.states == [{"tenant": NO_TENANT, "is_operator": is_operator}]
-    status = call(AccessGuard(inner, None), "/metrics", headers=headers).status
+    status = call(guarded_by(inner, None), "/metrics", headers=headers).status
     assert status == (200 if is_operator else 403)
 
 
@@ -119,7 +131,7 @@ def test_a_websocket_is_refused_like_any_call():
             sent.append(message)
 
         scope = {"type": "websocket", "path": "/v1/realtime", "headers": headers}
-        await AccessGuard(Inner(), KEYS)(scope, None, send)
+        await guarded_by(Inner(), KEYS)(scope, None, send)
 
     asyncio.run(connect([]))
     assert sent == [{"type": "websocket.close", "code": 1008}]
@@ -254,7 +266,7 @@ def test_tenants_are_named_and_keys_are_not(guarded):
 )
 def test_the_whole_servers_numbers_are_the_operators(path, keys, key, advice):
     inner = Inner()
-    answer = call(AccessGuard(inner, keys), path, headers=[bearer(key)])
+    answer = call(guarded_by(inner, keys), path, headers=[bearer(key)])
     assert (answer.status, answer.num_received, inner.states) == (403, 0, [])
     assert (answer.error["type"], answer.error["code"]) == ("permission_error", "operator_only")
     assert path in answer.error["message"] and advice in answer.error["message"]
@@ -263,8 +275,8 @@ def test_the_whole_servers_numbers_are_the_operators(path, keys, key, advice):
 def test_the_operator_has_a_key_of_that_name_or_needs_none():
     inner = Inner()
     headers = [bearer("operator-key-1")]
-    assert call(AccessGuard(inner, WITH_OPERATOR), "/metrics", headers=headers).status == 200
-    assert call(AccessGuard(inner, None), "/metrics").status == 200
+    assert call(guarded_by(inner, WITH_OPERATOR), "/metrics", headers=headers).status == 200
+    assert call(guarded_by(inner, None), "/metrics").status == 200
     assert inner.states == [
         {"tenant": Tenant("operator"), "is_operator": True},
         {"tenant": NO_TENANT, "is_operator": True},
@@ -276,5 +288,129 @@ def test_the_operator_has_a_key_of_that_name_or_needs_none():
 def test_all_else_is_everybodys():
     inner = Inner()
     for path in ("/v1/completions", "/health", "/memoryx", "/metricsx"):
-        answer = call(AccessGuard(inner, WITH_OPERATOR), path, headers=[bearer("alice-key-1")])
+        answer = call(guarded_by(inner, WITH_OPERATOR), path, headers=[bearer("alice-key-1")])
         assert answer.status == 200, path
+
+
+class Reader:
+    """Reads the whole body, as the routes do; `error` is what that raised."""
+
+    def __init__(self):
+        self.body = b""
+        self.error = None
+
+    async def __call__(self, scope, receive, send):
+        try:
+            while True:
+                message = await receive()
+                self.body += message.get("body", b"")
+                if not message.get("more_body"):
+                    break
+        except HTTPException as error:
+            self.error = error
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+def length(num_bytes):
+    return (b"content-length", str(num_bytes).encode())
+
+
+def test_a_body_announced_too_long_is_refused_before_it_is_read():
+    reader = Reader()
+    answer = call(BodyLimit(reader, 1000), "/", headers=[JSON, length(1001)])
+    assert (answer.status, answer.num_received) == (413, 0)
+    assert (answer.error["code"], answer.error["type"]) == (
+        "body_too_long",
+        "invalid_request_error",
+    )
+    assert "longer than 1000 bytes" in answer.error["message"]
+    assert reader.body == b"" and reader.error is None
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+@pytest.mark.parametrize("headers", [[JSON], [JSON, (b"content-length", b"nonsense")]])
+def test_a_body_in_chunks_is_refused_as_soon_as_it_is_too_long(pieces, headers):
+    reader = Reader()
+    messages = parts_of(b"x" * 2000, pieces)
+    answer = call(BodyLimit(reader, 1000), "/", headers=headers, messages=messages)
+    assert reader.error.status_code == 413
+    assert isinstance(reader.error.__cause__, BodyTooLongError)
+    assert answer.num_received == (1 if pieces == 1 else 4)
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_a_body_within_the_bounds_passes(pieces):
+    reader, body = Reader(), bytes(range(250)) * 4
+    call(BodyLimit(reader, 1000), "/", headers=[length(1000)], messages=parts_of(body, pieces))
+    assert (reader.body, reader.error) == (body, None)
+
+
+def test_a_body_that_does_not_come_is_given_up():
+    reader = Reader()
+    messages = [{"type": "http.request", "body": b"x" * 10, "more_body": True}]
+    call(BodyLimit(reader, 1000, timeout_s=0.05), "/", messages=messages)
+    assert reader.error.status_code == 408
+    assert isinstance(reader.error.__cause__, RequestTimeoutError)
+    assert "only 10 bytes of the body have come" in str(reader.error.__cause__)
+
+
+def test_a_long_body_has_as_long_as_its_length_needs(monkeypatch):
+    """timeout_s plus a second for each so many bytes: a first piece buys time for the next."""
+    monkeypatch.setattr(guard, "MIN_BYTES_PER_S", 10)
+
+    async def read(first):
+        pieces = [{"type": "http.request", "body": first, "more_body": True}]
+
+        async def receive():
+            if pieces:
+                return pieces.pop(0)
+            await asyncio.sleep(0.2)
+            return {"type": "http.request", "body": b"y", "more_body": False}
+
+        async def send(message):
+            pass
+
+        reader = Reader()
+        await BodyLimit(reader, 1000, timeout_s=0.05)(
+            {"type": "http", "headers": []}, receive, send
+        )
+        return reader
+
+    assert asyncio.run(read(b"x")).error is not None  # 0.05 s + 0.1 s
+    assert asyncio.run(read(b"x" * 100)).error is None
+
+
+def test_once_the_body_is_whole_nothing_is_timed():
+    """A handler then waits for the client to leave, for as long as its answer takes."""
+    seen = []
+
+    async def inner(scope, receive, send):
+        seen.append(await receive())
+        seen.append(await receive())
+
+    async def run():
+        messages = [*parts_of(b"{}", 1), {"type": "http.disconnect"}]
+
+        async def receive():
+            if len(messages) == 1:
+                await asyncio.sleep(0.15)
+            return messages.pop(0)
+
+        await BodyLimit(inner, 1000, timeout_s=0.05)({"type": "http", "headers": []}, receive, None)
+
+    asyncio.run(run())
+    assert [message["type"] for message in seen] == ["http.request", "http.disconnect"]
+
+
+def test_other_kinds_of_connection_pass():
+    seen = []
+
+    async def inner(scope, receive, send):
+        seen.append(await receive())
+
+    async def receive():
+        return {"type": "lifespan.startup"}
+
+    asyncio.run(BodyLimit(inner)({"type": "lifespan"}, receive, None))
+    assert seen == [{"type": "lifespan.startup"}]

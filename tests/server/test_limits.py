@@ -5,13 +5,14 @@ import pytest
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
-from quire.server.generation.body import ChatCompletionRequest, CompletionRequest
-from quire.server.generation.limits import (
+from quire.server.limits import (
     MAX_WORD_CHARACTERS,
     CallLimits,
     check_text,
     check_whole_answer,
 )
+from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.completions import CompletionRequest
 
 LIMITS = CallLimits(max_prompts=3, max_n=4, max_choices=8, max_stop_strings=2, max_list_length=5)
 MAX_LOGPROBS = 20
@@ -48,8 +49,9 @@ AT_AND_ABOVE = [
 
 def check(make, **fields):
     """As a call is checked: before anybody looks at what is in its lists, and once more."""
-    LIMITS.check_parsed(fields, 1000)
-    LIMITS.check_parsed({"extra_body": fields}, 1000)
+    kind = CompletionRequest if make is completion else ChatCompletionRequest
+    kind.check_sizes(fields, LIMITS, 1000)
+    kind.check_sizes({"extra_body": fields}, LIMITS, 1000)
     LIMITS.check(make(**fields), MAX_LOGPROBS)
 
 
@@ -81,9 +83,10 @@ class Unlooked:
     ],
 )
 def test_lists_that_are_too_long_are_refused_by_their_lengths(fields):
+    kind = CompletionRequest if "prompt" in fields else ChatCompletionRequest
     for value in (fields, {"extra_body": fields}):
         with pytest.raises(InvalidRequestError) as caught:
-            LIMITS.check_parsed(value, 1000)
+            kind.check_sizes(value, LIMITS, 1000)
         assert caught.value.param == next(iter(fields))
 
 
@@ -101,7 +104,8 @@ def test_lists_that_are_too_long_are_refused_by_their_lengths(fields):
     ],
 )
 def test_what_has_other_mistakes_or_none_is_left_to_others(value):
-    LIMITS.check_parsed(value, 1000)
+    for kind in (CompletionRequest, ChatCompletionRequest):
+        kind.check_sizes(value, LIMITS, 1000)
 
 
 def test_likeliest_tokens_of_a_chat_have_their_own_name():

@@ -5,17 +5,15 @@ mean nothing, whoever serves, are refused by `core.sampling_params`. Called by t
 made by `launch`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
-from quire.core.request import Request, prompt_too_long
+from quire.core.request import Request
 from quire.core.sampling_params import MAX_BRANCHES, MAX_STOP_STRINGS
 from quire.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
-from quire.server.generation.body import CompletionRequest, GenerationBody
 from quire.text.tokenizer import Tokenizer
 
-_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias")
 _COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 
 MAX_PROMPT_LOGPROBS = 1_000_000
@@ -26,11 +24,21 @@ MAX_ANSWER_BYTES = 384 << 20
 """Of the log-probabilities in an answer that comes in one piece, if it grows as long as it may, as
 JSON. Until it is written the front holds a seventh to a half of it."""
 
-MAX_TEMPLATE_VALUES = 10_000
-"""Of chat_template_kwargs: what a template is given beside the messages."""
-
 MAX_WORD_CHARACTERS = 1000
 """Of one bad word, which is tokenized in several forms."""
+
+
+class Bounded(Protocol):
+    """What a body for generated text says of its size."""
+
+    @property
+    def n(self) -> int | None: ...
+
+    @property
+    def num_prompts(self) -> int: ...
+
+    @property
+    def bad_words(self) -> list[str] | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,38 +66,10 @@ class CallLimits:
                 bound = "at least 1" + ("" if high is None else f" and at most {high}")
                 raise ConfigurationError(f"{field.name} is {value}, but must be {bound}")
 
-    def check_parsed(self, value: Any, max_model_len: int) -> None:
-        """Check how long the lists and objects of a body are, before a look at what is in them.
+    def check(self, body: Bounded, max_logprobs: int) -> None:
+        """Check what `Body.check_sizes` has left.
 
-        value: the body's JSON, whatever it is. Raises InvalidRequestError that names the field and
-        the bound; PromptTooLongError.
-        """
-        if not isinstance(value, dict):
-            return
-        for part in (value, value.get("extra_body")):
-            if isinstance(part, dict):
-                for name, bound in self._list_bounds:
-                    _check_length(name, part.get(name), bound)
-                self._check_prompt(part.get("prompt"), max_model_len)
-                _check_template_arguments(part.get("chat_template_kwargs"))
-
-    @property
-    def _list_bounds(self) -> Iterator[tuple[str, int]]:
-        yield "stop", self.max_stop_strings
-        for name in _LISTS:
-            yield name, self.max_list_length
-
-    def _check_prompt(self, prompt: Any, max_model_len: int) -> None:
-        if not isinstance(prompt, list) or not prompt:
-            return
-        if not isinstance(prompt[0], int):
-            _check_length("prompt", prompt, self.max_prompts)
-        elif len(prompt) >= max_model_len:
-            raise prompt_too_long(len(prompt), max_model_len)
-
-    def check(self, body: GenerationBody, max_logprobs: int) -> None:
-        """Check what `check_parsed` has left. Raises InvalidRequestError that names the field and
-        the bound.
+        Raises InvalidRequestError that names the field and the bound.
 
         max_logprobs: the engine's bound.
         """
@@ -103,13 +83,13 @@ class CallLimits:
                 )
         _check_logprobs(body, max_logprobs)
 
-    def _check_choices(self, body: GenerationBody) -> None:
+    def _check_choices(self, body: Bounded) -> None:
         n = 1 if body.n is None else body.n
         if n > self.max_n:
             raise InvalidRequestError(
                 f"n is {n}, above this server's bound of {self.max_n}; ask for fewer choices", "n"
             )
-        num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        num_prompts = body.num_prompts
         if n * num_prompts > self.max_choices:
             raise InvalidRequestError(
                 f"n is {n} for each of {num_prompts} prompts, {n * num_prompts} choices, above"
@@ -118,29 +98,17 @@ class CallLimits:
             )
 
 
-def _check_length(name: str, value: Any, bound: int) -> None:
+def check_length(name: str, value: Any, bound: int) -> None:
+    """Refuse a list or an object with more entries than the bound. value: JSON of any kind.
+
+    Raises InvalidRequestError.
+    """
     if isinstance(value, (list, dict)) and len(value) > bound:
         raise InvalidRequestError(
             f"{name} has {len(value)} entries, above this server's bound of {bound};"
             " send fewer, or several calls",
             name,
         )
-
-
-def _check_template_arguments(value: Any) -> None:
-    """Stops to count at the bound."""
-    count, rest = 0, [value]
-    while rest:
-        inner = rest.pop()
-        if isinstance(inner, (dict, list)):
-            count += len(inner)
-            if count > MAX_TEMPLATE_VALUES:
-                raise InvalidRequestError(
-                    "chat_template_kwargs has more values, those inside of others included, than"
-                    f" the bound of {MAX_TEMPLATE_VALUES}; send fewer",
-                    "chat_template_kwargs",
-                )
-            rest += inner.values() if isinstance(inner, dict) else inner
 
 
 def check_text(text: str, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
@@ -191,7 +159,7 @@ def check_whole_answer(
         )
 
 
-def _check_logprobs(body: GenerationBody, max_logprobs: int) -> None:
+def _check_logprobs(body: Bounded, max_logprobs: int) -> None:
     for name in _COUNTS_OF_LOGPROBS:
         count: Any = getattr(body, name, None)
         if count is None or isinstance(count, bool):  # a chat's `logprobs` is a switch

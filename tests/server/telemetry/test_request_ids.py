@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire.observability.log import current_call
-from quire.server.telemetry.monitor import Monitor
-from quire.server.telemetry.request_id import RequestIdMiddleware
+from quire.server.telemetry.monitor import Monitor, RequestIdMiddleware
 
 ROUTE = SimpleNamespace(path_format="/v1/completions")
 
@@ -43,7 +42,7 @@ def call(app, headers=(), monitor=None, **scope):
     async def send(message):
         sent.append(message)
 
-    asyncio.run(RequestIdMiddleware(app, monitor)(scope, None, send))
+    asyncio.run(RequestIdMiddleware(app, monitor, {"/metrics"})(scope, None, send))
     return sent, scope, monitor
 
 

@@ -1,0 +1,383 @@
+"""What may come in: a head with one meaning, a valid key, a body within its bounds.
+
+Three middlewares, set up by `app` from outside in. `RequestHead` refuses requests whose heads could
+be read in two ways, or ask for what is not done here: the HTTP parsers leave some of it to their
+callers, each something else, and behind a proxy that reads such a head otherwise the end of one
+request could be the beginning of another. `AccessGuard` answers a call without a valid key before
+its body is read or a route is looked for, so that nothing but the routes that are open to all can
+be told apart from outside; it puts into the call's state its tenant, and whether it is the
+operator's, who alone may see numbers of the whole server: they change with what other tenants do.
+docs/security.md has the table of who may see what. `BodyLimit` bounds how long a body may be and
+how long it may take to come. None knows what is in a body: `json_body` bounds that.
+"""
+
+import asyncio
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import NoReturn
+from urllib.parse import unquote
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.errors import (
+    AuthenticationError,
+    BodyTooLongError,
+    ConfigurationError,
+    OperatorOnlyError,
+    QuireError,
+    RequestTimeoutError,
+)
+from quire.server.http.errors import error_response
+from quire.server.tenants.keys import ApiKeys
+from quire.server.tenants.tenants import NO_TENANT, Tenant
+
+MAX_HEAD_BYTES = 32 << 10
+"""Of a request's target and headers, beyond which the answer is 431."""
+
+MAX_BODY_BYTES = 8 << 20
+BODY_TIMEOUT_S = 30.0
+
+MIN_BYTES_PER_S = 16 << 10
+"""A client that sends at least so fast has all the time that the length of the body needs."""
+
+_BYTES_BESIDE_A_HEADER = 4
+"""The colon, a space, and the end of the line."""
+
+_ABSOLUTE = re.compile(rb"https?://[^/?#]+", re.IGNORECASE)
+"""What stands before the path in a target for proxies, which every server has to understand."""
+
+CODES = {
+    HTTPStatus.BAD_REQUEST: "bad_request_head",
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "unsupported_content_encoding",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "head_too_long",
+    HTTPStatus.NOT_IMPLEMENTED: "unsupported_transfer_encoding",
+    HTTPStatus.HTTP_VERSION_NOT_SUPPORTED: "http_version_not_supported",
+}
+"""Of the errors here, by their status."""
+
+
+class RequestHeadError(QuireError):
+    """A request that is not understood as HTTP, or can't be answered. Its connection is closed."""
+
+    may_be_retried = False
+    ends_connection = True
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.http_status = status.value
+        self.code = CODES[status]
+
+
+class RequestHead:
+    """Lets through requests with a head that has one meaning; the path of a target with a scheme
+    and a host becomes the path of the request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                check_head(scope)
+            except RequestHeadError as error:
+                await error_response(scope, error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def head_too_long() -> RequestHeadError:
+    """The error for a head of more than MAX_HEAD_BYTES."""
+    return RequestHeadError(
+        HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+        f"the request's target and headers have more than {MAX_HEAD_BYTES} bytes; send fewer",
+    )
+
+
+def check_head(scope: Scope) -> None:
+    """Raises RequestHeadError; sets the path of a target in its absolute form."""
+    headers = scope["headers"]
+    num_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    num_bytes += sum(len(n) + len(v) + _BYTES_BESIDE_A_HEADER for n, v in headers)
+    if num_bytes > MAX_HEAD_BYTES:
+        raise head_too_long()
+    version = scope.get("http_version", "1.1")
+    if version not in ("1.0", "1.1"):
+        raise RequestHeadError(
+            HTTPStatus.HTTP_VERSION_NOT_SUPPORTED,
+            f"the request is of HTTP/{version}, but this server speaks HTTP/1.1",
+        )
+    _check_host(_values(headers, b"host"), version)
+    _check_framing(headers, version)
+    _check_content(_values(headers, b"content-encoding"))
+    _check_target(scope)
+
+
+def _check_host(hosts: list[bytes], version: str) -> None:
+    """RFC 9112, section 3.2."""
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        raise _bad(f"the request has {len(hosts)} Host headers, but must have one")
+
+
+def _check_framing(headers: Iterable[tuple[bytes, bytes]], version: str) -> None:
+    """RFC 9112, section 6: where the body ends must be said in one way."""
+    codings = _values(headers, b"transfer-encoding")
+    if not codings:
+        return
+    if _values(headers, b"content-length"):
+        raise _bad("the request has both Content-Length and Transfer-Encoding; send one of them")
+    if version == "1.0":
+        raise _bad("the request is of HTTP/1.0, which has no Transfer-Encoding")
+    if [coding.strip().lower() for coding in codings] != [b"chunked"]:
+        told = b", ".join(codings).decode("latin-1")
+        raise RequestHeadError(
+            HTTPStatus.NOT_IMPLEMENTED,
+            f"the Transfer-Encoding is {told!r:.80}, but only chunked is understood",
+        )
+
+
+def _check_content(encodings: list[bytes]) -> None:
+    told = b", ".join(encodings).strip().decode("latin-1")
+    if told.lower() not in ("", "identity"):
+        raise RequestHeadError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"the Content-Encoding is {told!r:.80}, but bodies must be sent as they are; leave the"
+            " header out",
+        )
+
+
+def _check_target(scope: Scope) -> None:
+    """RFC 9112, section 3.2: a path, or one with a scheme and a host before it."""
+    path: str = scope["path"]
+    if path.startswith("/") or (path == "*" and scope["method"] == "OPTIONS"):
+        return
+    found = _ABSOLUTE.match(raw := scope["raw_path"])
+    if found is None or scope["method"] == "CONNECT":
+        raise _bad(f"the request's target is {path!r:.80}, but must be a path, such as /v1/models")
+    scope["raw_path"] = raw[found.end() :] or b"/"
+    scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+
+
+def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
+    return [value for each, value in headers if each == name]
+
+
+def _bad(message: str) -> RequestHeadError:
+    return RequestHeadError(HTTPStatus.BAD_REQUEST, message)
+
+
+OPERATOR = Tenant("operator")
+KEY_HEADERS = (b"authorization", b"x-api-key")
+
+ANY_ORIGIN = "*"
+
+_ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:\d{1,5})?")
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessConfig:
+    """Who may call, from where, with how much.
+
+    keys: None lets everybody in. allowed_origins: of web pages that may call, "*" for any; none by
+    default. max_body_bytes, body_timeout_s: see `body_limit`.
+
+    Raises ConfigurationError for an origin that no browser would send.
+    """
+
+    keys: ApiKeys | None = None
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = MAX_BODY_BYTES
+    body_timeout_s: float = BODY_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        for origin in self.allowed_origins:
+            if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
+                raise ConfigurationError(
+                    f"allowed_origins has {origin!r}, but an origin is http(s)://HOST or "
+                    "http(s)://HOST:PORT, in lower case and without a path or a slash at its end; "
+                    "or * for any"
+                )
+        if self.max_body_bytes < 1:
+            raise ConfigurationError(
+                f"max_body_bytes is {self.max_body_bytes}, but must be at least 1"
+            )
+
+    @property
+    def is_guarded(self) -> bool:
+        return self.keys is not None
+
+    @property
+    def has_operator(self) -> bool:
+        """Whether anybody can be the operator now."""
+        return self.keys is None or OPERATOR in self.keys.tenants
+
+
+class AccessGuard:
+    """Answers 401 to calls without a valid key, where there are keys at all, and 403 to those that
+    ask for what is the operator's and are not the operator's.
+
+    The operator is who has a key of the tenant called `operator`. Where there are no keys it is who
+    brings none: behind a gateway that checks keys and passes them on, those with one are clients.
+
+    Sets in the state of the calls that it lets in: `is_operator`, and `tenant`, which a call that
+    has no key and asks for an open path has not.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys | None,
+        open_paths: Collection[str] = frozenset(),
+        operator_paths: Sequence[str] = (),
+    ) -> None:
+        """keys: None lets every client in, as one tenant. open_paths: served without a key.
+        operator_paths: for the operator alone, with all paths below them."""
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+        self._operator_paths = operator_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers, path, state = scope["headers"], scope["path"], scope.setdefault("state", {})
+        presented = list(presented_keys(headers))
+        tenant = NO_TENANT if self._keys is None else self._keys.tenant_of(presented)
+        if self._keys is None:
+            state["is_operator"] = not brings_key(headers)
+        else:
+            state["is_operator"] = tenant == OPERATOR
+        if tenant is not None:
+            state["tenant"] = tenant
+        elif path not in self._open_paths:
+            await _refuse_key(scope, receive, send, has_key=bool(presented))
+            return
+        if self._is_operators(path) and not state["is_operator"]:
+            error = _for_the_operator(path, has_keys=self._keys is not None)
+            await error_response(scope, error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_operators(self, path: str) -> bool:
+        own = self._operator_paths
+        return any(path == root or path.startswith(f"{root}/") for root in own)
+
+
+def brings_key(headers: Headers) -> bool:
+    """Whether there is anything in a header for keys, in whatever form."""
+    return any(name in KEY_HEADERS and value.strip() for name, value in headers)
+
+
+def presented_keys(headers: Headers) -> Iterator[bytes]:
+    """The key in `Authorization: Bearer KEY` and that in `X-Api-Key: KEY`; one of each at most."""
+    first: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if name in KEY_HEADERS:
+            first.setdefault(name, value.strip())
+    scheme, _, key = first.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer" and key.strip():
+        yield key.strip()
+    if first.get(b"x-api-key"):
+        yield first[b"x-api-key"]
+
+
+def _for_the_operator(path: str, *, has_keys: bool) -> OperatorOnlyError:
+    whose = f"{path:.80} shows what the whole server does, so it is for the operator alone: "
+    if has_keys:
+        return OperatorOnlyError(
+            f"{whose}ask with a key that is named operator (operator:KEY among the server's keys)"
+        )
+    return OperatorOnlyError(
+        f"{whose}this server has no keys, so a call that brings one counts as a tenant's; ask"
+        " without a key"
+    )
+
+
+async def _refuse_key(scope: Scope, receive: Receive, send: Send, *, has_key: bool) -> None:
+    if scope["type"] == "websocket":  # none is served; before it is accepted, this is a 403
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    what = "the API key is not one of this server's" if has_key else "there is no API key"
+    error = AuthenticationError(f"{what}; send a valid one as `Authorization: Bearer KEY`")
+    await error_response(scope, error)(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses a body that is too long, at once where its length is announced, else as it comes, and
+    one that is too slow."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int = MAX_BODY_BYTES,
+        timeout_s: float = BODY_TIMEOUT_S,
+    ) -> None:
+        """timeout_s: for the first byte and the last, plus a second for each MIN_BYTES_PER_S."""
+        self._app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif _announced_bytes(scope) > self._max_bytes:
+            await error_response(scope, _body_too_long(self._max_bytes))(scope, receive, send)
+        else:
+            body = _Body(receive, self._max_bytes, self._timeout_s)
+            await self._app(scope, body.receive, send)
+
+
+class _Body:
+    """A `receive` that keeps count until the body is whole; after that it is the server's own."""
+
+    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._timeout_s = timeout_s
+        self._deadline_s = asyncio.get_running_loop().time() + timeout_s
+        self._is_whole = False
+
+    async def receive(self) -> Message:
+        """Raises HTTPException, the only kind that FastAPI lets through where it reads a body."""
+        if self._is_whole:
+            return await self._receive()
+        try:
+            allowed_s = self._num_bytes / MIN_BYTES_PER_S
+            async with asyncio.timeout_at(self._deadline_s + allowed_s):
+                message = await self._receive()
+        except TimeoutError:
+            _refuse(
+                RequestTimeoutError(
+                    f"after {self._timeout_s + allowed_s:.0f} seconds only {self._num_bytes} bytes "
+                    "of the body have come; send it faster"
+                )
+            )
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._max_bytes:
+            _refuse(_body_too_long(self._max_bytes))
+        if not message.get("more_body", False):
+            self._is_whole = True
+        return message
+
+
+def _announced_bytes(scope: Scope) -> int:
+    """The Content-Length; 0 where there is none, as for a body in chunks."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value) if value.isdigit() else 0
+    return 0
+
+
+def _body_too_long(max_bytes: int) -> BodyTooLongError:
+    return BodyTooLongError(f"the body is longer than {max_bytes} bytes; send less in one request")
+
+
+def _refuse(error: QuireError) -> NoReturn:
+    """Raise `error` as the cause of an HTTPException, which `errors` looks for."""
+    raise HTTPException(error.http_status, str(error)) from error

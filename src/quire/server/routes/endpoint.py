@@ -1,0 +1,107 @@
+"""How an endpoint is declared: a router of its own, with all that others must know of it.
+
+A route file makes one `Endpoints` and puts its routes there; `app` lists the routers and asks them
+who may call, which errors have another form, and which paths to suggest. A body's own class says
+its fields, those that are refused, their notes and their bounds (`http.body`).
+"""
+
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from quire.server.http.body import Body
+from quire.server.http.errors import ErrorForm, openai_error
+from quire.server.http.json_body import parse
+from quire.server.routes.unsupported import METHODS, refuse
+from quire.server.service import service_of
+
+
+class JSONRequest(Request):
+    """A request whose `json` is `parse` of its body, within the server's bounds. Where it fails,
+    FastAPI answers with the cause of the failure, in the form that `http.errors` gives it.
+
+    body_class: what the route makes of the JSON; None: it takes none.
+    """
+
+    body_class: type[Body] | None = None
+
+    async def json(self) -> Any:
+        service = service_of(self)
+        value = await service.work.run(parse(await self.body()))
+        if self.body_class is not None:
+            max_model_len = service.engine.limits.max_model_len
+            self.body_class.check_sizes(value, service.limits, max_model_len)
+        return value
+
+
+class JSONRoute(APIRoute):
+    """A route whose body is read by `JSONRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        body_class: type[Body] | None = None
+        if self.body_field is not None:
+            annotation: Any = self.body_field.field_info.annotation
+            body_class = annotation if issubclass(annotation, Body) else None
+
+        async def handle_json(request: Request) -> Response:
+            json_request = JSONRequest(request.scope, request.receive)
+            json_request.body_class = body_class
+            return await handle(json_request)
+
+        return handle_json
+
+
+class Endpoints(APIRouter):
+    """The routes of one file. Every path needs a key, where the server has keys, unless it says
+    otherwise here.
+
+    open_paths: served without a key. operator_paths: for the operator alone, with all paths below
+    them. probes: called every few seconds by machines; their log lines are of level debug.
+    is_suggested: whether a client who asks for a path that is not there is told of these.
+    error_form: of the errors of these paths.
+    """
+
+    def __init__(
+        self,
+        *,
+        open_paths: Iterable[str] = (),
+        operator_paths: Iterable[str] = (),
+        probes: Iterable[str] = (),
+        is_suggested: bool = True,
+        error_form: ErrorForm = openai_error,
+        responses: dict[int | str, dict[str, Any]] | None = None,
+    ) -> None:
+        """responses: for the OpenAPI document, of routes that say nothing of their answers."""
+        super().__init__(route_class=JSONRoute, responses=responses)
+        self.open_paths = frozenset(open_paths)
+        self.operator_paths = tuple(operator_paths)
+        self.probes = frozenset(probes)
+        self.is_suggested = is_suggested
+        self.error_form = error_form
+
+    def refuse(self, path: str) -> None:
+        """Answer every call to `path`, which others' APIs have, with NotSupportedError."""
+        self.add_api_route(
+            path, refuse, methods=list(METHODS), response_model=None, include_in_schema=False
+        )
+
+    @property
+    def own_routes(self) -> list[APIRoute]:
+        """Those that serve something."""
+        routes = (route for route in self.routes if isinstance(route, APIRoute))
+        return [route for route in routes if route.endpoint is not refuse]
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths that serve something."""
+        return list(dict.fromkeys(route.path for route in self.own_routes))
+
+    @property
+    def generating_paths(self) -> list[str]:
+        """The suggested paths below /v1/ that take a body."""
+        routes = [route for route in self.own_routes if self.is_suggested and route.body_field]
+        return [route.path for route in routes if route.path.startswith("/v1/")]
