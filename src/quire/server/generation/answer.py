@@ -21,7 +21,7 @@ from quire.errors import InvalidRequestError
 from quire.server.generation.body import GenerationBody
 from quire.server.generation.http_generation import Caller, HTTPGeneration, new_call_id, prepare
 from quire.server.http.errors import ErrorForm, error_form, openai_error
-from quire.server.http.streaming import DONE, EventStream, answer
+from quire.server.http.streaming import DONE, EventStream, answer, event
 from quire.server.limits import check_whole_answer
 from quire.server.service import Service, service_of
 from quire.server.tenants.tenants import options_of
@@ -157,9 +157,9 @@ class Answer(ABC, Generic[BodyT]):
     def _events(self, choice: int, delta: Delta) -> Iterable[bytes]:
         """What is new in a choice, as events."""
 
-    @abstractmethod
     def _usage_event(self) -> bytes:
-        """The last one, with the usage of the whole call."""
+        """The last one, with the usage of the whole call: of `_num_generated` tokens."""
+        return event(self._usage())
 
     async def _collect(self) -> None:
         async with self._generation as generation:

@@ -1,0 +1,157 @@
+"""An endpoint added from outside, by one file and one registration, has what all others have."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from tests.server.generation.test_http_generation import FakeEngine
+from tests.server.routes.upper import router
+
+from quire.core.request import FinishReason, SequenceOutput
+from quire.errors import StepFailedError
+from quire.server.app import ENDPOINTS, create_app
+from quire.server.generation.seeds import Seeds
+from quire.server.http.guard import AccessConfig
+from quire.server.limits import CallLimits
+from quire.server.service import Service
+from quire.server.tenants.keys import ApiKeys
+from quire.server.tenants.tenants import TenantBook
+
+PATH = "/v1/echo-upper"
+ALICE = {"Authorization": "Bearer alice-key-1"}
+
+
+class TwoTokens(FakeEngine):
+    """Answers every branch of a request with the two tokens of "print(", or fails at the second."""
+
+    tokens: tuple[int, ...] = ()
+    fails: bool = False
+
+    def generate(self, *requests):
+        stream = super().generate(*requests)
+        for request in requests:
+            for branch in range(request.n):
+                asyncio.get_running_loop().call_soon(self._play, stream, request, branch)
+        return stream
+
+    def _play(self, stream, request, branch):
+        first, second = self.tokens
+        stream.push(SequenceOutput(request.request_id, branch, (first,), 0))
+        error = "a kernel failed" if self.fails else None
+        reason = FinishReason.ERROR if self.fails else FinishReason.LENGTH
+        stream.push(SequenceOutput(request.request_id, branch, (second,), 0, reason, error=error))
+
+
+@pytest.fixture
+def service(tokenizer):
+    engine = TwoTokens()
+    engine.tokens = tuple(tokenizer.encode("print("))[:2]
+    return Service(
+        engine,
+        tokenizer,
+        None,
+        "mine",
+        Seeds(1),
+        limits=CallLimits(max_n=4, max_stop_strings=2),
+        tenants=TenantBook(max_requests=3),
+    )
+
+
+def ask(service, body=None, *, headers=ALICE, path=PATH, method="POST"):
+    """The answer of an application that has the endpoint, and keys."""
+    access = AccessConfig(keys=ApiKeys(["alice:alice-key-1"]), max_body_bytes=10_000)
+    app = create_app(service, access, endpoints=(*ENDPOINTS, router))
+
+    async def play():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            content = None if body is None else json.dumps(body)
+            headers_ = {"Content-Type": "application/json", **headers}
+            return await client.request(method, path, content=content, headers=headers_)
+
+    return asyncio.run(play())
+
+
+def test_it_answers_in_one_piece(service, tokenizer):
+    answer = ask(service, {"prompt": "a", "n": 2})
+    assert answer.status_code == 200
+    found = answer.json()
+    text = tokenizer.decode(list(service.engine.tokens)).upper()
+    assert found["id"].startswith("upper-") and found["texts"] == [text] * 2
+    assert found["usage"]["completion_tokens"] == 4
+
+
+def test_it_answers_as_a_stream(service, tokenizer):
+    body = {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}
+    answer = ask(service, body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, usage, done = answer.text.strip().split("\n\n")
+    texts = [json.loads(event.removeprefix("data: "))["texts"][0] for event in events]
+    assert "".join(texts) == tokenizer.decode(list(service.engine.tokens)).upper()
+    assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 2
+    assert done == "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"prompt": "a", "n": 5}, 400, "n"),
+        ({"prompt": "a", "stop": ["x"] * 3}, 400, "stop"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature"),
+        ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ({"prompt": "a", "tempature": 1}, 400, "tempature"),
+        ({}, 400, "prompt"),
+        ({"prompt": "a", "model": "other"}, 404, "model"),
+        ({"prompt": "a" * 20_000}, 413, None),
+    ],
+)
+def test_its_limits_and_its_errors_are_the_usual_ones(service, body, status, param):
+    answer = ask(service, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_it_needs_a_key_and_counts_for_the_tenant(service):
+    assert ask(service, {"prompt": "a"}, headers={}).status_code == 401
+    assert "may have 3 open at once" in ask(service, {"prompt": "a", "n": 4}).text
+    assert ask(service, {"prompt": "a"}).status_code == 200
+    assert service.tenants.num_open() == {"alice": 0}
+    assert service.monitor.tenants["alice"].num_generated_tokens == 2
+
+
+def test_it_is_counted_and_logged_under_its_path(service):
+    ask(service, {"prompt": "a"})
+    ask(service, {"prompt": 5})
+    assert service.monitor.http_calls == {("POST", PATH, 200): 1, ("POST", PATH, 400): 1}
+    assert service.monitor.finished == {("length", "alice"): 1}
+
+
+def test_it_is_in_the_document_on_its_page_and_in_the_hints(service):
+    document = ask(service, path="/openapi.json", method="GET").json()
+    post = document["paths"][PATH]["post"]
+    assert post["description"] == "Continue the prompt in capital letters."
+    fields = document["components"]["schemas"]["UpperBody"]["properties"]
+    assert fields["prompt"]["description"] == "the text to continue"
+    assert fields["suffix"]["description"] == "not supported yet"
+    assert PATH in ask(service, path="/docs", method="GET").text
+    assert PATH in ask(service, path="/nope", method="GET").json()["error"]["message"]
+    assert PATH in ask(service, path="/v1/files", method="GET").json()["error"]["message"]
+
+
+def test_its_errors_have_its_own_form_wherever_they_arise(service, monkeypatch):
+    def form(status, message, param, code):
+        return {"type": "error", "error": {"message": message, "code": code}}
+
+    monkeypatch.setattr(router, "error_form", form)
+    for body, headers in (
+        ({"prompt": 5}, ALICE),
+        ({"prompt": "a"}, {}),
+        ({"prompt": "a" * 20_000}, ALICE),
+    ):
+        assert ask(service, body, headers=headers).json()["type"] == "error"
+    assert "type" not in ask(service, {"prompt": 5}, path="/v1/completions").json()
+    service.engine.fails = True
+    assert ask(service, {"prompt": "a"}).json()["error"]["code"] == StepFailedError.code
+    *_, failure, done = ask(service, {"prompt": "a", "stream": True}).text.strip().split("\n\n")
+    assert json.loads(failure.removeprefix("data: "))["type"] == "error"
+    assert done == "data: [DONE]"
