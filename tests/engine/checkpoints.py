@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -29,9 +30,18 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 SEVEN_TO_ONE = {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 80}
+FOUR_MULTIPLIERS = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 0.5,
+}
 WINDOW_LAYERS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
+    "granite": GraniteConfig(
+        **COMMON, num_attention_heads=4, num_key_value_heads=2, **FOUR_MULTIPLIERS
+    ),
     "llama": LlamaConfig(
         **COMMON, **(SEVEN_TO_ONE | {"num_attention_heads": 14, "num_key_value_heads": 2})
     ),

@@ -16,8 +16,6 @@ from quire.simulation.baselines import NoGrowth
 
 pytestmark = pytest.mark.usefixtures("native_engine")
 
-pytestmark = pytest.mark.usefixtures("native_engine")
-
 NUM_REQUESTS = 14
 MAX_MODEL_LEN = 640  # two tiles of attention and a half
 
@@ -27,6 +25,12 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
+
+FAMILIES = ("granite", "llama", "qwen3")
+CASES = [
+    *((family, number_format) for family in ("llama", "qwen3") for number_format in FORMATS),
+    ("granite", "bf16"),
+]
 
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "crowd": {"max_num_seqs": 48, "num_threads": 2},
@@ -44,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     changes = {"max_position_embeddings": 1024, "hidden_size": 112, "intermediate_size": 160}
     return {
         family: save_checkpoint(family, tmp_path_factory.mktemp(family), **changes)
-        for family in ("llama", "qwen3")
+        for family in FAMILIES
     }
 
 
@@ -82,8 +86,7 @@ def found_by(outputs: list[RequestOutput]) -> Found:
     return found
 
 
-@pytest.mark.parametrize("number_format", FORMATS)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("family", "number_format"), CASES)
 def test_equal_to_the_bit(family: str, number_format: str, folders: dict[str, Path]) -> None:
     def make_llm(**options: Any) -> LLM:
         given = {"max_model_len": MAX_MODEL_LEN, "skip_tokenizer_init": True}

@@ -12,6 +12,7 @@ from tests.engine.checkpoints import save_checkpoint
 from quire.core.sampling_params import SamplingParams
 from quire.offline.llm import LLM
 from quire.runtime.graphs import graph_sizes
+from quire.simulation.baselines import NoGrowth
 
 pytest.importorskip("triton")
 
@@ -20,7 +21,6 @@ SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
-    "layer_types": ["full_attention"],
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -32,8 +32,11 @@ WISHES = [
 ]
 
 
-def test_a_prompt_in_chunks_forks_and_static_steps_give_the_tokens_of_torch(tmp_path) -> None:
-    folder = str(save_checkpoint("qwen3", tmp_path, **SMALL))
+@pytest.mark.parametrize("family", ["granite", "qwen3"])
+def test_a_prompt_in_chunks_forks_and_static_steps_give_the_tokens_of_torch(
+    family, tmp_path
+) -> None:
+    folder = str(save_checkpoint(family, tmp_path, **SMALL))
     torch.set_num_threads(1)
 
     def make_llm(kernels: str, **options: Any) -> LLM:
@@ -64,6 +67,46 @@ def test_a_prompt_in_chunks_forks_and_static_steps_give_the_tokens_of_torch(tmp_
     runner = llm.engine._runner
     assert set(runner.graphs.sizes) <= set(graph_sizes(4)) and 4 in runner.graphs.sizes
     assert llm.engine.stats().num_held_blocks == 0
+
+
+ARRANGEMENTS: dict[str, dict[str, Any]] = {
+    "crowd": {},
+    "other blocks, chunked": {"block_size": 16, "max_num_batched_tokens": 6},
+    "preempted": {"num_blocks": 4},
+}
+
+
+@pytest.mark.parametrize("family", ["granite"])
+def test_bits_are_the_same_in_any_arrangement(family, tmp_path) -> None:
+    folder = str(save_checkpoint(family, tmp_path, **SMALL))
+    torch.set_num_threads(1)
+
+    def make_llm(**options: Any) -> LLM:
+        sizes = {"max_model_len": 32, "block_size": 8, "max_num_seqs": 4, "num_blocks": 12}
+        return LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            kernels="triton",
+            batch_invariant=True,
+            **(sizes | options),
+        )
+
+    prompts = [{"prompt_token_ids": ids} for ids in (*PROMPTS, PROMPTS[0][:4])]
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, logprobs=1)
+    llm = make_llm(enable_prefix_caching=False)
+    alone = [bits(llm.generate(prompt, params, use_tqdm=False)[0]) for prompt in prompts]
+    for name, options in ARRANGEMENTS.items():
+        llm = make_llm(**options)
+        llm.engine.scheduler.admission.room.lengths = NoGrowth()  # or hardly anything is preempted
+        crowd = llm.generate(prompts, params, use_tqdm=False)
+        assert [bits(output) for output in crowd] == alone, name
+        assert (llm.engine.stats().num_preemptions > 0) == (name == "preempted"), name
+
+
+def bits(output: Any) -> tuple[list[int], list[float]]:
+    (branch,) = output.outputs
+    return branch.token_ids, [one.logprob for entry in branch.logprobs for one in entry.values()]
 
 
 def logprobs(output: Any) -> list[float]:

@@ -12,6 +12,8 @@ from quire.errors import UnsupportedModelError, shown
 from quire.models.checkpoints.quantized import refuse_quantized_config
 from quire.models.checkpoints.readers import find_reader
 from quire.models.config import DecoderConfig
+from quire.models.decoder import DecoderForCausalLM
+from quire.models.families.granite import GraniteConfig
 from quire.models.families.llama import LlamaConfig, LlamaForCausalLM
 from quire.models.families.mistral import MistralConfig
 from quire.models.families.qwen2 import Qwen2Config
@@ -43,6 +45,7 @@ class ModelEntry:
 
 
 MODELS: dict[str, ModelEntry] = {
+    "GraniteForCausalLM": ModelEntry(GraniteConfig, DecoderForCausalLM),
     "LlamaForCausalLM": ModelEntry(LlamaConfig, LlamaForCausalLM),
     "MistralForCausalLM": ModelEntry(MistralConfig, LlamaForCausalLM),
     "Qwen2ForCausalLM": ModelEntry(Qwen2Config, LlamaForCausalLM),
