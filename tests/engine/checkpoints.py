@@ -13,6 +13,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -48,6 +49,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mistral": MistralConfig(
         **COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=40, sliding_window=24
     ),
+    "olmo2": Olmo2Config(**COMMON, num_attention_heads=4, num_key_value_heads=2),
     "qwen2": Qwen2Config(
         **COMMON, num_attention_heads=4, num_key_value_heads=2, **WINDOW_LAYERS, hidden_act="silu"
     ),

@@ -26,10 +26,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
 
-FAMILIES = ("granite", "llama", "qwen3")
+FAMILIES = ("granite", "llama", "olmo2", "qwen3")
 CASES = [
     *((family, number_format) for family in ("llama", "qwen3") for number_format in FORMATS),
     ("granite", "bf16"),
+    ("olmo2", "bf16"),
 ]
 
 ARRANGEMENTS: dict[str, dict[str, Any]] = {

@@ -32,7 +32,7 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize("family", ["granite", "qwen3"])
+@pytest.mark.parametrize("family", ["granite", "olmo2", "qwen3"])
 def test_a_prompt_in_chunks_forks_and_static_steps_give_the_tokens_of_torch(
     family, tmp_path
 ) -> None:
@@ -76,7 +76,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["granite"])
+@pytest.mark.parametrize("family", ["granite", "olmo2"])
 def test_bits_are_the_same_in_any_arrangement(family, tmp_path) -> None:
     folder = str(save_checkpoint(family, tmp_path, **SMALL))
     torch.set_num_threads(1)

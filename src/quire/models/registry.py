@@ -16,6 +16,7 @@ from quire.models.decoder import DecoderForCausalLM
 from quire.models.families.granite import GraniteConfig
 from quire.models.families.llama import LlamaConfig, LlamaForCausalLM
 from quire.models.families.mistral import MistralConfig
+from quire.models.families.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from quire.models.families.qwen2 import Qwen2Config
 from quire.models.families.qwen3 import Qwen3Config
 from quire.models.interface import CausalLM
@@ -48,6 +49,7 @@ MODELS: dict[str, ModelEntry] = {
     "GraniteForCausalLM": ModelEntry(GraniteConfig, DecoderForCausalLM),
     "LlamaForCausalLM": ModelEntry(LlamaConfig, LlamaForCausalLM),
     "MistralForCausalLM": ModelEntry(MistralConfig, LlamaForCausalLM),
+    "Olmo2ForCausalLM": ModelEntry(Olmo2Config, Olmo2ForCausalLM),
     "Qwen2ForCausalLM": ModelEntry(Qwen2Config, LlamaForCausalLM),
     "Qwen3ForCausalLM": ModelEntry(Qwen3Config, LlamaForCausalLM),
 }

@@ -1,0 +1,65 @@
+"""OLMo 2 (arXiv:2501.00656): Llama with
+
+- norms behind attention and MLP, whose results are added to the residual stream, and none before;
+- q and k normalised over all their heads together;
+- norms whose weight multiplies before the result is rounded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from quire.attention.interface import AttentionCall
+from quire.kernels.rotary import Angles
+from quire.layers.residual import ResidualStream
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields
+from quire.models.decoder import DecoderForCausalLM, make_attention, make_mlp, make_norm
+
+# transformers' values for fields that a config leaves out.
+_DEFAULTS = {"rms_norm_eps": 1e-5}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Olmo2Config(DecoderConfig):
+    """`attention_bias` is of all four projections; the MLP has none."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields({**_DEFAULTS, **raw})
+        attention_bias = fields.flag("attention_bias", False)
+        return cls.read(
+            fields,
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            qk_norm="width",
+            norm_offset=0.0,
+        )
+
+
+class Olmo2Layer(nn.Module):
+    """Attention and MLP; each reads the residual stream, and the norm of its result is added."""
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
+        self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.mlp = make_mlp(config, dtype=dtype, device=device)
+        self.post_feedforward_layernorm = make_norm(config, dtype=dtype, device=device)
+
+    def forward(self, stream: ResidualStream, angles: Angles, attention: AttentionCall) -> None:
+        """Adds to the stream."""
+        attended = self.self_attn(stream.read(), angles, attention)
+        stream.add(self.post_attention_layernorm(attended, overwrites=True))
+        stream.add(self.post_feedforward_layernorm(self.mlp(stream.read()), overwrites=True))
+
+
+class Olmo2ForCausalLM(DecoderForCausalLM):
+    """Of layers with norms behind."""
+
+    layer_type = Olmo2Layer
