@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire.config import EngineOptions
 from safetensors.torch import load_file, save_file
-from tests.cli.test_doctor import SOUND
+from tests.cli.doctor.test_findings import SOUND
 from tests.distributed.ranks import run_ranks
 from tests.engine.checkpoints import save_checkpoint
 from torch.nn import functional
 
 from quire.assembly.build import build_engine
-from quire.cli.doctor import findings
+from quire.cli.doctor.findings import findings
 from quire.cli.parser import build_parser
 from quire.core.sampling_params import SamplingParams
 from quire.distributed.group import RankGroup
@@ -32,6 +31,7 @@ from quire.layers.sharded import LinearMethods, Sharding
 from quire.models.checkpoints.loader import load_model, weight_bytes
 from quire.models.registry import load_config
 from quire.offline.llm import LLM
+from quire.options.engine_options import EngineOptions
 
 CPU = torch.device("cpu")
 PROMPTS = [{"prompt_token_ids": [7 + seed, *range(40, 60, 3)]} for seed in range(5)]
