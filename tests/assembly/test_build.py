@@ -1,4 +1,4 @@
-"""Sizes, dtypes and options that the composition root decides on."""
+"""MemoryPlan, dtypes and options that the composition root decides on."""
 
 import json
 import shutil

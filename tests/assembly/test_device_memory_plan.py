@@ -11,9 +11,9 @@ from quire.assembly.device_memory_plan import (
     DeviceNeeds,
     check_weights_fit,
     graph_reserve_bytes,
-    size_on_device,
+    plan_on_device,
 )
-from quire.assembly.host_memory_plan import Sizes
+from quire.assembly.host_memory_plan import MemoryPlan
 from quire.attention.interface import AttentionSpec
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
@@ -90,7 +90,7 @@ class FakeRunner(Runner):
         self.num_steps += 0
 
 
-def maker(device: Device) -> Callable[[Sizes], FakeRunner]:
+def maker(device: Device) -> Callable[[MemoryPlan], FakeRunner]:
     return lambda sizes: FakeRunner(device, sizes.num_blocks)
 
 
@@ -111,7 +111,7 @@ def needs(model_len: int = 256, **changes: object) -> DeviceNeeds:
 
 def refusal(wanted: DeviceNeeds, device: Device) -> str:
     with pytest.raises(InsufficientMemoryError) as caught:
-        size_on_device(wanted, device, maker(device))
+        plan_on_device(wanted, device, maker(device))
     return str(caught.value)
 
 
@@ -122,13 +122,13 @@ WORST = 10 * MIB + 400 * MIB // 4
 def test_the_pool_is_what_the_share_leaves() -> None:
     device = Device()
     wanted = needs(graph_bytes=20 * MIB)
-    made: list[Sizes] = []
+    made: list[MemoryPlan] = []
 
-    def make(sizes: Sizes) -> FakeRunner:
+    def make(sizes: MemoryPlan) -> FakeRunner:
         made.append(sizes)
         return FakeRunner(device, sizes.num_blocks)
 
-    sized = size_on_device(wanted, device, make)
+    sized = plan_on_device(wanted, device, make)
     # 900 MiB - 400 of weights - 110 of the step - 20 for graphs - 55 of others and of code.
     assert sized.ledger.kv_cache_bytes == 315 * MIB == sized.sizes.num_blocks * PAGE
     assert sized.sizes.max_model_len == 256
@@ -150,13 +150,13 @@ def test_a_share_and_a_size_are_obeyed() -> None:
         ({"num_blocks": 435 * MIB // PAGE}, 435 * MIB),  # more than the default share
     ):
         device = Device()
-        sized = size_on_device(needs(**changes), device, maker(device))
+        sized = plan_on_device(needs(**changes), device, maker(device))
         assert sized.ledger.kv_cache_bytes == expected
 
 
 def test_several_ranks_take_what_the_least_of_them_has() -> None:
     device = Device()
-    sized = size_on_device(needs(), device, maker(device), agree=lambda own: own - 40)
+    sized = plan_on_device(needs(), device, maker(device), agree=lambda own: own - 40)
     assert sized.ledger.kv_cache_bytes == 335 * MIB - 40 * PAGE
     assert sized.ledger.total_bytes == device.total_bytes
 
@@ -177,7 +177,7 @@ def test_a_model_longer_than_the_pool_is_shortened_unless_that_was_asked_for(
 ) -> None:
     device = Device()
     with caplog.at_level("WARNING", "quire"):
-        sized = size_on_device(needs(50_000), device, maker(device))
+        sized = plan_on_device(needs(50_000), device, maker(device))
     fitting = 335 * MIB // PAGE * 16
     assert sized.sizes.max_model_len == fitting == 42_880
     assert "max_model_len is that instead of 50000" in caplog.text
@@ -201,7 +201,7 @@ def test_each_remedy_that_is_named_is_enough() -> None:
         device = Device()
         options = wanted | change
         model_len = int(options["max_model_len"])
-        sized = size_on_device(needs(model_len, **options), device, maker(device))
+        sized = plan_on_device(needs(model_len, **options), device, maker(device))
         assert sized.sizes.max_model_len == model_len
 
 
@@ -231,28 +231,28 @@ def test_a_step_that_is_too_large_is_refused_with_one_that_fits() -> None:
 def test_memory_that_goes_between_the_two_runners_is_told() -> None:
     device = Device()
 
-    def make(sizes: Sizes) -> FakeRunner:
+    def make(sizes: MemoryPlan) -> FakeRunner:
         if sizes.num_blocks > 100:
             device.others += 101 * MIB  # another program
         return FakeRunner(device, sizes.num_blocks)
 
     with pytest.raises(InsufficientMemoryError, match=r"does not fit any more.*\(to 0\.85\)"):
-        size_on_device(needs(), device, make)
+        plan_on_device(needs(), device, make)
 
 
 def test_errors_that_are_not_about_memory_come_through() -> None:
-    def broken(sizes: Sizes) -> FakeRunner:
+    def broken(sizes: MemoryPlan) -> FakeRunner:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal"):
-        size_on_device(needs(), Device(), broken)
+        plan_on_device(needs(), Device(), broken)
 
-    def broken_later(sizes: Sizes) -> FakeRunner:
+    def broken_later(sizes: MemoryPlan) -> FakeRunner:
         return broken(sizes) if sizes.num_blocks > 100 else FakeRunner(device, sizes.num_blocks)
 
     device = Device()
     with pytest.raises(RuntimeError, match="illegal"):
-        size_on_device(needs(), device, broken_later)
+        plan_on_device(needs(), device, broken_later)
 
 
 @pytest.mark.parametrize(

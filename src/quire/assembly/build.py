@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.assembly.device_setup import choose_device
-from quire.assembly.host_memory_plan import Sizes
-from quire.assembly.rank_build import Share, build_share
+from quire.assembly.host_memory_plan import MemoryPlan
+from quire.assembly.rank_build import RankBuild, build_rank
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.options import SchedulerConfig
 from quire.core.sampling_params import ModelLimits
@@ -84,7 +84,7 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> Runner:
     )
     with _named_out_of_memory(checked):
         folder = resolve_model_folder(checked.model, checked.revision)
-        return build_share(checked, folder, load_config(folder), group, _tell_nobody).runner
+        return build_rank(checked, folder, load_config(folder), group, _tell_nobody).runner
 
 
 def _tell_nobody(text: str, done: int, total: int) -> None:
@@ -96,8 +96,8 @@ def _build(checked: EngineOptions, tell: OnProgress, make_memory: KVManagerFacto
     folder = resolve_model_folder(checked.model, checked.revision)
     config = load_config(folder)
     generation = load_generation_config(folder)
-    share, runner = _build_shares(checked, folder, config, tell)
-    sizes, layout = share.sizes, share.layout
+    rank, runner = _build_ranks(checked, folder, config, tell)
+    sizes, layout = rank.sizes, rank.layout
     limits = ModelLimits(
         vocab_size=config.vocab_size,
         max_model_len=sizes.max_model_len,
@@ -113,14 +113,14 @@ def _build(checked: EngineOptions, tell: OnProgress, make_memory: KVManagerFacto
     }
     memory = make_memory(_memory_config(checked, layout, sizes), sizes.max_model_len)
     scheduler = Scheduler(SchedulerConfig(**checked.part(SchedulerConfig)), memory, policy)
-    is_on_gpu = share.device.type == "cuda"
+    is_on_gpu = rank.device.type == "cuda"
     overlap = checked.async_scheduling
     engine = Engine(
         scheduler,
         runner,
         limits,
-        timing=share.runner.timing,
-        facts=facts | share.facts,
+        timing=rank.runner.timing,
+        facts=facts | rank.facts,
         overlap=is_on_gpu if overlap is None else overlap,
     )
     if checked.max_itl_ratio:
@@ -135,20 +135,20 @@ def _build(checked: EngineOptions, tell: OnProgress, make_memory: KVManagerFacto
     return engine
 
 
-def _build_shares(
+def _build_ranks(
     checked: EngineOptions, folder: Path, config: DecoderConfig, tell: OnProgress
-) -> tuple[Share, Runner]:
+) -> tuple[RankBuild, Runner]:
     """This process's share of the model, and the runner that drives all of them."""
     size = checked.tensor_parallel_size
     if size == 1:
-        share = build_share(checked, folder, config, None, tell)
-        return share, share.runner
+        rank = build_rank(checked, folder, config, None, tell)
+        return rank, rank.runner
     check_split(config, size)
     device = choose_device(checked.device, 0, size)
     workers = Workers(WORKER_COMMAND, checked.as_mapping(), size)
     with first_rank(workers, device, fixed_order=checked.batch_invariant) as group:
-        share = build_share(checked, folder, config, group, tell)
-    return share, DistributedRunner(share.runner, workers)
+        rank = build_rank(checked, folder, config, group, tell)
+    return rank, DistributedRunner(rank.runner, workers)
 
 
 @contextmanager
@@ -168,7 +168,7 @@ def _named_out_of_memory(options: EngineOptions) -> Iterator[None]:
 
 
 def _size_facts(
-    options: EngineOptions, layout: KVCacheLayout, sizes: Sizes
+    options: EngineOptions, layout: KVCacheLayout, sizes: MemoryPlan
 ) -> dict[str, int | str | None]:
     return {
         "quantization": options.quantization,
@@ -192,7 +192,7 @@ def _build_pacer(
     options: EngineOptions,
     runner: Runner,
     layout: KVCacheLayout,
-    sizes: Sizes,
+    sizes: MemoryPlan,
     vocab_size: int,
     is_on_gpu: bool,
 ) -> StepPacer:
@@ -208,7 +208,9 @@ def _build_pacer(
     return calibrated_pacer(runner, shape, options.max_itl_ratio, warms_up=is_on_gpu)
 
 
-def _memory_config(options: EngineOptions, layout: KVCacheLayout, sizes: Sizes) -> KVCacheConfig:
+def _memory_config(
+    options: EngineOptions, layout: KVCacheLayout, sizes: MemoryPlan
+) -> KVCacheConfig:
     return KVCacheConfig(
         groups=layout.groups,
         num_blocks=sizes.num_blocks,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from quire.assembly.host_memory_plan import Sizes, blocks_for
+from quire.assembly.host_memory_plan import MemoryPlan, blocks_for
 from quire.core.memory.memory_report import format_bytes
 from quire.core.step import Runner
 from quire.engine_client.device_ledger import DeviceLedger
@@ -56,7 +56,7 @@ class DeviceNeeds:
     quantization: str | None = None
 
     def profile_run(
-        self, sizes: Sizes, num_tokens_divisor: int = 1, num_rows_divisor: int = 1
+        self, sizes: MemoryPlan, num_tokens_divisor: int = 1, num_rows_divisor: int = 1
     ) -> ProfileRun:
         """Those of a runner of these sizes, or of one with a part of its step's tokens and rows."""
         num_rows = max(1, self.options.max_num_seqs // num_rows_divisor)
@@ -74,11 +74,11 @@ class DeviceNeeds:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceSizing(Generic[R]):
+class DevicePlan(Generic[R]):
     """runner: of these sizes, ready to serve."""
 
     runner: R
-    sizes: Sizes
+    sizes: MemoryPlan
     ledger: DeviceLedger
 
 
@@ -113,12 +113,12 @@ def graph_reserve_bytes(num_graphs: int) -> int:
     return max(0, num_graphs - 1) * GRAPH_BYTES
 
 
-def size_on_device(
+def plan_on_device(
     needs: DeviceNeeds,
     memory: DeviceMemory,
-    make_runner: Callable[[Sizes], R],
+    make_runner: Callable[[MemoryPlan], R],
     agree: Callable[[int], int] = lambda num_blocks: num_blocks,
-) -> DeviceSizing[R]:
+) -> DevicePlan[R]:
     """The runner with as large a KV cache as there is room for. The weights are on the device.
 
     make_runner: a runner of such sizes for the loaded model. It is called more than once, never
@@ -139,20 +139,20 @@ def size_on_device(
         sizes.num_blocks,
         *map(format_bytes, (ledger.other_bytes, ledger.unused_bytes)),
     )
-    return DeviceSizing(runner, sizes, ledger)
+    return DevicePlan(runner, sizes, ledger)
 
 
 def _measure(
     needs: DeviceNeeds,
     memory: DeviceMemory,
-    make_runner: Callable[[Sizes], Runner],
+    make_runner: Callable[[MemoryPlan], Runner],
     divisors: tuple[int, int] = (1, 1),
 ) -> _Measured | None:
     """Run the largest steps, or a part of them, with a tiny pool; None: memory ran out."""
     weights = memory.held_bytes()
-    probe = needs.profile_run(Sizes(0, needs.model_len), *divisors)
+    probe = needs.profile_run(MemoryPlan(0, needs.model_len), *divisors)
     try:
-        runner = make_runner(Sizes(probe.num_blocks, needs.model_len))
+        runner = make_runner(MemoryPlan(probe.num_blocks, needs.model_len))
         probe.run(runner)
     except (RuntimeError, MemoryError, InsufficientMemoryError) as error:
         if not (isinstance(error, InsufficientMemoryError) or is_out_of_memory(error)):
@@ -165,7 +165,7 @@ def _measure(
 
 
 def _too_large_a_step(
-    needs: DeviceNeeds, memory: DeviceMemory, make_runner: Callable[[Sizes], Runner]
+    needs: DeviceNeeds, memory: DeviceMemory, make_runner: Callable[[MemoryPlan], Runner]
 ) -> str:
     options = needs.options
     text = (
@@ -177,7 +177,7 @@ def _too_large_a_step(
     for divisors in SMALLER:
         memory.settle()
         if _measure(needs, memory, make_runner, divisors) is not None:
-            shape = needs.profile_run(Sizes(0, needs.model_len), *divisors).shape
+            shape = needs.profile_run(MemoryPlan(0, needs.model_len), *divisors).shape
             return (
                 f"{text}; one of {shape.max_num_tokens} tokens and {shape.num_rows} rows does:"
                 " lower max_num_batched_tokens and max_num_seqs to these or less"
@@ -185,12 +185,12 @@ def _too_large_a_step(
     return f"{text}; lower max_model_len, choose a quantization or a smaller model, or free memory"
 
 
-def _choose(needs: DeviceNeeds, measured: _Measured, agree: Callable[[int], int]) -> Sizes:
+def _choose(needs: DeviceNeeds, measured: _Measured, agree: Callable[[int], int]) -> MemoryPlan:
     num_blocks = agree(_num_blocks(needs, measured))
     num_groups, block_size = len(needs.layout.groups), needs.options.block_size
     fitting_len = num_blocks // num_groups * block_size
     if fitting_len >= needs.model_len:
-        return Sizes(num_blocks, needs.model_len)
+        return MemoryPlan(num_blocks, needs.model_len)
     if needs.options.max_model_len is not None or fitting_len < 2:
         raise InsufficientMemoryError(_too_small_a_pool(needs, measured, num_blocks, fitting_len))
     logger.warning(
@@ -199,7 +199,7 @@ def _choose(needs: DeviceNeeds, measured: _Measured, agree: Callable[[int], int]
         fitting_len,
         needs.model_len,
     )
-    return Sizes(num_blocks, fitting_len)
+    return MemoryPlan(num_blocks, fitting_len)
 
 
 def _num_blocks(needs: DeviceNeeds, measured: _Measured) -> int:
@@ -279,7 +279,9 @@ def _quantize(weight_bytes: int, missing: int, quantization: str | None) -> str:
     return ""
 
 
-def _final_runner(needs: DeviceNeeds, sizes: Sizes, make_runner: Callable[[Sizes], R]) -> R:
+def _final_runner(
+    needs: DeviceNeeds, sizes: MemoryPlan, make_runner: Callable[[MemoryPlan], R]
+) -> R:
     """Made, and proven by the largest steps."""
     try:
         runner = make_runner(sizes)
@@ -311,7 +313,7 @@ def _shares(needs: DeviceNeeds, measured: _Measured) -> str:
     )
 
 
-def _ledger(needs: DeviceNeeds, measured: _Measured, sizes: Sizes) -> DeviceLedger:
+def _ledger(needs: DeviceNeeds, measured: _Measured, sizes: MemoryPlan) -> DeviceLedger:
     parts = {
         "weight_bytes": measured.weights,
         "activation_bytes": measured.worst,

@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class DeviceSetup:
     """kernels: the native ones; None: Triton's where `is_triton`, else torch's operators.
 
     operators: between the model's linears. methods: of its linears, all of their weights.
@@ -103,9 +103,9 @@ def choose_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
     return device
 
 
-def choose_compute(
+def choose_setup(
     options: EngineOptions, config: DecoderConfig, device: torch.device, num_threads: int | None
-) -> Compute:
+) -> DeviceSetup:
     """num_threads: of this rank. Raises ConfigurationError for what the device can't do."""
     dtype = choose_dtype(options, config, device)
     is_triton = options.kernels == TRITON or device.type == "cuda"
@@ -120,7 +120,7 @@ def choose_compute(
     reason = weight_format.why_not(dtype, device)
     if reason is not None:
         raise ConfigurationError(f"quantization is {options.quantization!r}, but {reason}")
-    return Compute(
+    return DeviceSetup(
         device=device,
         dtype=dtype,
         kernels=kernels,

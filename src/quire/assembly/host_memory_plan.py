@@ -28,16 +28,16 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class MemoryPlan:
     """num_blocks: KV blocks in the pool. max_model_len: tokens of the longest sequence."""
 
     num_blocks: int
     max_model_len: int
 
 
-def choose_sizes(
+def plan_memory(
     options: EngineOptions, config: DecoderConfig, layout: KVCacheLayout, weight_bytes: int
-) -> Sizes:
+) -> MemoryPlan:
     """Within the machine's memory. Raises ConfigurationError and InsufficientMemoryError."""
     wanted_len = wanted_model_len(options, config)
     if options.max_model_len is None:
@@ -45,7 +45,7 @@ def choose_sizes(
     num_blocks = _choose_num_blocks(options, layout, wanted_len, weight_bytes)
     fitting_len = num_blocks // len(layout.groups) * options.block_size
     if fitting_len >= wanted_len:
-        return Sizes(num_blocks, wanted_len)
+        return MemoryPlan(num_blocks, wanted_len)
     there = (
         f"{num_blocks} KV blocks of {layout.bytes_per_block} bytes hold {fitting_len} tokens"
         f" of one sequence"
@@ -57,7 +57,7 @@ def choose_sizes(
             " or lower max_model_len"
         )
     logger.warning("%s, so max_model_len is %d instead of %d", there, fitting_len, wanted_len)
-    return Sizes(num_blocks, fitting_len)
+    return MemoryPlan(num_blocks, fitting_len)
 
 
 def wanted_model_len(options: EngineOptions, config: DecoderConfig) -> int:

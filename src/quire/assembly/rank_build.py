@@ -14,10 +14,10 @@ from quire.assembly.device_memory_plan import (
     DeviceNeeds,
     check_weights_fit,
     graph_reserve_bytes,
-    size_on_device,
+    plan_on_device,
 )
-from quire.assembly.device_setup import Compute, choose_compute, choose_device
-from quire.assembly.host_memory_plan import Sizes, choose_sizes, wanted_model_len
+from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
+from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_model_len
 from quire.attention.interface import AttentionBackend
 from quire.distributed.group import ProcessGroup
 from quire.engine_client.messages import OnProgress
@@ -47,29 +47,29 @@ Facts = dict[str, int | str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankBuild:
     """device: of this rank. layout: with all ranks' pages together, for the ledger. facts: about
     what computes."""
 
     device: torch.device
     runner: ModelRunner
-    sizes: Sizes
+    sizes: MemoryPlan
     layout: KVCacheLayout
     facts: Facts
 
 
-def build_share(
+def build_rank(
     options: EngineOptions,
     folder: Path,
     config: DecoderConfig,
     group: ProcessGroup | None,
     tell: OnProgress,
-) -> Share:
+) -> RankBuild:
     """What every rank builds, all of them together. group: None where there is one.
 
     Raises ConfigurationError and its kinds, and what the device raises when it runs out of memory.
     """
-    compute = _choose_compute(options, config, group)
+    compute = _choose_setup(options, config, group)
     methods, specs = compute.methods, config.attention_specs
     if group is not None:
         methods = replace(methods, sharding=Sharding(group, config.vocab_size))
@@ -89,18 +89,18 @@ def build_share(
         "weight_bytes": num_weight_bytes,
         "tensor_parallel_size": builder.num_ranks,
     }
-    return Share(compute.device, runner, sizes, builder.whole_layout, general | facts)
+    return RankBuild(compute.device, runner, sizes, builder.whole_layout, general | facts)
 
 
-def _choose_compute(
+def _choose_setup(
     options: EngineOptions, config: DecoderConfig, group: ProcessGroup | None
-) -> Compute:
+) -> DeviceSetup:
     if group is None:
         device = choose_device(options.device)
-        return choose_compute(options, config, device, options.num_threads)
+        return choose_setup(options, config, device, options.num_threads)
     device = choose_device(options.device, group.rank, group.size)
     num_threads = max(1, (options.num_threads or available_processors()) // group.size)
-    return choose_compute(options, config, device, num_threads)
+    return choose_setup(options, config, device, num_threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class _Builder:
     folder: Path
     config: DecoderConfig
     group: ProcessGroup | None
-    compute: Compute
+    compute: DeviceSetup
     layout: KVCacheLayout
     tell: OnProgress
 
@@ -124,16 +124,16 @@ class _Builder:
         """With the pages of all ranks."""
         return self.layout.over_ranks(self.num_ranks)
 
-    def build_on_cpu(self, num_weight_bytes: int) -> tuple[ModelRunner, Sizes, Facts]:
+    def build_on_cpu(self, num_weight_bytes: int) -> tuple[ModelRunner, MemoryPlan, Facts]:
         """Sized by what the operating system says is free, before anything is loaded."""
-        sizes = choose_sizes(self.options, self.config, self.whole_layout, num_weight_bytes)
+        sizes = plan_memory(self.options, self.config, self.whole_layout, num_weight_bytes)
         if self.group is not None:  # each has seen how much is free at another moment
             num_blocks, model_len = sizes.num_blocks, sizes.max_model_len
-            sizes = Sizes(self.group.least(num_blocks), self.group.least(model_len))
+            sizes = MemoryPlan(self.group.least(num_blocks), self.group.least(model_len))
         model = self._load(sizes.max_model_len)
         return self._runner(model, sizes), sizes, {"num_threads": self.compute.num_threads}
 
-    def build_on_gpu(self, num_weight_bytes: int) -> tuple[ModelRunner, Sizes, Facts]:
+    def build_on_gpu(self, num_weight_bytes: int) -> tuple[ModelRunner, MemoryPlan, Facts]:
         """Sized by what the largest steps take, once the weights are there."""
         options, device = self.options, self.compute.device
         memory = CudaMemory(device)
@@ -150,7 +150,7 @@ class _Builder:
             options.quantization,
         )
         agree = {} if self.group is None else {"agree": self.group.least}
-        sized = size_on_device(needs, memory, partial(self._runner, model), **agree)
+        sized = plan_on_device(needs, memory, partial(self._runner, model), **agree)
         name = torch.cuda.get_device_name(device)
         return sized.runner, sized.sizes, sized.ledger.facts() | {"device_name": name}
 
@@ -172,7 +172,7 @@ class _Builder:
         use_operators(model, compute.operators)
         return model
 
-    def _runner(self, model: CausalLM, sizes: Sizes) -> ModelRunner:
+    def _runner(self, model: CausalLM, sizes: MemoryPlan) -> ModelRunner:
         options, compute = self.options, self.compute
         backend = compute.new_backend()
         rows, sampler = self._rows(model, sizes, backend)
@@ -190,7 +190,7 @@ class _Builder:
         )
 
     def _rows(
-        self, model: CausalLM, sizes: Sizes, backend: AttentionBackend
+        self, model: CausalLM, sizes: MemoryPlan, backend: AttentionBackend
     ) -> tuple[StepRows, StepSampler]:
         options = self.options
         try:
