@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import pytest
 from tests.engine.test_engine import MODEL, make_engine, request, run
 
-from quire.core.memory.prefix_miss import MissReason, PrefixMiss
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
-from quire.core.sequence import Sequence
+from quire.core.sequence import MissReason, PrefixMiss, Sequence
 from quire.engine.engine import RequestTimes
 from quire.observability.histogram import DURATION_BOUNDS_S, Histogram
 from quire.simulation.fake_runner import Faults

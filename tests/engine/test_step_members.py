@@ -29,7 +29,7 @@ class Watched:
             SchedulerConfig(6, 24),
             KVCacheManager(KVCacheConfig(GROUPS, NUM_BLOCKS, 8, True, b"secret")),
         )
-        self.scheduler.admission.room.lengths = NoGrowth()
+        self.scheduler.admission.capacity.lengths = NoGrowth()
         self.overlap = overlap
         self.told: set[str] = set()
         self.num_told = self.num_steps = 0

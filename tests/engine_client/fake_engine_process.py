@@ -21,9 +21,8 @@ from pathlib import Path
 
 from quire.assembly.engine_main import main
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.core.memory.block_map import BlockMap, block_map
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.memory.memory_report import MemoryReport, memory_report
+from quire.core.memory.memory_report import BlockMap, MemoryReport, block_map, memory_report
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import ModelLimits
 from quire.errors import CheckpointError, PromptTooLongError

@@ -2,7 +2,7 @@
 
 import json
 
-from quire.core.memory.block_map import BlockMap, BlockState, BlockUse
+from quire.core.memory.memory_report import BlockMap, BlockState, BlockUse
 from quire.engine_client.block_page import block_page
 
 OWNERS = (("a", 0), ("a", 1), ("b", 0))

@@ -123,7 +123,7 @@ class SlowRows:
                 edits.append(TableEdit(row, group, EditKind.REPLACE, first, new))
                 self.tables[row][group][first:] = new
             elif self.rng.random() < 0.3:
-                edits.append(TableEdit(row, group, EditKind.CUT, first))
+                edits.append(TableEdit(row, group, EditKind.TRUNCATE, first))
                 edits.append(TableEdit(row, group, EditKind.APPEND, first, new))
                 self.tables[row][group][first:] = new
                 self.computed[row] = min(self.computed[row], first * BLOCK_SIZE)

@@ -199,7 +199,7 @@ def test_table_edits() -> None:
     edits = (
         TableEdit(3, 0, EditKind.REPLACE, 1, (20, 21)),
         TableEdit(3, 1, EditKind.HOLE, 0, (HOLE_BLOCK, HOLE_BLOCK)),
-        TableEdit(3, 0, EditKind.CUT, 4),
+        TableEdit(3, 0, EditKind.TRUNCATE, 4),
         TableEdit(3, 0, EditKind.APPEND, 4, (22,)),
     )
     plan = StepPlan(0, 1, 40, admit=plan.admit, table_edits=edits, chunks=(Chunk(3, 40),))
@@ -237,7 +237,7 @@ def test_a_cut_row_computes_again_what_was_cut() -> None:
     rows.change(plan)
     rows.build(plan)
     rows.append_sampled(np.array([0]), np.array([99]))
-    edits = (TableEdit(0, 0, EditKind.CUT, 1), TableEdit(0, 0, EditKind.APPEND, 1, (7, 8)))
+    edits = (TableEdit(0, 0, EditKind.TRUNCATE, 1), TableEdit(0, 0, EditKind.APPEND, 1, (7, 8)))
     plan = StepPlan(1, 1, 13, table_edits=edits, chunks=(Chunk(0, 13),))
     rows.change(plan)
     step = rows.build(plan)
@@ -315,7 +315,7 @@ def test_prompt_logprob_spans_cover_each_prompt_token_but_the_first_once() -> No
                 2,
                 1,
                 forks=(fork(1, 0, True),),
-                table_edits=(TableEdit(1, 0, EditKind.CUT, 0),),
+                table_edits=(TableEdit(1, 0, EditKind.TRUNCATE, 0),),
             ),
             "table ends before the step does",
         ),
@@ -431,7 +431,7 @@ def test_a_token_that_was_computed_and_cut_off_is_not_edited() -> None:
     start = admit(0, list(range(12)), (1, 2))
     step_of(rows, StepPlan(0, 1, 12, admit=(start,), chunks=(Chunk(0, 12),)))
     rows.append_sampled(np.array([0]), np.array([42]))
-    rows.change(StepPlan(1, 1, 0, table_edits=(TableEdit(0, 0, EditKind.CUT, 1),)))
+    rows.change(StepPlan(1, 1, 0, table_edits=(TableEdit(0, 0, EditKind.TRUNCATE, 1),)))
     rows.change(StepPlan(2, 1, 0, token_edits=(TokenEdit(0, 12, (43,)),)))
     assert rows.token_ids[0, :13].tolist() == [*range(12), 43]
     with pytest.raises(AssertionError, match=r"does not begin in \[12, 13\]"):
@@ -447,7 +447,7 @@ def test_cutting_lookahead_blocks_leaves_the_computed_tokens() -> None:
     start = admit(0, list(range(11)), (1, 2, 3, 4))
     step_of(rows, StepPlan(0, 1, 11, admit=(start,), chunks=(Chunk(0, 11),)))
     rows.append_sampled(np.array([0]), np.array([42]))
-    step = step_of(rows, StepPlan(1, 1, 1, table_edits=(TableEdit(0, 0, EditKind.CUT, 2),)))
+    step = step_of(rows, StepPlan(1, 1, 1, table_edits=(TableEdit(0, 0, EditKind.TRUNCATE, 2),)))
     assert step.positions.tolist() == [11]
     assert step.token_ids.tolist() == [42]
     assert step.attention.groups[0].slot_mapping.tolist() == [2 * BLOCK_SIZE + 3]

@@ -26,7 +26,7 @@ def table(tables: BlockTables, group: int, row: int) -> list[int]:
     [
         (TableEdit(1, 0, EditKind.APPEND, 3, (9, 10)), [4, 5, 6, 9, 10]),
         (TableEdit(1, 0, EditKind.REPLACE, 1, (9, 10)), [4, 9, 10]),
-        (TableEdit(1, 0, EditKind.CUT, 1), [4]),
+        (TableEdit(1, 0, EditKind.TRUNCATE, 1), [4]),
         (TableEdit(1, 0, EditKind.HOLE, 0, (HOLE_BLOCK,)), [HOLE_BLOCK, 5, 6]),
     ],
     ids=lambda value: value.kind.value if isinstance(value, TableEdit) else "",

@@ -154,7 +154,7 @@ def test_table_edits_reach_the_device() -> None:
         TableEdit(3, 0, EditKind.REPLACE, 1, (20, 21)),
         TableEdit(3, 0, EditKind.REPLACE, 1, (30,)),
         TableEdit(3, 1, EditKind.HOLE, 0, (HOLE_BLOCK, HOLE_BLOCK)),
-        TableEdit(3, 0, EditKind.CUT, 4),
+        TableEdit(3, 0, EditKind.TRUNCATE, 4),
         TableEdit(3, 0, EditKind.APPEND, 4, (22,)),
     )
     plan = StepPlan(0, 1, 40, admit=(start,), table_edits=edits, chunks=(Chunk(3, 40),))

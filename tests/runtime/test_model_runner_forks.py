@@ -233,7 +233,7 @@ def test_penalties_of_a_row_that_was_cut_and_edited_equal_those_of_a_fresh_one(
     # The last of its 18 tokens was not counted yet; it becomes one that was.
     tokens[17:] = [tokens[11], 1600]
     edit = TokenEdit(2, 17, tuple(tokens[17:]))
-    cut = (TableEdit(2, 0, EditKind.CUT, 1), append(2, 1, 5, 6))
+    cut = (TableEdit(2, 0, EditKind.TRUNCATE, 1), append(2, 1, 5, 6))
     steps.run(1, 2, token_edits=(edit,), table_edits=cut, chunks=(Chunk(2, 2),))
     processed.clear()
     steps.run(1, 9, chunks=(Chunk(2, 9),))

@@ -22,7 +22,7 @@ from quire.core.step import (
 from quire.simulation.fake_model import FakeModel
 from quire.simulation.fake_runner import FakeRunner, Faults, InjectedFailureError
 
-APPEND, REPLACE, CUT, HOLE = EditKind.APPEND, EditKind.REPLACE, EditKind.CUT, EditKind.HOLE
+APPEND, REPLACE, CUT, HOLE = EditKind.APPEND, EditKind.REPLACE, EditKind.TRUNCATE, EditKind.HOLE
 MODEL = FakeModel(end_rate=0.0)
 PARAMS = DecodingParams(50, seed=3)
 

@@ -16,8 +16,13 @@ from tests.core.harness import make_memory
 
 from quire.core.options import SchedulerConfig
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
-from quire.core.scheduling.pacing import PacingConfig, StepPacer
+from quire.core.scheduling.pacing import (
+    PacingConfig,
+    StepCostModel,
+    StepLoad,
+    StepPacer,
+    StepSample,
+)
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan, StepResult
@@ -228,7 +233,7 @@ def test_the_laws_hold_at_a_tight_pace_and_nobody_starves(overlap: int) -> None:
         beam_rate=0.1,
         step_failure_rate=0.02,
         max_itl_ratio=1.1,
-        foretold_ratio=2.0,
+        predicted_ratio=2.0,
         slow_rate=0.05,
         overlap=overlap,
     )

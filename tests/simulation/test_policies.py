@@ -61,7 +61,7 @@ class World(Simulator):
 
     @property
     def num_preemptions(self) -> int:
-        return self.scheduler.residents.stats.num_preemptions
+        return self.scheduler.running_set.stats.num_preemptions
 
     @property
     def output_tokens_per_s(self) -> float:

@@ -83,7 +83,7 @@ def recomputed_tokens(*, caching: bool, preempts_whole: bool) -> int:
             harness.add(f"short-{num_steps}", 8, 4)
         harness.step()
     harness.run()
-    return harness.scheduler.residents.stats.num_recomputed_tokens
+    return harness.scheduler.running_set.stats.num_recomputed_tokens
 
 
 @pytest.mark.parametrize("overlap", [0, 1])

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from quire.core.memory.block_pool import BlockPool
-from quire.core.memory.deferred_free import StepHolds
+from quire.core.memory.block_pool import BlockPool, DeferredFrees
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.prefix_index import PrefixIndex, PrefixMatch
 from quire.core.scheduling.beams.scheduling import BeamScheduling
-from quire.core.scheduling.plan_builder import PlanDraft
+from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import BlockCopy, Chunk, EditKind, StepPlan
@@ -119,7 +118,7 @@ def in_plans(change: Callable[[StepPlan], StepPlan]) -> Patch:
     def make(original: Any) -> Any:
         return lambda self, *given: change(original(self, *given))
 
-    return replace(PlanDraft, "take", make)
+    return replace(PlanBuilder, "take", make)
 
 
 def skip_an_edit(plan: StepPlan) -> StepPlan:
@@ -201,7 +200,7 @@ def never_copy(original: Any) -> Any:
 
 
 def let_sources_go(original: Any) -> Any:
-    def hold_copied(self: StepHolds, step_id: int, copies: list[BlockCopy]) -> None:
+    def hold_copied(self: DeferredFrees, step_id: int, copies: list[BlockCopy]) -> None:
         for copy in copies:
             self._pool.release(copy.source)
             if not self._pool.ref_count[copy.source]:
@@ -270,7 +269,9 @@ MUTATIONS: dict[str, Patch] = {
     "a beam's token is not told": in_plans(forget_token_edits),
     "forks take the place of each other": in_plans(fork_from_another),
     "a shared block is written": replace(KVCacheManager, "must_copy_tail", never_copy),
-    "a source is given out before it is copied": replace(StepHolds, "hold_copied", let_sources_go),
+    "a source is given out before it is copied": replace(
+        DeferredFrees, "hold_copied", let_sources_go
+    ),
     "a beam takes over too little": replace(KVCacheManager, "fork", keep_own_blocks),
     "candidates have the wrong scores": replace(BeamScheduling, "take_in", choose_for_another_beam),
 }

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from quire.core.request import Request
-from quire.core.scheduling import results
 from quire.core.scheduling import scheduler as scheduler_module
+from quire.core.scheduling import step_results as results
 from quire.core.scheduling.policy import POLICIES
 from quire.core.scheduling.scheduler import Scheduler
 from quire.simulation import simulator as simulator_module

@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from quire.assembly.process_main import PEER_GONE_GRACE_S
-from quire.core.memory.block_map import BlockMap
-from quire.core.memory.memory_report import MemoryReport
+from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import ModelLimits
 from quire.engine.step_clock import OnStep

@@ -5,9 +5,10 @@ parameters and its tokens, so dropping the KV at any moment changes nothing but 
 """
 
 from collections.abc import Sequence as Tokens
-from enum import Enum
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import NamedTuple
 
-from quire.core.memory.prefix_miss import PrefixMiss
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenLogprobs
@@ -33,6 +34,56 @@ LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 }
 
 
+class Eviction(NamedTuple):
+    """When a content was forgotten, and the request for which its block was taken."""
+
+    at_s: float
+    by_request_id: str
+
+
+class MissReason(StrEnum):
+    """Why no more of a prompt was served from the prefix cache: the first that applies, in this
+    order. Kept per request, for the offline API and the simulator; not told to clients, and counted
+    as `counted_as` says, since what another domain has cached is that domain's affair."""
+
+    NONE = "none"  # all but the last token, which is always computed, was there
+    NOT_ASKED = "not_asked"  # no cache, or prompt_logprobs, which need the prompt computed
+    EVICTED = "evicted"  # it was there, until its block was taken for another request
+    DIFFERS = "differs"  # what follows the found part in the cache are other tokens
+    BELOW_BLOCK = "below_block"  # what is missing is less than a block
+    OTHER_DOMAIN = "other_domain"  # only another cache domain has it
+    NEVER_SEEN = "never_seen"  # nobody asked for it before, or so long ago that it is forgotten
+
+
+COUNTED_REASONS = tuple(reason for reason in MissReason if reason is not MissReason.OTHER_DOMAIN)
+
+
+def counted_as(reason: MissReason) -> MissReason:
+    """The reason under which an engine counts a miss; one of COUNTED_REASONS.
+
+    Counts get around: to dashboards, and to clients of a server without keys. A count of
+    OTHER_DOMAIN would answer whoever reads it and sends a guess: some other domain has that prompt.
+    """
+    return MissReason.NEVER_SEEN if reason is MissReason.OTHER_DOMAIN else reason
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMiss:
+    """The end of the found part of one prompt.
+
+    num_found_tokens: computed tokens that were found; the one at this index is the first missing.
+    prompt_around, cached_around: for DIFFERS, up to 8 tokens before the first differing one, it,
+        and up to 8 after it: what the prompt has there, and what the cache has.
+    eviction: for EVICTED, when and for which request.
+    """
+
+    reason: MissReason
+    num_found_tokens: int
+    prompt_around: tuple[int, ...] = ()
+    cached_around: tuple[int, ...] = ()
+    eviction: Eviction | None = None
+
+
 class Sequence:
     """One branch of one request.
 
@@ -55,10 +106,7 @@ class Sequence:
     arrival_s, first_scheduled_s: of the engine's clock, when it was taken in, and first admitted.
     num_registered_blocks: leading blocks that others know it to compute, or to have computed.
     num_served_tokens: prompt tokens that the policy has counted as served.
-    num_overtaken: how often later ones were admitted because it found no room.
-    num_missing_blocks, look_again_at: what it lacked when it last found no room, and the step from
-        which on its cached prefix is looked up anew. num_freed_at_forecast: how many blocks the
-        pool had ever freed when it was found to fit, but foretold not to later.
+    num_overtaken: how often later ones were admitted because it did not fit.
 
     Invariant: num_computed_tokens <= num_tokens, and <= num_slots; row is None unless RUNNING;
     tables are empty unless RUNNING or PREEMPTED, and then cover all computed tokens.
@@ -78,7 +126,6 @@ class Sequence:
         "forks",
         "is_beam",
         "last_step_id",
-        "look_again_at",
         "max_model_len",
         "max_num_tokens",
         "miss",
@@ -86,10 +133,8 @@ class Sequence:
         "num_cached_tokens",
         "num_common_tokens",
         "num_computed_tokens",
-        "num_freed_at_forecast",
         "num_lost_tokens",
         "num_matched_tokens",
-        "num_missing_blocks",
         "num_overtaken",
         "num_pending_tokens",
         "num_prompt_tokens",
@@ -149,8 +194,7 @@ class Sequence:
         self.num_computed_tokens = self.num_pending_tokens = self.num_written_tokens = 0
         self.num_cached_tokens = self.num_lost_tokens = self.num_matched_tokens = 0
         self.num_admissions = 0
-        self.num_overtaken = self.num_missing_blocks = self.look_again_at = 0
-        self.num_freed_at_forecast = -1
+        self.num_overtaken = 0
         self.last_step_id = -1
         self.block_tables: tuple[list[int], ...] = ()
         self.num_slots = 0

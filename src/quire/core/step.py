@@ -83,7 +83,9 @@ class EditKind(Enum):
 
     APPEND = "append"  # block_ids follow the table's end; first_logical_block is its length
     REPLACE = "replace"  # block_ids take the place of those at first_logical_block onward
-    CUT = "cut"  # the table ends before first_logical_block, and so do the computed tokens
+    TRUNCATE = (
+        "truncate"  # the table ends before first_logical_block, and so do the computed tokens
+    )
     HOLE = "hole"  # len(block_ids) entries become unreadable (out of a window); ids are HOLE_BLOCK
 
 

@@ -15,13 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.core.memory.block_map import BlockMap, block_map
-from quire.core.memory.memory_report import MemoryReport, memory_report
-from quire.core.memory.prefix_miss import PrefixMiss, counted_as
+from quire.core.memory.memory_report import BlockMap, MemoryReport, block_map, memory_report
 from quire.core.request import Request, SequenceOutput, check_prompt, check_resumed
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.scheduler import Scheduler
-from quire.core.sequence import Sequence, make_sequences
+from quire.core.sequence import PrefixMiss, Sequence, counted_as, make_sequences
 from quire.core.step import Runner, StepPlan, StepResult
 from quire.engine.stats import EngineStats, StatsLog
 from quire.engine.step_clock import LaunchedStep, OnStep, StepClock, StepMembers
@@ -218,8 +216,8 @@ class Engine:
             num_held_blocks=memory.pool.num_held,
             num_cached_blocks=len(memory.cache),
             num_steps=scheduler.stats.num_steps,
-            num_preemptions=scheduler.residents.stats.num_preemptions,
-            num_recomputed_tokens=scheduler.residents.stats.num_recomputed_tokens,
+            num_preemptions=scheduler.running_set.stats.num_preemptions,
+            num_recomputed_tokens=scheduler.running_set.stats.num_recomputed_tokens,
             num_failed_steps=scheduler.stats.num_failed_steps,
             num_query_tokens=memory.prefixes.num_query_tokens,
             num_hit_tokens=memory.prefixes.num_hit_tokens,
@@ -247,7 +245,7 @@ class Engine:
             self.on_step(self._members.launch(plan, scheduler.running, is_overlapping=self.overlap))
         self._runner.execute(plan)
         self._runner.sample()
-        num_preemptions = scheduler.residents.stats.num_preemptions
+        num_preemptions = scheduler.running_set.stats.num_preemptions
         step = LaunchedStep(
             plan,
             began_s,

@@ -17,7 +17,7 @@ class EngineStats:
 
     num_query_tokens, num_hit_tokens: prompt tokens looked up in, and served from, the prefix cache.
     num_computed_tokens, num_generated_tokens: of steps that succeeded. prefix_misses: requests by
-        why the cache had no more of their prompts (`core.prefix_miss.COUNTED_REASONS`).
+        why the cache had no more of their prompts (`core.sequence.COUNTED_REASONS`).
     times: histograms by name (see `engine.RequestTimes`), each with bounds, counts and sum.
     """
 

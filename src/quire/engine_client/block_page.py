@@ -6,7 +6,7 @@ Knows no sockets and no HTTP. Called by `engine_main`.
 from collections.abc import Iterable
 from typing import Any
 
-from quire.core.memory.block_map import BlockMap, BlockUse, Owner
+from quire.core.memory.memory_report import BlockMap, BlockUse, Owner
 
 MAX_PAGE_OWNERS = 1_000_000
 """A page ends with the block that reaches so many owners; then it takes some tens of MiB."""

@@ -53,7 +53,7 @@ class CompletionOutput:
 class PrefixMissReport:
     """Why the prefix cache had no more of a prompt; for the operator, not for clients.
 
-    reason: a value of `core.prefix_miss.MissReason`. num_found_tokens: the index of the first token
+    reason: a value of `core.sequence.MissReason`. num_found_tokens: the index of the first token
         that was not found.
     prompt_text, cached_text: where the cache has other tokens: the text around that place in the
         prompt, and in what the cache has. None without a tokenizer.

@@ -17,9 +17,8 @@ from typing import Any
 from tqdm import tqdm
 
 from quire.assembly.build import build_engine
-from quire.core.memory.block_map import BlockMap
 from quire.core.memory.kv_cache_manager import KVManagerFactory
-from quire.core.memory.memory_report import MemoryReport
+from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, sampling_params_of
 from quire.engine_client.inputs import PromptInput, read_prompt
 from quire.engine_client.outputs import RequestOutput

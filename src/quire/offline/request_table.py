@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from quire.core.memory.block_map import BlockMap
-from quire.core.memory.memory_report import MemoryReport
-from quire.core.memory.prefix_miss import PrefixMiss
+from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
+from quire.core.sequence import PrefixMiss
 from quire.engine.engine import Engine
 from quire.engine_client.inputs import InputProcessor, PromptInput
 from quire.engine_client.outputs import PrefixMissReport, RequestAssembler, RequestOutput

@@ -169,7 +169,7 @@ class RowBatch:
     def _edit_table(self, edit: TableEdit) -> None:
         self.tables.edit(edit)
         limit, computed = edit.first_logical_block * self._block_size, self.num_computed[edit.row]
-        if edit.kind is EditKind.CUT and limit < computed:
+        if edit.kind is EditKind.TRUNCATE and limit < computed:
             self.num_computed[edit.row] = limit
             most = self._num_computed_before_cuts
             most[edit.row] = max(most[edit.row], computed)

@@ -45,7 +45,7 @@ class BlockTables:
         """Carry out an edit."""
         lengths = self.lengths[edit.group]
         first, last = edit.first_logical_block, edit.first_logical_block + len(edit.block_ids)
-        if edit.kind is EditKind.CUT:
+        if edit.kind is EditKind.TRUNCATE:
             lengths[edit.row] = first
             return
         if edit.kind is EditKind.APPEND:

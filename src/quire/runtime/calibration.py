@@ -11,8 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
-from quire.core.scheduling.pacing import PacingConfig, StepPacer
+from quire.core.scheduling.pacing import (
+    PacingConfig,
+    StepCostModel,
+    StepLoad,
+    StepPacer,
+    StepSample,
+)
 from quire.core.step import BlockCopy, Chunk, RowAdmission, Runner, StepPlan
 from quire.observability.log import get_logger
 

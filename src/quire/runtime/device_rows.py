@@ -162,7 +162,7 @@ class DeviceRows:
                 count = int(tables.lengths[group, row])
                 spans.append(((group * num_rows + row) * length, count))
         for edit in plan.table_edits:
-            if edit.kind is not EditKind.CUT:
+            if edit.kind is not EditKind.TRUNCATE:
                 first = (edit.group * num_rows + edit.row) * length + edit.first_logical_block
                 spans.append((first, len(edit.block_ids)))
         return _ranges(spans)

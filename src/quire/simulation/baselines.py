@@ -14,7 +14,7 @@ class WholePreemption(KVCacheManager):
         self, sequence: Sequence, num_kept: int, num_wanted: int, after_step_id: int | None = None
     ) -> int:
         """See `KVCacheManager`."""
-        return self.cut(sequence, 0, after_step_id)
+        return self.truncate(sequence, 0, after_step_id)
 
 
 class NoGrowth(OutputLengthPredictor):

@@ -238,7 +238,7 @@ class FakeRows:
             return
         if first + len(ids) > len(table):
             self.history.refuse(f"{kind.value} beyond a table of {len(table)} blocks", row)
-        if kind is EditKind.CUT:
+        if kind is EditKind.TRUNCATE:
             self.num_computed[row] = min(self.num_computed[row], first * self.block_size)
             self._count(row, table[first:], -1)
             del table[first:]

@@ -93,7 +93,7 @@ class SimulationReport:
 
     def take_counts(self, scheduler: Scheduler) -> None:
         """Add what scheduler and memory have counted themselves; once for each, at its end."""
-        memory, preemptions = scheduler.memory, scheduler.residents.stats
+        memory, preemptions = scheduler.memory, scheduler.running_set.stats
         self.num_preemptions += preemptions.num_preemptions
         self.num_preempted_tokens += preemptions.num_preempted_tokens
         self.num_recomputed_tokens += preemptions.num_recomputed_tokens

@@ -108,7 +108,7 @@ class Simulator:
             find_policy(config.policy, dict(config.policy_options)),
         )
         if not config.forecasts:
-            self.scheduler.admission.room.lengths = NoGrowth()
+            self.scheduler.admission.capacity.lengths = NoGrowth()
         self.runner = FakeRunner(
             config.groups,
             config.num_blocks,
@@ -124,7 +124,7 @@ class Simulator:
             ),
         )
         if config.max_itl_ratio:
-            model = self.step_time.make_model(config.foretold_ratio)
+            model = self.step_time.make_model(config.predicted_ratio)
             self.scheduler.pacer = StepPacer(PacingConfig(config.max_itl_ratio), model)
 
     def run(self) -> None:

@@ -2,7 +2,7 @@
 
 import random
 
-from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
+from quire.core.scheduling.pacing import StepCostModel, StepLoad, StepSample
 
 STEP_BASE_S = 0.01
 STEP_TOKEN_S = 0.0005
@@ -32,13 +32,13 @@ class StepTime:
             return SLOW_FACTOR * seconds
         return seconds
 
-    def make_model(self, foretold_ratio: float = 1.0) -> StepCostModel:
-        """A model that was fitted on samples in which prompt tokens took foretold_ratio times what
+    def make_model(self, predicted_ratio: float = 1.0) -> StepCostModel:
+        """A model that was fitted on samples in which prompt tokens took predicted_ratio times what
         they take."""
         samples = []
         for size in (1, 2, 4, 8, 16, 32, 64, 128):
             decodes_s = self._base_s + self._token_s * size
             samples.append(StepSample(StepLoad(size, size), decodes_s))
-            chunk_s = self._base_s + self._token_s * (1 + foretold_ratio * size)
+            chunk_s = self._base_s + self._token_s * (1 + predicted_ratio * size)
             samples.append(StepSample(StepLoad(1, 1).with_chunk(0, size), chunk_s))
         return StepCostModel.fit(samples)

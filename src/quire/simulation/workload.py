@@ -37,8 +37,9 @@ class SimulationConfig:
 
     num_requests: how many arrive. num_steps: none arrives after so many steps. None: no such end;
         if both are None, 100 arrive.
-    policy: a name in `core.policy.POLICIES`; policy_options: arguments of its constructor, such as
-        (("ageing_s", 2.0),). eviction: a name in `core.eviction.EVICTION_ORDERS`.
+    policy: a name in `core.scheduling.policy.POLICIES`; policy_options: arguments of its
+        constructor, such as (("ageing_s", 2.0),).
+    eviction: a name in `core.memory.eviction.EVICTION_ORDERS`.
     step_base_s, step_token_s: a step takes base + tokens * token seconds of the virtual clock.
     arrivals: "poisson" or "bursts" (of 8) at requests_per_s on the virtual clock, or "at_once".
     max_num_waiting: while so many wait, nobody else comes.
@@ -59,7 +60,7 @@ class SimulationConfig:
     step_failure_rate: steps that fail as a whole. poison_rate: requests that make every step fail
         that they are in. nan_rate: requests that fail alone.
     max_itl_ratio: paced steps take at most so many times what their decodes take; 0: no pace.
-        foretold_ratio: the pacer's model begins as if prompt tokens took so many times what they
+        predicted_ratio: the pacer's model begins as if prompt tokens took so many times what they
         take. slow_rate: steps that a neighbour makes five times as long.
     overlap: steps planned ahead of the last result, 0 or 1. check_every: steps from one check of
         all accounting laws to the next.
@@ -110,7 +111,7 @@ class SimulationConfig:
     poison_rate: float = 0.0
     nan_rate: float = 0.0
     max_itl_ratio: float = 0.0
-    foretold_ratio: float = 1.0
+    predicted_ratio: float = 1.0
     step_base_s: float = STEP_BASE_S
     step_token_s: float = STEP_TOKEN_S
     slow_rate: float = 0.0

@@ -74,7 +74,7 @@ def draw_world(
         vocab_size=rng.choice((1000, 1000, 50, 4, 2)),
         forecasts=rng.random() < 0.7,
         max_itl_ratio=rng.choice((0.0, 1.5, 2.8)),
-        foretold_ratio=rng.choice((0.5, 1.0, 2.0)),
+        predicted_ratio=rng.choice((0.5, 1.0, 2.0)),
         slow_rate=rng.choice((0.0, 0.02)),
         check_every=check_every,
     )

@@ -126,7 +126,7 @@ def test_a_run_that_a_step_may_read_comes_back_with_it() -> None:
     sequence = admitted(memory, 30, 34)
     memory.free(sequence, after_step_id=5)
     assert memory.pool.num_free == memory.num_free_on_line == 0
-    assert sorted(memory.holds.blocks()) == list(range(16))
+    assert sorted(memory.deferred.blocks()) == list(range(16))
     memory.end_step(4)
     assert memory.pool.num_free == memory.num_free_on_line == 0
     memory.end_step(5)
@@ -138,11 +138,11 @@ def test_a_cut_takes_the_whole_run_or_nothing() -> None:
     sequence = admitted(memory, 10, 10)
     sequence.num_computed_tokens = sequence.num_written_tokens = 11
     assert memory.num_kept_blocks(sequence, 1) == 0
-    assert memory.cut(sequence, 5) == 0
+    assert memory.truncate(sequence, 5) == 0
     assert sequence.num_computed_tokens == 11 and memory.num_run_blocks(sequence) == 5
-    assert memory.cut(sequence, 3) == 5
+    assert memory.truncate(sequence, 3) == 5
     assert sequence.num_computed_tokens == sequence.num_slots == 0
-    assert memory.cut(sequence, 0) == 0
+    assert memory.truncate(sequence, 0) == 0
     assert memory.pool.num_held == 0 and memory.num_free_on_line == 64
     memory.admit(sequence, memory.match(sequence), step_id=1)
     assert sequence.block_tables == ([0, 1, 2, 3, 4],)

@@ -37,7 +37,7 @@ def test_a_crowd_gets_its_tokens_and_all_comes_back(reservation: str, placement:
         params = DecodingParams(chance.randint(1, 120), end_token_ids=(0,), seed=hash_name(name))
         harness.add_branches(name, chance.randint(1, 90), n=chance.choice((1, 1, 3)), params=params)
     harness.run()
-    assert harness.scheduler.residents.stats.num_preemptions == 0
+    assert harness.scheduler.running_set.stats.num_preemptions == 0
     assert memory.num_free_on_line == memory.pool.num_free == 80
 
 
@@ -47,7 +47,7 @@ def test_failed_steps_cost_runs_but_no_tokens() -> None:
     for index in range(8):
         harness.add(f"r{index}", 20 + 9 * index, 30)
     harness.run()
-    assert harness.scheduler.residents.stats.num_preemptions > 0
+    assert harness.scheduler.running_set.stats.num_preemptions > 0
     assert harness.memory.pool.num_free == 80
 
 

@@ -16,7 +16,7 @@ from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.memory.prefix_index import PrefixMatch
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
-from quire.core.scheduling.plan_builder import PlanDraft
+from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import BlockCopy
 
@@ -161,7 +161,7 @@ class World:
         self.waiting: list[Sequence] = []
         self.truth = Truth(self.memory)
         self.in_flight: list[Step] = []
-        self.draft = PlanDraft()  # of the step to come, for its copies
+        self.draft = PlanBuilder()  # of the step to come, for its copies
         self.next_step_id = 0
         self._names = (f"r{number}" for number in count(1))
         self._watch()
@@ -340,7 +340,7 @@ class World:
         first = self.in_flight[0].step_id if self.in_flight else self.next_step_id
         return sequence.last_step_id if sequence.last_step_id >= first else None
 
-    def cut(self, sequence: Sequence, num_cut: int) -> None:
+    def truncate(self, sequence: Sequence, num_cut: int) -> None:
         """Preempt it, if it runs, and take so many of its last blocks of each group."""
         num_used = -(-sequence.num_computed_tokens // self.size)
         expected = sum(
@@ -348,7 +348,9 @@ class World:
             for table in sequence.block_tables
             for block in table[max(0, num_used - num_cut) :]
         )
-        num_freed = self.memory.cut(sequence, max(0, num_used - num_cut), self.read_until(sequence))
+        num_freed = self.memory.truncate(
+            sequence, max(0, num_used - num_cut), self.read_until(sequence)
+        )
         assert num_freed == expected
         if sequence.state is RUNNING:
             sequence.row = None
@@ -358,7 +360,7 @@ class World:
         """Take the blocks that it does not need yet."""
         if sequence.state is RUNNING:
             num_used = -(-sequence.num_tokens // self.size)
-            self.memory.cut(sequence, num_used, self.read_until(sequence))
+            self.memory.truncate(sequence, num_used, self.read_until(sequence))
 
     def free(self, sequence: Sequence) -> None:
         """It ends; its forks wait for nobody then."""
@@ -378,7 +380,7 @@ class World:
         memory.end_step(self.next_step_id)
         for sequence in self.live:
             sequence.num_pending_tokens = 0
-            memory.cut(sequence, sequence.num_published_blocks)
+            memory.truncate(sequence, sequence.num_published_blocks)
             if sequence.state is RUNNING:
                 sequence.row = None
                 sequence.move_to(PREEMPTED)
@@ -412,7 +414,7 @@ class World:
             self.land([0])
             self.check()
         assert self.memory.pool.num_held == 0
-        assert not self.memory.holds.num_copied_from
+        assert not self.memory.deferred.num_copied_from
         assert not self.memory.prefixes._computing, "somebody gone is said to compute"
 
 

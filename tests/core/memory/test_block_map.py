@@ -7,8 +7,7 @@ from tests.core.harness import make_memory, make_sequence
 from tests.core.memory.memory_world import World
 from tests.core.memory.test_memory_machine import act
 
-from quire.core.memory.block_map import BlockState, BlockUse, block_map
-from quire.core.memory.memory_report import memory_report
+from quire.core.memory.memory_report import BlockState, BlockUse, block_map, memory_report
 
 HELD, CACHED, FREE = BlockState.HELD, BlockState.CACHED, BlockState.FREE
 
@@ -85,7 +84,7 @@ def test_map_and_report_agree_under_random_operations() -> None:
         for _ in range(150):
             act(world, rng)
             uses = block_map(memory, world.live).blocks
-            holds = Counter(memory.holds.blocks())
+            holds = Counter(memory.deferred.blocks())
             for use in uses:
                 assert use.ref_count == len(use.owners) + holds[use.block]
                 assert (use.ref_count > 0) == (use.state is HELD)

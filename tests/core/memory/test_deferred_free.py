@@ -2,16 +2,15 @@
 
 import pytest
 
-from quire.core.memory.block_pool import BlockPool
-from quire.core.memory.deferred_free import StepHolds
+from quire.core.memory.block_pool import BlockPool, DeferredFrees
 from quire.core.step import BlockCopy
 
 
-def make() -> tuple[BlockPool, StepHolds]:
+def make() -> tuple[BlockPool, DeferredFrees]:
     """A pool of which blocks 0 to 7 are held once."""
     pool = BlockPool(10)
     assert sorted(pool.take(8)[0]) == list(range(8))
-    return pool, StepHolds(pool)
+    return pool, DeferredFrees(pool)
 
 
 def test_each_step_releases_what_it_held_when_it_has_ended() -> None:

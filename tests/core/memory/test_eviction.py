@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from quire.core.memory.block_pool import BlockPool
-from quire.core.memory.eviction import EVICTION_ORDERS, SAMPLE_EVERY, find_order
-from quire.core.memory.reuse_curve import MAX_AGE
+from quire.core.memory.eviction import EVICTION_ORDERS, MAX_AGE, SAMPLE_EVERY, find_order
 from quire.errors import ConfigurationError
 
 

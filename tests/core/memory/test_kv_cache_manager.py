@@ -123,13 +123,13 @@ def test_a_block_that_agrees_in_part_is_copied_and_its_source_held_for_the_step(
     assert copies == [BlockCopy(theirs[group][1], mine[group][1]) for group in range(num_groups)]
     assert [table[0] for table in mine] == [table[0] for table in theirs]
     assert (sequence.num_computed_tokens, sequence.num_written_tokens) == (6, 4)
-    assert sorted(memory.holds.blocks()) == sorted(table[1] for table in theirs)
+    assert sorted(memory.deferred.blocks()) == sorted(table[1] for table in theirs)
     live = [sequence, other] if is_held else [sequence]
     invariants.check_memory(memory, live)
     memory.end_step(STEP - 1)
-    assert memory.holds.num_blocks == num_groups
+    assert memory.deferred.num_blocks == num_groups
     memory.end_step(STEP)
-    assert memory.holds.num_blocks == 0
+    assert memory.deferred.num_blocks == 0
     invariants.check_memory(memory, live)
 
 
@@ -228,7 +228,7 @@ def test_branches_share_all_blocks_and_copy_the_last_one_once_each(
     invariants.check_memory(memory, branches)
     memory.end_step(STEP)
     invariants.check_memory(memory, branches)
-    assert not memory.holds.num_copied_from
+    assert not memory.deferred.num_copied_from
 
 
 def test_a_copied_block_replaces_the_shared_one_in_the_row() -> None:
@@ -308,7 +308,7 @@ def test_a_dead_beam_that_had_lost_blocks_gets_them_all(num_kept: int) -> None:
     memory = make_memory(num_blocks=30)
     parent = write(memory, list(range(6)))
     dead = fork(memory, parent)
-    memory.cut(dead, num_kept)
+    memory.truncate(dead, num_kept)
     memory.fork(dead, parent)
     assert dead.block_tables == parent.block_tables
     invariants.check_memory(memory, [parent, dead])
@@ -348,7 +348,7 @@ def test_a_cut_takes_the_tail_and_counts_no_more_than_is_left(
     memory = make_memory()
     sequence = write(memory, list(range(10)))
     sequence.num_written_tokens = 9
-    assert memory.cut(sequence, num_kept) == 3 - num_kept
+    assert memory.truncate(sequence, num_kept) == 3 - num_kept
     assert [len(table) for table in sequence.block_tables] == [num_kept]
     assert (sequence.num_computed_tokens, sequence.num_written_tokens) == (computed, written)
     assert sequence.num_published_blocks == published
@@ -360,9 +360,9 @@ def test_a_cut_says_what_becomes_free_not_what_was_cut() -> None:
     parent = write(memory, list(range(12)))
     child = fork(memory, parent)
     memory.grow(child, 13)
-    assert memory.cut(child, 1) == 1
-    assert memory.cut(parent, 2) == 1
-    assert memory.cut(parent, 2) == 0, "nothing is beyond that"
+    assert memory.truncate(child, 1) == 1
+    assert memory.truncate(parent, 2) == 1
+    assert memory.truncate(parent, 2) == 0, "nothing is beyond that"
 
 
 @pytest.mark.parametrize(("num_wanted", "num_kept"), [(0, 4), (1, 3), (2, 2), (3, 0), (9, 0)])
@@ -377,7 +377,7 @@ def test_as_few_blocks_are_cut_as_are_needed(num_wanted: int, num_kept: int) -> 
 def test_a_cut_in_flight_is_held_and_counts_as_free_soon() -> None:
     memory = make_memory()
     sequence = write(memory, list(range(16)))
-    assert memory.cut(sequence, 1, after_step_id=3) == 3
+    assert memory.truncate(sequence, 1, after_step_id=3) == 3
     assert (memory.pool.num_free, memory.num_free_soon) == (12, 15)
     invariants.check_memory(memory, [sequence])
     memory.end_step(3)

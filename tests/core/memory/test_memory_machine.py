@@ -84,7 +84,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.live)
     @rule(index=INDICES, num_cut=st.integers(0, 4))
     def preempt(self, index: int, num_cut: int) -> None:
-        self.world.cut(self.chosen(index), num_cut)
+        self.world.truncate(self.chosen(index), num_cut)
 
     @precondition(lambda self: self.world.live)
     @rule(index=INDICES, is_end=st.booleans())
@@ -144,7 +144,7 @@ def act(world: World, rng: random.Random) -> None:
         if pairs:
             world.refork(*rng.choice(pairs))
     elif kind < 0.91:
-        world.cut(one, rng.randint(0, 3))
+        world.truncate(one, rng.randint(0, 3))
     elif kind < 0.93:
         world.cut_reserve(one)
     elif kind < 0.98:

@@ -152,8 +152,8 @@ def test_a_preempted_sequence_counts_with_what_it_keeps() -> None:
     """Its tail is given up, half of it while a step still reads it."""
     memory = make_memory(8)
     sequence = admitted(memory, 15, 14)
-    memory.cut(sequence, 3)
-    memory.cut(sequence, 2, after_step_id=5)
+    memory.truncate(sequence, 3)
+    memory.truncate(sequence, 2, after_step_id=5)
     report = memory_report(memory, [sequence])
     assert parts(report) == (2 * BLOCK, 0, 0, BLOCK, 0, 5 * BLOCK)
     assert report.useful_share == 2 / 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.core.memory.pinning import Pins
+from quire.core.memory.block_pool import Pins
 
 
 def pins_of(*entries: tuple[int, int, float | None]) -> Pins:

@@ -177,7 +177,7 @@ def test_a_cleared_cache_is_empty_and_its_blocks_stay_with_their_holders() -> No
 def test_only_the_first_admission_counts_as_query() -> None:
     memory = make_memory()
     sequence = write(memory, list(range(12)))
-    memory.cut(sequence, 0)
+    memory.truncate(sequence, 0)
     admit(memory, sequence)
     assert (sequence.num_cached_tokens, sequence.num_computed_tokens) == (0, 11)
     assert (memory.prefixes.num_query_tokens, memory.prefixes.num_hit_tokens) == (12, 0)
@@ -330,7 +330,7 @@ def test_who_gives_its_blocks_back_leads_no_more(how: str) -> None:
     if how == "free":
         memory.free(leader)
     else:
-        memory.cut(leader, 1)
+        memory.truncate(leader, 1)
     assert (num_hits(memory, list(range(13))), leader_of(memory, list(range(13)))) == (4, None)
     follower = make_sequence(memory, range(14))
     admit(memory, follower)

@@ -4,8 +4,8 @@ from tests.core.harness import make_memory, make_sequence
 from tests.core.memory.test_kv_cache_manager import admit, write
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
-from quire.core.memory.prefix_cache import Eviction
-from quire.core.memory.prefix_miss import TOKENS_AROUND, MissReason, PrefixMiss
+from quire.core.memory.prefix_index import TOKENS_AROUND
+from quire.core.sequence import Eviction, MissReason, PrefixMiss
 
 
 def miss(memory: KVCacheManager, token_ids: list[int], domain: str = "") -> PrefixMiss:
@@ -114,7 +114,7 @@ def test_a_disabled_cache_gives_no_reasons() -> None:
 def test_reasons_are_counted_once_for_each_first_admission() -> None:
     memory = make_memory()
     sequence = write(memory, list(range(8)))
-    memory.cut(sequence, 1)
+    memory.truncate(sequence, 1)
     admit(memory, sequence)
     miss(memory, [77] * 9)
     counts = {reason: count for reason, count in memory.prefixes.misses.items() if count}

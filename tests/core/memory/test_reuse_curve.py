@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from quire.core.memory.reuse_curve import (
+from quire.core.memory.eviction import (
     HALF_LIFE,
     MAX_AGE,
     NUM_BINS,

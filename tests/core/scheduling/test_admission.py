@@ -115,7 +115,7 @@ def test_nobody_is_preempted_where_that_would_not_make_room() -> None:
     for _ in range(2):
         harness.step()
     assert harness.scheduler.running == running
-    assert harness.scheduler.residents.stats.num_preemptions == 0
+    assert harness.scheduler.running_set.stats.num_preemptions == 0
     harness.run()
     assert big.is_finished
 
@@ -145,7 +145,7 @@ def test_under_steady_overload_a_forecast_makes_preemptions_rare(forecasts: bool
             num_added += 1
         harness.step()
     num_admitted = num_added - len(harness.scheduler.waiting)
-    num_preemptions = harness.scheduler.residents.stats.num_preemptions
+    num_preemptions = harness.scheduler.running_set.stats.num_preemptions
     assert num_admitted > 150
     if forecasts:
         assert num_preemptions < 0.05 * num_admitted

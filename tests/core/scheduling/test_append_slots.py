@@ -73,7 +73,7 @@ def test_reserves_are_given_up_before_anybody_is_preempted() -> None:
     assert (second.num_slots, first.num_slots) == (24, 24)
     harness.step()
     assert (second.num_slots, first.num_slots, first.num_computed_tokens) == (28, 16, 13)
-    assert harness.scheduler.residents.stats.num_preemptions == 0
+    assert harness.scheduler.running_set.stats.num_preemptions == 0
     harness.run()
 
 
@@ -85,7 +85,7 @@ def test_a_block_that_a_planned_token_goes_into_is_no_reserve() -> None:
     plan = harness.step()
     assert [edit.kind for edit in plan.table_edits] == [
         EditKind.APPEND,
-        EditKind.CUT,
+        EditKind.TRUNCATE,
         EditKind.APPEND,
     ]
     assert (first.num_slots, second.num_slots) == (12, 16)

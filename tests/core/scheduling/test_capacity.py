@@ -6,7 +6,7 @@ import pytest
 from tests.core.harness import Harness, make_memory
 
 from quire.core.memory.prefix_index import PrefixMatch
-from quire.core.scheduling.capacity import LONGEST_PAUSE_STEPS, LOOK_AGAIN_STEPS, Verdict
+from quire.core.scheduling.admission import LONGEST_PAUSE_STEPS, LOOK_AGAIN_STEPS, Verdict
 from quire.core.scheduling.policy import PriorityPolicy
 from quire.core.sequence import Sequence, SequenceState
 
@@ -14,7 +14,7 @@ WAITING = SequenceState.WAITING
 
 
 def verdict(harness: Harness, sequence: Sequence, step_id: int = 100) -> object:
-    found = harness.scheduler.admission.room.find(sequence, step_id)
+    found = harness.scheduler.admission.capacity.check(sequence, step_id)
     return found if isinstance(found, Verdict) else found.num_tokens
 
 
@@ -22,7 +22,7 @@ def test_no_row_is_no_room() -> None:
     harness = Harness(max_num_seqs=1, budget=16)
     harness.add("a", 3, 3)
     harness.step()
-    assert verdict(harness, harness.add("b", 3, 3)) is Verdict.NO_ROOM
+    assert verdict(harness, harness.add("b", 3, 3)) is Verdict.NO_CAPACITY
 
 
 def test_each_that_outranks_it_is_left_room_to_grow_once() -> None:
@@ -33,7 +33,7 @@ def test_each_that_outranks_it_is_left_room_to_grow_once() -> None:
     harness.step()  # two blocks are free and two are needed, but "a" will soon need one
     assert newcomer.row is None
     harness.run()
-    assert harness.scheduler.residents.stats.num_preemptions == 0
+    assert harness.scheduler.running_set.stats.num_preemptions == 0
 
 
 def test_who_outranks_the_others_leaves_them_nothing() -> None:
@@ -58,9 +58,9 @@ def test_a_look_in_vain_is_repeated_only_now_and_then_unless_there_is_room() -> 
 
     harness.memory.match = match_and_note  # type: ignore[assignment, method-assign]
     for step_id in range(2 * LOOK_AGAIN_STEPS):
-        assert verdict(harness, sequence, step_id) is Verdict.NO_ROOM
+        assert verdict(harness, sequence, step_id) is Verdict.NO_CAPACITY
     assert len(looks) == 2
-    assert sequence.num_missing_blocks == 7
+    assert harness.scheduler.admission.capacity._failed[sequence].num_missing_blocks == 7
     harness.memory.match = match  # type: ignore[assignment, method-assign]
     harness.scheduler.abort(harness.requests["a"][1])
     assert verdict(harness, sequence, 0) == 0, "as many blocks as it lacked are free"
@@ -72,7 +72,7 @@ def test_growth_is_foretold_from_what_has_ended() -> None:
     for num_outputs in (4, 40):
         harness = Harness(make_memory(num_blocks=12))
         for _ in range(50):
-            harness.scheduler.admission.room.lengths.observe(num_outputs)
+            harness.scheduler.admission.capacity.lengths.observe(num_outputs)
         harness.add("a", 8, 39)
         harness.step()
         second = harness.add("b", 8, 39)
@@ -93,7 +93,7 @@ def test_what_several_share_counts_once() -> None:
 def test_only_ends_of_their_own_are_learned_from() -> None:
     harness = Harness()
     lengths: list[int] = []
-    harness.scheduler.admission.room.lengths.observe = lengths.append  # type: ignore[assignment, method-assign]
+    harness.scheduler.admission.capacity.lengths.observe = lengths.append  # type: ignore[assignment, method-assign]
     aborted = harness.add("a", 3, 5)
     harness.add("b", 3, 2)
     harness.step()
@@ -105,7 +105,7 @@ def test_only_ends_of_their_own_are_learned_from() -> None:
 def test_a_fork_follows_its_parent_until_that_has_computed_all_that_is_common() -> None:
     harness = Harness(make_memory(num_blocks=30, caching=False), budget=4)
     parent, child = harness.add_branches("a", 10, 4, n=2)
-    room = harness.scheduler.admission.room
+    room = harness.scheduler.admission.capacity
     expected = []
     for _ in range(3):
         expected.append(room.follows(child, harness.memory.match(child)))
@@ -120,7 +120,7 @@ def test_a_fork_follows_no_parent_that_it_outranks() -> None:
     harness = Harness(make_memory(num_blocks=30))
     parent, child = harness.add_branches("a", 10, 4, n=2)
     child.rank, parent.rank = (0.0,), (1.0,)
-    assert not harness.scheduler.admission.room.follows(child, harness.memory.match(child))
+    assert not harness.scheduler.admission.capacity.follows(child, harness.memory.match(child))
 
 
 # ---- a crowd starts apart -----------------------------------------------------------------------
@@ -130,10 +130,10 @@ def after_a_start(num_prompt: int, num_outputs: int, **options: Any) -> Harness:
     """One has started in step 0 of a pool of 100 blocks, and somebody has found no room."""
     harness = Harness(make_memory(num_blocks=100), **options)
     for _ in range(50):
-        harness.scheduler.admission.room.lengths.observe(num_outputs)
+        harness.scheduler.admission.capacity.lengths.observe(num_outputs)
     harness.add("first", num_prompt, num_outputs, priority=1)
     harness.step()
-    harness.scheduler.admission.room.is_crowded = True
+    harness.scheduler.admission.capacity.is_crowded = True
     return harness
 
 
@@ -142,18 +142,18 @@ def test_in_a_crowd_the_pause_is_the_share_of_the_pool_that_one_will_use() -> No
     harness = after_a_start(8, 40)
     like = harness.add("like", 8, 40)
     assert [verdict(harness, like, step_id) for step_id in (1, 2, 3)] == [
-        Verdict.NO_ROOM,
-        Verdict.NO_ROOM,
+        Verdict.NO_CAPACITY,
+        Verdict.NO_CAPACITY,
         0,
     ]
     # The next one is due after 5.6 steps, not 3 + 2.8: what was left of the third is not lost.
     next_one = harness.add("next", 8, 40)
-    assert [verdict(harness, next_one, step_id) for step_id in (5, 6)] == [Verdict.NO_ROOM, 0]
+    assert [verdict(harness, next_one, step_id) for step_id in (5, 6)] == [Verdict.NO_CAPACITY, 0]
 
 
 def test_without_a_crowd_nobody_pauses() -> None:
     harness = after_a_start(8, 40)
-    harness.scheduler.admission.room.is_crowded = False
+    harness.scheduler.admission.capacity.is_crowded = False
     assert verdict(harness, harness.add("like", 8, 40), 1) == 0
 
 
@@ -166,29 +166,29 @@ def test_a_pause_is_bounded() -> None:
     """The share would be 140 * (10 + 35 / 2) / 100 = 38.5 steps."""
     harness = after_a_start(40, 140)
     like = harness.add("like", 40, 140)
-    assert verdict(harness, like, LONGEST_PAUSE_STEPS - 1) is Verdict.NO_ROOM
+    assert verdict(harness, like, LONGEST_PAUSE_STEPS - 1) is Verdict.NO_CAPACITY
     assert verdict(harness, like, LONGEST_PAUSE_STEPS) == 0
 
 
 def test_who_outranks_a_running_one_does_not_pause() -> None:
     harness = after_a_start(8, 40, policy=PriorityPolicy())
-    assert verdict(harness, harness.add("lower", 8, 40, priority=2), 1) is Verdict.NO_ROOM
+    assert verdict(harness, harness.add("lower", 8, 40, priority=2), 1) is Verdict.NO_CAPACITY
     assert verdict(harness, harness.add("higher", 8, 40), 1) == 0
 
 
 def test_who_ran_before_does_not_pause() -> None:
     harness = after_a_start(8, 40)
     second = harness.add("second", 8, 40)
-    harness.scheduler.admission.room.is_crowded = False
+    harness.scheduler.admission.capacity.is_crowded = False
     harness.step()
-    harness.scheduler.residents.preempt(second, 0)
-    harness.scheduler.admission.room.is_crowded = True
-    assert verdict(harness, second, 2) != Verdict.NO_ROOM
+    harness.scheduler.running_set.preempt(second, 0)
+    harness.scheduler.admission.capacity.is_crowded = True
+    assert verdict(harness, second, 2) != Verdict.NO_CAPACITY
 
 
 def test_the_crowd_is_over_when_nobody_waits() -> None:
     harness = Harness(make_memory(num_blocks=12))
-    room = harness.scheduler.admission.room
+    room = harness.scheduler.admission.capacity
     harness.add("a", 8, 39)
     harness.step()
     assert not room.is_crowded
@@ -207,7 +207,7 @@ def test_where_all_could_grow_to_their_limits_no_forecast_is_made_and_none_would
     told: set[tuple[bool, bool]] = set()
     for num_blocks in range(6, 30):
         harness = Harness(make_memory(num_blocks * num_groups, num_groups=num_groups))
-        room = harness.scheduler.admission.room
+        room = harness.scheduler.admission.capacity
         for length in (3, 8, 30):
             room.lengths.observe(length)
         harness.add("a", 7, 16)

@@ -5,7 +5,7 @@ from tests.core.harness import Harness, launch, make_memory
 
 from quire.core.request import FinishReason
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduling.fault_isolation import Suspects
+from quire.core.scheduling.fault_isolation import FaultIsolation
 from quire.core.scheduling.policy import PriorityPolicy
 from quire.core.sequence import Sequence
 from quire.simulation.fake_runner import Faults, InjectedFailureError
@@ -32,30 +32,30 @@ def errors(harness: Harness) -> set[str]:
 
 
 def test_all_in_a_failed_step_are_suspected_in_the_order_of_rank() -> None:
-    suspects, one, two = Suspects(), make("one", 1), make("two", 2)
-    assert suspects.first() is None
+    suspects, one, two = FaultIsolation(), make("one", 1), make("two", 2)
+    assert suspects.next_suspect() is None
     assert suspects.blame({two, one}) is None
-    assert suspects.first() is one
+    assert suspects.next_suspect() is one
     suspects.clear([one])
-    assert suspects.first() is two
+    assert suspects.next_suspect() is two
     suspects.clear([two])
-    assert suspects.first() is None
+    assert suspects.next_suspect() is None
 
 
 def test_only_a_suspect_that_was_alone_is_blamed() -> None:
-    suspects, one, two = Suspects(), make("one", 1), make("two", 2)
+    suspects, one, two = FaultIsolation(), make("one", 1), make("two", 2)
     suspects.blame({one})
     assert suspects.blame({one, two}) is None
     assert suspects.blame({two}) is two
 
 
 def test_the_finished_are_not_suspected_and_not_blamed() -> None:
-    suspects, one, two = Suspects(), make("one", 1), make("two", 2)
+    suspects, one, two = FaultIsolation(), make("one", 1), make("two", 2)
     suspects.blame({one, two})
     one.move_to(type(one.state).FINISHED)
-    assert suspects.first() is two
+    assert suspects.next_suspect() is two
     assert suspects.blame({one}) is None
-    assert suspects.first() is two
+    assert suspects.next_suspect() is two
 
 
 # ---- in the scheduler ---------------------------------------------------------------------------

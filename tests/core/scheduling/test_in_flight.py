@@ -73,13 +73,13 @@ def test_blocks_of_a_finished_sequence_stay_until_its_last_step_has_ended(num_gr
     harness.launch()  # "a" is in this one too, though it ends with the step before
     harness.land()
     assert sequence.is_finished
-    assert set(harness.memory.holds.blocks()) == held
+    assert set(harness.memory.deferred.blocks()) == held
     harness.add("b", 9, params=params)
     plan = harness.launch()
     given = {block for table in plan.admit[0].block_tables for block in table}
     assert not given & held
     harness.land()
-    assert harness.memory.holds.num_blocks == 0
+    assert harness.memory.deferred.num_blocks == 0
     run_ahead(harness)
 
 
@@ -105,7 +105,7 @@ def test_a_row_pauses_while_what_is_given_back_may_be_enough() -> None:
     harness.land()
     harness.scheduler.abort(b)  # its three blocks come back when step 1 has ended
     assert harness.scheduler.schedule(0.0) is None
-    assert (a.state, harness.scheduler.residents.stats.num_preemptions) == (
+    assert (a.state, harness.scheduler.running_set.stats.num_preemptions) == (
         SequenceState.RUNNING,
         0,
     )
@@ -210,7 +210,7 @@ def test_abort_in_flight_holds_its_blocks_until_the_step_has_ended() -> None:
     harness.launch()
     harness.scheduler.abort(a)
     harness.check()
-    assert harness.memory.holds.num_blocks == 3
+    assert harness.memory.deferred.num_blocks == 3
     assert harness.land() == []
     assert harness.memory.pool.num_held == 0
     assert len(harness.memory.cache) == 0, "nothing of it was published after its end"
@@ -249,4 +249,4 @@ def test_ahead_in_a_tiny_pool(num_groups: int, caching: bool) -> None:
     for index in range(14):
         harness.add(f"r{index}", 1 + 5 * index % 12, 9)
     run_ahead(harness)
-    assert harness.scheduler.residents.stats.num_preemptions > 0
+    assert harness.scheduler.running_set.stats.num_preemptions > 0

@@ -43,7 +43,7 @@ def forget_in_pool_only(harness: Harness) -> None:
 
 
 def leak_to_a_step(harness: Harness) -> None:
-    harness.memory.holds.hold(9, [19])
+    harness.memory.deferred.hold(9, [19])
 
 
 def two_owners_of_a_row(harness: Harness) -> None:
@@ -55,7 +55,7 @@ def lose_row(harness: Harness) -> None:
 
 
 def row_free_and_owned(harness: Harness) -> None:
-    harness.scheduler.residents.free_rows.append(0)
+    harness.scheduler.running_set.free_rows.append(0)
 
 
 def in_both_lists(harness: Harness) -> None:
@@ -63,13 +63,13 @@ def in_both_lists(harness: Harness) -> None:
 
 
 def preempted_but_unknown(harness: Harness) -> None:
-    harness.scheduler.residents.preempt(harness.scheduler.running[-1], 0)
-    harness.scheduler.residents.preempted.clear()
+    harness.scheduler.running_set.preempt(harness.scheduler.running[-1], 0)
+    harness.scheduler.running_set.preempted.clear()
 
 
 def keep_what_was_not_computed(harness: Harness) -> None:
     sequence = harness.scheduler.running[-1]
-    harness.scheduler.residents.preempt(sequence, 0)
+    harness.scheduler.running_set.preempt(sequence, 0)
     sequence.num_computed_tokens = 2
 
 

@@ -2,7 +2,7 @@
 
 from tests.core.test_sequence import make
 
-from quire.core.scheduling.plan_builder import PlanDraft
+from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.sequence import Sequence
 from quire.core.step import BlockCopy, Chunk, EditKind, StepPlan, TableEdit, TokenEdit
 
@@ -18,7 +18,7 @@ def append(row: int, block: int) -> TableEdit:
 
 
 def test_a_plan_takes_all_along_and_leaves_nothing() -> None:
-    draft = PlanDraft()
+    draft = PlanBuilder()
     draft.release(3)
     draft.admit(in_row(1))
     draft.fork(in_row(2), in_row(0), joins_step=False)
@@ -36,14 +36,14 @@ def test_a_plan_takes_all_along_and_leaves_nothing() -> None:
 
 
 def test_an_admission_has_the_tables_as_they_were_then() -> None:
-    draft, sequence = PlanDraft(), in_row(1)
+    draft, sequence = PlanBuilder(), in_row(1)
     draft.admit(sequence)
     sequence.block_tables[0].append(9)
     assert draft.take(0, 1, 1, ()).admit[0].block_tables == ((4, 5), (6, 7))
 
 
 def test_a_fork_gets_the_edits_that_its_parent_got_before_and_none_after() -> None:
-    draft, parent = PlanDraft(), in_row(0)
+    draft, parent = PlanBuilder(), in_row(0)
     draft.table_edits += [append(0, 8), append(5, 7)]
     draft.fork(in_row(2), parent, joins_step=True)
     draft.table_edits.append(append(0, 9))
@@ -57,7 +57,7 @@ def test_a_fork_gets_the_edits_that_its_parent_got_before_and_none_after() -> No
 
 
 def test_what_was_to_be_told_of_a_released_row_is_moot() -> None:
-    draft = PlanDraft()
+    draft = PlanBuilder()
     draft.table_edits += [append(0, 8), append(1, 9)]
     draft.token_edits += [TokenEdit(0, 5, (9,)), TokenEdit(1, 5, (9,))]
     draft.release(0)
@@ -67,14 +67,14 @@ def test_what_was_to_be_told_of_a_released_row_is_moot() -> None:
 
 
 def test_a_row_that_the_runner_never_knew_is_not_released() -> None:
-    draft = PlanDraft()
+    draft = PlanBuilder()
     draft.fork(in_row(2), in_row(0), joins_step=False)
     draft.release(2)
     assert draft.take(0, 1, 1, ()) == StepPlan(0, 1, 1)
 
 
 def test_a_row_whose_former_owner_it_knew_is() -> None:
-    draft = PlanDraft()
+    draft = PlanBuilder()
     draft.release(2)
     draft.fork(in_row(2), in_row(0), joins_step=False)
     draft.release(2)
@@ -82,7 +82,7 @@ def test_a_row_whose_former_owner_it_knew_is() -> None:
 
 
 def test_a_copy_of_a_copy_to_come_is_one_of_the_original() -> None:
-    draft = PlanDraft()
+    draft = PlanBuilder()
     draft.copy([BlockCopy(1, 2), BlockCopy(3, 4)])
     draft.copy([BlockCopy(2, 5)])
     draft.copy([BlockCopy(5, 6)])
@@ -90,7 +90,7 @@ def test_a_copy_of_a_copy_to_come_is_one_of_the_original() -> None:
 
 
 def test_a_target_counts_for_its_last_taker() -> None:
-    draft = PlanDraft()
+    draft = PlanBuilder()
     draft.copy([BlockCopy(1, 2)])
     draft.copy([BlockCopy(7, 2)])
     assert draft.copies == [BlockCopy(7, 2)]

@@ -4,7 +4,7 @@ import pytest
 from tests.core.test_sequence import make
 
 from quire.core.request import FinishReason
-from quire.core.scheduling.results import extend, failure
+from quire.core.scheduling.step_results import extend, failure
 from quire.core.step import TokenLogprobs
 
 ENTRY = TokenLogprobs(1, -1.0, 1, (), ())

@@ -33,8 +33,8 @@ def test_the_last_ranked_gives_way_and_keeps_all_but_its_tail() -> None:
     assert (first.state, second.row) == (RUNNING, None)
     assert (num_blocks(first), num_blocks(second)) == (4, 2), "one block was needed"
     assert second.num_computed_tokens == 8 == second.num_slots
-    assert list(harness.scheduler.waiting) == harness.scheduler.residents.preempted == [second]
-    assert harness.scheduler.residents.stats.num_preemptions == 1
+    assert list(harness.scheduler.waiting) == harness.scheduler.running_set.preempted == [second]
+    assert harness.scheduler.running_set.stats.num_preemptions == 1
     harness.run()
 
 
@@ -51,13 +51,13 @@ def test_a_preemption_takes_what_is_needed_or_all(
     victim = harness.add("a", 13, 8)
     harness.step()
     harness.step()
-    harness.scheduler.residents.preempt(victim, num_wanted * num_groups)
+    harness.scheduler.running_set.preempt(victim, num_wanted * num_groups)
     harness.check()
     assert victim.num_lost_tokens == 14
     assert num_blocks(victim) == (0 if takes_all else num_kept * num_groups)
     assert victim.num_computed_tokens == (0 if takes_all else num_computed)
     harness.run()
-    lost = harness.scheduler.residents.stats.num_recomputed_tokens
+    lost = harness.scheduler.running_set.stats.num_recomputed_tokens
     assert lost == 14 - (0 if takes_all else num_computed)
 
 
@@ -76,16 +76,16 @@ def test_first_reserves_then_kept_prefixes_then_tails_of_running_ones() -> None:
     harness = greedy_harness(
         make_memory(num_blocks=20, caching=False), policy=PriorityPolicy(), num_lookahead_blocks=2
     )
-    residents, pool = harness.scheduler.residents, harness.memory.pool
+    running_set, pool = harness.scheduler.running_set, harness.memory.pool
     a, b, c = (harness.add(f"r{index}", 4, 20, priority=index) for index in range(3))
     kept = harness.add("kept", 12, 8, priority=9)
     harness.step()
     harness.step()
-    residents.preempt(kept, 0)
+    running_set.preempt(kept, 0)
     assert [num_blocks(one) for one in (a, b, c, kept)] == [4, 4, 4, 4]  # 2 of a, b, c are reserved
     held = []
     for num_wanted in (4, 5, 7, 9, 11, 13, 15):
-        assert residents.reclaim(num_wanted, a, from_running=True)
+        assert running_set.reclaim(num_wanted, a, from_running=True)
         held.append((*(num_blocks(one) for one in (a, b, c, kept)), pool.num_free))
     assert held == [
         (4, 4, 4, 4, 4),
@@ -97,9 +97,9 @@ def test_first_reserves_then_kept_prefixes_then_tails_of_running_ones() -> None:
         (2, 2, 1, 0, 15),
     ]
     assert (b.state, c.state) == (RUNNING, PREEMPTED)
-    assert not residents.reclaim(19, a, from_running=True), "all that the others have, no more"
+    assert not running_set.reclaim(19, a, from_running=True), "all that the others have, no more"
     assert [num_blocks(one) for one in (a, b, c, kept)] == [2, 0, 0, 0]
-    assert not residents.reclaim(19, b, from_running=True), "nobody outranks the first"
+    assert not running_set.reclaim(19, b, from_running=True), "nobody outranks the first"
     assert (a.state, num_blocks(a)) == (RUNNING, 2)
     harness.run()
 
@@ -112,10 +112,10 @@ def test_what_is_reserved_says_so_to_the_runner_when_it_is_taken() -> None:
     assert [(edit.kind, len(edit.block_ids)) for edit in plan.table_edits] == [
         (EditKind.APPEND, 2)
     ] * 2
-    assert harness.scheduler.residents.reclaim(8, sequence, from_running=True)
+    assert harness.scheduler.running_set.reclaim(8, sequence, from_running=True)
     plan = harness.launch()
     assert [(edit.kind, edit.first_logical_block) for edit in plan.table_edits] == [
-        (EditKind.CUT, 2)
+        (EditKind.TRUNCATE, 2)
     ] * 2
     harness.run()
 
@@ -125,7 +125,7 @@ def test_kept_prefixes_go_from_the_last_ranked_on_tail_first() -> None:
     olds = [harness.add(f"old{index}", 12, 8, priority=5 + index) for index in range(3)]
     harness.step()
     for sequence in reversed(olds):
-        harness.scheduler.residents.preempt(sequence, 0)
+        harness.scheduler.running_set.preempt(sequence, 0)
     assert [num_blocks(one) for one in olds] == [3, 3, 3]
     first = [one.block_tables[0][0] for one in olds]
     harness.add("high", 17, 8, priority=0)
@@ -143,7 +143,7 @@ def test_nothing_is_admitted_in_a_step_in_which_someone_gave_way_to_growth() -> 
     before = 0
     while harness.scheduler.has_unfinished:
         plan = harness.step()
-        count = harness.scheduler.residents.stats.num_preemptions
+        count = harness.scheduler.running_set.stats.num_preemptions
         assert count == before or not plan.admit
         before = count
     assert before > 0
@@ -176,8 +176,8 @@ def test_tails_that_were_taken_come_back_from_the_cache_if_nobody_wrote_them() -
     harness.step()
     assert (middle.is_finished, low.state, num_blocks(low)) == (True, PREEMPTED, 9)
     harness.run()
-    assert harness.scheduler.residents.stats.num_preemptions == 1
-    assert harness.scheduler.residents.stats.num_recomputed_tokens == 0
+    assert harness.scheduler.running_set.stats.num_preemptions == 1
+    assert harness.scheduler.running_set.stats.num_recomputed_tokens == 0
 
 
 def test_recomputed_tokens_are_counted_as_far_as_they_were_lost() -> None:
@@ -185,7 +185,7 @@ def test_recomputed_tokens_are_counted_as_far_as_they_were_lost() -> None:
     harness.add("a", 8, 10)
     victim = harness.add("b", 7, 14)
     step_until(harness, victim, PREEMPTED)
-    stats = harness.scheduler.residents.stats
+    stats = harness.scheduler.running_set.stats
     # Its newest token was sampled, but never computed: that one is not lost.
     assert stats.num_preempted_tokens == victim.num_tokens - 1
     while victim.state is not RUNNING:
@@ -206,7 +206,7 @@ def test_everyone_ends_in_the_smallest_pool(
     for index in range(12):
         harness.add(f"r{index}", 1 + 5 * index % 11, 9)
     harness.run()
-    assert harness.scheduler.residents.stats.num_preemptions > 0
+    assert harness.scheduler.running_set.stats.num_preemptions > 0
 
 
 def test_taking_tails_recomputes_less_than_taking_all_does() -> None:
@@ -217,7 +217,7 @@ def test_taking_tails_recomputes_less_than_taking_all_does() -> None:
         for index in range(16):
             harness.add(f"r{index}", 30 + index % 9, 20)
         harness.run()
-        recomputed[preempts_whole] = harness.scheduler.residents.stats.num_recomputed_tokens
+        recomputed[preempts_whole] = harness.scheduler.running_set.stats.num_recomputed_tokens
     assert 0 < recomputed[False] < recomputed[True] * 0.6  # 109 of 212 tokens
 
 
@@ -267,7 +267,7 @@ def test_equal_priority_preempts_nobody() -> None:
     harness.add("b", 3, 4, priority=1)
     harness.add("c", 3, 4, priority=2)
     harness.run()
-    assert harness.scheduler.residents.stats.num_preemptions == 0
+    assert harness.scheduler.running_set.stats.num_preemptions == 0
     assert list(harness.ended) == ["a", "b", "c"]
 
 
@@ -310,7 +310,7 @@ def test_prompt_logprobs_survive_chunks_and_preemption(budget: int) -> None:
     while harness.scheduler.has_unfinished:
         harness.launch()
         outputs += harness.land()
-    assert harness.scheduler.residents.stats.num_preemptions > 0
+    assert harness.scheduler.running_set.stats.num_preemptions > 0
     firsts = {one.request_id: one for one in reversed(outputs)}
     for name, (request, _) in harness.requests.items():
         assert (
@@ -350,6 +350,6 @@ def test_nobody_is_preempted_where_that_would_not_make_room() -> None:
     for _ in range(2):
         harness.step()
     assert harness.scheduler.running == running
-    assert harness.scheduler.residents.stats.num_preemptions == 0
+    assert harness.scheduler.running_set.stats.num_preemptions == 0
     harness.run()
     assert big.is_finished

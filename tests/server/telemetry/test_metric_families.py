@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from quire.core.memory.prefix_miss import COUNTED_REASONS
+from quire.core.sequence import COUNTED_REASONS
 from quire.observability.histogram import Histogram
 from quire.server.telemetry.metric_families import (
     engine_families,

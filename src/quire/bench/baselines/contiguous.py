@@ -177,7 +177,7 @@ class ContiguousKVCacheManager(KVCacheManager):
         """0: a run is given back whole."""
         return 0
 
-    def cut(self, sequence: Sequence, num_kept: int, after_step_id: int | None = None) -> int:
+    def truncate(self, sequence: Sequence, num_kept: int, after_step_id: int | None = None) -> int:
         """Take the whole run if it is longer than num_kept blocks of each group.
 
         Returns how many blocks became free, or will when step after_step_id has ended.
@@ -190,7 +190,7 @@ class ContiguousKVCacheManager(KVCacheManager):
             self._line.give_back(run)
         else:
             self._leaving.append((after_step_id, run))
-        num_freed = super().cut(sequence, 0, after_step_id)
+        num_freed = super().truncate(sequence, 0, after_step_id)
         self._count_padding()
         return num_freed
 

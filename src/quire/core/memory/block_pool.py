@@ -1,13 +1,97 @@
-"""Physical KV blocks: who holds them, what they contain, and in which order they are reused.
+"""Physical KV blocks: reference counts, contents, pins, and deferred frees.
 
 Knows ids, counts and content keys; nothing of sequences, tokens or bytes. Used by
 `kv_cache_manager` and its parts alone. Every operation costs O(1) amortized per block.
 """
 
+import heapq
+from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.core.memory.eviction import ContentKey, HitDensityOrder, OrderFactory
-from quire.core.memory.pinning import Pins
+from quire.core.step import BlockCopy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pin:
+    """priority: the smaller is given up first. until_s: when it ends, or None for never."""
+
+    priority: int
+    until_s: float | None
+
+
+class Pins:
+    """Pinned blocks, whose content is kept while any unpinned block is left, by priority.
+
+    Knows ids, priorities and times as numbers; reads no clock.
+
+    Invariant: a block in `_free[priority]` has a pin of that priority, and no entry of `_free` is
+    empty. Everything is O(1), save a heap of the pins that end (O(log pins) each) and the sorting
+    of the priorities in use, done only when nothing but pinned blocks is free.
+    """
+
+    def __init__(self) -> None:
+        self.num_free = 0
+        self.by_block: dict[int, Pin] = {}
+        self._free: dict[int, dict[int, None]] = {}
+        self._ends: list[tuple[float, int, int, Pin]] = []  # (until_s, number, block, pin)
+        self._num_pinned = 0  # since the start: makes the heap's entries comparable
+
+    def pin(self, block: int, priority: int, until_s: float | None) -> None:
+        """Pin a block that is not pinned; if it is free, `add` it as well."""
+        assert block not in self.by_block
+        self.by_block[block] = pin = Pin(priority, until_s)
+        if until_s is not None:
+            self._num_pinned += 1
+            heapq.heappush(self._ends, (until_s, self._num_pinned, block, pin))
+            if len(self._ends) > 2 * len(self.by_block) + 16:  # mostly stale
+                self._ends = [entry for entry in self._ends if self._holds(entry)]
+                heapq.heapify(self._ends)
+
+    def unpin(self, block: int) -> None:
+        """End the pin of a block; if it is free, `remove` it before."""
+        del self.by_block[block]
+
+    def add(self, block: int) -> None:
+        """A pinned block was freed."""
+        self._free.setdefault(self.by_block[block].priority, {})[block] = None
+        self.num_free += 1
+
+    def remove(self, block: int) -> None:
+        """A free pinned block is free no more, or about to be unpinned."""
+        priority = self.by_block[block].priority
+        del self._free[priority][block]
+        if not self._free[priority]:
+            del self._free[priority]
+        self.num_free -= 1
+
+    def ended(self, now_s: float) -> list[int]:
+        """The pinned blocks whose time is over, each named once: the caller unpins them."""
+        blocks: list[int] = []
+        while self._ends and self._ends[0][0] <= now_s:
+            entry = heapq.heappop(self._ends)
+            if self._holds(entry):
+                blocks.append(entry[2])
+        return blocks
+
+    def take(self, count: int) -> list[int]:
+        """Unpin `count` free ones, lowest priority first, then as they were freed."""
+        blocks = self.block_ids()[:count]
+        for block in blocks:
+            self.remove(block)
+            self.unpin(block)
+        return blocks
+
+    def block_ids(self) -> list[int]:
+        """All free ones in the order in which they would be taken."""
+        return [block for priority in sorted(self._free) for block in self._free[priority]]
+
+    def _holds(self, entry: tuple[float, int, int, Pin]) -> bool:
+        _, _, block, pin = entry
+        return self.by_block.get(block) is pin
+
 
 __all__ = ["BlockPool", "ContentKey"]
 
@@ -219,3 +303,67 @@ class BlockPool:
     def _end_pins(self) -> None:
         for block in self._pins.ended(self.now_s):
             self.unpin(block)
+
+
+class _Hold(NamedTuple):
+    """References of one step; targets: what the blocks are copied to, if they wait for that."""
+
+    step_id: int
+    blocks: list[int]
+    targets: list[int]
+
+
+class DeferredFrees:
+    """References that outlive their table, until the step ends that may still read or copy the
+    block; each entry is one reference in the pool.
+
+    Invariant: num_blocks is the number of entries; `num_copied_from[block]` of them only wait for
+    the block to be copied.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.num_blocks = 0
+        self.num_copied_from: Counter[int] = Counter()
+        self._pool = pool
+        self._held: deque[_Hold] = deque()
+
+    def hold(self, step_id: int, blocks: list[int]) -> None:
+        """Take over one reference to each block until step_id has ended."""
+        self._held.append(_Hold(step_id, blocks, []))
+        self.num_blocks += len(blocks)
+
+    def hold_copied(self, step_id: int, copies: list[BlockCopy]) -> None:
+        """Take over one reference to each source until step_id, which copies them, has ended."""
+        sources = [copy.source for copy in copies]
+        self._held.append(_Hold(step_id, sources, [copy.target for copy in copies]))
+        self.num_blocks += len(sources)
+        self.num_copied_from.update(sources)
+
+    def is_incomplete(self, block: int) -> bool:
+        """Whether the block waits for a copy to be made into it."""
+        return any(block in hold.targets for hold in self._held)
+
+    def end_step(self, step_id: int) -> None:
+        """Release what steps up to step_id held."""
+        if not self._held:
+            return
+        still: deque[_Hold] = deque()
+        for hold in self._held:
+            if hold.step_id > step_id:
+                still.append(hold)
+                continue
+            self.num_blocks -= len(hold.blocks)
+            for block in hold.blocks:
+                self._pool.release(block)
+                if hold.targets:
+                    self._copied(block)
+        self._held = still
+
+    def blocks(self) -> list[int]:
+        """One entry for each reference; for checks and the ledger."""
+        return [block for hold in self._held for block in hold.blocks]
+
+    def _copied(self, block: int) -> None:
+        self.num_copied_from[block] -= 1
+        if not self.num_copied_from[block]:
+            del self.num_copied_from[block]

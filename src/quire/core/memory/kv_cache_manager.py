@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.core.kv_groups import KVGroup
-from quire.core.memory.block_pool import BlockPool
-from quire.core.memory.deferred_free import StepHolds
+from quire.core.memory.block_pool import BlockPool, DeferredFrees
 from quire.core.memory.eviction import DEFAULT_ORDER, find_order
-from quire.core.memory.prefix_cache import Eviction, PrefixCache
+from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.prefix_index import PrefixIndex, PrefixMatch
-from quire.core.sequence import Sequence
+from quire.core.sequence import Eviction, Sequence
 from quire.core.step import BlockCopy, EditKind, TableEdit
 from quire.errors import RequestNeverFitsError
 
@@ -70,7 +69,7 @@ class KVCacheManager:
         self.prefixes = PrefixIndex(
             self.cache, self.pool, self.num_groups, config.enable_prefix_caching
         )
-        self.holds = StepHolds(self.pool)
+        self.deferred = DeferredFrees(self.pool)
         self.num_blocks_to_grow = self.num_groups
         self.padding: dict[Sequence, int] = {}
         self.num_padding_blocks = 0
@@ -80,7 +79,7 @@ class KVCacheManager:
     @property
     def num_free_soon(self) -> int:
         """Blocks that are free, or may be when the steps in flight have ended."""
-        return self.pool.num_free + self.holds.num_blocks
+        return self.pool.num_free + self.deferred.num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         """Pages that num_tokens tokens of one sequence occupy, over all groups."""
@@ -162,7 +161,7 @@ class KVCacheManager:
         if match.partial:
             targets = (table[num_full] for table in sequence.block_tables)
             partial = [BlockCopy(*pair) for pair in zip(match.partial, targets, strict=True)]
-            self.holds.hold_copied(step_id, partial)
+            self.deferred.hold_copied(step_id, partial)
             copies += partial
         return copies
 
@@ -205,7 +204,7 @@ class KVCacheManager:
         if not sequence.shares_tail:
             return False
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
-        ref_count, num_copied_from = self.pool.ref_count, self.holds.num_copied_from
+        ref_count, num_copied_from = self.pool.ref_count, self.deferred.num_copied_from
         sequence.shares_tail = bool(offset) and any(
             ref_count[table[index]] - num_copied_from[table[index]] > 1
             for table in sequence.block_tables
@@ -229,7 +228,7 @@ class KVCacheManager:
             source, table[index] = table[index], target
             copies.append(BlockCopy(source, target))
             edits.append(TableEdit(row, group, EditKind.REPLACE, index, (target,)))
-        self.holds.hold_copied(step_id, copies)
+        self.deferred.hold_copied(step_id, copies)
         sequence.shares_tail = False
         return edits, copies
 
@@ -281,14 +280,14 @@ class KVCacheManager:
         self, sequence: Sequence, num_kept: int, num_wanted: int, after_step_id: int | None = None
     ) -> int:
         """Take from a preempted sequence the blocks from num_kept on, which it does not need, and
-        from its end as many more as num_wanted free blocks take; returns as `cut`."""
-        num_freed = self.cut(sequence, num_kept, after_step_id)
+        from its end as many more as num_wanted free blocks take; returns as `truncate`."""
+        num_freed = self.truncate(sequence, num_kept, after_step_id)
         if num_freed < num_wanted:
             num_kept = self.num_kept_blocks(sequence, num_wanted - num_freed)
-            num_freed += self.cut(sequence, num_kept, after_step_id)
+            num_freed += self.truncate(sequence, num_kept, after_step_id)
         return num_freed
 
-    def cut(self, sequence: Sequence, num_kept: int, after_step_id: int | None = None) -> int:
+    def truncate(self, sequence: Sequence, num_kept: int, after_step_id: int | None = None) -> int:
         """Take the blocks from num_kept on, of each group; returns how many became free, or will
         when step after_step_id has ended.
 
@@ -312,7 +311,7 @@ class KVCacheManager:
         if after_step_id is None:
             self.pool.release_all(blocks)
         else:
-            self.holds.hold(after_step_id, blocks)
+            self.deferred.hold(after_step_id, blocks)
         return num_freed
 
     def free(self, sequence: Sequence, after_step_id: int | None = None) -> None:
@@ -323,9 +322,9 @@ class KVCacheManager:
         """
         index = sequence.num_written_tokens // self.block_size
         last = [table[index] for table in sequence.block_tables if index < len(table)]
-        if not any(map(self.holds.is_incomplete, last)):
+        if not any(map(self.deferred.is_incomplete, last)):
             self.prefixes.publish_tail(sequence)
-        self.cut(sequence, 0, after_step_id)
+        self.truncate(sequence, 0, after_step_id)
         sequence.block_tables = ()
 
     def publish(self, sequence: Sequence, num_written_tokens: int) -> None:
@@ -334,7 +333,7 @@ class KVCacheManager:
 
     def end_step(self, step_id: int) -> None:
         """Release what steps up to step_id held."""
-        self.holds.end_step(step_id)
+        self.deferred.end_step(step_id)
 
 
 KVManagerFactory = Callable[[KVCacheConfig, int], KVCacheManager]

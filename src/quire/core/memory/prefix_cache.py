@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+from quire.core.sequence import Eviction
+
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
 FIRST_LOOKUPS = 16
@@ -25,13 +27,6 @@ FIRST_LOOKUPS = 16
 # The domain whose prefixes everybody may read. No request's own domain is called so: the server
 # derives domains from key names and salts, with a prefix of its own.
 PUBLIC_DOMAIN = "*"
-
-
-class Eviction(NamedTuple):
-    """When a content was forgotten, and the request for which its block was taken."""
-
-    at_s: float
-    by_request_id: str
 
 
 class Neighbour(NamedTuple):

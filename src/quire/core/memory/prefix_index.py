@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.prefix_cache import PrefixCache, sortable
-from quire.core.memory.prefix_miss import MissReason, PrefixMiss, explain_miss
-from quire.core.sequence import Sequence
+from quire.core.sequence import MissReason, PrefixMiss, Sequence
+
+# Of a difference, so many tokens are kept before it and after it.
+TOKENS_AROUND = 8
 
 
 class PrefixMatch(NamedTuple):
@@ -280,3 +282,43 @@ class PrefixIndex:
             sequence.chain_tokens += self.cache.extend_chain(
                 sequence.chain, sequence.chain_root, sequence.token_ids
             )
+
+
+def explain_miss(
+    cache: PrefixCache,
+    token_ids: Ids[int],
+    chain: Ids[bytes],
+    root: bytes,
+    num_found_tokens: int,
+) -> PrefixMiss:
+    """Why no more than num_found_tokens of token_ids were found. Changes nothing.
+
+    chain: the hashes of all full blocks of token_ids.
+    """
+    num_missing = len(token_ids) - 1 - num_found_tokens
+    if num_missing <= 0:
+        return PrefixMiss(MissReason.NONE, num_found_tokens)
+    size = cache.block_size
+    index = num_found_tokens // size
+    if index < len(chain):
+        eviction = cache.eviction_of(chain[index])
+        if eviction is not None:
+            return PrefixMiss(MissReason.EVICTED, num_found_tokens, eviction=eviction)
+    parent = chain[index - 1] if index else root
+    tail = token_ids[index * size : (index + 1) * size]
+    seen = cache.neighbour(parent, tail)
+    if seen is not None and seen.num_common_tokens < min(len(seen.token_ids), len(tail)):
+        start = max(0, num_found_tokens - TOKENS_AROUND)
+        before = tuple(token_ids[start:num_found_tokens])
+        first = num_found_tokens - index * size
+        return PrefixMiss(
+            MissReason.DIFFERS,
+            num_found_tokens,
+            tuple(token_ids[start : num_found_tokens + TOKENS_AROUND + 1]),
+            before + seen.token_ids[first : first + TOKENS_AROUND + 1],
+        )
+    if num_missing < size:
+        return PrefixMiss(MissReason.BELOW_BLOCK, num_found_tokens)
+    if index == 0 and cache.is_first_of_others(tail):
+        return PrefixMiss(MissReason.OTHER_DOMAIN, num_found_tokens)
+    return PrefixMiss(MissReason.NEVER_SEEN, num_found_tokens)

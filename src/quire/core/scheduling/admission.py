@@ -1,25 +1,229 @@
-"""Who waits comes in: in the order of the policy, as far as rows, blocks and budget last.
+"""Admits waiting sequences: in the policy's order, while rows, blocks and budget last.
 
-The scheduler calls it once a step, before and after the running sequences were planned.
+CapacityCheck says whether one fits, now and as all are predicted to grow. The scheduler calls
+Admission once a step, before and after the running sequences were planned.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from enum import Enum
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.memory.prefix_index import PrefixMatch
+from quire.core.request import FinishReason
 from quire.core.scheduling.beams.scheduling import BeamScheduling
-from quire.core.scheduling.capacity import RoomFinder, Verdict
+from quire.core.scheduling.output_length import OutputLengthPredictor, predicted_peak_blocks
 from quire.core.scheduling.pacing import StepBudget
-from quire.core.scheduling.plan_builder import PlanDraft
+from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.scheduling.policy import Policy
-from quire.core.scheduling.running_set import Residents, rank_of
+from quire.core.scheduling.running_set import RunningSet, rank_of
 from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
 
-# A waiting sequence that finds no room lets this many others pass, and then nobody any more.
+LOOK_AGAIN_STEPS = 16
+# From one start to the next, however much the first is predicted to use.
+LONGEST_PAUSE_STEPS = 32
+
+
+class Verdict(Enum):
+    """Why a waiting sequence can't be admitted now."""
+
+    NO_CAPACITY = "no_capacity"  # rows or blocks are missing
+    FOLLOWS = "follows"  # another computes what it needs just now; it would only do so twice
+
+
+@dataclass(slots=True)
+class _FailedCheck:
+    """What a waiting sequence lacked when it was last checked.
+
+    num_missing_blocks: that it needs to start. look_again_at: the step from which on its cached
+        prefix is looked up anew. num_freed_at_forecast: how many blocks the pool had ever freed
+        when it fitted then, but was predicted not to later.
+    """
+
+    num_missing_blocks: int = 0
+    look_again_at: int = 0
+    num_freed_at_forecast: int = -1
+
+
+class CapacityCheck:
+    """Whether rows and blocks are there for a waiting sequence, now and as all grow.
+
+    Invariant: `_failed` has only sequences that have not ended.
+
+    is_crowded: set once a check failed for want of blocks, until no sequence waits; new starts are
+        then spaced out. Sequences that start together grow together and end together, so that
+        memory is full for a moment, half empty on average, and the next start together again. A
+        sequence that is predicted to use as many block-steps as the pool gives in k steps is
+        followed k steps later: so many run that the pool is full on average.
+    """
+
+    def __init__(
+        self, memory: KVCacheManager, running_set: RunningSet, *, can_outrank: bool
+    ) -> None:
+        """can_outrank: new sequences may take from running ones; see `Policy`."""
+        self.lengths = OutputLengthPredictor()
+        self.is_crowded = False
+        self._started_at, self._pause = 0.0, 0.0
+        self._memory = memory
+        self._running_set = running_set
+        self._can_outrank = can_outrank
+        self._failed: dict[Sequence, _FailedCheck] = {}
+        # What the running ones hold and will need, of one step and so many of them.
+        self._step_id = 0
+        self._forecast_of = (-1, -1)
+        self._growths: list[tuple[int, int, int]] = []
+
+    def check(self, sequence: Sequence, step_id: int) -> PrefixMatch | Verdict:
+        """What it could start from if a row and enough blocks are free, now and as predicted.
+
+        Leaves each running sequence that outranks it room to grow once, or it is soon preempted.
+        If it found too little last time, its cached prefix is looked up anew only now and then.
+        """
+        running_set, memory = self._running_set, self._memory
+        self._step_id = step_id
+        if not running_set.free_rows:
+            return Verdict.NO_CAPACITY
+        num_outranking, is_idle = 0, running_set.is_idle
+        if not is_idle:
+            num_outranking = bisect_left(running_set.running, sequence.rank, key=rank_of)
+        # One that may take from others what it lacks later has no need of a forecast.
+        may_take = self._can_outrank or sequence.state is SequenceState.PREEMPTED
+        is_sure = is_idle or (may_take and num_outranking < len(running_set.running))
+        if self._must_pause(sequence, step_id) and not is_sure:
+            return Verdict.NO_CAPACITY
+        num_usable = memory.pool.num_free - num_outranking * memory.num_blocks_to_grow
+        # Where nobody computes, nothing will be given back for which it could wait.
+        failed = self._failed.get(sequence)
+        if (
+            failed is not None
+            and not is_idle
+            and step_id < failed.look_again_at
+            and (
+                num_usable < failed.num_missing_blocks
+                or failed.num_freed_at_forecast == memory.pool.num_freed
+            )
+        ):
+            return Verdict.NO_CAPACITY
+        match = memory.match(sequence)
+        if self.follows(sequence, match):
+            return Verdict.FOLLOWS
+        needed = memory.num_blocks_to_admit(sequence, match)
+        if needed <= num_usable and (is_sure or self.fits_later(sequence, needed)):
+            self._note_start(sequence, needed, step_id)
+            return match
+        if failed is None:
+            failed = self._failed[sequence] = _FailedCheck()
+        if needed <= num_usable:
+            # As long as all grow as predicted, nothing changes before something is given back.
+            failed.num_freed_at_forecast = memory.pool.num_freed
+        self.is_crowded = True
+        failed.num_missing_blocks, failed.look_again_at = needed, step_id + LOOK_AGAIN_STEPS
+        return Verdict.NO_CAPACITY
+
+    def look_again(self, sequence: Sequence) -> None:
+        """Blocks were taken for it: its next check looks up its cached prefix anew."""
+        if sequence in self._failed:
+            self._failed[sequence].look_again_at = 0
+
+    def follows(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """Whether a sequence of better rank computes the tokens that this would compute next."""
+        parent, common = sequence.parent, sequence.num_common_tokens
+        # Also for the last of them: in the step that computes it, a fork joins and shares all.
+        if parent is not None and min(match.num_tokens + 1, parent.num_computed_tokens) < common:
+            return not parent.is_finished and parent.rank < sequence.rank
+        leader = match.leader
+        return (
+            leader is not None
+            and leader.state is SequenceState.RUNNING
+            and leader.rank < sequence.rank
+        )
+
+    def fits_later(self, sequence: Sequence, num_new_blocks: int) -> bool:
+        """Whether all that run, and this one with so many blocks more, will fit as they grow.
+
+        What several hold is counted for each of them by the prediction, and taken off again here.
+        """
+        memory, running = self._memory, self._running_set.running
+        if not memory.num_blocks_to_grow or self._fit_all(sequence):
+            return True
+        if self._forecast_of != (self._step_id, len(running)):
+            self._forecast_of = self._step_id, len(running)
+            self._growths = self._growths_of(running)
+        num_shared = sum([entry[0] for entry in self._growths]) - memory.pool.num_held
+        size = memory.block_size
+        num_slots = -(-len(sequence.token_ids) // size) * size
+        entry = (num_new_blocks, num_slots - len(sequence.token_ids), self._remaining(sequence))
+        peak = predicted_peak_blocks([*self._growths, entry], size, memory.num_groups)
+        return peak - max(0, num_shared) <= memory.pool.num_blocks
+
+    def _fit_all(self, sequence: Sequence) -> bool:
+        """Whether there are blocks enough even if all grow to their limits. No forecast says
+        more, and each takes much longer to make."""
+        memory = self._memory
+        size = memory.block_size
+        num_blocks = sum([-(-one.max_num_tokens // size) for one in self._running_set.running])
+        num_blocks += -(-sequence.max_num_tokens // size)
+        return num_blocks * memory.num_groups <= memory.pool.num_blocks
+
+    def observe_end(self, sequence: Sequence) -> None:
+        """Learn from a sequence that has ended, and forget it."""
+        self._failed.pop(sequence, None)
+        ended = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if ended and not sequence.is_beam:
+            self.lengths.observe(sequence.num_output_tokens)
+
+    def _must_pause(self, sequence: Sequence, step_id: int) -> bool:
+        """Whether it would start too soon after the last one, while it is crowded."""
+        is_paced = self.is_crowded and sequence.num_admissions == 0
+        if not is_paced or step_id >= self._started_at + self._pause:
+            return False
+        num_blocks = self._memory.blocks_for(len(sequence.token_ids))
+        return step_id < self._started_at + self._pause_of(sequence, num_blocks)
+
+    def _note_start(self, sequence: Sequence, num_new_blocks: int, step_id: int) -> None:
+        if sequence.num_admissions:
+            return
+        pause = self._pause_of(sequence, num_new_blocks)
+        # What is left of the step before is not lost: several may start in one.
+        self._started_at = max(self._started_at + self._pause, step_id - 1)
+        self._pause = pause
+
+    def _pause_of(self, sequence: Sequence, num_new_blocks: int) -> float:
+        """The steps in which the pool gives the block-steps that it is predicted to use."""
+        memory = self._memory
+        if not memory.num_blocks_to_grow:
+            return 0.0
+        num_steps = self._remaining(sequence)
+        num_grown_blocks = num_steps / memory.block_size * memory.num_groups
+        num_block_steps = num_steps * (num_new_blocks + num_grown_blocks / 2)
+        return min(num_block_steps / memory.pool.num_blocks, LONGEST_PAUSE_STEPS)
+
+    def _growths_of(self, running: list[Sequence]) -> list[tuple[int, int, int]]:
+        """See `predicted_peak_blocks`; of each in one go, since many may run."""
+        size, num_groups = self._memory.block_size, self._memory.num_groups
+        counts: list[int] = []
+        outputs: list[tuple[int, int]] = []
+        for one in running:
+            num_tokens = len(one.token_ids) + one.num_pending_tokens
+            counts.append(num_tokens)
+            num_prompt = one.num_prompt_tokens
+            outputs.append((num_tokens - num_prompt, one.max_num_tokens - num_prompt))
+        remaining = self.lengths.all_expected_remaining(outputs)
+        return [
+            (num_groups * (one.num_slots // size), max(0, one.num_slots - count), to_come)
+            for one, count, to_come in zip(running, counts, remaining, strict=True)
+        ]
+
+    def _remaining(self, sequence: Sequence) -> int:
+        num_prompt = sequence.num_prompt_tokens
+        limit = sequence.max_num_tokens - num_prompt
+        return self.lengths.expected_remaining(sequence.num_tokens - num_prompt, limit)
+
+
+# A waiting sequence that does not fit is overtaken by at most so many others.
 MAX_OVERTAKEN = 32
-# So many that find no room are passed over in one step.
+# So many that do not fit are passed over in one step.
 MAX_PASSED_OVER = 4
 
 
@@ -32,57 +236,57 @@ class AdmissionStats:
 
 
 class Admission:
-    """Moves sequences from `waiting` to `residents`.
+    """Moves sequences from the waiting queue to the running set.
 
-    Nothing is admitted in a step that preempted (the scheduler sees to that), nobody overtakes a
-    preempted sequence, and a new one may be overtaken MAX_OVERTAKEN times.
+    Nothing is admitted in a step that preempted (the scheduler sees to that), a preempted sequence
+    is never overtaken, and a new one at most MAX_OVERTAKEN times.
     """
 
     def __init__(
         self,
         policy: Policy,
         waiting: WaitingQueue,
-        residents: Residents,
+        running_set: RunningSet,
         memory: KVCacheManager,
         beams: BeamScheduling,
-        draft: PlanDraft,
+        builder: PlanBuilder,
     ) -> None:
-        self.room = RoomFinder(memory, residents, can_outrank=policy.can_outrank)
+        self.capacity = CapacityCheck(memory, running_set, can_outrank=policy.can_outrank)
         self.stats = AdmissionStats()
         self._policy = policy
         self._waiting = waiting
-        self._residents = residents
+        self._running_set = running_set
         self._memory = memory
         self._beams = beams
-        self._draft = draft
+        self._builder = builder
 
     def make_room_for_first(self) -> None:
         """If the first waiting sequence outranks others, take from them what it needs.
 
-        A new one takes from running ones only if the policy lets it, or if nobody runs.
+        A new one takes from running ones only if the policy lets it, or if none runs.
         """
         head = next((one for one in self._waiting.candidates() if not self._is_early(one)), None)
         if head is None:
             return
-        residents, memory = self._residents, self._memory
-        is_idle = residents.is_idle
+        running_set, memory = self._running_set, self._memory
+        is_idle = running_set.is_idle
         may_take = self._policy.can_outrank or head.state is SequenceState.PREEMPTED
-        outranked = bool(residents.running) and head.rank < residents.running[-1].rank
+        outranked = bool(running_set.running) and head.rank < running_set.running[-1].rank
         if not is_idle and not (may_take and outranked):
             return
         match = memory.match(head)
-        if self.room.follows(head, match):
+        if self.capacity.follows(head, match):
             return
         num_spare = 0
         if not is_idle:
-            num_outranking = bisect_left(residents.running, head.rank, key=rank_of)
+            num_outranking = bisect_left(running_set.running, head.rank, key=rank_of)
             num_spare = num_outranking * memory.num_blocks_to_grow
             needed = memory.num_blocks_to_admit(head, match) + num_spare
             if not self._could_take(needed, head.rank):
                 return
         self.clear_way(head, num_spare, from_all=is_idle)
-        if not residents.free_rows:
-            residents.preempt(residents.running[-1], 0)
+        if not running_set.free_rows:
+            running_set.preempt(running_set.running[-1], 0)
 
     def clear_way(self, sequence: Sequence, num_spare: int = 0, *, from_all: bool = False) -> None:
         """Take from others what a waiting sequence needs, and num_spare blocks for others yet.
@@ -90,21 +294,21 @@ class Admission:
         What is taken may be what it would have shared: so look again until there is enough.
         """
         memory = self._memory
-        sequence.look_again_at = 0  # what it lacked is there now
+        self.capacity.look_again(sequence)
         num_free_before = -1
         while num_free_before < memory.num_free_soon:
             num_free_before = memory.num_free_soon
             needed = memory.num_blocks_to_admit(sequence, memory.match(sequence)) + num_spare
             if needed <= num_free_before:
                 return
-            self._residents.reclaim(needed, sequence, from_running=True, from_all=from_all)
+            self._running_set.reclaim(needed, sequence, from_running=True, from_all=from_all)
 
     def _could_take(self, num_wanted: int, rank: tuple[float, ...]) -> bool:
         """Whether so many blocks would be free if all who are outranked gave up all they have."""
-        residents = self._residents
+        running_set = self._running_set
         outranked = [
-            *residents.running[bisect_left(residents.running, rank, key=rank_of) :],
-            *residents.preempted[bisect_left(residents.preempted, rank, key=rank_of) :],
+            *running_set.running[bisect_left(running_set.running, rank, key=rank_of) :],
+            *running_set.preempted[bisect_left(running_set.preempted, rank, key=rank_of) :],
         ]
         num_theirs = sum(len(table) for one in outranked for table in one.block_tables)
         return num_wanted <= self._memory.num_free_soon + num_theirs
@@ -114,15 +318,15 @@ class Admission:
     ) -> None:
         """Admit in the order of the policy while rows, blocks and budget last.
 
-        Who finds no room is passed over, within bounds; nobody overtakes a preempted one.
+        Those that do not fit are passed over, within bounds; a preempted one never is.
         """
         passed_over: list[Sequence] = []
         for sequence in self._waiting.candidates():
-            if budget.is_spent or not self._residents.free_rows:
+            if budget.is_spent or not self._running_set.free_rows:
                 break
             if self._is_early(sequence):
                 continue
-            found = self.room.find(sequence, step_id)
+            found = self.capacity.check(sequence, step_id)
             if isinstance(found, PrefixMatch):
                 self.admit(sequence, found, step_id, now_s)
                 chunks[sequence] = self.serve(sequence, budget)
@@ -130,7 +334,7 @@ class Admission:
                     one.num_overtaken += 1
                 if any(one.num_overtaken >= MAX_OVERTAKEN for one in passed_over):
                     break
-            elif found is Verdict.NO_ROOM:
+            elif found is Verdict.NO_CAPACITY:
                 passed_over.append(sequence)
                 if (
                     sequence.state is SequenceState.PREEMPTED
@@ -139,7 +343,7 @@ class Admission:
                 ):
                     break
         if not len(self._waiting):
-            self.room.is_crowded = False
+            self.capacity.is_crowded = False
 
     def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int, now_s: float) -> None:
         """Waiting -> RUNNING: a row and tables for all tokens known so far."""
@@ -149,12 +353,12 @@ class Admission:
         if parent is not None and not parent.needs_prompt_logprobs:
             sequence.prompt_logprobs = list(parent.prompt_logprobs)
         is_first = sequence.num_admissions == 0
-        self._draft.copy(self._memory.admit(sequence, match, step_id))
+        self._builder.copy(self._memory.admit(sequence, match, step_id))
         if is_first:
             self.count_first(sequence, now_s)
         self.stats.num_admissions += 1
-        self._residents.enter(sequence)
-        self._draft.admit(sequence)
+        self._running_set.enter(sequence)
+        self._builder.admit(sequence)
 
     def count_first(self, sequence: Sequence, now_s: float) -> None:
         """Its first admission: how long it waited, and the rank that it keeps from now on."""
@@ -165,7 +369,7 @@ class Admission:
             sequence.rank = (*rank, sequence.order)
 
     def _is_early(self, sequence: Sequence) -> bool:
-        """Whether it can't go on yet, whatever room there is."""
+        """Whether it can't go on yet, however many blocks are free."""
         return sequence.num_pending_tokens > 0 or self._beams.has_reported(sequence)
 
     def serve(self, sequence: Sequence, budget: StepBudget) -> int:

@@ -1,7 +1,8 @@
-"""Whose fault a failed step was: each who was in it is tried alone until it shows.
+"""Finds the sequence that makes steps fail, by running each suspect alone.
 
-A step that fails as a whole does not say which of its sequences made it fail. Knows sequences, not
-how they are run; used by `scheduler` alone.
+A step that fails as a whole does not say which of its sequences made it fail. This isolates the
+fault among the sequences of one engine; `engine_client.recovery` does the same among the requests
+that end a whole engine process. Knows sequences, not how they are run; used by `scheduler` alone.
 """
 
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 from quire.core.sequence import Sequence
 
 
-class Suspects:
+class FaultIsolation:
     """Sequences that were in a failed step and did not sample since, sorted by rank.
 
     While there are any, the scheduler runs the first of them alone, until it samples or its step
@@ -19,21 +20,21 @@ class Suspects:
     def __init__(self) -> None:
         self._untried: list[Sequence] = []
 
-    def first(self) -> Sequence | None:
-        """The one to run next; None if nobody is suspected."""
+    def next_suspect(self) -> Sequence | None:
+        """The sequence to run alone next; None if there is no suspect."""
         while self._untried and self._untried[0].is_finished:
             del self._untried[0]
         return self._untried[0] if self._untried else None
 
     def clear(self, sampled: Iterable[Sequence]) -> None:
-        """Those who sampled since did not do it."""
+        """Sequences that sampled since are no suspects any more."""
         cleared = set(sampled)
         self._untried = [one for one in self._untried if one not in cleared]
 
     def blame(self, in_flight: set[Sequence]) -> Sequence | None:
-        """The one to end after a step failed: a suspect that was in it alone.
+        """The sequence to end after a step failed: a suspect that was in it alone.
 
-        Otherwise, all who were in the steps in flight become suspects.
+        Otherwise, all sequences of the steps in flight become suspects.
         """
         live = [one for one in in_flight if not one.is_finished]
         if len(in_flight) == 1 and live and live[0] in self._untried:

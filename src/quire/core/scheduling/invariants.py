@@ -15,8 +15,8 @@ from quire.core.step import HOLE_BLOCK
 def check_memory(memory: KVCacheManager, live: list[Sequence]) -> None:
     """Raise AssertionError unless pool, cache and the tables of `live` sequences agree."""
     pool = memory.pool
-    holders = Counter(memory.holds.blocks())
-    assert memory.holds.num_blocks == holders.total()
+    holders = Counter(memory.deferred.blocks())
+    assert memory.deferred.num_blocks == holders.total()
     for sequence in live:
         for table in sequence.block_tables:
             holders.update(block for block in table if block != HOLE_BLOCK)
@@ -54,16 +54,16 @@ def check_sequence(sequence: Sequence, block_size: int) -> None:
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Raise AssertionError unless all laws hold between two calls of the scheduler."""
-    residents, waiting = scheduler.residents, list(scheduler.waiting)
-    live = [*residents.running, *waiting]
+    running_set, waiting = scheduler.running_set, list(scheduler.waiting)
+    live = [*running_set.running, *waiting]
     assert len(live) == len({id(sequence) for sequence in live})
-    assert all(one.state is SequenceState.RUNNING for one in residents.running)
+    assert all(one.state is SequenceState.RUNNING for one in running_set.running)
     preempted = [one for one in waiting if one.state is SequenceState.PREEMPTED]
     assert all(one.state is SequenceState.WAITING for one in waiting if one not in preempted)
-    assert set(preempted) == set(residents.preempted)
-    for ordered in (residents.running, residents.preempted):
+    assert set(preempted) == set(running_set.preempted)
+    for ordered in (running_set.running, running_set.preempted):
         assert ordered == sorted(ordered, key=lambda sequence: sequence.rank)
-    rows = [*(one.row for one in residents.running), *residents.free_rows]
+    rows = [*(one.row for one in running_set.running), *running_set.free_rows]
     assert sorted(row for row in rows if row is not None) == list(
         range(scheduler.config.max_num_seqs)
     )

@@ -2,7 +2,7 @@
 
 Admission weighs this, so that what is admitted seldom has to give blocks back. Both parts follow
 the Past-Future scheduler (Gong et al., Past-Future Scheduler for LLM Serving under SLA Guarantees,
-ASPLOS 2025): the lengths of outputs that ended foretell those that run, and memory peaks at the
+ASPLOS 2025): the lengths of outputs that ended predict those that run, and memory peaks at the
 moment when one of them ends. Knows no sequence and no pool.
 """
 

@@ -1,4 +1,4 @@
-"""What the next plan will say, gathered while it is made and between two plans.
+"""Collects changes of rows and tables until the next step plan takes them along.
 
 The scheduler and its parts write here whatever they change in rows and tables; a plan that is sent
 takes all of it along, so the runner's tables and ours never differ.
@@ -16,7 +16,7 @@ from quire.core.step import (
 )
 
 
-class PlanDraft:
+class PlanBuilder:
     """Changes of rows that the runner does not know of yet.
 
     Invariant: no entry but `released` concerns a row whose last owner, as the runner knows it, has
@@ -63,6 +63,14 @@ class PlanDraft:
             edit._replace(row=child.row) for edit in self.table_edits if edit.row == parent.row
         ]
 
+    def edit_tables(self, edits: list[TableEdit]) -> None:
+        """What changed in the tables of rows."""
+        self.table_edits += edits
+
+    def edit_token(self, row: int, position: int, token_id: int) -> None:
+        """The token of a row at `position`, its last, is another than the runner took."""
+        self.token_edits.append(TokenEdit(row, position, (token_id,)))
+
     def copy(self, copies: list[BlockCopy]) -> None:
         """Blocks to copy before the coming step computes.
 
@@ -77,9 +85,9 @@ class PlanDraft:
         ]
 
     def release(self, row: int) -> None:
-        """The owner of a row leaves it; what was to be told of the row is moot.
+        """The owner of a row leaves it; drops the row's unsent edits.
 
-        If the runner does not know the owner yet, the row is as free there as it was.
+        A row whose owner the runner was never told of is free there already.
         """
         is_known = all(fork.row != row for fork in self.forks)
         if is_known:
@@ -91,7 +99,7 @@ class PlanDraft:
     def take(
         self, step_id: int, num_rows: int, num_tokens: int, chunks: tuple[Chunk, ...]
     ) -> StepPlan:
-        """The plan; the draft is empty then."""
+        """The plan, with all that was collected; nothing is left."""
         plan = StepPlan(
             step_id=step_id,
             num_rows=num_rows,

@@ -1,12 +1,12 @@
-"""Who has a row, who keeps blocks without one, and how blocks are taken back from them.
+"""Running and preempted sequences: rows, slots to append to, preemption.
 
-Used by the scheduler alone, which decides for whom.
+Used by the scheduler and admission, which decide which sequence gets what.
 
-Progress: the ranks of sequences that ever ran are a total order that never changes. Whoever needs
-blocks takes them from those that it outranks: first what they reserved ahead, then the prefixes
-that preempted ones still hold, then the tails of running ones, always from the last-ranked on. So
-the first-ranked can have the whole pool, into which it fits by itself, and what it holds nobody
-takes: it ends. Then the next one is first.
+Progress: the ranks of sequences that ever ran are a total order that never changes. A sequence
+takes blocks from those that it outranks: first what they reserved ahead, then the prefixes that
+preempted ones still hold, then the tails of running ones, always from the last-ranked on. So the
+first-ranked can have the whole pool, into which it fits by itself, and no other takes what it
+holds: it ends. Then the next one is first.
 """
 
 import heapq
@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
-from quire.core.scheduling.plan_builder import PlanDraft
+from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import EditKind, TableEdit
@@ -31,7 +31,7 @@ class PreemptionStats:
     num_recomputed_tokens: int = 0
 
 
-class Residents:
+class RunningSet:
     """Running sequences, and preempted ones with what they keep.
 
     Invariant: `running` and `preempted` are sorted by rank and disjoint; a sequence is in `running`
@@ -43,7 +43,7 @@ class Residents:
         self,
         num_rows: int,
         memory: KVCacheManager,
-        draft: PlanDraft,
+        builder: PlanBuilder,
         waiting: WaitingQueue,
     ) -> None:
         self.running: list[Sequence] = []
@@ -54,7 +54,7 @@ class Residents:
             0  # the oldest without a result; the coming one if there is none
         )
         self._memory = memory
-        self._draft = draft
+        self._builder = builder
         self._waiting = waiting
         self._reserving: set[Sequence] = set()
 
@@ -129,7 +129,7 @@ class Residents:
 
         What their steps in flight should have brought will not come.
         """
-        self._draft.clear()
+        self._builder.clear()
         for sequence in [*self.running, *self._waiting]:
             sequence.num_pending_tokens = 0
         for sequence in list(self.running):
@@ -138,15 +138,15 @@ class Residents:
             num_kept = sequence.num_published_blocks
             if sequence.needs_prompt_logprobs:
                 num_kept = min(num_kept, len(sequence.prompt_logprobs) // self._memory.block_size)
-            self._memory.cut(sequence, num_kept)
+            self._memory.truncate(sequence, num_kept)
             _drop_prompt_logprobs(sequence)
-        self._draft.clear()
+        self._builder.clear()
 
     def _leave_row(self, sequence: Sequence) -> None:
         assert sequence.row is not None
         remove_ranked(self.running, sequence)
         self._reserving.discard(sequence)
-        self._draft.release(sequence.row)
+        self._builder.release(sequence.row)
         heapq.heappush(self.free_rows, sequence.row)
         sequence.row = None
 
@@ -164,10 +164,11 @@ class Residents:
     def reclaim(
         self, num_wanted: int, needy: Sequence, *, from_running: bool, from_all: bool = False
     ) -> bool:
-        """Make num_wanted blocks free for one sequence; returns whether they are free now.
+        """Make num_wanted blocks free for the sequence `needy`; returns whether they are free now.
 
-        They may be free only when steps in flight have ended. If not even all that it outranks have
-        is enough, all of it is taken. from_all: as if it outranked everybody.
+        They may be free only when steps in flight have ended. Where all that lower-ranked sequences
+        have is not enough, all of it is taken. from_running: also by preemption. from_all: ignore
+        the rank of `needy`.
         """
         pool, rank = self._memory.pool, () if from_all else needy.rank
         if pool.num_free < num_wanted:
@@ -192,11 +193,13 @@ class Residents:
             num_used = -(-sequence.num_tokens // memory.block_size)
             if num_used * memory.block_size < sequence.num_slots:
                 assert sequence.row is not None
-                memory.cut(sequence, num_used, self._read_until(sequence))
-                self._draft.table_edits += [
-                    TableEdit(sequence.row, group, EditKind.CUT, num_used)
-                    for group in range(memory.num_groups)
-                ]
+                memory.truncate(sequence, num_used, self._read_until(sequence))
+                self._builder.edit_tables(
+                    [
+                        TableEdit(sequence.row, group, EditKind.TRUNCATE, num_used)
+                        for group in range(memory.num_groups)
+                    ]
+                )
 
     def _take_kept(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
         memory = self._memory
@@ -207,7 +210,7 @@ class Residents:
                 return
             if sequence is not needy:
                 num_kept = memory.num_kept_blocks(sequence, missing)
-                memory.cut(sequence, num_kept, self._read_until(sequence))
+                memory.truncate(sequence, num_kept, self._read_until(sequence))
                 _drop_prompt_logprobs(sequence)
 
 
@@ -227,3 +230,65 @@ def remove_ranked(ranked: list[Sequence], sequence: Sequence) -> None:
     index = bisect_left(ranked, sequence.rank, key=rank_of)
     assert ranked[index] is sequence
     del ranked[index]
+
+
+class AppendSlots:
+    """Grows tables and copies on write for sequences that decode, at the expense of the
+    lowest-ranked.
+
+    num_lookahead_blocks: reserved beyond the block that is needed, while memory is plenty.
+    """
+
+    def __init__(
+        self,
+        memory: KVCacheManager,
+        running_set: RunningSet,
+        builder: PlanBuilder,
+        num_lookahead_blocks: int,
+    ) -> None:
+        self._memory = memory
+        self._running_set = running_set
+        self._builder = builder
+        self._num_lookahead_blocks = num_lookahead_blocks
+
+    def make_writable(self, sequence: Sequence, step_id: int) -> bool:
+        """A slot for one more token that no other sequence reads: a copy of a shared block, or one
+        more in each group, taken from the least important sequences if need be."""
+        must_copy = self._memory.must_copy_tail(sequence)
+        if not must_copy and sequence.num_computed_tokens < sequence.num_slots:
+            return True
+        if not self.find_blocks(self._memory.num_groups, sequence):
+            return False
+        self.append(sequence, step_id, must_copy=must_copy)
+        return True
+
+    def find_blocks(self, num_wanted: int, sequence: Sequence) -> bool:
+        """Whether num_wanted blocks are free for a running sequence now. If not, it pauses where
+        what steps in flight give back may be enough, or else is preempted: all others left outrank
+        it."""
+        if self._running_set.reclaim(num_wanted, sequence, from_running=True):
+            return True
+        if self._memory.num_free_soon < num_wanted:
+            self._running_set.preempt(sequence, 0)
+        return False
+
+    def append(self, sequence: Sequence, step_id: int, *, must_copy: bool) -> None:
+        """A slot for the next token: copy the shared last block, or grow; the blocks are free."""
+        memory, builder = self._memory, self._builder
+        if must_copy:
+            edits, copies = memory.copy_tail(sequence, step_id)
+            builder.edit_tables(edits)
+            builder.copy(copies)
+            return
+        num_extra = 0
+        pool = memory.pool
+        if pool.num_free * 4 > pool.num_blocks and not sequence.forks and not sequence.is_beam:
+            last = -(-(sequence.max_num_tokens - 1) // memory.block_size)
+            num_left = last - sequence.num_slots // memory.block_size - 1
+            most = pool.num_free // memory.num_groups - 1
+            num_extra = max(0, min(self._num_lookahead_blocks, num_left, most))
+        grown = memory.grow(sequence, sequence.num_computed_tokens + 1, num_extra)
+        assert grown is not None, "blocks were found, but are not there"
+        builder.edit_tables(grown)
+        if num_extra:
+            self._running_set.note_reserve(sequence)

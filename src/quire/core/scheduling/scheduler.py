@@ -1,9 +1,9 @@
-"""Who computes what in the next step.
+"""Plans each step, and takes in its result.
 
 One rule: close the gap between a sequence's computed tokens and its tokens, within the step's token
 budget. Prefill, chunked prefill, decode and resumption after preemption are all that rule. A policy
-orders and does nothing else; budget and admission are written here, once; rows and preemption in
-`running_set`, room in `admission`.
+orders and does nothing else. The budget is written here; which waiting sequences come in, and
+whether they fit, in `admission`; rows and preemption in `running_set`.
 
     schedule(now_s) -> StepPlan      what to compute, from the state of all sequences
     apply(StepResult) -> outputs     what came of it; sequences grow and end
@@ -23,15 +23,13 @@ from quire.core.options import SchedulerConfig
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.admission import Admission
-from quire.core.scheduling.append_slots import SlotProvider
 from quire.core.scheduling.beams.scheduling import BeamScheduling
-from quire.core.scheduling.fault_isolation import Suspects
+from quire.core.scheduling.fault_isolation import FaultIsolation
 from quire.core.scheduling.pacing import ConstantPacer, Pacer, StepBudget
-from quire.core.scheduling.plan_builder import PlanDraft
+from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.scheduling.policy import FcfsPolicy, Policy
-from quire.core.scheduling.results import extend, failure
-from quire.core.scheduling.running_set import Residents
-from quire.core.scheduling.step_in_flight import StepInFlight
+from quire.core.scheduling.running_set import AppendSlots, RunningSet
+from quire.core.scheduling.step_results import StepInFlight, extend, failure
 from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Chunk, StepPlan, StepResult, TokenLogprobs
@@ -53,7 +51,7 @@ class Scheduler:
     """Continuous batching over one pool of KV blocks.
 
     Invariant: a sequence waits (WAITING or PREEMPTED, in `waiting`) or runs (in
-    `residents.running`), until it ends; the tables of a running one cover its computed tokens.
+    `running_set.running`), until it ends; the tables of a running one cover its computed tokens.
     """
 
     def __init__(
@@ -66,16 +64,18 @@ class Scheduler:
         self.policy = policy or FcfsPolicy()
         self.stats = SchedulerStats()
         self.waiting = WaitingQueue(self.policy, lambda one: memory.match(one).num_tokens)
-        self._draft = PlanDraft()
-        self.residents = Residents(config.max_num_seqs, memory, self._draft, self.waiting)
-        self.beams = BeamScheduling(self.policy, memory, self.residents, self._draft)
+        self._builder = PlanBuilder()
+        self.running_set = RunningSet(config.max_num_seqs, memory, self._builder, self.waiting)
+        self._slots = AppendSlots(
+            memory, self.running_set, self._builder, config.num_lookahead_blocks
+        )
+        self.beams = BeamScheduling(
+            self.policy, memory, self.running_set, self._slots, self._builder
+        )
         self.admission = Admission(
-            self.policy, self.waiting, self.residents, memory, self.beams, self._draft
+            self.policy, self.waiting, self.running_set, memory, self.beams, self._builder
         )
-        self._slots = SlotProvider(
-            memory, self.residents, self.beams, self._draft, config.num_lookahead_blocks
-        )
-        self._suspects = Suspects()
+        self._fault_isolation = FaultIsolation()
         self._in_flight: deque[StepInFlight] = deque()
         self._num_added = 0
         self._next_step_id = 0
@@ -83,11 +83,11 @@ class Scheduler:
     @property
     def running(self) -> list[Sequence]:
         """Those with a row, by rank."""
-        return self.residents.running
+        return self.running_set.running
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.residents.running or len(self.waiting))
+        return bool(self.running_set.running or len(self.waiting))
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -152,7 +152,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.state is not SequenceState.RUNNING:
             self.waiting.remove(sequence)
-        self.residents.leave(sequence)
+        self.running_set.leave(sequence)
         sequence.finish_reason = reason
         sequence.move_to(SequenceState.FINISHED)
         sequence.leave_parent()
@@ -165,7 +165,7 @@ class Scheduler:
                 child.num_common_tokens = min(child.num_common_tokens, heir.num_common_tokens)
                 heir.forks.append(child)
         self.policy.on_leave(sequence)
-        self.admission.room.observe_end(sequence)
+        self.admission.capacity.observe_end(sequence)
 
     # ---- planning ---------------------------------------------------------------------------
 
@@ -177,11 +177,11 @@ class Scheduler:
         """
         self.memory.now_s = self.memory.pool.now_s = now_s
         first_in_flight = self._in_flight[0].step_id if self._in_flight else self._next_step_id
-        self.residents.first_step_in_flight = first_in_flight
+        self.running_set.first_step_in_flight = first_in_flight
         chunks: dict[Sequence, int] = {}
-        suspect = self._suspects.first()
+        suspect = self._fault_isolation.next_suspect()
         if suspect is not None:
-            self._plan_trial(suspect, chunks, now_s)
+            self._plan_alone(suspect, chunks, now_s)
             joins: list[Sequence] = []
         else:
             joins = self._plan_all(chunks, now_s)
@@ -194,15 +194,15 @@ class Scheduler:
         step, named = self._launch(chunks)
         self.pacer.launch(step.step_id)
         self._join_forks(step, joins)
-        return self._draft.take(step.step_id, len(self.running), step.num_tokens, named)
+        return self._builder.take(step.step_id, len(self.running), step.num_tokens, named)
 
     def _plan_all(self, chunks: dict[Sequence, int], now_s: float) -> list[Sequence]:
         """Fill `chunks` from all sequences; returns those whose forks may join this step."""
         self.waiting.refresh(now_s)
         self.admission.make_room_for_first()
-        num_preemptions = self.residents.stats.num_preemptions
+        num_preemptions = self.running_set.stats.num_preemptions
         budget = self._plan_running(chunks)
-        has_preempted = self.residents.stats.num_preemptions != num_preemptions
+        has_preempted = self.running_set.stats.num_preemptions != num_preemptions
         # Nothing is admitted then, unless nothing else is left to do.
         if has_preempted and (chunks or self._in_flight):
             return []
@@ -213,14 +213,14 @@ class Scheduler:
             if one.forks and one.num_computed_tokens + count == one.num_tokens
         ]
 
-    def _plan_trial(self, suspect: Sequence, chunks: dict[Sequence, int], now_s: float) -> None:
-        """A step for one suspect alone, so that nobody else is blamed for it; all others pause."""
+    def _plan_alone(self, suspect: Sequence, chunks: dict[Sequence, int], now_s: float) -> None:
+        """A step for one suspect, so that its failure is blamed on no other; all others pause."""
         if self._in_flight:
             return
         budget = self.pacer.open_step(self.config.max_num_batched_tokens, 0, 0)
         if suspect.state is not SequenceState.RUNNING:
-            while not self.residents.free_rows:
-                self.residents.preempt(self.running[-1], 0)
+            while not self.running_set.free_rows:
+                self.running_set.preempt(self.running[-1], 0)
             self.admission.clear_way(suspect, from_all=True)
             match = self.memory.match(suspect)
             self.admission.admit(suspect, match, self._next_step_id, now_s)
@@ -249,7 +249,7 @@ class Scheduler:
             elif not gap or num_tokens >= sequence.max_num_tokens or sequence in chunks:
                 continue
             elif sequence.is_beam:
-                for beam in self._slots.make_beams_writable(sequence, self._next_step_id):
+                for beam in self.beams.make_writable(sequence, self._next_step_id):
                     chunks[beam] = 1
                     num_pairs += beam.num_tokens
             elif (
@@ -294,20 +294,20 @@ class Scheduler:
     def _join_forks(self, step: StepInFlight, parents: list[Sequence]) -> None:
         """Forks that wait for a sequence which closes its gap in this step go on with it: they
         share its blocks and sample from the same logits."""
-        memory, residents = self.memory, self.residents
+        memory, running_set = self.memory, self.running_set
         for parent in parents:
             num_used = memory.blocks_for(parent.num_computed_tokens) // memory.num_groups
             if parent.num_slots != num_used * memory.block_size:
                 continue  # with blocks reserved ahead; its forks are admitted by themselves
             for child in list(parent.forks):
-                num_spare = (len(residents.running) + 1) * memory.num_groups
+                num_spare = (len(running_set.running) + 1) * memory.num_groups
                 is_equal = child.num_common_tokens == len(child.token_ids) == len(parent.token_ids)
                 if not is_equal or parent.num_pending_tokens > 1:
                     continue
                 if (
-                    not residents.free_rows
+                    not running_set.free_rows
                     or memory.pool.num_free < num_spare
-                    or not self.admission.room.fits_later(child, memory.num_groups)
+                    or not self.admission.capacity.fits_later(child, memory.num_groups)
                 ):
                     break
                 self._join(step, child, parent)
@@ -322,8 +322,8 @@ class Scheduler:
         child.num_admissions += 1
         child.num_pending_tokens = 1
         child.last_step_id = step.step_id
-        self.residents.enter(child)
-        self._draft.fork(child, parent, joins_step=True)
+        self.running_set.enter(child)
+        self._builder.fork(child, parent, joins_step=True)
         assert child.row is not None
         step.rows[child.row] = (child, child.num_admissions, child.num_computed_tokens)
         step.num_sampling += 1
@@ -337,7 +337,7 @@ class Scheduler:
         num_answered = len(result.rows) + len(result.failed)
         assert num_answered == step.num_sampling, f"{num_answered} of {step.num_sampling} rows came"
         self.stats.num_steps += 1
-        self.residents.first_step_in_flight = step.step_id + 1
+        self.running_set.first_step_in_flight = step.step_id + 1
         self.memory.end_step(step.step_id)
         step.take_in(result, self.memory)
         outputs: list[SequenceOutput] = []
@@ -358,8 +358,8 @@ class Scheduler:
                 self._finish(sequence, sequence.finish_reason)
         for row, message in result.failed.items():
             outputs += self._fail(step.rows[row][0], message)
-        if self._suspects.first() is not None:
-            self._suspects.clear(step.rows[row][0] for row in result.rows)
+        if self._fault_isolation.next_suspect() is not None:
+            self._fault_isolation.clear(step.rows[row][0] for row in result.rows)
         return outputs
 
     def _take_in_beam(self, sequence: Sequence, entry: TokenLogprobs) -> list[SequenceOutput]:
@@ -392,10 +392,10 @@ class Scheduler:
         self.stats.num_failed_steps += 1
         in_flight = {entry[0] for step in self._in_flight for entry in step.rows.values()}
         self._in_flight.clear()
-        self.residents.first_step_in_flight = self._next_step_id
+        self.running_set.first_step_in_flight = self._next_step_id
         self.memory.end_step(self._next_step_id)
-        blamed = None if message is None else self._suspects.blame(in_flight)
-        self.residents.drop_rows()
+        blamed = None if message is None else self._fault_isolation.blame(in_flight)
+        self.running_set.drop_rows()
         outputs: list[SequenceOutput] = []
         if blamed is not None and message is not None:
             outputs = self._fail(blamed, message)

@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.utils import floatToGoString
 
 from quire.core.memory.memory_report import HELD_PARTS, PARTS
-from quire.core.memory.prefix_miss import COUNTED_REASONS
+from quire.core.sequence import COUNTED_REASONS
 from quire.server.telemetry.monitor import FINISH_REASONS, MAX_TENANTS, OTHER_TENANTS, Monitor
 from quire.version import __version__
 

@@ -137,7 +137,7 @@ def test_searches_beside_others_in_little_memory(is_ahead: bool, policy: type) -
         )
         harness.add_branches(f"r{index}", 6, 9, n=2, priority=3 - index)
     (run_ahead if is_ahead else Harness.run)(harness)
-    assert harness.scheduler.residents.stats.num_preemptions > 0
+    assert harness.scheduler.running_set.stats.num_preemptions > 0
 
 
 def test_a_search_is_preempted_whole_and_comes_back_with_what_it_kept() -> None:

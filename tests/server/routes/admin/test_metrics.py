@@ -18,7 +18,7 @@ from tests.engine_client.fake_engine_process import COMMAND
 from tests.server.launching import WAIT_S, launched
 
 from quire.core.memory.memory_report import PARTS
-from quire.core.memory.prefix_miss import COUNTED_REASONS
+from quire.core.sequence import COUNTED_REASONS
 from quire.engine_client.recovery import EngineState
 from quire.server.telemetry.monitor import FINISH_REASONS
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.request import SequenceOutput
 from quire.core.scheduling.beams.search import BeamSearch
-from quire.core.scheduling.plan_builder import PlanDraft
+from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.scheduling.policy import Policy
-from quire.core.scheduling.results import failure
-from quire.core.scheduling.running_set import Residents
+from quire.core.scheduling.running_set import AppendSlots, RunningSet, rank_of
+from quire.core.scheduling.step_results import failure
 from quire.core.sequence import Sequence, SequenceState
-from quire.core.step import TokenEdit, TokenLogprobs
+from quire.core.step import TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -51,12 +51,18 @@ class BeamScheduling:
     """All beam searches under way, by request id."""
 
     def __init__(
-        self, policy: Policy, memory: KVCacheManager, residents: Residents, draft: PlanDraft
+        self,
+        policy: Policy,
+        memory: KVCacheManager,
+        running_set: RunningSet,
+        slots: AppendSlots,
+        builder: PlanBuilder,
     ) -> None:
         self._policy = policy
         self._memory = memory
-        self._residents = residents
-        self._draft = draft
+        self._running_set = running_set
+        self._slots = slots
+        self._builder = builder
         self._groups: dict[str, BeamGroup] = {}
 
     def start(self, leader: Sequence) -> None:
@@ -115,9 +121,24 @@ class BeamScheduling:
             elif memory.must_copy_tail(beam):
                 tails[beam.block_tables[0][index]] += 1
         for block, count in tails.items():
-            holders = memory.pool.ref_count[block] - memory.holds.num_copied_from[block]
+            holders = memory.pool.ref_count[block] - memory.deferred.num_copied_from[block]
             num_needed += count - (holders == count)
         return num_needed * memory.num_groups
+
+    def make_writable(self, sequence: Sequence, step_id: int) -> list[Sequence]:
+        """Slots for one more token each of those beams of its search that compute next; returns
+        them, or none where blocks are missing."""
+        ready = self.ready_with(sequence)
+        num_wanted = self.num_blocks_to_write(ready)
+        # For the last-ranked that runs, so that none takes from another.
+        running = [beam for beam in self.members_with(sequence) if beam.row is not None]
+        if not ready or not self._slots.find_blocks(num_wanted, max(running, key=rank_of)):
+            return []
+        for beam in ready:
+            must_copy = self._memory.must_copy_tail(beam)
+            if must_copy or beam.num_computed_tokens >= beam.num_slots:
+                self._slots.append(beam, step_id, must_copy=must_copy)
+        return ready
 
     # ---- results ----------------------------------------------------------------------------
 
@@ -152,27 +173,27 @@ class BeamScheduling:
                 living.remove(parent)
                 beams.append(parent)
             elif dying:
-                beams.append(self._refork(dying.pop(), parent))
+                beams.append(self._rebase(dying.pop(), parent))
             else:
                 beams.append(self._fork(group, parent))
         for beam, parent, (_, token_id) in zip(beams, parents, choices, strict=True):
             # The runner took the likeliest token, in the row that a fork is copied from too.
             if beam.row is not None and reported[parent].token_id != token_id:
                 place = len(beam.token_ids)
-                self._draft.token_edits.append(TokenEdit(beam.row, place, (token_id,)))
+                self._builder.edit_token(beam.row, place, token_id)
             beam.token_ids.append(token_id)
         group.members = beams
         return BeamOutcome([], dying)
 
-    def _refork(self, dead: Sequence, parent: Sequence) -> Sequence:
+    def _rebase(self, dead: Sequence, parent: Sequence) -> Sequence:
         """A child of `parent` in the place of a dead beam."""
         self._memory.fork(dead, parent)
         dead.token_ids[:] = parent.token_ids
         if dead.row is not None and parent.row is not None:
-            self._draft.release(dead.row)
-            self._draft.fork(dead, parent, joins_step=False)
+            self._builder.release(dead.row)
+            self._builder.fork(dead, parent, joins_step=False)
         elif dead.row is not None:
-            self._residents.preempt_alone(dead, 0)
+            self._running_set.preempt_alone(dead, 0)
         return dead
 
     def _fork(self, group: BeamGroup, parent: Sequence) -> Sequence:
@@ -185,11 +206,11 @@ class BeamScheduling:
         child.rank = (*group.leader.rank, group.num_made)
         group.num_made += 1
         self._memory.fork(child, parent)
-        if parent.row is not None and self._residents.free_rows:
-            self._residents.enter(child)
-            self._draft.fork(child, parent, joins_step=False)
+        if parent.row is not None and self._running_set.free_rows:
+            self._running_set.enter(child)
+            self._builder.fork(child, parent, joins_step=False)
         else:
-            self._residents.keep(child)
+            self._running_set.keep(child)
         return child
 
     def _outputs(self, group: BeamGroup) -> list[SequenceOutput]:

@@ -6,7 +6,7 @@ import pytest
 from tests.core.harness import make_memory, make_sequence
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
-from quire.core.scheduling.step_in_flight import StepInFlight
+from quire.core.scheduling.step_results import StepInFlight
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import StepResult
 from quire.simulation.fake_model import fake_logprobs

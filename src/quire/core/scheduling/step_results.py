@@ -1,0 +1,92 @@
+"""Steps in flight, and what their results become: filled blocks, tokens, outputs.
+
+Used by `scheduler` alone, and by beam search for the outputs of failures.
+"""
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.request import FinishReason, SequenceOutput
+from quire.core.sequence import Sequence, SequenceState
+from quire.core.step import StepResult, TokenLogprobs
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """What `apply` needs to know of a step.
+
+    rows: row -> (who was in it, its num_admissions then, tokens written when the step has ended).
+    num_sampling: how many of them close their gap and so must come back with a token.
+    """
+
+    step_id: int
+    rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_sampling: int = 0
+
+    def take_in(self, result: StepResult, memory: KVCacheManager) -> None:
+        """Publish the blocks that the step filled, and keep the log-probabilities of prompts."""
+        for row, prompt_logprobs in result.prompt_logprobs.items():
+            sequence, num_admissions, _ = self.rows[row]
+            is_current = sequence.num_admissions == num_admissions and row not in result.failed
+            # Whoever was preempted in the middle of its prompt computes these positions again.
+            is_kept = sequence.state is not SequenceState.PREEMPTED or sequence.num_pending_tokens
+            if is_current and is_kept and sequence.needs_prompt_logprobs:
+                sequence.prompt_logprobs.extend(prompt_logprobs)
+        block_size, failed, running = memory.block_size, result.failed, SequenceState.RUNNING
+        for row, (sequence, num_admissions, num_written) in self.rows.items():
+            if (
+                sequence.state is not running
+                or sequence.num_admissions != num_admissions
+                or row in failed
+            ):
+                continue
+            sequence.num_written_tokens = num_written
+            if num_written >= (sequence.num_published_blocks + 1) * block_size:
+                memory.publish(sequence, num_written)
+
+
+def extend(
+    sequence: Sequence, token_ids: Tokens[int], logprobs: Tokens[TokenLogprobs] | None
+) -> SequenceOutput:
+    """Add what a step sampled, up to the end of the sequence if it is among it."""
+    params = sequence.params
+    prompt_logprobs = None
+    if params.prompt_logprobs is not None and sequence.num_output_tokens == 0:
+        prompt_logprobs = tuple(sequence.prompt_logprobs)
+    for num_taken, token_id in enumerate(token_ids, 1):
+        if sequence.append(token_id):
+            token_ids = token_ids[:num_taken]
+            break
+    else:
+        if logprobs is None and prompt_logprobs is None:  # nearly all there are
+            return SequenceOutput(
+                sequence.request_id, sequence.branch_index, token_ids, sequence.num_cached_tokens
+            )
+    stop_reason = None
+    if sequence.finish_reason is FinishReason.STOP:
+        last = sequence.token_ids[-1]
+        stop_reason = last if last in params.stop_token_ids else None
+    return SequenceOutput(
+        sequence.request_id,
+        sequence.branch_index,
+        token_ids,
+        sequence.num_cached_tokens,
+        sequence.finish_reason,
+        stop_reason,
+        None if logprobs is None else logprobs[: len(token_ids)],
+        prompt_logprobs,
+    )
+
+
+def failure(sequence: Sequence, message: str, branch_index: int | None = None) -> SequenceOutput:
+    """The output of a sequence that ends with an error; branch_index: of a beam, else its own."""
+    return SequenceOutput(
+        sequence.request_id,
+        sequence.branch_index if branch_index is None else branch_index,
+        (),
+        sequence.num_cached_tokens,
+        FinishReason.ERROR,
+        error=message,
+    )
