@@ -17,8 +17,8 @@ from quire.attention.interface import AttentionSpec
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import BlockCopy
-from quire.formats.interface import TritonLinears
 from quire.formats.registry import load_weight_format, weight_format_names
+from quire.formats.weight_format import TritonLinears
 from quire.kernels.operators import TORCH_OPERATORS
 from quire.kernels.rotary import Angles, Rotation, rotate
 from quire.kernels.transfers import DeviceLink

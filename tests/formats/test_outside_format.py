@@ -18,15 +18,15 @@ from quire.core.sampling_params import SamplingParams
 from quire.distributed.group import RankGroup
 from quire.errors import ConfigurationError
 from quire.formats import registry
-from quire.formats.interface import (
+from quire.formats.registry import WeightFormatEntry, load_weight_format, register_weight_format
+from quire.formats.rounded import RoundedMethod
+from quire.formats.weight_format import (
     LinearMethod,
     LinearModule,
     Shape,
     WeightFormat,
     empty_parameter,
 )
-from quire.formats.registry import WeightFormatEntry, load_weight_format, register_weight_format
-from quire.formats.rounded import RoundedMethod
 from quire.layers.sharded import LinearMethods, Sharding
 from quire.models.checkpoints.loader import load_model, weight_bytes
 from quire.models.registry import load_config

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from quire.formats.int4 import Int4TorchMethod
 from quire.formats.int8 import Int8TorchMethod
-from quire.formats.interface import LinearMethod
 from quire.formats.packed import PackedMethod, is_packed, packed
+from quire.formats.weight_format import LinearMethod
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.layers.embedding import LMHead, VocabEmbedding

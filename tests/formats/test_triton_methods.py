@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 from quire.formats.dense import Dense, DenseMethod, InvariantDenseMethod, TritonDenseMethod
 from quire.formats.int4 import Int4, Int4TorchMethod, TritonInt4Method
 from quire.formats.int8 import Int8, Int8TorchMethod, TritonInt8Method
-from quire.formats.interface import TritonLinears
 from quire.formats.registry import load_weight_format
+from quire.formats.weight_format import TritonLinears
 from quire.kernels.operators import TORCH_OPERATORS
 from quire.kernels.triton.linear import skinny_matmul as skinny_kernel
 from quire.layers.embedding import LMHead, VocabEmbedding

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from quire.formats.dense import DenseMethod
-from quire.formats.interface import LinearMethod, empty_parameter
+from quire.formats.weight_format import LinearMethod, empty_parameter
 from quire.layers.linear import Linear, LinearKind, without_weights
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ import torch
 from quire.attention.interface import AttentionBackend
 from quire.attention.registry import select
 from quire.errors import ConfigurationError
-from quire.formats.interface import TritonLinears
 from quire.formats.registry import load_weight_format
+from quire.formats.weight_format import TritonLinears
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.selection import select_kernels, settle_torch_threads
 from quire.kernels.operators import TORCH_OPERATORS, Operators

@@ -81,7 +81,7 @@ class _Tiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _KVSpan:
     """Keys that queries attend at once: tokens [first, last) of those in `blocks`.
 
     is_causal: query i sees the keys up to i. mask: [m, l] fp32, added to the scores.
@@ -95,14 +95,14 @@ class _Span:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _TorchPlan:
     """Of a step. decodes: what all decoding sequences see; runs: of rows [m], what they share.
     chunks: query tokens of the step and what they see; each sees some of every span.
     """
 
     decodes: list[_Tiles]
-    runs: list[tuple[torch.Tensor, tuple[_Span, ...]]]
-    chunks: list[tuple[slice, tuple[_Span, ...]]]
+    runs: list[tuple[torch.Tensor, tuple[_KVSpan, ...]]]
+    chunks: list[tuple[slice, tuple[_KVSpan, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,10 @@ class _View:
         """Of what is gathered for tiles: never parts of several blocks."""
         return min(self.block_size, TILE_TOKENS)
 
-    def plan(self, batch: AttentionBatch) -> _Plan:
+    def plan(self, batch: AttentionBatch) -> _TorchPlan:
         """All of the step."""
         table = batch.groups[self.group].block_tables.numpy()
-        plan = _Plan([], [], [])
+        plan = _TorchPlan([], [], [])
         if batch.num_decodes:
             self._plan_decodes(batch, table, plan)
         first = batch.num_decodes
@@ -135,7 +135,7 @@ class _View:
             first = last
         return plan
 
-    def _plan_decodes(self, batch: AttentionBatch, table: Table, plan: _Plan) -> None:
+    def _plan_decodes(self, batch: AttentionBatch, table: Table, plan: _TorchPlan) -> None:
         rows = np.array(batch.rows_list[: batch.num_decodes], np.int64)
         high = np.array(batch.context_lens_list[: batch.num_decodes], np.int64)
         low = np.zeros_like(high) if self.window is None else np.maximum(high - self.window, 0)
@@ -181,7 +181,7 @@ class _View:
 
     def _chunk(
         self, first: int, last: int, context: int, blocks: Table
-    ) -> Iterator[tuple[slice, tuple[_Span, ...]]]:
+    ) -> Iterator[tuple[slice, tuple[_KVSpan, ...]]]:
         """Tokens [first, last) of the step, the last ones of a context."""
         window = None if self.window is None or self.window >= context else self.window
         size = last - first if window is None and not self.has_cap else MASKED_CHUNK_TOKENS
@@ -192,7 +192,7 @@ class _View:
                 first_key = max(0, low - window + 1)
                 end_key = high if self.is_causal else min(context, high + window - 1)
                 mask = self._window_mask(range(low, high), range(first_key, end_key), window)
-                spans: tuple[_Span, ...] = (self._span(blocks, first_key, end_key, mask=mask),)
+                spans: tuple[_KVSpan, ...] = (self._span(blocks, first_key, end_key, mask=mask),)
             elif self.is_causal:
                 own = self._span(blocks, low, high, is_causal=True)
                 spans = (own, *self._spans(blocks, 0, low))
@@ -210,7 +210,7 @@ class _View:
             hidden |= distance < 0
         return torch.zeros(hidden.shape).masked_fill_(hidden, _NEVER)
 
-    def _spans(self, blocks: Table, first: int, last: int) -> tuple[_Span, ...]:
+    def _spans(self, blocks: Table, first: int, last: int) -> tuple[_KVSpan, ...]:
         """All of [first, last), which may be empty."""
         step = max(SPAN_TOKENS, self.block_size)
         edges = [first, *range(first - first % step + step, last, step), last]
@@ -225,12 +225,12 @@ class _View:
         *,
         is_causal: bool = False,
         mask: torch.Tensor | None = None,
-    ) -> _Span:
+    ) -> _KVSpan:
         """Positions [first, last) of a sequence, which lies in `blocks`."""
         first_block, end_block = first // self.block_size, -(-last // self.block_size)
         ids = torch.from_numpy(blocks[first_block:end_block].astype(np.int64))
         skipped = first_block * self.block_size
-        return _Span(ids, first - skipped, last - skipped, is_causal, mask)
+        return _KVSpan(ids, first - skipped, last - skipped, is_causal, mask)
 
 
 def _own_ranges(
@@ -264,7 +264,7 @@ class _BoundLayer:
             self.group, self.block_size, spec.window, spec.causal, has_cap, token_bytes
         )
 
-    def attend_decodes(self, q: torch.Tensor, plan: _Plan) -> Part:
+    def attend_decodes(self, q: torch.Tensor, plan: _TorchPlan) -> Part:
         """All decoding sequences, q [S, Hq, D] -> [S, Hq, D], [S, Hq]."""
         found = [(tiles.rows, self._attend_tiles(q, tiles)) for tiles in plan.decodes]
         for rows, spans in plan.runs:
@@ -302,7 +302,7 @@ class _BoundLayer:
         out, lse = (torch.stack(x, dim=1)[:num_tiles] for x in zip(*found, strict=True))
         return out.reshape(queries.shape), lse.reshape(queries.shape[:2])
 
-    def _attend_shared(self, q: torch.Tensor, span: _Span) -> Part:
+    def _attend_shared(self, q: torch.Tensor, span: _KVSpan) -> Part:
         """Decoding sequences that all see all of the keys: q [m, Hq, D] -> [m, Hq, D], [m, Hq]."""
         num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
         grouped = q.view(len(q), num_kv_heads, -1, head_dim).transpose(0, 1)
@@ -311,7 +311,7 @@ class _BoundLayer:
         out, lse = out.reshape(grouped.shape), lse.reshape(grouped.shape[:3])
         return out.transpose(0, 1).reshape(q.shape), lse.transpose(0, 1).reshape(q.shape[:2])
 
-    def attend_chunk(self, q: torch.Tensor, spans: tuple[_Span, ...]) -> Part:
+    def attend_chunk(self, q: torch.Tensor, spans: tuple[_KVSpan, ...]) -> Part:
         """q [m, Hq, D] -> [m, Hq, D], [m, Hq]."""
         num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
         queries = q.view(len(q), num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
@@ -329,7 +329,7 @@ class _BoundLayer:
         out, lse = merged
         return out.permute(2, 0, 1, 3).reshape(q.shape), lse.permute(2, 0, 1).reshape(q.shape[:2])
 
-    def _gathered(self, memory: torch.Tensor, span: _Span) -> torch.Tensor:
+    def _gathered(self, memory: torch.Tensor, span: _KVSpan) -> torch.Tensor:
         """The span's keys or values, [l, Hkv, D] fp32; a view where they lie in one block."""
         if len(span.blocks) == 1:
             return memory[span.blocks[0], span.first : span.last].float()
@@ -403,7 +403,7 @@ class TorchPagedAttention(AttentionBackend):
 
     def __init__(self) -> None:
         self._layers: tuple[_BoundLayer, ...] = ()
-        self._plans: dict[_View, _Plan] = {}
+        self._plans: dict[_View, _TorchPlan] = {}
         self._slots: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._num_tokens = self._num_decodes = 0
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quire.formats.interface import (
+from quire.formats.packed import PackedMethod
+from quire.formats.weight_format import (
     LinearMethod,
     LinearModule,
     RowSource,
@@ -21,7 +22,6 @@ from quire.formats.interface import (
     WeightFormat,
     empty_parameter,
 )
-from quire.formats.packed import PackedMethod
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import TORCH_OPERATORS, Operators
 

@@ -13,15 +13,15 @@ Shapes: M rows of x, I input size, O output size, g groups of G inputs.
 import torch
 from torch.nn import functional
 
-from quire.formats.interface import (
+from quire.formats.packed import PackedMethod
+from quire.formats.rounded import RoundedMethod, RoundedTorchMethod
+from quire.formats.weight_format import (
     LinearMethod,
     LinearModule,
     TritonLinears,
     WeightFormat,
     empty_parameter,
 )
-from quire.formats.packed import PackedMethod
-from quire.formats.rounded import RoundedMethod, RoundedTorchMethod
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import Operators

@@ -10,15 +10,15 @@ from functools import cache
 
 import torch
 
-from quire.formats.interface import (
+from quire.formats.packed import PackedMethod
+from quire.formats.rounded import RoundedTorchMethod
+from quire.formats.weight_format import (
     LinearMethod,
     LinearModule,
     TritonLinears,
     WeightFormat,
     empty_parameter,
 )
-from quire.formats.packed import PackedMethod
-from quire.formats.rounded import RoundedTorchMethod
 from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import Operators

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quire.formats.interface import LinearMethod, LinearModule, RowSource
+from quire.formats.weight_format import LinearMethod, LinearModule, RowSource
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, WeightLayout
 from quire.kernels.cpu.library import NativeKernels

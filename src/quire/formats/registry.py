@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from quire.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from quire.formats.interface import WeightFormat
+    from quire.formats.weight_format import WeightFormat
 
 BFLOAT16_BITS = 16
 

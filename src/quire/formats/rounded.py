@@ -11,7 +11,7 @@ from abc import abstractmethod
 
 import torch
 
-from quire.formats.interface import LinearMethod, LinearModule, empty_parameter
+from quire.formats.weight_format import LinearMethod, LinearModule, empty_parameter
 from quire.kernels.quantize import quantize_int8
 
 # Rows of x that are multiplied at once; bounds what is there of [M, O] in wider numbers.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from quire.formats.interface import LinearMethod, RowSource, empty_parameter
+from quire.formats.weight_format import LinearMethod, RowSource, empty_parameter
 from quire.layers.linear import Linear, LinearKind, WeightSlot
 from quire.layers.operators import OperatorModule
 

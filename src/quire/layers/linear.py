@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from quire.formats.dense import DenseMethod
-from quire.formats.interface import LinearMethod, LinearModule
+from quire.formats.weight_format import LinearMethod, LinearModule
 from quire.kernels.silu_mul import silu_mul
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.formats.interface import empty_parameter
+from quire.formats.weight_format import empty_parameter
 from quire.layers.operators import OperatorModule
 
 

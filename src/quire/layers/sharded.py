@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from quire.distributed.group import RankGroup
-from quire.formats.interface import LinearMethod, LinearModule, RowSource, Shape
+from quire.formats.weight_format import LinearMethod, LinearModule, RowSource, Shape
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import Linear, LinearKind, WeightSlot
 

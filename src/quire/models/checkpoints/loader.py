@@ -18,7 +18,7 @@ from torch import nn
 
 from quire.errors import CheckpointError
 from quire.formats.dense import DenseMethod
-from quire.formats.interface import LinearMethod
+from quire.formats.weight_format import LinearMethod
 from quire.hub.model_files import shown_name
 from quire.layers.linear import Linear, WeightSlot, without_weights
 from quire.layers.sharded import LinearMethods, Sharding
