@@ -70,7 +70,7 @@ logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _ServerPlan:
     """What one server is made from, all of it checked before the model is loaded.
 
     options: of the engine; its model is the folder that was found, unless it is the embedded one.
@@ -117,13 +117,13 @@ def serve(engine_options: Mapping[str, object], server: ServerConfig) -> int:
 
 def _plan(
     engine_options: Mapping[str, object], options: EngineOptions, server: ServerConfig
-) -> _Plan:
+) -> _ServerPlan:
     """Raises ConfigurationError and its kinds."""
     files = _load_files(options)
     model_name = server.served_model_name or options.model or EMBEDDED_MODEL_NAME
     if options.model is not None:  # the engine need not look it up, or fetch it, once more
         options = replace(options, model=str(files.folder), revision=None)
-    return _Plan(
+    return _ServerPlan(
         options,
         server,
         model_name,
@@ -158,7 +158,7 @@ def _load_files(options: EngineOptions) -> _ModelFiles:
     return _ModelFiles(folder, tokenizer, ChatTemplate.from_folder(text_folder))
 
 
-async def _serve(plan: _Plan, sock: socket.socket) -> int:
+async def _serve(plan: _ServerPlan, sock: socket.socket) -> int:
     with _Stopper() as stopper, contextlib.suppress(asyncio.CancelledError):
         await _load_and_serve(plan, sock, stopper)
     if stopper.ended_loading is None:
@@ -167,7 +167,7 @@ async def _serve(plan: _Plan, sock: socket.socket) -> int:
     return INTERRUPTED if stopper.ended_loading is signal.SIGINT else 0
 
 
-async def _load_and_serve(plan: _Plan, sock: socket.socket, stopper: "_Stopper") -> None:
+async def _load_and_serve(plan: _ServerPlan, sock: socket.socket, stopper: "_Stopper") -> None:
     server = plan.server
     log_line = logger.info if log.is_json() else None
     with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
@@ -218,7 +218,7 @@ async def _return_memory() -> None:
         await asyncio.to_thread(trim, 0)
 
 
-def _make_service(plan: _Plan, engine: AsyncEngine, monitor: Monitor) -> Service:
+def _make_service(plan: _ServerPlan, engine: AsyncEngine, monitor: Monitor) -> Service:
     return Service(
         engine,
         plan.files.tokenizer,
@@ -281,7 +281,7 @@ class _HTTPServer(uvicorn.Server):
     open answers get their end or an error before their connections are closed.
     """
 
-    def __init__(self, service: Service, plan: _Plan, sock: socket.socket) -> None:
+    def __init__(self, service: Service, plan: _ServerPlan, sock: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
                 create_app(service, plan.access),

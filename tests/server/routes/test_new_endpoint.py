@@ -28,8 +28,8 @@ class TwoTokens(FakeEngine):
     tokens: tuple[int, ...] = ()
     fails: bool = False
 
-    def generate(self, *requests):
-        stream = super().generate(*requests)
+    def generate(self, requests, sink):
+        stream = super().generate(requests, sink)
         for request in requests:
             for branch in range(request.n):
                 asyncio.get_running_loop().call_soon(self._play, stream, request, branch)
