@@ -22,7 +22,11 @@ RAW = {
 SHAPES = {
     "plain": {},
     "multi-head": {"num_key_value_heads": 4},
-    "tied, with biases": {"tie_word_embeddings": True, "attention_bias": True},
+    "one layer, tied, with biases": {
+        "attention_bias": True,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": True,
+    },
     "large epsilon": {"rms_norm_eps": 0.1},
 }
 
