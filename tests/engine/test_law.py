@@ -85,7 +85,7 @@ def alone() -> list[list[list[int]]]:
         {"scheduling_policy": "deadline", "block_size": 2048, "max_num_seqs": 5},
         {"kv_allocator": contiguous("oracle"), "num_blocks": 64},
     ],
-    ids=str,
+    ids=lambda options: ",".join(options),
 )
 def test_same_tokens_in_a_crowd(options: dict[str, Any], alone: list[list[list[int]]]) -> None:
     llm = make_llm(**options)
