@@ -260,7 +260,7 @@ class LruOrder:
 
 
 @dataclass(slots=True)
-class _Span:
+class _AgeSpan:
     """A queue of blocks of one class that were last released within the same epochs."""
 
     queue: int
@@ -315,7 +315,7 @@ class HitDensityOrder:
         self._epoch_length = max(MIN_EPOCH, num_blocks // EPOCHS_PER_POOL)
         self._num_left_in_epoch = self._epoch_length
         self._current = [self._queues.new() for _ in range(NUM_CLASSES)]
-        self._closed: list[list[_Span]] = [[] for _ in range(NUM_CLASSES)]
+        self._closed: list[list[_AgeSpan]] = [[] for _ in range(NUM_CLASSES)]
         self._densities = self._curve.densities()
         self._rank()
 
@@ -414,7 +414,7 @@ class HitDensityOrder:
     def _end_epoch(self) -> None:
         """O(queues), which is O(log(age of the oldest block))."""
         for reuse_class, spans in enumerate(self._closed):
-            spans.append(_Span(self._current[reuse_class], 1, self._curve.epoch))
+            spans.append(_AgeSpan(self._current[reuse_class], 1, self._curve.epoch))
             self._current[reuse_class] = self._queues.new()
             self._compact(spans)
         self._curve.next_epoch()
@@ -423,7 +423,7 @@ class HitDensityOrder:
             self._samples.popitem(last=False)
         self._rank()
 
-    def _compact(self, spans: list[_Span]) -> None:
+    def _compact(self, spans: list[_AgeSpan]) -> None:
         """Drop empty spans, and join so that at most two have the same width; oldest first."""
         for span in spans:
             if self._following[span.queue] == span.queue:
