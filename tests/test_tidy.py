@@ -120,6 +120,46 @@ def test_every_module_says_what_it_is_for() -> None:
     assert not missing, f"no module docstring in {missing}"
 
 
+MAX_FIRST_LINE_WORDS, MAX_FIRST_LINE_CHARACTERS = 16, 100
+
+
+def poor_first_line(source: str) -> str | None:
+    """What is wrong with the first line of a module's docstring; None: nothing."""
+    text = ast.get_docstring(ast.parse(source)) or ""
+    line, _, rest = text.partition("\n")
+    if not line:
+        return "there is none"
+    if rest and not rest.startswith("\n"):
+        return "the sentence goes on in the second line"
+    if len(line.split()) > MAX_FIRST_LINE_WORDS or len(line) > MAX_FIRST_LINE_CHARACTERS:
+        return f"it has {len(line.split())} words and {len(line)} characters"
+    return None
+
+
+def test_first_lines_are_short_sentences() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:1: {complaint}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        if (complaint := poor_first_line(path.read_text()))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "is_poor"),
+    [
+        ('"""Blocks of the KV cache."""', False),
+        ('"""Blocks of the KV cache.\n\nMore.\n"""', False),
+        ('"""Blocks of the KV cache, which\nare small."""', True),
+        (f'"""{"word " * 17}."""', True),
+        (f'"""{"w" * 101}"""', True),
+        ("import os", True),
+    ],
+)
+def test_a_poor_first_line_is_found(source: str, is_poor: bool) -> None:
+    assert bool(poor_first_line(source)) == is_poor
+
+
 def _function(num_lines: int, parameters: str = "") -> str:
     return f"def f({parameters}):\n" + "    pass\n" * (num_lines - 1)
 

@@ -1,4 +1,4 @@
-"""The exception tree. Every error a user can meet is one of these, with its HTTP status.
+"""The exception tree: every error a user can meet, with its HTTP status.
 
 QuireError                      500
 ├── InvalidRequestError         400  a request that can't be served as asked (also a ValueError)

@@ -47,12 +47,16 @@ AT_AND_ABOVE = [
 ]
 
 
+def check_body(body):
+    LIMITS.check(body, body.num_prompts, MAX_LOGPROBS)
+
+
 def check(make, **fields):
     """As a call is checked: before anybody looks at what is in its lists, and once more."""
     kind = CompletionRequest if make is completion else ChatCompletionRequest
     kind.check_sizes(fields, LIMITS, 1000)
     kind.check_sizes({"extra_body": fields}, LIMITS, 1000)
-    LIMITS.check(make(**fields), MAX_LOGPROBS)
+    check_body(make(**fields))
 
 
 @pytest.mark.parametrize(("make", "name", "good", "bad"), AT_AND_ABOVE)
@@ -109,28 +113,28 @@ def test_what_has_other_mistakes_or_none_is_left_to_others(value):
 
 
 def test_likeliest_tokens_of_a_chat_have_their_own_name():
-    LIMITS.check(chat(logprobs=True, top_logprobs=20), MAX_LOGPROBS)
+    check_body(chat(logprobs=True, top_logprobs=20))
     for count in (21, -1):
         with pytest.raises(
             InvalidRequestError, match=f"top_logprobs is {count}.*at most 20"
         ) as bad:
-            LIMITS.check(chat(logprobs=True, top_logprobs=count), MAX_LOGPROBS)
+            check_body(chat(logprobs=True, top_logprobs=count))
         assert bad.value.param == "top_logprobs"
 
 
 def test_the_choices_of_all_prompts_are_bounded_together():
-    LIMITS.check(completion(prompt=["a"] * 2, n=4), MAX_LOGPROBS)
+    check_body(completion(prompt=["a"] * 2, n=4))
     with pytest.raises(InvalidRequestError, match=r"12 choices.*bound of 8") as caught:
-        LIMITS.check(completion(prompt=["a"] * 3, n=4), MAX_LOGPROBS)
+        check_body(completion(prompt=["a"] * 3, n=4))
     assert caught.value.param == "n"
 
 
 def test_token_ids_of_one_prompt_are_no_prompts():
-    LIMITS.check(completion(prompt=list(range(100))), MAX_LOGPROBS)
+    check_body(completion(prompt=list(range(100))))
 
 
 def test_values_that_mean_nothing_are_left_to_the_sampling_params():
-    LIMITS.check(completion(n=-1), MAX_LOGPROBS)
+    check_body(completion(n=-1))
     with pytest.raises(InvalidRequestError, match="n is -1"):
         completion(n=-1).to_params()
 

@@ -1,5 +1,4 @@
-"""Says in a sentence that a process has too little address space (`ulimit -v`), or memory, to load
-what computes.
+"""Explains a failure to load torch when the process has too little address space.
 
 torch and numpy fail in many ways there: a library that can't be mapped, a bare MemoryError, or an
 abort in C++ that nothing can catch. So what is far too little is refused before they are imported.

@@ -1,4 +1,4 @@
-"""How many KV blocks a GPU has room for, by what one real step of the largest kind takes there.
+"""How many KV blocks a GPU can hold, by one measured step.
 
     total = weights + the largest step + CUDA graphs + KV blocks + others' + unused
 

@@ -1,4 +1,4 @@
-"""What a rank computes on and with: its device, its number format, and the parts that follow.
+"""A rank's device, its number format, and what follows from them.
 
     on the CPU     native kernels, or torch where they can't be had; or Triton's interpreter
     on a GPU       Triton kernels and torch's matrix products

@@ -1,4 +1,4 @@
-"""How many KV blocks there are, and how long a sequence may be, on the CPU.
+"""How many KV blocks there are on the CPU, and the longest sequence.
 
 The rules stand in `engine_options.SizeOptions`. Knows no tensors and builds nothing: what memory
 there is comes from the operating system, what a block and the weights take from the caller,

@@ -1,4 +1,4 @@
-"""One rank's share of an engine: its part of the model, the memory beside it, its runner.
+"""Builds one rank: its part of the model, its memory, its runner.
 
 Without tensor parallelism there is one rank, whose share is all of it. Every rank runs this file,
 all in step: what depends on how much memory is free is agreed between them. Called by `build`.

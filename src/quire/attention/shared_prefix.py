@@ -1,4 +1,4 @@
-"""Which decode rows of a step read the same stored tokens, found from their block tables alone.
+"""Finds the decode rows that read the same stored tokens.
 
 Rows share a block if they name the same physical one at the same place: parallel samples, beams and
 requests behind one system prompt do. Knows no layers and no requests; called by

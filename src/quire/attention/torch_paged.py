@@ -1,4 +1,4 @@
-"""Attention over paged memory in plain torch: where there are no native kernels, and for checks.
+"""Attention over paged memory in plain torch.
 
 A layer's page is [2, B, Hkv, D], K then V, in the KV dtype. Blocks are gathered and attended by
 torch's fused attention in fp32. Decoding sequences are cut into tiles of TILE_TOKENS keys, many of

@@ -1,4 +1,4 @@
-"""What the Triton backend prepares once a step: how tiles are shaped, and which work there is.
+"""What the Triton backend prepares once a step: tiles and the work list.
 
 Knows lengths and windows; knows no q, k, v, launches nothing. Called by `triton_paged.py`. A step
 in which all sequences decode gets its work list on the device

@@ -1,0 +1,1 @@
+"""`quire bench`: throughput, memory and perplexity, measured and reported."""

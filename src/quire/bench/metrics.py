@@ -1,4 +1,4 @@
-"""From the times of tokens to the figures that the field reports, under vLLM's key names.
+"""Latency and throughput figures from the times of tokens.
 
     TTFT  time to first token: from arrival to the first token
     TPOT  time per output token after the first: (E2EL - TTFT) / (output_len - 1), one per request

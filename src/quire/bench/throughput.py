@@ -1,4 +1,4 @@
-"""`quire bench throughput`: how fast is the engine on a seeded load, alone or against baselines.
+"""`quire bench throughput`: the engine on a seeded load, beside baselines.
 
 Wires the other files of this folder; the command line calls `add_arguments` and `main`. Loads
 without torch, so that `--help` is quick.

@@ -1,4 +1,4 @@
-"""What a step trace says about the cost of a step: `quire bench throughput --trace FILE`.
+"""Summarises a step trace: what the parts of a step cost.
 
 The overhead of a step is what is not the model: schedule, batch building, apply. The attention
 backend's planning, sampling and the waiting for a result count with the model. Knows the file

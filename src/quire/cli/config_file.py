@@ -1,4 +1,4 @@
-"""`--config FILE`: a YAML file whose keys are the flags of the command, with dashes or underscores.
+"""`--config FILE`: flags of the command from a YAML file.
 
     model: Qwen/Qwen3-0.6B
     port: 8080

@@ -1,0 +1,1 @@
+"""The pure heart: requests, sequences, steps; no torch, clock, threads or asyncio."""

@@ -1,4 +1,4 @@
-"""What a client may ask of a generation, and what of it reaches the scheduler and the sampler.
+"""What a client may ask of a generation: sampling and beam parameters.
 
 `SamplingParams`, or `BeamSearchParams`, has what a client asks for, with the field's usual names; a
 bad value is refused by name and bound when the object is made. `DecodingParams` is the same,

@@ -1,0 +1,1 @@
+"""Processes that compute one model together: groups and their collectives."""

@@ -1,4 +1,4 @@
-"""The processes that compute one model together, and the three things they say to each other.
+"""The process group of a model's ranks, and its collectives.
 
 Every rank makes the same calls in the same order: a call returns once all ranks have made it, and
 raises where one of them is gone. Tensors travel through torch.distributed's own backends, NCCL

@@ -1,0 +1,1 @@
+"""The synchronous loop around scheduler and runner: add, step, abort."""

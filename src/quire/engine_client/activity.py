@@ -1,4 +1,4 @@
-"""What the engine process is doing, written where the front can read it after any death.
+"""What the engine process is doing, readable after it died.
 
 Front and engine share a piece of memory. The engine writes into it before each thing that it does,
 which takes no system call; whatever ends the process, kill -9 included, what it wrote stays, and

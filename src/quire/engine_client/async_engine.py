@@ -1,4 +1,4 @@
-"""The front's engine: open requests, what they have got so far, and a process that is replaced.
+"""The front's engine: its open requests, and a process that can be replaced.
 
 `AsyncEngine.start` starts `engine_main` and waits until it is ready; `generate` sends requests and
 pushes their outputs into a sink; closing the stream aborts what is left of it. When the process

@@ -1,4 +1,4 @@
-"""A block map as plain data for the wire and for JSON: in pages, each sequence named once.
+"""A block map as plain data for messages and JSON, in pages.
 
 Knows no sockets and no HTTP. Called by `engine_main`.
 """

@@ -1,4 +1,4 @@
-"""Prompts and sampling params -> requests in token ids. No torch: the HTTP front uses it too."""
+"""From prompts and parameters to requests in token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""What is done when the engine process has died: from where each open request goes on, which of
-them is to blame, and whether the process is started once more.
+"""What happens after an engine process died: resume, blame, restart.
 
 A death is read first (`Death`): what came from outside, and what came while nothing was computed,
 is nobody's fault, and all go on. Otherwise those that were in the step are suspects. They are tried

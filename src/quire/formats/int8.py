@@ -1,4 +1,4 @@
-"""int8 weights with a scale for each output: x W^T = x_scale * scale * (integer dot product).
+"""int8 weights with a scale for each output.
 
 Rounded by `kernels.quantize` while they are loaded. All three methods give the same bits: sums are
 exact integers.

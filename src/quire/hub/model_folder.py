@@ -1,4 +1,4 @@
-"""Finds the folder of a model: the embedded one, a local folder, or a repository of the hub.
+"""Finds a model's folder: embedded, local, or from the hub.
 
 Called by the engine and by the server's front, so it imports no torch. Fetches no pickles.
 """

@@ -1,0 +1,1 @@
+"""One operator a file: what it computes, its checks, its torch reference."""

@@ -1,9 +1,4 @@
-"""Numbers as small integers, by torch: the reference of the native kernels' packing, and what
-serves in their place. The formats' layouts are theirs (`linear_int8.h`, `linear_int4.h` in
-`cpu/csrc/linear`); the numbers are the same to the bit, so every operation here is in fp32 and in a
-fixed order. Where a number is divided by a constant or the reverse, both are tensors: torch would
-take the reciprocal of one and multiply, which rounds twice (the constant's on a GPU, the other's
-anywhere).
+"""Rounds numbers to small integers, by torch; the reference of native packing.
 
 Called by `formats`.
 

@@ -1,4 +1,4 @@
-"""Copies between the host and one device that nobody waits for, except where the result is read.
+"""Asynchronous copies between the host and one device.
 
 On the CPU both directions are plain copies. On a GPU they go through page-locked memory, which
 torch's allocator reuses only once the stream of the copy has passed it. Uploads travel while

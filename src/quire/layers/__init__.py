@@ -1,0 +1,1 @@
+"""The parts that models are made of: linear, norm, rotary, embedding, MLP, attention."""

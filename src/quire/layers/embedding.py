@@ -1,4 +1,4 @@
-"""The two ends of a model: token ids to vectors, and vectors to logits. Called by the models.
+"""Both ends of a model: token ids to vectors, vectors to logits.
 
 Shapes: T tokens, R rows that need logits, H hidden size, V vocabulary size.
 """

@@ -1,4 +1,4 @@
-"""Linear layers: what they are is declared here, how they are computed is applied from outside.
+"""Declares linear layers: their sizes, parts and shard axis.
 
 A `Linear` says how it may be sharded (kind, shard axis) and of which parts it is fused; a
 `LinearMethod` owns its parameters and its arithmetic; a `LinearAdapter` may add to its output.

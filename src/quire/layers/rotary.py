@@ -1,4 +1,4 @@
-"""Rope types and the table of cosines and sines; looked up once a step, used by every layer.
+"""Rope types, and their table of cosines and sines.
 
 Each rope type is a small dataclass whose fields are the parameters that its formula needs, and
 whose `frequencies` follows transformers' function for it (`modeling_rope_utils.py`), since

@@ -1,4 +1,4 @@
-"""A model's layers with one rank's share of their weights: applied from outside, rank by rank.
+"""Replaces a model's layers by one rank's part of them.
 
     column linears   hold some outputs of each of their parts; nothing travels
     row linears      hold some inputs, so their outputs are parts of a sum over all ranks

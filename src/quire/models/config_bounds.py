@@ -1,4 +1,4 @@
-"""The bounds of every number in a config.json: what is beyond them is no model, but a damaged file.
+"""The bounds of every number in a config.json.
 
 Checked while the config is read, before anything is allocated. The upper ones are far above what
 any published model has, and low enough that sizes of tensors can be computed without overflow.

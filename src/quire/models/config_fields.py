@@ -1,4 +1,4 @@
-"""Hands out the fields of a config.json one by one, and refuses those that nobody asked for.
+"""Reads the fields of a config.json, and refuses unread ones.
 
 A field that nobody reads may change what the model computes, so an unknown one is an error, not a
 silent difference. Called by the models' `from_hf`; knows no model.

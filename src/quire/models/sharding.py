@@ -1,4 +1,4 @@
-"""Which models can be split over how many ranks, and the model that one of them builds.
+"""Which models can be split over how many ranks, and how.
 
 Every rank has whole heads: its share of the query heads and the KV heads that these read, which
 several ranks hold where there are fewer of them than ranks. What can be split is told by the

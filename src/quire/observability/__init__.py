@@ -1,0 +1,1 @@
+"""Logs, spans, histograms, traces of steps; memory of the machine."""

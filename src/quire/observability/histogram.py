@@ -1,4 +1,4 @@
-"""A distribution in fixed buckets: cheap to add to, small to send, exact to add up.
+"""A distribution in fixed buckets, cheap to add to and to send.
 
 Every duration that quire reports has the same bounds, so that histograms of several servers, or of
 one before and after a restart, can be summed bucket by bucket. Knows neither clocks nor the format

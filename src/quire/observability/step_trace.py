@@ -1,4 +1,4 @@
-"""The step trace: one line per engine step, as JSON to a file or as a log line at level debug.
+"""The step trace: a line per engine step, to a file or the log.
 
 The engine fills a StepRecord a step and hands it over; `quire bench --trace` and tests read the
 file. Knows nothing of plans or results. Writing is buffered: a line reaches the file when the

@@ -1,4 +1,4 @@
-"""A running request in the caller's hand: read its text as it comes, branch it, leave it.
+"""A running request in the caller's hand: read, branch, finish it.
 
     with llm.start("Once upon a time", SamplingParams(max_tokens=64)) as story:
         for _ in range(20):

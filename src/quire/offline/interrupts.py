@@ -1,4 +1,4 @@
-"""Signals between steps, not inside them: a step half planned or half applied can't be undone.
+"""Delays signals until the step under way is complete.
 
 A handler may raise, as that of Ctrl-C does, or that of a time limit (SIGALRM). Knows no engine.
 Called by `turns`, in whichever thread uses the engine; Python runs handlers in the main one.

@@ -1,6 +1,4 @@
-"""Requests under way in this process: opened, stepped, branched and closed inside the caller's
-calls, which may come from several threads. What `LLM` and `Generation` stand on.
-"""
+"""The requests under way in this process: open, step, branch, close."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Whose turn it is to use an engine that several threads share: one thread's, between two steps.
+"""Lets several threads share one engine, a step at a time.
 
 Of the threads that wait for results one leads: it steps the engine for all of them, and the others,
 the crowd, sleep until a step has brought what they wait for. When the leader has its own, fails or

@@ -1,1 +1,1 @@
-"""What a user may say: how options are declared, and those of an engine all together."""
+"""How options are declared, and all options of an engine."""

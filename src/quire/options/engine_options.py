@@ -1,4 +1,4 @@
-"""All options of an engine in one checked object, and what the composition root itself obeys.
+"""All options of an engine in one checked object.
 
 Components declare their options (`fields`); `EngineOptions` is all of them, under flat
 names. Torch-free, so that the command line and the server's front can check what was given.

@@ -1,0 +1,1 @@
+"""Where tensors live: rows, batches, forward passes, the KV cache, workers."""

@@ -1,4 +1,4 @@
-"""The runner's rows where the forward pass runs on a device: counts on the host, values there.
+"""The runner's rows on a device: counts on the host, values there.
 
 A `RowBatch` keeps the rows on the host as it does without a device, and works out a step's numbers.
 Mirrored here are the token ids of all rows and their block tables. The last token ids of a row the

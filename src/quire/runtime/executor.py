@@ -1,4 +1,4 @@
-"""Rank 0's side of tensor parallelism: the other ranks' processes, and a runner that drives all.
+"""Tensor parallelism on rank 0: the other ranks' processes and runner.
 
 The ranks must make the same calls in the same order, or their collectives meet the wrong partner.
 So a call that fails on any rank ends the group: nobody knows what the others did of it. The engine

@@ -1,4 +1,4 @@
-"""How a step's hidden states and logits are computed: by a model's modules, or a native program.
+"""Computes hidden states and logits, by modules or a native program.
 
 Called by `model_runner.py`. Both ways compute the same model, whichever the kernels allow; a third,
 `graphs.py`, replays the first.

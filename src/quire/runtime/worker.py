@@ -1,4 +1,4 @@
-"""The process of a rank beyond the first: it repeats the `Runner` calls of rank 0.
+"""The process of a further rank: repeats rank 0's runner calls.
 
 Rank 0 sends each call over a socket (see `ipc`), and nothing comes back: what the ranks compute
 travels between them in the layers' collectives, and as all of them have the same logits, each

@@ -1,0 +1,1 @@
+"""The HTTP server: the application, its launch, and what endpoints share."""

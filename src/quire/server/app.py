@@ -1,4 +1,4 @@
-"""The HTTP application: the list of endpoints, and what a call goes through on its way to one.
+"""The HTTP application: its endpoints, and what a call passes before them.
 
 From outside in: the request's id and its line in the log (`telemetry.monitor`), what its head may
 say, CORS if origins are allowed, keys, the bounds of the body (all three: `http.guard`), answers to

@@ -1,4 +1,4 @@
-"""Every option of the server, by the name of its flag. Called by `launch` and the command line.
+"""Every option of the server.
 
 Flat, since people write it down (flags, a YAML file); `launch` makes the components' own small
 configurations of it.

@@ -35,9 +35,6 @@ class Bounded(Protocol):
     def n(self) -> int | None: ...
 
     @property
-    def num_prompts(self) -> int: ...
-
-    @property
     def bad_words(self) -> list[str] | None: ...
 
 
@@ -66,14 +63,14 @@ class CallLimits:
                 bound = "at least 1" + ("" if high is None else f" and at most {high}")
                 raise ConfigurationError(f"{field.name} is {value}, but must be {bound}")
 
-    def check(self, body: Bounded, max_logprobs: int) -> None:
+    def check(self, body: Bounded, num_prompts: int, max_logprobs: int) -> None:
         """Check what `Body.check_sizes` has left.
 
         Raises InvalidRequestError that names the field and the bound.
 
-        max_logprobs: the engine's bound.
+        num_prompts: how many the body has. max_logprobs: the engine's bound.
         """
-        self._check_choices(body)
+        self._check_choices(body, num_prompts)
         for word in body.bad_words or ():
             if len(word) > MAX_WORD_CHARACTERS:
                 raise InvalidRequestError(
@@ -83,13 +80,12 @@ class CallLimits:
                 )
         _check_logprobs(body, max_logprobs)
 
-    def _check_choices(self, body: Bounded) -> None:
+    def _check_choices(self, body: Bounded, num_prompts: int) -> None:
         n = 1 if body.n is None else body.n
         if n > self.max_n:
             raise InvalidRequestError(
                 f"n is {n}, above this server's bound of {self.max_n}; ask for fewer choices", "n"
             )
-        num_prompts = body.num_prompts
         if n * num_prompts > self.max_choices:
             raise InvalidRequestError(
                 f"n is {n} for each of {num_prompts} prompts, {n * num_prompts} choices, above"

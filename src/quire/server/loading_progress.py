@@ -1,4 +1,4 @@
-"""How far loading has come: a bar on a terminal, a few plain lines elsewhere, or log lines.
+"""Shows how far loading has come, on a terminal or in the log.
 
 Knows no engine. Called by `launch`, with what the engine tells.
 """

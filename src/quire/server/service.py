@@ -1,4 +1,4 @@
-"""What every HTTP handler needs: the engine, the text side of the model, its name, and the bounds.
+"""What every HTTP handler needs: engine, tokenizer, limits, tenants.
 
 Made by `launch`, read by the API families. Imports no torch.
 """

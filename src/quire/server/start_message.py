@@ -1,4 +1,4 @@
-"""What `quire serve` prints: what was loaded, the memory it will use, the address, a first call.
+"""What `quire serve` prints when it starts: model, memory, address.
 
 Text from plain facts; knows no engine and no socket. Called by `launch`.
 """

@@ -1,1 +1,1 @@
-"""The real scheduler and memory on a virtual clock, against a runner that catches every misuse."""
+"""The real scheduler and memory on a virtual clock, with a checking runner."""

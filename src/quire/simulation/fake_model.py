@@ -1,4 +1,4 @@
-"""A "model" whose tokens are a pure function of the tokens before them, cheap to compute alone.
+"""A fake model: each token is a pure function of those before.
 
 Each prefix has a fingerprint: a rolling hash of all its tokens. The next token is a function of
 (fingerprint, seed, branch), so the expected output of any request is known without a scheduler,

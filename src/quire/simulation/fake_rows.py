@@ -1,4 +1,4 @@
-"""The rows and block tables of a runner, kept exactly as plans say; impossible plans are refused.
+"""The fake runner's rows and block tables; refuses impossible plans.
 
 Knows no forward pass: it says which slots a step writes and reads, `fake_runner` does the rest.
 A refusal is an AssertionError that tells what the last plans said of the row.

@@ -1,4 +1,4 @@
-"""A runner without a model that catches every misuse of the KV cache where it happens.
+"""A runner without a model that catches misuse of the KV cache.
 
 Each slot stores a fingerprint of the prefix that wrote it (`fake_store`). Before a row goes on, its
 whole context is read back through its block tables and compared, so that a block freed early,

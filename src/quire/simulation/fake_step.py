@@ -1,4 +1,4 @@
-"""A step of the fake runner between its plan and its result, and what it samples besides tokens.
+"""A step of the fake runner, from its plan to its result.
 
 Knows rows only by number; used by `fake_runner` alone.
 """

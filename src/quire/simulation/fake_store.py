@@ -1,4 +1,4 @@
-"""The KV cache of the fake runner: a fingerprint in each slot, and the check of what is read.
+"""The fake runner's KV cache: a fingerprint in each slot.
 
 A slot holds the fingerprint of the prefix that wrote it, salted by its KV group. Knows neither
 plans nor rows beyond their numbers; used by `fake_runner` alone.

@@ -1,4 +1,4 @@
-"""What happened in a simulation: counts of plans, of answers and of what the core counts itself."""
+"""What happened in a simulation, in counts and times."""
 
 from __future__ import annotations
 

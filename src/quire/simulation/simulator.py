@@ -1,4 +1,4 @@
-"""Runs the real scheduler and memory on a virtual clock and checks all laws as it goes.
+"""Runs the scheduler and memory on a virtual clock, checking all laws.
 
 Every request must get exactly the tokens that it would get alone, whatever arrives, is aborted,
 preempted or fails beside it; every block must be accounted for; and nothing may be held at the end.

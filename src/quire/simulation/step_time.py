@@ -1,4 +1,4 @@
-"""What a step takes on the virtual clock, and cost models that know it well or badly."""
+"""How long a step takes on the virtual clock; cost models."""
 
 import random
 

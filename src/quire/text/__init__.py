@@ -1,1 +1,1 @@
-"""Text on one side, token ids on the other: the floor that knows words and no tensors."""
+"""Between text and token ids: tokenizers, chat templates, detokenizer."""

@@ -1,4 +1,4 @@
-"""`quire bench memory`: what paging is worth, against the ways to manage memory that it replaced.
+"""`quire bench memory`: paging beside the ways to manage memory that it replaced.
 
 Wires the files of this folder; the command line calls `add_arguments` and `main`. Loads without
 torch, so that `--help` is quick.

@@ -1,4 +1,4 @@
-"""A runner without a model: it counts what a step would cost, moves a virtual clock, draws tokens.
+"""A runner without a model: counts a step's cost, draws tokens.
 
 It keeps only how long each row is, believes every plan (the simulation is what checks plans) and
 has no probabilities, hence no beams. So hours of serving pass in seconds, under the real scheduler

@@ -1,4 +1,4 @@
-"""The load of the memory benchmark: log-normal lengths of a given mean, and when requests arrive.
+"""The load of the memory benchmark: lengths and arrival times.
 
 Knows no engine and no clock. Used by `command` and `study`.
 """

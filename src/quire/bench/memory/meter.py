@@ -1,4 +1,4 @@
-"""What the slots of the KV cache hold, step by step, and the averages over time.
+"""What the slots of the KV cache hold, step by step.
 
 A slot is room for one token. Every slot is counted once, as in the ledger
 (`core.memory.memory_report`), where contiguous reservations are split by what will come of them:

@@ -1,5 +1,4 @@
-"""Block tables by KV group: match, admit, grow, fork, cut, publish, free. The sole user of pool and
-prefix cache.
+"""The block tables of all sequences, by KV group.
 
 A sequence's tables grow in all groups together, since every group stores every token. Blocks that
 a step in flight may still read are not freed with their sequence: their reference passes to that

@@ -1,4 +1,4 @@
-"""Which blocks of tokens are in memory: a keyed hash chain over contents, searchable to the token.
+"""Finds cached blocks by content: a keyed hash chain of tokens.
 
 The hash of a block covers its parent's hash and its own tokens, so equal hashes mean equal
 prefixes. The chain's root is keyed with the installation's secret and the cache domain: a tenant

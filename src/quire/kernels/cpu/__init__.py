@@ -1,1 +1,1 @@
-"""The CPU kernels: C++ in `csrc/`, reached through a plain C ABI; `library.py` is the door."""
+"""The CPU kernels: C++ in `csrc/`, called through a plain C ABI."""

@@ -1,4 +1,4 @@
-"""Compiles `csrc/` into the native library: only a C++ compiler is needed, no torch, no headers.
+"""Compiles `csrc/` into the native library.
 
     python -m quire.kernels.cpu.build [--output FILE] [--objects FOLDER] [--compiler NAME]
 

@@ -1,4 +1,4 @@
-"""RMSNorm, embedding, scales, the GELU gate and the rotation, by the native library; a call each.
+"""RMSNorm, embedding, scales, GELU gate and rotation by the native library.
 
 Programs (`program.py`) run the same kernels without Python between them; this door is for what runs
 layer by layer, and for tests. See `csrc/elementwise.cpp` for the formulas; roundings are those of

@@ -1,4 +1,4 @@
-"""Loads the native library and calls it. A `NativeKernels` is an instruction set and a thread pool.
+"""Loads the native library and calls it.
 
 Shapes and meanings of the calls are in `csrc/library/kernels.h`; the wrappers beside this file
 check what callers may get wrong, this file checks nothing. Calls release the GIL, and one

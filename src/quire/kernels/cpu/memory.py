@@ -1,4 +1,4 @@
-"""Memory for weights and KV: much of it is read at every step, so in as few pages as possible.
+"""Allocates memory for weights and KV in huge pages.
 
 With pages of 4 KiB one thread reads 16 to 18 GB/s, with huge ones 26 to 29 (AMD EPYC). Knows no
 layout. Called by whoever packs weights, and for the KV cache.

@@ -1,4 +1,4 @@
-"""Builds a model and fills it from a checkpoint, piece by piece, straight into its (fused) linears.
+"""Builds a model and fills it from a checkpoint, piece by piece.
 
 A checkpoint's tensors and a model's parameters must match one to one; what is missing, left over or
 of another shape is refused by name. Knows no device or format of its own: both are told.

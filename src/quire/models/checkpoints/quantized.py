@@ -1,4 +1,4 @@
-"""Tells a checkpoint that somebody else has quantized, and says what to name in its place.
+"""Refuses checkpoints that are quantized already, and says what to load instead.
 
 quire rounds weights itself, from an original checkpoint. Knows no tensors. Called by `registry` for
 what config.json says, and by `loader` for what the names of the weights say.

@@ -1,4 +1,4 @@
-"""What a checkpoint is to the loader: tensors by name, of which rows are read a few MiB at a time.
+"""What a checkpoint is to the loader: named tensors, read by rows.
 
 One class for each format of files, listed in `readers.py`. A source knows no model: `loader.py`
 says which tensor goes where.

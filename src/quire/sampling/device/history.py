@@ -1,4 +1,4 @@
-"""The tokens of every row where the device samples: it writes the values, the host counts them.
+"""The tokens of every row where a device samples.
 
 The host plans the next step before it knows what this one samples; it needs only how many tokens a
 row has. So the values live on the device: the sampler appends to them, the next step's inputs are

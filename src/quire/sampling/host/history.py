@@ -1,4 +1,4 @@
-"""What the sampler sees of the runner's persistent batch: the tokens of every row so far.
+"""The tokens of every row so far, as the sampler sees them.
 
 It knows no requests and owns nothing. The runner makes one and keeps it for its lifetime.
 """

@@ -239,7 +239,7 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
     """
     service = service_of(http)
     service.check_model(body.model)
-    service.limits.check(body, service.engine.limits.max_logprobs)
+    service.limits.check(body, body.num_prompts, service.engine.limits.max_logprobs)
     params = body.to_params()
     options = options_of(http, body, service.default_deadline_s)
     prompts = await kind.prompts(service, body)

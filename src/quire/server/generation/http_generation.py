@@ -1,4 +1,4 @@
-"""The requests of one HTTP call while they run: from prompts to text, whatever the API family.
+"""The engine requests of one HTTP call while they run.
 
 One call becomes one engine request per prompt, and n choices of each: choice = prompt * n + branch.
 Outputs are turned into text as they come off the engine, not as the client takes them: a client

@@ -1,4 +1,4 @@
-"""What the JSON bodies of all API families have in common: objects with known fields only.
+"""What the JSON bodies of all API families share.
 
 A field that nobody knows, or that quire has not yet, is refused by name; null means that a field
 was left out. Both are told in the OpenAPI document, too. Called by `protocol` and `tokens`, which

@@ -1,4 +1,4 @@
-"""What a connection has that uvicorn's lacks: time limits, and answers to what is no request.
+"""Time limits of HTTP connections, and answers to malformed requests.
 
 A head that does not come and an answer that nobody reads would hold a connection, and the second
 the memory of an answer, for as long as its client likes. (How long a body may take is the

@@ -1,4 +1,4 @@
-"""What may come in: a head with one meaning, a valid key, a body within its bounds.
+"""Checks every HTTP call first: its head, its key, the size of its body.
 
 Three middlewares, set up by `app` from outside in. `RequestHead` refuses requests whose heads could
 be read in two ways, or ask for what is not done here: the HTTP parsers leave some of it to their

@@ -1,4 +1,4 @@
-"""How an endpoint is declared: a router of its own, with all that others must know of it.
+"""How an endpoint is declared: a router with what others must know of it.
 
 A route file makes one `Endpoints` and puts its routes there; `app` lists the routers and asks them
 who may call, which errors have another form, and which paths to suggest. A body's own class says

@@ -1,4 +1,4 @@
-"""What OpenAI's API has, and the APIs that look like it, and quire has not: refused by name.
+"""Endpoints of other servers that quire does not have: refused by name.
 
 Without these routes such a call would be told that the path is wrong, though it is right. The
 routes are no part of the OpenAPI document. Included last by `app`.

@@ -1,4 +1,4 @@
-"""What the server records of its calls: request ids, log lines, counts, times as clients feel them.
+"""What the server records of its calls: request ids, log lines, counts, times.
 
 `RequestIdMiddleware` stands around every HTTP call. A client's own X-Request-ID is kept where it is
 sane, else one is made; either way it comes back with the answer, whatever the answer is, and is in

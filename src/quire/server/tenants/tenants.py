@@ -1,4 +1,4 @@
-"""Tenants: what each may have open, its tokens a minute, and the options that its requests get.
+"""Tenants: their quotas, and the options that their requests get.
 
 Who a client is has been found out by `http.guard`. A tenant's book is pure but for the clock that
 it is given, and used by `http_generation`, once per HTTP call.

@@ -1,4 +1,4 @@
-"""Beam searches among the sequences: who computes, who waits for whom, who goes on from whom.
+"""Beam search in the scheduler: turns the search's choices into forks.
 
 `search` chooses; this turns its choices into forks. Each beam is a sequence of its own that
 computes its next step when it can; when the last of them has reported its candidates, the next

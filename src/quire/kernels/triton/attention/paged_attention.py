@@ -1,4 +1,4 @@
-"""Attention over paged memory on a GPU: decode, prefill and any mix of both, by one kernel.
+"""Attention over paged memory on a GPU, for decode and prefill.
 
     out = softmax(scale q K^T) V over the keys that each query sees, which lie in blocks anywhere
 

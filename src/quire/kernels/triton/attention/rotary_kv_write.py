@@ -1,4 +1,4 @@
-"""Per-head norm and rotation of q and k, and the write of K and V into their pages, in one launch.
+"""Norm and rotation of q and k, and the write of K and V.
 
 For each token t and head h, with n(x) = weight * round(x / sqrt(mean(x^2) + eps)) where heads are
 normed, else x, and cos and sin rounded to the dtype:

@@ -1,4 +1,4 @@
-"""y = x W^T + b of weights and activations in int8, each with a scale.
+"""y = x W^T + b with weights and activations in int8.
 
     y[m, n] = dot[m, n] * x_scale[m] * w_scale[n] + b[n],  dot = sum over k of x[m, k] w[n, k]
 

@@ -1,4 +1,4 @@
-"""y = x W^T + b, with a result that is the same to the bit whatever else is in the batch.
+"""y = x W^T + b, to the bit independent of the batch.
 
 An output element is the sum over K of products of one row of x and one row of W. Here it is summed
 in one order that depends on W's shape and dtype alone:

@@ -1,4 +1,4 @@
-"""Activations as int8 with a scale for each row, on a GPU: what the quantized products read.
+"""Rounds activations to int8 on a GPU, a scale for each row.
 
     scale = max |x| / 127,  q = round(x * (127 / max |x|))
 

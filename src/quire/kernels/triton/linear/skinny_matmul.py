@@ -1,4 +1,4 @@
-"""y = x W^T + b for a few rows of x: what a decode step of few streams spends its time in.
+"""y = x W^T + b for a few rows of x, bound by memory.
 
 Nothing but reading W counts: 2 N K bytes, once, against 2 M N K operations that the tensor cores
 hide (at M = 16 less than a tenth of what an H200's could do meanwhile). So:

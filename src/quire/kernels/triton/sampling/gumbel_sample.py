@@ -1,4 +1,4 @@
-"""Tokens from logits on a GPU: the largest, or a sample with top_k, min_p and top_p, unsorted.
+"""Samples tokens from logits on a GPU, without sorting.
 
 What is left of a line's tokens, and the noise, are defined in `sampling/host/choice.py`, which is
 the reference. With x = (logit - largest) / temperature, rounded as there, these kernels follow a

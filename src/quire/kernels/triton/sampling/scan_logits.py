@@ -1,4 +1,4 @@
-"""The largest logits of each line on a GPU: in groups of tokens, in tiles, and the k-th of all.
+"""The largest logits of each line on a GPU, by groups and tiles.
 
     group_largest[r, g] = max of tokens [64 g, 64 g + 64)
     tile_largest[r, t]  = max of tokens [4096 t, 4096 t + 4096); tile_token: the lowest id of it

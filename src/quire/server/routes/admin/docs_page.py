@@ -1,4 +1,4 @@
-"""GET /docs: the OpenAPI document as one page for people: every route, field, bound and error.
+"""GET /docs: the API's document as one page.
 
 The page is whole in itself: no script, no picture, nothing from elsewhere, and its own policy lets
 a browser load nothing. Text from a plain document; knows no route. Served by `app`.

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: text, or messages, to token ids and back, as vLLM has them.
+"""POST /tokenize and /detokenize, as vLLM has them.
 
 Knows of the engine only its longest context and its vocabulary. Long inputs are worked on in a
 thread.
