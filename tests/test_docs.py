@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 from tests.test_readme import code_blocks
+from tools.folders import FLOORS, SOURCE, with_map
 
 from quire.bench import perplexity, throughput
 from quire.bench.memory import command as memory
 from quire.cli.foreign_options import KNOWN
 from quire.cli.parser import build_parser
-from quire.core.memory.eviction import EVICTION_ORDERS
-from quire.core.scheduling.policy import POLICIES
-from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +66,7 @@ def known_flags() -> set[str]:
     found = {*KNOWN, *flags_of(build_parser(BENCHMARKS))}
     found |= {f"--{name.replace('_', '-')}" for name in SimulationConfig.__dataclass_fields__}
     scripts = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "src").rglob("*.py")]
-    scripts += (ROOT / "tests" / "kernels").rglob("*.py")
+    scripts += [*(ROOT / "tests" / "kernels").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
     for script in scripts:
         found |= set(re.findall(r"[\"'](--[a-z][\w-]+)[\"']", script.read_text()))
     return found
@@ -99,18 +97,32 @@ def test_the_memory_page_s_example_runs() -> None:
     assert "---" in done.stdout
 
 
-def test_the_examples_of_extending_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """In their order, in one process, as a reader would run them."""
-    names: dict[str, object] = {}
-    try:
-        for block in code_blocks((ROOT / "docs" / "extending.md").read_text(), "python"):
-            exec(block.replace('"steady,drifting"', '"few"').replace("300,1000", "300"), names)
-        printed = capsys.readouterr().out
-        assert "first token after 0.13 s (median)" in printed
-        assert "and 16.2 s (99th percentile)" in printed
-        assert re.search(r"^least_used +\d+\.\d+$", printed, flags=re.MULTILINE)
-        config = SimulationConfig(eviction="least_used", num_requests=200, check_every=5)
-        assert run(config).num_evicted_blocks > 100
-    finally:
-        POLICIES.pop("shortest_prompt", None)
-        EVICTION_ORDERS.pop("least_used", None)
+def test_the_map_of_the_design_is_the_tree() -> None:
+    """`python tools/folders.py` writes it."""
+    page = (ROOT / "docs" / "DESIGN.md").read_text()
+    assert with_map(page) == page
+
+
+def test_imports_go_up_the_map() -> None:
+    """To the own folder, or to one above it in the map: what the page says of its order. All that
+    declares options may import `options/fields.py`."""
+    against = [
+        f"{path.relative_to(SOURCE)} imports {name}"
+        for path in SOURCE.rglob("*/*.py")
+        for name in imported_folders(path)
+        if FLOORS.index(name) > FLOORS.index(path.relative_to(SOURCE).parts[0])
+    ]
+    assert against == []
+
+
+def imported_folders(path: Path) -> set[str]:
+    """The top folders of ours that a file imports from, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    ours = [name for name in names if name.startswith("quire.")]
+    found = {name.split(".")[1] for name in ours if not name.startswith("quire.options.fields")}
+    return found & set(FLOORS)

@@ -3,9 +3,11 @@
 import ast
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tools.request_path import LIST, Trace, first_line, line_counts, parts, trace_chat
 
 from quire.cli.parser import build_parser
 
@@ -20,58 +22,21 @@ def code_blocks(text: str, *languages: str) -> list[str]:
     return [body for language, body in blocks if language in languages]
 
 
-def request_path(text: str) -> list[str]:
-    """The files that the numbered list under HEADING names, in its order, relative to `src/quire`.
+def request_path(text: str) -> list[tuple[str, str]]:
+    """(file, what is said of it) of the numbered list under HEADING, in its order.
 
-    ValueError for an item without a file.
+    ValueError for an item that is not one file and a text.
     """
     found = re.search(rf"^#+ {HEADING}\s*$(.*?)(?=^#|\Z)", text, flags=re.MULTILINE | re.DOTALL)
     if found is None:
         raise ValueError(f"the README has no section {HEADING!r}")
-    files = []
-    for item in re.findall(r"^\d+\.\s+(.*(?:\n[ \t]+\S.*)*)", found[1], flags=re.MULTILINE):
-        names = re.findall(r"`(?:src/quire/)?([\w/]+\.py)`", item)
-        if not names:
-            raise ValueError(f"an item of {HEADING!r} names no file: {item!r}")
-        files += names
-    return files
-
-
-def imported_files(path: str, root: Path) -> set[str]:
-    """What a file of ours imports of ours, anywhere in it, relative to `root`."""
-    found = set()
-    for node in ast.walk(ast.parse((root / path).read_text())):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        names = [module.removeprefix("quire.").replace(".", "/") for module in modules]
-        found.update(f"{name}.py" for name in names if (root / f"{name}.py").exists())
-    return found
-
-
-def against_the_imports(files: list[str], root: Path) -> list[str]:
-    """Pairs of the path whose later file imports the earlier one, directly or through others.
-
-    A request goes down the floors: a stop never depends on one before it.
-    """
-    reach: dict[str, set[str]] = {}
-
-    def reachable(path: str) -> set[str]:
-        if path not in reach:
-            reach[path] = set()
-            for name in imported_files(path, root):
-                reach[path] |= {name} | reachable(name)
-        return reach[path]
-
-    return [
-        f"{later} imports {earlier}, but stands after it"
-        for index, earlier in enumerate(files)
-        for later in files[index + 1 :]
-        if earlier != later and earlier in reachable(later)
-    ]
+    stops = []
+    for number, item in enumerate(re.findall(r"^\d+\. .*", found[1], flags=re.MULTILINE), 1):
+        parsed = re.fullmatch(rf"{number}\. `([\w/]+\.py)`: (.+)", item)
+        if parsed is None:
+            raise ValueError(f"item {number} of {HEADING!r} is not a file and a text: {item!r}")
+        stops.append((parsed[1], parsed[2]))
+    return stops
 
 
 def commands(text: str) -> list[list[str]]:
@@ -90,15 +55,39 @@ def readme() -> str:
     return README.read_text()
 
 
-def test_every_stop_of_a_request_is_a_file(readme: str) -> None:
-    files = request_path(readme)
-    assert len(files) >= 6
-    missing = [name for name in files if not (ROOT / "src" / "quire" / name).is_file()]
-    assert missing == []
+@pytest.fixture(scope="module")
+def traces() -> Iterator[Trace]:
+    """Of a streamed chat, a new one each time."""
+    return iter(trace_chat, None)
 
 
-def test_a_request_goes_down_the_floors(readme: str) -> None:
-    assert against_the_imports(request_path(readme), ROOT / "src" / "quire") == []
+def test_the_path_is_that_of_a_traced_chat(readme: str, traces: Iterator[Trace]) -> None:
+    """All files that hand on, there and back; `python tools/request_path.py --readme` writes them.
+
+    What two processes do at the same moment may come in another order, once.
+    """
+    listed = [name for name, _ in request_path(readme)]
+    for _ in range(3):
+        trace = next(traces)
+        traced = [name for part in parts(trace) for name in part.new]
+        assert sorted(listed) == sorted(traced)
+        if listed == traced:
+            break
+    assert listed == traced
+    said, counted = (numbers(text) for text in (LIST.findall(readme)[0], line_counts(trace)))
+    assert said[-4] == counted[0]
+    assert all(abs(a / b - 1) < 0.1 for a, b in zip(said[-3:], counted[1:], strict=True))
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word.replace(",", "")) for word in re.findall(r"\b\d[\d,]*\b", text)]
+
+
+def test_each_stop_says_what_its_file_says(readme: str) -> None:
+    """Its docstring's first line, which is a short sentence on one line."""
+    stops = request_path(readme)
+    assert len(stops) >= 20
+    assert [(name, first_line(name)) for name, _ in stops] == stops
 
 
 def test_python_blocks_are_python_that_imports_what_there_is(readme: str) -> None:
@@ -150,12 +139,15 @@ def test_links_inside_the_repository_lead_somewhere(readme: str) -> None:
 SAMPLE = """# x
 ## The path of a request
 
-1. `server/app.py` takes it
-   and `src/quire/text/a.py` too
-2. **step**: `core/b.py`
+**In the front**
+
+1. `server/app.py`: takes it
+2. `text/a.py`: makes tokens of it
+
+Again: `server/app.py`.
 
 ## Next
-3. `not/this.py`
+3. `not/this.py`: x
 
 ```sh
 $ ./scripts/demo serve \\
@@ -168,27 +160,17 @@ x = 1
 
 
 def test_the_list_is_read_in_order_to_its_end() -> None:
-    assert request_path(SAMPLE) == ["server/app.py", "text/a.py", "core/b.py"]
+    stops = [("server/app.py", "takes it"), ("text/a.py", "makes tokens of it")]
+    assert request_path(SAMPLE) == stops
 
 
 def test_a_missing_list_and_an_item_without_a_file_are_refused() -> None:
     with pytest.raises(ValueError, match="no section"):
         request_path("# x")
-    with pytest.raises(ValueError, match="names no file: 'somewhere'"):
+    with pytest.raises(ValueError, match=r"item 1 of .* is not a file and a text: .1\. somewhere"):
         request_path(f"## {HEADING}\n1. somewhere\n")
 
 
 def test_blocks_and_commands_are_read() -> None:
     assert commands(SAMPLE) == [["./scripts/demo", "serve", "--port", "80"]]
     assert code_blocks(SAMPLE, "python") == ["x = 1\n"]
-
-
-def test_a_stop_that_depends_on_one_before_it_is_found(tmp_path: Path) -> None:
-    (tmp_path / "core").mkdir()
-    (tmp_path / "top.py").write_text("from quire.core import middle")
-    (tmp_path / "core" / "middle.py").write_text("def f():\n    import quire.core.low")
-    (tmp_path / "core" / "low.py").write_text("import json")
-    assert against_the_imports(["top.py", "core/middle.py", "core/low.py"], tmp_path) == []
-    assert against_the_imports(["core/low.py", "top.py"], tmp_path) == [
-        "top.py imports core/low.py, but stands after it"
-    ]
