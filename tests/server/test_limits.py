@@ -11,6 +11,7 @@ from quire.server.limits import (
     check_text,
     check_whole_answer,
 )
+from quire.server.routes.endpoint import check_parsed
 from quire.server.routes.openai.chat import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
 
@@ -48,14 +49,15 @@ AT_AND_ABOVE = [
 
 
 def check_body(body):
+    LIMITS.check_n(body.n)
     LIMITS.check(body, body.num_prompts, MAX_LOGPROBS)
 
 
 def check(make, **fields):
     """As a call is checked: before anybody looks at what is in its lists, and once more."""
     kind = CompletionRequest if make is completion else ChatCompletionRequest
-    kind.check_sizes(fields, LIMITS, 1000)
-    kind.check_sizes({"extra_body": fields}, LIMITS, 1000)
+    check_parsed(fields, kind, LIMITS, 1000)
+    check_parsed({"extra_body": fields}, kind, LIMITS, 1000)
     check_body(make(**fields))
 
 
@@ -88,10 +90,12 @@ class Unlooked:
 )
 def test_lists_that_are_too_long_are_refused_by_their_lengths(fields):
     kind = CompletionRequest if "prompt" in fields else ChatCompletionRequest
-    for value in (fields, {"extra_body": fields}):
-        with pytest.raises(InvalidRequestError) as caught:
-            kind.check_sizes(value, LIMITS, 1000)
-        assert caught.value.param == next(iter(fields))
+    with pytest.raises(InvalidRequestError) as caught:
+        check_parsed(fields, kind, LIMITS, 1000)
+    assert caught.value.param == next(iter(fields))
+    with pytest.raises(InvalidRequestError) as caught:
+        check_parsed({"extra_body": fields}, kind, LIMITS, 1000)
+    assert caught.value.param == next(iter(fields))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,7 @@ def test_lists_that_are_too_long_are_refused_by_their_lengths(fields):
 )
 def test_what_has_other_mistakes_or_none_is_left_to_others(value):
     for kind in (CompletionRequest, ChatCompletionRequest):
-        kind.check_sizes(value, LIMITS, 1000)
+        check_parsed(value, kind, LIMITS, 1000)
 
 
 def test_likeliest_tokens_of_a_chat_have_their_own_name():

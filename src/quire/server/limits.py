@@ -64,13 +64,13 @@ class CallLimits:
                 raise ConfigurationError(f"{field.name} is {value}, but must be {bound}")
 
     def check(self, body: Bounded, num_prompts: int, max_logprobs: int) -> None:
-        """Check what `Body.check_sizes` has left.
+        """Check what `Body.check_fields` and `check_n` have left.
 
         Raises InvalidRequestError that names the field and the bound.
 
         num_prompts: how many the body has. max_logprobs: the engine's bound.
         """
-        self._check_choices(body, num_prompts)
+        self._check_choices(1 if body.n is None else body.n, num_prompts)
         for word in body.bad_words or ():
             if len(word) > MAX_WORD_CHARACTERS:
                 raise InvalidRequestError(
@@ -80,12 +80,14 @@ class CallLimits:
                 )
         _check_logprobs(body, max_logprobs)
 
-    def _check_choices(self, body: Bounded, num_prompts: int) -> None:
-        n = 1 if body.n is None else body.n
-        if n > self.max_n:
+    def check_n(self, n: int | None) -> None:
+        """Raises InvalidRequestError. n: choices of each prompt; None: one."""
+        if n is not None and n > self.max_n:
             raise InvalidRequestError(
                 f"n is {n}, above this server's bound of {self.max_n}; ask for fewer choices", "n"
             )
+
+    def _check_choices(self, n: int, num_prompts: int) -> None:
         if n * num_prompts > self.max_choices:
             raise InvalidRequestError(
                 f"n is {n} for each of {num_prompts} prompts, {n * num_prompts} choices, above"
@@ -94,17 +96,13 @@ class CallLimits:
             )
 
 
-def check_length(name: str, value: Any, bound: int) -> None:
-    """Refuse a list or an object with more entries than the bound. value: JSON of any kind.
-
-    Raises InvalidRequestError.
-    """
-    if isinstance(value, (list, dict)) and len(value) > bound:
-        raise InvalidRequestError(
-            f"{name} has {len(value)} entries, above this server's bound of {bound};"
-            " send fewer, or several calls",
-            name,
-        )
+def too_many_entries(name: str, value: Any, bound: int) -> InvalidRequestError:
+    """The error for a field with more entries than the server's bound."""
+    return InvalidRequestError(
+        f"{name} has {len(value)} entries, above this server's bound of {bound};"
+        " send fewer, or several calls",
+        name,
+    )
 
 
 def check_text(text: str, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:

@@ -14,7 +14,8 @@ from quire.errors import (
     TenantBusyError,
     TokenRateError,
 )
-from quire.server.tenants.tenants import NO_TENANT, Tenant, TenantBook, options_of, tenant_of
+from quire.server.generation.http_generation import options_of, tenant_of
+from quire.server.tenants.tenants import NO_TENANT, Tenant, TenantBook
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 

@@ -19,12 +19,17 @@ from starlette.types import Receive
 from quire.engine_client.outputs import Delta, RequestOutput
 from quire.errors import InvalidRequestError
 from quire.server.generation.body import GenerationBody
-from quire.server.generation.http_generation import Caller, HTTPGeneration, new_call_id, prepare
+from quire.server.generation.http_generation import (
+    Caller,
+    HTTPGeneration,
+    new_call_id,
+    options_of,
+    prepare,
+)
 from quire.server.http.errors import ErrorForm, error_form, openai_error
 from quire.server.http.streaming import DONE, EventStream, answer, event
 from quire.server.limits import check_whole_answer
 from quire.server.service import Service, service_of
-from quire.server.tenants.tenants import options_of
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -239,6 +244,7 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
     """
     service = service_of(http)
     service.check_model(body.model)
+    service.limits.check_n(body.n)
     service.limits.check(body, body.num_prompts, service.engine.limits.max_logprobs)
     params = body.to_params()
     options = options_of(http, body, service.default_deadline_s)

@@ -5,17 +5,23 @@ Outputs are turned into text as they come off the engine, not as the client take
 that does not read holds up no stop string, no deadline and no count. What it has not taken yet is
 merged, so a slow stream never holds more than a whole answer would.
 
-Called by `completions` and `chat`. Knows no JSON.
+Prefixes in the cache are shared within a tenant only, and there between requests with the same
+salt. Where the server has no keys all clients are one tenant, without quotas of their own; but what
+a client sent as its key, though nobody has checked it, still parts its prefixes from those of
+others, since behind a gateway that checks keys it tells clients apart.
+
+Called by `answer`. Knows no JSON.
 """
 
 import asyncio
+import hashlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, cast
 
 from fastapi import Request as HTTPRequest
 
@@ -64,6 +70,46 @@ class Caller:
             state.get("arrival_s", time.monotonic()),
             operation,
         )
+
+
+class Placed(Protocol):
+    """What a body says of its place among others."""
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+    @property
+    def deadline_s(self) -> float | None: ...
+
+
+def tenant_of(http: HTTPRequest) -> Tenant:
+    """The tenant that the guard has found for the call."""
+    return cast(Tenant, getattr(http.state, "tenant", NO_TENANT))
+
+
+def options_of(http: HTTPRequest, body: Placed, default_deadline_s: float | None) -> RequestOptions:
+    """The options of a call's requests. default_deadline_s: for a body without one; None: no
+    deadline. Raises InvalidRequestError."""
+    deadline_s = body.deadline_s
+    options = RequestOptions(
+        priority=body.priority,
+        tenant=tenant_of(http).name,
+        cache_salt=body.cache_salt or "",
+        deadline_s=default_deadline_s if deadline_s is None else deadline_s,
+    )
+    unchecked = [http.headers.get(name, "") for name in ("authorization", "x-api-key")]
+    if options.tenant or not any(unchecked):
+        return options
+    return replace(options, cache_salt=_digest(*unchecked, options.cache_salt))
+
+
+def _digest(*parts: str) -> str:
+    """The same for the same parts only."""
+    joined = "".join(f"{len(part)}:{part}" for part in parts)
+    return hashlib.blake2b(joined.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 class HTTPGeneration:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from quire.errors import InvalidRequestError, did_you_mean
-from quire.server.limits import CallLimits, check_length
+from quire.server.limits import CallLimits, too_many_entries
 
 NOT_SUPPORTED = "not supported yet"
 """What the OpenAPI document says of a field that is refused."""
@@ -68,25 +68,19 @@ class Body(BaseModel):
         return None
 
     @classmethod
-    def check_sizes(cls, value: Any, limits: CallLimits, max_model_len: int) -> None:
-        """Check how long the lists and objects of a body are, before a look at what is in them.
-
-        value: the body's JSON, of any kind. max_model_len: the engine's. Raises
-        InvalidRequestError that names the field and the bound; PromptTooLongError.
-        """
-        if not isinstance(value, dict):
-            return
-        for part in (value, value.get("extra_body")):
-            if isinstance(part, dict):
-                cls._check_fields(part, limits, max_model_len)
-
-    @classmethod
-    def _check_fields(
+    def check_fields(
         cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
     ) -> None:
-        """`check_sizes` of the fields that stand together; bodies add what they bound besides."""
-        for name, bound in cls.list_bounds.items():
-            check_length(name, fields.get(name), getattr(limits, bound))
+        """Check how long lists and objects are, before a look at what is in them.
+
+        fields: of the JSON, their values of any kind. max_model_len: the engine's. Bodies add what
+        they bound besides. Raises InvalidRequestError that names the field and the bound;
+        PromptTooLongError.
+        """
+        for name, bound_name in cls.list_bounds.items():
+            value, bound = fields.get(name), getattr(limits, bound_name)
+            if isinstance(value, (list, dict)) and len(value) > bound:
+                raise too_many_entries(name, value, bound)
 
     @model_validator(mode="before")
     @classmethod

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from quire.server.http.body import Body
 from quire.server.http.errors import ErrorForm, openai_error
 from quire.server.http.json_body import parse
+from quire.server.limits import CallLimits
 from quire.server.routes.unsupported import METHODS, refuse
 from quire.server.service import service_of
 
@@ -33,8 +34,19 @@ class JSONRequest(Request):
         value = await service.work.run(parse(await self.body()))
         if self.body_class is not None:
             max_model_len = service.engine.limits.max_model_len
-            self.body_class.check_sizes(value, service.limits, max_model_len)
+            check_parsed(value, self.body_class, service.limits, max_model_len)
         return value
+
+
+def check_parsed(value: Any, kind: type[Body], limits: CallLimits, max_model_len: int) -> None:
+    """Check the sizes in a body's JSON, of any kind, those of the fields in extra_body included.
+
+    Raises InvalidRequestError, PromptTooLongError.
+    """
+    if isinstance(value, dict):
+        for fields in (value, value.get("extra_body")):
+            if isinstance(fields, dict):
+                kind.check_fields(fields, limits, max_model_len)
 
 
 class JSONRoute(APIRoute):

@@ -1,24 +1,14 @@
-"""Tenants: their quotas, and the options that their requests get.
+"""How much each tenant may have open at once, and how many tokens a minute.
 
-Who a client is has been found out by `http.guard`. A tenant's book is pure but for the clock that
-it is given, and used by `http_generation`, once per HTTP call.
-
-Prefixes in the cache are shared within a tenant only, and there between requests with the same
-salt. Where the server has no keys all clients are one tenant, without quotas of their own; but what
-a client sent as its key, though nobody has checked it, still parts its prefixes from those of
-others, since behind a gateway that checks keys it tells clients apart.
+Pure but for the clock that it is given. Knows no HTTP and no keys: who a client is has been found
+out by `http.guard`. Called by `http_generation`, once per HTTP call.
 """
 
-import hashlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from dataclasses import dataclass, field
 
-from fastapi import Request as HTTPRequest
-
-from quire.engine_client.inputs import RequestOptions
 from quire.errors import (
     ConfigurationError,
     InvalidRequestError,
@@ -181,43 +171,3 @@ class TenantBook:
 
 def _name(tenant: Tenant) -> str:
     return f"the tenant {tenant.name!r}" if tenant.name else "this server's one tenant"
-
-
-class Placed(Protocol):
-    """What a body says of its place among others."""
-
-    @property
-    def priority(self) -> int: ...
-
-    @property
-    def cache_salt(self) -> str | None: ...
-
-    @property
-    def deadline_s(self) -> float | None: ...
-
-
-def tenant_of(http: HTTPRequest) -> Tenant:
-    """The tenant that the guard has found for the call."""
-    return cast(Tenant, getattr(http.state, "tenant", NO_TENANT))
-
-
-def options_of(http: HTTPRequest, body: Placed, default_deadline_s: float | None) -> RequestOptions:
-    """The options of a call's requests. default_deadline_s: for a body without one; None: no
-    deadline. Raises InvalidRequestError."""
-    deadline_s = body.deadline_s
-    options = RequestOptions(
-        priority=body.priority,
-        tenant=tenant_of(http).name,
-        cache_salt=body.cache_salt or "",
-        deadline_s=default_deadline_s if deadline_s is None else deadline_s,
-    )
-    unchecked = [http.headers.get(name, "") for name in ("authorization", "x-api-key")]
-    if options.tenant or not any(unchecked):
-        return options
-    return replace(options, cache_salt=_digest(*unchecked, options.cache_salt))
-
-
-def _digest(*parts: str) -> str:
-    """The same for the same parts only."""
-    joined = "".join(f"{len(part)}:{part}" for part in parts)
-    return hashlib.blake2b(joined.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

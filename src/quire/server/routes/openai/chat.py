@@ -67,10 +67,10 @@ class TemplateOptions(Body):
     continue_final_message: bool = False
 
     @classmethod
-    def _check_fields(
+    def check_fields(
         cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
     ) -> None:
-        super()._check_fields(fields, limits, max_model_len)
+        super().check_fields(fields, limits, max_model_len)
         _check_template_arguments(fields.get("chat_template_kwargs"))
 
 

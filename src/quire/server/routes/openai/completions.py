@@ -30,7 +30,7 @@ from quire.server.generation.http_generation import HTTPGeneration, blamed_on
 from quire.server.http.errors import ErrorForm, openai_error
 from quire.server.http.long_work import call_for_text
 from quire.server.http.streaming import event
-from quire.server.limits import CallLimits, check_length, check_text
+from quire.server.limits import CallLimits, check_text, too_many_entries
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openai.logprobs import (
     CompletionLogprobs,
@@ -93,15 +93,16 @@ class CompletionRequest(GenerationBody):
         return len(self.prompts)
 
     @classmethod
-    def _check_fields(
+    def check_fields(
         cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
     ) -> None:
-        super()._check_fields(fields, limits, max_model_len)
+        super().check_fields(fields, limits, max_model_len)
         prompt = fields.get("prompt")
         if not isinstance(prompt, list) or not prompt:
             return
         if not isinstance(prompt[0], int):
-            check_length("prompt", prompt, limits.max_prompts)
+            if len(prompt) > limits.max_prompts:
+                raise too_many_entries("prompt", prompt, limits.max_prompts)
         elif len(prompt) >= max_model_len:
             raise prompt_too_long(len(prompt), max_model_len)
 
