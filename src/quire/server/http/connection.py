@@ -2,7 +2,11 @@
 
 A head that does not come and an answer that nobody reads would hold a connection, and the second
 the memory of an answer, for as long as its client likes. (How long a body may take is the
-application's to say: `body_limit`.) Knows no requests. Called by `launch`.
+application's to say: `guard.BodyLimit`.) Knows no requests. Called by `launch`.
+
+This file, `h11_protocol` and `httptools_protocol` subclass or drive uvicorn's protocol classes and
+read their attributes (`cycle`, `pipeline`, ...), which uvicorn does not promise to keep:
+run `test_connection.py` with and without httptools before its version is raised.
 """
 
 import asyncio
