@@ -29,7 +29,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def packed(num_outputs: int, num_inputs: int, seed: int) -> tuple[PackedLinear, torch.Tensor]:
     weight = random(num_outputs, num_inputs, seed=seed)
-    linear = PackedLinear(abi.WeightFormat.DENSE_F32, num_outputs, num_inputs, dtype=torch.float32)
+    linear = PackedLinear(abi.WeightLayout.DENSE_F32, num_outputs, num_inputs, dtype=torch.float32)
     linear.pack(weight, 0)
     linear.finish()
     return linear, weight
