@@ -308,6 +308,12 @@ class _ViewsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_placeholder = is_placeholder
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, as torch.compile never sees this mode. Otherwise torch wraps the method below, and
+        imports torch._dynamo, and with it Triton, when it is called first: 2 s and 100 MB."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
