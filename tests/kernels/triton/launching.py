@@ -123,8 +123,8 @@ def compile_then_interpret(launches: Launches) -> None:
         return interpret(self)(*arguments, **options)
 
     jit.JITFunction.run, jit.JITFunction.__call__ = run, call
-    for module in pkgutil.iter_modules(quire.kernels.triton.__path__):
-        importlib.import_module(f"quire.kernels.triton.{module.name}")
+    for module in pkgutil.walk_packages(quire.kernels.triton.__path__, "quire.kernels.triton."):
+        importlib.import_module(module.name)
     # From here on the engine believes that it interprets, as the end of each launch does.
     knobs.runtime.interpret = True
     quire.kernels.triton.compute_as_gpus_do()

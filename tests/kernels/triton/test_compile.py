@@ -24,7 +24,7 @@ from tests.kernels.triton.compiling import (
 
 import quire.kernels.triton
 
-KERNEL_FILES = sorted(Path(quire.kernels.triton.__file__).parent.glob("*.py"))
+KERNEL_FILES = sorted(Path(quire.kernels.triton.__file__).parent.rglob("*.py"))
 
 
 def test_every_kernel_has_a_spec():

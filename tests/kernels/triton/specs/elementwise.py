@@ -12,7 +12,7 @@ def _rms_norm(
     dtype: str, size: int, block: int, num_warps: int, with_residual: bool, **constant: float
 ) -> KernelSpec:
     pointers = {name: f"*{dtype}" for name in ("x_ptr", "weight_ptr", "out_ptr")}
-    constants: dict[str, object] = {"D": size, "BLOCK_D": block}
+    constants: dict[str, object] = {"D": size, "BLOCK_D": block, "OFFSET": None, "FACTOR": 1.0}
     constants |= {"BLOCK_R": max(1, 1024 // block), **constant}
     if with_residual:
         pointers["residual_ptr"] = f"*{dtype}"
