@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: one interface, a file or two for each backend."""
+"""Attention backends: how a step's queries attend over the paged KV cache."""

@@ -1,10 +1,10 @@
-"""Attention over paged memory by the native kernels: straight from the blocks, nothing is gathered.
+"""Attention over the paged KV cache by the native CPU kernels.
 
-The kernels walk the block tables themselves, so a plan is a handful of addresses and, where rows
-share blocks, which tiles to read once for all of them. What they compute, and why a row's result is
-the same to the bit whatever runs beside it, is explained in `csrc/attention/attention.cpp` (of
-`kernels/cpu`). Built by `registry.py`; `runtime.forward` runs the step that was planned here as
-part of a native program.
+Keys and values are read straight from their blocks; nothing is gathered. The kernels walk the block
+tables themselves, so a plan is a handful of addresses and, where rows share blocks, which tiles to
+read once for all of them. What they compute, and why a row's result is the same to the bit whatever
+runs beside it, is explained in `csrc/attention/attention.cpp` (of `kernels/cpu`). Built by
+`registry.py`; `runtime.forward` runs the step that was planned here as part of a native program.
 
 Shapes as in `interface.py`.
 """

@@ -1,4 +1,4 @@
-"""What an attention backend does: planned once a step, run once a layer.
+"""The interface of attention backends: planned each step, run each layer.
 
 K and V of a step's tokens are written into the blocks first; attention then reads only what is
 stored, even for the token itself, so a compact KV format gives the same result however a prompt

@@ -1,4 +1,4 @@
-"""The reference for all backends: dense attention in float64, one sequence at a time.
+"""Reference attention: dense, one sequence at a time, in float64.
 
 Slow and obvious on purpose; knows nothing of blocks, pages or batches. Called by the tests of the
 backends, and read by whoever wants to know what an `AttentionSpec` means.

@@ -1,4 +1,4 @@
-"""Finds the decode rows that read the same stored tokens.
+"""Finds decode rows that share stored prefixes, from their block tables.
 
 Rows share a block if they name the same physical one at the same place: parallel samples, beams and
 requests behind one system prompt do. Knows no layers and no requests; called by

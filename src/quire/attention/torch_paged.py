@@ -1,10 +1,11 @@
-"""Attention over paged memory in plain torch.
+"""Attention over the paged KV cache in plain torch: the fallback.
 
-A layer's page is [2, B, Hkv, D], K then V, in the KV dtype. Blocks are gathered and attended by
-torch's fused attention in fp32. Decoding sequences are cut into tiles of TILE_TOKENS keys, many of
-which are attended in one call, whatever sequences they belong to; blocks that several of them share
-(`shared_prefix.py`) are attended in one call for all. A chunk takes two calls: what precedes it,
-and itself. Results over parts of the keys are merged by their log-sum-exps:
+Serves where there are no native kernels, and as a check of the others. A layer's page is [2, B,
+Hkv, D], K then V, in the KV dtype. Blocks are gathered and attended by torch's fused attention in
+fp32. Decoding sequences are cut into tiles of TILE_TOKENS keys, many of which are attended in one
+call, whatever sequences they belong to; blocks that several of them share (`shared_prefix.py`) are
+attended in one call for all. A chunk takes two calls: what precedes it, and itself. Results over
+parts of the keys are merged by their log-sum-exps:
 out = sum(out_i * exp(lse_i - lse)), lse = log(sum(exp(lse_i))).
 
 A sequence that decodes and shares no block gets the same bits alone and beside others. Otherwise

@@ -1,9 +1,10 @@
-"""Attention over paged memory by the Triton kernels: straight from the blocks, nothing is gathered.
+"""Attention over the paged KV cache by Triton kernels.
 
-A layer's page is [2, Hkv, B, D], K then V, in the KV dtype: what one program reads of a block, a
-KV head's K or V, is one range of bytes. A run is three launches: q and k are normed and rotated and
-K and V written; all tiles of the step are attended; tokens whose keys several programs attended are
-merged. Layers that see the same keys with heads of the same shape share a step's work list.
+Keys and values are read straight from their blocks; nothing is gathered. A layer's page is [2, Hkv,
+B, D], K then V, in the KV dtype: what one program reads of a block, a KV head's K or V, is one
+range of bytes. A run is three launches: q and k are normed and rotated and K and V written; all
+tiles of the step are attended; tokens whose keys several programs attended are merged. Layers that
+see the same keys with heads of the same shape share a step's work list.
 
 What holds: a decode row's attention depends on its own context alone, to the bit, whatever decodes
 beside it. With `batch_invariant` that holds for every row of every step, decoded or part of a

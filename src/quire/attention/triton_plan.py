@@ -1,4 +1,4 @@
-"""What the Triton backend prepares once a step: tiles and the work list.
+"""Plans a step of the Triton backend: tile shapes and work list.
 
 Knows lengths and windows; knows no q, k, v, launches nothing. Called by `triton_paged.py`. A step
 in which all sequences decode gets its work list on the device

@@ -1,4 +1,6 @@
-"""`--config FILE`: flags of the command from a YAML file.
+"""`--config FILE`: reads a command's flags from a YAML file.
+
+Its keys are the flags, with dashes or underscores:
 
     model: Qwen/Qwen3-0.6B
     port: 8080

@@ -1,4 +1,4 @@
-"""The flags of the commands, made from the declarations of the options.
+"""The commands' flags, made from the declarations of the options.
 
 Each stands under the name that the engine, the server or SamplingParams has for it; those that were
 not given are not handed on, so that the defaults stay where they belong. Only light imports. Called

@@ -1,4 +1,4 @@
-"""Flags of other engines: translated, or refused with a hint.
+"""Flags of other engines: translated to ours, or refused with advice.
 
 Four tables by flag. A flag that is neither in one of them nor ours is unknown, and gets the nearest
 name of ours. Knows no parser; `parser` asks before it parses.

@@ -1,4 +1,4 @@
-"""The grammar of the command line: every command and its flags.
+"""The command-line parser: every command and its flags.
 
 Knows no engine and reads no environment; `main` runs what is parsed here. Only light imports:
 `quire --version` and `--help` come through this file.

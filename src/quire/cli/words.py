@@ -1,4 +1,4 @@
-"""How the command line takes words: no abbreviations, and the nearest name for a mistake.
+"""Argument parsing rules: no abbreviations, and suggestions for misspelt words.
 
 Knows no flag of quire's. Called by the files that add them.
 """

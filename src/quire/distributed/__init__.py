@@ -1,1 +1,1 @@
-"""Processes that compute one model together: groups and their collectives."""
+"""Communication between the processes that compute one model."""

@@ -1,4 +1,4 @@
-"""The process group of a model's ranks, and its collectives.
+"""Collectives between the processes that compute one model together.
 
 Every rank makes the same calls in the same order: a call returns once all ranks have made it, and
 raises where one of them is gone. Tensors travel through torch.distributed's own backends, NCCL

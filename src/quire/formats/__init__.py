@@ -1,1 +1,1 @@
-"""Weight formats: how a linear's weights are stored, filled and multiplied; one file each."""
+"""Weight formats: how linears' weights are stored, filled and multiplied."""

@@ -1,6 +1,7 @@
-"""int4 weights in groups of inputs, each group with an 8-bit scale and an 8-bit offset.
+"""int4 weights in groups, each with an 8-bit scale and offset.
 
-Rounded by `kernels.quantize` while they are loaded. For a row m of x and an output n
+A group is a number of inputs of one output. Rounded by `kernels.quantize` while they are loaded.
+For a row m of x and an output n
 
     x_scale[m] * (S[n] * sum over g of s[n, g] * dot[m, n, g] - O[n] * sum of o[n, g] * sum x)
 

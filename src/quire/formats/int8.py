@@ -1,7 +1,7 @@
 """int8 weights with a scale for each output.
 
-Rounded by `kernels.quantize` while they are loaded. All three methods give the same bits: sums are
-exact integers.
+x W^T = x_scale * scale * (integer dot product). Rounded by `kernels.quantize` while they are
+loaded. All three methods give the same bits: sums are exact integers.
 
 Shapes: M rows of x, I input size, O output size.
 """

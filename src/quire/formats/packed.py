@@ -1,4 +1,4 @@
-"""Weights packed while they are loaded, multiplied by the native CPU kernels.
+"""Packs weights while loading, for the native CPU kernels to multiply.
 
 The checkpoint's rows go straight into the packing: no unpacked copy of a weight is ever there. The
 method of every format that the kernels have a layout for; the arithmetic is `kernels.cpu`'s.

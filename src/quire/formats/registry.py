@@ -1,4 +1,6 @@
-"""Which weight formats there are: names and a line about each, without torch.
+"""The registry of weight formats, without torch.
+
+It has their names and a line about each.
 
 To add a format: its file, and a line in `_FORMATS`; code outside the package calls
 `register_weight_format`. The command line, the options, `quire doctor` and the memory plan read

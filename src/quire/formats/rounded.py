@@ -1,4 +1,4 @@
-"""What formats share that round a checkpoint's weights while they are loaded.
+"""Shared by formats that round a checkpoint's weights while loading.
 
 Activations are rounded per token when they are multiplied; products are summed in exact integers,
 or in an order of their own, so a row's result does not depend on the rows beside it. torch's

@@ -1,4 +1,4 @@
-"""What a weight format is, and what it sees of a linear.
+"""The interface of a weight format, and its view of a linear.
 
     WeightFormat   named in registry.py; gives the method for the kernels that are there
     LinearMethod   stores, fills and multiplies; one object serves many linears

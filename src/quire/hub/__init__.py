@@ -1,1 +1,1 @@
-"""Model folders: finding them, and reading their small JSON files; no torch."""
+"""Finds model folders and reads their small JSON files, without torch."""

@@ -1,4 +1,4 @@
-"""Reads the small JSON files of a model folder.
+"""Reads a model folder's small JSON files; every error names its file.
 
 A file that is no JSON because something else was downloaded in its place (a pointer of git-LFS, a
 web page) is called what it is. Called by the readers of configs, of tokenizers and of checkpoints.

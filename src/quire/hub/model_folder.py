@@ -1,4 +1,4 @@
-"""Finds a model's folder: embedded, local, or from the hub.
+"""Finds a model's folder: embedded, local, or from the Hugging Face hub.
 
 Called by the engine and by the server's front, so it imports no torch. Fetches no pickles.
 """

@@ -1,1 +1,1 @@
-"""One operator a file: what it computes, its checks, its torch reference."""
+"""Kernels: a model's operators for the CPU, the GPU and plain torch."""

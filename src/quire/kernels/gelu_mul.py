@@ -1,4 +1,6 @@
-"""The gate of a GeGLU MLP (arXiv:2002.05202), from the fused gate and up projections.
+"""The gate of a GeGLU MLP: gelu(gate) * up, in torch.
+
+Gate and up are the two halves of a fused projection (arXiv:2002.05202).
 
     y = gelu(gate) * up,  gelu(x) = x / 2 (1 + erf(x / sqrt(2))), or its approximation by tanh
 

@@ -1,6 +1,10 @@
-"""Rounds numbers to small integers, by torch; the reference of native packing.
+"""Rounds weights and activations to int8 and int4, in torch.
 
-Called by `formats`.
+The reference of the native kernels' packing, and its replacement where they are missing. The
+formats' layouts are theirs (`linear_int8.h`, `linear_int4.h` in `cpu/csrc/linear`); the numbers are
+the same to the bit, so every operation here is in fp32 and in a fixed order. Where a number is
+divided by a constant or the reverse, both are tensors: torch would take the reciprocal of one and
+multiply, which rounds twice (the constant's on a GPU, the other's anywhere). Called by `formats`.
 
 Shapes: N rows of a weight, or M of an activation; K inputs; g groups of G inputs.
 """

@@ -1,4 +1,6 @@
-"""Root mean square normalisation (arXiv:1910.07467), alone or after adding to the residual stream.
+"""RMSNorm, alone or after adding to the residual stream, in torch.
+
+Source: arXiv:1910.07467.
 
     y = weight * x / sqrt(mean(x^2) + eps)
 

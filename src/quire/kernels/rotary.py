@@ -1,4 +1,6 @@
-"""Rotary position embedding (arXiv:2104.09864), in the half-split layout of published checkpoints.
+"""Rotary position embedding in torch (arXiv:2104.09864).
+
+In the half-split layout of published checkpoints.
 
     out[:D/2] = x[:D/2] * cos - x[D/2:] * sin
     out[D/2:] = x[D/2:] * cos + x[:D/2] * sin

@@ -1,4 +1,6 @@
-"""The gate of a SwiGLU MLP (arXiv:2002.05202), from the fused gate and up projections.
+"""The gate of a SwiGLU MLP: silu(gate) * up, in torch.
+
+Gate and up are the two halves of a fused projection (arXiv:2002.05202).
 
     y = silu(gate) * up,  silu(x) = x / (1 + exp(-x))
 

@@ -1,9 +1,9 @@
 """Asynchronous copies between the host and one device.
 
-On the CPU both directions are plain copies. On a GPU they go through page-locked memory, which
-torch's allocator reuses only once the stream of the copy has passed it. Uploads travel while
-earlier work runs, and what is queued after them waits for them; downloads are in the order of the
-current stream.
+Only reading the result of a download waits for the copy. On the CPU both directions are plain
+copies. On a GPU they go through page-locked memory, which torch's allocator reuses only once the
+stream of the copy has passed it. Uploads travel while earlier work runs, and what is queued after
+them waits for them; downloads are in the order of the current stream.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,1 +1,1 @@
-"""The parts that models are made of: linear, norm, rotary, embedding, MLP, attention."""
+"""The layers that models are built from."""

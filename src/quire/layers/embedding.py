@@ -1,4 +1,6 @@
-"""Both ends of a model: token ids to vectors, vectors to logits.
+"""Token embedding and output head: ids to vectors, vectors to logits.
+
+Called by the models.
 
 Shapes: T tokens, R rows that need logits, H hidden size, V vocabulary size.
 """

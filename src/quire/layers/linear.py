@@ -1,4 +1,4 @@
-"""Declares linear layers: their sizes, parts and shard axis.
+"""Linear layers, declared here; methods that compute them are applied later.
 
 A `Linear` says how it may be sharded (kind, shard axis) and of which parts it is fused; a
 `LinearMethod` owns its parameters and its arithmetic; a `LinearAdapter` may add to its output.

@@ -1,4 +1,4 @@
-"""RMSNorm with its weight. Its `operators` compute it; called by attention and models."""
+"""RMSNorm with its weight; its `operators` compute it."""
 
 import torch
 

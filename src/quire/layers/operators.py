@@ -1,4 +1,4 @@
-"""What computes a model's operators is applied from outside, after the model was made."""
+"""Replaces what computes a model's operators, after it was made."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The residual stream: what every block of a model reads, and adds to."""
+"""The residual stream, which every block reads and adds to."""
 
 import torch
 

@@ -1,9 +1,10 @@
-"""Rope types, and their table of cosines and sines.
+"""Rope types and their tables of cosines and sines.
 
-Each rope type is a small dataclass whose fields are the parameters that its formula needs, and
-whose `frequencies` follows transformers' function for it (`modeling_rope_utils.py`), since
-checkpoints are tuned to that. Where a formula depends on the length of the context, the length is
-the resolved max_model_len: a cached K then means the same however long its sequence grows.
+Looked up once a step, used by every layer. Each rope type is a small dataclass whose fields are the
+parameters that its formula needs, and whose `frequencies` follows transformers' function for it
+(`modeling_rope_utils.py`), since checkpoints are tuned to that. Where a formula depends on the
+length of the context, the length is the resolved max_model_len: a cached K then means the same
+however long its sequence grows.
 
 Knows no config.json (`models.rope_config` reads it). Called by the models.
 

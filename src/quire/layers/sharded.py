@@ -1,4 +1,4 @@
-"""Replaces a model's layers by one rank's part of them.
+"""Splits a model's layers over ranks, without change to the model.
 
     column linears   hold some outputs of each of their parts; nothing travels
     row linears      hold some inputs, so their outputs are parts of a sum over all ranks

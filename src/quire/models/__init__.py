@@ -1,1 +1,1 @@
-"""From a model folder to a model: its config, its modules, its weights."""
+"""Models: families, their configs, and the checkpoints that fill them."""

@@ -1,4 +1,4 @@
-"""What the configs of decoder models have in common, and how it is read.
+"""The config that all decoder models share, and its reading.
 
 Each family's config derives from `DecoderConfig` and says its difference in `from_hf`.
 """

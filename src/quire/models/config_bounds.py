@@ -1,8 +1,8 @@
 """The bounds of every number in a config.json.
 
-Checked while the config is read, before anything is allocated. The upper ones are far above what
-any published model has, and low enough that sizes of tensors can be computed without overflow.
-Knows no model.
+A number beyond them is that of a damaged file, not of a model. Checked while the config is read,
+before anything is allocated. The upper ones are far above what any published model has, and low
+enough that sizes of tensors can be computed without overflow. Knows no model.
 """
 
 import math

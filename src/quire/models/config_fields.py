@@ -1,4 +1,4 @@
-"""Reads the fields of a config.json, and refuses unread ones.
+"""Reads a config.json's fields; refuses fields that the model ignores.
 
 A field that nobody reads may change what the model computes, so an unknown one is an error, not a
 silent difference. Called by the models' `from_hf`; knows no model.

@@ -1,8 +1,8 @@
-"""A decoder-only model, from the parts that its config names; the families' files change parts.
+"""A decoder-only transformer, from the parts that its config names.
 
-Pre-norm, with RMSNorm, rotary positions, grouped-query attention and a gated MLP: Llama, and what
-follows it. A family whose layers are other gives `DecoderForCausalLM` another `layer_type`. The
-trees of modules are named as checkpoints name them.
+The families' files change parts. Pre-norm, with RMSNorm, rotary positions, grouped-query attention
+and a gated MLP: Llama, and what follows it. A family whose layers are other gives
+`DecoderForCausalLM` another `layer_type`. The trees of modules are named as checkpoints name them.
 """
 
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""A model's own end tokens and sampling defaults, from `generation_config.json`.
+"""Reads a model's end tokens and sampling defaults from `generation_config.json`.
 
 Read by the engine and by the server's front, so it imports no torch. Of the file's many options
 only those that quire's sampling has are taken; the others (beams, length penalties) concern

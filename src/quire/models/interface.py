@@ -1,4 +1,6 @@
-"""The contract of a model. No model file knows ranks, devices, quantization or block tables.
+"""The interface of a model, as the engine calls it.
+
+No model file knows ranks, devices, quantization or block tables.
 
 To add a family: one file in `families/` with its config and its modules, one line in `registry.py`.
 """

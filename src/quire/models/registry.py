@@ -1,4 +1,4 @@
-"""Which architectures there are, and the config of a model folder.
+"""The registry of architectures, and the config of a model folder.
 
 To add a family: its file in `families/`, and one line in `MODELS`; a program may add its own there.
 Called by `models.checkpoints.loader` and `assembly`.

@@ -1,6 +1,7 @@
 """Reads the rope type of a config.json.
 
-What a type needs is read off its dataclass in `layers.rotary`, so a new type needs nothing here.
+In the form of transformers 4 (`rope_scaling` beside `rope_theta`) or 5 (`rope_parameters`). What a
+type needs is read off its dataclass in `layers.rotary`, so a new type needs nothing here.
 """
 
 from dataclasses import MISSING, fields

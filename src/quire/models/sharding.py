@@ -1,4 +1,4 @@
-"""Which models can be split over how many ranks, and how.
+"""Which models can be split over ranks, and each rank's model.
 
 Every rank has whole heads: its share of the query heads and the KV heads that these read, which
 several ranks hold where there are fewer of them than ranks. What can be split is told by the

@@ -1,1 +1,1 @@
-"""Logs, spans, histograms, traces of steps; memory of the machine."""
+"""Logs, spans, histograms and step traces."""

@@ -1,10 +1,11 @@
-"""Logging: one format, text or JSON, to stderr, set up by whoever owns the process.
+"""Logging to stderr, as text or JSON.
 
-Importing this has no side effects, and nothing is printed before `configure`, warnings aside (the
-standard library's own last resort). A library user who sets up `logging` himself need not call it.
-Knows nothing of the rest of quire but which HTTP call the running code serves: `server.telemetry`
-begins a call, and its tasks and threads find it through a context variable, so that nothing in
-between has to pass it on. `cli.main` and the engine process call `configure`.
+The program that owns the process sets it up. Importing this has no side effects, and nothing is
+printed before `configure`, warnings aside (the standard library's own last resort). A library user
+who sets up `logging` himself need not call it. Knows nothing of the rest of quire but which HTTP
+call the running code serves: `server.telemetry` begins a call, and its tasks and threads find it
+through a context variable, so that nothing in between has to pass it on. `cli.main` and the engine
+process call `configure`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""How much memory this machine gives us, control groups included.
+"""Reads how much memory is available, control groups included.
 
 A control group's limit binds all that are below it, so the group of this process and its parents
 are all asked. `root` is where the kernel's file systems are mounted, for tests.

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans: how they begin and end, and where they are sent.
+"""OpenTelemetry spans: how they begin and end, and where they go.
 
 The extra `quire[otel]` brings the libraries; without an endpoint none of them is imported. Spans
 are sent in batches by a thread of the exporter's own, which drops what it can't keep: a collector

@@ -1,8 +1,8 @@
-"""The step trace: a line per engine step, to a file or the log.
+"""The step trace: one line per engine step.
 
-The engine fills a StepRecord a step and hands it over; `quire bench --trace` and tests read the
-file. Knows nothing of plans or results. Writing is buffered: a line reaches the file when the
-buffer is full, at `flush`, or at `close`.
+Lines go to a file as JSON, or to the log at level debug. The engine fills a StepRecord a step and
+hands it over; `quire bench --trace` and tests read the file. Knows nothing of plans or results.
+Writing is buffered: a line reaches the file when the buffer is full, at `flush`, or at `close`.
 """
 
 import json

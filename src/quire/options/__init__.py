@@ -1,1 +1,1 @@
-"""How options are declared, and all options of an engine."""
+"""Options: how they are declared, and all those of an engine."""

@@ -1,8 +1,9 @@
 """All options of an engine in one checked object.
 
-Components declare their options (`fields`); `EngineOptions` is all of them, under flat
-names. Torch-free, so that the command line and the server's front can check what was given.
-Called by the command line, the benchmarks, `LLM`, the server's start and the composition root.
+The options that the composition root itself obeys are declared here too. Components declare their
+options (`fields`); `EngineOptions` is all of them, under flat names. Torch-free, so that the
+command line and the server's front can check what was given. Called by the command line, the
+benchmarks, `LLM`, the server's start and the composition root.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,6 +1,7 @@
-"""Options of `LLM(...)` that scripts for other engines bring, and what is so here instead.
+"""Options of other engines' scripts, and what quire has in their place.
 
-Data that ages with those engines' releases. `cli.foreign_options` has their flags.
+These are keyword arguments of `LLM(...)`. Data that ages with those engines' releases.
+`cli.foreign_options` has their flags.
 """
 
 from collections.abc import Mapping

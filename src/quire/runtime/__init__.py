@@ -1,1 +1,1 @@
-"""Where tensors live: rows, batches, forward passes, the KV cache, workers."""
+"""Executes steps on a model: rows, KV storage, graphs, worker processes."""

@@ -1,8 +1,9 @@
-"""StepPlan -> the tensors of one step, built from permanent rows into preallocated buffers.
+"""Builds the input tensors of a step from its StepPlan.
 
-One row per live sequence keeps its tokens, counts and block tables; a plan edits them and names the
-rows that compute other than one token. Everything per row is a numpy operation over all rows: the
-only Python loops run over what changed in this step. Knows no requests, no text and no model.
+Rows are permanent, buffers preallocated. One row per live sequence keeps its tokens, counts and
+block tables; a plan edits them and names the rows that compute other than one token. Everything per
+row is a numpy operation over all rows: the only Python loops run over what changed in this step.
+Knows no requests, no text and no model.
 
 Legend: R rows, S sequences of the step, T tokens of the step, G KV groups, B block size.
 """

@@ -1,4 +1,6 @@
-"""The block tables of all rows and KV groups, in one array; part of `batch.RowBatch`.
+"""The block tables of all rows and KV groups, in one array.
+
+Part of `batch.RowBatch`.
 
 Legend: R rows, G KV groups, M most blocks of a sequence.
 """

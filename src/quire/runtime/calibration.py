@@ -1,4 +1,4 @@
-"""Measures a few steps before the first request, for the cost model.
+"""Measures how long steps take, before the first request comes.
 
 Probes are plans like any other, on rows that nobody has yet: some that decode and a chunk beside
 them. They go through the runner's own seam, so the very kernels that serve later are measured. They

@@ -1,8 +1,9 @@
-"""Tensor parallelism on rank 0: the other ranks' processes and runner.
+"""Drives the ranks of tensor parallelism from rank 0.
 
-The ranks must make the same calls in the same order, or their collectives meet the wrong partner.
-So a call that fails on any rank ends the group: nobody knows what the others did of it. The engine
-process then ends too, and is started again as after any other death.
+Owns the other ranks' processes, and is a runner that repeats each call on all of them. The ranks
+must make the same calls in the same order, or their collectives meet the wrong partner. So a call
+that fails on any rank ends the group: nobody knows what the others did of it. The engine process
+then ends too, and is started again as after any other death.
 
 Knows no model. Called by `assembly.build`.
 """

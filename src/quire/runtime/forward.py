@@ -1,6 +1,7 @@
-"""Computes hidden states and logits, by modules or a native program.
+"""Computes a step's hidden states and logits, by modules or natively.
 
-Called by `model_runner.py`. Both ways compute the same model, whichever the kernels allow; a third,
+By the model's modules, or by a native program that was recorded from them. Called by
+`model_runner.py`. Both ways compute the same model, whichever the kernels allow; a third,
 `graphs.py`, replays the first.
 
 Legend: T tokens of the step, R rows that need logits, H hidden size, V vocabulary size.

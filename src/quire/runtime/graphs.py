@@ -1,10 +1,11 @@
-"""Decode steps captured once for each batch size and replayed: one launch instead of hundreds.
+"""Captures decode steps as CUDA graphs and replays them.
 
-A step in which every sequence decodes does the same work whatever the values: its kernels read
-lengths, tables and slots from tensors. So `device_rows` builds it in tensors that stay where they
-are, padded up to one of a few sizes, and the whole forward pass over them, the attention's planning
-included, is captured when the first step of that size comes. Mixed steps, and all steps with
-`enforce_eager`, are launched kernel by kernel.
+There is one graph for each of a few batch sizes: one launch instead of hundreds. A step in which
+every sequence decodes does the same work whatever the values: its kernels read lengths, tables and
+slots from tensors. So `device_rows` builds it in tensors that stay where they are, padded up to one
+of a few sizes, and the whole forward pass over them, the attention's planning included, is captured
+when the first step of that size comes. Mixed steps, and all steps with `enforce_eager`, are
+launched kernel by kernel.
 
 Not in the graph: the logits and the sampling. A graph's outputs keep their memory for good, and the
 logits of all sizes together would be gigabytes (256 rows x 150,000 words x 4 bytes = 154 MB for

@@ -1,4 +1,4 @@
-"""The tensors behind the block ids: how layers form groups, bytes per block, storage, copies.
+"""The tensors behind the KV blocks: groups of layers, storage, copies.
 
     storage   [num_blocks, bytes_per_block] uint8, one contiguous page per block:
 

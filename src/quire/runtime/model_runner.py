@@ -1,8 +1,8 @@
-"""Executes plans on a model: forward pass, then sampling. Knows no requests and no text.
+"""Executes step plans on a model: forward pass, then sampling.
 
-Obeys the contract of `core.step.Runner`. On the CPU all work is done when `execute` and `sample`
-return, so `result` never waits. On a device they only put work into its queue: the rows' tokens
-stay there (`device_rows.py`), and `result` is the one place that waits.
+Knows no requests and no text. Obeys the contract of `core.step.Runner`. On the CPU all work is done
+when `execute` and `sample` return, so `result` never waits. On a device they only put work into its
+queue: the rows' tokens stay there (`device_rows.py`), and `result` is the one place that waits.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Runs the steps that take the most memory, so that it can be measured.
+"""Runs the steps that take the most memory, to measure it.
 
 One computes as many prompt tokens as a step may, one decodes with all rows; in all of them every
 row ends at the longest context and samples with every option that takes memory. A third, where

@@ -1,4 +1,4 @@
-"""The process of a further rank: repeats rank 0's runner calls.
+"""The process of a rank beyond the first: repeats rank 0's calls.
 
 Rank 0 sends each call over a socket (see `ipc`), and nothing comes back: what the ranks compute
 travels between them in the layers' collectives, and as all of them have the same logits, each

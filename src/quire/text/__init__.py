@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizers, chat templates, detokenizer."""
+"""Tokenizers, chat templates and detokenization: text and token ids; no tensors."""

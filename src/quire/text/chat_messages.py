@@ -1,4 +1,4 @@
-"""Checks chat messages and brings their contents into the form that a template takes.
+"""Checks chat messages and prepares their contents for a template.
 
 Knows the shape of OpenAI's messages, as far as they are text, and no template. Called by
 `text.chat_template`.

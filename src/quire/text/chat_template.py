@@ -1,8 +1,9 @@
-"""Chat messages to the prompt's text, by the model's template, and to its token ids.
+"""Renders chat messages to a prompt by the model's template.
 
-Templates are Jinja programs that come with a model. They are run as transformers runs them, with
-the same variables and in the same sandbox (`text.template_sandbox`). Called by the server's chat
-API and by the offline API, which `quire chat` uses.
+The result is the prompt's text or its token ids. Templates are Jinja programs that come with a
+model. They are run as transformers runs them, with the same variables and in the same sandbox
+(`text.template_sandbox`). Called by the server's chat API and by the offline API, which `quire
+chat` uses.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Text from a growing sequence of tokens, and where it must stop.
+"""Turns generated tokens into text piece by piece; finds stop strings.
 
 Both classes hold the state of one generated sequence; both are pure functions of what was pushed
 into them, so replaying a sequence's tokens restores them. They know nothing of requests. Called by

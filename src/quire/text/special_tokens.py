@@ -1,4 +1,4 @@
-"""Keeps special tokens that a client writes out in a message from taking effect.
+"""Keeps special tokens that a client writes in messages without effect.
 
 A chat template is a program that joins the client's texts and the special tokens which the model
 was trained on (`<|im_end|>`) to one text, and the tokenizer finds the tokens in that text, whoever

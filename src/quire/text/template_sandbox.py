@@ -1,4 +1,4 @@
-"""The sandbox that chat templates run in, with the helpers that transformers gives them.
+"""The sandbox that chat templates run in, with transformers' helpers.
 
 A template comes with a model from anywhere, so it is a program not to be trusted: it can neither
 change what it is given nor reach Python's inside. Knows nothing of messages. Called by

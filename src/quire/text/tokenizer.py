@@ -1,7 +1,7 @@
-"""Text to token ids and back, for tokenizers in Hugging Face's tokenizer.json format.
+"""Text to token ids and back, by a tokenizer.json file.
 
-Knows nothing of models, requests or chats. Called by the server's front, the offline API, the
-command line and `text.detokenizer`.
+The format is Hugging Face's. Knows nothing of models, requests or chats. Called by the server's
+front, the offline API, the command line and `text.detokenizer`.
 
 The tokenizers library can only say what a whole sequence of tokens decodes to. A stream needs the
 share of each token, and a token may be a part of a character, so the share is bytes, not text:

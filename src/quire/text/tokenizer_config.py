@@ -1,4 +1,4 @@
-"""What a model folder says about its tokenizer beside tokenizer.json.
+"""Reads a model folder's tokenizer settings beside tokenizer.json.
 
 Reads `tokenizer_config.json` and `special_tokens_map.json` and settles which of them counts, as
 transformers 5 does. Knows neither the vocabulary nor what a chat template means. Called by

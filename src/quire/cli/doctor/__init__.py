@@ -1,1 +1,1 @@
-"""`quire doctor`: what this machine has for quire, and what would make it faster."""
+"""`quire doctor`: reports what the machine has, and what to improve."""

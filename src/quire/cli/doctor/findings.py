@@ -1,4 +1,4 @@
-"""From readings of a machine to findings: problems and advice.
+"""Turns a machine's readings into findings: facts, problems and advice.
 
 A problem keeps quire from working here, an advice would make it faster. Reads nothing itself:
 `machine` does. Called by `cli.main`.

@@ -1,6 +1,6 @@
-"""Reads what GPUs a machine has and whether they can be used. For `quire doctor`.
+"""Reads which GPUs a machine has, and whether they are usable.
 
-Only looks, as `machine`, which calls it: what it means is said in `findings`.
+For `quire doctor`. Only looks, as `machine`, which calls it: what it means is said in `findings`.
 """
 
 import importlib.metadata

@@ -1,8 +1,8 @@
-"""Reads what a machine has: processor, memory, limits, kernels, disk. For `quire doctor`.
+"""Reads a machine's processor, memory, limits, kernels and disk.
 
-Only looks: what it means is said in `findings`. What can't be read is None or empty; torch may be
-missing or broken, which is then one of the findings. Linux's files are read below `root`, so that
-tests can bring their own.
+For `quire doctor`. Only looks: what it means is said in `findings`. What can't be read is None or
+empty; torch may be missing or broken, which is then one of the findings. Linux's files are read
+below `root`, so that tests can bring their own.
 """
 
 import importlib.util

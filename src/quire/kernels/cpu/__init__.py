@@ -1,1 +1,1 @@
-"""The CPU kernels: C++ in `csrc/`, called through a plain C ABI."""
+"""The CPU kernels: C++ in `csrc/`, called from Python through `library.py`."""

@@ -1,6 +1,7 @@
-"""The C ABI's structures, mirrored from `csrc/library/abi.h` and `program.h`; a test compares them.
+"""The C ABI's structures, mirrored in Python from `abi.h` and `program.h`.
 
-Pointers are addresses: whoever fills a structure keeps alive what it points to.
+Both headers are in `csrc/library`; a test compares the fields. Pointers are addresses: whoever
+fills a structure keeps alive what it points to.
 """
 
 import ctypes

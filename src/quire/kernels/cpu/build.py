@@ -1,4 +1,6 @@
-"""Compiles `csrc/` into the native library.
+"""Compiles `csrc/` into the native library; needs only a C++ compiler.
+
+Neither torch nor headers of other packages are needed.
 
     python -m quire.kernels.cpu.build [--output FILE] [--objects FOLDER] [--compiler NAME]
 

@@ -1,8 +1,8 @@
 """RMSNorm, embedding, scales, GELU gate and rotation by the native library.
 
-Programs (`program.py`) run the same kernels without Python between them; this door is for what runs
-layer by layer, and for tests. See `csrc/elementwise.cpp` for the formulas; roundings are those of
-`kernels.rms_norm` and `kernels.rotary`.
+Each is one call. Programs (`program.py`) run the same kernels without Python between them; this
+door is for what runs layer by layer, and for tests. See `csrc/elementwise.cpp` for the formulas;
+roundings are those of `kernels.rms_norm` and `kernels.rotary`.
 
 Legend: T tokens, H size of a row, V rows of the table, Hq query heads, Hkv KV heads, D head size.
 """

@@ -1,4 +1,6 @@
-"""Loads the native library and calls it.
+"""Loads the native library and calls its functions.
+
+A `NativeKernels` is an instruction set and a thread pool.
 
 Shapes and meanings of the calls are in `csrc/library/kernels.h`; the wrappers beside this file
 check what callers may get wrong, this file checks nothing. Calls release the GIL, and one

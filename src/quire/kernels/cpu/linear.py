@@ -1,4 +1,4 @@
-"""A linear's weights as the native kernels want them, and the product with them.
+"""A linear's weights packed for the native kernels, and their product.
 
     out[m, n] = sum over k of x[m, k] weight[n, k] + bias[n]
 

@@ -1,4 +1,4 @@
-"""A forward pass as a list of native operations.
+"""A forward pass as a list of native operations, run every step.
 
 `recorder.py` writes an `OperationList`; once it is complete its values get their memory, and
 `Program.run` executes it in one call, so that no Python runs between a model's layers. Knows no

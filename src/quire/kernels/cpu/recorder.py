@@ -1,4 +1,4 @@
-"""Runs a model's `forward` once, on placeholders, to write down its native operations.
+"""Records a model's `forward` as native operations, by running it on placeholders.
 
 A `Recorder` takes the place of a model's operators, linears and attention: nothing is computed,
 each call is noted with the values that it reads and writes. What has no native operation raises

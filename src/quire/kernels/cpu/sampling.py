@@ -1,7 +1,8 @@
-"""Choosing tokens, and log-probabilities, by the native library; see `csrc/sampling/sample.cpp`.
+"""Chooses tokens and computes log-probabilities, by the native library.
 
-The sampler calls this where the library is loaded, and torch where not (`sampling.choice`,
-`sampling.logprobs`, which say what is computed). Knows no requests and no options but these.
+The kernels are in `csrc/sampling`. The sampler calls this where the library is loaded, and torch
+where not (`sampling.choice`, `sampling.logprobs`, which say what is computed). Knows no requests
+and no options but these.
 
 Legend: R rows that are asked for, L lines of logits, V tokens of the vocabulary, k best tokens.
 """

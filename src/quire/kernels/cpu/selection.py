@@ -1,4 +1,4 @@
-"""Which kernels an engine runs on, and whose threads do the work.
+"""Chooses the kernels of an engine and the threads that run them.
 
 Called by `assembly/build.py`, and by the command line to tell what would be chosen.
 """

@@ -1,6 +1,7 @@
-"""The GPU kernels: Triton, one operator a file. Where Triton is missing, only `support` loads.
+"""The GPU kernels, in Triton: one operator a file.
 
-Importing any of it imports Triton where that is installed, so an engine on the CPU imports none.
+Where Triton is missing, only `support` loads. Importing any of it imports Triton where that is
+installed, so an engine on the CPU imports none.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Triton's interpreter computes as GPUs do.
+"""Corrects Triton's interpreter so that it computes as GPUs do.
 
 Up to Triton 3.9 it keeps bf16 numbers as their bits and then: drops the lower bits of fp32 in
 casts, where GPUs round to nearest, ties to even; multiplies and adds the bits as integers. It

@@ -1,4 +1,4 @@
-"""The operators between a model's linears, by the Triton kernels of this folder.
+"""The operators between a model's linears, by Triton kernels.
 
 Applied to a model by `layers.operators.use_operators`; defined, up to the order of sums, by
 `kernels.operators.TorchOperators`, which computes what has no kernel here.

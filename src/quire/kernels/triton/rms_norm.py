@@ -1,4 +1,4 @@
-"""Root mean square normalisation on a GPU, alone or after adding to the residual stream.
+"""RMSNorm, alone or after adding to the residual stream, in Triton.
 
     y = weight * round(x / sqrt(mean(x^2) + eps)), or round((weight + offset) * x / sqrt(...))
 

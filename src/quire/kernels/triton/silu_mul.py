@@ -1,4 +1,6 @@
-"""The gate of a SwiGLU MLP on a GPU, from the fused gate and up projections.
+"""The gate of a SwiGLU MLP: silu(gate) * up, in Triton.
+
+Gate and up are the two halves of a fused projection.
 
     y = round(silu(gate)) * up,  silu(x) = x / (1 + exp(-x))
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: whether they can run here, sizes, and checks of tensors.
+"""Shared by Triton kernels: availability, sizes and checks of tensors.
 
 Loads where Triton is missing, so that whoever asks whether it is there gets an answer. Called by
 the kernels' wrappers, the registries that offer them, and `doctor`.

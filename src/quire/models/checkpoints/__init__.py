@@ -1,1 +1,1 @@
-"""From the files of a checkpoint to the parameters of a model."""
+"""Reads checkpoint files and fills a model's parameters from them."""

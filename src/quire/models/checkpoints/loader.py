@@ -1,7 +1,8 @@
-"""Builds a model and fills it from a checkpoint, piece by piece.
+"""Builds a model and fills it from a checkpoint.
 
-A checkpoint's tensors and a model's parameters must match one to one; what is missing, left over or
-of another shape is refused by name. Knows no device or format of its own: both are told.
+Weights go piece by piece straight into the (fused) linears. A checkpoint's tensors and a model's
+parameters must match one to one; what is missing, left over or of another shape is refused by name.
+Knows no device or format of its own: both are told.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
-"""Refuses checkpoints that are quantized already, and says what to load instead.
+"""Recognises checkpoints that are quantized already, and refuses them.
 
-quire rounds weights itself, from an original checkpoint. Knows no tensors. Called by `registry` for
-what config.json says, and by `loader` for what the names of the weights say.
+The message says what to name in its place. quire rounds weights itself, from an original
+checkpoint. Knows no tensors. Called by `registry` for what config.json says, and by `loader` for
+what the names of the weights say.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Which formats of checkpoints can be read, and the one that a folder holds.
+"""Checkpoint formats that can be read, and which a folder holds.
 
 To add a format: its file with a `CheckpointSource`, and a line in `_READERS`; code outside the
 package calls `register_reader`.

@@ -1,7 +1,8 @@
-"""A checkpoint's weights: one or several safetensors files, read a few MiB at a time.
+"""Reads weights from safetensors files, a few MiB at a time.
 
-The files are memory-mapped, and each piece's pages are given back once it was used, so reading a
-model needs hardly more memory than the model. Refuses pickles.
+A checkpoint is one or several of them. The files are memory-mapped, and each piece's pages are
+given back once it was used, so reading a model needs hardly more memory than the model. Refuses
+pickles.
 """
 
 import errno

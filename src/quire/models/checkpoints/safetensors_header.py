@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked before anything in it is believed.
+"""Reads and checks the header of a safetensors file.
 
     8 bytes: N | N bytes of JSON: name -> {dtype, shape, data_offsets} | the tensors' bytes
 

@@ -1,7 +1,7 @@
-"""What a checkpoint is to the loader: named tensors, read by rows.
+"""The interface of a checkpoint: named tensors, read in pieces.
 
-One class for each format of files, listed in `readers.py`. A source knows no model: `loader.py`
-says which tensor goes where.
+A piece is some rows of a tensor, a few MiB at a time. One class for each format of files, listed in
+`readers.py`. A source knows no model: `loader.py` says which tensor goes where.
 """
 
 from abc import ABC, abstractmethod

@@ -1,1 +1,1 @@
-"""One file a model family: its config and its modules."""
+"""Model families: one file each, with its config and its modules."""

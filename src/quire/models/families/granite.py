@@ -1,4 +1,6 @@
-"""Granite 3, dense (IBM, arXiv:2405.04324 and its model cards): Llama with four multipliers
+"""Granite 3, dense: Llama with four multipliers.
+
+By IBM (arXiv:2405.04324 and its model cards). The multipliers are
 
 - of the embeddings, and of what each block adds to the residual stream;
 - of q·k, in place of one over the root of the head size;

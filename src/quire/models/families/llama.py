@@ -1,7 +1,8 @@
-"""Llama 1 to 3 (arXiv:2302.13971, arXiv:2407.21783): the decoder of `models.decoder` as it is.
+"""Llama 1 to 3: the decoder of `models.decoder` unchanged.
 
-Pre-norm decoder with RMSNorm, rotary positions, grouped-query attention and a SwiGLU MLP. The other
-families' files say how they differ from this one.
+Sources: arXiv:2302.13971, arXiv:2407.21783. Pre-norm decoder with RMSNorm, rotary positions,
+grouped-query attention and a SwiGLU MLP. The other families' files say how they differ from this
+one.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""Mistral 7B (arXiv:2310.06825) and its relatives: Llama with
+"""Mistral 7B and its relatives: Llama with sliding windows.
+
+Source: arXiv:2310.06825. Its differences from Llama:
 
 - a sliding window on every layer, 4096 where the config is silent and none where it says null;
 - 8 KV heads where the config is silent, and no biases.

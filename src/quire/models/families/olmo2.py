@@ -1,4 +1,6 @@
-"""OLMo 2 (arXiv:2501.00656): Llama with
+"""OLMo 2: Llama with norms behind attention and MLP.
+
+Source: arXiv:2501.00656. Its differences from Llama:
 
 - norms behind attention and MLP, whose results are added to the residual stream, and none before;
 - q and k normalised over all their heads together;

@@ -1,4 +1,6 @@
-"""Qwen2 and Qwen2.5 (arXiv:2407.10671, arXiv:2412.15115): Llama with
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v.
+
+Sources: arXiv:2407.10671, arXiv:2412.15115. Their differences from Llama:
 
 - a bias on q, k and v, none elsewhere;
 - a sliding window on some layers, where `use_sliding_window` is on.

@@ -1,4 +1,6 @@
-"""Qwen3, dense (arXiv:2505.09388): Llama with
+"""Qwen3, dense: Llama with norms on the heads of q and k.
+
+Source: arXiv:2505.09388. Its differences from Llama:
 
 - RMSNorm on each head of q and k before the rotation;
 - a head size of its own, 128 where the config is silent;

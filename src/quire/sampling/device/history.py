@@ -1,8 +1,9 @@
-"""The tokens of every row where a device samples.
+"""Token ids of every row in device memory, for the device's sampler.
 
-The host plans the next step before it knows what this one samples; it needs only how many tokens a
-row has. So the values live on the device: the sampler appends to them, the next step's inputs are
-read from them, and penalties and bad words look back into them.
+The device writes the values, the host counts them. The host plans the next step before it knows
+what this one samples; it needs only how many tokens a row has. So the values live on the device:
+the sampler appends to them, the next step's inputs are read from them, and penalties and bad words
+look back into them.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,10 @@
-"""The options that change logits, for a device: what `processors.py` and `penalties.py` define.
+"""The options that change logits, applied on a device.
 
-The options of a row are kept by the processors of `SamplingRows`. Here they are bound to a set of
-rows once, as tables on the device, and applied by Triton kernels at every step. A step brings one
-array from the host, the lengths of its rows and which tokens are new to the penalties' counts, and
-masks where there are grammars. Nothing waits for the device.
+`sampling.host.processors` defines them. The options of a row are kept by the processors of
+`SamplingRows`. Here they are bound to a set of rows once, as tables on the device, and applied by
+Triton kernels at every step. A step brings one array from the host, the lengths of its rows and
+which tokens are new to the penalties' counts, and masks where there are grammars. Nothing waits for
+the device.
 
 Called by `sampler.py`.
 """

@@ -1,4 +1,4 @@
-"""`sampler.Sampler` on a device: the same tokens, and nobody waits for them.
+"""Samples on a device, without waiting for it; tokens equal the host's.
 
 `sample` puts a handful of kernels in the device's queue. What it derives from a set of rows and
 their options stays on the device while they last, so a steady step brings one small array: the

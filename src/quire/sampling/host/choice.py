@@ -1,4 +1,4 @@
-"""Chooses tokens: the best, or a sample under top_k, top_p, min_p.
+"""Chooses the next token: the best, or a sample by top_k/top_p/min_p.
 
 A sample is the argmax of logit / temperature + Gumbel noise over the tokens that are left, which
 draws each with its softmax probability (Gumbel 1954; Maddison, Tarlow and Minka, arXiv:1411.0030).

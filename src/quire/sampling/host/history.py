@@ -1,6 +1,7 @@
-"""The tokens of every row so far, as the sampler sees them.
+"""The token ids of every row, as the sampler sees them.
 
-It knows no requests and owns nothing. The runner makes one and keeps it for its lifetime.
+They lie in the runner's persistent batch. It knows no requests and owns nothing. The runner makes
+one and keeps it for its lifetime.
 """
 
 from dataclasses import dataclass

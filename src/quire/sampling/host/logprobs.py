@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own distribution, before any sampling option.
+"""Log-probabilities of the model's distribution, before any sampling option.
 
 Computed by the sampler for the rows that asked, and for prompts; by the native library where it is
 given, else by torch. The two differ by rounding: ranks and tokens are equal.

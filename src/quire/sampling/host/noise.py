@@ -1,8 +1,9 @@
-"""Random numbers without a generator's state: a pure function of where they are used.
+"""Random numbers as a pure function of where they are used.
 
-The noise that decides for token t at absolute position p of branch b under seed s depends on
-(s, b, p, t) alone. So a sequence draws the same numbers whatever runs beside it, and again after a
-preemption, a fork or a crash; and only the tokens that are still in the race need to draw at all.
+There is no generator that has a state. The noise that decides for token t at absolute position p of
+branch b under seed s depends on (s, b, p, t) alone. So a sequence draws the same numbers whatever
+runs beside it, and again after a preemption, a fork or a crash; and only the tokens that are still
+in the race need to draw at all.
 
     stream  = mix(mix(seed + G) + (branch + 1) G)      once per row
     key     = mix(stream + (position + 1) G)           once per row and step

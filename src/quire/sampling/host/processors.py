@@ -1,4 +1,4 @@
-"""Options that change logits: which tokens may come, and how likely they are beforehand.
+"""The options that change logits: masks, biases and penalties.
 
 Each option is one `LogitsProcessor`. It keeps what it needs of the rows that use it, binds itself
 to a set of rows once, and then edits these rows' logits at every step, as index operations over all

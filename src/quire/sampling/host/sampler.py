@@ -1,4 +1,4 @@
-"""Logits in, token ids out, for rows that may differ in every option.
+"""Turns logits into token ids; every row may have other options.
 
 `SamplingRows` holds what each row's request asked for; `Sampler` turns a step's logits into tokens.
 Options apply in this order, which is vLLM's:

@@ -1,5 +1,6 @@
-// What stands between the linears and attention: embedding, RMSNorm, scales, the GELU gate, and
-// rotary with the KV write.
+// Embedding, RMSNorm, scales, GELU gate, and rotary with KV write.
+//
+// These are the operators between the linears and attention.
 //
 // Every stored intermediate is rounded to the model's dtype where torch, operator by operator,
 // would store it; products and sums are rounded one by one (no fused multiply-add), so that all

@@ -1,4 +1,6 @@
-// What the files that are compiled once per instruction set implement; signatures as in kernels.h.
+// Declares the functions that are compiled once per instruction set.
+//
+// Signatures are those of kernels.h.
 #pragma once
 #include "library/abi.h"
 #include "threads/pool.h"

@@ -1,6 +1,7 @@
-// Sixteen floats as one value, on every instruction set; included by the kernels that are compiled
-// once for each of them (see kernels.h). Nothing here depends on how wide the registers are, so
-// what a kernel computes is laid out alike everywhere.
+// Sixteen floats as one value, on every instruction set.
+//
+// Included by the kernels that are compiled once for each of them (see kernels.h). Nothing here
+// depends on how wide the registers are, so what a kernel computes is laid out alike everywhere.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -1,4 +1,4 @@
-// One instruction set's table of kernels; compiled once for each.
+// Fills the table of kernels; compiled once for each instruction set.
 #include "library/kernels.h"
 #include "kernels_isa.h"
 

@@ -1,4 +1,4 @@
-"""Copies of whole KV blocks, all of a step in one launch.
+"""Copies whole KV blocks, all of a step in one launch.
 
     target[pairs[i, 1]] = source[pairs[i, 0]]
 

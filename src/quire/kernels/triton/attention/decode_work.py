@@ -1,4 +1,4 @@
-"""The work list of a step in which every sequence decodes, made on the device.
+"""Makes the attention kernel's work list for decode-only steps, on the device.
 
 Lengths are known to the device alone when a captured step is replayed, so the attention kernel
 finds there which keys of which sequences to attend; its grid never changes. The context of a

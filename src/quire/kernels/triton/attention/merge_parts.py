@@ -1,4 +1,4 @@
-"""Puts together what several programs attended of one token's keys.
+"""Merges attention results over parts of a token's keys.
 
     the parts of a token, in the order of their keys, folded one after the other; then the sink
 

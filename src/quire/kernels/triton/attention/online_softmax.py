@@ -1,6 +1,7 @@
-"""Softmax over keys that come tile by tile and chunk by chunk, as device functions.
+"""Device functions of online softmax, which sees its keys in pieces.
 
-For one row of scores s, in units of log2, with the values v of the keys seen so far:
+Keys come tile by tile and chunk by chunk. For one row of scores s, in units of log2, with the
+values v of the keys seen so far:
 
     m = max s,   sums = sum 2^(s - m),   acc = sum 2^(s - m) v        (arXiv:1805.02867)
 

@@ -1,4 +1,6 @@
-"""Attention over paged memory on a GPU, for decode and prefill.
+"""The Triton kernel of attention over the paged KV cache.
+
+It serves decode rows, prefill chunks and any mix of both.
 
     out = softmax(scale q K^T) V over the keys that each query sees, which lie in blocks anywhere
 

@@ -1,7 +1,8 @@
-"""Norm and rotation of q and k, and the write of K and V.
+"""Norms and rotates q and k and stores K and V, fused.
 
-For each token t and head h, with n(x) = weight * round(x / sqrt(mean(x^2) + eps)) where heads are
-normed, else x, and cos and sin rounded to the dtype:
+One launch does all of it and writes K and V into their pages. For each token t and head h, with
+n(x) = weight * round(x / sqrt(mean(x^2) + eps)) where heads are normed, else x, and cos and sin
+rounded to the dtype:
 
     q, k: y[:D/2] = round(n(x)[:D/2] cos) - round(n(x)[D/2:] sin)
           y[D/2:] = round(n(x)[D/2:] cos) + round(n(x)[:D/2] sin)

@@ -1,4 +1,6 @@
-"""y = x W^T + b with weights in int4 groups and activations in int8.
+"""The Triton product of int4 weights and int8 activations.
+
+y = x W^T + b of weights in four bits, in groups of 32, and activations in int8:
 
     w[n, k] ~ S[n] s[n, g] q[n, k] - O[n] o[n, g]                       (`kernels/quantize.py`)
     y[m, n] = x_scale[m] * (S[n] * sum over g of s[n, g] * dot[m, n, g]

@@ -1,4 +1,6 @@
-"""y = x W^T + b with weights and activations in int8.
+"""The Triton product of int8 weights and int8 activations.
+
+y = x W^T + b of weights and activations in int8, each with a scale:
 
     y[m, n] = dot[m, n] * x_scale[m] * w_scale[n] + b[n],  dot = sum over k of x[m, k] w[n, k]
 

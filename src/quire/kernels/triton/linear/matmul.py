@@ -1,7 +1,8 @@
-"""y = x W^T + b, to the bit independent of the batch.
+"""The batch-invariant Triton product: y = x W^T + b.
 
-An output element is the sum over K of products of one row of x and one row of W. Here it is summed
-in one order that depends on W's shape and dtype alone:
+A row's result is the same to the bit whatever else is in the batch. An output element is the sum
+over K of products of one row of x and one row of W. Here it is summed in one order that depends on
+W's shape and dtype alone:
 
     K is cut into slices of equal size, but for the last; their number is `slices_of`
     p_s = fp32 sum over the slice, in the tensor core, steps of k = 16 in ascending order

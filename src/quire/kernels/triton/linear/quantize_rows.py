@@ -1,4 +1,6 @@
-"""Rounds activations to int8 on a GPU, a scale for each row.
+"""Quantizes activations to int8, with a scale per row, in Triton.
+
+The quantized products read them.
 
     scale = max |x| / 127,  q = round(x * (127 / max |x|))
 

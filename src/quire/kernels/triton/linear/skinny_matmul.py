@@ -1,7 +1,8 @@
-"""y = x W^T + b for a few rows of x, bound by memory.
+"""The Triton product for few rows: y = x W^T + b.
 
-Nothing but reading W counts: 2 N K bytes, once, against 2 M N K operations that the tensor cores
-hide (at M = 16 less than a tenth of what an H200's could do meanwhile). So:
+A decode step of few streams spends most of its time in it. Nothing but reading W counts: 2 N K
+bytes, once, against 2 M N K operations that the tensor cores hide (at M = 16 less than a tenth of
+what an H200's could do meanwhile). So:
 
 - W is the left operand of the tensor core's product, its outputs along the 16 of m16 n8 k16, and
   the rows of x are the n: 8 or 16 with padding, which is zero and is not read.

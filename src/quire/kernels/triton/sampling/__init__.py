@@ -1,1 +1,1 @@
-"""Triton kernels from logits to tokens."""
+"""Triton kernels that turn logits into tokens."""

@@ -1,4 +1,6 @@
-"""Options that make tokens impossible or likelier, applied to logits in place on a GPU.
+"""Applies masks, banned words and biases to logits, in Triton.
+
+These options make tokens impossible or likelier; logits are changed in place.
 
     forbid_unset    logit = -inf unless the token's bit is set: grammar masks, allowed_token_ids
     forbid_before   logit = -inf for some tokens while a line is shorter than a limit: min_tokens

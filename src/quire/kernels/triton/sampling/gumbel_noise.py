@@ -1,4 +1,6 @@
-"""The noise of `sampling.noise` inside Triton kernels: its bits exactly, the Gumbel number twice.
+"""The sampling noise of `sampling.host.noise` as Triton device functions.
+
+The uniform bits are exactly the same; the Gumbel number comes coarse and exact.
 
     bits   = mix(key + (token id + 1) G) >> 12       52 bits, G and mix those of SplitMix64
     u      = (bits + 1/2) / 2**52,  e = -log(1 - u),  gumbel = -log(e)

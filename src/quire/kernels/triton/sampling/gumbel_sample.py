@@ -1,8 +1,8 @@
-"""Samples tokens from logits on a GPU, without sorting.
+"""Greedy choice and sampling from logits without sorting, in Triton.
 
-What is left of a line's tokens, and the noise, are defined in `sampling/host/choice.py`, which is
-the reference. With x = (logit - largest) / temperature, rounded as there, these kernels follow a
-scan:
+Serves temperature, top_k, min_p and top_p. What is left of a line's tokens, and the noise, are
+defined in `sampling/host/choice.py`, which is the reference. With x = (logit - largest) /
+temperature, rounded as there, these kernels follow a scan:
 
     race    each tile's two best coarse scores x + gumbel, in fp32, of tokens that top_k and min_p
             leave

@@ -1,4 +1,4 @@
-"""Penalties of tokens that were seen, on a GPU, and the counts that they need.
+"""Repetition, frequency and presence penalties and their counts, in Triton.
 
     logit / r where positive, logit * r elsewhere     repetition: tokens of prompt and output
     logit - f * count                                 frequency: how often a token was generated

@@ -1,4 +1,6 @@
-"""The largest logits of each line on a GPU, by groups and tiles.
+"""Finds the largest logits of each line, in Triton.
+
+The largest of groups of tokens, of tiles, and the k-th largest of all.
 
     group_largest[r, g] = max of tokens [64 g, 64 g + 64)
     tile_largest[r, t]  = max of tokens [4096 t, 4096 t + 4096); tile_token: the lowest id of it

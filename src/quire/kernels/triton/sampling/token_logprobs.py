@@ -1,4 +1,6 @@
-"""Log-probabilities of tokens, their ranks and the best tokens, on a GPU, from raw logits.
+"""Log-probabilities and ranks of tokens, and the best tokens, in Triton.
+
+All are computed from raw logits.
 
     logprob[t] = (logit[t] - largest) - log(sum of exp(logit - largest))
     rank[t]    = 1 + how many logits are larger

@@ -1,4 +1,6 @@
-// Attention over paged memory: decoding and prefill in one call, straight from the blocks.
+// Attention over the paged KV cache.
+//
+// Decoding and prefill are one call, which reads straight from the blocks:
 //
 //   out = sum over visible keys of p * value / sum of p,   p = exp(cap(scale * q·k) - peak)
 //

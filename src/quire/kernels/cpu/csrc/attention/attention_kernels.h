@@ -1,7 +1,9 @@
-// The two products of attention, over registers: scores of rows against sixteen keys a register,
-// and rows of probabilities against values, sixteen dimensions a register. Each result is a sum
-// over steps in ascending order, alike for any number of rows (R) and of columns (C): how rows and
-// columns are grouped changes no bit.
+// The two products of attention: queries by keys, probabilities by values.
+//
+// Both work over registers: scores of rows against sixteen keys a register, and rows of
+// probabilities against values, sixteen dimensions a register. Each result is a sum over steps in
+// ascending order, alike for any number of rows (R) and of columns (C): how rows and columns are
+// grouped changes no bit.
 //
 // A "mode" says how elements are multiplied:
 //   Element    stored in pages, queries and outputs

@@ -1,5 +1,7 @@
-// The functions of attention's softmax. Powers of two instead of e: the factor log2(e) joins the
-// scale that scores are multiplied by anyway.
+// The functions of attention's softmax.
+//
+// Powers of two instead of e: the factor log2(e) joins the scale that scores are multiplied by
+// anyway.
 #pragma once
 #include "simd.h"
 

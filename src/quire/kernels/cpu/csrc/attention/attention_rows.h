@@ -1,5 +1,7 @@
-// Rows of queries against tiles. A row is one query head of one token; the rows of a block share a
-// KV head. A record is what is known of a row after some tiles, floats:
+// Attention of rows of queries to tiles of keys.
+//
+// A row is one query head of one token; the rows of a block share a KV head. A record is what is
+// known of a row after some tiles, floats:
 //
 //   [Dp] acc: sum of p * value      p = 2^(score * factor - peak * factor), Dp: D rounded up to 16
 //   [16] sum of p, by lanes

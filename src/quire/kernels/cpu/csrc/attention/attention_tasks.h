@@ -1,5 +1,7 @@
-// How a layer's attention is cut into tasks. Nothing here can change a result: a row's tiles are
-// merged in ascending order by whoever is last to have computed one.
+// Divides a layer's attention into tasks for the threads.
+//
+// Nothing here can change a result: a row's tiles are merged in ascending order by the thread that
+// finishes the last of them.
 //
 //   wide      a chunk of many queries: blocks of its tokens, each over all tiles that they see
 //   narrow    few queries (decoding: one): its tiles are cut into ranges where there are many

@@ -1,5 +1,7 @@
-// A tile: up to 256 keys of one KV head at an absolute position, found through the block table as
-// units of sixteen tokens. Keys that no row of the piece sees are not read, or are taken out.
+// A tile: up to 256 keys of one KV head.
+//
+// It begins at an absolute position, and is found through the block table as units of sixteen
+// tokens. Keys that no row of the piece sees are not read, or are taken out.
 #pragma once
 #include "attention/attention_kernels.h"
 

@@ -1,4 +1,6 @@
-// Where a token's K and V lie in a layer's page; shared by all that write or read pages.
+// The layout of K and V in a layer's page.
+//
+// Shared by all that write or read pages.
 //
 // Legend: B block size, U = min(B, 16) tokens of a unit, D head size. A page is
 //

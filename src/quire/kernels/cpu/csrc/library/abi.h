@@ -1,4 +1,6 @@
-// Everything that crosses the C ABI, mirrored field by field in abi.py (a test compares the offsets).
+// The structures that cross the C ABI.
+//
+// They are mirrored field by field in abi.py (a test compares the offsets).
 //
 // Legend: T tokens of the step, S sequences of the step, M rows of an activation, K inputs and N
 // outputs of a linear, Hq query heads, Hkv KV heads, D head size, B block size.

@@ -1,4 +1,6 @@
-// The C ABI. Nothing is thrown across it; what callers may get wrong is checked in Python.
+// The functions that the library exports: its C ABI.
+//
+// Nothing is thrown across it; what callers may get wrong is checked in Python.
 #include "library/api.h"
 
 #include <new>

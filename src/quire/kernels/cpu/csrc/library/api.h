@@ -1,4 +1,4 @@
-// What the library exports; documented where Python calls it (library.py).
+// The functions that the library exports, documented in library.py.
 #pragma once
 #include <cstdint>
 

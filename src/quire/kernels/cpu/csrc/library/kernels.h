@@ -1,6 +1,8 @@
-// The kernels of one instruction set. Each file that implements some of them is compiled once per
-// set, in a namespace of its own (QUIRE_ISA), and its functions are reached through this table
-// alone. table.cpp fills it; api.cpp chooses among the tables by what the processor has.
+// The table of kernels of one instruction set.
+//
+// Each file that implements some of them is compiled once per set, in a namespace of its own
+// (QUIRE_ISA), and its functions are reached through this table alone. table.cpp fills it; api.cpp
+// chooses among the tables by what the processor has.
 //
 // "T" below is the model's dtype, fp32 or bf16 (DType). Strides ("ld") count elements.
 #pragma once

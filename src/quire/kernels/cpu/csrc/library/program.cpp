@@ -1,3 +1,5 @@
+// Runs a forward pass, operation by operation.
+
 #include "library/program.h"
 
 #include "packing/pack.h"

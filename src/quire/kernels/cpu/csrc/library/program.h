@@ -1,5 +1,7 @@
-// A forward pass as a list of operations that Python wrote once, and C++ walks through at each step:
-// one call from Python, however many layers.
+// A forward pass as a list of operations.
+//
+// Python writes the list once, and C++ runs it at each step: one call from Python, however many
+// layers.
 #pragma once
 #include "library/kernels.h"
 

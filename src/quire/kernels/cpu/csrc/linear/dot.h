@@ -1,5 +1,7 @@
-// Dot products of four bytes, in 32-bit integers: what quantized linears multiply with. Sums are
-// exact, so they do not depend on the order, and all instruction sets agree on them.
+// Dot products of bytes in exact 32-bit integers, for quantized linears.
+//
+// An instruction multiplies four bytes of each side. Sums are exact, so they do not depend on the
+// order, and all instruction sets agree on them.
 //
 // Weights are unsigned bytes, four inputs of an output to a lane. x is signed, and its four inputs
 // ("a quad") are given to all lanes: as bytes where the processor multiplies those (VNNI), else as

@@ -1,6 +1,7 @@
-// What becomes of a linear's accumulators: bias, rounding, and the step that follows in the model,
-// done while they are in registers. Every stored intermediate is rounded where torch, operator by
-// operator, would store it:
+// What follows a linear's sums: bias, rounding, residual or gate.
+//
+// It is done while the accumulators are in registers. Every stored intermediate is rounded where
+// torch, operator by operator, would store it:
 //
 //   kStore        out = round(acc + bias)
 //   kAddResidual  out = round(out + round(acc + bias))

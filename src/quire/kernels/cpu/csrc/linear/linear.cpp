@@ -1,4 +1,6 @@
-// linear: dispatch by format; compiled once per instruction set.
+// Dispatches a linear to its format's kernel.
+//
+// Compiled once per instruction set.
 #include "linear/linear.h"
 
 #include "kernels_isa.h"

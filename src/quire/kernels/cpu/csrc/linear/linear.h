@@ -1,5 +1,7 @@
-// Layouts of packed weights, and the parts of `linear` that its formats share. A packing is the
-// same for all instruction sets: a weight is packed once, whichever of them multiplies it.
+// Layouts of packed weights, and what the formats' linears share.
+//
+// A packing is the same for all instruction sets: a weight is packed once, whichever of them
+// multiplies it.
 //
 // Legend: N outputs, K inputs, M rows of x.
 //

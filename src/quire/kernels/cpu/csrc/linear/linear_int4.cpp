@@ -1,5 +1,6 @@
-// Linears with int4 weights in groups and int8 activations. Layout and formula: linear_int4.h;
-// activations: quantize_rows.h. For a row m and an output n
+// Linears with int4 weights in groups and int8 activations.
+//
+// Layout and formula: linear_int4.h; activations: quantize_rows.h. For a row m and an output n
 //
 //   result[m, n]  = (S[n] * scaled - O[n] * offsets) * x_scale[m]
 //   scaled        = sum over g of s[n, g] * (sum over the group of q[n, k] * x[m, k])    fp32

@@ -1,5 +1,7 @@
-// The layout of kInt4: groups of G = 32 or 64 inputs of an output share a scale and an offset, each
-// of eight bits, which in turn are multiples of the output's own two factors:
+// The layout of kInt4: groups of inputs with scale and offset.
+//
+// Groups of G = 32 or 64 inputs of an output share a scale and an offset, each of eight bits, which
+// in turn are multiples of the output's own two factors:
 //
 //   w[n, k] ~ S[n] * s[n, g] * q[n, k] - O[n] * o[n, g],   0 <= q <= 15,  s and o in 0..255
 //

@@ -1,5 +1,7 @@
-// Linears with int8 weights and activations: exact integer sums, then two scales. Layout and
-// formula: linear_int8.h; activations: quantize_rows.h.
+// Linears with int8 weights and int8 activations.
+//
+// Exact integer sums, then two scales. Layout and formula: linear_int8.h; activations:
+// quantize_rows.h.
 #include "linear/linear_int8.h"
 
 #include <utility>

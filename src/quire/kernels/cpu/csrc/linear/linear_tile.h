@@ -1,4 +1,6 @@
-// The innermost loop of dense linears: R rows of x times one panel of weights, over all of K.
+// The innermost loop of dense linears.
+//
+// It multiplies R rows of x by one panel of weights, over all of K.
 //
 // An output element has one accumulator, to which its products are added in the order of K, one
 // instruction after another, whatever R: so a row's results do not depend on its neighbours. With

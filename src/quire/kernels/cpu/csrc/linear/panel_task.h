@@ -1,4 +1,4 @@
-// How the work of linears is cut, and what they ask the memory for in time.
+// Divides a linear's work into tasks, and prefetches its weights.
 #pragma once
 #include <cstdint>
 

@@ -1,5 +1,6 @@
-// Activations as bytes: x[m, k] ~ scales[m] * q[m, k], with -127 <= q <= 127, a scale per token,
-// and rounding to the nearest, ties to even.
+// Quantizes activations to int8, with a scale per token.
+//
+// x[m, k] ~ scales[m] * q[m, k], with -127 <= q <= 127, rounded to the nearest, ties to even.
 //
 //   scales[m] = max over k of |x[m, k]| / 127
 //

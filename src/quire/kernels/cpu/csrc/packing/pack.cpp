@@ -1,3 +1,5 @@
+// Packs and unpacks weights by format; dense formats are done here.
+
 #include "packing/pack.h"
 
 #include <cstring>

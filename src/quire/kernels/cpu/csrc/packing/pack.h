@@ -1,5 +1,6 @@
-// From a checkpoint's rows to the packed weights that the kernels read; compiled once, for all
-// instruction sets, which share the layouts. linear.h tells them.
+// Packs a checkpoint's rows into the layouts that the kernels read.
+//
+// Compiled once, for all instruction sets, which share the layouts; linear.h describes them.
 #pragma once
 #include "library/abi.h"
 

@@ -1,4 +1,6 @@
-// Packs int4 weights; layout and formula: linear_int4.h. Compiled once, for all instruction sets.
+// Packs int4 weights.
+//
+// Layout and formula: linear_int4.h. Compiled once, for all instruction sets.
 //
 // A group's scale and offset are those with the least squared error among a few starts: the range
 // of the group, shrunk by some factors (its extremes matter less than the rest), each rounded to

@@ -1,4 +1,6 @@
-// Packs int8 weights; layout and formula: linear_int8.h. Compiled once, for all instruction sets.
+// Packs int8 weights.
+//
+// Layout and formula: linear_int8.h. Compiled once, for all instruction sets.
 #include <algorithm>
 #include <cstring>
 #include <vector>

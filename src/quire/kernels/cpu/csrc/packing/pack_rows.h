@@ -1,4 +1,4 @@
-// What the quantizing packers share.
+// Shared by the packers of int4 and int8 weights.
 #pragma once
 #include <cstdint>
 #include <cstring>

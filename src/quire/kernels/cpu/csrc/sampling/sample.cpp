@@ -1,5 +1,7 @@
-// Greedy choice, and the sampling race: the token of quire/sampling/choice.py, which says how and
-// why, found in two passes over a line (a third for top_p) without sorting it.
+// Greedy choice, and sampling without sorting.
+//
+// Finds the token that quire/sampling/host/choice.py defines and explains, in two passes over a
+// line (a third for top_p).
 //
 // A sample is the argmax of x + gumbel(u) among the tokens that the options leave, x the scaled
 // logit, u the token's uniform. In base 2 that score is below x log2(e) - log2(u), and the bits of

@@ -1,5 +1,7 @@
-// What sampling and log-probabilities share: a line of logits read once, in ranges that threads can
-// take, for its largest value and its best k tokens.
+// Finds a line's largest logit and its k best tokens.
+//
+// Shared by sampling and log-probabilities: a line of logits is read once, in ranges that threads
+// can take.
 //
 // Legend: V tokens of the vocabulary, k best of them, R lines.
 #pragma once

@@ -1,3 +1,5 @@
+// The thread pool's workers, and how they wait.
+
 #include "threads/pool.h"
 
 #include <linux/futex.h>

@@ -1,8 +1,10 @@
-// The threads that do all the work. A region is a number of tasks; threads take the next one until
-// none is left, so a thread that the system runs seldom takes few. The caller works too, and waits
-// for tasks that others took, never for threads that took none: a busy neighbour on one processor
-// costs what it takes. Waits spin for a moment, since a decode step has a hundred regions of some
-// 20 us, then sleep; an idle pool uses no processor.
+// The thread pool that runs all kernels.
+//
+// A region is a number of tasks; threads take the next one until none is left, so a thread that the
+// system runs seldom takes few. The caller works too, and waits for tasks that others took, never
+// for threads that took none: a busy neighbour on one processor costs what it takes. Waits spin for
+// a moment, since a decode step has a hundred regions of some 20 us, then sleep; an idle pool uses
+// no processor.
 #pragma once
 #include <atomic>
 #include <cstdint>
