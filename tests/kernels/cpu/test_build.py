@@ -170,7 +170,7 @@ def test_every_source_is_compiled_where_it_belongs() -> None:
     """A file that declares nothing of an instruction set's namespace is compiled once."""
     units = {(unit.source.name, unit.isa) for unit in build._units()}
     assert len(units) == len(build._units())
-    for path in build.SOURCES.glob("*.cpp"):
+    for path in build.SOURCES.rglob("*.cpp"):
         is_per_isa = "QUIRE_ISA" in path.read_text()
         isas = set(build.isa_flags()) if is_per_isa else {None}
         assert {isa for name, isa in units if name == path.name} == isas, path.name
