@@ -45,13 +45,15 @@ ARROWS = {
     "hub": "",
     "ipc": "",
     "observability": "",
+    "option_fields": "",
     "errors": "",
     "version": "",
     "quire": "offline engine_client core version",
 }
 """Left may import right, and what right may import. A folder is an area; so is a file in `quire/`.
 `__main__.py` belongs to `cli`; `quire` is the package's own `__init__.py`, which nobody imports.
-Everybody may import errors; everybody but core, errors and version observability.
+Everybody may import errors and how options are declared, option_fields; everybody but core,
+option_fields, errors and version observability.
 """
 
 CORE_CONTRACTS = ("sampling_params", "step", "request", "kv_groups")
@@ -61,8 +63,6 @@ CONTRACT_READERS = ("text", "models", "layers", "attention", "speculation", "sam
 NEEDS_EXTRA = {"httptools_protocol": "httptools"}
 """Modules of the front, by their last name, that load only where another package is installed."""
 
-OPTION_FIELDS = "quire.options.fields"
-"""How an option is declared: every component with options imports it, as it does errors."""
 OPTION_READERS = ("cli", "server", "bench", "offline", "assembly", "options")
 """Areas that may read all of an engine's options together."""
 
@@ -83,14 +83,6 @@ ASYNC_AREAS = ("server", "engine_client", "cluster", "bench", "cli")
 
 MAX_FILES = 15
 """In one folder, `__init__.py` not counted."""
-
-STILL_MUTUAL = {("core", "options"), ("server/generation", "server/routes/openai")}
-STILL_FULL = {"simulation", "bench"}
-STILL_FREQUENT = {"operators.py", "memory.py", "config.py", "registry.py"}
-STILL_TWICE = {
-    *("Call", "Clock", "Generation", "Linear", "Policy", "SharedRun", "StepCost", "Verdict"),
-    *("_Account", "_BoundLayer", "_BoundRows", "_Branch", "_Progress", "_Tiles"),
-}
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 ENVIRONMENT_READER = "quire.cli.main"
@@ -116,10 +108,12 @@ def may_import(module: str, target: str) -> bool:
         return right == "options" and left not in ("errors", "version")
     if right == "errors" or right in _reachable(left):
         return True
+    if right == "option_fields":
+        return left not in ("errors", "version")
     if right == "observability":
-        return left not in ("core", "errors", "version")
+        return left not in ("core", "option_fields", "errors", "version")
     if right == "version":
-        return left not in ("core", "errors")
+        return left not in ("core", "option_fields", "errors")
     is_contract = target.removeprefix("quire.core.") in CORE_CONTRACTS
     return right == "core" and is_contract and left in CONTRACT_READERS
 
@@ -148,7 +142,7 @@ def option_readers(tree: Tree) -> list[str]:
         " it needs in a small dataclass beside it"
         for module in tree.sources
         for entry in tree.inner_imports(module)
-        if area(entry.target) == "options" and entry.target != OPTION_FIELDS
+        if area(entry.target) == "options"
         if area(module) not in OPTION_READERS
     ]
 
@@ -282,7 +276,7 @@ def mutual_imports(tree: Tree) -> list[str]:
         f"{where}: {left} imports from {right}, which imports from it at {edges[right, left]}"
         for (left, right), where in edges.items()
         if left < right and (right, left) in edges
-        if not right.startswith(f"{left}/") and (left, right) not in STILL_MUTUAL
+        if not right.startswith(f"{left}/")
     ]
 
 
@@ -294,7 +288,7 @@ def full_folders(tree: Tree) -> list[str]:
     return [
         f"src/quire/{name}: {len(modules)} files, above {MAX_FILES}; split it by what they serve"
         for name, modules in files.items()
-        if len(modules) > MAX_FILES and name not in STILL_FULL
+        if len(modules) > MAX_FILES
     ]
 
 
@@ -305,7 +299,7 @@ def frequent_basenames(tree: Tree) -> list[str]:
     return [
         f"{name} occurs {len(paths)} times: {', '.join(paths)}"
         for name, paths in found.items()
-        if len(paths) > 2 and name != "__init__.py" and name not in STILL_FREQUENT
+        if len(paths) > 2 and name != "__init__.py"
     ]
 
 
@@ -318,7 +312,7 @@ def classes_of_one_name(tree: Tree) -> list[str]:
     return [
         f"{places[1]}: another class {name} is at {places[0]}"
         for name, places in found.items()
-        if len(places) > 1 and name not in STILL_TWICE
+        if len(places) > 1
     ]
 
 

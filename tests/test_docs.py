@@ -105,7 +105,7 @@ def test_the_map_of_the_design_is_the_tree() -> None:
 
 def test_imports_go_up_the_map() -> None:
     """To the own folder, or to one above it in the map: what the page says of its order. All that
-    declares options may import `options/fields.py`."""
+    declares options may import `option_fields.py`."""
     against = [
         f"{path.relative_to(SOURCE)} imports {name}"
         for path in SOURCE.rglob("*/*.py")
@@ -124,5 +124,5 @@ def imported_folders(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     ours = [name for name in names if name.startswith("quire.")]
-    found = {name.split(".")[1] for name in ours if not name.startswith("quire.options.fields")}
+    found = {name.split(".")[1] for name in ours if not name.startswith("quire.option_fields")}
     return found & set(FLOORS)

@@ -32,7 +32,7 @@ def test_every_exported_class_has_a_section_with_its_methods_and_fields(tool: Mo
         assert f"\n## {name}\n" in page
     for part in (
         "### LLM.generate",
-        "### Generation.fork",
+        "### BranchHandle.fork",
         "`max_itl_ratio` (`--max-itl-ratio`): ",
         "QuireError ",
     ):

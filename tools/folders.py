@@ -66,6 +66,7 @@ def folder_map() -> str:
 def with_map(page: str) -> str:
     """The page with the map of today: the block that begins with `errors.py`."""
     head = "```\nerrors.py, version.py     the exception tree, each error with its HTTP status\n"
+    head += "option_fields.py          how a component declares its options\n"
     head += "ipc.py                    messages between our own processes\n"
     new, count = re.subn(
         r"^```\nerrors\.py, version\.py .*?^```",

@@ -108,7 +108,7 @@ def option_entries(one: type) -> list[str]:
     if not dataclasses.is_dataclass(one):
         return []
     # Not before `quire` itself was imported: this file may run where it is not installed.
-    from quire.options.fields import declared_options, flag_name
+    from quire.option_fields import declared_options, flag_name
 
     found = []
     for each, declared in declared_options(one):
@@ -144,7 +144,7 @@ def own_parameters(options: type) -> Iterator[inspect.Parameter]:
     """The first, which is not given by name, and those that are no options."""
     first, *others = inspect.signature(options).parameters.values()
     yield first
-    from quire.options.fields import declared_options  # as above
+    from quire.option_fields import declared_options  # as above
 
     names = {each.name for each, _ in declared_options(options)}
     for parameter in others:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.gpu.harness import Bench
+from quire.attention.backends import select
 from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
@@ -19,7 +20,6 @@ from quire.attention.interface import (
     LayerKV,
 )
 from quire.attention.reference import attend_sequences
-from quire.attention.registry import select
 from quire.errors import ConfigurationError
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 

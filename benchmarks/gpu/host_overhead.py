@@ -44,7 +44,7 @@ from quire.engine.engine import Engine
 from quire.engine_client.messages import Outputs
 from quire.ipc import encode
 from quire.kernels.transfers import DeviceLink
-from quire.layers.operators import OperatorModule
+from quire.layers.operator_module import OperatorModule
 from quire.models.interface import CausalLM, ModelOutput
 from quire.observability.step_trace import StepRecord
 from quire.runtime.batch import RowBatch

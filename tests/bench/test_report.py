@@ -10,12 +10,12 @@ from quire.bench.contenders import MEMORY_FIGURES
 from quire.bench.machine import Noise
 from quire.bench.metrics import Timeline, figures
 from quire.bench.report import Results, as_json, table, write_json
-from quire.bench.trace_summary import StepCost
+from quire.bench.trace_summary import StepTimes
 from quire.errors import ConfigurationError
 
 TIMELINE = Timeline(7, 0.0, [0.5, 0.6], [1, 2])
 SETTING = {"model_id": "some/model", "dtype": "float32", "num_threads": 2, "processor": "a chip"}
-COST = StepCost(9, 4.0, 1000.0, 40.0, 10.0, 11.0, 12.0, {"schedule": 0.1, "forward": 0.9})
+COST = StepTimes(9, 4.0, 1000.0, 40.0, 10.0, 11.0, 12.0, {"schedule": 0.1, "forward": 0.9})
 
 
 def _round(duration_s: float, noise: Noise, memory: float | None) -> Round:

@@ -13,11 +13,11 @@ from quire.engine_client.recovery import (
     NUM_PROOF_TOKENS,
     Cause,
     Death,
+    Diagnosis,
     OpenRequest,
     RecoveryConfig,
     RestartBudget,
     ResumeQueue,
-    Verdict,
 )
 from quire.errors import ConfigurationError
 
@@ -199,13 +199,13 @@ def prove(*requests: OpenRequest) -> None:
                 bring(one, branch)
 
 
-def crash(queue: ResumeQueue, *requests: OpenRequest) -> Verdict:
+def crash(queue: ResumeQueue, *requests: OpenRequest) -> Diagnosis:
     """In a step with these requests; without any, while the process computes for all of them."""
     ids = frozenset(one.request_id for one in requests) or None
     return queue.on_death(Death(Activity(Doing.COMPUTING, ids), SEGFAULT))
 
 
-def kill(queue: ResumeQueue, *, num_oom_kills: int | None = 0) -> Verdict:
+def kill(queue: ResumeQueue, *, num_oom_kills: int | None = 0) -> Diagnosis:
     """Of a process that computes for all."""
     return queue.on_death(Death(COMPUTING, KILLED, num_oom_kills=num_oom_kills))
 
@@ -251,7 +251,7 @@ def test_only_those_in_the_step_are_suspects_and_the_others_wait_with_the_new_on
 def test_a_death_that_is_nobodys_fault_tries_nobody(death: Death) -> None:
     a, b, new = make("a"), make("b"), make("new")
     queue = with_all_sent(a, b)
-    assert queue.on_death(death) == Verdict()
+    assert queue.on_death(death) == Diagnosis()
     queue.add(new)
     assert send_all(queue) == ["a", "b", "new"] and queue.is_idle
 
@@ -264,12 +264,12 @@ def test_deaths_from_outside_change_nothing_of_a_trial() -> None:
     prove(a)
     for _ in range(5):
         assert send_all(queue)[-1] == "b"
-        assert kill(queue) == Verdict()
+        assert kill(queue) == Diagnosis()
     assert send_all(queue) == ["a", "b"]
     assert crash(queue).blamed is None
     for _ in range(5):
         assert send_all(queue) == ["b"], "still alone"
-        assert kill(queue) == Verdict()
+        assert kill(queue) == Diagnosis()
     prove(b)
     assert send_all(queue) == ["b"]
 
@@ -278,20 +278,20 @@ def test_a_second_crash_on_a_trial_alone_blames_the_one_on_trial() -> None:
     a, b, c, new = (make(name) for name in ("a", "b", "c", "new"))
     queue = with_all_sent(a, b, c)
     first = Death(COMPUTING, SEGFAULT)
-    assert queue.on_death(first) == Verdict()
+    assert queue.on_death(first) == Diagnosis()
     send_all(queue)
     prove(a)
     assert send_all(queue) == ["b"]
     queue.add(new)
     second = Death(COMPUTING, SEGFAULT)
-    assert queue.on_death(second) == Verdict(None, frozenset([second])), "what follows will show"
+    assert queue.on_death(second) == Diagnosis(None, frozenset([second])), "what follows will show"
     assert send_all(queue) == ["b"], "the second trial is its alone"
     third = Death(COMPUTING, None, has_hung=True)
-    assert queue.on_death(third) == Verdict(b, frozenset([first, second, third]))
+    assert queue.on_death(third) == Diagnosis(b, frozenset([first, second, third]))
     queue.end(b)
     assert send_all(queue) == ["c", "a", "new"], "nobody else is suspected of these deaths"
     assert queue.is_idle
-    assert crash(queue) == Verdict(), "a new death, and all are suspects again"
+    assert crash(queue) == Diagnosis(), "a new death, and all are suspects again"
     assert send_all(queue) == ["c"]
 
 
@@ -321,7 +321,7 @@ def test_a_step_without_the_one_on_trial_says_nothing_about_it() -> None:
     send_all(queue)
     prove(a)
     assert send_all(queue) == ["b"]
-    assert crash(queue, a) == Verdict()
+    assert crash(queue, a) == Diagnosis()
     assert send_all(queue) == ["b"]
     assert crash(queue, b).explained, "the first death in a step of its own"
     assert send_all(queue) == ["b"]
@@ -339,7 +339,7 @@ def test_where_memory_ran_out_all_others_are_tried_between_two_trials(
     queue = with_all_sent(a, b, c)
     kill(queue, num_oom_kills=num_oom_kills)
     assert send_all(queue) == ["a"]
-    assert kill(queue, num_oom_kills=num_oom_kills) == Verdict()
+    assert kill(queue, num_oom_kills=num_oom_kills) == Diagnosis()
     assert send_all(queue) == ["b"]
     prove(b)
     assert send_all(queue) == ["c"]
@@ -355,7 +355,7 @@ def test_where_others_die_of_memory_too_nobody_is_blamed() -> None:
     kill(queue, num_oom_kills=1)
     for one in (a, b, c, a, b, c):
         assert send_all(queue) == [one.request_id]
-        assert kill(queue, num_oom_kills=1) == Verdict()
+        assert kill(queue, num_oom_kills=1) == Diagnosis()
 
 
 def test_a_request_that_has_the_process_to_itself_and_uses_up_its_memory_ends() -> None:
@@ -363,7 +363,7 @@ def test_a_request_that_has_the_process_to_itself_and_uses_up_its_memory_ends() 
     a = make("a")
     queue = with_all_sent(a)
     for _ in range(3):
-        assert kill(queue, num_oom_kills=1) == Verdict()
+        assert kill(queue, num_oom_kills=1) == Diagnosis()
         assert send_all(queue) == ["a"]
     assert kill(queue, num_oom_kills=1).blamed is a
 
@@ -372,8 +372,8 @@ def test_a_death_while_the_process_starts_changes_nothing() -> None:
     a, b = make("a"), make("b")
     queue = with_all_sent(a, b)
     crash(queue)
-    assert crash(queue) == Verdict()
-    assert crash(queue) == Verdict()
+    assert crash(queue) == Diagnosis()
+    assert crash(queue) == Diagnosis()
     assert send_all(queue) == ["a"]
 
 
@@ -427,7 +427,7 @@ def test_whoever_has_left_on_trial_is_on_trial_no_more_when_it_is_out_of_the_pro
     b.drop(None)
     assert queue.leave(b)
     queue.clear(b)
-    assert crash(queue) == Verdict()
+    assert crash(queue) == Diagnosis()
     assert send_all(queue) == [] and queue.is_idle
 
 

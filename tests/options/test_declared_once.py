@@ -23,8 +23,7 @@ from quire.cli.flags import (
 from quire.cli.parser import build_parser
 from quire.errors import ConfigurationError
 from quire.offline.llm import LLM
-from quire.options.engine_options import EngineOptions
-from quire.options.fields import (
+from quire.option_fields import (
     Bytes,
     Flag,
     OneOf,
@@ -36,6 +35,7 @@ from quire.options.fields import (
     option,
     takes_arguments_of,
 )
+from quire.options.engine_options import EngineOptions
 from quire.server.config import ServerConfig
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ import pytest
 
 from quire.errors import ConfigurationError
 from quire.offline.llm import LLM
+from quire.option_fields import parse_bytes
 from quire.options.engine_options import EngineOptions
-from quire.options.fields import parse_bytes
 from quire.options.foreign import FOREIGN_OPTIONS
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from quire.attention.registry import select
+from quire.attention.backends import select
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import (
     BlockCopy,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from quire.attention.backends import select
 from quire.attention.interface import AttentionBackend
-from quire.attention.registry import select
 from quire.errors import ConfigurationError
 from quire.formats.registry import load_weight_format
 from quire.formats.weight_format import TritonLinears

@@ -25,7 +25,7 @@ from quire.errors import InsufficientMemoryError
 from quire.kernels.cpu.library import available_processors
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.transfers import DeviceLink
-from quire.layers.operators import use_operators
+from quire.layers.operator_module import use_operators
 from quire.layers.sharded import Sharding
 from quire.models.checkpoints.loader import load_model, weight_bytes
 from quire.models.config import DecoderConfig

@@ -4,7 +4,7 @@ Keys and values are read straight from their blocks; nothing is gathered. The ke
 tables themselves, so a plan is a handful of addresses and, where rows share blocks, which tiles to
 read once for all of them. What they compute, and why a row's result is the same to the bit whatever
 runs beside it, is explained in `csrc/attention/attention.cpp` (of `kernels/cpu`). Built by
-`registry.py`; `runtime.forward` runs the step that was planned here as part of a native program.
+`backends.py`; `runtime.forward` runs the step that was planned here as part of a native program.
 
 Shapes as in `interface.py`.
 """
@@ -24,7 +24,7 @@ from quire.attention.interface import (
     NativeAttention,
     plain_page_format,
 )
-from quire.attention.shared_prefix import DecodeRows, SharedRun, shared_runs
+from quire.attention.shared_prefix import DecodeRows, SharedTiles, shared_runs
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
@@ -101,12 +101,12 @@ class CpuPagedAttention(AttentionBackend):
         if batch.num_decodes > 1:
             self._set_shared_runs(self._find_shared_runs(batch))
 
-    def _find_shared_runs(self, batch: AttentionBatch) -> list[tuple[int, SharedRun]]:
+    def _find_shared_runs(self, batch: AttentionBatch) -> list[tuple[int, SharedTiles]]:
         """The runs of each group, with the group's index."""
         count = batch.num_decodes
         context = batch.context_lens.numpy()[:count].astype(np.int64)
         table_rows = batch.rows.numpy()[:count]
-        found: list[tuple[int, SharedRun]] = []
+        found: list[tuple[int, SharedTiles]] = []
         for group, window in enumerate(self._windows):
             low = np.maximum(context - window, 0)
             table = batch.groups[group].block_tables.numpy()
@@ -115,7 +115,7 @@ class CpuPagedAttention(AttentionBackend):
             found += [(group, run) for run in runs]
         return found
 
-    def _set_shared_runs(self, runs: list[tuple[int, SharedRun]]) -> None:
+    def _set_shared_runs(self, runs: list[tuple[int, SharedTiles]]) -> None:
         if not runs:
             return
         natives = (abi.SharedRun * len(runs))()

@@ -3,7 +3,7 @@
 Chosen by name only: attention_backend="flashinfer". Norm, rotation and the write of K and V are our
 own kernel's; FlashInfer's wrapper for paged prefill attends, decoding rows being prompts of one
 token, which is how it serves grouped heads itself. A page is [2, Hkv, B, D], which it calls HND,
-and pages may lie apart. Built by `registry.py`.
+and pages may lie apart. Built by `backends.py`.
 
 What it lacks is refused when the memory is laid out: fp32, sinks, head sizes other than HEAD_DIMS,
 windows that look ahead. Its plan is made on the host for every step, so no step is captured, and

@@ -4,7 +4,7 @@ K and V of a step's tokens are written into the blocks first; attention then rea
 stored, even for the token itself, so a compact KV format gives the same result however a prompt
 was chunked. Only the backend knows the layout inside of a page.
 
-To add a backend: one file here that implements `AttentionBackend`, one line in `registry.py`.
+To add a backend: one file here that implements `AttentionBackend`, one line in `backends.py`.
 
 Shapes: T tokens of the step, S sequences of the step, R rows of the block tables, Hq query heads,
 Hkv KV heads, D head size, N blocks, B block size.

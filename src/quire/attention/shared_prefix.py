@@ -39,7 +39,7 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedRun:
+class SharedTiles:
     """Tiles [first_tile, end_tile) are wholly visible to each of `rows` and lie in the same blocks.
 
     rows: [m] ascending, m >= 2, counted among the decode rows.
@@ -52,7 +52,7 @@ class SharedRun:
 
 def shared_runs(
     decodes: DecodeRows, block_size: int, tile_tokens: int, min_saved_tiles: int
-) -> list[SharedRun]:
+) -> list[SharedTiles]:
     """The runs that spare the gathering of at least min_saved_tiles.
 
     Those of one row follow each other without a gap, in position order. Rows with windows share
@@ -63,7 +63,7 @@ def shared_runs(
     if len(set(entries)) == len(entries):
         return []
     search = _Search(decodes, block_size, tile_tokens, min_saved_tiles)
-    runs: list[SharedRun] = []
+    runs: list[SharedTiles] = []
     for rows in _equal(list(zip(entries, first_blocks.tolist(), strict=True))):
         first_tile = -(-int(decodes.low[rows].max()) // tile_tokens)
         runs += search.runs(rows, int(first_blocks[rows[0]]), first_tile)
@@ -85,9 +85,9 @@ class _Search:
     tile_tokens: int
     min_saved_tiles: int
 
-    def runs(self, rows: Ints, first_block: int, first_tile: int) -> list[SharedRun]:
+    def runs(self, rows: Ints, first_block: int, first_tile: int) -> list[SharedTiles]:
         """Runs of rows that agree up to block `first_block`, cut from tile `first_tile` on."""
-        found: list[SharedRun] = []
+        found: list[SharedTiles] = []
         waiting = [(rows, first_block, first_tile)]
         while waiting:
             rows, block, tile = waiting.pop()
@@ -95,7 +95,7 @@ class _Search:
             end_block = self._end_of_agreement(rows, block, int(num_blocks.min()))
             end_tile = end_block * self.block_size // self.tile_tokens
             if (len(rows) - 1) * (end_tile - tile) >= self.min_saved_tiles:
-                found.append(SharedRun(rows, tile, end_tile))
+                found.append(SharedTiles(rows, tile, end_tile))
                 tile = end_tile
             longer = rows[num_blocks > end_block]
             if self._may_save(longer, tile):

@@ -11,7 +11,7 @@ out = sum(out_i * exp(lse_i - lse)), lse = log(sum(exp(lse_i))).
 A sequence that decodes and shares no block gets the same bits alone and beside others. Otherwise
 results agree to fp32 rounding: how torch cuts a sum depends on the shapes and on the threads.
 Page memory that belongs to no visible token is never multiplied: it may hold NaN. Built by
-`registry.py`.
+`backends.py`.
 
 Shapes as in `interface.py`; m query tokens and l keys that are attended together, G = Hq / Hkv.
 """
@@ -33,7 +33,7 @@ from quire.attention.interface import (
     LayerKV,
     plain_page_format,
 )
-from quire.attention.shared_prefix import DecodeRows, Ints, SharedRun, shared_runs
+from quire.attention.shared_prefix import DecodeRows, Ints, SharedTiles, shared_runs
 from quire.errors import ConfigurationError
 from quire.kernels.rotary import Rotation, rotate
 
@@ -65,7 +65,7 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Tiles:
+class _DecodeTiles:
     """n tiles of decoding sequences.
 
     rows: [n] whose they are. blocks: one after the other, for each unit of TILE_TOKENS, or of a
@@ -101,7 +101,7 @@ class _TorchPlan:
     chunks: query tokens of the step and what they see; each sees some of every span.
     """
 
-    decodes: list[_Tiles]
+    decodes: list[_DecodeTiles]
     runs: list[tuple[torch.Tensor, tuple[_KVSpan, ...]]]
     chunks: list[tuple[slice, tuple[_KVSpan, ...]]]
 
@@ -160,7 +160,7 @@ class _View:
             tables = DecodeRows(table, rows[owners], first[part], last[part])
             plan.decodes.append(self._tiles(torch.from_numpy(owners), tiles[part], tables))
 
-    def _tiles(self, owners: torch.Tensor, tiles: Ints, visible: DecodeRows) -> _Tiles:
+    def _tiles(self, owners: torch.Tensor, tiles: Ints, visible: DecodeRows) -> _DecodeTiles:
         """visible: of each tile's row, its table and what is attended of it."""
         low, high = visible.low[:, None], visible.high[:, None]
         slots = tiles[:, None] * TILE_TOKENS + np.arange(TILE_TOKENS)
@@ -172,7 +172,7 @@ class _View:
         blocks = visible.block_table[visible.table_rows[:, None], units // per_block]
         has_hidden = bool(hidden.any())
         mask = np.where(hidden, np.float32(_NEVER), np.float32(0.0))[:, None]
-        return _Tiles(
+        return _DecodeTiles(
             owners,
             torch.from_numpy(blocks.astype(np.int64).ravel()),
             None if per_block == 1 else torch.from_numpy((units % per_block).ravel()),
@@ -235,7 +235,7 @@ class _View:
 
 
 def _own_ranges(
-    low: Ints, high: Ints, runs: list[SharedRun], block_size: int
+    low: Ints, high: Ints, runs: list[SharedTiles], block_size: int
 ) -> tuple[Ints, Ints, Ints]:
     """What rows don't share of their visible [low, high): rows, and [first, last) for each."""
     before, after = high.copy(), high.copy()
@@ -248,7 +248,7 @@ def _own_ranges(
     return rows[chosen], first[chosen], last[chosen]
 
 
-class _BoundLayer:
+class _LayerMemory:
     """A layer with its memory. keys, values: [N, B, Hkv, D], views of the pages."""
 
     def __init__(self, spec: AttentionSpec, layer: LayerKV) -> None:
@@ -274,7 +274,7 @@ class _BoundLayer:
         out, lse = (torch.cat([part[i] for _, part in found]) for i in (0, 1))
         return _merged_by_row(out, lse, rows, len(q))
 
-    def _attend_tiles(self, q: torch.Tensor, tiles: _Tiles) -> Part:
+    def _attend_tiles(self, q: torch.Tensor, tiles: _DecodeTiles) -> Part:
         """A part for each tile: [n, Hq, D], [n, Hq]."""
         spec, num_tiles = self.spec, len(tiles.rows)
         queries = q.index_select(0, tiles.rows)
@@ -367,7 +367,7 @@ def _attend_products(
     *,
     is_causal: bool = False,
 ) -> Part:
-    """As `_BoundLayer._attend`, of any leading dimensions, with the scores [.., m, l] in memory."""
+    """As `_LayerMemory._attend`, of any leading dimensions; the scores [.., m, l] are in memory."""
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
     if cap is not None:
         scores.div_(cap).tanh_().mul_(cap)
@@ -403,7 +403,7 @@ class TorchPagedAttention(AttentionBackend):
     """See the module's text. Between `plan` and the step's last `run` the batch stays unchanged."""
 
     def __init__(self) -> None:
-        self._layers: tuple[_BoundLayer, ...] = ()
+        self._layers: tuple[_LayerMemory, ...] = ()
         self._plans: dict[_View, _TorchPlan] = {}
         self._slots: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._num_tokens = self._num_decodes = 0
@@ -422,7 +422,7 @@ class TorchPagedAttention(AttentionBackend):
         return plain_page_format(spec, block_size, dtype, KV_DTYPES)
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
-        self._layers = tuple(map(_BoundLayer, specs, layers))
+        self._layers = tuple(map(_LayerMemory, specs, layers))
         self._plans = {}
 
     def plan(self, batch: AttentionBatch) -> None:

@@ -11,7 +11,7 @@ beside it. With `batch_invariant` that holds for every row of every step, decode
 prompt in whatever chunks: all rows are attended by one kernel of one shape (`uniform` in
 `kernels/triton/attention/paged_attention.py`).
 
-Built by `registry.py`. Shapes as in `interface.py`.
+Built by `backends.py`. Shapes as in `interface.py`.
 """
 
 from dataclasses import dataclass

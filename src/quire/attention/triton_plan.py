@@ -77,7 +77,7 @@ def decode_shape(
     tile = max(16, min(128, 16_384 // row_bytes))
     if dtype == torch.float32 or not limits.is_wide:
         tile = max(16, tile // 2)
-    return _shape(spec, block_size, dtype, limits, _Tiles(16, tile, 4))
+    return _shape(spec, block_size, dtype, limits, _TileSizes(16, tile, 4))
 
 
 def mixed_shapes(
@@ -90,11 +90,11 @@ def mixed_shapes(
     """
     tile = 64 if spec.head_dim <= 128 else 32
     if dtype == torch.float32:
-        tiles = [_Tiles(32, 16, 8)]
+        tiles = [_TileSizes(32, 16, 8)]
     elif limits.is_wide:
-        tiles = [_Tiles(64, tile, 4), _Tiles(128, tile, 8)]
+        tiles = [_TileSizes(64, tile, 4), _TileSizes(128, tile, 8)]
     else:
-        tiles = [_Tiles(64, tile // 2, 8)]
+        tiles = [_TileSizes(64, tile // 2, 8)]
     return tuple(_shape(spec, block_size, dtype, limits, t) for t in tiles)
 
 
@@ -109,17 +109,17 @@ def uniform_shape(
     """
     is_large = spec.head_dim > 128
     if dtype == torch.float32:
-        tiles = _Tiles(16, 16, 4)
+        tiles = _TileSizes(16, 16, 4)
     elif limits.is_wide and spec.head_dim <= 64:
-        tiles = _Tiles(64, 64, 4)
+        tiles = _TileSizes(64, 64, 4)
     else:
         rows, num_warps = (64, 4) if limits.is_wide else (32, 8)
-        tiles = _Tiles(rows, 16, 8) if is_large else _Tiles(rows, 32, num_warps)
+        tiles = _TileSizes(rows, 16, 8) if is_large else _TileSizes(rows, 32, num_warps)
     return _shape(spec, block_size, dtype, limits, tiles, uniform=True)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tiles:
+class _TileSizes:
     """Sizes found by compiling for sm_90 and sm_80: the largest that don't spill registers."""
 
     rows: int
@@ -132,7 +132,7 @@ def _shape(
     block_size: int,
     dtype: torch.dtype,
     limits: DeviceLimits,
-    tiles: _Tiles,
+    tiles: _TileSizes,
     *,
     uniform: bool = False,
 ) -> AttendShape:

@@ -10,7 +10,7 @@ from quire.bench.compare import Ratio, Round, WidthChoice, median_figures
 from quire.bench.ledger import ledger_table
 from quire.bench.machine import NOISE_LIMIT_CORES
 from quire.bench.metrics import LATENCIES, Figures
-from quire.bench.trace_summary import StepCost
+from quire.bench.trace_summary import StepTimes
 from quire.errors import ConfigurationError
 
 QUIRE = "quire"
@@ -30,7 +30,7 @@ class Results:
     rounds: dict[str, list[Round]]
     widths: dict[str, WidthChoice]
     ratios: dict[str, Ratio]
-    trace: dict[str, StepCost]
+    trace: dict[str, StepTimes]
 
 
 def as_json(results: Results) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _noise_lines(rounds: Mapping[str, Sequence[Round]]) -> list[str]:
     return lines
 
 
-def _trace_lines(trace: Mapping[str, StepCost]) -> list[str]:
+def _trace_lines(trace: Mapping[str, StepTimes]) -> list[str]:
     if not trace:
         return []
     lines = ["", "schedule + batch building + apply, in microseconds (medians over steps)"]

@@ -17,7 +17,7 @@ OVERHEAD_PARTS = ("schedule", "build", "apply")
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
+class StepTimes:
     """Steps of one kind. Times are medians over steps, in microseconds.
 
     overhead_us: schedule, build and apply of a whole step; per_sequence_us: that by live rows.
@@ -35,7 +35,7 @@ class StepCost:
     shares: dict[str, float]
 
 
-def summarize_trace(path: str | Path) -> dict[str, StepCost]:
+def summarize_trace(path: str | Path) -> dict[str, StepTimes]:
     """Costs of all steps, of those with the most rows, and of the pure decode steps among these.
 
     A kind of which the file has no step is left out.
@@ -57,13 +57,13 @@ def summarize_trace(path: str | Path) -> dict[str, StepCost]:
     return found
 
 
-def _cost(records: list[StepRecord]) -> StepCost:
+def _cost(records: list[StepRecord]) -> StepTimes:
     overheads = [_seconds(record, OVERHEAD_PARTS) for record in records]
     steps = [_seconds(record, PARTS) for record in records]
     pairs = zip(overheads, records, strict=True)
     per_sequence = sorted(overhead / record.num_rows for overhead, record in pairs)
     total = sum(steps)
-    return StepCost(
+    return StepTimes(
         num_steps=len(records),
         num_rows=statistics.median(record.num_rows for record in records),
         step_us=statistics.median(steps) * 1e6,

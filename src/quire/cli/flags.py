@@ -12,8 +12,7 @@ from dataclasses import Field, fields
 from fractions import Fraction
 from typing import Any
 
-from quire.options.engine_options import EngineOptions
-from quire.options.fields import (
+from quire.option_fields import (
     Kind,
     Option,
     Options,
@@ -26,6 +25,7 @@ from quire.options.fields import (
     flag_name,
     served_defaults,
 )
+from quire.options.engine_options import EngineOptions
 from quire.server.config import ServerConfig
 
 ENGINE_GROUPS = ("model", "memory", "scheduling", "computation")

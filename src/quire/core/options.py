@@ -11,7 +11,7 @@ from quire.core.memory.eviction import DEFAULT_ORDER, EVICTION_ORDERS
 from quire.core.scheduling.pacing import LEAST_MAX_ITL_RATIO
 from quire.core.scheduling.policy import POLICIES
 from quire.errors import ConfigurationError
-from quire.options.fields import (
+from quire.option_fields import (
     Flag,
     Kind,
     OneOf,

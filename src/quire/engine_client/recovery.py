@@ -241,7 +241,7 @@ class _Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Diagnosis:
     """blamed: who is out; it has no open branches if its client had left. None: nobody (yet).
     explained: the deaths that it has caused, the last one among them; or the last one alone, where
         it was a crash on a trial: who has caused it, the trials that follow will show.
@@ -337,7 +337,7 @@ class ResumeQueue:
         if self._trial is one:
             self._trial = None
 
-    def on_death(self, death: Death) -> Verdict:
+    def on_death(self, death: Death) -> Diagnosis:
         """The process has died, or could not be started."""
         trial, self._trial = self._trial, None
         beside = [one for one in self._sent.values() if one is not trial]
@@ -350,16 +350,16 @@ class ResumeQueue:
             self._cleared.extend(others)
         if trial is None:
             self._suspect(concerned, death)
-            return Verdict()
+            return Diagnosis()
         if death.concerns(trial.request_id):
             return self._on_trial_death(trial, concerned, death)
         self._suspects.appendleft(trial)
         self._suspect(concerned, death)
-        return Verdict()
+        return Diagnosis()
 
     def _on_trial_death(
         self, trial: OpenRequest, beside: list[OpenRequest], death: Death
-    ) -> Verdict:
+    ) -> Diagnosis:
         """beside: those that were in the step with the one on trial."""
         case = self._cases[trial]
         case.deaths.add(death)
@@ -373,11 +373,11 @@ class ResumeQueue:
         self._suspect(beside, death)
         if may_be_others:
             self._suspects.append(trial)
-            return Verdict()
+            return Diagnosis()
         self._suspects.appendleft(trial)
-        return Verdict(explained=frozenset([death]))
+        return Diagnosis(explained=frozenset([death]))
 
-    def _blame(self, blamed: OpenRequest) -> Verdict:
+    def _blame(self, blamed: OpenRequest) -> Diagnosis:
         """Whoever was suspected of nothing else goes on."""
         explained = frozenset(self._cases[blamed].deaths)
         suspects, self._suspects = self._suspects, deque()
@@ -385,7 +385,7 @@ class ResumeQueue:
             case = self._cases[one]
             case.deaths -= explained
             (self._suspects if case.deaths else self._cleared).append(one)
-        return Verdict(blamed, explained)
+        return Diagnosis(blamed, explained)
 
     def _acquit(self, trial: OpenRequest) -> None:
         """It has passed its trial, or was answered to its end."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from quire.formats.weight_format import LinearMethod, RowSource, empty_parameter
 from quire.layers.linear import Linear, LinearKind, WeightSlot
-from quire.layers.operators import OperatorModule
+from quire.layers.operator_module import OperatorModule
 
 LookUp = Callable[[torch.Tensor], torch.Tensor]
 """token_ids [T], each below V -> [T, H]."""

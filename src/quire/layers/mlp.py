@@ -3,7 +3,7 @@
 import torch
 
 from quire.layers.linear import Linear, LinearKind
-from quire.layers.operators import OperatorModule
+from quire.layers.operator_module import OperatorModule
 
 SILU = "silu"
 GELU_APPROXIMATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}

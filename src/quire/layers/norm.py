@@ -3,7 +3,7 @@
 import torch
 
 from quire.formats.weight_format import empty_parameter
-from quire.layers.operators import OperatorModule
+from quire.layers.operator_module import OperatorModule
 
 
 class RMSNorm(OperatorModule):

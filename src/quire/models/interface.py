@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from quire.attention.interface import AttentionCall, AttentionSpec
-from quire.layers.operators import OperatorModule
+from quire.layers.operator_module import OperatorModule
 from quire.models.config import DecoderConfig
 
 

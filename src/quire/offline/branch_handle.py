@@ -17,7 +17,7 @@ from quire.engine_client.outputs import CompletionOutput, RequestAssembler, Requ
 from quire.offline.request_table import OpenRequests
 
 
-class Generation:
+class BranchHandle:
     """One branch of one request. Iterating steps the engine until this branch has new text.
 
     Other open requests of the same LLM advance with it, and theirs brings this one's text too, from
@@ -62,7 +62,7 @@ class Generation:
             pass
         return self.output
 
-    def fork(self, sampling_params: SamplingParams | None = None) -> "Generation":
+    def fork(self, sampling_params: SamplingParams | None = None) -> "BranchHandle":
         """A new branch that goes on from all tokens that this one has now.
 
         sampling_params: None for those of this branch. The limits count from the prompt on, as if
@@ -72,13 +72,13 @@ class Generation:
         """
         params = sampling_params or self._params
         index = self._requests.fork(self._assembler, self._branch_index, params)
-        return Generation(self._requests, self._assembler, index, params)
+        return BranchHandle(self._requests, self._assembler, index, params)
 
     def close(self) -> None:
         """Give the branch up, if it has not ended; a second time does nothing."""
         self._requests.end_branch(self._assembler, self._branch_index)
 
-    def __enter__(self) -> "Generation":
+    def __enter__(self) -> "BranchHandle":
         return self
 
     def __exit__(self, *_: object) -> None:

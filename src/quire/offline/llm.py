@@ -26,11 +26,11 @@ from quire.errors import ConfigurationError, InvalidRequestError, did_you_mean
 from quire.hub.model_folder import resolve_model_folder
 from quire.observability.log import configure, get_logger
 from quire.offline.beams import BeamSearchOutput, beam_search_output
-from quire.offline.branch_handle import Generation
+from quire.offline.branch_handle import BranchHandle
 from quire.offline.interrupts import deferred_interrupts
 from quire.offline.request_table import OpenRequests
+from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
-from quire.options.fields import takes_arguments_of
 from quire.text.chat_template import ChatTemplate, encode_chat
 from quire.text.tokenizer import Tokenizer
 
@@ -190,7 +190,7 @@ class LLM:
         prompt = self._render(messages, True, False, chat_template_kwargs)
         return self._stream(prompt, sampling_params or SamplingParams())
 
-    def start(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generation:
+    def start(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> BranchHandle:
         """Begin to continue one prompt; the caller steps it, and may branch it while it runs."""
         params = sampling_params or SamplingParams()
         if params.n != 1:
@@ -198,7 +198,7 @@ class LLM:
         call = self._requests.prepare([read_prompt(prompt)], [params])
         try:
             self._requests.open(call)
-            return Generation(self._requests, call.assemblers[0], 0, params)
+            return BranchHandle(self._requests, call.assemblers[0], 0, params)
         except BaseException:  # Ctrl-C among them: the caller has nothing to close
             self._requests.close(call)
             raise
@@ -281,7 +281,7 @@ class LLM:
         try:
             self._requests.open(call)
             if use_tqdm:
-                with _Progress(len(call.assemblers)) as progress:
+                with _ProgressBar(len(call.assemblers)) as progress:
                     while call.unfinished:
                         progress.advance(*self._requests.wait(call, for_all=False))
             else:
@@ -309,7 +309,7 @@ class LLM:
             self._requests.abandon(call)
 
 
-class _Progress:
+class _ProgressBar:
     """A bar over requests that also says tokens per second.
 
     tqdm has one lock for all bars of the process, which a signal's handler that raises in its code
@@ -336,7 +336,7 @@ class _Progress:
                 self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             self._bar.update(num_requests)
 
-    def __enter__(self) -> "_Progress":
+    def __enter__(self) -> "_ProgressBar":
         return self
 
     def __exit__(self, *_: object) -> None:

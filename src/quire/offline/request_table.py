@@ -17,7 +17,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
-class Call:
+class RequestGroup:
     """The requests of one call.
 
     unfinished: the ids of those that have not ended. num_new_tokens, num_ended: tokens that came
@@ -43,7 +43,7 @@ class OpenRequests:
         self._inputs = InputProcessor(tokenizer, engine.limits)
         self._seeds = random.Random(seed)
         self._ids = count()
-        self._open: dict[str, tuple[RequestAssembler, Call]] = {}
+        self._open: dict[str, tuple[RequestAssembler, RequestGroup]] = {}
         self._turns = Turns(self._step)
 
     def prepare(
@@ -51,16 +51,16 @@ class OpenRequests:
         prompts: Sequence[PromptInput],
         params: Sequence[SamplingParams],
         beams: BeamSearchParams | None = None,
-    ) -> Call:
+    ) -> RequestGroup:
         """Tokenize and check the requests of one call. Raises InvalidRequestError.
 
         beams: of a beam search, whose params are `sampling_params_of` it.
         """
         pairs = zip(prompts, params, strict=True)
         found = [self._prepare(prompt, own, beams) for prompt, own in pairs]
-        return Call(found, {assembler.request.request_id for assembler in found})
+        return RequestGroup(found, {assembler.request.request_id for assembler in found})
 
-    def open(self, call: Call) -> None:
+    def open(self, call: RequestGroup) -> None:
         """Give a call's requests to the engine, all or none. Raises InvalidRequestError."""
         with self._turns.turn():
             try:
@@ -71,7 +71,7 @@ class OpenRequests:
                 self._close(call.assemblers)
                 raise
 
-    def wait(self, call: Call, *, for_all: bool) -> tuple[int, int]:
+    def wait(self, call: RequestGroup, *, for_all: bool) -> tuple[int, int]:
         """Until a request of the call has ended, or all have: how many have since the last time,
         and how many tokens came for the call. At once if there is nothing to wait for."""
         found = (0, 0)
@@ -130,7 +130,7 @@ class OpenRequests:
             )
 
     def fork(self, assembler: RequestAssembler, branch_index: int, params: SamplingParams) -> int:
-        """Branch a running request; the index of the new branch. See `Generation.fork`."""
+        """Branch a running request; the index of the new branch. See `BranchHandle.fork`."""
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but a fork is one branch", "n")
         request = assembler.request
@@ -162,11 +162,11 @@ class OpenRequests:
 
         self._turns.soon(end)
 
-    def close(self, call: Call) -> None:
+    def close(self, call: RequestGroup) -> None:
         """Forget a call's requests; those that have not ended are aborted."""
         self._turns.soon(lambda: self._close(call.assemblers))
 
-    def abandon(self, call: Call) -> None:
+    def abandon(self, call: RequestGroup) -> None:
         """`close`, but without waiting for a step of another thread; then that one does it."""
         self._turns.later(lambda: self._close(call.assemblers))
 

@@ -1,1 +1,1 @@
-"""Options: how they are declared, and all those of an engine."""
+"""All options of an engine, joined from those that its components declare."""

@@ -1,7 +1,7 @@
 """All options of an engine in one checked object.
 
 The options that the composition root itself obeys are declared here too. Components declare their
-options (`fields`); `EngineOptions` is all of them, under flat names. Torch-free, so that the
+options (`option_fields`); `EngineOptions` is all of them, under flat names. Torch-free, so that the
 command line and the server's front can check what was given. Called by the command line, the
 benchmarks, `LLM`, the server's start and the composition root.
 """
@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from quire.attention.registry import backend_names
+from quire.attention.backends import backend_names
 from quire.core.options import CacheOptions, PolicyOptions, SchedulerConfig
 from quire.errors import ConfigurationError, did_you_mean
 from quire.formats.registry import weight_format_names
-from quire.options.fields import (
+from quire.option_fields import (
     Bytes,
     Flag,
     OneOf,

@@ -17,7 +17,7 @@ from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.program import Program
 from quire.kernels.cpu.recorder import Recorder, UnrecordableError
-from quire.layers.operators import recorded_by
+from quire.layers.operator_module import recorded_by
 from quire.models.interface import CausalLM
 from quire.observability.log import get_logger
 from quire.runtime.batch import StepBatch

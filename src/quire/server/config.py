@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from quire.errors import ConfigurationError
-from quire.options.fields import (
+from quire.option_fields import (
     Bytes,
     Flag,
     OneOf,

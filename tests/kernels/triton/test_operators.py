@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.kernels.triton.operators import TritonOperators
 from quire.layers.norm import RMSNorm
-from quire.layers.operators import use_operators
+from quire.layers.operator_module import use_operators
 
 
 def _random(*shape, seed=0):

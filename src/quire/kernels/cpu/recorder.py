@@ -4,7 +4,7 @@ A `Recorder` takes the place of a model's operators, linears and attention: noth
 each call is noted with the values that it reads and writes. What has no native operation raises
 `UnrecordableError`, and the model's modules are run instead. So a model is written once, and a
 family whose arithmetic is new is served before there are native operations for it.
-`layers.operators.recorded_by` puts a recorder into a model; called by `runtime.forward`.
+`layers.operator_module.recorded_by` puts a recorder into a model; called by `runtime.forward`.
 
 Shapes: T tokens of a step, K inputs and N outputs of a linear.
 """

@@ -1,6 +1,6 @@
 """The operators between a model's linears, by Triton kernels.
 
-Applied to a model by `layers.operators.use_operators`; defined, up to the order of sums, by
+Applied to a model by `layers.operator_module.use_operators`; defined, up to the order of sums, by
 `kernels.operators.TorchOperators`, which computes what has no kernel here.
 """
 

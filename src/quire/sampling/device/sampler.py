@@ -67,7 +67,7 @@ class DeviceSampler:
         self._history = history
         self._link = link
         self._counts = DeviceCounts(rows.vocab_size, link.device)
-        self._bound: tuple[tuple[int, bytes], _BoundRows] | None = None
+        self._bound: tuple[tuple[int, bytes], _BoundDeviceRows] | None = None
 
     @torch.inference_mode()
     def sample(
@@ -114,13 +114,13 @@ class DeviceSampler:
         token_logprobs.token_logprobs(logits, scan, Asked(line, line, top), token_ids, out)
         return _PendingEntries(next_token_ids.copy(), num_top, self._link.download(out))
 
-    def _bind(self, rows: Rows) -> "_BoundRows":
+    def _bind(self, rows: Rows) -> "_BoundDeviceRows":
         key = (self.rows.version, rows.tobytes())
         if self._bound is None or self._bound[0] != key:
             self._bound = (key, self._derive(rows.copy()))
         return self._bound[1]
 
-    def _derive(self, rows: Rows) -> "_BoundRows":
+    def _derive(self, rows: Rows) -> "_BoundDeviceRows":
         options, device = self.rows, self._link.device
         state = options.draws[rows]
         stream, temperature, log_min_p, top_k, top_p, row = upload_columns(
@@ -142,7 +142,7 @@ class DeviceSampler:
             any_top_p=bool((is_sampled & (state["top_p"] < 1.0)).any()),
         )
         num_rows, vocab_size = len(rows), options.vocab_size
-        return _BoundRows(
+        return _BoundDeviceRows(
             rows,
             row,
             draws,
@@ -156,7 +156,7 @@ class DeviceSampler:
     def _edit(
         self,
         logits: torch.Tensor,
-        bound: "_BoundRows",
+        bound: "_BoundDeviceRows",
         step: StepInputs,
         masks: TokenMasks | None,
     ) -> Scan:
@@ -168,7 +168,7 @@ class DeviceSampler:
         scan_logits(logits, bound.edited_scan)
         return bound.edited_scan
 
-    def _upload(self, bound: "_BoundRows") -> StepInputs:
+    def _upload(self, bound: "_BoundDeviceRows") -> StepInputs:
         """The lengths of the rows, and which of their tokens are still to be counted."""
         lengths = self._history.num_tokens[bound.rows].astype(np.int64)
         spans = bound.edits.spans(lengths)
@@ -234,7 +234,7 @@ class _BoundLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class _BoundRows:
+class _BoundDeviceRows:
     """What is derived from one set of rows and their options; `row` are the rows on the device.
 
     The scans and the workspace hold nothing between steps.
@@ -323,7 +323,7 @@ class _Nothing:
 class _Pending:
     """A step's tokens on their way to the host."""
 
-    bound: _BoundRows
+    bound: _BoundDeviceRows
     download: Download
 
     def fetch(self) -> SampledTokens:

@@ -122,7 +122,7 @@ class Monitor:
             self._spans.close()
 
 
-class _Branch:
+class _TokenTimes:
     """One generation: when its first and its last token came, and how many since the first."""
 
     __slots__ = ("first_s", "last_s", "num_later_tokens")
@@ -170,7 +170,7 @@ class CallRecord:
         self._counts = counts
         self._span = span
         self._open = {
-            request.request_id: {branch: _Branch() for branch in range(request.n)}
+            request.request_id: {branch: _TokenTimes() for branch in range(request.n)}
             for request in requests
         }
         self._unread = {one.request_id: len(one.prompt_token_ids) for one in requests}
@@ -230,7 +230,7 @@ class CallRecord:
                 failure,
             )
 
-    def _begin(self, branch: _Branch, output: SequenceOutput, now_s: float) -> None:
+    def _begin(self, branch: _TokenTimes, output: SequenceOutput, now_s: float) -> None:
         branch.first_s = now_s
         self._monitor.time_to_first_token_s.observe(now_s - self._began_s)
         num_prompt_tokens = self._unread.pop(output.request_id, None)

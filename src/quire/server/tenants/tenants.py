@@ -31,7 +31,7 @@ NO_TENANT = Tenant("")
 
 
 @dataclass(slots=True)
-class _Account:
+class _Usage:
     """What one tenant has open, and the tokens that it may still use.
 
     Invariant: level, as of level_s, is at most a minute's tokens; it is below zero while more
@@ -48,7 +48,7 @@ class Lease:
     """A call's place among those of its tenant, from `TenantBook.open` until `close`."""
 
     _book: "TenantBook"
-    _account: _Account
+    _account: _Usage
     _num_generations: int
     _is_open: bool = field(default=True, init=False)
 
@@ -99,7 +99,7 @@ class TenantBook:
         self._max_requests = max_requests
         self._max_tokens_per_minute = max_tokens_per_minute
         self._clock = clock
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, _Usage] = {}
 
     def open(self, tenant: Tenant, num_generations: int, num_prompt_tokens: int) -> Lease:
         """Begin a call with so many generations (prompts times n) and tokens in its prompts.
@@ -118,14 +118,14 @@ class TenantBook:
         """Open generations by the tenant's name, of all that were ever seen."""
         return {name: account.num_open for name, account in self._accounts.items()}
 
-    def _account(self, tenant: Tenant) -> _Account:
+    def _account(self, tenant: Tenant) -> _Usage:
         account = self._accounts.get(tenant.name)
         if account is None:
-            account = _Account(0, float(self._max_tokens_per_minute or 0), self._clock())
+            account = _Usage(0, float(self._max_tokens_per_minute or 0), self._clock())
             self._accounts[tenant.name] = account
         return account
 
-    def _check_room(self, tenant: Tenant, account: _Account, num_generations: int) -> None:
+    def _check_room(self, tenant: Tenant, account: _Usage, num_generations: int) -> None:
         bound = self._max_requests
         if bound is None or account.num_open + num_generations <= bound:
             return
@@ -143,7 +143,7 @@ class TenantBook:
             BUSY_RETRY_AFTER_S,
         )
 
-    def _check_tokens(self, tenant: Tenant, account: _Account, num_tokens: int) -> None:
+    def _check_tokens(self, tenant: Tenant, account: _Usage, num_tokens: int) -> None:
         bound = self._max_tokens_per_minute
         if bound is None:
             return
@@ -157,13 +157,13 @@ class TenantBook:
                 retry_after_s,
             )
 
-    def _spend(self, account: _Account, num_tokens: int) -> None:
+    def _spend(self, account: _Usage, num_tokens: int) -> None:
         bound = self._max_tokens_per_minute
         if bound is not None:
             self._refill(account, bound)
             account.level -= num_tokens
 
-    def _refill(self, account: _Account, bound: int) -> None:
+    def _refill(self, account: _Usage, bound: int) -> None:
         now_s = self._clock()
         account.level = min(bound, account.level + (now_s - account.level_s) * bound / 60)
         account.level_s = now_s

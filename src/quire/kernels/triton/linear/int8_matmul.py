@@ -33,7 +33,7 @@ _GROUPED_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Tiles:
+class _Int8Tiles:
     """Of one launch; results don't depend on them."""
 
     rows: int
@@ -75,14 +75,14 @@ def int8_matmul(
     return out
 
 
-def _tiles(num_rows: int, width: int) -> _Tiles:
+def _tiles(num_rows: int, width: int) -> _Int8Tiles:
     if num_rows > 64:
-        return _Tiles(128, 128, 128, num_warps=8, num_stages=3)
+        return _Int8Tiles(128, 128, 128, num_warps=8, num_stages=3)
     if num_rows > MAX_SKINNY_ROWS:
-        return _Tiles(64, 64, 128, num_warps=4, num_stages=4)
+        return _Int8Tiles(64, 64, 128, num_warps=4, num_stages=4)
     is_narrow = triton.cdiv(width, 32) < _ENOUGH_PROGRAMS
     outputs = 16 if is_narrow else 32
-    return _Tiles(8 if num_rows <= 8 else 16, outputs, 256, outputs // 16, num_stages=5)
+    return _Int8Tiles(8 if num_rows <= 8 else 16, outputs, 256, outputs // 16, num_stages=5)
 
 
 def _launch(x: torch.Tensor, weight: Int8Weight, out: torch.Tensor, gated: bool) -> None:

@@ -5,15 +5,15 @@ import sys
 
 import pytest
 
-from quire.attention import registry
-from quire.attention.cpu_paged import CpuPagedAttention
-from quire.attention.registry import (
+from quire.attention import backends
+from quire.attention.backends import (
     BackendEntry,
     backend_descriptions,
     backend_names,
     register,
     select,
 )
+from quire.attention.cpu_paged import CpuPagedAttention
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigurationError
@@ -93,8 +93,8 @@ def test_a_backend_that_does_not_serve_the_device_is_refused():
 
 def test_names_and_descriptions_come_without_torch():
     code = (
-        "import sys; from quire.attention.registry import *; from quire.attention import registry;"
-        "assert set(registry.backend_descriptions()) == set(registry.backend_names());"
+        "import sys; from quire.attention.backends import *; from quire.attention import backends;"
+        "assert set(backends.backend_descriptions()) == set(backends.backend_names());"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -117,7 +117,7 @@ class Wrapped(TorchPagedAttention):
 
 @pytest.fixture
 def wrapped(monkeypatch):
-    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
+    monkeypatch.setattr(backends, "_BACKENDS", dict(backends._BACKENDS))
     entry = BackendEntry(f"{__name__}:Wrapped", "torch, counted", frozenset({"cpu"}))
     register("wrapped", entry)
     return entry
