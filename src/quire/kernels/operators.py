@@ -1,8 +1,8 @@
 """The operators between a model's linears, behind one interface.
 
 Implemented by torch, by Triton and by the recorder of native programs. A model's modules hold an
-`Operators` and don't ask for devices; `layers.operator_module.use_operators` puts another in its place
-from outside, as `Linear.use` does with the method of a linear.
+`Operators` and don't ask for devices; `layers.operator_module.use_operators` puts another in its
+place from outside, as `Linear.use` does with the method of a linear.
 
 Shapes: T tokens, ... any leading dimensions, D normalised size, F intermediate size. All tensors of
 a call have one dtype: fp32, bf16 or fp16.
