@@ -2,7 +2,7 @@
 
 Text is made here, outside the engine, so stop strings are found here too: a branch whose text
 contains one is ended at that token, and the caller aborts it in the engine. What the engine
-computed beyond that token is dropped; nobody sees it.
+computed beyond that token is dropped.
 """
 
 from collections.abc import Sequence
@@ -104,7 +104,7 @@ class Delta:
 class _Branch:
     """Text and results of one branch.
 
-    Pieces are put in lists as they come and joined when somebody looks: a text that grows by one
+    Pieces are put in lists as they come and joined when they are read: a text that grows by one
     token at a time would be copied at each.
     """
 
@@ -295,7 +295,7 @@ class RequestAssembler:
         if new.prompt_logprobs is not None:
             self._take_prompt_logprobs(LogprobEntries.of(new.prompt_logprobs))
         if new.branch_index == 0 and not self._knows_cached:
-            # The first says it: one that goes on after a crash finds other things in the cache.
+            # From the first output: a request that goes on after a crash finds other cached tokens.
             self._output.num_cached_tokens = new.num_cached_tokens
             self._knows_cached = True
         if new.error is not None:

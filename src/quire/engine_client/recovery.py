@@ -1,11 +1,11 @@
 """What happens after an engine process died: resume, blame, restart.
 
 A death is read first (`Death`): what came from outside, and what came while nothing was computed,
-is nobody's fault, and all go on. Otherwise those that were in the step are suspects. They are tried
-one after the other: a suspect is sent, and the next only when this one has computed again what was
-being computed when the process died. Those that were cleared go on beside the trials, new ones wait
-behind them. A request is to blame when the process has died on its trial, in its own step, for the
-second time:
+is no request's fault, and all go on. Otherwise the requests that were in the step are suspects.
+They are tried one after the other: a suspect is sent, and the next only when this one has computed
+again what was being computed when the process died. Those that were cleared go on beside the
+trials, new ones wait behind them. A request is to blame when the process has died on its trial, in
+its own step, for the second time:
 
     it crashed or hung      the second trial follows at once and is the request's alone: nothing
                             else is in the process. If it passes, those that were in the step beside
@@ -36,15 +36,15 @@ NUM_PROOF_TOKENS = 2
 being computed when the process died; one more, since its last message may not have arrived."""
 
 MAX_TRIAL_DEATHS = 3
-"""With so many deaths on trial a request is to blame whatever died between them. Two requests that
-kill only together would else be tried for ever."""
+"""With so many deaths on its trials a request is to blame, whatever happened between them. Two
+requests that kill the process only together would otherwise be tried for ever."""
 
 OWN_SIGNALS = frozenset(
     getattr(signal, name)
     for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
     if hasattr(signal, name)
 )
-"""Signals that a process gets for what it does itself. All others are sent to it by somebody."""
+"""Signals that a process gets for what it does itself. All others are sent to it from outside."""
 
 
 class EngineState(StrEnum):
@@ -62,7 +62,7 @@ class Cause(StrEnum):
 
     CRASH = "crash"  # of what it did: a fault, an exception, a step that never ended
     MEMORY = "memory"  # killed for lack of memory, which it or something else used up
-    OUTSIDE = "outside"  # killed, or told to end, by somebody
+    OUTSIDE = "outside"  # killed, or asked to end, by another process
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +72,7 @@ class Death:
     activity: what the process has written last.
     status: its exit code, or minus the number of the signal that ended it; of a rank whose death it
         did not survive, that rank's. None: the front has killed it.
-    has_failed: it said what it was about to end of, or what it said was no message.
+    has_failed: it reported why it was about to end, or sent bytes that are no message.
     has_hung: the front has killed it because a step did not end.
     num_oom_kills: how many processes the system has killed for lack of memory meanwhile; None: not
         known.
@@ -86,8 +86,9 @@ class Death:
 
     @property
     def cause(self) -> Cause:
-        """No process sends itself SIGKILL: the front does (where it hangs), the system for lack of
-        memory, or somebody. Where the system does not count its kills, it may have been it."""
+        """No process sends itself SIGKILL: the front sends it (where the process hangs), the system
+        (for lack of memory), or a user. Where the system does not count its kills, lack of memory
+        is assumed."""
         if self.has_hung:
             return Cause.CRASH
         if self.status is None or self.status >= 0:
@@ -153,14 +154,14 @@ class RestartBudget:
 
         explained: deaths, this one among them, that a request is to blame for; they count no more.
         A death from outside counts like any other: a process that is killed again and again serves
-        nobody, whoever kills it.
+        no request, whatever kills it.
         """
         config = self._config
         self._deaths.append((now_s, death))
         self._deaths = deque(
-            (at_s, one)
-            for at_s, one in self._deaths
-            if at_s > now_s - config.window_s and one not in explained
+            (at_s, past)
+            for at_s, past in self._deaths
+            if at_s > now_s - config.window_s and past not in explained
         )
         num_deaths = len(self._deaths)
         if num_deaths > config.max_restarts:
@@ -191,7 +192,7 @@ class OpenRequest:
 
     @property
     def num_tokens(self) -> int:
-        """What came so far of the branches that have not ended."""
+        """Tokens so far, of the branches that have not ended."""
         return sum(map(len, self.branches.values()))
 
     @property
@@ -221,14 +222,14 @@ class OpenRequest:
         return num_before - len(self.branches)
 
     def to_send(self, now_s: float) -> Request:
-        """What an engine that knows nothing of it is to compute."""
+        """The request from its tokens so far on, for an engine process that has never had it."""
         elapsed_s = now_s - self.accepted_s
         return self.request.resume(self.branches, has_output=self.has_output, elapsed_s=elapsed_s)
 
 
 @dataclass(slots=True)
 class _Case:
-    """What speaks against a request.
+    """The evidence against a request.
 
     deaths: those that it may have caused. It loses them when it is cleared, and when another
         request turns out to have caused them.
@@ -242,9 +243,12 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """blamed: who is out; it has no open branches if its client had left. None: nobody (yet).
-    explained: the deaths that it has caused, the last one among them; or the last one alone, where
-        it was a crash on a trial: who has caused it, the trials that follow will show.
+    """What a death shows.
+
+    blamed: the request that is ended for it; it has no open branches if its client had left. None:
+        no request, so far.
+    explained: the deaths that the blamed request has caused, the last death among them; or the last
+        alone, where it was a crash on a trial: later trials show which request has caused it.
     """
 
     blamed: OpenRequest | None = None
@@ -255,8 +259,8 @@ class ResumeQueue:
     """Which open requests are in the engine process, and which wait to be sent.
 
     Invariant: a request with open branches is in exactly one of `_sent`, `_cleared`, `_suspects`
-    and `_new`; the one on trial is in `_sent`, as long as it has open branches. `_cases` is empty
-    where there are neither suspects nor a trial.
+    and `_new`; the request on trial is in `_sent`, as long as it has open branches. `_cases` is
+    empty where there are neither suspects nor a trial.
     """
 
     def __init__(self) -> None:
@@ -265,35 +269,35 @@ class ResumeQueue:
         self._suspects: deque[OpenRequest] = deque()
         self._new: deque[OpenRequest] = deque()
         self._trial: OpenRequest | None = None
-        self._is_alone = False  # the one on trial is: nothing else is sent
-        self._goals: dict[int, int] = {}  # of the one on trial: branch -> tokens that clear it
+        self._is_alone = False  # the request on trial is: nothing else is sent
+        self._goals: dict[int, int] = {}  # of the request on trial: branch -> tokens that clear it
         self._cases: dict[OpenRequest, _Case] = {}
-        # On whose trial the last of all deaths on a trial came; None once it has passed one since.
+        # The request on whose trial the process died last; None once it has passed a trial since.
         self._last_struck: OpenRequest | None = None
-        self._others_passed = False  # whether anybody else has passed a trial since
+        self._others_passed = False  # whether another request has passed a trial since
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits and nobody is on trial: a new one may be sent at once."""
+        """Whether no request waits or is on trial: a new request may be sent at once."""
         return self._trial is None and not (self._cleared or self._suspects or self._new)
 
     @property
     def num_suspects(self) -> int:
-        """How many wait for their trial."""
+        """How many requests wait for their trial."""
         return len(self._suspects)
 
-    def is_sent(self, one: OpenRequest) -> bool:
+    def is_sent(self, request: OpenRequest) -> bool:
         """Whether the process knows of it."""
-        return self._sent.get(one.request_id) is one
+        return self._sent.get(request.request_id) is request
 
-    def add(self, one: OpenRequest) -> None:
-        """Take in a new request; `next_to_send` gives it out when its turn has come."""
-        self._new.append(one)
+    def add(self, request: OpenRequest) -> None:
+        """Take in a new request; `next_to_send` returns it when it is to be sent."""
+        self._new.append(request)
 
     def next_to_send(self) -> OpenRequest | None:
-        """Who is to be sent now, and counts as sent from now on; None: nobody (yet).
+        """The request to send now, which counts as sent from now on; None: no request, for now.
 
-        To be asked again whenever something came of those in the process.
+        To be called again whenever outputs came of requests in the process.
         """
         if self._trial is not None and self._has_passed(self._trial):
             self._acquit(self._trial)
@@ -308,42 +312,42 @@ class ResumeQueue:
                 return self._try(suspect)
         elif self._is_alone:
             return None
-        if (one := _pop_open(self._cleared)) is not None:
-            return self._send(one)
+        if (request := _pop_open(self._cleared)) is not None:
+            return self._send(request)
         if self._trial is None:
-            if (one := _first_open(self._suspects)) is not None:
-                return self._try(one)
+            if (request := _first_open(self._suspects)) is not None:
+                return self._try(request)
         elif self._suspects or not (self._trial.is_beam_search and self._trial.branches):
             return None
-        # Nobody is on trial, or the last of all suspects is a beam search, which brings nothing
-        # before its end: so long nobody has to wait.
-        one = _pop_open(self._new)
-        return None if one is None else self._send(one)
+        # No request is on trial, or the last of all suspects is a beam search, which brings nothing
+        # before its end: new requests need not wait for that.
+        request = _pop_open(self._new)
+        return None if request is None else self._send(request)
 
-    def end(self, one: OpenRequest) -> None:
+    def end(self, request: OpenRequest) -> None:
         """The process has answered it to its end, or refused it."""
-        self._sent.pop(one.request_id, None)
-        if self._trial is one:
-            self._acquit(one)
+        self._sent.pop(request.request_id, None)
+        if self._trial is request:
+            self._acquit(request)
 
-    def leave(self, one: OpenRequest) -> bool:
+    def leave(self, request: OpenRequest) -> bool:
         """Its client has left. Returns whether it is on trial: the process may still compute it,
         so its trial goes on until `clear`."""
-        self._sent.pop(one.request_id, None)
-        return self._trial is one
+        self._sent.pop(request.request_id, None)
+        return self._trial is request
 
-    def clear(self, one: OpenRequest) -> None:
-        """The process was between two steps after it was told that this one's client has left."""
-        if self._trial is one:
+    def clear(self, request: OpenRequest) -> None:
+        """The process was between two steps after it had received this request's abort."""
+        if self._trial is request:
             self._trial = None
 
     def on_death(self, death: Death) -> Diagnosis:
         """The process has died, or could not be started."""
         trial, self._trial = self._trial, None
-        beside = [one for one in self._sent.values() if one is not trial]
+        beside = [request for request in self._sent.values() if request is not trial]
         self._sent.clear()
-        concerned = [one for one in beside if death.concerns(one.request_id)]
-        others = [one for one in beside if not death.concerns(one.request_id)]
+        concerned = [request for request in beside if death.concerns(request.request_id)]
+        others = [request for request in beside if not death.concerns(request.request_id)]
         if trial is None and concerned:
             self._new.extendleft(reversed(others))  # they ran in no step: they wait for the trials
         else:
@@ -360,7 +364,7 @@ class ResumeQueue:
     def _on_trial_death(
         self, trial: OpenRequest, beside: list[OpenRequest], death: Death
     ) -> Diagnosis:
-        """beside: those that were in the step with the one on trial."""
+        """beside: those that were in the step with the request on trial."""
         case = self._cases[trial]
         case.deaths.add(death)
         case.trial_deaths.append(death)
@@ -378,13 +382,13 @@ class ResumeQueue:
         return Diagnosis(explained=frozenset([death]))
 
     def _blame(self, blamed: OpenRequest) -> Diagnosis:
-        """Whoever was suspected of nothing else goes on."""
+        """Ends the trials of `blamed`; suspects of nothing but its deaths are cleared."""
         explained = frozenset(self._cases[blamed].deaths)
         suspects, self._suspects = self._suspects, deque()
-        for one in suspects:
-            case = self._cases[one]
+        for request in suspects:
+            case = self._cases[request]
             case.deaths -= explained
-            (self._suspects if case.deaths else self._cleared).append(one)
+            (self._suspects if case.deaths else self._cleared).append(request)
         return Diagnosis(blamed, explained)
 
     def _acquit(self, trial: OpenRequest) -> None:
@@ -392,18 +396,18 @@ class ResumeQueue:
         self._trial = None
         case = self._cases[trial]
         case.deaths.clear()
-        case.trial_deaths = [one for one in case.trial_deaths if one.cause is not Cause.MEMORY]
+        case.trial_deaths = [past for past in case.trial_deaths if past.cause is not Cause.MEMORY]
         if self._last_struck is trial:
             self._last_struck = None
         else:
             self._others_passed = True
 
     def _suspect(self, requests: Iterable[OpenRequest], death: Death) -> None:
-        """Whoever kills mostly does so in its first steps, so those with the least output come
-        first. Trials of beam searches take long: they come last."""
-        ordered = sorted(requests, key=lambda one: (one.is_beam_search, one.num_tokens))
-        for one in ordered:
-            self._cases.setdefault(one, _Case()).deaths.add(death)
+        """A request that kills the process mostly does so in its first steps, so those with the
+        least output come first. Trials of beam searches take long: they come last."""
+        ordered = sorted(requests, key=lambda request: (request.is_beam_search, request.num_tokens))
+        for request in ordered:
+            self._cases.setdefault(request, _Case()).deaths.add(death)
         self._suspects.extend(ordered)
 
     def _try(self, first: OpenRequest) -> OpenRequest:
@@ -417,9 +421,9 @@ class ResumeQueue:
         }
         return self._send(first)
 
-    def _send(self, one: OpenRequest) -> OpenRequest:
-        self._sent[one.request_id] = one
-        return one
+    def _send(self, request: OpenRequest) -> OpenRequest:
+        self._sent[request.request_id] = request
+        return request
 
     def _has_passed(self, trial: OpenRequest) -> bool:
         """Whether it has computed again what was computed at the death."""
@@ -434,15 +438,15 @@ class ResumeQueue:
 
 
 def _first_open(queue: deque[OpenRequest]) -> OpenRequest | None:
-    """The first that has not ended meanwhile, which stays; those before it go."""
+    """The first request that has not ended meanwhile; it stays, those before it are removed."""
     while queue and not queue[0].branches:
         queue.popleft()
     return queue[0] if queue else None
 
 
 def _pop_open(queue: deque[OpenRequest]) -> OpenRequest | None:
-    """The same, but it does not stay."""
-    one = _first_open(queue)
-    if one is not None:
+    """As `_first_open`, but the request is removed too."""
+    request = _first_open(queue)
+    if request is not None:
         queue.popleft()
-    return one
+    return request

@@ -44,7 +44,10 @@ def beam_search_output(
 ) -> BeamSearchOutput:
     """The result of a request that has ended."""
     return BeamSearchOutput(
-        [_sequence(output.prompt_token_ids, one, params, tokenizer) for one in output.outputs],
+        [
+            _sequence(output.prompt_token_ids, branch, params, tokenizer)
+            for branch in output.outputs
+        ],
         output.error,
     )
 

@@ -14,19 +14,20 @@ from collections.abc import Iterator
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine_client.outputs import CompletionOutput, RequestAssembler, RequestOutput
-from quire.offline.request_table import OpenRequests
+from quire.offline.request_table import RequestTable
 
 
 class BranchHandle:
     """One branch of one request. Iterating steps the engine until this branch has new text.
 
-    Other open requests of the same LLM advance with it, and theirs brings this one's text too, from
-    whichever thread. Leave it by running it to its end, or by `close`; until then it holds memory.
+    Other open requests of the same LLM advance with it, and their steps bring this branch's text
+    too, from any thread. Leave it by running it to its end, or by `close`; until then it holds
+    memory.
     """
 
     def __init__(
         self,
-        requests: OpenRequests,
+        requests: RequestTable,
         assembler: RequestAssembler,
         branch_index: int,
         params: SamplingParams,

@@ -1,7 +1,7 @@
 """Delays signals until the step under way is complete.
 
 A handler may raise, as that of Ctrl-C does, or that of a time limit (SIGALRM). Knows no engine.
-Called by `turns`, in whichever thread uses the engine; Python runs handlers in the main one.
+Called by `turns`, in the thread that uses the engine; Python runs handlers in the main one.
 """
 
 import signal

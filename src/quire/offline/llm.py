@@ -28,7 +28,7 @@ from quire.observability.log import configure, get_logger
 from quire.offline.beams import BeamSearchOutput, beam_search_output
 from quire.offline.branch_handle import BranchHandle
 from quire.offline.interrupts import deferred_interrupts
-from quire.offline.request_table import OpenRequests
+from quire.offline.request_table import RequestTable
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
 from quire.text.chat_template import ChatTemplate, encode_chat
@@ -76,7 +76,7 @@ class LLM:
     """A model, its KV cache and an engine.
 
     Any method may be called from any thread, several at a time. Requests of all threads are
-    computed together, continuously batched: whichever thread waits for its own steps the engine for
+    computed together, continuously batched: a thread that waits for its own steps the engine for
     all. What has no seed draws one in the order in which requests come. `engine` itself is for one
     thread, while no other calls.
     """
@@ -104,7 +104,7 @@ class LLM:
         if not checked.disable_log_stats:
             configure("info")
         self.engine = build_engine(checked, kv_allocator=checked.kv_allocator)
-        self._requests = OpenRequests(self.engine, self._tokenizer, checked.seed)
+        self._requests = RequestTable(self.engine, self._tokenizer, checked.seed)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises InvalidRequestError under skip_tokenizer_init."""
@@ -305,7 +305,7 @@ class LLM:
             # Another stream's steps may bring this one's text too, its last tokens included.
             while text := self._requests.next_text(call.assemblers[0], 0):
                 yield text
-        finally:  # of a stream that nobody reads any more, in whichever thread collects garbage
+        finally:  # also of a stream that was dropped, in the thread that collects it as garbage
             self._requests.abandon(call)
 
 
@@ -349,7 +349,8 @@ def _refuse_unless_none(method: str, others: Mapping[str, object]) -> None:
     for name, value in others.items():
         if name not in FOREIGN_ARGUMENTS:
             known = inspect.signature(getattr(LLM, method)).parameters
-            names = [*(one for one in known if one not in ("self", "others")), *FOREIGN_ARGUMENTS]
+            own = [argument for argument in known if argument not in ("self", "others")]
+            names = [*own, *FOREIGN_ARGUMENTS]
             raise InvalidRequestError(
                 f"{method} has no argument {name}{did_you_mean(name, names)}", name
             )

@@ -21,7 +21,7 @@ class RequestGroup:
     """The requests of one call.
 
     unfinished: the ids of those that have not ended. num_new_tokens, num_ended: tokens that came
-    and requests that ended since `OpenRequests.wait` last told of them.
+    and requests that ended since the last return of `RequestTable.wait`.
     """
 
     assemblers: list[RequestAssembler]
@@ -30,8 +30,8 @@ class RequestGroup:
     num_ended: int = 0
 
 
-class OpenRequests:
-    """One engine and those who wait for it.
+class RequestTable:
+    """One engine, its open requests, and the threads that wait for them.
 
     Invariants: an open request is in the engine, unless all its branches have ended. The engine and
     the assemblers of open requests are touched by the thread that has the turn, and by no other.

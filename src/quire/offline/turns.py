@@ -2,8 +2,8 @@
 
 Of the threads that wait for results one leads: it steps the engine for all of them, and the others,
 the crowd, sleep until a step has brought what they wait for. When the leader has its own, fails or
-is interrupted, the next one leads. Whoever wants the engine for a moment (to open a request, to
-read the ledger) stands in a line; after each step the leader goes to the end of it.
+is interrupted, the next one leads. A thread that needs the engine for a moment (to open a request,
+to read the ledger) stands in a line; after each step the leader goes to the end of it.
 
 Knows no engine. Called by `request_table`.
 """
@@ -25,8 +25,8 @@ MAX_SLEEP_S = 0.2
 class _Waiter:
     """One thread that wants the turn, or the result of a step.
 
-    has_come: whether the result is there; called by whoever has the turn. has_turn: the engine is
-    this thread's. is_answered: another thread's step brought the result.
+    has_come: whether the result is there; called by the thread that has the turn. has_turn: this
+    thread may use the engine. is_answered: another thread's step brought the result.
     """
 
     __slots__ = ("_bell", "has_come", "has_turn", "is_answered", "thread")
@@ -73,8 +73,8 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """The engine to oneself, between two steps. A signal is handled (Ctrl-C raised) when
-        it has ended.
+        """The engine for this thread alone, between two steps. A signal is handled (Ctrl-C raised)
+        when it has ended.
 
         Raises InvalidRequestError in a thread that is inside of `turn` or `until` already.
         """
@@ -134,7 +134,7 @@ class Turns:
             pass
 
     def _run_if_free(self) -> bool:
-        """Run what was postponed, unless a thread has the turn: that one does it when it leaves."""
+        """Run what was postponed, unless a thread has the turn, which runs it when it leaves."""
         me = get_ident()
         if me in self._present or sys.is_finalizing():
             return False
@@ -193,7 +193,7 @@ class Turns:
             self._serve_next()
 
     def _serve_next(self) -> None:
-        """Give the turn, which nobody has, to the first in line."""
+        """Give the turn, which no thread has, to the first in line."""
         self._is_taken = bool(self._line)
         if self._line:
             waiter = self._line.popleft()
@@ -209,7 +209,7 @@ class Turns:
                 self._crowd.append(waiter)
 
     def _let_others(self, leader: _Waiter) -> None:
-        """Those who stand in line now go first; who comes later goes after another step."""
+        """Threads that stand in line now go first; those that come later wait for another step."""
         with self._mutex:
             leader.has_turn = False
             self._line.append(leader)
