@@ -430,7 +430,7 @@ def test_a_text_that_can_not_be_encoded_is_refused(field: str, value: Any) -> No
     assert "U+DC00 at position" in refusal(field, value)
 
 
-def test_what_is_no_number_is_told_in_a_short_message_however_long_it_is() -> None:
+def test_what_is_no_number_is_refused_in_a_short_message_however_long_it_is() -> None:
     """The server makes the message on its event loop."""
     for wrong in ({"logit_bias": {1: [1] * 10_000}}, {"temperature": "x" * 10_000}):
         with pytest.raises(InvalidRequestError, match="must be a number") as refused:

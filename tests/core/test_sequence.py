@@ -146,7 +146,7 @@ def test_a_fork_waits_for_its_parent_until_it_leaves_it() -> None:
     assert (parent.forks, children[0].parent) == ([children[1]], None)
 
 
-def test_a_beam_is_told_by_its_parameters() -> None:
+def test_a_beam_is_known_by_its_parameters() -> None:
     assert make(beam_width=2).is_beam and not make().is_beam
 
 
@@ -162,10 +162,14 @@ def test_what_it_has_generated_before_counts_as_output() -> None:
 def test_the_sequences_of_a_request_are_equal_but_for_their_index() -> None:
     request = Request("r", [1, 2], DecodingParams(5), n=3, priority=4, tenant="t", deadline_s=1.5)
     (group,) = make_sequences(request, 100, b"root", now_s=10.0)
-    assert [one.branch_index for one in group] == [0, 1, 2]
-    for one in group:
-        assert (one.request_id, one.token_ids, one.chain_root) == ("r", [1, 2], b"root")
-        assert (one.priority, one.tenant, one.deadline_s) == (4, "t", 11.5)
+    assert [sequence.branch_index for sequence in group] == [0, 1, 2]
+    for sequence in group:
+        assert (sequence.request_id, sequence.token_ids, sequence.chain_root) == (
+            "r",
+            [1, 2],
+            b"root",
+        )
+        assert (sequence.priority, sequence.tenant, sequence.deadline_s) == (4, "t", 11.5)
     group[0].append(7)
     assert group[1].token_ids == [1, 2] == request.prompt_token_ids, "nothing is shared"
 
@@ -182,6 +186,6 @@ def test_resumed_branches_come_in_groups_of_equal_tokens() -> None:
     )
     request = Request("r", [1, 2], DecodingParams(9), n=8, resumed=resumed)
     groups = make_sequences(request, 100, b"", 0.0)
-    assert [[one.branch_index for one in group] for group in groups] == [[1, 6], [2], [4]]
+    assert [[sequence.branch_index for sequence in group] for group in groups] == [[1, 6], [2], [4]]
     assert [group[0].token_ids for group in groups] == [[1, 2, 5], [1, 2], [1, 2, 5, 6]]
-    assert all(one.num_prompt_tokens == 2 for group in groups for one in group)
+    assert all(sequence.num_prompt_tokens == 2 for group in groups for sequence in group)

@@ -376,7 +376,7 @@ def test_more_deadlines_are_met_under_overload(per_s: float, gain: float) -> Non
 
 
 @pytest.mark.parametrize("num_outputs", [(60, 60), (5, 60)])
-def test_foretold_growth_makes_preemptions_rare(num_outputs: tuple[int, int]) -> None:
+def test_predicted_growth_makes_preemptions_rare(num_outputs: tuple[int, int]) -> None:
     """A steady overload; a pool for 7 sequences at their longest, or 11 at their mean."""
     author = Author(0)
     for at_s in author.times(per_s=30, seconds=10):

@@ -1,4 +1,4 @@
-"""What enters the engine and what leaves it: token ids in, token ids out."""
+"""Requests that enter the engine, and outputs that leave it, in token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

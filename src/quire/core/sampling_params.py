@@ -1,4 +1,4 @@
-"""What a client may ask of a generation: sampling and beam parameters.
+"""Sampling parameters as clients give them, and as the engine gets them.
 
 `SamplingParams`, or `BeamSearchParams`, has what a client asks for, with the field's usual names; a
 bad value is refused by name and bound when the object is made. `DecodingParams` is the same,
@@ -203,7 +203,7 @@ class BeamSearchParams:
 
 
 def _refuse_unknown(kind: type, given: Mapping[str, Any]) -> None:
-    known = [one.name for one in fields(kind)]
+    known = [entry.name for entry in fields(kind)]
     for name in given:
         if name not in known:
             raise InvalidRequestError(
@@ -272,8 +272,8 @@ class ModelLimits:
     """What `resolve` needs to know of the model and the engine.
 
     max_logprobs: the most `logprobs` or `prompt_logprobs` that one request may ask for.
-    reads_priority, reads_deadline: whether the scheduling policy does; a request that says what
-        nobody reads is refused.
+    reads_priority, reads_deadline: whether the scheduling policy does; a request that gives
+        one that the policy does not read is refused.
     """
 
     vocab_size: int

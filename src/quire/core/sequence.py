@@ -1,7 +1,8 @@
-"""A token chain and its state. The scheduler moves it, the manager fills its tables.
+"""A sequence: its tokens, their block tables and its state.
 
-Knows no other sequence. All state of a sequence other than its KV is a pure function of its
-parameters and its tokens, so dropping the KV at any moment changes nothing but time.
+The scheduler changes the state, the KV cache manager the tables. Knows no other sequence. All state
+of a sequence other than its KV is a pure function of its parameters and its tokens, so dropping the
+KV at any moment changes nothing but time.
 """
 
 from collections.abc import Sequence as Tokens
@@ -43,7 +44,7 @@ class Eviction(NamedTuple):
 
 class MissReason(StrEnum):
     """Why no more of a prompt was served from the prefix cache: the first that applies, in this
-    order. Kept per request, for the offline API and the simulator; not told to clients, and counted
+    order. Kept per request, for the offline API and the simulator; not sent to clients, and counted
     as `counted_as` says, since what another domain has cached is that domain's affair."""
 
     NONE = "none"  # all but the last token, which is always computed, was there
@@ -52,7 +53,7 @@ class MissReason(StrEnum):
     DIFFERS = "differs"  # what follows the found part in the cache are other tokens
     BELOW_BLOCK = "below_block"  # what is missing is less than a block
     OTHER_DOMAIN = "other_domain"  # only another cache domain has it
-    NEVER_SEEN = "never_seen"  # nobody asked for it before, or so long ago that it is forgotten
+    NEVER_SEEN = "never_seen"  # no request had it before, or so long ago that it is forgotten
 
 
 COUNTED_REASONS = tuple(reason for reason in MissReason if reason is not MissReason.OTHER_DOMAIN)
@@ -62,7 +63,7 @@ def counted_as(reason: MissReason) -> MissReason:
     """The reason under which an engine counts a miss; one of COUNTED_REASONS.
 
     Counts get around: to dashboards, and to clients of a server without keys. A count of
-    OTHER_DOMAIN would answer whoever reads it and sends a guess: some other domain has that prompt.
+    OTHER_DOMAIN would reveal to a reader who sends a guess that some other domain has that prompt.
     """
     return MissReason.NEVER_SEEN if reason is MissReason.OTHER_DOMAIN else reason
 
@@ -212,7 +213,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
 
     def branch(self, branch_index: int, params: DecodingParams) -> "Sequence":
-        """A new sequence with the confirmed tokens of this one, prompt and output told apart."""
+        """A new sequence with the confirmed tokens of this one, prompt and output separate."""
         child = Sequence(
             self.request_id,
             self.token_ids[: self.num_prompt_tokens],

@@ -19,7 +19,7 @@ token ids of decoding rows never travel.
 
 A plan is carried out in this order: release, admit, forks, token_edits, table_edits, moves, copies,
 the forward pass. Moves stand before copies, so that a block can be moved out and be a copy's target
-in one step. A row's tokens and results belong to whoever was in it when the step was planned.
+in one step. A row's tokens and results belong to the sequence in it when the step was planned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class RowAdmission(NamedTuple):
 
     token_ids: prompt and, after a preemption or a resumption, what was generated so far. The
         scheduler lends the list for the duration of `execute`; the runner copies it.
-    num_prompt_tokens: how many of token_ids came from the client (penalties tell them apart).
+    num_prompt_tokens: how many of token_ids came from the client (penalties need it).
     num_computed_tokens: tokens whose K and V already lie in the block tables (prefix hits).
     block_tables: for each KV group, the physical block ids in logical order.
     branch_index: which of a request's parallel samples this is; enters the random numbers.

@@ -43,13 +43,15 @@ class Step:
 
     def touched(self) -> set[int]:
         """All blocks that it reads or writes."""
-        return {block for copy in self.copies for block in copy} | {one[0] for one in self.context}
+        return {block for copy in self.copies for block in copy} | {
+            entry[0] for entry in self.context
+        }
 
 
 class Truth:
     """What blocks and digests truly stand for.
 
-    stored: block -> KV group, and all tokens up to the last one written in it. told: digest ->
+    stored: block -> KV group, and all tokens up to the last one written in it. prefixes: digest ->
     domain, and all tokens up to the end of its block.
     """
 
@@ -57,7 +59,7 @@ class Truth:
         self.memory = memory
         self.size = memory.block_size
         self.stored: dict[int, tuple[int, Tokens]] = {}
-        self.told: dict[bytes, tuple[str, Tokens]] = {}
+        self.prefixes: dict[bytes, tuple[str, Tokens]] = {}
         self.roots = {memory.cache.root(domain): domain for domain in DOMAINS}
 
     def domain(self, sequence: Sequence) -> str:
@@ -77,11 +79,11 @@ class Truth:
         chain: list[bytes] = []
         cache.extend_chain(chain, sequence.chain_root, token_ids[:num_tokens])
         for index, digest in enumerate(chain):
-            self.told[digest] = domain, tuple(token_ids[: (index + 1) * self.size])
+            self.prefixes[digest] = domain, tuple(token_ids[: (index + 1) * self.size])
         tail = token_ids[len(chain) * self.size : num_tokens]
         if tail:
             digest = cache.hash_tail(chain[-1] if chain else sequence.chain_root, tail)
-            self.told[digest] = domain, tuple(token_ids[:num_tokens])
+            self.prefixes[digest] = domain, tuple(token_ids[:num_tokens])
 
     def carry_out(self, step: Step) -> None:
         """Copies, writes, and then every context is read."""
@@ -122,7 +124,7 @@ class Truth:
             key = memory.pool.content[block]
             if block not in theirs:
                 assert key is not None
-                assert self.told[key[1]][0] in (self.domain(sequence), PUBLIC_DOMAIN)
+                assert self.prefixes[key[1]][0] in (self.domain(sequence), PUBLIC_DOMAIN)
         if memory.num_groups == 1 and not sequence.needs_prompt_logprobs:
             num_findable = self.num_findable_tokens(sequence)
             found = memory.prefixes.match(sequence)  # before a part is left out for want of room
@@ -135,15 +137,17 @@ class Truth:
         if held % self.size:
             return held
         found = {
-            self.told[digest][1]
+            self.prefixes[digest][1]
             for digest in self.memory.cache.entries(0)
-            if self.told[digest][0] in (self.domain(sequence), PUBLIC_DOMAIN)
+            if self.prefixes[digest][0] in (self.domain(sequence), PUBLIC_DOMAIN)
         }
         while held + self.size < len(token_ids) and token_ids[: held + self.size] in found:
             held += self.size
-        nexts = [one for one in found if one[:held] == token_ids[:held]]
+        nexts = [tokens for tokens in found if tokens[:held] == token_ids[:held]]
         agreeing = (
-            num_common(one, token_ids[:-1]) for one in nexts if len(one) - held <= self.size
+            num_common(tokens, token_ids[:-1])
+            for tokens in nexts
+            if len(tokens) - held <= self.size
         )
         return max(agreeing, default=held)
 
@@ -207,7 +211,7 @@ class World:
 
     def resting(self) -> list[Sequence]:
         """Those without a row."""
-        return [*self.waiting, *(one for one in self.live if one.state is PREEMPTED)]
+        return [*self.waiting, *(sequence for sequence in self.live if sequence.state is PREEMPTED)]
 
     def fork_waiting(self, parent: Sequence) -> None:
         """A fork of a sequence, to be admitted later."""
@@ -227,7 +231,7 @@ class World:
             self.waiting.remove(sequence)
         sequence.leave_parent()
         self.draft.copy(memory.admit(sequence, match, self.next_step_id))
-        assert memory.pool.num_free == num_free - needed, "not as many blocks as foretold"
+        assert memory.pool.num_free == num_free - needed, "not as many blocks as predicted"
         assert sequence.num_computed_tokens == match.num_tokens
         sequence.row = 0
         sequence.move_to(RUNNING)
@@ -271,7 +275,10 @@ class World:
         step = Step(self.next_step_id, self.draft.copies)
         self.draft.clear()
         self.next_step_id += 1
-        sources, targets = {one for one, _ in step.copies}, [two for _, two in step.copies]
+        sources, targets = (
+            {source for source, _ in step.copies},
+            [target for _, target in step.copies],
+        )
         assert len(targets) == len(set(targets)) and not sources & set(targets)
         for sequence, chunk in writers.items():
             self._compute(step, sequence, chunk)
@@ -284,7 +291,9 @@ class World:
         if end == sequence.num_tokens:
             sequence.num_pending_tokens += 1
         step.ends.append((sequence, sequence.num_admissions, end))
-        named = [block for one in self.live for table in one.block_tables for block in table]
+        named = [
+            block for sequence in self.live for table in sequence.block_tables for block in table
+        ]
         for group, table in enumerate(sequence.block_tables):
             for index in range(-(-end // self.size)):
                 entry = table[index], group, sequence, min(end, (index + 1) * self.size)
@@ -396,7 +405,7 @@ class World:
         to_come |= {copy.target for step in self.in_flight for copy in step.copies}
         for block, key in enumerate(memory.pool.content):
             if key is not None:
-                assert truth.begins(block, key[0], truth.told[key[1]][1]), "a wrong content"
+                assert truth.begins(block, key[0], truth.prefixes[key[1]][1]), "a wrong content"
         for sequence in self.live:
             invariants.check_sequence(sequence, self.size)
             for group, table in enumerate(sequence.block_tables):
@@ -418,20 +427,22 @@ class World:
         assert not self.memory.prefixes._computing, "somebody gone is said to compute"
 
 
-def num_common(one: Tokens, other: Tokens) -> int:
+def num_common(first: Tokens, second: Tokens) -> int:
     """How many leading tokens agree."""
-    pairs = zip(one, other, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    pairs = zip(first, second, strict=False)
+    return next(
+        (index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second))
+    )
 
 
 def beam_pairs(world: World) -> list[tuple[Sequence, Sequence]]:
     """(dead, parent): those of one request that wait for nothing, the second one with a row."""
     idle = [
-        one
-        for one in world.live
-        if not one.num_pending_tokens
-        and one.num_tokens - one.num_computed_tokens <= 1
-        and world.read_until(one) is None
+        sequence
+        for sequence in world.live
+        if not sequence.num_pending_tokens
+        and sequence.num_tokens - sequence.num_computed_tokens <= 1
+        and world.read_until(sequence) is None
     ]
     return [
         (dead, parent)

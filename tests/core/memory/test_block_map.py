@@ -1,4 +1,4 @@
-"""What is told of each block: by hand, and as the ledger's other view under random operations."""
+"""What is reported of each block: by hand, and as the ledger's other view under random operations."""
 
 import random
 from collections import Counter
@@ -23,16 +23,16 @@ def test_each_block_of_two_groups_with_two_branches() -> None:
     assert memory.grow(parent, 9) is not None
     found = block_map(memory, [parent, child])
     assert (found.num_blocks, found.block_size, found.first_block) == (8, 4, 0)
-    told = {use.block: use for use in found.blocks}
-    assert list(told) == list(range(8))
+    uses = {use.block: use for use in found.blocks}
+    assert list(uses) == list(range(8))
     both = (("a", 0), ("a", 3))
     for group, (full, partial, empty) in enumerate(parent.block_tables):
-        assert told[full] == BlockUse(full, HELD, group, 2, both, 0, 4)
-        assert told[partial] == BlockUse(partial, HELD, group, 2, both, 0, 2)
-        assert told[empty] == BlockUse(empty, HELD, group, 1, (("a", 0),), 0, 0)
+        assert uses[full] == BlockUse(full, HELD, group, 2, both, 0, 4)
+        assert uses[partial] == BlockUse(partial, HELD, group, 2, both, 0, 2)
+        assert uses[empty] == BlockUse(empty, HELD, group, 1, (("a", 0),), 0, 0)
     rest = set(range(8)) - {block for table in parent.block_tables for block in table}
     for block in rest:
-        assert told[block] == BlockUse(block, FREE, None, 0, (), 0, None)
+        assert uses[block] == BlockUse(block, FREE, None, 0, (), 0, None)
 
 
 def test_a_hit_makes_a_block_hotter_and_its_content_outlives_its_owner() -> None:
@@ -44,11 +44,11 @@ def test_a_hit_makes_a_block_hotter_and_its_content_outlives_its_owner() -> None
         memory.publish(sequence, 9)
         first, second, _ = sequence.block_tables[0]
         memory.free(sequence)
-    told = block_map(memory, []).blocks
-    assert [told[block].heat for block in (first, second)] == [2, 2]
+    uses = block_map(memory, []).blocks
+    assert [uses[block].heat for block in (first, second)] == [2, 2]
     for block in (first, second):
-        assert (told[block].state, told[block].group, told[block].owners) == (CACHED, 0, ())
-        assert told[block].ref_count == 0 and told[block].fill == 4
+        assert (uses[block].state, uses[block].group, uses[block].owners) == (CACHED, 0, ())
+        assert uses[block].ref_count == 0 and uses[block].fill == 4
 
 
 def test_what_only_a_step_holds_has_no_owner() -> None:
@@ -64,7 +64,7 @@ def test_what_only_a_step_holds_has_no_owner() -> None:
             assert use.state is FREE
 
 
-def test_a_part_of_the_pool_is_told_as_in_the_whole() -> None:
+def test_a_part_of_the_pool_is_reported_as_in_the_whole() -> None:
     memory = make_memory(12)
     sequence = make_sequence(memory, range(1, 30))
     memory.admit(sequence, memory.match(sequence), step_id=0)

@@ -86,7 +86,7 @@ def test_matched_blocks_are_shared_and_new_ones_are_not() -> None:
         ([0], 1),
     ],
 )
-def test_admission_takes_as_many_free_blocks_as_foretold(
+def test_admission_takes_as_many_free_blocks_as_predicted(
     prompt: list[int], num_needed: int, num_groups: int
 ) -> None:
     memory = make_memory(num_groups=num_groups)
@@ -211,7 +211,7 @@ def test_branches_share_all_blocks_and_copy_the_last_one_once_each(
     num_held = memory.pool.num_held
     branches = [parent, *(fork(memory, parent, index) for index in range(1, num_branches))]
     assert memory.pool.num_held == num_held, "a fork takes no block"
-    assert all(one.block_tables == parent.block_tables for one in branches)
+    assert all(branch.block_tables == parent.block_tables for branch in branches)
     shared = [list(table) for table in parent.block_tables]
     copies: list[BlockCopy] = []
     for sequence in branches:
@@ -223,7 +223,7 @@ def test_branches_share_all_blocks_and_copy_the_last_one_once_each(
     assert len(copies) == (num_branches - 1) * num_groups * is_partial
     assert {copy.source for copy in copies} <= {table[-1] for table in shared}
     index = num_tokens // 4
-    written = [table[index] for one in branches for table in one.block_tables]
+    written = [table[index] for branch in branches for table in branch.block_tables]
     assert len(set(written)) == len(written), "each writes a block of its own"
     invariants.check_memory(memory, branches)
     memory.end_step(STEP)

@@ -124,11 +124,11 @@ TestMemoryMachine = MemoryMachine.TestCase
 def act(world: World, rng: random.Random) -> None:
     """One random operation, most often those that requests are made of."""
     live, kind = world.live, rng.random()
-    one = rng.choice(live) if live else None
-    if one is None or kind < 0.45:
+    sequence = rng.choice(live) if live else None
+    if sequence is None or kind < 0.45:
         chunks = {index: rng.randint(1, 9) for index in range(len(live)) if rng.random() < 0.8}
         newcomers = rng.sample(world.resting(), min(2, len(world.resting())))
-        if one is None or kind < 0.15:
+        if sequence is None or kind < 0.15:
             prompt = [rng.randrange(2) for _ in range(rng.randint(1, 14))]
             newcomers = [world.new(prompt, rng.choice(DOMAINS), rng.random() < 0.2)]
         world.launch(chunks, rng.choice([0, 0, 1, 2]), newcomers)
@@ -136,19 +136,19 @@ def act(world: World, rng: random.Random) -> None:
         if world.in_flight:
             world.land([rng.randrange(2) for _ in range(3)])
     elif kind < 0.76:
-        world.join(one)
+        world.join(sequence)
     elif kind < 0.8:
-        world.fork_waiting(one)
+        world.fork_waiting(sequence)
     elif kind < 0.88:
         pairs = beam_pairs(world)
         if pairs:
             world.refork(*rng.choice(pairs))
     elif kind < 0.91:
-        world.truncate(one, rng.randint(0, 3))
+        world.truncate(sequence, rng.randint(0, 3))
     elif kind < 0.93:
-        world.cut_reserve(one)
+        world.cut_reserve(sequence)
     elif kind < 0.98:
-        world.free(one)
+        world.free(sequence)
     elif kind < 0.995:
         world.recover()
     else:

@@ -63,7 +63,7 @@ def test_every_group_counts() -> None:
     assert parts(report) == (12 * token, 4 * token, 2 * BLOCK, 0, 0, 10 * BLOCK)
 
 
-def test_lookahead_is_told_apart_from_what_waits_to_be_computed() -> None:
+def test_lookahead_is_counted_apart_from_what_waits_to_be_computed() -> None:
     memory = make_memory(16, num_groups=2)
     sequence = admitted(memory, 8, 4)  # one block of each group is yet to be computed
     assert memory.grow(sequence, 9, num_extra_blocks=2) is not None
@@ -162,7 +162,7 @@ def test_a_preempted_sequence_counts_with_what_it_keeps() -> None:
 # ---- laws -------------------------------------------------------------------------------------
 
 
-def told_block_by_block(memory: KVCacheManager, live: list[Sequence]) -> dict[str, float]:
+def reported_block_by_block(memory: KVCacheManager, live: list[Sequence]) -> dict[str, float]:
     """The same in slots, by a look at each block of the pool."""
     size = memory.block_size
     slots = dict.fromkeys(PARTS, 0)
@@ -190,17 +190,17 @@ def check(world: World) -> MemoryReport:
     for sequence in world.live:
         sequence.tenant = "abc"[int(sequence.request_id.removeprefix("r")) % 3]
     report = memory_report(world.memory, world.live)
-    assert report.parts == told_block_by_block(world.memory, world.live)
+    assert report.parts == reported_block_by_block(world.memory, world.live)
     assert report.total_bytes == world.memory.pool.num_blocks * BLOCK
     assert 0 <= report.lookahead_bytes <= report.reserved_bytes
     tables = [table for sequence in world.live for table in sequence.block_tables]
     num_entries, num_held = sum(map(len, tables)), len(set().union(*tables))
     assert report.saved_bytes == (num_entries - num_held) * BLOCK
     for name in ("useful_bytes", "unfilled_bytes", "reserved_bytes"):
-        of_tenants = sum(getattr(one, name) for one in report.tenants.values())
+        of_tenants = sum(getattr(use, name) for use in report.tenants.values())
         assert of_tenants == pytest.approx(getattr(report, name))
     holders = [sequence for sequence in world.live if sequence.block_tables]
-    assert sum(one.num_sequences for one in report.tenants.values()) == len(holders)
+    assert sum(use.num_sequences for use in report.tenants.values()) == len(holders)
     return report
 
 
@@ -218,7 +218,7 @@ def test_the_parts_are_the_whole_under_random_operations() -> None:
     assert seen >= {f"{part}_bytes" for part in (*PARTS, "saved", "lookahead")}
 
 
-# ---- how it is told ---------------------------------------------------------------------------
+# ---- how it is shown --------------------------------------------------------------------------
 
 REPORT = MemoryReport(
     useful_bytes=700 << 20,
@@ -252,21 +252,21 @@ def test_nothing_is_said_of_tenants_where_there_are_none_nor_of_shares_where_not
     None
 ):
     memory = make_memory(16)
-    one = memory_report(memory, [admitted(memory, 4, 4)])
-    assert "tenant" not in str(one) and "100.0% of what is held" in str(one)
+    report = memory_report(memory, [admitted(memory, 4, 4)])
+    assert "tenant" not in str(report) and "100.0% of what is held" in str(report)
     empty = memory_table({part: 0 for part in PARTS} | {"free": 64}, 0)
     assert empty.splitlines()[-1].split() == ["total", "64", "B"]
 
 
 def test_as_dict_tells_every_field() -> None:
-    told = REPORT.as_dict()
+    values = REPORT.as_dict()
     for field in fields(MemoryReport):
         if field.name != "tenants":
-            assert told[field.name] == getattr(REPORT, field.name)
-    assert told["total_bytes"] == 1 << 30
-    assert told["useful_share"] == useful_share(REPORT.parts) == 700 / 720
-    assert told["saved_share"] == 80 / 800
-    assert told["tenants"]["team"] == {
+            assert values[field.name] == getattr(REPORT, field.name)
+    assert values["total_bytes"] == 1 << 30
+    assert values["useful_share"] == useful_share(REPORT.parts) == 700 / 720
+    assert values["saved_share"] == 80 / 800
+    assert values["tenants"]["team"] == {
         "num_sequences": 1,
         "useful_bytes": 2048.0,
         "unfilled_bytes": 0.0,

@@ -39,10 +39,10 @@ def test_a_changed_token_changes_all_hashes_from_its_block_on(block_size: int) -
     cache = make(block_size)
     tokens = list(range(12))
     changed = [*tokens[:5], 99, *tokens[6:]]
-    one, other = chain_of(cache, tokens), chain_of(cache, changed)
+    hashes, changed_hashes = chain_of(cache, tokens), chain_of(cache, changed)
     first = 5 // block_size
-    assert one[:first] == other[:first]
-    assert all(a != b for a, b in zip(one[first:], other[first:], strict=True))
+    assert hashes[:first] == changed_hashes[:first]
+    assert all(a != b for a, b in zip(hashes[first:], changed_hashes[first:], strict=True))
 
 
 def test_equal_blocks_after_different_parents_differ() -> None:
@@ -62,10 +62,14 @@ def test_a_chain_grown_in_parts_equals_one_made_at_once(token_ids: list[int], cu
 
 @settings(max_examples=60, deadline=None, database=None)
 @given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12))
-def test_hashes_agree_exactly_as_far_as_the_full_blocks_do(one: list[int], two: list[int]) -> None:
+def test_hashes_agree_exactly_as_far_as_the_full_blocks_do(
+    left: list[int], right: list[int]
+) -> None:
     cache = make(2)
-    for index, (a, b) in enumerate(zip(chain_of(cache, one), chain_of(cache, two), strict=False)):
-        assert (a == b) == (one[: 2 * index + 2] == two[: 2 * index + 2])
+    for index, (a, b) in enumerate(
+        zip(chain_of(cache, left), chain_of(cache, right), strict=False)
+    ):
+        assert (a == b) == (left[: 2 * index + 2] == right[: 2 * index + 2])
 
 
 def test_domains_extras_and_secrets_separate_roots() -> None:
@@ -200,8 +204,8 @@ def test_the_neighbour_agrees_as_long_as_any(blocks: list[list[int]], wanted: li
     assert near.num_common_tokens == max(agreeing) == num_common(near.token_ids, wanted)
 
 
-def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+def num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
 
 
 # ---- what is remembered of what is gone ---------------------------------------------------------
@@ -213,9 +217,9 @@ def test_the_last_evictions_are_remembered() -> None:
     for number, digest in enumerate(digests):
         fill(cache, [number])
         cache.remove_run([(0, digest)], Eviction(float(number), "by"))
-        told = [cache.eviction_of(one) for one in digests[: number + 1]]
-        remembered = [one for one in told if one is not None]
-        assert told[-len(remembered) :] == remembered, "the last ones, without a gap"
+        evictions = [cache.eviction_of(digest) for digest in digests[: number + 1]]
+        remembered = [eviction for eviction in evictions if eviction is not None]
+        assert evictions[-len(remembered) :] == remembered, "the last ones, without a gap"
         assert min(number + 1, 4) <= len(remembered) <= 8
         assert remembered[-1] == Eviction(float(number), "by")
     fill(cache, [50])

@@ -1,4 +1,4 @@
-"""What of a prompt is found, in whole blocks and in part; who follows whom; what is published."""
+"""Which blocks of a prompt are found, whole and in part; and which are published."""
 
 import random
 
@@ -136,15 +136,15 @@ def test_prompt_logprobs_are_computed_not_read_from_the_cache_but_written_to_it(
 
 def test_a_second_writer_of_the_same_content_stays_private() -> None:
     memory = make_memory()
-    one, two = (make_sequence(memory, list(range(8))) for _ in range(2))
-    for sequence in (one, two):
+    first, second = (make_sequence(memory, list(range(8))) for _ in range(2))
+    for sequence in (first, second):
         admit(memory, sequence)
-    memory.publish(one, 8)
-    memory.publish(two, 8)
-    assert not set(one.block_tables[0]) & set(two.block_tables[0])
-    assert list(memory.cache.entries(0).values()) == one.block_tables[0]
-    memory.free(one)
-    memory.free(two)
+    memory.publish(first, 8)
+    memory.publish(second, 8)
+    assert not set(first.block_tables[0]) & set(second.block_tables[0])
+    assert list(memory.cache.entries(0).values()) == first.block_tables[0]
+    memory.free(first)
+    memory.free(second)
     # The private blocks have no content and are taken first; the known ones outlive them.
     assert set(memory.pool.free_ids()[-2:]) == {0, 1}
     invariants.check_memory(memory, [])
@@ -339,15 +339,15 @@ def test_who_gives_its_blocks_back_leads_no_more(how: str) -> None:
 
 def test_of_two_the_first_leads() -> None:
     memory = make_memory()
-    one, two = make_sequence(memory, range(9)), make_sequence(memory, range(14))
-    admit(memory, one)
-    admit(memory, two)
-    assert leader_of(memory, list(range(9))) is one
-    memory.publish(one, 8)
-    assert leader_of(memory, list(range(14))) is two
-    memory.free(one)
-    assert leader_of(memory, list(range(14))) is two
-    memory.free(two)
+    first, second = make_sequence(memory, range(9)), make_sequence(memory, range(14))
+    admit(memory, first)
+    admit(memory, second)
+    assert leader_of(memory, list(range(9))) is first
+    memory.publish(first, 8)
+    assert leader_of(memory, list(range(14))) is second
+    memory.free(first)
+    assert leader_of(memory, list(range(14))) is second
+    memory.free(second)
     assert memory.prefixes._computing == {}
 
 
@@ -355,9 +355,9 @@ def test_the_prompt_of_several_branches_is_hashed_once() -> None:
     memory = make_memory()
     branches = [make_sequence(memory, range(9)) for _ in range(3)]
     memory.prefixes.hash_prompt(branches)
-    assert [len(one.chain) for one in branches] == [2, 2, 2]
+    assert [len(branch.chain) for branch in branches] == [2, 2, 2]
     branches[1].chain.append(b"x")
-    assert [len(one.chain) for one in branches] == [2, 3, 2]
+    assert [len(branch.chain) for branch in branches] == [2, 3, 2]
 
 
 def test_a_copy_of_part_of_a_block_is_published_when_it_is_full() -> None:

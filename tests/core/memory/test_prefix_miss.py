@@ -1,4 +1,4 @@
-"""Each reason for which a prompt was not found whole, and what is told with it."""
+"""Each reason for which a prompt was not found whole, and what is reported with it."""
 
 from tests.core.harness import make_memory, make_sequence
 from tests.core.memory.test_kv_cache_manager import admit, write

@@ -1,4 +1,4 @@
-"""Who comes in, in which order, at whose expense, and who is passed over for how long."""
+"""Which sequences are admitted, in which order, and what they take from others."""
 
 import pytest
 from tests.core.harness import Harness, greedy_harness, make_memory
@@ -70,10 +70,10 @@ def test_no_more_than_a_few_are_passed_over_in_a_step() -> None:
     larges = [harness.add(f"large{index}", 25, 1) for index in range(MAX_PASSED_OVER)]
     small = harness.add("small", 1, 1)
     harness.step()
-    assert small.state is WAITING and all(one.num_overtaken == 0 for one in larges)
+    assert small.state is WAITING and all(large.num_overtaken == 0 for large in larges)
     harness.scheduler.abort(larges[0])
     harness.step()
-    assert small.is_finished and all(one.num_overtaken == 1 for one in larges[1:])
+    assert small.is_finished and all(large.num_overtaken == 1 for large in larges[1:])
     harness.run()
 
 
@@ -219,10 +219,10 @@ def test_others_go_ahead_of_one_that_only_follows() -> None:
 
 def test_a_prompt_of_another_domain_is_not_followed() -> None:
     harness = Harness(make_memory(num_blocks=40), budget=64)
-    one = harness.add("a", list(range(1, 25)), 4, domain="a")
-    two = harness.add("b", list(range(1, 25)), 4, domain="b")
+    first = harness.add("a", list(range(1, 25)), 4, domain="a")
+    second = harness.add("b", list(range(1, 25)), 4, domain="b")
     plan = harness.step()
-    assert (one.state, two.state, plan.num_tokens) == (RUNNING, RUNNING, 48)
+    assert (first.state, second.state, plan.num_tokens) == (RUNNING, RUNNING, 48)
     harness.run()
 
 

@@ -101,5 +101,5 @@ def test_one_that_is_to_be_forked_from_and_beams_reserve_nothing() -> None:
     harness.fork(parent, 1)
     harness.step()
     assert parent.num_slots == 8
-    assert all(one.num_slots == 8 for one in harness.scheduler.beams.members_with(leader))
+    assert all(beam.num_slots == 8 for beam in harness.scheduler.beams.members_with(leader))
     harness.run()

@@ -1,4 +1,4 @@
-"""Whether one that waits finds room, now and as the others are foretold to grow."""
+"""Whether a waiting sequence fits, now and as the others are predicted to grow."""
 
 from typing import Any
 
@@ -52,9 +52,9 @@ def test_a_look_in_vain_is_repeated_only_now_and_then_unless_there_is_room() -> 
     looks: list[int] = []
     match = harness.memory.match
 
-    def match_and_note(one: Sequence) -> PrefixMatch:
+    def match_and_note(sequence: Sequence) -> PrefixMatch:
         looks.append(1)
-        return match(one)
+        return match(sequence)
 
     harness.memory.match = match_and_note  # type: ignore[assignment, method-assign]
     for step_id in range(2 * LOOK_AGAIN_STEPS):
@@ -66,7 +66,7 @@ def test_a_look_in_vain_is_repeated_only_now_and_then_unless_there_is_room() -> 
     assert verdict(harness, sequence, 0) == 0, "as many blocks as it lacked are free"
 
 
-def test_growth_is_foretold_from_what_has_ended() -> None:
+def test_growth_is_predicted_from_what_has_ended() -> None:
     """Two sequences of 8 tokens fit now; whether they will depends on how long outputs are."""
     admitted = {}
     for num_outputs in (4, 40):
@@ -86,7 +86,7 @@ def test_what_several_share_counts_once() -> None:
     harness = Harness(make_memory(num_blocks=30), max_num_seqs=4)
     branches = harness.add_branches("a", 40, 4, n=4)
     harness.step()
-    assert all(one.state is not WAITING for one in branches)
+    assert all(branch.state is not WAITING for branch in branches)
     harness.run()
 
 
@@ -204,7 +204,7 @@ def test_where_all_could_grow_to_their_limits_no_forecast_is_made_and_none_would
     num_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over pools of any size: what is said is the same with and without the shortcut."""
-    told: set[tuple[bool, bool]] = set()
+    answers: set[tuple[bool, bool]] = set()
     for num_blocks in range(6, 30):
         harness = Harness(make_memory(num_blocks * num_groups, num_groups=num_groups))
         room = harness.scheduler.admission.capacity
@@ -222,5 +222,5 @@ def test_where_all_could_grow_to_their_limits_no_forecast_is_made_and_none_would
             fits = room.fits_later(newcomer, needed)
         assert room.fits_later(newcomer, needed) is fits
         assert fits or not is_sure
-        told.add((is_sure, fits))
-    assert told == {(True, True), (False, True), (False, False)}
+        answers.add((is_sure, fits))
+    assert answers == {(True, True), (False, True), (False, False)}

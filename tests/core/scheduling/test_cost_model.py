@@ -58,14 +58,14 @@ def test_a_chunk_attends_to_what_is_before_it_and_to_itself() -> None:
 
 
 @pytest.mark.parametrize("truth", [roofline, overhead])
-def test_what_was_measured_is_foretold(truth: Truth) -> None:
+def test_what_was_measured_is_predicted(truth: Truth) -> None:
     model = fitted(truth)
     for load, _ in samples_of(truth):
         assert error(model, truth, load) < 0.06, load
 
 
 @pytest.mark.parametrize("truth", [roofline, overhead])
-def test_what_was_not_measured_is_foretold_too(truth: Truth) -> None:
+def test_what_was_not_measured_is_predicted_too(truth: Truth) -> None:
     """Several decodes beside a chunk, sizes between those measured, and far beyond them."""
     model = fitted(truth)
     for num_decodes, chunk, context in ((4, 24, 300), (16, 48, 0), (48, 100, 700), (8, 2000, 0)):
@@ -73,7 +73,7 @@ def test_what_was_not_measured_is_foretold_too(truth: Truth) -> None:
         assert error(model, truth, load) < 0.15, load
 
 
-def test_what_the_log_probabilities_of_prompts_take_is_foretold_and_learned() -> None:
+def test_what_the_log_probabilities_of_prompts_take_is_predicted_and_learned() -> None:
     model = fitted_with_vocabulary()
     for size in (8, 64, 256):
         asked = StepLoad(4, 2000).with_chunk(100, size, wants_logprobs=True)
@@ -216,9 +216,9 @@ def test_steps_that_take_no_time_are_no_mistake() -> None:
 
 
 def test_the_same_calls_give_the_same_model() -> None:
-    one, other = fitted(overhead), fitted(overhead)
-    for model in (one, other):
+    first, second = fitted(overhead), fitted(overhead)
+    for model in (first, second):
         learn(model, roofline, 50)
     loads = mixed_loads(20, seed=9)
-    assert [one.predict_s(load) for load in loads] == [other.predict_s(load) for load in loads]
-    assert one.predict_s(loads[0]) != fitted(overhead).predict_s(loads[0])
+    assert [first.predict_s(load) for load in loads] == [second.predict_s(load) for load in loads]
+    assert first.predict_s(loads[0]) != fitted(overhead).predict_s(loads[0])

@@ -1,4 +1,4 @@
-"""After a failed step: whose fault it was shows itself, and all others get their tokens."""
+"""After a failed step the sequence at fault is found; all others get their tokens."""
 
 import pytest
 from tests.core.harness import Harness, launch, make_memory
@@ -32,30 +32,30 @@ def errors(harness: Harness) -> set[str]:
 
 
 def test_all_in_a_failed_step_are_suspected_in_the_order_of_rank() -> None:
-    suspects, one, two = FaultIsolation(), make("one", 1), make("two", 2)
+    suspects, first, second = FaultIsolation(), make("one", 1), make("two", 2)
     assert suspects.next_suspect() is None
-    assert suspects.blame({two, one}) is None
-    assert suspects.next_suspect() is one
-    suspects.clear([one])
-    assert suspects.next_suspect() is two
-    suspects.clear([two])
+    assert suspects.blame({second, first}) is None
+    assert suspects.next_suspect() is first
+    suspects.clear([first])
+    assert suspects.next_suspect() is second
+    suspects.clear([second])
     assert suspects.next_suspect() is None
 
 
 def test_only_a_suspect_that_was_alone_is_blamed() -> None:
-    suspects, one, two = FaultIsolation(), make("one", 1), make("two", 2)
-    suspects.blame({one})
-    assert suspects.blame({one, two}) is None
-    assert suspects.blame({two}) is two
+    suspects, first, second = FaultIsolation(), make("one", 1), make("two", 2)
+    suspects.blame({first})
+    assert suspects.blame({first, second}) is None
+    assert suspects.blame({second}) is second
 
 
 def test_the_finished_are_not_suspected_and_not_blamed() -> None:
-    suspects, one, two = FaultIsolation(), make("one", 1), make("two", 2)
-    suspects.blame({one, two})
-    one.move_to(type(one.state).FINISHED)
-    assert suspects.next_suspect() is two
-    assert suspects.blame({one}) is None
-    assert suspects.next_suspect() is two
+    suspects, first, second = FaultIsolation(), make("one", 1), make("two", 2)
+    suspects.blame({first, second})
+    first.move_to(type(first.state).FINISHED)
+    assert suspects.next_suspect() is second
+    assert suspects.blame({first}) is None
+    assert suspects.next_suspect() is second
 
 
 # ---- in the scheduler ---------------------------------------------------------------------------

@@ -16,7 +16,7 @@ RUNNING, WAITING = SequenceState.RUNNING, SequenceState.WAITING
 def num_shared(branches: list[Sequence], index: int) -> int:
     """How many of them have the first one's block at this place."""
     first = branches[0].block_tables[0][index]
-    return sum(one.block_tables[0][index] == first for one in branches)
+    return sum(branch.block_tables[0][index] == first for branch in branches)
 
 
 # ---- n > 1 --------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def test_branches_share_the_prompt_and_copy_its_last_block_once_each(
     while harness.scheduler.has_unfinished:
         copies.append(harness.step().copies)
         full = num_prompt_tokens // 4
-        live = [one for one in branches if one.state is RUNNING]
+        live = [branch for branch in branches if branch.state is RUNNING]
         assert all(num_shared(live, index) == len(live) for index in range(full if live else 0))
     assert not any(copies[1:]), "after that each writes what is its own"
     harness.check_answers()
@@ -58,7 +58,7 @@ def test_each_branch_gets_its_own_tokens_and_hits() -> None:
     harness.run()
     outputs = [harness.received[key] for key in ("a", "a/1", "a/2", "a/3")]
     assert len({tuple(tokens) for tokens in outputs}) == 4
-    assert [one.num_cached_tokens for one in branches] == [10] * 4
+    assert [branch.num_cached_tokens for branch in branches] == [10] * 4
 
 
 @pytest.mark.parametrize("run", [Harness.run, run_ahead])
@@ -70,7 +70,7 @@ def test_branches_that_find_no_row_come_later_from_the_blocks_of_the_first(
     harness = Harness(make_memory(40, caching=caching), max_num_seqs=max_num_seqs)
     branches = harness.add_branches("a", 9, 6, n=5)
     plan = harness.step()
-    assert sum(one.state is RUNNING for one in branches) == min(5, max_num_seqs)
+    assert sum(branch.state is RUNNING for branch in branches) == min(5, max_num_seqs)
     assert len(plan.forks) == min(5, max_num_seqs) - 1
     assert callable(run)
     run(harness)
@@ -99,7 +99,7 @@ def test_a_fork_admitted_in_the_step_that_fills_its_parents_copy_copies_the_orig
     harness.run()
     branches = harness.add_branches("a", [*range(1, 15), 90], 6, n=3)
     plan = harness.step()
-    assert [one.state for one in branches] == [RUNNING] * 3
+    assert [branch.state for branch in branches] == [RUNNING] * 3
     targets = {copy.target for copy in plan.copies}
     assert targets and not targets & {copy.source for copy in plan.copies}
     harness.run()
@@ -153,17 +153,17 @@ def test_all_branches_get_the_log_probabilities_of_the_prompt(
         harness.launch()
         outputs += harness.land()
     harness.check_answers()
-    given = [one for one in outputs if one.prompt_logprobs is not None]
-    assert sorted((one.request_id, one.branch_index) for one in given) == [
+    given = [output for output in outputs if output.prompt_logprobs is not None]
+    assert sorted((output.request_id, output.branch_index) for output in given) == [
         ("a", 0),
         ("a", 1),
         ("a", 2),
         ("b", 0),
         ("b", 1),
     ]
-    for one in given:
-        request, _ = harness.requests[one.request_id]
-        assert one.prompt_logprobs == harness.model.expected_output(request).prompt_logprobs
+    for output in given:
+        request, _ = harness.requests[output.request_id]
+        assert output.prompt_logprobs == harness.model.expected_output(request).prompt_logprobs
 
 
 # ---- forks of running sequences -----------------------------------------------------------------

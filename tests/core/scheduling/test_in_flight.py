@@ -155,7 +155,7 @@ def test_prompt_logprobs_are_whole_for_one_preempted_while_its_prompt_was_in_fli
     run_ahead(harness)
 
 
-def test_two_steps_of_one_row_with_two_owners_are_told_apart() -> None:
+def test_two_steps_of_one_row_with_two_owners_are_kept_apart() -> None:
     harness = Harness(max_num_seqs=1, budget=16)
     a = harness.add("a", 5, 9)
     harness.launch()

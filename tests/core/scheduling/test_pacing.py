@@ -220,7 +220,7 @@ def test_what_steps_take_changes_the_next_budgets() -> None:
     assert open_paced(pacer).take(0, 1000) < 0.75 * before
 
 
-def test_the_margin_follows_the_steps_that_take_longer_than_foretold() -> None:
+def test_the_margin_follows_the_steps_that_take_longer_than_predicted() -> None:
     pacer = make_pacer()
 
     def run(step_id: int, factor: float, chunk: int) -> None:
@@ -296,7 +296,11 @@ def test_prompts_are_served_one_after_the_other() -> None:
     for _ in range(40):
         harness.step()
         order += [name for name in "abc" if harness.received.get(name) and name not in order]
-        begun = [one for _, one in harness.requests.values() if 0 < one.num_computed_tokens < 60]
-        assert len([one for one in begun if one.request_id != "stream"]) <= 1
+        begun = [
+            sequence
+            for _, sequence in harness.requests.values()
+            if 0 < sequence.num_computed_tokens < 60
+        ]
+        assert len([sequence for sequence in begun if sequence.request_id != "stream"]) <= 1
     assert order == ["a", "b", "c"]
     harness.run()

@@ -1,4 +1,4 @@
-"""What becomes of changes that the runner does not know yet."""
+"""Which changes of rows and tables the next plan carries."""
 
 from tests.core.test_sequence import make
 
@@ -27,7 +27,7 @@ def test_a_plan_takes_all_along_and_leaves_nothing() -> None:
     draft.copy([BlockCopy(1, 2)])
     plan = draft.take(7, 3, 12, (Chunk(1, 10),))
     assert (plan.step_id, plan.num_rows, plan.num_tokens, plan.release) == (7, 3, 12, (3,))
-    assert [one.block_tables for one in plan.admit] == [((4, 5), (6, 7))]
+    assert [admission.block_tables for admission in plan.admit] == [((4, 5), (6, 7))]
     assert [(fork.row, fork.source_row, fork.joins_step) for fork in plan.forks] == [(2, 0, False)]
     assert plan.token_edits == (TokenEdit(0, 5, (9,)),)
     assert (plan.table_edits, plan.chunks) == ((append(0, 8),), (Chunk(1, 10),))
@@ -56,7 +56,7 @@ def test_a_fork_gets_the_edits_that_its_parent_got_before_and_none_after() -> No
     ]
 
 
-def test_what_was_to_be_told_of_a_released_row_is_moot() -> None:
+def test_a_released_row_drops_its_unsent_edits() -> None:
     draft = PlanBuilder()
     draft.table_edits += [append(0, 8), append(1, 9)]
     draft.token_edits += [TokenEdit(0, 5, (9,)), TokenEdit(1, 5, (9,))]

@@ -410,7 +410,9 @@ def serve_two_tenants(policy: Policy) -> float:
                 other.tenant = "modest"
                 server.add(other)
         server.step()
-    assert any(one.tenant == "modest" for one in server.queue), "the modest one has no backlog"
+    assert any(sequence.tenant == "modest" for sequence in server.queue), (
+        "the modest one has no backlog"
+    )
     return server.served["greedy"] / sum(server.served.values())
 
 
@@ -469,7 +471,10 @@ def test_more_deadlines_are_met_than_in_order_of_arrival() -> None:
         for _ in range(1000):
             server.step()
         assert len(server.ended_s) == 300, "a late one was never served"
-        return sum(server.ended_s[one.request_id] <= (one.deadline_s or 0) for one in sequences)
+        return sum(
+            server.ended_s[sequence.request_id] <= (sequence.deadline_s or 0)
+            for sequence in sequences
+        )
 
     in_order, by_deadline = num_met(find_policy("fcfs")), num_met(DeadlinePolicy())
     assert by_deadline > 230

@@ -10,7 +10,7 @@ from quire.core.step import TokenLogprobs
 ENTRY = TokenLogprobs(1, -1.0, 1, (), ())
 
 
-def test_tokens_are_added_and_told() -> None:
+def test_tokens_are_added_and_reported() -> None:
     sequence = make()
     sequence.num_cached_tokens = 2
     output = extend(sequence, [5, 6], None)
@@ -50,8 +50,8 @@ def test_log_probabilities_of_the_prompt_come_once_with_the_first_token() -> Non
     assert extend(make(), [1], None).prompt_logprobs is None
 
 
-@pytest.mark.parametrize(("given", "told"), [(None, 0), (3, 3), (0, 0)])
-def test_a_failure_tells_what_went_wrong(given: int | None, told: int) -> None:
+@pytest.mark.parametrize(("given", "index"), [(None, 0), (3, 3), (0, 0)])
+def test_a_failure_says_what_went_wrong(given: int | None, index: int) -> None:
     output = failure(make(), "NaN", given)
-    assert (output.branch_index, output.token_ids, output.error) == (told, (), "NaN")
+    assert (output.branch_index, output.token_ids, output.error) == (index, (), "NaN")
     assert output.finish_reason is FinishReason.ERROR

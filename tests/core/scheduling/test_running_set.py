@@ -1,4 +1,4 @@
-"""Who gives way when blocks or rows run out, how little, and that everyone ends all the same."""
+"""Which sequences are preempted when blocks or rows run out; all still end."""
 
 import pytest
 from tests.core.harness import Harness, greedy_harness, make_memory
@@ -68,7 +68,7 @@ def test_a_sequence_may_have_to_give_way_itself_and_keeps_what_nobody_needs() ->
     for _ in range(4):
         harness.step()
     assert (last.state, num_blocks(last)) == (PREEMPTED, 3)
-    assert [one.request_id for one in harness.scheduler.running] == ["a"]
+    assert [sequence.request_id for sequence in harness.scheduler.running] == ["a"]
     harness.run()
 
 
@@ -82,11 +82,12 @@ def test_first_reserves_then_kept_prefixes_then_tails_of_running_ones() -> None:
     harness.step()
     harness.step()
     running_set.preempt(kept, 0)
-    assert [num_blocks(one) for one in (a, b, c, kept)] == [4, 4, 4, 4]  # 2 of a, b, c are reserved
+    # 2 of a, b, c are reserved.
+    assert [num_blocks(sequence) for sequence in (a, b, c, kept)] == [4, 4, 4, 4]
     held = []
     for num_wanted in (4, 5, 7, 9, 11, 13, 15):
         assert running_set.reclaim(num_wanted, a, from_running=True)
-        held.append((*(num_blocks(one) for one in (a, b, c, kept)), pool.num_free))
+        held.append((*(num_blocks(sequence) for sequence in (a, b, c, kept)), pool.num_free))
     assert held == [
         (4, 4, 4, 4, 4),
         (4, 4, 2, 4, 6),
@@ -98,7 +99,7 @@ def test_first_reserves_then_kept_prefixes_then_tails_of_running_ones() -> None:
     ]
     assert (b.state, c.state) == (RUNNING, PREEMPTED)
     assert not running_set.reclaim(19, a, from_running=True), "all that the others have, no more"
-    assert [num_blocks(one) for one in (a, b, c, kept)] == [2, 0, 0, 0]
+    assert [num_blocks(sequence) for sequence in (a, b, c, kept)] == [2, 0, 0, 0]
     assert not running_set.reclaim(19, b, from_running=True), "nobody outranks the first"
     assert (a.state, num_blocks(a)) == (RUNNING, 2)
     harness.run()
@@ -126,11 +127,11 @@ def test_kept_prefixes_go_from_the_last_ranked_on_tail_first() -> None:
     harness.step()
     for sequence in reversed(olds):
         harness.scheduler.running_set.preempt(sequence, 0)
-    assert [num_blocks(one) for one in olds] == [3, 3, 3]
-    first = [one.block_tables[0][0] for one in olds]
+    assert [num_blocks(sequence) for sequence in olds] == [3, 3, 3]
+    first = [sequence.block_tables[0][0] for sequence in olds]
     harness.add("high", 17, 8, priority=0)
     harness.step()
-    assert [num_blocks(one) for one in olds] == [3, 3, 1]
+    assert [num_blocks(sequence) for sequence in olds] == [3, 3, 1]
     assert olds[2].block_tables[0] == [first[2]]
     assert olds[2].num_computed_tokens == 4
     harness.run()
@@ -231,7 +232,7 @@ def test_a_higher_priority_takes_the_only_row_at_once() -> None:
     high = harness.add("high", 3, 8, priority=1)
     plan = harness.step()
     assert (low.state, high.state) == (PREEMPTED, RUNNING)
-    assert (plan.release, [one.row for one in plan.admit]) == ((0,), [0])
+    assert (plan.release, [admission.row for admission in plan.admit]) == ((0,), [0])
     harness.run()
 
 
@@ -289,7 +290,8 @@ def test_the_first_ranked_is_never_preempted() -> None:
         harness.add(f"r{index}", 3 + index, 9, priority=index % 3)
     while harness.scheduler.has_unfinished:
         first = min(
-            [*harness.scheduler.running, *harness.scheduler.waiting], key=lambda one: one.rank
+            [*harness.scheduler.running, *harness.scheduler.waiting],
+            key=lambda sequence: sequence.rank,
         )
         was_running = first.state is RUNNING
         harness.step()
@@ -311,12 +313,12 @@ def test_prompt_logprobs_survive_chunks_and_preemption(budget: int) -> None:
         harness.launch()
         outputs += harness.land()
     assert harness.scheduler.running_set.stats.num_preemptions > 0
-    firsts = {one.request_id: one for one in reversed(outputs)}
+    firsts = {output.request_id: output for output in reversed(outputs)}
     for name, (request, _) in harness.requests.items():
         assert (
             firsts[name].prompt_logprobs == harness.model.expected_output(request).prompt_logprobs
         )
-    assert sum(one.prompt_logprobs is not None for one in outputs) == 6
+    assert sum(output.prompt_logprobs is not None for output in outputs) == 6
 
 
 def test_prompt_logprobs_are_not_doubled_by_a_preemption_before_the_last_prompt_token() -> None:

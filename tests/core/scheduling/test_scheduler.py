@@ -57,10 +57,11 @@ def test_rows_are_limited_and_the_lowest_free_one_is_taken() -> None:
     harness = Harness(max_num_seqs=2)
     for name in "abc":
         harness.add(name, 2, 1 if name == "a" else 9)
-    assert [one.row for one in harness.step().admit] == [0, 1]  # "a" ends with this step
+    plan = harness.step()  # "a" ends with it
+    assert [admission.row for admission in plan.admit] == [0, 1]
     plan = harness.step()
     assert plan.release == (0,)
-    assert [one.row for one in plan.admit] == [0]
+    assert [admission.row for admission in plan.admit] == [0]
     harness.run()
 
 
@@ -119,13 +120,13 @@ def test_decodes_come_before_chunks_whatever_their_rank() -> None:
     harness.add("c", 2, 8)
     while harness.scheduler.has_unfinished:
         decoding = [
-            one
-            for one in harness.scheduler.running
-            if one.num_tokens - one.num_computed_tokens == 1
+            sequence
+            for sequence in harness.scheduler.running
+            if sequence.num_tokens - sequence.num_computed_tokens == 1
         ]
         plan = harness.step()
         assert plan.num_tokens <= 6
-        assert all(computed_by(plan).get(one.row or 0, 1) == 1 for one in decoding)
+        assert all(computed_by(plan).get(sequence.row or 0, 1) == 1 for sequence in decoding)
 
 
 def test_chunks_go_by_rank_and_the_rest_of_the_budget_to_the_next() -> None:
@@ -277,9 +278,9 @@ def test_log_probabilities_arrive_where_they_were_asked_for() -> None:
         harness.launch()
         outputs += harness.land()
     of_a = [output for output in outputs if output.request_id == "a"]
-    assert tuple(entry for one in of_a for entry in one.logprobs or ()) == expected.logprobs
-    assert [one.prompt_logprobs for one in of_a] == [expected.prompt_logprobs, None, None]
-    assert all(one.logprobs is None for one in outputs if one.request_id == "b")
+    assert tuple(entry for output in of_a for entry in output.logprobs or ()) == expected.logprobs
+    assert [output.prompt_logprobs for output in of_a] == [expected.prompt_logprobs, None, None]
+    assert all(output.logprobs is None for output in outputs if output.request_id == "b")
 
 
 def test_a_row_that_fails_ends_alone_and_publishes_nothing() -> None:
@@ -290,9 +291,9 @@ def test_a_row_that_fails_ends_alone_and_publishes_nothing() -> None:
     good = harness.runner.result()
     result = StepResult(plan.step_id, [1], [good.token_ids[1]], failed={0: "NaN in row 0"})
     outputs = harness.take_in(result)
-    assert [(one.finish_reason, one.error) for one in outputs if one.request_id == "bad"] == [
-        (FinishReason.ERROR, "NaN in row 0")
-    ]
+    assert [
+        (output.finish_reason, output.error) for output in outputs if output.request_id == "bad"
+    ] == [(FinishReason.ERROR, "NaN in row 0")]
     assert len(harness.memory.cache) == 2, "only the blocks of the good one"
     harness.run()
 

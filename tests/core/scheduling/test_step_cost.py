@@ -41,7 +41,7 @@ def _sequence(memory: KVCacheManager, index: int, num_tokens: int, max_tokens: i
 def _step(scheduler: Scheduler) -> None:
     plan = scheduler.schedule(0.0)
     assert plan is not None
-    rows = [one.row for one in scheduler.running if one.row is not None]
+    rows = [sequence.row for sequence in scheduler.running if sequence.row is not None]
     scheduler.apply(StepResult(plan.step_id, rows, [(1 + plan.step_id % 97,)] * len(rows)))
 
 

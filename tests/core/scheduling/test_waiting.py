@@ -107,15 +107,15 @@ def test_a_walk_survives_what_is_removed_and_added_under_it() -> None:
 
 def test_who_is_removed_is_found_where_it_was_put_whatever_became_of_it() -> None:
     queue = WaitingQueue(TenantPolicy())
-    one, other = fill(queue, [make(0, tenant="x"), make(1, tenant="x")])
-    one.rank, one.tenant = (99.0,), "y"
-    one.move_to(SequenceState.RUNNING)
-    queue.remove(one)
-    assert one not in queue
-    assert other in queue
-    assert list(queue) == [other]
+    first, second = fill(queue, [make(0, tenant="x"), make(1, tenant="x")])
+    first.rank, first.tenant = (99.0,), "y"
+    first.move_to(SequenceState.RUNNING)
+    queue.remove(first)
+    assert first not in queue
+    assert second in queue
+    assert list(queue) == [second]
     with pytest.raises(KeyError):
-        queue.remove(one)
+        queue.remove(first)
 
 
 def test_a_random_history_gives_the_same_order_as_sorting() -> None:
@@ -131,10 +131,14 @@ def test_a_random_history_gives_the_same_order_as_sorting() -> None:
             tenant, priority = draws.choice("xyz"), draws.randrange(4)
             present += fill(queue, [make(order, tenant=tenant, priority=priority)])
         policy.keys[draws.choice("xyz")] = draws.randrange(9)
-        expected = sorted(present, key=lambda one: (policy.keys.get(one.tenant, 0.0), one.rank))
-        assert orders(queue.candidates()) == [one.order for one in expected]
+        expected = sorted(
+            present, key=lambda sequence: (policy.keys.get(sequence.tenant, 0.0), sequence.rank)
+        )
+        assert orders(queue.candidates()) == [sequence.order for sequence in expected]
         assert len(queue) == len(present)
-        assert set(queue._buckets) == {one.tenant for one in present}, "an empty bucket stayed"
+        assert set(queue._buckets) == {sequence.tenant for sequence in present}, (
+            "an empty bucket stayed"
+        )
 
 
 def test_ranks_are_read_anew_for_a_bounded_number_a_step() -> None:

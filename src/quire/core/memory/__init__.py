@@ -1,1 +1,1 @@
-"""Blocks of the KV cache: who holds them, what they contain, what is forgotten first."""
+"""Blocks of the KV cache: their holders, their contents and their eviction."""

@@ -32,7 +32,7 @@ def bin_of(age: int) -> int:
 
 
 class ReuseCurve:
-    """How likely a content is to be asked for again, by its age: an actuarial life table.
+    """How likely a content is to be used again, by its age: an actuarial life table.
 
     Contents come in two classes: not reused so far, and reused at least once. Ages are counted in
     epochs (a fixed number of evictions: a clock that only memory pressure moves) and binned by

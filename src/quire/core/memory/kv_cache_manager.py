@@ -17,7 +17,7 @@ from quire.core.sequence import Eviction, Sequence
 from quire.core.step import BlockCopy, EditKind, TableEdit
 from quire.errors import RequestNeverFitsError
 
-# Of so many evicted blocks at least it is remembered when and for whom they went.
+# At least so many evictions are remembered: when, and for which request.
 MIN_REMEMBERED = 4096
 
 
@@ -47,11 +47,11 @@ class KVCacheManager:
     num_blocks_to_grow: blocks that a sequence takes at once when it outgrows its tables; 0 if it
         never does.
     padding: sequence -> blocks set aside for it beyond its tables, which the pool has as free but
-        nobody else can take; none, where blocks lie anywhere. num_padding_blocks: of all, and of
-        sequences that have ended but not their last step.
+        no other sequence can take; none, where blocks lie anywhere. num_padding_blocks: of all,
+        and of sequences that have ended but not their last step.
 
-    A subclass may manage the memory in another way, as `bench.baselines` does: the scheduler never
-    asks which class it has.
+    A subclass may manage the memory in another way, as `bench.baselines` does: the scheduler does
+    not depend on the class.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
@@ -125,7 +125,7 @@ class KVCacheManager:
     # ---- getting blocks ---------------------------------------------------------------------
 
     def num_blocks_to_admit(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Free blocks that `admit` takes: new ones, and matched ones that nobody holds."""
+        """Free blocks that `admit` takes: new ones, and matched ones that no table holds."""
         num_there = sum(map(len, match.blocks)) + sum(map(len, sequence.block_tables))
         needed = self.blocks_for(len(sequence.token_ids)) - num_there + match.num_revived
         return needed + self.num_groups * self.must_copy_tail(sequence)

@@ -9,8 +9,8 @@ Every block of the pool counts once, however many hold it:
     cached      free blocks whose content a prompt may find
     free        the rest
 
-Reads a manager and the sequences that live, changes nothing. Costs O(held blocks): for people who
-ask and benchmarks that sample, never for a step. Called by `engine.engine`.
+Reads a manager and the sequences that live, changes nothing. Costs O(held blocks): for reports on
+request and benchmarks that sample, never for a step. Called by `engine.engine`.
 """
 
 from collections import Counter
@@ -98,12 +98,12 @@ class MemoryReport:
             "saved_share": self.saved_share,
             "tenants": {
                 name: {
-                    "num_sequences": one.num_sequences,
-                    "useful_bytes": one.useful_bytes,
-                    "unfilled_bytes": one.unfilled_bytes,
-                    "reserved_bytes": one.reserved_bytes,
+                    "num_sequences": use.num_sequences,
+                    "useful_bytes": use.useful_bytes,
+                    "unfilled_bytes": use.unfilled_bytes,
+                    "reserved_bytes": use.reserved_bytes,
                 }
-                for name, one in self.tenants.items()
+                for name, use in self.tenants.items()
             },
         }
 
@@ -111,11 +111,11 @@ class MemoryReport:
         lines = [memory_table(self.parts, self.saved_bytes)]
         if any(self.tenants):
             lines += [
-                f"{name or '(no tenant)'}: {one.num_sequences} sequences,"
-                f" useful {format_bytes(one.useful_bytes)},"
-                f" unfilled {format_bytes(one.unfilled_bytes)},"
-                f" reserved {format_bytes(one.reserved_bytes)}"
-                for name, one in sorted(self.tenants.items())
+                f"{name or '(no tenant)'}: {use.num_sequences} sequences,"
+                f" useful {format_bytes(use.useful_bytes)},"
+                f" unfilled {format_bytes(use.unfilled_bytes)},"
+                f" reserved {format_bytes(use.reserved_bytes)}"
+                for name, use in sorted(self.tenants.items())
             ]
         return "\n".join(lines)
 
@@ -258,7 +258,7 @@ class BlockState(Enum):
 class BlockUse:
     """One block.
 
-    group: whose tokens it holds, of the KV groups; None where it has no owner and no content.
+    group: the KV group whose tokens it holds; None where it has no owner and no content.
     ref_count: table entries that name it, and steps in flight that may still read or copy it.
     heat: how often its content was used since it was computed; 0 without findable content.
     fill: computed tokens in it, of the owner that has most; without an owner, tokens of its
@@ -298,24 +298,26 @@ def block_map(
     live = list(live)
     num_blocks = memory.pool.num_blocks
     num_wanted = num_blocks if max_num_blocks is None else max_num_blocks
-    told = range(first_block, min(num_blocks, first_block + num_wanted))
-    owners, groups = _owners(live, told)
+    shown = range(first_block, min(num_blocks, first_block + num_wanted))
+    owners, groups = _owners(live, shown)
     fill = Holdings(memory, live).fill
     blocks = tuple(
         _use(memory, block, owners.get(block, []), groups.get(block), fill.get(block, 0))
-        for block in told
+        for block in shown
     )
     return BlockMap(num_blocks, memory.block_size, first_block, blocks)
 
 
-def _owners(live: Iterable[Sequence], told: range) -> tuple[dict[int, list[Owner]], dict[int, int]]:
+def _owners(
+    live: Iterable[Sequence], shown: range
+) -> tuple[dict[int, list[Owner]], dict[int, int]]:
     owners: dict[int, list[Owner]] = {}
     groups: dict[int, int] = {}
     for sequence in live:
         owner = sequence.request_id, sequence.branch_index
         for group, table in enumerate(sequence.block_tables):
             for block in table:
-                if block != HOLE_BLOCK and block in told:
+                if block != HOLE_BLOCK and block in shown:
                     owners.setdefault(block, []).append(owner)
                     groups[block] = group
     return owners, groups

@@ -24,7 +24,7 @@ DIGEST_BYTES = 16
 TOKEN_BYTES = 4
 FIRST_LOOKUPS = 16
 
-# The domain whose prefixes everybody may read. No request's own domain is called so: the server
+# The domain whose prefixes all requests may read. No request's own domain has this name: the server
 # derives domains from key names and salts, with a prefix of its own.
 PUBLIC_DOMAIN = "*"
 
@@ -219,13 +219,13 @@ class PrefixCache:
     # ---- why something is not there ---------------------------------------------------------
 
     def eviction_of(self, digest: bytes) -> Eviction | None:
-        """When this content was evicted last, if that is remembered. Asked of one not there."""
+        """When this content was evicted last, if remembered. For a content that is not cached."""
         return self._evictions.get(digest) or self._old_evictions.get(digest)
 
     def is_first_of_others(self, token_ids: Sequence[int]) -> bool:
         """Whether some domain has a cached prompt that begins with this full block.
 
-        Asked after the block was not found in the own one. For operators: never told to clients.
+        Called after the block was not found in the own one. For operators: never sent to clients.
         """
         return bool(self._roots_of_first.get(sortable(token_ids)))
 
@@ -284,8 +284,8 @@ def _words(count: int) -> struct.Struct:
     return struct.Struct(f">{count}I")
 
 
-def _num_common_bytes(one: bytes, other: bytes) -> int:
+def _num_common_bytes(first: bytes, second: bytes) -> int:
     """How many leading bytes agree."""
-    length = min(len(one), len(other))
-    difference = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
+    length = min(len(first), len(second))
+    difference = int.from_bytes(first[:length], "big") ^ int.from_bytes(second[:length], "big")
     return length - (difference.bit_length() + 7) // 8

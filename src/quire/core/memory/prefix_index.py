@@ -1,4 +1,4 @@
-"""What of a sequence's tokens is in memory already, and making what it computed findable.
+"""Matches sequences with cached blocks, and publishes the blocks that they computed.
 
 Reads and writes the prefix cache for `kv_cache_manager`, which alone takes and releases blocks.
 
@@ -26,7 +26,7 @@ class PrefixMatch(NamedTuple):
     blocks: by group, full blocks to share; all of equal length.
     partial: by group, a block whose first tokens are the next ones: to be copied. Empty: none.
     num_revived: how many of all these are free now and would be taken from the free ones.
-    leader: who is computing the next block just now, if somebody is.
+    leader: the sequence that is computing the next block just now, or None.
     """
 
     num_tokens: int
@@ -41,7 +41,7 @@ class PrefixIndex:
     """Sequences' side of the prefix cache.
 
     Invariant: `_computing` names, for full blocks that a running sequence is about to compute and
-    nobody else was when it was admitted, that sequence.
+    no other was when it was admitted, that sequence.
     """
 
     def __init__(self, cache: PrefixCache, pool: BlockPool, num_groups: int, enabled: bool) -> None:
@@ -130,7 +130,7 @@ class PrefixIndex:
         )
 
     def _public_chain(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """The hashes of at least its first num_blocks blocks as if they were published for all."""
+        """The hashes of at least its first num_blocks blocks as if published for all."""
         chain = sequence.public_chain
         if len(chain) < num_blocks:
             self.cache.extend_chain(chain, self.cache.public_root, sequence.token_ids)

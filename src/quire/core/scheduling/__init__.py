@@ -1,1 +1,1 @@
-"""What runs in the next step, and on whose blocks."""
+"""Which sequences run in the next step, and how many tokens of each."""

@@ -1,7 +1,7 @@
 """Admits waiting sequences: in the policy's order, while rows, blocks and budget last.
 
-CapacityCheck says whether one fits, now and as all are predicted to grow. The scheduler calls
-Admission once a step, before and after the running sequences were planned.
+CapacityCheck says whether a sequence fits, now and as all are predicted to grow. The scheduler
+calls Admission once a step, before and after the running sequences were planned.
 """
 
 from bisect import bisect_left
@@ -69,7 +69,7 @@ class CapacityCheck:
         self._running_set = running_set
         self._can_outrank = can_outrank
         self._failed: dict[Sequence, _FailedCheck] = {}
-        # What the running ones hold and will need, of one step and so many of them.
+        # What the running sequences hold and will need; valid for `_forecast_of` (step, how many).
         self._step_id = 0
         self._forecast_of = (-1, -1)
         self._growths: list[tuple[int, int, int]] = []
@@ -93,7 +93,7 @@ class CapacityCheck:
         if self._must_pause(sequence, step_id) and not is_sure:
             return Verdict.NO_CAPACITY
         num_usable = memory.pool.num_free - num_outranking * memory.num_blocks_to_grow
-        # Where nobody computes, nothing will be given back for which it could wait.
+        # Where no sequence computes, waiting would not free any block.
         failed = self._failed.get(sequence)
         if (
             failed is not None
@@ -162,7 +162,7 @@ class CapacityCheck:
         more, and each takes much longer to make."""
         memory = self._memory
         size = memory.block_size
-        num_blocks = sum([-(-one.max_num_tokens // size) for one in self._running_set.running])
+        num_blocks = sum([-(-other.max_num_tokens // size) for other in self._running_set.running])
         num_blocks += -(-sequence.max_num_tokens // size)
         return num_blocks * memory.num_groups <= memory.pool.num_blocks
 
@@ -174,7 +174,7 @@ class CapacityCheck:
             self.lengths.observe(sequence.num_output_tokens)
 
     def _must_pause(self, sequence: Sequence, step_id: int) -> bool:
-        """Whether it would start too soon after the last one, while it is crowded."""
+        """Whether it would start too soon after the last start, while `is_crowded`."""
         is_paced = self.is_crowded and sequence.num_admissions == 0
         if not is_paced or step_id >= self._started_at + self._pause:
             return False
@@ -185,7 +185,7 @@ class CapacityCheck:
         if sequence.num_admissions:
             return
         pause = self._pause_of(sequence, num_new_blocks)
-        # What is left of the step before is not lost: several may start in one.
+        # Unused time of the step before counts: several sequences may start in one step.
         self._started_at = max(self._started_at + self._pause, step_id - 1)
         self._pause = pause
 
@@ -204,15 +204,15 @@ class CapacityCheck:
         size, num_groups = self._memory.block_size, self._memory.num_groups
         counts: list[int] = []
         outputs: list[tuple[int, int]] = []
-        for one in running:
-            num_tokens = len(one.token_ids) + one.num_pending_tokens
+        for sequence in running:
+            num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
             counts.append(num_tokens)
-            num_prompt = one.num_prompt_tokens
-            outputs.append((num_tokens - num_prompt, one.max_num_tokens - num_prompt))
+            num_prompt = sequence.num_prompt_tokens
+            outputs.append((num_tokens - num_prompt, sequence.max_num_tokens - num_prompt))
         remaining = self.lengths.all_expected_remaining(outputs)
         return [
-            (num_groups * (one.num_slots // size), max(0, one.num_slots - count), to_come)
-            for one, count, to_come in zip(running, counts, remaining, strict=True)
+            (num_groups * (sequence.num_slots // size), max(0, sequence.num_slots - count), to_come)
+            for sequence, count, to_come in zip(running, counts, remaining, strict=True)
         ]
 
     def _remaining(self, sequence: Sequence) -> int:
@@ -265,7 +265,10 @@ class Admission:
 
         A new one takes from running ones only if the policy lets it, or if none runs.
         """
-        head = next((one for one in self._waiting.candidates() if not self._is_early(one)), None)
+        head = next(
+            (sequence for sequence in self._waiting.candidates() if not self._is_early(sequence)),
+            None,
+        )
         if head is None:
             return
         running_set, memory = self._running_set, self._memory
@@ -304,13 +307,13 @@ class Admission:
             self._running_set.reclaim(needed, sequence, from_running=True, from_all=from_all)
 
     def _could_take(self, num_wanted: int, rank: tuple[float, ...]) -> bool:
-        """Whether so many blocks would be free if all who are outranked gave up all they have."""
+        """Whether num_wanted blocks would be free if all outranked sequences gave up all theirs."""
         running_set = self._running_set
         outranked = [
             *running_set.running[bisect_left(running_set.running, rank, key=rank_of) :],
             *running_set.preempted[bisect_left(running_set.preempted, rank, key=rank_of) :],
         ]
-        num_theirs = sum(len(table) for one in outranked for table in one.block_tables)
+        num_theirs = sum(len(table) for sequence in outranked for table in sequence.block_tables)
         return num_wanted <= self._memory.num_free_soon + num_theirs
 
     def admit_waiting(
@@ -330,9 +333,9 @@ class Admission:
             if isinstance(found, PrefixMatch):
                 self.admit(sequence, found, step_id, now_s)
                 chunks[sequence] = self.serve(sequence, budget)
-                for one in passed_over:
-                    one.num_overtaken += 1
-                if any(one.num_overtaken >= MAX_OVERTAKEN for one in passed_over):
+                for overtaken in passed_over:
+                    overtaken.num_overtaken += 1
+                if any(overtaken.num_overtaken >= MAX_OVERTAKEN for overtaken in passed_over):
                     break
             elif found is Verdict.NO_CAPACITY:
                 passed_over.append(sequence)
@@ -373,7 +376,7 @@ class Admission:
         return sequence.num_pending_tokens > 0 or self._beams.has_reported(sequence)
 
     def serve(self, sequence: Sequence, budget: StepBudget) -> int:
-        """The chunk of a sequence that doesn't decode, taken from the budget; tells the policy."""
+        """The chunk of a sequence that doesn't decode, taken from the budget and counted."""
         computed = sequence.num_computed_tokens
         chunk = budget.take(
             computed,

@@ -14,7 +14,7 @@ class FaultIsolation:
     """Sequences that were in a failed step and did not sample since, sorted by rank.
 
     While there are any, the scheduler runs the first of them alone, until it samples or its step
-    fails too. So nobody is blamed for what another one did.
+    fails too. So no sequence is ended for the fault of another.
     """
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class FaultIsolation:
     def clear(self, sampled: Iterable[Sequence]) -> None:
         """Sequences that sampled since are no suspects any more."""
         cleared = set(sampled)
-        self._untried = [one for one in self._untried if one not in cleared]
+        self._untried = [suspect for suspect in self._untried if suspect not in cleared]
 
     def blame(self, in_flight: set[Sequence]) -> Sequence | None:
         """The sequence to end after a step failed: a suspect that was in it alone.
 
         Otherwise, all sequences of the steps in flight become suspects.
         """
-        live = [one for one in in_flight if not one.is_finished]
+        live = [sequence for sequence in in_flight if not sequence.is_finished]
         if len(in_flight) == 1 and live and live[0] in self._untried:
             return live[0]
         self._untried = sorted({*self._untried, *live}, key=lambda sequence: sequence.rank)

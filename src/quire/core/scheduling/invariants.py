@@ -1,4 +1,6 @@
-"""The accounting laws, checkable after any step. For tests and the simulator; costs O(everything).
+"""Checks of the scheduler's accounting, for tests and the simulator.
+
+They hold after any step. A check costs O(all blocks and sequences).
 
 Every block is accounted for exactly once: free, or held with a reference count that equals its
 holders (table entries and steps in flight). Every row is free or owned once.
@@ -57,13 +59,15 @@ def check_scheduler(scheduler: Scheduler) -> None:
     running_set, waiting = scheduler.running_set, list(scheduler.waiting)
     live = [*running_set.running, *waiting]
     assert len(live) == len({id(sequence) for sequence in live})
-    assert all(one.state is SequenceState.RUNNING for one in running_set.running)
-    preempted = [one for one in waiting if one.state is SequenceState.PREEMPTED]
-    assert all(one.state is SequenceState.WAITING for one in waiting if one not in preempted)
+    assert all(sequence.state is SequenceState.RUNNING for sequence in running_set.running)
+    preempted = [sequence for sequence in waiting if sequence.state is SequenceState.PREEMPTED]
+    assert all(
+        sequence.state is SequenceState.WAITING for sequence in waiting if sequence not in preempted
+    )
     assert set(preempted) == set(running_set.preempted)
     for ordered in (running_set.running, running_set.preempted):
         assert ordered == sorted(ordered, key=lambda sequence: sequence.rank)
-    rows = [*(one.row for one in running_set.running), *running_set.free_rows]
+    rows = [*(sequence.row for sequence in running_set.running), *running_set.free_rows]
     assert sorted(row for row in rows if row is not None) == list(
         range(scheduler.config.max_num_seqs)
     )

@@ -1,4 +1,4 @@
-"""How far sequences will still grow, and how many blocks that takes at its worst.
+"""Predicts output lengths, and the peak of blocks that they need.
 
 Admission weighs this, so that what is admitted seldom has to give blocks back. Both parts follow
 the Past-Future scheduler (Gong et al., Past-Future Scheduler for LLM Serving under SLA Guarantees,
@@ -69,8 +69,8 @@ class OutputLengthPredictor:
         return self.all_expected_remaining([(num_output_tokens, limit)])[0]
 
     def all_expected_remaining(self, outputs: Iterable[tuple[int, int]]) -> list[int]:
-        """The same of many at once, each (num_output_tokens, limit). A step may ask for all that
-        run, so there is hardly a call for each."""
+        """The same of many at once, each (num_output_tokens, limit). A step may need it for all
+        that run, so it makes few calls."""
         if self._is_stale:
             self._sum_up()
         above = self._above

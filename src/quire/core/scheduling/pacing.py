@@ -13,7 +13,7 @@ Log-probabilities of a prompt take the whole vocabulary for each of its tokens, 
 what the tokens take themselves. They make no step longer: not a paced one, and one at full speed
 computes only as many such tokens as fit into the time of its budget in tokens without them.
 
-The scheduler asks for a StepBudget each step; the engine tells how long steps took. Reads no clock.
+The scheduler gets a StepBudget each step; the engine reports how long steps took. Reads no clock.
 """
 
 from bisect import bisect_right
@@ -35,7 +35,7 @@ _NUM_PARTS = _ROWS + 4
 # Of a step's surprise, so much is learned, and at most such a share of what was predicted.
 LEARNING_RATE = 0.1
 MAX_SURPRISE = 0.5
-# A part that is predicted to take nothing still learns, as if it took this share of the step.
+# A part that is predicted to take nothing learns with at least this share of the step.
 LEAST_SHARE = 0.02
 
 # No step takes less. Where one is predicted to, there is no share of it to learn from.
@@ -111,7 +111,7 @@ class StepCostModel:
     def fit(cls, samples: Sequence[StepSample]) -> "StepCostModel":
         """The non-negative least squares of relative errors over samples, at least one.
 
-        Slopes of segments that no sample tells apart are as alike as possible.
+        Slopes of segments that no sample distinguishes are as alike as possible.
         """
         assert samples and all(sample.seconds > 0 for sample in samples), samples
         matrix = [[0.0] * _NUM_PARTS for _ in range(_NUM_PARTS)]
@@ -267,7 +267,7 @@ class StepBudget:
 
 
 class Pacer(Protocol):
-    """Who gives each step its budget."""
+    """Gives each step its budget."""
 
     def open_step(
         self, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prompts: int = 1
@@ -447,7 +447,7 @@ class StepPacer:
     def open_step(
         self, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prompts: int = 1
     ) -> StepBudget:
-        """See `Pacer`. Where nothing decodes nobody waits for a token: it is at full speed."""
+        """See `Pacer`. Where nothing decodes, no stream waits for a token: full speed."""
         load = StepLoad(num_decodes, num_decode_pairs)
         ratio = self.config.max_itl_ratio / self.margin
         least = self.config.min_prefill_tokens

@@ -1,7 +1,7 @@
-"""Collects changes of rows and tables until the next step plan takes them along.
+"""Collects the changes of rows and tables for the next step plan.
 
-The scheduler and its parts write here whatever they change in rows and tables; a plan that is sent
-takes all of it along, so the runner's tables and ours never differ.
+The scheduler and its parts record here all that they change in rows and tables; the next plan
+carries all of it, so the runner's tables equal the scheduler's.
 """
 
 from quire.core.sequence import Sequence
@@ -51,7 +51,7 @@ class PlanBuilder:
         )
 
     def fork(self, child: Sequence, parent: Sequence, *, joins_step: bool) -> None:
-        """The row of `child` becomes a copy of that of `parent`, with all its tables have become.
+        """The row of `child` becomes a copy of that of `parent`, with its tables as they are now.
 
         Forks are carried out before the edits of a plan, so the child gets the parent's edits too.
         """
@@ -68,14 +68,14 @@ class PlanBuilder:
         self.table_edits += edits
 
     def edit_token(self, row: int, position: int, token_id: int) -> None:
-        """The token of a row at `position`, its last, is another than the runner took."""
+        """Replace the last token of a row, at `position`: the runner sampled another."""
         self.token_edits.append(TokenEdit(row, position, (token_id,)))
 
     def copy(self, copies: list[BlockCopy]) -> None:
         """Blocks to copy before the coming step computes.
 
-        A copy of what is only to be copied becomes one of the original; a target that was given
-        back and taken again counts for its last taker.
+        A copy whose source is the target of an earlier copy reads that copy's source instead; a
+        target that was freed and taken again keeps only its last copy.
         """
         originals = {copy.target: copy.source for copy in self.copies}
         targets = {copy.target for copy in copies}
@@ -87,7 +87,7 @@ class PlanBuilder:
     def release(self, row: int) -> None:
         """The owner of a row leaves it; drops the row's unsent edits.
 
-        A row whose owner the runner was never told of is free there already.
+        A row whose fork was never sent is free in the runner already.
         """
         is_known = all(fork.row != row for fork in self.forks)
         if is_known:

@@ -1,8 +1,8 @@
-"""Ordering keys: who goes first, and from the other end, who gives way.
+"""Policies: keys that order sequences for admission, and backwards for preemption.
 
 A policy orders and does nothing else: budget, admission, allocation and preemption are the
 scheduler's. It knows no blocks, no rows and no queue; one object serves one scheduler and may learn
-from what the scheduler tells it. A new one is a class with one method and a line in POLICIES:
+from what the scheduler reports. A new policy is a class with one method and a line in POLICIES:
 
     class ShortestPromptPolicy(Policy):
         def rank(self, sequence: Sequence, now_s: float) -> Rank:
@@ -10,9 +10,10 @@ from what the scheduler tells it. A new one is a class with one method and a lin
 
     POLICIES["shortest_prompt"] = ShortestPromptPolicy
 
-Progress rests on this: the rank of a sequence that has ever run never changes again. One that never
-ran may be ranked anew (`reranks`); where it may also take from running ones (`can_outrank`), its
-rank may only move a bounded number of times, or two could take from each other for ever.
+Progress rests on this: the rank of a sequence that has ever run never changes again. A sequence
+that never ran may be ranked anew (`reranks`); where it may also take from running ones
+(`can_outrank`), its rank may only move a bounded number of times, or two sequences could take from
+each other for ever.
 """
 
 import inspect
@@ -31,7 +32,7 @@ Bucket = str | None
 
 
 class Policy(ABC):
-    """What a scheduler asks of an order, and what it tells it.
+    """The order in which a scheduler serves sequences, and the events that it reports to it.
 
     can_outrank: whether a sequence that never ran may take blocks and rows from running ones that
         it outranks. (One that was preempted always may: else the first-ranked could wait for ever.)
@@ -42,7 +43,7 @@ class Policy(ABC):
         does not, a request that has one is refused, so that none is ignored.
     counts_service, counts_steps: whether `on_service`, `on_step` are called.
 
-    Whoever needs no hook leaves it as it is: it does nothing.
+    The hooks (`on_...`) do nothing unless a policy overrides them.
     """
 
     can_outrank: bool = False
@@ -119,8 +120,8 @@ class PriorityPolicy(Policy):
 class LongestPrefixPolicy(Policy):
     """The longest cached prefix first, and a second of waiting is worth `wait_tokens_per_s`.
 
-    What is in the cache now costs little to serve now, and may be evicted later. Nobody starves:
-    one that came at t is outranked only by those that came before t + max_model_len /
+    What is in the cache now costs little to serve now, and may be evicted later. No sequence
+    starves: one that came at t is outranked only by those that came before t + max_model_len /
     wait_tokens_per_s, since no match is longer than the model's context.
     """
 
@@ -152,7 +153,7 @@ class FairPolicy(Policy):
     the smallest counter is admitted next; what it gets is added to its counter, `prompt_weight` for
     a prompt token and `output_weight` for an output token (the paper's 1 and 2). A tenant that
     begins to wait is lifted to the smallest counter of those that wait, so that idle time is no
-    credit; if nobody waits, to the counter of the last that did. Of two tenants that both wait, the
+    credit; if none waits, to the counter of the last that did. Of two tenants that both wait, the
     services differ by at most 2 * max(prompt_weight * longest prompt, output_weight * tokens in
     memory), however long it lasts and whatever each sends (theorem 4.4).
 
@@ -196,7 +197,7 @@ class FairPolicy(Policy):
     def on_enter(self, sequence: Sequence, now_s: float) -> None:
         account = self._account(sequence.tenant)
         if not account.backlog:
-            waiting = [one.counter for one in self._accounts.values() if one.backlog]
+            waiting = [other.counter for other in self._accounts.values() if other.backlog]
             self._floor = max(self._floor, min(waiting, default=self._floor))
             account.counter = max(account.counter, self._floor)
         account.backlog.add(sequence)
@@ -227,11 +228,11 @@ class FairPolicy(Policy):
         if sequence not in account.backlog:
             return
         account.backlog.remove(sequence)
-        if not any(one.backlog for one in self._accounts.values()):
+        if not any(other.backlog for other in self._accounts.values()):
             self._floor = max(self._floor, account.counter)
 
     def _forget_idle(self) -> None:
-        """Drop who has gone with no debt; the work is spread over the tenants that came since."""
+        """Drop tenants that have left and owe nothing; amortized over those that came since."""
         self._accounts = {
             tenant: account
             for tenant, account in self._accounts.items()
@@ -248,9 +249,9 @@ class DeadlinePolicy(Policy):
     planned, and how many outputs come from those that ended. One that would be late moves behind,
     once, and stays there: its time is better spent on one that can still be met.
 
-    Nobody starves, for all stand on one line of deadlines: one without a deadline counts as due
+    No sequence starves, for all are ordered by one deadline each: one without its own counts as due
     `patience_s` after it came, a late one after twice that. (So they go behind every deadline that
-    is shorter.) At that moment the line moves past them and nobody new goes ahead.
+    is shorter.) After that moment every new deadline is later, so no new sequence goes ahead.
     """
 
     can_outrank = True

@@ -61,10 +61,12 @@ class RunningSet:
     @property
     def is_idle(self) -> bool:
         """Whether no running sequence can compute before one that waits has: there is none, or all
-        are beams that wait for their fellows."""
+        are beams that wait for others of their search."""
         return all(
-            one.is_beam and not one.num_pending_tokens and one.num_computed_tokens == one.num_tokens
-            for one in self.running
+            sequence.is_beam
+            and not sequence.num_pending_tokens
+            and sequence.num_computed_tokens == sequence.num_tokens
+            for sequence in self.running
         )
 
     # ---- rows -------------------------------------------------------------------------------
@@ -96,13 +98,15 @@ class RunningSet:
         members = [sequence]
         if sequence.is_beam:
             members = [
-                one for one in self.running if one.is_beam and one.request_id == sequence.request_id
+                beam
+                for beam in self.running
+                if beam.is_beam and beam.request_id == sequence.request_id
             ]
         for member in reversed(members):
             num_wanted -= self.preempt_alone(member, num_wanted)
 
     def preempt_alone(self, sequence: Sequence, num_wanted: int) -> int:
-        """`preempt`, of one beam too; returns how many blocks become free."""
+        """`preempt` for this sequence only, even a beam; returns how many blocks become free."""
         memory, block_size = self._memory, self._memory.block_size
         self.stats.num_preemptions += 1
         self.stats.num_preempted_tokens += sequence.num_computed_tokens

@@ -41,7 +41,7 @@ from quire.errors import (
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counts since the start; those of admissions and preemptions are with those who do them."""
+    """Counts since the start; those of admissions and preemptions are kept where they happen."""
 
     num_steps: int = 0
     num_failed_steps: int = 0
@@ -63,7 +63,7 @@ class Scheduler:
         self.pacer: Pacer = ConstantPacer()  # to be replaced while no step is in flight
         self.policy = policy or FcfsPolicy()
         self.stats = SchedulerStats()
-        self.waiting = WaitingQueue(self.policy, lambda one: memory.match(one).num_tokens)
+        self.waiting = WaitingQueue(self.policy, lambda sequence: memory.match(sequence).num_tokens)
         self._builder = PlanBuilder()
         self.running_set = RunningSet(config.max_num_seqs, memory, self._builder, self.waiting)
         self._slots = AppendSlots(
@@ -138,9 +138,9 @@ class Scheduler:
 
         A beam takes its whole search with it.
         """
-        for one in self.beams.members_with(sequence):
-            if not one.is_finished:
-                self._finish(one, FinishReason.ABORT)
+        for member in self.beams.members_with(sequence):
+            if not member.is_finished:
+                self._finish(member, FinishReason.ABORT)
         self.beams.forget(sequence)
 
     def _enter(self, sequence: Sequence, now_s: float) -> None:
@@ -208,9 +208,9 @@ class Scheduler:
             return []
         self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)
         return [
-            one
-            for one, count in chunks.items()
-            if one.forks and one.num_computed_tokens + count == one.num_tokens
+            sequence
+            for sequence, count in chunks.items()
+            if sequence.forks and sequence.num_computed_tokens + count == sequence.num_tokens
         ]
 
     def _plan_alone(self, suspect: Sequence, chunks: dict[Sequence, int], now_s: float) -> None:
@@ -235,12 +235,12 @@ class Scheduler:
         """Tokens for running sequences: one for each that decodes, then chunks by rank.
 
         Decodes come first whatever their rank: they cost one token each and the budget has room for
-        all of them, while one long prompt would take the whole budget from everyone.
+        all of them, while one long prompt would take the whole budget from all.
         """
         partial: list[Sequence] = []
         num_pairs = 0
         # Most of the loop's rows take its last branch: no call there, not even of a property.
-        for sequence in self.running:  # whoever makes room shortens the list from its end
+        for sequence in self.running:  # making room preempts from the end of the list
             num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
             computed = sequence.num_computed_tokens
             gap = num_tokens - computed
@@ -374,8 +374,8 @@ class Scheduler:
         """End a sequence, or the beam search that it is part of, with an error."""
         if sequence.is_finished:
             return []
-        for one in self.beams.members_with(sequence):
-            self._finish(one, FinishReason.ERROR)
+        for member in self.beams.members_with(sequence):
+            self._finish(member, FinishReason.ERROR)
         self.beams.forget(sequence)
         num_branches = sequence.params.beam_width
         if num_branches:

@@ -1,4 +1,4 @@
-"""Steps in flight, and what their results become: filled blocks, tokens, outputs.
+"""Steps in flight, and the outputs made from their results.
 
 Used by `scheduler` alone, and by beam search for the outputs of failures.
 """
@@ -16,7 +16,8 @@ from quire.core.step import StepResult, TokenLogprobs
 class StepInFlight:
     """What `apply` needs to know of a step.
 
-    rows: row -> (who was in it, its num_admissions then, tokens written when the step has ended).
+    rows: row -> (its sequence, that one's num_admissions then, tokens written when the step has
+        ended).
     num_sampling: how many of them close their gap and so must come back with a token.
     """
 
@@ -30,7 +31,7 @@ class StepInFlight:
         for row, prompt_logprobs in result.prompt_logprobs.items():
             sequence, num_admissions, _ = self.rows[row]
             is_current = sequence.num_admissions == num_admissions and row not in result.failed
-            # Whoever was preempted in the middle of its prompt computes these positions again.
+            # A sequence preempted in the middle of its prompt computes these positions again.
             is_kept = sequence.state is not SequenceState.PREEMPTED or sequence.num_pending_tokens
             if is_current and is_kept and sequence.needs_prompt_logprobs:
                 sequence.prompt_logprobs.extend(prompt_logprobs)
@@ -60,7 +61,7 @@ def extend(
             token_ids = token_ids[:num_taken]
             break
     else:
-        if logprobs is None and prompt_logprobs is None:  # nearly all there are
+        if logprobs is None and prompt_logprobs is None:  # nearly every output
             return SequenceOutput(
                 sequence.request_id, sequence.branch_index, token_ids, sequence.num_cached_tokens
             )

@@ -1,6 +1,6 @@
-"""Who waits, in the order of a policy.
+"""The waiting queue, in the order of a policy.
 
-The scheduler adds, removes and goes through the candidates; whether one fits is its question.
+The scheduler adds, removes and goes through the candidates, and checks itself whether one fits.
 """
 
 from bisect import bisect_left, insort
@@ -72,14 +72,14 @@ class WaitingQueue:
             del self._buckets[bucket]
 
     def head(self) -> Sequence | None:
-        """Who is next; None if nobody waits."""
+        """The sequence that is next; None if none waits."""
         return next(self.candidates(), None)
 
     def candidates(self) -> Iterator[Sequence]:
         """All, each as the policy stands when it is drawn.
 
-        The queue may change meanwhile: who was removed is not drawn; who was added is, unless it
-        stands before the last that was drawn from its bucket.
+        The queue may change meanwhile: a removed sequence is not drawn; an added one is, unless
+        it stands before the last that was drawn from its bucket.
         """
         drawn: dict[Bucket, Rank] = {}
         while True:
@@ -99,9 +99,9 @@ class WaitingQueue:
     def refresh(self, now_s: float) -> None:
         """Before a step: read anew the ranks of a few that never ran, if the policy `reranks`.
 
-        The head, and who is head then, until one stays; and one of the first RERANK_WINDOW in the
-        head's bucket, by turns, for it may have become better. At most NUM_HEADS_RERANKED + 1 ranks
-        are read, however many wait.
+        The head, then the new head, until a head keeps its place; and one of the first
+        RERANK_WINDOW in the head's bucket, by turns, for it may have become better. At most
+        NUM_HEADS_RERANKED + 1 ranks are read, however many wait.
         """
         if not self._policy.reranks:
             return
@@ -118,7 +118,7 @@ class WaitingQueue:
             self._rerank(entries[self._turn][1], now_s)
 
     def _rerank(self, sequence: Sequence, now_s: float) -> bool:
-        """Returns whether its rank changed; who has run keeps it."""
+        """Returns whether its rank changed; a sequence that has run keeps it."""
         if sequence.state is not SequenceState.WAITING:
             return False
         rank = self._read_rank(sequence, now_s)

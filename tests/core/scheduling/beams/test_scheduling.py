@@ -63,7 +63,7 @@ def test_children_share_all_blocks_of_their_parent_by_reference() -> None:
     plan = harness.launch()
     assert len(plan.copies) == 3, "the last of the four writes in place"
     assert harness.memory.pool.num_held == 6
-    prompt_blocks = [one.block_tables[0][:2] for one in beams(harness, leader)]
+    prompt_blocks = [beam.block_tables[0][:2] for beam in beams(harness, leader)]
     assert prompt_blocks == [prompt_blocks[0]] * 4
     harness.run()
 
@@ -73,10 +73,10 @@ def test_the_first_child_of_a_beam_keeps_its_row_and_blocks() -> None:
     leader = harness.add("a", 9, params=DecodingParams(10, beam_width=3))
     harness.step()
     while harness.scheduler.has_unfinished:
-        before = {id(one): one.row for one in beams(harness, leader)}
+        before = {id(beam): beam.row for beam in beams(harness, leader)}
         plan = harness.step()
         if harness.scheduler.has_unfinished:
-            assert {id(one): one.row for one in beams(harness, leader)} == before
+            assert {id(beam): beam.row for beam in beams(harness, leader)} == before
         forked = {fork.row for fork in plan.forks}
         assert not forked & {fork.source_row for fork in plan.forks}
         assert forked & set(plan.release) == set(plan.release), "a row is dropped to be forked to"
@@ -108,8 +108,8 @@ def test_the_hypotheses_come_whole_best_first_at_the_end() -> None:
     while harness.scheduler.has_unfinished:
         harness.launch()
         outputs += harness.land()
-    assert [one.branch_index for one in outputs] == [0, 1, 2]
-    assert all(one.cumulative_logprob is not None for one in outputs)
+    assert [output.branch_index for output in outputs] == [0, 1, 2]
+    assert all(output.cumulative_logprob is not None for output in outputs)
     harness.check_answers()
 
 
@@ -150,7 +150,7 @@ def test_a_search_is_preempted_whole_and_comes_back_with_what_it_kept() -> None:
     high = harness.add("high", 69, 2, priority=0)
     harness.step()
     assert high.state is RUNNING
-    assert [one.state for one in members] == [PREEMPTED] * 3
+    assert [member.state for member in members] == [PREEMPTED] * 3
     assert 0 < harness.memory.pool.num_held - 18 < num_held
     harness.run()
 
@@ -161,13 +161,13 @@ def test_beams_that_have_reported_wait_for_one_that_finds_no_row() -> None:
     harness.add("y", 5, 6)
     leader = harness.add("a", 9, params=DecodingParams(6, beam_width=3))
     harness.step()
-    states = [one.state for one in beams(harness, leader)]
+    states = [beam.state for beam in beams(harness, leader)]
     assert states.count(RUNNING) == 2 and states.count(PREEMPTED) == 1
     plan = harness.step()
     assert plan.num_tokens == 4
     plan = harness.step()
     assert sum(chunk.num_new_tokens == 0 for chunk in plan.chunks) == 2, "they wait"
-    assert len({len(one.token_ids) for one in beams(harness, leader)}) == 1
+    assert len({len(beam.token_ids) for beam in beams(harness, leader)}) == 1
     harness.run()
 
 
@@ -198,7 +198,7 @@ def test_an_abort_ends_the_whole_search_in_any_state(num_steps: int) -> None:
     members = list(beams(harness, leader))
     harness.scheduler.abort(members[-1])
     harness.check()
-    assert all(one.is_finished for one in [leader, *members])
+    assert all(beam.is_finished for beam in [leader, *members])
     harness.run()
 
 
@@ -238,8 +238,8 @@ def test_a_beam_that_fails_ends_its_search_with_as_many_answers_as_were_asked_fo
         {leader_row: "NaN"},
     )
     outputs = harness.take_in(broken)
-    failed = [one for one in outputs if one.request_id == "a"]
-    assert [(one.branch_index, one.finish_reason, one.error) for one in failed] == [
+    failed = [output for output in outputs if output.request_id == "a"]
+    assert [(output.branch_index, output.finish_reason, output.error) for output in failed] == [
         (index, FinishReason.ERROR, "NaN") for index in range(3)
     ]
     assert not failed[0].token_ids and NEVER_ENDS is harness.model

@@ -95,17 +95,17 @@ class BeamScheduling:
     # ---- planning ---------------------------------------------------------------------------
 
     def has_reported(self, sequence: Sequence) -> bool:
-        """Whether it waits for its fellow beams."""
+        """Whether it waits for the other beams of its search."""
         return sequence.is_beam and sequence in self._groups[sequence.request_id].reported
 
     def ready_with(self, sequence: Sequence) -> list[Sequence]:
         """Those running beams of its search that decode next; the tokens of all are known."""
         return [
-            one
-            for one in self._groups[sequence.request_id].members
-            if one.state is SequenceState.RUNNING
-            and not one.num_pending_tokens
-            and one.num_tokens - one.num_computed_tokens == 1
+            beam
+            for beam in self._groups[sequence.request_id].members
+            if beam.state is SequenceState.RUNNING
+            and not beam.num_pending_tokens
+            and beam.num_tokens - beam.num_computed_tokens == 1
         ]
 
     def num_blocks_to_write(self, beams: list[Sequence]) -> int:
@@ -151,11 +151,13 @@ class BeamScheduling:
         reported, group.reported = group.reported, {}
         entries = [reported[member] for member in group.members]
         choices = group.search.advance(
-            [list(zip(one.top_token_ids, one.top_logprobs, strict=True)) for one in entries]
+            [list(zip(entry.top_token_ids, entry.top_logprobs, strict=True)) for entry in entries]
         )
         if not choices:
             return BeamOutcome(self._outputs(group), list(group.members))
-        return self._continue(group, [(one.parent, one.token_id) for one in choices], reported)
+        return self._continue(
+            group, [(choice.parent, choice.token_id) for choice in choices], reported
+        )
 
     def _continue(
         self,
@@ -220,13 +222,13 @@ class BeamScheduling:
             SequenceOutput(
                 leader.request_id,
                 index,
-                one.token_ids,
+                hypothesis.token_ids,
                 leader.num_cached_tokens,
-                one.finish_reason,
-                one.stop_reason,
-                cumulative_logprob=one.cumulative_logprob,
+                hypothesis.finish_reason,
+                hypothesis.stop_reason,
+                cumulative_logprob=hypothesis.cumulative_logprob,
             )
-            for index, one in enumerate(group.search.hypotheses())
+            for index, hypothesis in enumerate(group.search.hypotheses())
         ]
         num_lacking = leader.params.beam_width - len(outputs)
         message = f"there are only {len(outputs)} different continuations"

@@ -1,6 +1,6 @@
 """Beam search over token chains: which continuations live on, and which have ended.
 
-Pure bookkeeping for one request: it is told each live beam's best continuations and says which
+Pure bookkeeping for one request: it gets each live beam's best continuations and returns which
 beams follow. It knows no model, no blocks and no rows; the scheduler's beam group calls it.
 
 The search is that of transformers 5 (`generate(num_beams=k, do_sample=False,
