@@ -2,7 +2,7 @@
 
 import pytest
 from tests.core.harness import Harness, make_memory
-from tests.core.scheduling.test_cost_model import fitted, fitted_with_vocabulary, roofline
+from tests.core.scheduling.test_pacing_cost_model import fitted, fitted_with_vocabulary, roofline
 
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.pacing import (
