@@ -1,4 +1,4 @@
-"""Who is faster: quire alone or against its baselines, in alternating rounds of one run.
+"""Measures quire and its baselines in alternating rounds of one run.
 
 Each baseline first shows at which width it is fastest, on the first requests of the workload. Then
 each round runs every contender once on the same requests. Calls `contenders` and `hf_generate`;
@@ -80,17 +80,17 @@ def alternate(
     found: dict[str, list[Round]] = {name: [] for name in contenders}
     for index, requests in enumerate(rounds):
         for name, contender in contenders.items():
-            one = measure(contender, requests)
-            found[name].append(one)
-            rate = one.figures["output_throughput"]
-            noise = _describe(one.noise)
+            result = measure(contender, requests)
+            found[name].append(result)
+            rate = result.figures["output_throughput"]
+            noise = _describe(result.noise)
             say(f"round {index + 1} of {len(rounds)}, {name}: {rate:.0f} output tokens/s{noise}")
     return found
 
 
 def median_figures(rounds: Sequence[Round]) -> Figures:
     """Each figure's median over the rounds."""
-    return medians([one.figures for one in rounds])
+    return medians([result.figures for result in rounds])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def say(text: str) -> None:
 
 
 def _rates(rounds: Sequence[Round]) -> list[float]:
-    return [rate for one in rounds if (rate := one.figures["output_throughput"]) is not None]
+    return [rate for result in rounds if (rate := result.figures["output_throughput"]) is not None]
 
 
 def _describe(noise: Noise) -> str:

@@ -1,4 +1,4 @@
-"""What carries a workload on quire's own engine: continuous batches, and static ones to compare.
+"""Runs a workload on quire's engine, in continuous or static batches.
 
 Both drive the same Engine, hence the same model, kernels, runner and memory. Token ids in, token
 ids out: no tokenizer takes part. Greedy, end tokens ignored, so the lengths are exact. Knows
@@ -75,7 +75,7 @@ class StaticBatches:
 
     A batch of `width` requests enters an empty engine. Every row computes on until the longest
     output of its batch is done: a row whose own request is done goes on computing tokens that
-    nobody asked for and that are not counted. Then the next batch enters. Two things are kinder to
+    are not counted. Then the next batch enters. Two things are kinder to
     it than usual: prompts are packed, not padded to the longest, and prefill goes in the engine's
     chunks. Nothing is shared between requests, as static batching has no prefix cache.
     """

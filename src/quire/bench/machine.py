@@ -1,4 +1,4 @@
-"""What the figures were measured on, and who else was busy there meanwhile.
+"""Describes the machine of a measurement, and the load of other processes.
 
 One busy neighbour on a small machine can cost a factor of several, so each measured run says how
 many cores other processes took. Knows no engine. Used by `compare` and `report`.

@@ -91,6 +91,6 @@ def medians(rounds: Sequence[Mapping[str, float | None]]) -> Figures:
     """For each key its median over the rounds, each key on its own; None where a round has None."""
     found: Figures = {}
     for key in rounds[0]:
-        values = [value for one in rounds if (value := one[key]) is not None]
+        values = [value for figures in rounds if (value := figures[key]) is not None]
         found[key] = statistics.median(values) if len(values) == len(rounds) else None
     return found

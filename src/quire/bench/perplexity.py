@@ -1,4 +1,4 @@
-"""`quire bench perplexity`: what quantization costs in quality, on a text of the user's.
+"""`quire bench perplexity`: the quality that quantization costs, on a given text.
 
 The text's tokens are cut into windows, each of which the engine reads by itself; a token counts if
 another one of its window precedes it. Loads without torch, so that `--help` is quick.
@@ -65,7 +65,7 @@ def cut(token_ids: Sequence[int], window_tokens: int) -> list[Sequence[int]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what this benchmark can be asked."""
+    """Add the options of this benchmark."""
     names = (NONE, *weight_format_names())
     parser.description = (
         "Measure a model's perplexity on a text, without quantization and with: the price of"
@@ -147,9 +147,11 @@ def _read(args: argparse.Namespace) -> str:
 
 
 def _line(name: str, found: dict[str, Perplexity]) -> str:
-    one, first = found[name], next(iter(found.values()))
-    change = f"{100 * (one.perplexity / first.perplexity - 1):+.2f} %" if one is not first else ""
-    return f"{name:6} perplexity {one.perplexity:10.4f}  {change:9} ({one.num_tokens} tokens)"
+    result, first = found[name], next(iter(found.values()))
+    change = (
+        f"{100 * (result.perplexity / first.perplexity - 1):+.2f} %" if result is not first else ""
+    )
+    return f"{name:6} perplexity {result.perplexity:10.4f}  {change:9} ({result.num_tokens} tokens)"
 
 
 def _write(args: argparse.Namespace, found: dict[str, Perplexity]) -> None:
@@ -157,7 +159,8 @@ def _write(args: argparse.Namespace, found: dict[str, Perplexity]) -> None:
         "model_id": args.model or "embedded model",
         "window_tokens": args.window_tokens,
         "results": {
-            name: {**asdict(one), "perplexity": one.perplexity} for name, one in found.items()
+            name: {**asdict(result), "perplexity": result.perplexity}
+            for name, result in found.items()
         },
     }
     Path(args.output_json).write_text(json.dumps(results, indent=1) + "\n")

@@ -39,7 +39,7 @@ def as_json(results: Results) -> dict[str, Any]:
         **results.setting,
         **median_figures(results.rounds[QUIRE]),
         "rounds": {
-            name: [{**one.figures, **asdict(one.noise)} for one in rounds]
+            name: [{**result.figures, **asdict(result.noise)} for result in rounds]
             for name, rounds in results.rounds.items()
         },
         "baselines": {
@@ -74,7 +74,7 @@ def table(results: Results) -> str:
     }
     lines = [*_setting_lines(results), "", _line("", list(heads.values()))]
     for label, key, form in _rows():
-        values = [_cell(one[key], form) for one in found.values()]
+        values = [_cell(figures[key], form) for figures in found.values()]
         lines.append(_line(label, values))
     for name, times in results.ratios.items():
         lines.append(
@@ -147,7 +147,7 @@ def _ledger_lines(found: Figures) -> list[str]:
 
 
 def _noise_lines(rounds: Mapping[str, Sequence[Round]]) -> list[str]:
-    every = [one.noise for runs in rounds.values() for one in runs]
+    every = [result.noise for runs in rounds.values() for result in runs]
     cores = [noise.other_cores for noise in every if noise.other_cores is not None]
     if not cores:
         return ["how busy other processes were is not known on this system"]

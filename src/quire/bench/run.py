@@ -82,7 +82,9 @@ def run(spec: BenchSpec) -> Results:
 
 def _warm_up(engine: Engine, requests: Sequence[BenchRequest]) -> None:
     few = requests[:_WARM_UP_PROMPTS]
-    short = [replace(one, output_len=min(_WARM_UP_TOKENS, one.output_len)) for one in few]
+    short = [
+        replace(request, output_len=min(_WARM_UP_TOKENS, request.output_len)) for request in few
+    ]
     ContinuousBatches(engine).run(short)
 
 

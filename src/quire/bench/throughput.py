@@ -29,7 +29,7 @@ _ENGINE_OPTIONS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what this benchmark can be asked."""
+    """Add the options of this benchmark."""
     parser.description = (
         "Measure the engine's throughput and latencies: requests of log-normal lengths, all at"
         " t=0, token ids in and out."

@@ -1,7 +1,8 @@
-"""The load that all contenders carry: seeded log-normal lengths, random tokens, all at t=0.
+"""The load of a benchmark: seeded lengths and random tokens, all at t=0.
 
-Lengths depend on the spec alone; token ids also on the round, so that no prefix cache helps from
-one round to the next. Knows no engine and no clock. Used by `throughput` and `compare`.
+Lengths are log-normal and depend on the spec alone; token ids also on the round, so that no prefix
+cache helps from one round to the next. Knows no engine and no clock. Used by `throughput` and
+`compare`.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What the core is compared with: preemption of whole sequences, admission without a forecast."""
+"""Baselines: preemption of whole sequences, admission without a forecast."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The other side of the engine: who asked for what, and whether exactly that comes.
+"""Simulated clients: their requests, and the check of what they get.
 
 Every branch must get the tokens that it would get alone, log-probabilities and the reason of its
 end included, and nothing after its end. Knows no scheduler; used by the simulator.
@@ -43,7 +43,7 @@ class Client:
 
 
 class Clients:
-    """Those who are not answered yet, by request and branch."""
+    """Clients that are not answered yet, by request and branch."""
 
     def __init__(self, config: SimulationConfig, report: SimulationReport) -> None:
         self.config = config
@@ -71,12 +71,12 @@ class Clients:
         return self._num_branches[request_id]
 
     def choose_to_fork(self, rng: random.Random) -> Client | None:
-        """Somebody whose sequence may be forked; None if there is nobody."""
-        found = [one for one in self._waiting.values() if not one.sequence.is_beam]
+        """A client whose sequence may be forked; None if there is none."""
+        found = [client for client in self._waiting.values() if not client.sequence.is_beam]
         return rng.choice(found) if found else None
 
     def find(self, key: Key) -> Client | None:
-        """Who still waits for this branch."""
+        """The client that still waits for this branch."""
         return self._waiting.get(key)
 
     def end_aborted(self, client: Client) -> None:
@@ -86,7 +86,7 @@ class Clients:
                 self._end(key, FinishReason.ABORT)
 
     def cut_off(self, now_s: float) -> list[tuple[Request, list[Client]]]:
-        """The engine is no more: what is to be asked of another one, with those who wait for it."""
+        """After the engine's end: requests for another engine, each with its waiting clients."""
         by_request: dict[int, list[Client]] = {}
         for client in self._waiting.values():
             by_request.setdefault(id(client.request), []).append(client)
@@ -106,7 +106,7 @@ class Clients:
         return found
 
     def check_all_answered(self) -> None:
-        """Raise AssertionError if anybody still waits."""
+        """Raise AssertionError if any client still waits."""
         unanswered = [client.sequence for client in self._waiting.values()]
         assert not unanswered, f"never answered: {unanswered}"
 
@@ -149,9 +149,11 @@ class Clients:
         for index in range(request.params.beam_width):
             expected, logprob = ExpectedOutput((), FinishReason.ERROR, None, None), None
             if index < len(found):  # a small vocabulary has fewer continuations
-                one = found[index]
-                expected = ExpectedOutput(one.token_ids, one.finish_reason, None, None)
-                logprob = one.cumulative_logprob
+                hypothesis = found[index]
+                expected = ExpectedOutput(
+                    hypothesis.token_ids, hypothesis.finish_reason, None, None
+                )
+                logprob = hypothesis.cumulative_logprob
             self._add(Client(request, index, leader, expected, now_s, logprob))
 
     def _add(self, client: Client) -> None:

@@ -1,4 +1,4 @@
-"""The simulation through the real engine: its loop, its overlap, its recovery from failed steps.
+"""Runs a simulation through the real engine and its loop.
 
 `simulator` calls scheduler and runner by turns itself. Here `Engine.step` does, and everything that
 clients ask goes through `Engine.add`, `fork` and `abort`. The device is modelled as one that runs

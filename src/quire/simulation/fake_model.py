@@ -120,8 +120,8 @@ class FakeModel:
         return np.where(is_end, self.end_token_id, others)
 
     def beam_candidates(self, fingerprint: int, count: int) -> list[Candidate]:
-        """The best continuations of a prefix by one token, best first: distinct tokens, as many as
-        asked, or all but the end token. Which and how likely depends on nothing but the prefix."""
+        """The best continuations of a prefix by one token, best first: distinct tokens, `count`
+        or all but the end token. Which and how likely depends on nothing but the prefix."""
         count = min(count, self.vocab_size - 1)
         draw = mix(fingerprint ^ BEAM_SALT)
         token_ids: list[int] = []

@@ -1,7 +1,7 @@
 """The fake runner's rows and block tables; refuses impossible plans.
 
 Knows no forward pass: it says which slots a step writes and reads, `fake_runner` does the rest.
-A refusal is an AssertionError that tells what the last plans said of the row.
+A refusal is an AssertionError with what the last plans said of the row.
 """
 
 from collections import deque
@@ -37,27 +37,27 @@ class PlanHistory:
 
     def refuse(self, message: str, row: int | None = None) -> NoReturn:
         """Raise AssertionError with the message and what the last plans said of the row."""
-        told = [f"  step {plan.step_id}: {_told(plan, row)}" for plan in self._plans]
+        descriptions = [f"  step {plan.step_id}: {_describe(plan, row)}" for plan in self._plans]
         whose = "all rows" if row is None else f"row {row}"
-        raise AssertionError("\n".join([message, f"the last plans, for {whose}:", *told]))
+        raise AssertionError("\n".join([message, f"the last plans, for {whose}:", *descriptions]))
 
 
-def _told(plan: StepPlan, row: int | None) -> str:
+def _describe(plan: StepPlan, row: int | None) -> str:
     def concerns(other: int) -> bool:
         return row is None or other == row
 
     parts = [f"{plan.num_rows} rows, {plan.num_tokens} tokens"]
     parts += [f"release {other}" for other in plan.release if concerns(other)]
     parts += [
-        f"admit {one.row} with {one.num_computed_tokens} of {len(one.token_ids)} tokens computed,"
-        f" tables {one.block_tables}"
-        for one in plan.admit
-        if concerns(one.row)
+        f"admit {admission.row} with {admission.num_computed_tokens} of"
+        f" {len(admission.token_ids)} tokens computed, tables {admission.block_tables}"
+        for admission in plan.admit
+        if concerns(admission.row)
     ]
     parts += [
-        f"fork {one.row} from {one.source_row}{', joins' if one.joins_step else ''}"
-        for one in plan.forks
-        if concerns(one.row) or concerns(one.source_row)
+        f"fork {fork.row} from {fork.source_row}{', joins' if fork.joins_step else ''}"
+        for fork in plan.forks
+        if concerns(fork.row) or concerns(fork.source_row)
     ]
     parts += [str(edit) for edit in plan.token_edits if concerns(edit.row)]
     parts += [str(edit) for edit in plan.table_edits if concerns(edit.row)]

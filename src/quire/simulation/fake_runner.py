@@ -207,7 +207,7 @@ class FakeRunner:
         return [*new_blocks, *targets]
 
     def _launch(self, plan: StepPlan) -> FakeStep:
-        """Who computes what: chunks by name, all other live rows one token each."""
+        """Which rows compute what: chunks by name, all other live rows one token each."""
         rows, refuse = self.rows, self.history.refuse
         is_implicit = rows.live.copy()
         is_implicit[list(rows.joining)] = False
@@ -326,7 +326,7 @@ class FakeRunner:
         failed = failed_rows(step, self.faults.nan_token_id)
         last = step.last_fingerprints()
         token_ids = self.model.next_tokens(last, step.salts)
-        extras = [one for one in step.special if one[1] >= 0]
+        extras = [entry for entry in step.special if entry[1] >= 0]
         for _, sample, admission in extras:
             if admission.params.beam_width:
                 token_ids[sample] = self.model.beam_candidates(int(last[sample]), 1)[0][0]
@@ -350,15 +350,15 @@ class FakeRunner:
             for index, _, admission in step.special
             if (entries := prompt_logprobs_of(step, index, admission))
         }
-        told = [
+        sampled = [
             (row, (token_id,))
             for row, token_id in zip(step.sampling.tolist(), token_ids.tolist(), strict=True)
             if row not in failed
         ]
         return StepResult(
             step.plan.step_id,
-            [row for row, _ in told],
-            [tokens for _, tokens in told],
+            [row for row, _ in sampled],
+            [tokens for _, tokens in sampled],
             logprobs,
             prompt_logprobs,
             failed,

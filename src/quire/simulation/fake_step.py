@@ -21,9 +21,10 @@ class FakeStep:
     rows, starts, ends: [R]. write_rows, write_positions: [W]. By group: write_slots [W] and
     read_slots [R, longest].
     sampling, sources, salts, epochs: [S]: the row, the index into `rows` of the one whose logits
-    it samples from (its own, but for a fork that joins), and whose it was, to know late tokens.
-    special: (index into rows, index into sampling or -1, admission) of those that ask for more than
-    tokens or fail. A fork that joins has the index of its source, but computes no prompt itself.
+    it samples from (its own, but for a fork that joins), and the epoch of its owner, to know late
+    tokens. special: (index into rows, index into sampling or -1, admission) of those that need more
+    than tokens or fail. A fork that joins has the index of its source, but computes no prompt
+    itself.
     fingerprints: [R, longest], known once the tokens of the step before are.
     """
 

@@ -17,7 +17,7 @@ MAX_NUM_ROWS = 1 << 16  # rows are numbered below it, so that a writer is one nu
 
 
 class FakeStore:
-    """Slots of all blocks, and who wrote each of them last: step_id * MAX_NUM_ROWS + row."""
+    """Slots of all blocks, and which step and row wrote each last: step_id * MAX_NUM_ROWS + row."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class FakeStore:
         self._group_salts = [np.uint64(mix(group + 1)) for group in range(len(windows))]
 
     def scribble(self, blocks: list[int]) -> None:
-        """Nobody may still need what was in these blocks."""
+        """Overwrite blocks whose content no sequence may still need."""
         self._slots.reshape(-1, self._block_size)[blocks] = SCRIBBLE
 
     def scribble_writes(self, step: FakeStep) -> None:

@@ -22,7 +22,7 @@ class SimulationReport:
         searches.
     finished: reason -> branches. aborted_in: state -> branches. num_answered: branches that got a
         token. num_output_tokens: of all branches. served_tokens: the same by tenant.
-    first_token_s: from arrival to the first token, summed over those who got one;
+    first_token_s: from arrival to the first token, summed over those that got one;
         max_first_token_s: the longest; first_token_waits_s: each. latencies_s: from arrival to the
         end of each branch that ended by itself, at a stop or at its limit.
     num_preemptions: times that a sequence had to give blocks back. num_preempted_tokens: computed
@@ -109,14 +109,14 @@ class SimulationReport:
 def printed_lines(report: SimulationReport) -> list[str]:
     """Field by field, as `python -m quire.simulation` prints it; of lists the percentiles."""
     lines = []
-    for one in fields(report):
-        value = getattr(report, one.name)
+    for entry in fields(report):
+        value = getattr(report, entry.name)
         if isinstance(value, list):
             shares = (50, 90, 99)
             value = "  ".join(f"p{share} {percentile(value, share):.3f}" for share in shares)
-        elif one.name == "steps_per_s":
+        elif entry.name == "steps_per_s":
             value = f"{value:.0f}"
-        lines.append(f"{one.name:22} {value}")
+        lines.append(f"{entry.name:22} {value}")
     return lines
 
 
@@ -134,17 +134,17 @@ def add_up(reports: list[SimulationReport], seed: int) -> SimulationReport:
     """One report of several runs: sums, and the largest of what is a maximum. Digests of runs are
     not added up, and steps_per_s is left to the caller."""
     total = SimulationReport(seed)
-    for one in fields(SimulationReport):
-        values = [getattr(report, one.name) for report in reports]
-        if one.name in LARGEST:
-            setattr(total, one.name, max(values, default=0))
-        elif isinstance(getattr(total, one.name), dict):
+    for entry in fields(SimulationReport):
+        values = [getattr(report, entry.name) for report in reports]
+        if entry.name in LARGEST:
+            setattr(total, entry.name, max(values, default=0))
+        elif isinstance(getattr(total, entry.name), dict):
             counts = Counter[str]()
             for value in values:
                 counts.update(value)
-            setattr(total, one.name, dict(sorted(counts.items())))
-        elif isinstance(getattr(total, one.name), list):
-            setattr(total, one.name, [number for value in values for number in value])
-        elif one.name not in ("seed", "digest", "steps_per_s"):
-            setattr(total, one.name, sum(values))
+            setattr(total, entry.name, dict(sorted(counts.items())))
+        elif isinstance(getattr(total, entry.name), list):
+            setattr(total, entry.name, [number for value in values for number in value])
+        elif entry.name not in ("seed", "digest", "steps_per_s"):
+            setattr(total, entry.name, sum(values))
     return total

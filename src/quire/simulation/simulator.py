@@ -239,7 +239,7 @@ class Simulator:
         return make_sequences(request, self.config.max_model_len, root, self.now_s)
 
     def _crash_now_and_then(self) -> None:
-        """Everything is lost but what clients have; what they still wait for is asked for again."""
+        """Lose all but what clients have got; request again what they still wait for."""
         if self._crash_rng.random() >= self.config.crash_rate:
             return
         self.report.take_counts(self.scheduler)
@@ -271,7 +271,7 @@ class Simulator:
         return True
 
     def _fork_now_and_then(self) -> None:
-        """Somebody forks a sequence, in whatever state it is, as long as requests come."""
+        """Fork a random client's sequence, whatever its state, as long as requests come."""
         if self._next_arrival is None or self._rng.random() >= self.config.fork_rate:
             return
         client = self.clients.choose_to_fork(self._rng)
@@ -299,7 +299,7 @@ class Simulator:
             heapq.heappush(self._aborts, (*due, arrival.request.request_id, branch_index))
 
     def _abort_due(self, is_between: bool) -> None:
-        """Abort those whose moment has come; between planning and result, or before planning."""
+        """Abort the requests that are due; between planning and result, or before planning."""
         while self._aborts and self._aborts[0][:2] <= (self._turn, is_between):
             client = self.clients.find(heapq.heappop(self._aborts)[2:])
             if client is None:

@@ -1,4 +1,4 @@
-"""What a simulation is made of, and the requests that its seed draws.
+"""The configuration of a simulation, and the requests that its seed draws.
 
 Knows no scheduler. Every draw comes from one `random.Random(seed)`, in a fixed order, so that a
 seed replays exactly.
@@ -42,13 +42,13 @@ class SimulationConfig:
     eviction: a name in `core.memory.eviction.EVICTION_ORDERS`.
     step_base_s, step_token_s: a step takes base + tokens * token seconds of the virtual clock.
     arrivals: "poisson" or "bursts" (of 8) at requests_per_s on the virtual clock, or "at_once".
-    max_num_waiting: while so many wait, nobody else comes.
+    max_num_waiting: while so many wait, no other request comes.
     prompt_tokens, output_tokens: the shortest and the longest, drawn evenly.
     shared_prefix_rate: prompts that begin with one of 4 shared prefixes. near_rate: prompts that
         begin with those of an earlier one, up to any token. repeat_rate: prompts that equal that of
         the request before and come together with it.
     num_branches: fewest and most of a request. beam_rate: requests that search beams instead, of
-        beam_width beams. fork_rate: steps after which somebody forks a sequence, whatever its
+        beam_width beams. fork_rate: steps after which a client forks a sequence, whatever its
         state, while requests still come.
     public_rate: requests in the domain that all may read.
     abort_rate: requests aborted at a random moment. max_abort_age_steps: at most so late.

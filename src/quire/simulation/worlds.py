@@ -1,4 +1,4 @@
-"""Many small worlds with everything in them: forks, beams, followers, domains, faults, all at once.
+"""Small simulations that mix forks, beams, shared prefixes, domains and faults.
 
 Each world is a `SimulationConfig` drawn from (seed, index), so that a failure in one is replayed by
 the command that names its options, without those before it.

@@ -1,4 +1,4 @@
-"""The baselines that paging replaced: one run of adjacent blocks for a sequence's whole life.
+"""Baseline KV memory: one run of adjacent blocks per sequence.
 
 Each reserves at admission what a sequence may need until its end, and so never grows, shares or
 caches: as Kwon et al. (SOSP 2023, section 6.1) let Orca manage memory. Their runs still are block
@@ -42,7 +42,7 @@ def reserve_power_of_two(sequence: Sequence, max_model_len: int) -> int:
 
 
 def reserve_oracle(sequence: Sequence, max_model_len: int) -> int:
-    """The prompt and the output's true length, which nobody knows in advance.
+    """The prompt and the output's true length, which is not known in advance.
 
     It is taken to be the length limit: true where end tokens are ignored, else an upper bound.
     """
@@ -137,7 +137,7 @@ class ContiguousKVCacheManager(KVCacheManager):
     # ---- getting and giving back ------------------------------------------------------------
 
     def match(self, sequence: Sequence) -> PrefixMatch:
-        """Nothing: who waits holds nothing, and nothing is shared."""
+        """Nothing: a waiting sequence holds nothing, and nothing is shared."""
         return PrefixMatch(0, 0, ((),) * self.num_groups)
 
     def num_blocks_to_admit(self, sequence: Sequence, match: PrefixMatch) -> int:

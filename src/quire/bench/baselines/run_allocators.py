@@ -1,4 +1,4 @@
-"""Runs of adjacent blocks on a line: what memory managers did before paging.
+"""Allocators of runs of adjacent blocks, as used before paging.
 
 First fit with coalescing of holes, and the binary buddy system (Knuth, TAOCP vol. 1, section 2.5).
 Both show external fragmentation: enough blocks may be free and still no hole take a run. Knows

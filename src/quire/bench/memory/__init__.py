@@ -1,1 +1,1 @@
-"""`quire bench memory`: what paging is worth, measured against what it replaced."""
+"""`quire bench memory`: paging measured against contiguous KV memory."""

@@ -25,7 +25,7 @@ _COSTS["context_token_us"] = ("context_token_s", 1e-6)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what this benchmark can be asked."""
+    """Add the options of this benchmark."""
     parser.description = (
         "Carry one load under one budget of KV slots with contiguous reservations (of the longest"
         " length, of the next power of two, of the true length) and with pages: what the memory"
@@ -223,13 +223,13 @@ def _carry(args: argparse.Namespace, load: MemoryLoad, budget: Budget) -> dict[s
     found = {}
     for name in dict.fromkeys(args.allocators):
         if args.engine:
-            one = run_engine(name, load, budget, _engine_options(args))
+            outcome = run_engine(name, load, budget, _engine_options(args))
         else:
-            one = simulate(name, load, budget, args.placement or DEFAULT_PLACEMENT, cost)
-        found[name] = one
+            outcome = simulate(name, load, budget, args.placement or DEFAULT_PLACEMENT, cost)
+        found[name] = outcome
         say(
-            f"{name}: {one.use.mean_running:.1f} requests at once,"
-            f" {one.use.output_tokens_per_s:.0f} output tokens/s"
+            f"{name}: {outcome.use.mean_running:.1f} requests at once,"
+            f" {outcome.use.output_tokens_per_s:.0f} output tokens/s"
         )
     return found
 
@@ -249,9 +249,9 @@ def _share(args: argparse.Namespace, load: MemoryLoad, budget: Budget) -> list[A
         options=_engine_options(args),
     )
     found = []
-    for one in share(spec):
-        say(f"{one.kind} {one.width}: {one.share:.1%} of the blocks saved")
-        found.append(one)
+    for case in share(spec):
+        say(f"{case.kind} {case.width}: {case.share:.1%} of the blocks saved")
+        found.append(case)
     return found
 
 

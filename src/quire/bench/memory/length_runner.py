@@ -47,7 +47,7 @@ class StepCost:
 
 
 class VirtualClock:
-    """A time that passes only when told to, in seconds from 0."""
+    """A time in seconds from 0, which only its methods move."""
 
     def __init__(self) -> None:
         self._now_s = 0.0

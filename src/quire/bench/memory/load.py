@@ -1,6 +1,7 @@
 """The load of the memory benchmark: lengths and arrival times.
 
-Knows no engine and no clock. Used by `command` and `study`.
+Lengths are log-normal with a given mean. Knows no engine and no clock. Used by
+`command` and `study`.
 """
 
 import math
@@ -42,7 +43,7 @@ class MemoryLoad:
 
     input_mean, output_mean: in tokens, of what is drawn, after the cut to 1 .. max_model_len / 2.
     sigma: standard deviation of the logarithm of both lengths; 0 makes all equal. With 0.8 the
-        published shares of memory come out about right: they tell that a running request has 440
+        published shares of memory come out about right: they mean that a running request has 440
         tokens on average (38.2% of 15,700 slots, 13.6 requests), hence how much longer than the
         mean those are that run long.
     requests_per_s: of a Poisson process; infinite: all are there at once.

@@ -3,11 +3,11 @@
 A slot is room for one token. Every slot is counted once, as in the ledger
 (`core.memory.memory_report`), where contiguous reservations are split by what will come of them:
 
-    useful    holds keys and values of a token of somebody who is not done yet
+    useful    holds keys and values of a token of an unfinished sequence
     reserved  set aside for tokens that its owner will still make
     unfilled  the rest of a last, partly filled block (paging alone)
     internal  set aside, but its owner will never use it: reserved beyond its end, or rounded up
-    external  free, and enough in all for who waits first, but not in one run
+    external  free, and enough in all for the first waiting one, but not in one run
     cached    free, and still holds a prefix that another request may find
     free      neither
 
@@ -52,10 +52,12 @@ def _split_reservations(
     live: Iterable[Sequence],
     first_waiting: Sequence | None,
 ) -> None:
-    """Tell what will be used from what will not, which takes the true lengths; and find holes."""
+    """Split what will be used from what will not, by the true lengths; and find holes."""
     # The last token is sampled, but its K and V are never written.
     num_left = sum(
-        one.max_num_tokens - 1 - one.num_computed_tokens for one in live if one.block_tables
+        sequence.max_num_tokens - 1 - sequence.num_computed_tokens
+        for sequence in live
+        if sequence.block_tables
     )
     num_unused = slots["unfilled"] + slots["reserved"]
     slots["unfilled"], slots["reserved"] = 0, num_left * memory.num_groups
@@ -68,7 +70,7 @@ def _split_reservations(
 class MemoryUse:
     """Averages over time, each step weighted with its duration.
 
-    They are taken from when a tenth of the requests has ended until nobody waits and nobody is
+    They are taken from when a tenth of the requests has ended until no request waits or is
     still to come; over the whole run where there is no such time (is_steady is False).
 
     shares: part -> share of all slots. useful_share: useful slots by those held (free, cached and
@@ -108,8 +110,8 @@ class MemoryMeter:
     ) -> None:
         """A step that took so many seconds, and the state that it left behind.
 
-        Who ended with the step counts as running, but its slots are free. num_to_come: requests
-        that have not arrived yet.
+        A sequence that ended with the step counts as running, but its slots are free.
+        num_to_come: requests that have not arrived yet.
         """
         outputs = list(outputs)
         num_tokens = sum(len(output.token_ids) for output in outputs)
@@ -123,7 +125,7 @@ class MemoryMeter:
         self._num_ended += num_ended
 
     def use(self) -> MemoryUse:
-        """To be asked at the end."""
+        """The averages, at the end of the run."""
         notes = np.array(self._notes)
         is_steady = np.array(self._is_steady)
         chosen = notes[is_steady] if is_steady.any() else notes

@@ -1,4 +1,4 @@
-"""The memory benchmark's results as a picture. Needs matplotlib, which is an extra.
+"""Plots the memory benchmark's results. Needs matplotlib, an extra.
 
 Colours are those of Okabe and Ito, which people with any common colour blindness can tell apart;
 each part of a bar is also named in the legend in the order of the bars, and carries its figure.
@@ -87,7 +87,7 @@ def _draw_shares(axes: Any, results: MemoryResults) -> None:
     names = list(results.allocators)
     left = dict.fromkeys(names, 0.0)
     for part in PARTS:
-        shares = {name: one.use.shares[part] for name, one in results.allocators.items()}
+        shares = {name: outcome.use.shares[part] for name, outcome in results.allocators.items()}
         axes.barh(
             [_NAMES[name] for name in names],
             list(shares.values()),
@@ -119,7 +119,7 @@ def _draw_shares(axes: Any, results: MemoryResults) -> None:
 
 
 def _draw_running(axes: Any, results: MemoryResults) -> None:
-    values = {name: one.use.mean_running for name, one in results.allocators.items()}
+    values = {name: outcome.use.mean_running for name, outcome in results.allocators.items()}
     published = results.published_running
     _draw_bars(axes, values, ".1f", published)
     title = "Requests running at once"
@@ -127,7 +127,7 @@ def _draw_running(axes: Any, results: MemoryResults) -> None:
 
 
 def _draw_throughput(axes: Any, results: MemoryResults) -> None:
-    values = {name: one.use.output_tokens_per_s for name, one in results.allocators.items()}
+    values = {name: outcome.use.output_tokens_per_s for name, outcome in results.allocators.items()}
     _draw_bars(axes, values, ".0f", {})
     axes.set_title("Output tokens per second", loc="left")
 
@@ -147,10 +147,10 @@ def _draw_bars(axes: Any, values: dict[str, float], form: str, published: dict[s
 
 
 def _draw_sharing(axes: Any, results: MemoryResults) -> None:
-    widths = sorted({one.width for one in results.sharing})
+    widths = sorted({case.width for case in results.sharing})
     kinds = {PARALLEL: ("parallel samples", _LIGHT_BAR), BEAMS: ("beams", _BAR)}
     for index, (kind, (name, colour)) in enumerate(kinds.items()):
-        shares = {one.width: one.share for one in results.sharing if one.kind == kind}
+        shares = {case.width: case.share for case in results.sharing if case.kind == kind}
         for width, share in shares.items():
             at = widths.index(width) + (index - 0.5) * 0.4
             axes.bar(at, share, width=0.38, color=colour, label=name if width == widths[0] else "")

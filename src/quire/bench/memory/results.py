@@ -47,7 +47,7 @@ class MemoryResults:
 
     setting: what was run, on what: names -> values that JSON can hold. "shape" in it names the
         published figures that these are to be compared with, or is None.
-    allocators: name -> what came of it. sharing: empty where it was not asked for.
+    allocators: name -> its outcome. sharing: empty where it was not asked for.
     """
 
     setting: dict[str, Any]
@@ -69,14 +69,17 @@ def as_json(results: MemoryResults) -> dict[str, Any]:
         **results.setting,
         "allocators": {
             name: {
-                **asdict(one),
+                **asdict(outcome),
                 "published_mean_running": results.published_running.get(name),
             }
-            for name, one in results.allocators.items()
+            for name, outcome in results.allocators.items()
         },
         "sharing": [
-            {**asdict(one), "published_share": results.published_saved.get((one.kind, one.width))}
-            for one in results.sharing
+            {
+                **asdict(case),
+                "published_share": results.published_saved.get((case.kind, case.width)),
+            }
+            for case in results.sharing
         ],
     }
 
@@ -117,7 +120,7 @@ def setting_lines(setting: dict[str, Any]) -> list[str]:
 
 def _allocator_lines(results: MemoryResults) -> list[str]:
     found = results.allocators
-    uses = {name: one.use for name, one in found.items()}
+    uses = {name: outcome.use for name, outcome in found.items()}
     lines = [
         _line("", list(found)),
         _line("requests running, mean", [f"{use.mean_running:.1f}" for use in uses.values()]),
@@ -129,10 +132,14 @@ def _allocator_lines(results: MemoryResults) -> list[str]:
         _line("requests running, most", [str(use.most_running) for use in uses.values()]),
         _line("output tokens/s", [f"{use.output_tokens_per_s:.0f}" for use in uses.values()]),
         _line("requests/s", [f"{use.requests_per_s:.2f}" for use in uses.values()]),
-        _line("s per output token", [f"{one.seconds_per_token:.3f}" for one in found.values()]),
-        _line("duration s", [f"{one.duration_s:.0f}" for one in found.values()]),
-        _line("preemptions", [str(one.num_preemptions) for one in found.values()]),
-        _line("recomputed tokens", [str(one.num_recomputed_tokens) for one in found.values()]),
+        _line(
+            "s per output token", [f"{outcome.seconds_per_token:.3f}" for outcome in found.values()]
+        ),
+        _line("duration s", [f"{outcome.duration_s:.0f}" for outcome in found.values()]),
+        _line("preemptions", [str(outcome.num_preemptions) for outcome in found.values()]),
+        _line(
+            "recomputed tokens", [str(outcome.num_recomputed_tokens) for outcome in found.values()]
+        ),
         _line("useful of what is held", [f"{use.useful_share:.1%}" for use in uses.values()]),
         "of all slots",
     ]
@@ -151,11 +158,11 @@ def _allocator_lines(results: MemoryResults) -> list[str]:
 def _sharing_lines(results: MemoryResults) -> list[str]:
     model = results.setting["sharing_model"]
     lines = [f"KV blocks saved by sharing, of those without (published); beams on {model}"]
-    for one in results.sharing:
-        published = results.published_saved.get((one.kind, one.width))
+    for case in results.sharing:
+        published = results.published_saved.get((case.kind, case.width))
         beside = "" if published is None else f" ({published:.1%})"
         lines.append(
-            f"  {one.kind} {one.width}: {one.share:.1%}{beside}, {one.num_requests} requests"
+            f"  {case.kind} {case.width}: {case.share:.1%}{beside}, {case.num_requests} requests"
         )
     return lines
 

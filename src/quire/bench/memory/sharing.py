@@ -1,9 +1,9 @@
-"""How many KV blocks the branches of a request share: parallel samples and beams.
+"""Measures the KV blocks that parallel samples and beams share.
 
 As in figure 15 of Kwon et al. (SOSP 2023): blocks saved by blocks without sharing, here summed over
-all steps. What parallel samples share depends on lengths alone, so a simulation can tell. Beams
-live and die by a model's own probabilities: a few requests with real text, on a real model. Nobody
-else is beside them. `memory` calls it.
+all steps. What parallel samples share depends on lengths alone, so a simulation shows it. Beams
+live and die by a model's own probabilities: a few requests with real text, on a real model. No
+other request runs beside them. `memory` calls it.
 """
 
 import argparse

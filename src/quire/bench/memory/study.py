@@ -1,4 +1,4 @@
-"""One load under one budget of KV slots, carried by each allocator in turn.
+"""Runs one load on each allocator, with equal KV slots.
 
 Simulated: the real engine, scheduler and memory with a runner that only counts, on a virtual clock.
 Or the real engine on a model, in wall time. `command` calls it with what the command line said.
@@ -173,7 +173,8 @@ def carry(
         meter.observe(engine.scheduler, outputs, now_s - started_s, num_to_come)
     stats = engine.stats()
     per_token = [
-        (progress.ended_s[one.index] - arrivals_s[one.index]) / one.output_len for one in requests
+        (progress.ended_s[request.index] - arrivals_s[request.index]) / request.output_len
+        for request in requests
     ]
     return Carried(
         use=meter.use(),
