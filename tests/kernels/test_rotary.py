@@ -3,10 +3,13 @@
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_to_first_elements
 
 from quire.kernels.rotary import rotary
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PARTS = [(64, 16), (64, 32), (64, 48), (128, 32), (128, 64), (128, 96), (80, 20), (12, 2)]
+"""D, R"""
 SHAPES = [(1, 1, 1, 2), (5, 7, 1, 80), (48, 4, 2, 64), (0, 4, 2, 64), (3, 14, 2, 12)]
 
 
@@ -43,6 +46,38 @@ def test_equals_transformers_to_the_bit(shape, dtype, in_place):
         assert torch.equal(q, before[0]) and torch.equal(k, before[1])
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), PARTS)
+def test_of_a_part_of_each_head_equals_transformers_to_the_bit(
+    head_dim, rotary_dim, dtype, in_place
+):
+    q, k, _, _ = _inputs(5, 4, 2, head_dim, dtype)
+    _, _, cos, sin = _inputs(5, 4, 2, rotary_dim, dtype)
+    rest = q[..., rotary_dim:].clone(), k[..., rotary_dim:].clone()
+    theirs = apply_to_first_elements(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None]
+    )
+    ours = rotary(q, k, cos, sin, in_place=in_place)
+    for rotated, expected, unchanged, given in zip(ours, theirs, rest, (q, k), strict=True):
+        assert torch.equal(rotated, expected[0].transpose(0, 1))
+        assert torch.equal(rotated[..., rotary_dim:], unchanged)
+        assert (rotated is given) == in_place
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), PARTS)
+def test_of_a_part_of_each_head_by_the_definition(head_dim, rotary_dim):
+    q, k, _, _ = _inputs(5, 4, 2, head_dim, torch.float32)
+    angles = torch.rand(5, rotary_dim // 2, dtype=torch.float64) * 6
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+    wide = torch.cat((angles, angles), -1)
+    rotated, _ = rotary(q, k, wide.cos().float(), wide.sin().float())
+    first, second = q.double()[..., :rotary_dim].chunk(2, dim=-1)
+    numbers = torch.complex(first, second) * turns
+    exact = torch.cat((numbers.real, numbers.imag, q.double()[..., rotary_dim:]), -1)
+    torch.testing.assert_close(rotated.double(), exact, rtol=0, atol=1e-6)
+
+
 def test_the_formula():
     angle = torch.tensor([[0.3, 1.1]])
     cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
@@ -63,6 +98,8 @@ def test_the_formula():
         [(3, 4, 8), (3, 2, 6), (3, 8), (3, 8)],
         [(3, 4, 8), (3, 2, 8), (3, 4), (3, 8)],
         [(3, 4, 8), (3, 2, 8), (3, 8), (1, 8)],
+        [(3, 4, 8), (3, 2, 8), (3, 10), (3, 10)],
+        [(3, 4, 8), (3, 2, 8), (3, 3), (3, 3)],
     ],
 )
 def test_shapes_that_do_not_fit_are_named(shapes):

@@ -48,7 +48,7 @@ ROPES = [
 ]
 
 
-def _config(rope_type, rope, head_dim=128):
+def _config(rope_type, rope, head_dim=128, **parameters_too):
     given = {name: getattr(rope, name) for name in rope.__dataclass_fields__}
     parameters = {
         name: list(value) if isinstance(value, tuple) else value
@@ -59,7 +59,7 @@ def _config(rope_type, rope, head_dim=128):
         hidden_size=4 * head_dim,
         num_attention_heads=4,
         max_position_embeddings=TRAINED,
-        rope_parameters={"rope_type": rope_type} | parameters,
+        rope_parameters={"rope_type": rope_type} | parameters | parameters_too,
     )
 
 
@@ -74,6 +74,17 @@ def test_frequencies_equal_transformers_to_the_bit(rope_type, rope, max_model_le
     assert ours.dtype == torch.float32 and ours.shape == (64,)
     assert torch.equal(ours, expected)
     assert our_factor == factor
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "rope", "max_model_len"), [row for row in ROPES if row[0] != "default"]
+)
+def test_frequencies_of_a_part_of_each_head_equal_transformers(rope_type, rope, max_model_len):
+    """Their dimension is how many elements rotate: here 128 of 256, or 0.5."""
+    config = _config(rope_type, rope, head_dim=256, partial_rotary_factor=0.5)
+    expected, factor = ROPE_INIT_FUNCTIONS[rope_type](config, CPU, seq_len=max_model_len)
+    ours, our_factor = rope.frequencies(RopeLimits(128, TRAINED, max_model_len))
+    assert torch.equal(ours, expected) and our_factor == factor
 
 
 def test_every_type_is_compared():

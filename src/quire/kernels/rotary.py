@@ -2,15 +2,17 @@
 
 In the half-split layout of published checkpoints.
 
-    out[:D/2] = x[:D/2] * cos - x[D/2:] * sin
-    out[D/2:] = x[D/2:] * cos + x[:D/2] * sin
+    out[:R/2]  = x[:R/2] * cos - x[R/2:R] * sin
+    out[R/2:R] = x[R/2:R] * cos + x[:R/2] * sin
+    out[R:]    = x[R:]
 
 `layers.attention` says with a `Rotation` what is to be done to q and k, and the attention backends
 do it, by `rotate` or fused with the write of K and V. Knows no rope types: the table of cosines and
 sines comes from `layers.rotary`.
 
-Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even). cos and sin hold each of their
-D/2 values twice: [c, c]. All tensors have one dtype; q and k may be strided views.
+Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), R elements of a head that rotate
+(even, at most D; in most models D). cos and sin hold each of their R/2 values twice: [c, c]. All
+tensors have one dtype; q and k may be strided views.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from quire.kernels.rms_norm import rms_norm
 class Angles:
     """How far the tokens of a step are turned.
 
-    table: [max_model_len, D] fp32, for each position D/2 cosines, then D/2 sines. positions: [T]
+    table: [max_model_len, R] fp32, for each position R/2 cosines, then R/2 sines. positions: [T]
     int64. dtype: the model's, to which cosines and sines are rounded before they multiply.
     """
 
@@ -34,7 +36,7 @@ class Angles:
         self._cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token, [T, D] each, every value twice: gathered once for all layers."""
+        """Of each token, [T, R] each, every value twice: gathered once for all layers."""
         if self._cos_sin is None:
             rows = self.table.index_select(0, self.positions).to(self.dtype)
             cos, sin = rows.chunk(2, dim=-1)
@@ -74,15 +76,19 @@ def rotary(
     *,
     in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, Hq, D], k [T, Hkv, D], cos and sin [T, D] -> (rotated q, rotated k).
+    """q [T, Hq, D], k [T, Hkv, D], cos and sin [T, R] -> (rotated q, rotated k).
 
     in_place: write the results over q and k, and return those.
     """
-    expected = (q.shape[0], q.shape[2])
-    if cos.shape != expected or sin.shape != expected or k.shape[::2] != expected:
+    num_tokens, _, size = q.shape
+    rotary_dim = cos.shape[-1]
+    is_even_part = 0 < rotary_dim <= size and rotary_dim % 2 == 0
+    are_alike = cos.shape == sin.shape == (num_tokens, rotary_dim)
+    if not (is_even_part and are_alike) or k.shape[::2] != (num_tokens, size):
         raise ValueError(
             f"k is {tuple(k.shape)}, cos {tuple(cos.shape)} and sin {tuple(sin.shape)}, but q, "
-            f"{tuple(q.shape)}, needs the same tokens and head size, cos and sin {expected}"
+            f"{tuple(q.shape)}, needs the same tokens and head size, cos and sin "
+            f"{(num_tokens, size)}, or an even part of that head size"
         )
     if not (q.dtype == k.dtype == cos.dtype == sin.dtype):
         raise ValueError(
@@ -96,7 +102,11 @@ def rotary(
 def _rotary_torch(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, in_place: bool
 ) -> torch.Tensor:
-    half = x.shape[-1] // 2
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        rotated = _rotary_torch(x[..., :size], cos, sin, in_place)
+        return x if in_place else torch.cat((rotated, x[..., size:]), dim=-1)
+    half = size // 2
     swapped = torch.cat((-x[..., half:], x[..., :half]), dim=-1).mul_(sin)
     # Multiply, then add: a fused multiply-add would round once less than transformers does.
     return (x.mul_(cos) if in_place else x * cos).add_(swapped)

@@ -8,7 +8,7 @@ however long its sequence grows.
 
 Knows no config.json (`models.rope_config` reads it). Called by the models.
 
-Shapes: T tokens, D head size.
+Shapes: T tokens, R elements of a head that rotate: all D of its size, or the first of them.
 """
 
 import math
@@ -28,10 +28,11 @@ _POSITIONS_AT_ONCE = 1 << 14
 class RopeLimits:
     """What a formula may need beside its own parameters.
 
-    max_position_embeddings: as the checkpoint says. max_model_len: as this engine runs it.
+    rotary_dim: R. max_position_embeddings: as the checkpoint says. max_model_len: as this engine
+        runs it.
     """
 
-    head_dim: int
+    rotary_dim: int
     max_position_embeddings: int
     max_model_len: int
 
@@ -44,7 +45,7 @@ class Rope(ABC):
 
     @abstractmethod
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
-        """([D/2] fp32 angles per position, the factor on cosines and sines)."""
+        """([R/2] fp32 angles per position, the factor on cosines and sines)."""
 
     @property
     def type_name(self) -> str:
@@ -64,7 +65,7 @@ class DefaultRope(Rope):
     """arXiv:2104.09864."""
 
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
-        return 1.0 / _wavelengths(self.rope_theta, limits.head_dim), 1.0
+        return 1.0 / _wavelengths(self.rope_theta, limits.rotary_dim), 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class LinearRope(Rope):
     factor: float
 
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
-        return 1.0 / _wavelengths(self.rope_theta, limits.head_dim) / self.factor, 1.0
+        return 1.0 / _wavelengths(self.rope_theta, limits.rotary_dim) / self.factor, 1.0
 
     def max_positions(self, max_position_embeddings: int) -> int:
         return _stretched(max_position_embeddings, self.factor)
@@ -87,7 +88,7 @@ class DynamicRope(Rope):
     factor: float
 
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
-        trained, dim = limits.max_position_embeddings, limits.head_dim
+        trained, dim = limits.max_position_embeddings, limits.rotary_dim
         length = max(limits.max_model_len, trained)
         stretch = (self.factor * length / trained) - (self.factor - 1)
         return 1.0 / _wavelengths(self.rope_theta * stretch ** (dim / (dim - 2)), dim), 1.0
@@ -111,7 +112,7 @@ class Llama3Rope(Rope):
             self.low_freq_factor,
             self.high_freq_factor,
         )
-        plain = 1.0 / _wavelengths(self.rope_theta, limits.head_dim)
+        plain = 1.0 / _wavelengths(self.rope_theta, limits.rotary_dim)
         wavelength = _LENGTHS_PER_TURN / plain
         is_long, is_short = wavelength > length / low, wavelength < length / high
         smooth = (length / wavelength - low) / (high - low)
@@ -138,7 +139,7 @@ class YarnRope(Rope):
     truncate: bool = True
 
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
-        dim = limits.head_dim
+        dim = limits.rotary_dim
         factor = self.factor or (
             limits.max_position_embeddings / self.original_max_position_embeddings
         )
@@ -178,7 +179,7 @@ class YarnRope(Rope):
 class LongRope(Rope):
     """LongRoPE, arXiv:2402.13753: the long factors when max_model_len goes beyond the original one.
 
-    short_factor, long_factor: D/2 numbers. factor: as in YarnRope.
+    short_factor, long_factor: R/2 numbers. factor: as in YarnRope.
     """
 
     original_max_position_embeddings: int
@@ -191,7 +192,7 @@ class LongRope(Rope):
         original = self.original_max_position_embeddings
         is_long = limits.max_model_len > original
         factors = torch.tensor(self.long_factor if is_long else self.short_factor)
-        scaled = 1.0 / (factors * _wavelengths(self.rope_theta, limits.head_dim))
+        scaled = 1.0 / (factors * _wavelengths(self.rope_theta, limits.rotary_dim))
         if self.attention_factor is not None:
             return scaled, self.attention_factor
         factor = self.factor or limits.max_position_embeddings / original
@@ -227,7 +228,7 @@ def _yarn_mscale(scale: float, mscale: float) -> float:
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of all positions below max_model_len, fp32, computed once."""
 
-    table: torch.Tensor  # [max_model_len, D]: D/2 cosines, then D/2 sines
+    table: torch.Tensor  # [max_model_len, R]: R/2 cosines, then R/2 sines
 
     def __init__(
         self, rope: Rope, limits: RopeLimits, *, dtype: torch.dtype, device: torch.device
@@ -235,8 +236,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.dtype = dtype
         frequencies, factor = rope.frequencies(limits)
-        table = torch.empty(limits.max_model_len, limits.head_dim)
-        half = limits.head_dim // 2
+        table = torch.empty(limits.max_model_len, limits.rotary_dim)
+        half = limits.rotary_dim // 2
         # In pieces: the angles and both functions of all positions would take three tables.
         for first in range(0, limits.max_model_len, _POSITIONS_AT_ONCE):
             rows = table[first : first + _POSITIONS_AT_ONCE]

@@ -18,6 +18,8 @@ from quire.kernels.rms_norm import rms_norm
 from quire.kernels.rotary import rotary
 
 DTYPES = [torch.float32, torch.bfloat16]
+PARTS = [(64, 16), (64, 32), (64, 48), (128, 32), (128, 64), (128, 96), (80, 20), (12, 2)]
+"""D, and how many elements of a head rotate."""
 ULP = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
 
 
@@ -124,7 +126,9 @@ class Heads:
         group = abi.KVGroupStep(slot_mapping=self.slots.data_ptr())
         step = abi.Step(num_tokens=len(self.positions), positions=self.positions.data_ptr())
         step.groups = ctypes.addressof(group)
-        rotation = abi.Rotary(table=self.table.data_ptr(), norm_eps=1e-6)
+        rotation = abi.Rotary(
+            table=self.table.data_ptr(), norm_eps=1e-6, rotary_dim=self.table.shape[1]
+        )
         if self.norms is not None:
             rotation.q_norm, rotation.k_norm = (norm.data_ptr() for norm in self.norms)
         elementwise.rotate_and_write_kv(kernels, self.layer, rotation, step, self.qkv)
@@ -165,9 +169,11 @@ def make_heads(
     dtype: torch.dtype,
     *,
     head_dim: int = 64,
+    rotary_dim: int | None = None,
     block_size: int = 16,
     normalises: bool = False,
 ) -> Heads:
+    """rotary_dim: how many elements of a head rotate; None: all."""
     num_heads, num_kv_heads, num_blocks = 3, 2, 64 + 2 * num_tokens // block_size
     generator = torch.Generator().manual_seed(num_tokens)
     pages = torch.full((num_blocks, 2 * num_kv_heads * block_size * head_dim), torch.nan)
@@ -175,7 +181,8 @@ def make_heads(
     norms = None
     if normalises:
         norms = (random(head_dim, dtype=dtype, seed=5), random(head_dim, dtype=dtype, seed=6))
-    angles = torch.outer(torch.arange(400.0), torch.rand(head_dim // 2, generator=generator))
+    num_pairs = (rotary_dim or head_dim) // 2
+    angles = torch.outer(torch.arange(400.0), torch.rand(num_pairs, generator=generator))
     return Heads(
         qkv=random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
         pages=pages,
@@ -230,10 +237,31 @@ def test_rotation_with_normalised_heads(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotation_is_the_same_with_any_threads_and_tokens(
-    library: NativeLibrary, kernels: NativeKernels, dtype: torch.dtype
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), PARTS)
+def test_rotation_of_a_part_of_each_head(
+    kernels: NativeKernels, dtype: torch.dtype, head_dim: int, rotary_dim: int
 ) -> None:
-    heads = make_heads(90, dtype, normalises=True)
+    heads = make_heads(37, dtype, head_dim=head_dim, rotary_dim=rotary_dim)
+    q, k, v = heads.expected()
+    heads.run(kernels)
+    assert torch.equal(heads.qkv[:, : 3 * head_dim].unflatten(1, (3, head_dim)), q)
+    stored_k, stored_v = heads.stored()
+    assert torch.equal(stored_k, k) and torch.equal(stored_v, v)
+    heads = make_heads(37, dtype, head_dim=head_dim, rotary_dim=rotary_dim, normalises=True)
+    q, k, v = heads.expected()
+    heads.run(kernels)
+    stored_k, stored_v = heads.stored()
+    assert torch.equal(stored_v, v)
+    for ours, theirs in ((heads.qkv[:, : 3 * head_dim].unflatten(1, (3, -1)), q), (stored_k, k)):
+        torch.testing.assert_close(ours, theirs, rtol=2 * ULP[dtype], atol=2 * ULP[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotary_dim", [None, 16, 48])
+def test_rotation_is_the_same_with_any_threads_and_tokens(
+    library: NativeLibrary, kernels: NativeKernels, dtype: torch.dtype, rotary_dim: int | None
+) -> None:
+    heads = make_heads(90, dtype, rotary_dim=rotary_dim, normalises=True)
     before = heads.qkv.clone()
     heads.run(kernels)
     expected, pages = heads.qkv.clone(), heads.pages.clone()
@@ -243,7 +271,7 @@ def test_rotation_is_the_same_with_any_threads_and_tokens(
         heads.run(NativeKernels(library, kernels.isa, threads))
         assert torch.equal(heads.qkv, expected)
         assert torch.equal(heads.pages.nan_to_num(), pages.nan_to_num())
-    one = make_heads(90, dtype, normalises=True)
+    one = make_heads(90, dtype, rotary_dim=rotary_dim, normalises=True)
     one.qkv, one.positions, one.slots = before[7:8].clone(), one.positions[7:8], one.slots[7:8]
     one.run(kernels)
     assert torch.equal(one.qkv[0], expected[7])
@@ -267,3 +295,8 @@ def test_wrong_arguments_are_named(kernels: NativeKernels) -> None:
     heads.qkv = heads.qkv[:2]
     with pytest.raises(ValueError, match="qkv"):
         heads.run(kernels)
+    for width in (3, 66, 0):
+        heads = make_heads(3, torch.float32)
+        heads.table = torch.zeros(400, width)
+        with pytest.raises(ValueError, match=f"rotary_dim is {width}, .* an even number up to 64"):
+            heads.run(kernels)

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 
 class DType(IntEnum):
@@ -141,7 +141,7 @@ class Rotary(ctypes.Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("norm_eps", c_float),
-        ("reserved", c_int32),
+        ("rotary_dim", c_int32),
     )
 
 

@@ -127,6 +127,8 @@ def rotate_and_write_kv(
 ) -> None:
     """Normalise q and k per head where `rotary` says so, rotate them in place, store k and v.
 
+    rotary: its rotary_dim is even and at most D; a head's elements from there on do not rotate.
+
     qkv: [T, (Hq + 2 Hkv) D] in the layer's dtype, a token's heads of q, then k, then v; rows may
     lie apart. Positions and slots are the step's. Raises ValueError.
     """
@@ -135,6 +137,10 @@ def rotate_and_write_kv(
     _check_rows("qkv", qkv, dtypes[abi.DType(layer.dtype)])
     if qkv.shape != (step.num_tokens, width):
         raise ValueError(f"qkv is {tuple(qkv.shape)}, but must be {(step.num_tokens, width)}")
+    if rotary.rotary_dim % 2 or not 0 < rotary.rotary_dim <= layer.head_dim:
+        raise ValueError(
+            f"rotary_dim is {rotary.rotary_dim}, but must be an even number up to {layer.head_dim}"
+        )
     kernels.library.rotate_and_write_kv(
         kernels.context, byref(layer), byref(rotary), byref(step), qkv.data_ptr(), qkv.stride(0)
     )

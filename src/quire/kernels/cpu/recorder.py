@@ -274,7 +274,8 @@ class Recorder:
         return whole
 
     def _rotary(self, rotation: Rotation) -> abi.Rotary:
-        rotary = abi.Rotary(table=rotation.angles.table.data_ptr())
+        table = rotation.angles.table
+        rotary = abi.Rotary(table=table.data_ptr(), rotary_dim=table.shape[1])
         if rotation.q_norm is not None and rotation.k_norm is not None:
             rotary.q_norm = self._dense(rotation.q_norm)
             rotary.k_norm = self._dense(rotation.k_norm)

@@ -20,13 +20,15 @@ SHAPES = [
     (2, 3, 3, 96, 8),
 ]
 """T, Hq, Hkv, D, B"""
+PARTS = [(64, 16), (64, 32), (64, 48), (128, 96), (80, 20), (12, 2)]
+"""D, and how many elements of a head rotate."""
 NUM_BLOCKS = 5
 
 
 class Step:
     """q, k, v as views of one fused projection, and pages that lie apart as those of a layer do."""
 
-    def __init__(self, shape, dtype, kv_dtype=None, seed=0):
+    def __init__(self, shape, dtype, kv_dtype=None, seed=0, rotary_dim=None):
         self.num_tokens, num_heads, self.num_kv_heads, self.size, self.block_size = shape
         generator = torch.Generator().manual_seed(seed)
         self.parts = (num_heads, self.num_kv_heads, self.num_kv_heads)
@@ -40,7 +42,7 @@ class Step:
         )
         num_slots = NUM_BLOCKS * self.block_size
         self.slots = torch.randperm(num_slots, generator=generator)[: self.num_tokens]
-        table = torch.randn(30, self.size, generator=generator)
+        table = torch.randn(30, rotary_dim or self.size, generator=generator)
         positions = torch.randint(30, (self.num_tokens,), generator=generator)
         self.angles = Angles(table, positions, dtype)
         norms = torch.randn(2, self.size, generator=generator).to(dtype)
@@ -99,6 +101,26 @@ def test_norms_each_head_first(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "rotary_dim"), PARTS)
+def test_rotates_a_part_of_each_head(size, rotary_dim, dtype):
+    step = Step((3, 7, 2, size, 16), dtype, rotary_dim=rotary_dim)
+    rotation = Rotation(step.angles)
+    expected_q, expected_kv = step.expected(rotation)
+    q, k, v = step.qkv()
+    rotate_and_write(q, k, v, rotation, step.kv, step.slots)
+    assert_same_bits(q, expected_q)
+    assert_same_bits(step.kv, expected_kv)
+    step.pages.fill_(torch.nan)
+    rotation = Rotation(step.angles, *step.norms, eps=1e-6)
+    expected_q, expected_kv = step.expected(rotation)
+    q, k, v = step.qkv()
+    rotate_and_write(q, k, v, rotation, step.kv, step.slots)
+    tolerance = 6 * torch.finfo(dtype).eps
+    torch.testing.assert_close(q, expected_q, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(step.kv, expected_kv, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_without_a_rotation_q_is_untouched(dtype):
     step = Step(SHAPES[1], dtype)
     expected_q, expected_kv = step.expected(None)
@@ -129,9 +151,10 @@ def test_padding_is_not_written():
     assert_same_bits(step.kv, expected_kv)
 
 
+@pytest.mark.parametrize("rotary_dim", [80, 20])
 @pytest.mark.parametrize("normed", [False, True])
-def test_a_token_has_the_same_bits_in_any_batch(normed):
-    step = Step(SHAPES[1], torch.bfloat16)
+def test_a_token_has_the_same_bits_in_any_batch(normed, rotary_dim):
+    step = Step(SHAPES[1], torch.bfloat16, rotary_dim=rotary_dim)
     norms = (*step.norms, 1e-6) if normed else ()
     q, k, v = step.qkv()
     rotate_and_write(q, k, v, Rotation(step.angles, *norms), step.kv, step.slots)
@@ -188,7 +211,8 @@ def test_what_does_not_fit_is_named(change, message):
 @pytest.mark.parametrize(
     ("rotation", "message"),
     [
-        ((torch.zeros(9, 32), torch.zeros(4, dtype=torch.int64)), r"angles is \(9, 32\)"),
+        ((torch.zeros(9, 66), torch.zeros(4, dtype=torch.int64)), r"angles is \(9, 66\)"),
+        ((torch.zeros(9, 31), torch.zeros(4, dtype=torch.int64)), r"angles is \(9, 31\)"),
         ((torch.zeros(9, 64), torch.zeros(3, dtype=torch.int64)), r"positions are \(3,\)"),
         ((torch.zeros(9, 64), torch.zeros(4, dtype=torch.int32)), "torch.int32, but must be"),
     ],

@@ -128,12 +128,12 @@ inline void gelu_mul_row(const T* x, T* out, int64_t size) {
   }
 }
 
-// One head, normalised where `norm` is not null, then rotated, in place.
-//   out[:D/2] = x[:D/2] * cos - x[D/2:] * sin,  out[D/2:] = x[D/2:] * cos + x[:D/2] * sin
+// One head, normalised where `norm` is not null, then its first R elements rotated, in place.
+//   out[:R/2] = x[:R/2] * cos - x[R/2:R] * sin,  out[R/2:R] = x[R/2:R] * cos + x[:R/2] * sin
 template <typename T>
 inline void rotate_head(T* x, const T* norm, float eps, const float* cos, const float* sin,
-                        int head_dim) {
-  const int half = head_dim / 2;
+                        int rotary_dim, int head_dim) {
+  const int half = rotary_dim / 2;
   const vf scale = splat(norm != nullptr ? inverse_rms(x, head_dim, eps) : 1.0f);
   for (int d = 0; d < half; d += kLanes) {
     const int n = half - d;
@@ -146,6 +146,11 @@ inline void rotate_head(T* x, const T* norm, float eps, const float* cos, const 
     store_up_to(x + d, rounded<T>(low * c) - rounded<T>(high * s), n);
     store_up_to(x + half + d, rounded<T>(high * c) + rounded<T>(low * s), n);
   }
+  if (norm == nullptr) return;
+  for (int d = rotary_dim; d < head_dim; d += kLanes) {
+    const int n = head_dim - d;
+    store_up_to(x + d, rounded<T>(load_up_to(x + d, n) * scale) * load_up_to(norm + d, n), n);
+  }
 }
 
 template <typename T>
@@ -157,20 +162,20 @@ struct Rotation {
   T* qkv;
   int64_t ld;
 
-  // turns: [D], a place for the position's cosines and sines, rounded as the model's dtype stores
+  // turns: [R], a place for the position's cosines and sines, rounded as the model's dtype stores
   // them.
   void token(int64_t t, float* turns) const {
-    const int D = layer.head_dim;
-    const float* row = rotary.table + step.positions[t] * D;
-    for (int d = 0; d < D; d += kLanes)
-      store_up_to(turns + d, rounded<T>(load_up_to(row + d, D - d)), D - d);
-    const float *cos = turns, *sin = turns + D / 2;
+    const int D = layer.head_dim, R = rotary.rotary_dim;
+    const float* row = rotary.table + step.positions[t] * R;
+    for (int d = 0; d < R; d += kLanes)
+      store_up_to(turns + d, rounded<T>(load_up_to(row + d, R - d)), R - d);
+    const float *cos = turns, *sin = turns + R / 2;
     const int64_t slot = step.groups[layer.group].slot_mapping[t];
     T* head = qkv + t * ld;
     for (int h = 0; h < layer.num_heads; ++h, head += D)
-      rotate_head(head, static_cast<const T*>(rotary.q_norm), rotary.norm_eps, cos, sin, D);
+      rotate_head(head, static_cast<const T*>(rotary.q_norm), rotary.norm_eps, cos, sin, R, D);
     for (int h = 0; h < layer.num_kv_heads; ++h, head += D) {
-      rotate_head(head, static_cast<const T*>(rotary.k_norm), rotary.norm_eps, cos, sin, D);
+      rotate_head(head, static_cast<const T*>(rotary.k_norm), rotary.norm_eps, cos, sin, R, D);
       store_k(pages, slot, h, head);
     }
     for (int h = 0; h < layer.num_kv_heads; ++h, head += D) store_v(pages, slot, h, head);
@@ -186,7 +191,7 @@ void rotate_and_write_kv_as(Pool& pool, const AttentionLayer& layer, const Rotar
   int64_t chunk = min_of(kUnitTokens, T_ / 8 + 1);
   if (T_ * width <= kSerialElements / 2) chunk = T_;
   for_chunks(pool, T_, chunk, [&](int64_t first, int64_t end, int thread) {
-    auto* turns = static_cast<float*>(pool.scratch(thread, layer.head_dim * sizeof(float)));
+    auto* turns = static_cast<float*>(pool.scratch(thread, rotary.rotary_dim * sizeof(float)));
     for (int64_t t = first; t < end; ++t) rotation.token(t, turns);
   });
 }

@@ -4,8 +4,9 @@ One launch does all of it and writes K and V into their pages. For each token t 
 n(x) = weight * round(x / sqrt(mean(x^2) + eps)) where heads are normed, else x, and cos and sin
 rounded to the dtype:
 
-    q, k: y[:D/2] = round(n(x)[:D/2] cos) - round(n(x)[D/2:] sin)
-          y[D/2:] = round(n(x)[D/2:] cos) + round(n(x)[:D/2] sin)
+    q, k: y[:R/2]  = round(n(x)[:R/2] cos) - round(n(x)[R/2:R] sin)
+          y[R/2:R] = round(n(x)[R/2:R] cos) + round(n(x)[:R/2] sin)
+          y[R:]    = n(x)[R:]
     page[0, h, offset] = y of k,  page[1, h, offset] = v
 
 Sources: rotary position embedding arXiv:2104.09864, paged KV arXiv:2309.06180. The reference is
@@ -18,11 +19,15 @@ lie side by side, so that attention loads a head's tile of a block as one piece.
 kv.stride(0) elements apart: the layers of a group interleave.
 
 Bound by memory: a token reads and writes (Hq + 2 Hkv) D elements, 12 KiB each way for 32 + 8 heads
-of 128 in bf16; its D cosines and sines come from the L2 cache. A program has one token and as many
+of 128 in bf16; its R cosines and sines come from the L2 cache. A program has one token and as many
 heads as make 1024 elements, 16 bytes a thread and half: a lone token still occupies several
 multiprocessors. Nothing depends on T but how many programs there are.
 
-Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), N blocks, B block size.
+A program holds a head as two tiles of D/2 elements, `low` and `high`: the pairs that rotate first,
+then the rest, cut in two; if all rotate, the head's halves.
+
+Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), R elements of a head that rotate
+(even, in most models D), N blocks, B block size.
 dtypes: q, k, v fp32, bf16 or fp16, all alike; kv one of these. Called by `attention/triton_paged`.
 """
 
@@ -92,6 +97,7 @@ def rotate_and_write(
         HQ=num_heads,
         HKV=num_kv_heads,
         D=size,
+        R=size if angles is None else angles.table.shape[1],
         B=kv.shape[3],
         NUM_Q_TILES=num_q_tiles,
         BLOCK_H=num_tile_heads,
@@ -131,10 +137,11 @@ def _check_rotation(q: torch.Tensor, rotation: Rotation) -> None:
     num_tokens, _, size = q.shape
     angles = rotation.angles
     table, positions = angles.table, angles.positions
-    if table.shape[1:] != (size,) or table.dtype != torch.float32 or not table.is_contiguous():
+    is_table = table.dim() == 2 and 0 < table.shape[1] <= size and table.shape[1] % 2 == 0
+    if not is_table or table.dtype != torch.float32 or not table.is_contiguous():
         raise ValueError(
             f"the table of angles is {tuple(table.shape)} {table.dtype}, but must be [any, {size}] "
-            "torch.float32, contiguous"
+            "or narrower by pairs, torch.float32, contiguous"
         )
     is_list = positions.dtype == torch.int64 and positions.is_contiguous()
     if positions.shape != (num_tokens,) or not is_list:
@@ -162,7 +169,7 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     kv_ptr,
     slots_ptr,
-    table_ptr,  # [any, D] fp32: D/2 cosines, then D/2 sines; None: nothing is rotated
+    table_ptr,  # [any, R] fp32: R/2 cosines, then R/2 sines; None: nothing is rotated
     positions_ptr,
     q_norm_ptr,  # [D]; None: nothing is normed
     k_norm_ptr,
@@ -179,6 +186,7 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
+    R: tl.constexpr,
     B: tl.constexpr,
     NUM_Q_TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -188,49 +196,57 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     lanes = tl.arange(0, BLOCK_HALF)
+    low_at, high_at = _places(lanes, D, R)
     if tile < NUM_Q_TILES:
         heads = tile * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (heads < HQ)[:, None] & (lanes < D // 2)[None, :]
-        source = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride + lanes[None, :]
-        low = tl.load(source, mask, other=0.0)
-        high = tl.load(source + D // 2, mask, other=0.0)
+        source = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride
+        low = tl.load(source + low_at[None, :], mask, other=0.0)
+        high = tl.load(source + high_at[None, :], mask, other=0.0)
         low, high = _norm_and_rotate(
-            low, high, lanes, q_norm_ptr, eps, table_ptr, positions_ptr, token, D
+            low, high, lanes, q_norm_ptr, eps, table_ptr, positions_ptr, token, D, R
         )
-        target = out_ptr + token * out_token_stride
-        target += heads[:, None] * out_head_stride + lanes[None, :]
-        tl.store(target, low, mask)
-        tl.store(target + D // 2, high, mask)
+        target = out_ptr + token * out_token_stride + heads[:, None] * out_head_stride
+        tl.store(target + low_at[None, :], low, mask)
+        tl.store(target + high_at[None, :], high, mask)
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
             heads = (tile - NUM_Q_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
             mask = (heads < HKV)[:, None] & (lanes < D // 2)[None, :]
             source = v_ptr + token * v_token_stride + heads[:, None] * v_head_stride
-            source += lanes[None, :]
-            v_low = tl.load(source, mask, other=0.0)
-            v_high = tl.load(source + D // 2, mask, other=0.0)
+            v_low = tl.load(source + low_at[None, :], mask, other=0.0)
+            v_high = tl.load(source + high_at[None, :], mask, other=0.0)
             source = k_ptr + token * k_token_stride + heads[:, None] * k_head_stride
-            source += lanes[None, :]
-            k_low = tl.load(source, mask, other=0.0)
-            k_high = tl.load(source + D // 2, mask, other=0.0)
+            k_low = tl.load(source + low_at[None, :], mask, other=0.0)
+            k_high = tl.load(source + high_at[None, :], mask, other=0.0)
             k_low, k_high = _norm_and_rotate(
-                k_low, k_high, lanes, k_norm_ptr, eps, table_ptr, positions_ptr, token, D
+                k_low, k_high, lanes, k_norm_ptr, eps, table_ptr, positions_ptr, token, D, R
             )
             stored = kv_ptr.dtype.element_ty
-            target = kv_ptr + slot // B * page_stride + slot % B * D
-            target += heads[:, None] * (B * D) + lanes[None, :]
-            tl.store(target, k_low.to(stored), mask)
-            tl.store(target + D // 2, k_high.to(stored), mask)
+            target = kv_ptr + slot // B * page_stride + slot % B * D + heads[:, None] * (B * D)
+            tl.store(target + low_at[None, :], k_low.to(stored), mask)
+            tl.store(target + high_at[None, :], k_high.to(stored), mask)
             target += HKV * B * D
-            tl.store(target, v_low.to(stored), mask)
-            tl.store(target + D // 2, v_high.to(stored), mask)
+            tl.store(target + low_at[None, :], v_low.to(stored), mask)
+            tl.store(target + high_at[None, :], v_high.to(stored), mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _places(lanes, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where in a head the elements of `low` and of `high` are."""
+    low_at = lanes
+    high_at = lanes + D // 2
+    if R < D:
+        low_at = tl.where(lanes < R // 2, lanes, lanes + R // 2)
+        high_at = tl.where(lanes < R // 2, lanes + R // 2, high_at)
+    return low_at, high_at
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_and_rotate(  # type: ignore[no-untyped-def]
-    low,  # [heads, D/2], the first halves of one token's heads
-    high,  # [heads, D/2], the second halves
+    low,  # [heads, D/2]
+    high,  # [heads, D/2]
     lanes,
     norm_ptr,
     eps,
@@ -238,27 +254,33 @@ def _norm_and_rotate(  # type: ignore[no-untyped-def]
     positions_ptr,
     token,
     D: tl.constexpr,
+    R: tl.constexpr,
 ):
     """(low, high) normed where there is a norm, then rotated where there are angles."""
     dtype = low.dtype
-    is_lane = lanes < D // 2
     if norm_ptr is not None:
+        is_lane = lanes < D // 2
+        low_at, high_at = _places(lanes, D, R)
         low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
         squares = tl.sum(low_wide * low_wide + high_wide * high_wide, axis=1)
         scale = tl.rsqrt(squares / D + eps)[:, None]
-        low_weight = tl.load(norm_ptr + lanes, is_lane, other=0.0).to(tl.float32)
-        high_weight = tl.load(norm_ptr + D // 2 + lanes, is_lane, other=0.0).to(tl.float32)
+        low_weight = tl.load(norm_ptr + low_at, is_lane, other=0.0).to(tl.float32)
+        high_weight = tl.load(norm_ptr + high_at, is_lane, other=0.0).to(tl.float32)
         low = ((low_wide * scale).to(dtype).to(tl.float32) * low_weight[None, :]).to(dtype)
         high = ((high_wide * scale).to(dtype).to(tl.float32) * high_weight[None, :]).to(dtype)
     if table_ptr is not None:
-        row = table_ptr + tl.load(positions_ptr + token) * D + lanes
-        cos = tl.load(row, is_lane, other=0.0).to(dtype).to(tl.float32)[None, :]
-        sin = tl.load(row + D // 2, is_lane, other=0.0).to(dtype).to(tl.float32)[None, :]
+        is_turned = lanes < R // 2
+        row = table_ptr + tl.load(positions_ptr + token) * R + lanes
+        cos = tl.load(row, is_turned, other=0.0).to(dtype).to(tl.float32)[None, :]
+        sin = tl.load(row + R // 2, is_turned, other=0.0).to(dtype).to(tl.float32)[None, :]
         low_wide, high_wide = low.to(tl.float32), high.to(tl.float32)
         low_cos = (low_wide * cos).to(dtype).to(tl.float32)
         low_sin = (low_wide * sin).to(dtype).to(tl.float32)
         high_cos = (high_wide * cos).to(dtype).to(tl.float32)
         high_sin = (high_wide * sin).to(dtype).to(tl.float32)
-        low = (low_cos - high_sin).to(dtype)
-        high = (high_cos + low_sin).to(dtype)
+        turned_low, turned_high = (low_cos - high_sin).to(dtype), (high_cos + low_sin).to(dtype)
+        if R < D:
+            turned_low = tl.where(is_turned[None, :], turned_low, low)
+            turned_high = tl.where(is_turned[None, :], turned_high, high)
+        low, high = turned_low, turned_high
     return low, high

@@ -86,11 +86,11 @@ struct Step {
 
 // The rotation of q and k, and what precedes it.
 struct Rotary {
-  const float* table;    // [positions, D]: D/2 cosines, then D/2 sines
+  const float* table;    // [positions, R]: R/2 cosines, then R/2 sines
   const void* q_norm;    // [D] in the model's dtype: each head of q is normalised first; or null
   const void* k_norm;    // the same for k
   float norm_eps;
-  int32_t reserved;
+  int32_t rotary_dim;    // R, even, at most D: the first elements of a head rotate, no others
 };
 
 // How one line of logits becomes a token; see quire/sampling/choice.py.

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 2
+#define QUIRE_ABI_VERSION 3
 
 namespace quire {
 struct AttentionLayer;
