@@ -12,7 +12,7 @@ from quire.layers.rotary import (
     YarnRope,
 )
 from quire.models.config_fields import ConfigFields
-from quire.models.rope_config import read_rope
+from quire.models.rope_config import read_rope, read_rotary_dim
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -117,6 +117,44 @@ def test_malformed_parameters_are_named(raw, message):
 def test_rope_parameters_must_be_an_object():
     with pytest.raises(CheckpointError, match="the rope parameters are 'linear'"):
         _read(rope_scaling="linear")
+
+
+@pytest.mark.parametrize(
+    ("raw", "rotary_dim"),
+    [
+        ({}, 20),
+        ({"partial_rotary_factor": None}, 20),
+        ({"partial_rotary_factor": 0.5}, 40),
+        ({"partial_rotary_factor": 0.78}, 62),  # 62.4
+        ({"partial_rotary_factor": 1}, 80),
+        ({"rope_parameters": {"partial_rotary_factor": 0.75}}, 60),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.75}}, 60),
+        ({"rope_parameters": {"partial_rotary_factor": 0.75}, "partial_rotary_factor": 0.5}, 60),
+    ],
+)
+def test_how_much_of_a_head_rotates(raw, rotary_dim):
+    fields = ConfigFields(raw)
+    assert read_rotary_dim(fields, head_dim=80, default_factor=0.25) == rotary_dim
+    read_rope(fields, head_dim=80, max_position_embeddings=64, rotary_dim=rotary_dim)
+    fields.finish()
+
+
+@pytest.mark.parametrize("factor", [0, -0.5, 1.01, 0.001, 0.34, 0.02, "0.5", True, float("nan")])
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_an_impossible_part_of_a_head_is_named(factor, is_inner):
+    raw = {"partial_rotary_factor": factor}
+    with pytest.raises(CheckpointError, match="partial_rotary_factor is"):
+        read_rotary_dim(
+            ConfigFields({"rope_parameters": raw} if is_inner else raw),
+            head_dim=80,
+            default_factor=1.0,
+        )
+
+
+def test_lists_of_factors_have_one_of_each_pair_that_rotates():
+    fields = ConfigFields({"rope_parameters": LONG | {"rope_type": "longrope"}})
+    rope = read_rope(fields, head_dim=16, max_position_embeddings=64, rotary_dim=4)
+    assert rope == LongRope(10000.0, 64, (1.0, 1.5), (2.0, 3.0))
 
 
 def test_heads_that_rotate_in_part_are_refused():

@@ -82,7 +82,7 @@ def wanted_model_len(options: EngineOptions, config: DecoderConfig) -> int:
 def _with_small_table(model_len: int, config: DecoderConfig) -> int:
     """The length, or less where the table of all its positions would be out of proportion: for a
     tiny model a config may name a length whose keys fit, but not the table."""
-    position_bytes = config.head_dim * ROTARY_ITEM_BYTES
+    position_bytes = (config.rotary_dim or config.head_dim) * ROTARY_ITEM_BYTES
     table_bytes = max(LEAST_TABLE_BYTES, int(available_memory_bytes() * TABLE_FREE_SHARE))
     most = table_bytes // position_bytes
     if model_len <= most:

@@ -18,7 +18,7 @@ from quire.layers.rotary import Rope
 from quire.layers.sharded import vocab_share
 from quire.models.config_bounds import MAX_WEIGHTS, checked_integer
 from quire.models.config_fields import ConfigFields
-from quire.models.rope_config import read_rope
+from quire.models.rope_config import read_rope, read_rotary_dim
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -37,6 +37,7 @@ class DecoderConfig(ABC):
     qk_norm: q and k are normalised before the rotation: each "head", or the whole "width".
     norm_offset: of all norms, as `kernels.rms_norm` says.
     activation: of the MLP, as `layers.mlp` names it.
+    rotary_dim: how many elements of each head of q and k rotate, the first ones; None: all.
     attention_scale: multiplies q·k; None: one over the root of the head size.
     embedding_scale, residual_scale, logits_scale: multiply the embeddings, what each block adds to
         the residual stream, and the logits.
@@ -62,6 +63,7 @@ class DecoderConfig(ABC):
     qk_norm: Literal["head", "width"] | None = None
     norm_offset: float | None = None
     activation: str = SILU
+    rotary_dim: int | None = None
     attention_scale: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -75,11 +77,18 @@ class DecoderConfig(ABC):
 
     @classmethod
     def read(
-        cls, fields: ConfigFields, *, activations: tuple[str, ...] = (SILU,), **difference: Any
+        cls,
+        fields: ConfigFields,
+        *,
+        activations: tuple[str, ...] = (SILU,),
+        partial_rotary: float | None = None,
+        **difference: Any,
     ) -> Self:
         """Read the fields that all models share, then refuse what is left.
 
         activations: those that the family may have, first what it has where the config is silent.
+        partial_rotary: the share of a head that rotates where the config has no
+            partial_rotary_factor; None: heads rotate as a whole, and that field is refused.
         difference: values of the dataclass's own fields that win over those read here.
         """
         num_heads = fields.integer("num_attention_heads")
@@ -89,6 +98,9 @@ class DecoderConfig(ABC):
         head_dim = fields.optional_integer("head_dim")
         if head_dim is None:
             head_dim = _divided_head_dim(hidden_size, num_heads)
+        rotary_dim = None
+        if partial_rotary is not None:
+            rotary_dim = read_rotary_dim(fields, head_dim=head_dim, default_factor=partial_rotary)
         shared: dict[str, Any] = {
             "architecture": _read_architecture(fields),
             "vocab_size": fields.integer("vocab_size"),
@@ -102,8 +114,12 @@ class DecoderConfig(ABC):
             "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
             "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
             "rope": read_rope(
-                fields, head_dim=head_dim, max_position_embeddings=max_position_embeddings
+                fields,
+                head_dim=head_dim,
+                max_position_embeddings=max_position_embeddings,
+                rotary_dim=rotary_dim,
             ),
+            "rotary_dim": rotary_dim,
             "dtype": _read_dtype(fields),
             "windows": (None,) * num_layers,
             "activation": fields.choice("hidden_act", activations[0], activations),

@@ -44,6 +44,7 @@ INTEGERS: Mapping[str, Bounds] = {
 NUMBERS: Mapping[str, Bounds] = {
     "rms_norm_eps": Bounds(1e-30, 1.0),
     "rope_theta": Bounds(1.0001, 1e18),  # its logarithm divides
+    "partial_rotary_factor": Bounds(1e-3, 1.0),
     "factor": Bounds(1e-3, 1e6),
     "low_freq_factor": Bounds(1e-3, 1e6),
     "high_freq_factor": Bounds(1e-3, 1e6),

@@ -97,7 +97,8 @@ class DecoderModel(nn.Module):
             for layer in range(config.num_layers)
         )
         self.norm = make_norm(config, dtype=dtype, device=device)
-        limits = RopeLimits(config.head_dim, config.max_position_embeddings, max_model_len)
+        rotary_dim = config.rotary_dim or config.head_dim
+        limits = RopeLimits(rotary_dim, config.max_position_embeddings, max_model_len)
         self.rotary = RotaryEmbedding(config.rope, limits, dtype=dtype, device=device)
 
 

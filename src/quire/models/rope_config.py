@@ -15,16 +15,45 @@ from quire.models.config_fields import ConfigFields
 
 _DEFAULT_THETA = 10000.0
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
+_PARTIAL = "partial_rotary_factor"
 _FACTOR_LISTS = ("short_factor", "long_factor")
 
 
-def read_rope(config: ConfigFields, *, head_dim: int, max_position_embeddings: int) -> Rope:
-    """Raises UnsupportedModelError for an unknown rope type or parameter, CheckpointError for a
-    parameter that is missing or malformed."""
+def read_rotary_dim(config: ConfigFields, *, head_dim: int, default_factor: float) -> int:
+    """How many elements of a head rotate: `partial_rotary_factor` of them, rounded down.
+
+    default_factor: where the config is silent. Raises CheckpointError for a factor that is
+    malformed, or by which no whole pairs rotate.
+    """
+    inner = _rope_parameters(config).get(_PARTIAL)
+    factor = config.number(_PARTIAL, default_factor)
+    if inner is not None:
+        # As in transformers: the one among the rope parameters goes first.
+        factor = checked_number(f"config.json: {_PARTIAL}", _PARTIAL, inner)
+    rotary_dim = int(head_dim * factor)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise CheckpointError(
+            f"config.json: {_PARTIAL} is {factor:g}, by which {rotary_dim} elements of a head of "
+            f"{head_dim} would rotate, but it must be an even number of them, at least 2"
+        )
+    return rotary_dim
+
+
+def read_rope(
+    config: ConfigFields,
+    *,
+    head_dim: int,
+    max_position_embeddings: int,
+    rotary_dim: int | None = None,
+) -> Rope:
+    """rotary_dim: as `read_rotary_dim` read it; None: of a family whose heads rotate as a whole.
+
+    Raises UnsupportedModelError for an unknown rope type or parameter, CheckpointError for a
+    parameter that is missing or malformed.
+    """
     theta = config.number("rope_theta", _DEFAULT_THETA)
     original_length = config.optional_integer(_ORIGINAL_LENGTH)
-    scaling, parameters = config.value("rope_scaling"), config.value("rope_parameters")
-    raw = _without_nulls(scaling or parameters or {})
+    raw = _rope_parameters(config)
     rope_type = raw.pop("rope_type", None) or raw.get("type", "default")
     raw.pop("type", None)
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
@@ -32,7 +61,7 @@ def read_rope(config: ConfigFields, *, head_dim: int, max_position_embeddings: i
             f"config.json: the rope type is {shown(rope_type)}, but only {', '.join(ROPE_TYPES)} "
             "are understood"
         )
-    if raw.pop("partial_rotary_factor", 1.0) != 1.0:
+    if raw.pop(_PARTIAL, 1.0) != 1.0 and rotary_dim is None:
         raise UnsupportedModelError(
             "config.json: partial_rotary_factor is below 1, but only heads that rotate as a whole "
             "are understood"
@@ -44,22 +73,26 @@ def read_rope(config: ConfigFields, *, head_dim: int, max_position_embeddings: i
         inner = raw.get(_ORIGINAL_LENGTH, max_position_embeddings)
         raw[_ORIGINAL_LENGTH] = original_length or inner
     _check_names(rope_type, set(raw), known)
-    values = {name: _value(rope_type, name, value, head_dim) for name, value in raw.items()}
+    size = head_dim if rotary_dim is None else rotary_dim
+    values = {name: _value(rope_type, name, value, size) for name, value in raw.items()}
     if values.get("high_freq_factor", 2.0) <= values.get("low_freq_factor", 1.0):
         raise CheckpointError(
             f"config.json: high_freq_factor of the rope type {rope_type!r} is "
             f"{values['high_freq_factor']:g}, but must be above low_freq_factor, "
             f"{values['low_freq_factor']:g}"
         )
-    if rope_type == "dynamic" and head_dim == 2:
+    if rope_type == "dynamic" and size == 2:
         raise UnsupportedModelError(
-            "config.json: the rope type 'dynamic' needs a head size above 2, since its formula "
-            "divides by the head size less 2"
+            "config.json: the rope type 'dynamic' needs heads of which more than 2 elements "
+            "rotate, since its formula divides by their number less 2"
         )
     return ROPE_TYPES[rope_type](**values)
 
 
-def _without_nulls(raw: Any) -> dict[str, Any]:
+def _rope_parameters(config: ConfigFields) -> dict[str, Any]:
+    """In either of their two places, without nulls."""
+    scaling, parameters = config.value("rope_scaling"), config.value("rope_parameters")
+    raw = scaling or parameters or {}
     if not isinstance(raw, dict):
         raise CheckpointError(
             f"config.json: the rope parameters are {shown(raw)}, but must be an object"
@@ -84,17 +117,18 @@ def _check_names(rope_type: str, given: set[str], known: dict[str, Any]) -> None
         )
 
 
-def _value(rope_type: str, name: str, value: Any, head_dim: int) -> Any:
+def _value(rope_type: str, name: str, value: Any, rotary_dim: int) -> Any:
+    """rotary_dim: how many elements of a head rotate."""
     what = f"config.json: {name} of the rope type {rope_type!r}"
     if name == "truncate":
         if not isinstance(value, bool):
             raise CheckpointError(f"{what} is {shown(value)}, but must be true or false")
         return value
     if name in _FACTOR_LISTS:
-        if not isinstance(value, list) or len(value) != head_dim // 2:
+        if not isinstance(value, list) or len(value) != rotary_dim // 2:
             raise CheckpointError(
-                f"{what} is {shown(value)}, but must be a list of {head_dim // 2} numbers, half of "
-                "the head size"
+                f"{what} is {shown(value)}, but must be a list of {rotary_dim // 2} numbers, half "
+                "of the elements of a head that rotate"
             )
         return tuple(checked_number(f"an entry of {what}", name, entry) for entry in value)
     if name == _ORIGINAL_LENGTH:
