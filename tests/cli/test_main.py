@@ -318,16 +318,16 @@ def test_a_server_that_cannot_be_is_refused_in_one_line(
 
 
 def test_doctor_has_the_exit_code_of_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    calls = []
 
     def examine(port: int, measure: bool) -> int:
-        asked.append((port, measure))
-        return len(asked) - 1
+        calls.append((port, measure))
+        return len(calls) - 1
 
     monkeypatch.setitem(sys.modules, "quire.cli.doctor.findings", SimpleNamespace(examine=examine))
     assert cli.main(["doctor"]) == 0
     assert cli.main(["doctor", "--port", "81", "--no-measure"]) == 1
-    assert asked == [(8000, True), (81, False)]
+    assert calls == [(8000, True), (81, False)]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])

@@ -67,11 +67,11 @@ def test_only_this_machine_may_connect() -> None:
     def work(_group: ProcessGroup) -> set[str]:
         listening = psutil.CONN_LISTEN
         connections = psutil.Process().net_connections()
-        return {one.laddr.ip for one in connections if one.status == listening}
+        return {connection.laddr.ip for connection in connections if connection.status == listening}
 
     before = {
-        one.laddr.ip
-        for one in psutil.Process().net_connections()
-        if one.status == psutil.CONN_LISTEN
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections()
+        if connection.status == psutil.CONN_LISTEN
     }
     assert run_ranks(2, work)[0] - before <= {"127.0.0.1"}

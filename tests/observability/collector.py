@@ -21,7 +21,7 @@ class Collector:
         )
 
         found = [ExportTraceServiceRequest.FromString(body) for _, body in self.posted]
-        return [each for one in found for each in one.resource_spans]
+        return [each for request in found for each in request.resource_spans]
 
     def spans(self) -> list[Any]:
         return [

@@ -44,10 +44,10 @@ def test_durations_are_told_from_a_tenth_of_a_millisecond_to_minutes() -> None:
 def test_it_is_told_as_plain_data_of_its_own() -> None:
     histogram = Histogram(BOUNDS)
     histogram.observe(2.0, 3)
-    told = histogram.as_dict()
-    assert told == {"bounds": [0.5, 1.0, 5.0], "counts": [0, 0, 3, 0], "sum": 6.0}
+    reported = histogram.as_dict()
+    assert reported == {"bounds": [0.5, 1.0, 5.0], "counts": [0, 0, 3, 0], "sum": 6.0}
     histogram.observe(2.0)
-    assert told["counts"] == [0, 0, 3, 0]
+    assert reported["counts"] == [0, 0, 3, 0]
 
 
 @pytest.mark.parametrize("bounds", [(), (2.0, 1.0), (1.0, 1.0)])

@@ -31,13 +31,13 @@ from quire.observability.log import (
 def root() -> Iterator[logging.Logger]:
     """The logger `quire`; it and those of libraries are put back afterwards as they were."""
     loggers = [logging.getLogger(name) for name in ("quire", *LIBRARIES)]
-    before = [(list(one.handlers), one.level, one.propagate) for one in loggers]
-    for one in loggers:
-        one.handlers.clear()
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers.clear()
     yield loggers[0]
-    for one, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        one.handlers[:], one.propagate = handlers, propagate
-        one.setLevel(level)
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
     logging.captureWarnings(False)
 
 

@@ -91,8 +91,8 @@ def test_spans_reach_a_collector_over_http() -> None:
     assert {path for path, _ in collector.posted} == {"/v1/traces"}
     assert sorted(span.name for span in collector.spans()) == ["chat 0", "chat 1", "chat 2"]
     resource = collector.resource_spans()[0].resource
-    told = {one.key: one.value.string_value for one in resource.attributes}
-    assert told["service.name"] == "quire-test"
+    attributes = {attribute.key: attribute.value.string_value for attribute in resource.attributes}
+    assert attributes["service.name"] == "quire-test"
 
 
 @pytest.mark.alone

@@ -64,12 +64,12 @@ def test_slots_of_one_row_and_of_many(tables: BlockTables) -> None:
     tables.put(0, [(3,), (2,)])
     slots = [np.full(6, -1) for _ in range(2)]
     tables.fill_slots(slots, slice(1, 4), tables.base(np.array([1])), np.array([7, 8, 9]))
-    assert [one.tolist() for one in slots] == [
+    assert [part.tolist() for part in slots] == [
         [-1, 4 * 8 + 7, 5 * 8, 5 * 8 + 1, -1, -1],
         [-1, 7 * 8 + 7, 8 * 8, 8 * 8 + 1, -1, -1],
     ]
     tables.fill_slots(slots, slice(2), tables.base(np.array([1, 0])), np.array([15, 2]))
-    assert [one[:2].tolist() for one in slots] == [[5 * 8 + 7, 3 * 8 + 2], [8 * 8 + 7, 2 * 8 + 2]]
+    assert [part[:2].tolist() for part in slots] == [[5 * 8 + 7, 3 * 8 + 2], [8 * 8 + 7, 2 * 8 + 2]]
 
 
 def test_views_are_of_the_same_memory(tables: BlockTables) -> None:

@@ -53,15 +53,15 @@ class TimedRunner(Runner):
         self.rows = {admission.row for admission in plan.admit}
         assert len(self.rows) == plan.num_rows <= SHAPE.num_rows
         assert plan.num_tokens <= SHAPE.max_num_tokens
-        written = [block for one in plan.admit for table in one.block_tables for block in table]
+        written = [block for new in plan.admit for table in new.block_tables for block in table]
         assert len(written) == len(set(written)), "two tables share a block"
         assert max(written) < SHAPE.num_blocks
-        for one in plan.admit:
-            chunk = next((c.num_new_tokens for c in plan.chunks if c.row == one.row), 1)
-            reached = one.num_computed_tokens + chunk
-            assert reached <= len(one.token_ids) <= SHAPE.max_model_len
-            assert all(len(table) * SHAPE.block_size >= reached for table in one.block_tables)
-            assert len(one.block_tables) == SHAPE.num_groups
+        for new in plan.admit:
+            chunk = next((c.num_new_tokens for c in plan.chunks if c.row == new.row), 1)
+            reached = new.num_computed_tokens + chunk
+            assert reached <= len(new.token_ids) <= SHAPE.max_model_len
+            assert all(len(table) * SHAPE.block_size >= reached for table in new.block_tables)
+            assert len(new.block_tables) == SHAPE.num_groups
         self.plans.append(plan)
         self.now_s += self._base_s + TOKEN_S * plan.num_tokens
 
@@ -125,8 +125,8 @@ def test_blocks_are_written_before_attention_over_them_is_measured() -> None:
     read = {
         block
         for plan in others
-        for one in plan.admit
-        for table in one.block_tables
+        for new in plan.admit
+        for table in new.block_tables
         for block in table
     }
     assert read <= touched
@@ -222,8 +222,8 @@ def test_a_paced_engine_gives_what_an_unpaced_one_gives(why_torch: str | None) -
     if why_torch is None:
         assert paced_logprobs == plain_logprobs
     else:
-        for one, other in zip(paced_logprobs, plain_logprobs, strict=True):
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+        for entry, expected in zip(paced_logprobs, plain_logprobs, strict=True):
+            assert entry.logprob == pytest.approx(expected.logprob, abs=1e-3)
     assert num_paced_steps > num_plain_steps, "no prompt was sliced"
 
 
@@ -249,7 +249,7 @@ def tokens_and_steps(engine: Engine) -> tuple[dict[str, list[int]], list[TokenLo
         step()
     assert [len(got) for got in tokens.values()] == [20, 20, 20]
     assert {name: len(got) for name, got in logprobs.items()} == {"request-0": 59, "request-2": 59}
-    in_order = [one for _, got in sorted(logprobs.items()) for one in got]
+    in_order = [entry for _, got in sorted(logprobs.items()) for entry in got]
     return tokens, in_order, engine.scheduler.stats.num_steps
 
 

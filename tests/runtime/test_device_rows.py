@@ -60,7 +60,9 @@ def unpadded(step: StepBatch) -> StepBatch:
     assert not batch.context_lens[count:].any() and not batch.rows[count:].any()
     assert not step.positions[count:].any()
     assert all((group.slot_mapping[count:] == -1).all() for group in batch.groups)
-    groups = tuple(GroupBatch(one.block_tables, one.slot_mapping[:count]) for one in batch.groups)
+    groups = tuple(
+        GroupBatch(group.block_tables, group.slot_mapping[:count]) for group in batch.groups
+    )
     return replace(step, attention=replace(batch, rows=batch.rows[:count], groups=groups))
 
 
@@ -220,7 +222,7 @@ def test_a_step_of_padding_alone_writes_and_reads_nothing() -> None:
     assert (step.static_size, step.attention.num_decodes) == (4, 0)
     assert step.attention.query_start.tolist() == [0, 1, 2, 3, 4]
     assert step.attention.context_lens.tolist() == step.positions.tolist() == [0] * 4
-    assert [one.slot_mapping.tolist() for one in step.attention.groups] == [[-1] * 4] * 2
+    assert [group.slot_mapping.tolist() for group in step.attention.groups] == [[-1] * 4] * 2
     assert step.attention.rows_list == step.attention.context_lens_list == []
 
 

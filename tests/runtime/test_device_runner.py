@@ -72,7 +72,7 @@ def make_crowd() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
     return prompts, params
 
 
-def told(outputs: list[Any]) -> tuple[list[Any], list[float]]:
+def answers(outputs: list[Any]) -> tuple[list[Any], list[float]]:
     """What a client sees: tokens and ends, and all log-probabilities. Where chunks are cut depends
     on the memory, and with torch these are equal to rounding only."""
     exact, logprobs = [], []
@@ -82,7 +82,7 @@ def told(outputs: list[Any]) -> tuple[list[Any], list[float]]:
             exact.append((branch.token_ids, branch.finish_reason))
             entries += branch.logprobs or ()
         exact += [list(entry) for entry in entries if entry is not None]
-        logprobs += [one.logprob for entry in entries if entry for one in entry.values()]
+        logprobs += [logprob.logprob for entry in entries if entry for logprob in entry.values()]
     return exact, logprobs
 
 
@@ -93,7 +93,7 @@ def expected(folders: dict[str, str]) -> dict[str, tuple[list[Any], Any]]:
     found = {}
     for family, folder in folders.items():
         outputs = make_llm(folder).generate(prompts, params, use_tqdm=False)
-        exact, logprobs = told(outputs)
+        exact, logprobs = answers(outputs)
         found[family] = (exact, pytest.approx(logprobs, abs=1e-4))
     return found
 
@@ -116,8 +116,8 @@ def test_a_crowd_gets_the_tokens_that_it_gets_without_a_device(
     llm.engine.scheduler.admission.capacity.lengths = NoGrowth()  # so that much is preempted
     capture = CountedCalls() if static else None
     runner = move_to_device(llm.engine, overlap=overlap, capture=capture)
-    assert told(llm.generate(prompts, params, use_tqdm=False)) == expected[family]
-    assert told(llm.generate(prompts, params, use_tqdm=False)) == expected[family]  # warm cache
+    assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected[family]
+    assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected[family]  # warm cache
     assert llm.engine.stats().num_held_blocks == 0
     assert llm.engine.stats().num_preemptions > 0
     if capture is not None:
@@ -133,7 +133,7 @@ def test_beams_are_those_without_a_device(overlap: bool, folders: dict[str, str]
 
     def beams(llm: LLM) -> list[list[list[int]]]:
         found = llm.beam_search(prompts, params)
-        return [[one.tokens for one in output.sequences] for output in found]
+        return [[beam.tokens for beam in output.sequences] for output in found]
 
     expected = beams(make_llm(folders["llama"]))
     llm = make_llm(folders["llama"])
@@ -161,8 +161,8 @@ def test_a_broken_row_ends_alone_though_its_next_step_is_under_way(
 
     monkeypatch.setattr(runner._forward, "logits", broken)
     first, second = llm.generate(prompts, wish, use_tqdm=False)
-    assert told([second]) == told(expected[1:])
+    assert answers([second]) == answers(expected[1:])
     (branch,) = first.outputs
     assert (branch.finish_reason, len(branch.token_ids)) == ("error", 3)
     assert first.error is not None and "NaN" in first.error
-    assert told(llm.generate(prompts, wish, use_tqdm=False)) == told(expected)
+    assert answers(llm.generate(prompts, wish, use_tqdm=False)) == answers(expected)

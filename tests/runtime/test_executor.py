@@ -198,12 +198,12 @@ def test_the_watcher_tells_of_a_death_and_of_nothing_else(start) -> None:
     deadline_s = time.monotonic() + 10
     while not deaths and time.monotonic() < deadline_s:
         time.sleep(0.005)
-    assert deaths == ["a worker"] and workers.has_lost_one
+    assert deaths == ["a worker"] and workers.has_lost_rank
     _other, others = start()
     others.watch(lambda: deaths.append("our own end"))
     others.end()
     time.sleep(0.05)
-    assert deaths == ["a worker"] and not others.has_lost_one
+    assert deaths == ["a worker"] and not others.has_lost_rank
 
 
 def test_a_build_that_fails_on_rank_0_ends_the_others() -> None:

@@ -100,50 +100,50 @@ class FakeCuda:
     """What torch.cuda does for a capture, written down; each capture takes 1,000 bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.free_bytes = 100_000
         self.streams: list[FakeStream] = []
         for name in ("current_stream", "stream", "graph", "mem_get_info"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", self.new_graph)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.told.append("wait"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.calls.append("wait"))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     def new_stream(self, device: str) -> "FakeStream":
-        self.streams.append(FakeStream(f"side {device}", self.told))
+        self.streams.append(FakeStream(f"side {device}", self.calls))
         return self.streams[-1]
 
     def current_stream(self, device: str) -> "FakeStream":
-        return FakeStream("main", self.told)
+        return FakeStream("main", self.calls)
 
     def mem_get_info(self, device: str) -> tuple[int, int]:
         return self.free_bytes, 200_000
 
     def new_graph(self) -> SimpleNamespace:
-        replay = partial(self.told.append, "replay")
+        replay = partial(self.calls.append, "replay")
         return SimpleNamespace(replay=replay, pool=lambda: "the pool")
 
     @contextmanager
     def stream(self, stream: "FakeStream") -> Iterator[None]:
-        self.told.append(f"on {stream.name}")
+        self.calls.append(f"on {stream.name}")
         yield
 
     @contextmanager
     def graph(self, graph, pool, stream, capture_error_mode) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
-        self.told.append(f"capture on {stream.name} into {pool}")
+        self.calls.append(f"capture on {stream.name} into {pool}")
         self.free_bytes -= 1000
         yield
 
 
 class FakeStream:
-    def __init__(self, name: str, told: list[str]) -> None:
+    def __init__(self, name: str, calls: list[str]) -> None:
         self.name = name
-        self.told = told
+        self.calls = calls
 
     def wait_stream(self, other: "FakeStream") -> None:
-        self.told.append(f"{self.name} after {other.name}")
+        self.calls.append(f"{self.name} after {other.name}")
 
 
 def test_cuda_graphs_are_captured_after_a_warm_up_and_share_a_pool(monkeypatch) -> None:
@@ -151,20 +151,20 @@ def test_cuda_graphs_are_captured_after_a_warm_up_and_share_a_pool(monkeypatch) 
     capture = CudaGraphCapture("gpu")
 
     def compute() -> torch.Tensor:
-        cuda.told.append("compute")
+        cuda.calls.append("compute")
         return torch.tensor([3])
 
     replay = capture.capture(compute)
-    assert cuda.told == [
+    assert cuda.calls == [
         *("side gpu after main", "on side gpu", "compute", "main after side gpu"),
         *("wait", "capture on side gpu into None", "compute", "wait"),
     ]
     assert capture.num_bytes == 1000
-    cuda.told.clear()
+    cuda.calls.clear()
     assert replay().tolist() == replay().tolist() == [3]
-    assert cuda.told == ["replay", "replay"]
+    assert cuda.calls == ["replay", "replay"]
     capture.capture(compute)
-    assert "capture on side gpu into the pool" in cuda.told
+    assert "capture on side gpu into the pool" in cuda.calls
     assert (capture.num_bytes, len(cuda.streams)) == (2000, 1)
 
 

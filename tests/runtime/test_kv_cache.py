@@ -15,7 +15,7 @@ from quire.runtime.kv_cache import (
     KVCacheLayout,
     choose_width,
     copy_at_once,
-    copy_one_by_one,
+    copy_in_turn,
     plan_layout,
 )
 
@@ -108,7 +108,7 @@ def test_copies_move_whole_blocks() -> None:
     assert cache.storage.float().mean(dim=1).tolist() == [0, 1, 2, 3, 1, 0]
 
 
-@pytest.mark.parametrize("copy", [copy_one_by_one, copy_at_once])
+@pytest.mark.parametrize("copy", [copy_in_turn, copy_at_once])
 def test_one_block_may_be_copied_to_several(
     copy: Callable[[torch.Tensor, Sequence[BlockCopy]], None],
 ) -> None:

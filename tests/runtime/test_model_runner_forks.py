@@ -222,7 +222,9 @@ def test_a_fork_computes_bit_for_bit_what_a_fresh_admission_does(
         runs.append((by_row(result), tails, dict(result.logprobs), list(processed)))
     assert runs[0][:3] == runs[1][:3]
     assert len(runs[0][3]) == 3
-    assert all(torch.equal(one, other) for one, other in zip(runs[0][3], runs[1][3], strict=True))
+    assert all(
+        torch.equal(first, second) for first, second in zip(runs[0][3], runs[1][3], strict=True)
+    )
 
 
 def test_penalties_of_a_row_that_was_cut_and_edited_equal_those_of_a_fresh_one(

@@ -55,27 +55,31 @@ def test_steps_are_as_large_as_rows_and_lengths_allow(
 
 def check_rows(plan: StepPlan, shape: RunnerShape, num_blocks: int, sizes: list[int]) -> None:
     """Each row reaches its end there, has place for what it samples, and writes a block once."""
-    for one, size in zip(plan.admit, sizes, strict=True):
-        assert len(one.token_ids) == shape.max_model_len - 1 == one.num_computed_tokens + size
-        assert max(one.token_ids) < shape.vocab_size
-        assert len(one.block_tables) == shape.num_groups
+    for row, size in zip(plan.admit, sizes, strict=True):
+        assert len(row.token_ids) == shape.max_model_len - 1 == row.num_computed_tokens + size
+        assert max(row.token_ids) < shape.vocab_size
+        assert len(row.block_tables) == shape.num_groups
         own: set[int] = set()
-        for table in one.block_tables:
+        for table in row.block_tables:
             assert len(table) * shape.block_size >= shape.max_model_len
             assert set(table) <= set(range(num_blocks)) and own.isdisjoint(table)
             own |= set(table)
-            first = one.num_computed_tokens // shape.block_size
+            first = row.num_computed_tokens // shape.block_size
             written = table[first : (shape.max_model_len - 2) // shape.block_size + 1]
             assert len(set(written)) == len(written), "a row writes a block twice"
 
 
 def test_all_memory_hungry_options_are_on_and_prompts_have_logprobs() -> None:
     plans = ProfileRun(SHAPE, max_logprobs=4).plans()
-    params = [one.params for plan in plans for one in plan.admit]
-    assert all(one.temperature and one.top_k and one.top_p < 1 and one.min_p for one in params)
-    assert all(one.presence_penalty and one.repetition_penalty != 1 for one in params)
-    assert {one.logprobs for one in params} == {4}
-    assert [one.prompt_logprobs for one in params] == [4, *[None] * 11, 4, *[None] * 5]
+    params = [new.params for plan in plans for new in plan.admit]
+    assert all(
+        options.temperature and options.top_k and options.top_p < 1 and options.min_p
+        for options in params
+    )
+    assert all(options.presence_penalty and options.repetition_penalty != 1 for options in params)
+    assert {options.logprobs for options in params} == {4}
+    num_prompt_logprobs = [options.prompt_logprobs for options in params]
+    assert num_prompt_logprobs == [4, *[None] * 11, 4, *[None] * 5]
 
 
 class Runs(Runner):

@@ -54,8 +54,8 @@ def test_a_prompt_in_chunks_forks_and_static_steps_give_the_tokens_of_torch(
 
     llm = make_llm("triton", async_scheduling=True, num_blocks=6)
     found, expected = (
-        one.generate([{"prompt_token_ids": ids} for ids in PROMPTS], WISHES, use_tqdm=False)
-        for one in (llm, make_llm("torch"))
+        engine.generate([{"prompt_token_ids": ids} for ids in PROMPTS], WISHES, use_tqdm=False)
+        for engine in (llm, make_llm("torch"))
     )
     for ours, theirs in zip(found, expected, strict=True):
         for branch, other in zip(ours.outputs, theirs.outputs, strict=True):
@@ -106,9 +106,11 @@ def test_bits_are_the_same_in_any_arrangement(family, tmp_path) -> None:
 
 def bits(output: Any) -> tuple[list[int], list[float]]:
     (branch,) = output.outputs
-    return branch.token_ids, [one.logprob for entry in branch.logprobs for one in entry.values()]
+    return branch.token_ids, [
+        logprob.logprob for entry in branch.logprobs for logprob in entry.values()
+    ]
 
 
 def logprobs(output: Any) -> list[float]:
     entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
-    return [one.logprob for entry in entries for one in entry.values()]
+    return [logprob.logprob for entry in entries for logprob in entry.values()]

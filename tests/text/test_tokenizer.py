@@ -160,11 +160,11 @@ def test_batch_equals_one_by_one(sentencepiece: Tokenizer, texts: list[str], spe
 
 @pytest.mark.parametrize("bad, words", [("a\ud800", "U+D800 at position 1"), (3, "is a int")])
 def test_text_that_is_no_text_is_refused(byte_level: Tokenizer, bad: Any, words: str) -> None:
-    with pytest.raises(InvalidRequestError) as one:
+    with pytest.raises(InvalidRequestError) as of_one_text:
         byte_level.encode(bad)
-    with pytest.raises(InvalidRequestError) as many:
+    with pytest.raises(InvalidRequestError) as of_many_texts:
         byte_level.encode_batch(["fine", bad])
-    assert words in str(one.value) and words in str(many.value)
+    assert words in str(of_one_text.value) and words in str(of_many_texts.value)
 
 
 def test_decode_ignores_ids_beyond_the_vocabulary(byte_level: Tokenizer) -> None:

@@ -24,7 +24,7 @@ class BackendEntry:
 
     path: "module:Class", an `interface.AttentionBackend`; imported when it is first needed.
     description: one line, for help texts. device_types: torch's names of the devices that it
-    serves. default_for: the ones for which it may be chosen where no backend is named.
+    serves. default_for: device types for which it may be chosen where no backend is named.
     needs_kernels: it computes with the engine's native kernels. why_not: "module:function", which
     is given the device type before the class is imported and says why it can't run; None: it can.
     """

@@ -78,7 +78,7 @@ class AttentionBatch:
 
     The lists are of the sequences that there are. A captured step has more decoding ones in its
     tensors, up to a fixed number: those of padding have a context of 0 tokens, a row that may be
-    any, and an output that nobody reads. Only backends that say `serves_graphs` are given such.
+    any, and an output that is not read. Only backends that say `serves_graphs` are given such.
     """
 
     query_start: torch.Tensor

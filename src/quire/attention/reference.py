@@ -1,7 +1,7 @@
 """Reference attention: dense, one sequence at a time, in float64.
 
 Slow and obvious on purpose; knows nothing of blocks, pages or batches. Called by the tests of the
-backends, and read by whoever wants to know what an `AttentionSpec` means.
+backends; it also documents what an `AttentionSpec` means.
 """
 
 from collections.abc import Sequence

@@ -69,8 +69,8 @@ def decode_shape(
     """For steps in which all sequences decode: one token a tile, bound by memory.
 
     A stage of K and V is 32 KiB, two are under way while one is computed: with three programs a
-    processor 192 KiB are asked for at any time, several times what latency times bandwidth of an
-    H200 asks for (4.3 TB/s / 132 x 0.8 us = 26 KiB). Elsewhere, and for fp32, tiles are half as
+    processor 192 KiB are requested at any time, several times what latency times bandwidth of an
+    H200 needs (4.3 TB/s / 132 x 0.8 us = 26 KiB). Elsewhere, and for fp32, tiles are half as
     large, for the sake of registers.
     """
     row_bytes = max(16, next_power_of_two(spec.head_dim)) * dtype.itemsize

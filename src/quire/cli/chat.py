@@ -76,10 +76,10 @@ class ChatSession:
 
         Raises InvalidRequestError for a question that can't be answered; it is then forgotten.
         """
-        asked = [*self.messages, {"role": "user", "content": question}]
+        messages = [*self.messages, {"role": "user", "content": question}]
         answer = ""
         with interruptible() as interrupt:
-            pieces = self._stream_chat(asked)
+            pieces = self._stream_chat(messages)
             for piece in pieces:
                 answer += piece
                 print(piece, end="", flush=True)
@@ -88,10 +88,10 @@ class ChatSession:
             if isinstance(pieces, Generator):
                 pieces.close()
         print(flush=True)
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def run(self) -> None:
-        """Ask for questions and answer them until /exit or the end of the input."""
+        """Read questions and answer them until /exit or the end of the input."""
         while (line := _read_line()) is not None:
             if line.startswith("/"):
                 if line == "/exit":

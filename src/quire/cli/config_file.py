@@ -8,8 +8,8 @@ Its keys are the flags, with dashes or underscores:
     enable-prefix-caching: false
     api-key: [alice:secret-1, bob:secret-2]     # a flag that may be repeated
 
-Each entry becomes the words that one would have typed, and goes through the same checks; what is
-wrong is told with its file and line. A flag on the command line wins over the file's. Texts are
+Each entry becomes the words that a user would have typed, and goes through the same checks; errors
+are reported with file and line. A flag on the command line wins over the file's. Texts are
 taken as they are written (`revision: 1.10` is "1.10"). Called by `parser`.
 """
 
@@ -66,7 +66,7 @@ class ConfiguredParser(Parser):
             self.error(str(error))
 
     def _given(self, namespace: Any) -> set[str]:
-        """The names of what was given: all else has its default, which is None nearly always."""
+        """Names of the options that were given: all else has its default, None nearly always."""
         return {
             name
             for name, value in vars(namespace).items()
@@ -74,7 +74,7 @@ class ConfiguredParser(Parser):
         }
 
     def _words_of(self, path: str, given: Collection[str]) -> list[str]:
-        """Those of the file for what was not given already. given: as names of the namespace."""
+        """The file's words for options not given already. given: as names of the namespace."""
         try:
             entries = read_entries(path)
         except ConfigurationError as error:
@@ -164,8 +164,8 @@ def _values(place: str, node: Any) -> tuple[str, ...] | bool:
     if node.tag == f"{_YAML}bool":
         return str(node.value).lower() in _TRUE
     nodes = node.value if node.tag == f"{_YAML}seq" else [node]
-    if not nodes or any(one.tag == f"{_YAML}null" for one in nodes):
+    if not nodes or any(each.tag == f"{_YAML}null" for each in nodes):
         raise ConfigurationError(f"{place} has no value; give it one, or take the line out")
-    if any(not isinstance(one.value, str) for one in nodes):
+    if any(not isinstance(each.value, str) for each in nodes):
         raise ConfigurationError(f"{place} must be a value or a list of values")
-    return tuple(one.value for one in nodes)
+    return tuple(each.value for each in nodes)

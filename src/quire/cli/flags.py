@@ -75,13 +75,13 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-# ---- what was given -----------------------------------------------------------------------------
+# ---- given values -------------------------------------------------------------------------------
 
 
 def engine_options(
     args: argparse.Namespace, options: type[Options] = EngineOptions
 ) -> dict[str, Any]:
-    """What was given for the engine, `model` included, by the engine's own names."""
+    """Given options of the engine, `model` included, by the engine's own names."""
     return _given(args, ("model", *option_names(options, ENGINE_GROUPS)))
 
 
@@ -92,7 +92,7 @@ def served_engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given for the server, by ServerConfig's names. Raises ConfigurationError."""
+    """Given options of the server, by ServerConfig's names. Raises ConfigurationError."""
     given = _given(args, tuple(each.name for each in fields(ServerConfig)))
     kinds = {each.name: declared.kind for each, declared in declared_options(ServerConfig)}
     for name, value in given.items():
@@ -109,7 +109,7 @@ def check_served(args: argparse.Namespace) -> None:
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given for the sampling, by SamplingParams' names."""
+    """Given options of sampling, by SamplingParams' names."""
     return {name: getattr(args, name) for name in SAMPLING_OPTIONS}
 
 

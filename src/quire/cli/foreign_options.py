@@ -1,7 +1,7 @@
 """Flags of other engines: translated to ours, or refused with advice.
 
 Four tables by flag. A flag that is neither in one of them nor ours is unknown, and gets the nearest
-name of ours. Knows no parser; `parser` asks before it parses.
+name of ours. Knows no parser; `parser` calls `settle` before it parses.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -60,7 +60,7 @@ ALWAYS = frozenset(
         "--no-enable-log-requests",
     }
 )
-"""Flags without a value that ask for what is always so here."""
+"""Flags without a value that name what quire always does."""
 
 _FLAGS_WITH_VALUES = {
     "--" + name.replace("_", "-"): (tuple(map(str, harmless)), why)
@@ -136,7 +136,7 @@ KNOWN = frozenset(chain(SAME, ALWAYS, FIXED, REFUSED))
 def settle(
     words: Sequence[str], ours: Collection[str], refuse: Callable[[str], NoReturn]
 ) -> list[str]:
-    """The words with others' flags made ours, taken out where they ask for what is so, or refused.
+    """The words with others' flags made ours, taken out if quire always does so, or refused.
 
     ours: the flags of the command. refuse: is called with a sentence and does not return.
     """
@@ -149,7 +149,7 @@ def settle(
         if flag in ours or flag not in KNOWN:
             settled.append(word)
         elif flag in SAME:
-            # Where this command has no such flag, it is told of as the unknown one that it is.
+            # Where this command has no such flag, the parser reports it as unknown.
             name = SAME[flag] if SAME[flag] in ours else flag
             settled.append(f"{name}{equals}{value}")
         elif flag in FIXED:

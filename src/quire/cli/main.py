@@ -131,7 +131,7 @@ def _benchmarks() -> dict[str, Any]:
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The LLM and the SamplingParams that the arguments ask for; bad sampling is refused first."""
+    """The LLM and the SamplingParams of the arguments; bad sampling is refused first."""
     from quire.core.sampling_params import SamplingParams  # light; needed by two commands
 
     params = SamplingParams(**sampling_options(args))
@@ -143,7 +143,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
 
 @contextmanager
 def _named_interrupt(text: str) -> Iterator[None]:
-    """Say what Ctrl-C broke off, where nobody could see what was under way."""
+    """Print what Ctrl-C broke off, where nothing showed what was under way."""
     try:
         yield
     except KeyboardInterrupt:
@@ -196,7 +196,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _environment_keys() -> list[str]:
     """Raises ConfigurationError for a variable that is set and empty: a secret that is missing must
-    not open the server to everybody."""
+    not open the server to all."""
     text = os.environ.get("QUIRE_API_KEYS")
     keys = (text or "").replace(",", " ").split()
     if text is not None and not keys:

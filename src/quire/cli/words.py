@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         self._commands = tuple(commands)
         self._takes_foreign = takes_foreign
         self.blame = ""
-        """Where the words come from, told in front of what is wrong with them."""
+        """Where the words come from; printed in front of errors about them."""
 
     def parse_known_args(  # type: ignore[override]  # the base has overloads for the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None

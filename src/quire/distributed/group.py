@@ -48,7 +48,7 @@ class RankGroup(Protocol):
 class ProcessGroup:
     """A `RankGroup` over torch.distributed; keep it as long as there are steps.
 
-    On the CPU, and where fixed_order asks for it, a sum adds the ranks' parts in the order of the
+    On the CPU, and with fixed_order, a sum adds the ranks' parts in the order of the
     ranks: a backend's own sum may add in another order for another number of elements, and then a
     token would depend on how many are computed beside it. Two parts have only one order.
     """
@@ -120,7 +120,7 @@ def _finish(work: Any) -> None:
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options = _c10d.ProcessGroupGloo._Options()
-    # Only this machine may connect: whoever does is believed.
+    # Only this machine may connect, because connections are not authenticated.
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._threads = 1
     options._timeout = timeout

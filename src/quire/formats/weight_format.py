@@ -83,7 +83,7 @@ class LinearMethod(ABC):
         """(name, part) -> the shape of each tensor that a checkpoint holds of the linear.
 
         Where several ranks share a model, each has a linear of its share's size, and the axis in
-        which a tensor of that linear is smaller than the whole linear's is the one that is cut.
+        which a tensor of that linear is smaller than the whole linear's is the axis that is cut.
         """
         sizes = [*enumerate(linear.part_sizes)]
         shapes: dict[tuple[str, int], Shape]

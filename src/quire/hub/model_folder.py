@@ -37,7 +37,7 @@ def resolve_model_folder(name: str | None, revision: str | None = None) -> Path:
 
 
 def _refuse_what_is_no_id(name: str, folder: Path) -> None:
-    """Raises CheckpointError for a file, and for a path that leads nowhere: neither is asked for at
+    """Raises CheckpointError for a file, and for a path that leads nowhere: neither is looked up at
     the hub."""
     if name and folder.is_file():
         if is_gguf(folder):

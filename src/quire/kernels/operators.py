@@ -42,7 +42,7 @@ class Operators(Protocol):
         *,
         overwrites: bool = False,
     ) -> torch.Tensor:
-        """x [..., D], weight [D] -> [..., D]. overwrites: nobody reads x afterwards, so the result
+        """x [..., D], weight [D] -> [..., D]. overwrites: x is not read afterwards, so the result
         may take its place."""
         ...
 
@@ -56,7 +56,7 @@ class Operators(Protocol):
         scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual [..., D] -> (norm of the sum, the sum), the sum as of `add`. Either may be
-        overwritten: nobody reads them afterwards."""
+        overwritten: they are not read afterwards."""
         ...
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

@@ -128,7 +128,7 @@ def _fit_groups(w: torch.Tensor) -> _Fit:
 
 
 def _fit(w: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, sums: _Sums) -> _Fit:
-    """The best scale and offset >= 0 for the q to which w is rounded at the ones given."""
+    """The best scale and offset >= 0 for the q to which w is rounded at the given two."""
     q = _round_to_levels(w, scale, offset)
     size = float(w.shape[-1])
     sum_q, sum_qq, sum_qw = _sum_by_lanes(q), _sum_by_lanes(q * q), _sum_by_lanes(q * w)

@@ -28,7 +28,7 @@ class Download:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> npt.NDArray[Any]:
-        """The values, as they were when the copy was asked for."""
+        """The values, as they were when the copy was queued."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None

@@ -82,7 +82,7 @@ class Attention(nn.Module):
         """hidden [T, H] -> [T, H].
 
         The attention call gets q, k and v as strided views of the fused output, which is its to
-        overwrite, and is told how to norm and rotate the first two.
+        overwrite, and a `Rotation` that says how to norm and rotate the first two.
         """
         q, k, v = self.qkv_proj(hidden).split(self.part_sizes, dim=-1)
         if self.qk_norm is not None and not self.qk_norm.per_head:

@@ -24,12 +24,12 @@ class RMSNorm(OperatorModule):
         self.weight = empty_parameter((size,), dtype, device)
 
     def forward(self, x: torch.Tensor, *, overwrites: bool = False) -> torch.Tensor:
-        """x [..., D] -> [..., D]. overwrites: nobody reads x afterwards."""
+        """x [..., D] -> [..., D]. overwrites: x is not read afterwards."""
         return self.operators.rms_norm(x, self.weight, self.eps, self.offset, overwrites=overwrites)
 
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [..., D] -> (norm of the sum, the sum), residual + scale * x. Nobody reads
-        either afterwards."""
+        """x, residual [..., D] -> (norm of the sum, the sum), residual + scale * x. Neither is
+        read afterwards."""
         return self.operators.add_rms_norm(x, residual, self.weight, self.eps, self.offset, scale)

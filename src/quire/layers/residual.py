@@ -19,7 +19,7 @@ class ResidualStream:
         self._added: tuple[torch.Tensor, float] | None = None
 
     def add(self, x: torch.Tensor, scale: float = 1.0) -> None:
-        """Add scale * x [T, H], which nobody reads afterwards."""
+        """Add scale * x [T, H], which is not read afterwards."""
         if self._added is not None:
             self.read()
         self._added = (x, scale)

@@ -1,6 +1,6 @@
 """Reads a config.json's fields; refuses fields that the model ignores.
 
-A field that nobody reads may change what the model computes, so an unknown one is an error, not a
+A field that is not read may change what the model computes, so an unknown one is an error, not a
 silent difference. Called by the models' `from_hf`; knows no model.
 """
 
@@ -28,7 +28,7 @@ _BOOKKEEPING = {
     "is_llama_config",
     "keys_to_ignore_at_inference",
     "label2id",
-    "max_sequence_length",  # Llama 1 has it beside max_position_embeddings; nobody reads it
+    "max_sequence_length",  # Llama 1 has it beside max_position_embeddings; no model reads it
     "model_type",
     "name_or_path",
     "num_labels",

@@ -1,8 +1,8 @@
 """Which models can be split over ranks, and each rank's model.
 
 Every rank has whole heads: its share of the query heads and the KV heads that these read, which
-several ranks hold where there are fewer of them than ranks. What can be split is told by the
-config. Called by `checkpoints.loader` and `assembly`.
+several ranks hold where there are fewer of them than ranks. The config says what can be
+split. Called by `checkpoints.loader` and `assembly`.
 """
 
 from quire.errors import ConfigurationError

@@ -2,8 +2,8 @@
 
 Cheap to add to, small to send, exact to add up. Every duration that quire reports has the same
 bounds, so that histograms of several servers, or of one before and after a restart, can be summed
-bucket by bucket. Knows neither clocks nor the format in which it is told. Filled by `engine.engine`
-and `server.monitor`.
+bucket by bucket. Knows neither clocks nor the format in which it is reported. Filled by
+`engine.engine` and `server.monitor`.
 """
 
 from bisect import bisect_left

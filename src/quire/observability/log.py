@@ -175,4 +175,4 @@ class _StderrHandler(logging.Handler):
 
 
 def _own_handler(logger: logging.Logger) -> logging.Handler | None:
-    return next((one for one in logger.handlers if isinstance(one, _StderrHandler)), None)
+    return next((each for each in logger.handlers if isinstance(each, _StderrHandler)), None)

@@ -1,7 +1,7 @@
 """Reads how much memory is available, control groups included.
 
 A control group's limit binds all that are below it, so the group of this process and its parents
-are all asked. `root` is where the kernel's file systems are mounted, for tests.
+are all read. `root` is where the kernel's file systems are mounted, for tests.
 """
 
 import os
@@ -52,7 +52,7 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 def num_oom_kills(root: Path = ROOT) -> int | None:
     """How many processes the kernel has killed for lack of memory: of this process's control group,
-    or of the whole machine where the group does not count them. None where neither is told."""
+    or of the whole machine where the group does not count them. None where neither is reported."""
     files = [folder / names.kills for folder, names in _groups(root)]
     for path in [*files, root / "proc/vmstat"]:
         try:

@@ -57,7 +57,7 @@ class Spans:
 
     def close(self) -> None:
         """Send what is left, if that takes no longer than FLUSH_TIMEOUT_S, and end the thread."""
-        # The libraries would wait for each batch in turn, whether or not anybody takes them.
+        # The libraries would wait for each batch in turn, even if the endpoint takes none.
         last = threading.Thread(target=self._provider.shutdown, name="quire-spans", daemon=True)
         last.start()
         last.join(FLUSH_TIMEOUT_S)

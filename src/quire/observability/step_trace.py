@@ -20,7 +20,7 @@ from quire.observability.log import get_logger
 BUFFER_BYTES = 1 << 16
 
 STEP_LOGGER = get_logger("quire.engine.step")
-"""Whose level says whether `log_step` has anything to do: ask it before a record is made."""
+"""Its level says whether `log_step` has anything to do: check it before a record is made."""
 
 
 @dataclass(slots=True)

@@ -35,14 +35,14 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """Options that scripts for vLLM bring: the values that say what is so here anyway (its default for
 swap_space among them, which it reads no more itself), and why there are no others. None is always
-taken: it asks for nothing. The command line has them as flags."""
+taken: it sets nothing. The command line has them as flags."""
 
 ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
 """Other name of an option -> ours."""
 
 
 def check_foreign(name: str, value: Any) -> None:
-    """Raises ConfigurationError for a value that asks for what is not so here."""
+    """Raises ConfigurationError for a value that quire can't obey."""
     harmless, why = FOREIGN_OPTIONS[name]
     # True equals 1 in Python, and is another answer.
     if value is None or any(

@@ -34,7 +34,7 @@ class StepBatch:
     joined_lines: the last len(joined_lines) of sample_rows compute nothing and join another row's
         step; for each of them, the place of that other row in sample_rows.
     prompt_logprob_spans: (row, first token of the step, count, index of the first predicted token)
-        for the rows that want log-probabilities of the prompt tokens that follow these positions.
+        for the rows that need log-probabilities of the prompt tokens that follow these positions.
     static_size: the tensors that the model and the attention read are those of all steps in which
         so many sequences or fewer decode, those that miss are padding: such a step may be captured
         once and replayed. 0: they are this step's own.
@@ -271,11 +271,11 @@ class RowBatch:
 
     def take_sampled(self, rows: Int64, sample: PendingSample) -> None:
         """Store what is sampled for `rows`, at once; a row that failed gets token 0: a step that
-        was planned before anybody knew still computes it."""
+        was planned before it was known still computes it."""
         self.append_sampled(rows, np.maximum(sample.fetch().token_ids, 0))
 
     def append_sampled(self, rows: Int64, token_ids: Int64) -> None:
-        """Store what was sampled: these are the next inputs of their rows."""
+        """Store the sampled tokens: these are the next inputs of their rows."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.count_sampled(rows)
 

@@ -1,9 +1,9 @@
 """Measures how long steps take, before the first request comes.
 
-Probes are plans like any other, on rows that nobody has yet: some that decode and a chunk beside
-them. They go through the runner's own seam, so the very kernels that serve later are measured. They
-write blocks that hold nothing yet and that no prefix cache knows; afterwards the runner has no
-rows. Called by `engine.build`.
+Probes are plans like any other, on rows that no sequence has yet: some that decode and a chunk
+beside them. They go through the runner's own seam, so the very kernels that serve later are
+measured. They write blocks that hold nothing yet and that no prefix cache knows; afterwards the
+runner has no rows. Called by `engine.build`.
 """
 
 import time

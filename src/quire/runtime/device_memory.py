@@ -21,7 +21,7 @@ class DeviceMemory(Protocol):
     total_bytes: int
 
     def free_bytes(self) -> int:
-        """What the driver could still give anybody."""
+        """What the driver could still give to any process."""
         ...
 
     def held_bytes(self) -> int:
@@ -33,7 +33,7 @@ class DeviceMemory(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait for the device, give back what nobody uses, and begin the peak anew."""
+        """Wait for the device, give back what is unused, and begin the peak anew."""
         ...
 
 

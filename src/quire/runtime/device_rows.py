@@ -7,7 +7,7 @@ a step's inputs are gathered from them. A step's numbers go up in one copy, a pl
 tables in another, and so does each new prompt.
 
 Everything is put into the queue of one stream, in order: what a step still reads is overwritten
-only after it, and nobody waits. Knows no sampler and no model; the runner calls it.
+only after it, and the host never waits. Knows no sampler and no model; the runner calls it.
 
 Legend: R rows, L tokens of a row, S sequences of the step, T tokens of the step, G KV groups.
 """
@@ -135,11 +135,11 @@ class DeviceRows:
         """See `StepRows`. In the plan's order, so that a fork finds the tokens before any edit."""
         host = self._host
         host.change(plan)
-        for one in plan.admit:
+        for admission in plan.admit:
             # The host has them as an array, unless it has already edited them.
-            count = len(one.token_ids)
-            given = one.token_ids if plan.token_edits else host.token_ids[one.row, :count]
-            target = self.history.token_ids[one.row, :count]
+            row, count = admission.row, len(admission.token_ids)
+            given = admission.token_ids if plan.token_edits else host.token_ids[row, :count]
+            target = self.history.token_ids[row, :count]
             self._link.upload_into(target, np.asarray(given, np.int32))
         for fork in plan.forks:
             # Whole: what lies beyond the tokens is never read.
@@ -157,7 +157,7 @@ class DeviceRows:
         tables = self._host.tables
         num_groups, num_rows, length = tables.entries.shape
         spans: list[tuple[int, int]] = []
-        for row in [*(one.row for one in plan.admit), *(one.row for one in plan.forks)]:
+        for row in [*(new.row for new in plan.admit), *(fork.row for fork in plan.forks)]:
             for group in range(num_groups):
                 count = int(tables.lengths[group, row])
                 spans.append(((group * num_rows + row) * length, count))

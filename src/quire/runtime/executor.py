@@ -2,7 +2,7 @@
 
 Owns the other ranks' processes, and is a runner that repeats each call on all of them. The ranks
 must make the same calls in the same order, or their collectives meet the wrong partner. So a call
-that fails on any rank ends the group: nobody knows what the others did of it. The engine process
+that fails on any rank ends the group: how far the others got with it is unknown. The engine process
 then ends too, and is started again as after any other death.
 
 Knows no model. Called by `assembly.build`.
@@ -63,7 +63,7 @@ _START_ERRORS: dict[str, type[QuireError]] = {
 }
 
 FAILURE_TIMEOUT_S = 1.0
-"""A collective may fail on this rank before the one that is to blame has said why."""
+"""A collective may fail on this rank before the rank at fault has reported why."""
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Workers:
         """Starts them. command: what to run; `--fd N` and the arguments of logging are appended.
         options: of the engine, as plain data."""
         self.size = size
-        self._has_lost_one = threading.Event()
+        self._has_lost_rank = threading.Event()
         folder = tempfile.TemporaryDirectory(prefix="quire-")
         self.rendezvous = Path(folder.name) / "ranks"
         self._sockets: list[socket.socket] = []
@@ -129,7 +129,7 @@ class Workers:
 
     def failure(self, timeout_s: float = 0.0) -> QuireError | None:
         """Why one of them failed, if one did by then. Where several did, the others mostly failed
-        of the one whose process is gone."""
+        because of the rank whose process is gone."""
         poll = select.poll()
         ranks = {}
         for rank, sock in enumerate(self._sockets, 1):
@@ -166,19 +166,19 @@ class Workers:
             return None
 
     @property
-    def has_lost_one(self) -> bool:
-        """Whether `watch` has seen one of them go."""
-        return self._has_lost_one.is_set()
+    def has_lost_rank(self) -> bool:
+        """Whether `watch` has seen a worker end."""
+        return self._has_lost_rank.is_set()
 
     def watch(self, on_death: Callable[[], object]) -> None:
-        """Call on_death, from a thread of its own, when one of them is gone."""
-        poll, end, lost = select.poll(), self._end, self._has_lost_one
+        """Call on_death, from a thread of its own, when a worker is gone."""
+        poll, end, lost = select.poll(), self._end, self._has_lost_rank
         for sock in self._sockets:
-            poll.register(sock, 0)  # no events asked for: only hang-up and errors are told
+            poll.register(sock, 0)  # without events: only hang-up and errors are reported
 
         def watch() -> None:
             poll.poll()
-            if end.alive:  # it was not we who ended them
+            if end.alive:  # they were not ended by `close`
                 lost.set()
                 on_death()
 
@@ -275,13 +275,13 @@ class DistributedRunner:
             try:
                 self._workers.send(call)
                 made = make()
-                if self._workers.has_lost_one:  # a collective that was let go of leaves anything
+                if self._workers.has_lost_rank:  # a collective that was let go of leaves anything
                     raise RuntimeError("another rank is gone")
                 return made
             except Exception as error:
                 failure = self._give_up(str(error) or type(error).__name__)
                 raise failure from error
-            except BaseException:  # Ctrl-C: nobody knows what the ranks did of the call
+            except BaseException:  # Ctrl-C: how far the ranks got with the call is unknown
                 self._give_up("a step was interrupted")
                 raise
         raise EngineDeadError(f"tensor parallelism: {self._failure}; make a new engine")

@@ -12,7 +12,7 @@ logits of all sizes together would be gigabytes (256 rows x 150,000 words x 4 by
 the largest alone); as launches they are two of the hundreds, for just the rows that sample.
 
 All graphs share one pool of memory: what one needs between its kernels is free for the next. Only
-one runs at a time, and whoever reads an output has done so, in the order of the stream, before the
+one runs at a time, and its outputs have been read, in the order of the stream, before the
 next one is replayed. So the largest size is captured first: the pool is then as large as it gets.
 
 Called by `model_runner.py`. Knows no rows and no sampling.

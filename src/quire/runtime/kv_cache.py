@@ -129,11 +129,11 @@ class KVCache:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Carry out a plan's copies; no block is a target twice or both source and target."""
         if copies:
-            copy = copy_at_once if self.storage.device.type == "cuda" else copy_one_by_one
+            copy = copy_at_once if self.storage.device.type == "cuda" else copy_in_turn
             copy(self.storage, copies)
 
 
-def copy_one_by_one(storage: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
+def copy_in_turn(storage: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
     """Of storage [N, bytes], on any device.
 
     Indexing with all of them at once gathers into a fresh temporary, and takes more than 10 times

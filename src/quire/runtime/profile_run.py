@@ -17,7 +17,7 @@ from quire.runtime.calibration import RunnerShape
 
 @dataclass(frozen=True, slots=True)
 class ProfileRun:
-    """shape: of the runner, of whose num_blocks nothing is asked here. max_logprobs: the most that
+    """shape: of the runner; its num_blocks is not used here. max_logprobs: the most that
     a request may ask for."""
 
     shape: RunnerShape

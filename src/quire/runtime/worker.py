@@ -105,7 +105,7 @@ def serve_calls(sock: socket.socket, build: Build) -> int:
     except QuireError as error:
         code = _report(sock, Failed(error.code, str(error)))
     except Exception as error:
-        # The last line of defence: the process ends either way, and rank 0 is told why.
+        # The last line of defence: the process ends either way, and rank 0 learns why.
         traceback.print_exc()
         code = _report(sock, Failed(QuireError.code, f"{type(error).__name__}: {error}"))
     if code == 0 and rendezvous is not None:  # a rank 0 that was killed has not tidied up

@@ -78,7 +78,7 @@ def plain_value(value: Any, param: str, num_levels: int = MAX_NESTING) -> Any:
     """A copy of `value` out of plain JSON types, all that a template may be handed.
 
     Other objects have methods that the template's sandbox can't judge, so they are refused. So is
-    what is nested deeper than num_levels, before it exhausts the stack of whoever walks over it.
+    what is nested deeper than num_levels, before it exhausts the stack of code that walks over it.
     """
     if isinstance(value, str):
         check_characters(value, param, f"a text in {param}")

@@ -36,7 +36,7 @@ _RESERVED_VARIABLES = frozenset(
 )
 # transformers' own marker; the trailing space tells whether the template strips the message.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# What a template, which is somebody else's program, may raise by being wrong or on odd input.
+# What a template, a program from outside, may raise by being wrong or on odd input.
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -64,7 +64,7 @@ class ChatTemplate:
         """sources: template name -> Jinja source; "default" is used, "tool_use" when given tools.
 
         special_tokens: variables of every template, such as "bos_token".
-        origin: what to call the model where a source is no Jinja; clients are not told it.
+        origin: what to call the model where a source is no Jinja; clients do not see it.
         Raises CheckpointError for a source that is not Jinja.
         """
         environment = make_environment()

@@ -66,7 +66,7 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """What was still held back: U+FFFD for a character that remains cut, or nothing."""
+        """The text still held back: U+FFFD for a character that remains cut, or nothing."""
         return self._own(self._decoder.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
@@ -91,7 +91,7 @@ class StopStrings:
     """Finds the stop string that ends a text, and holds back text only while it may be part of one.
 
     The text stops where a reader who takes it in character by character first sees any stop string
-    complete; if several complete there, the one that began first counts (of "b" and "ab": "ab").
+    complete; if several complete there, that which began first counts (of "b" and "ab": "ab").
     This depends on the text alone, never on how it was cut into tokens, and it never has to look
     further ahead than the stop string itself.
     """
@@ -129,7 +129,7 @@ class StopStrings:
         return text[: len(text) - longest], None
 
     def finish(self) -> str:
-        """The text ends without a stop string: what was held back."""
+        """The text that was held back; it ends without a stop string."""
         emitted, self._held = self._held, ""
         return emitted
 

@@ -1,12 +1,12 @@
 """Keeps special tokens that a client writes in messages without effect.
 
 A chat template is a program that joins the client's texts and the special tokens which the model
-was trained on (`<|im_end|>`) to one text, and the tokenizer finds the tokens in that text, whoever
-wrote them. So a marker, a character that nobody can have sent, is put into each special token that
-a client's text has in it, and at the ends of texts that have a part of one there, before the
-template runs. What it writes is encoded without the markers; a special token that has had one
-inside is encoded as the characters that it is made of. A text without any of this gets exactly the
-tokens that it got anyway: it is marked nowhere, or no token has a mark inside.
+was trained on (`<|im_end|>`) to one text, and the tokenizer finds the tokens in that text, whether
+the template or a client wrote them. So a marker, a character that no client can send, is put into
+each special token that a client's text has in it, and at the ends of texts that have a part of one
+there, before the template runs. What it writes is encoded without the markers; a special token that
+has had one inside is encoded as the characters that it is made of. A text without any of this gets
+exactly the tokens that it got anyway: it is marked nowhere, or no token has a mark inside.
 
 Tokens that are added to a vocabulary without being special (`<think>`) are text like any other.
 Knows no templates. Called by `text.chat_template`.
@@ -181,7 +181,7 @@ class _Finder:
 
 
 class _Writer:
-    """A tokenizer that knows special tokens by stand-ins only, which nobody can have sent."""
+    """A tokenizer that knows special tokens by stand-ins only, which no client can send."""
 
     def __init__(self, like: tokenizers.Tokenizer, added: dict[int, AddedToken]) -> None:
         self._backend = tokenizers.Tokenizer(like.model)

@@ -39,8 +39,8 @@ BYTES = "each token reads all weights once"
 
 def advices(machine: Machine) -> list[str]:
     found = list(findings(machine))
-    assert not any(one.is_problem for one in found)
-    return [one.text for one in found]
+    assert not any(finding.is_problem for finding in found)
+    return [finding.text for finding in found]
 
 
 def test_a_sound_machine_gets_one_advice() -> None:
@@ -140,8 +140,8 @@ def test_a_problem_is_told_first_and_is_the_exit_code(
 ) -> None:
     machine = replace(SOUND, **change)  # type: ignore[arg-type]
     assert examine(8000, measure=False, read=lambda port, measure: machine) == 1
-    _, _, told = capsys.readouterr().out.partition("\n\n")
-    assert told.startswith(f"problem: {expected}")
+    _, _, printed = capsys.readouterr().out.partition("\n\n")
+    assert printed.startswith(f"problem: {expected}")
 
 
 def test_everything_there_is_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,14 +151,14 @@ def test_everything_there_is_has_its_line(capsys: pytest.CaptureFixture[str]) ->
         memory_bytes=8 * GIB,
         extras={"fast": (), "otel": ("a", "b"), "bench": ("accelerate",)},
     )
-    asked = []
+    calls = []
 
     def read(port: int, measure: bool) -> Machine:
-        asked.append((port, measure))
+        calls.append((port, measure))
         return limited
 
     assert examine(81, measure=True, read=read) == 0
-    assert asked == [(81, True)]
+    assert calls == [(81, True)]
     printed = capsys.readouterr().out
     for expected in (
         "torch 2.13.0",

@@ -107,20 +107,20 @@ def test_a_line_is_the_same_with_any_threads_and_neighbours(
 ) -> None:
     rng = np.random.default_rng(3)
     logits, rows = random_logits(rng, 5, 40007), random_rows(rng, 5, 40007)
-    asked = np.array([(line, line, 9) for line in range(5)], LOGPROB_ROW)
+    queries = np.array([(line, line, 9) for line in range(5)], LOGPROB_ROW)
     lines = torch.from_numpy(np.where(np.isinf(logits), np.float32(-50.0), logits))
     expected = run(NativeSampling(kernels), logits, rows)
-    values, tokens = NativeSampling(kernels).token_logprobs(lines, asked)
+    values, tokens = NativeSampling(kernels).token_logprobs(lines, queries)
     for threads in (1, 3, 8):  # 8 threads divide each of the five lines
         other = NativeSampling(NativeKernels(library, kernels.isa, threads))
         assert run(other, logits, rows).tolist() == expected.tolist()
-        again = other.token_logprobs(lines, asked)
+        again = other.token_logprobs(lines, queries)
         assert (again[0] == values).all()
         assert (again[1] == tokens).all()
     for i in range(5):
-        one = slice(i, i + 1)
-        assert run(NativeSampling(kernels), logits[one], rows[one])[0] == expected[i]
-        alone = NativeSampling(kernels).token_logprobs(lines, asked[one])
+        only = slice(i, i + 1)
+        assert run(NativeSampling(kernels), logits[only], rows[only])[0] == expected[i]
+        alone = NativeSampling(kernels).token_logprobs(lines, queries[only])
         assert (alone[0][0] == values[i]).all()
 
 
@@ -148,8 +148,8 @@ def test_no_finite_largest_logit(sampling: NativeSampling) -> None:
     assert largest[:2].tolist() == [-INF, INF]
     assert np.isnan(largest[2])
     assert np.isnan(sampling.largest(torch.from_numpy(logits))[2])
-    asked = np.array([(line, 0, 2) for line in range(3)], LOGPROB_ROW)
-    assert np.isnan(sampling.token_logprobs(torch.from_numpy(logits), asked)[0][:, 0]).all()
+    queries = np.array([(line, 0, 2) for line in range(3)], LOGPROB_ROW)
+    assert np.isnan(sampling.token_logprobs(torch.from_numpy(logits), queries)[0][:, 0]).all()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 16, 1000, 40007])
@@ -175,8 +175,8 @@ def test_logprobs_in_fp64(sampling: NativeSampling) -> None:
     line = np.random.default_rng(4).normal(size=(1, 151_936)).astype(np.float32) * 4
     wide = line[0].astype(np.float64)
     exact = wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max()
-    asked = np.array([(0, 77, 20)], LOGPROB_ROW)
-    values, tokens = sampling.token_logprobs(torch.from_numpy(line), asked)
+    queries = np.array([(0, 77, 20)], LOGPROB_ROW)
+    values, tokens = sampling.token_logprobs(torch.from_numpy(line), queries)
     best = np.argsort(-wide, kind="stable")[:20]
     assert tokens[0].tolist() == [1 + int((wide > wide[77]).sum()), *best.tolist()]
     np.testing.assert_allclose(values[0], exact[[77, *best]], atol=2e-6)

@@ -261,7 +261,7 @@ def test_missing_and_unexpected_tensors_are_refused_under_all_methods(
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_loading_tells_how_far_it_has_come(num_threads, save_checkpoint, small_pieces):
     folder, _ = save_checkpoint(HFLlamaConfig)
-    told = []
+    reported = []
     model = load_model(
         folder,
         load_config(folder),
@@ -269,12 +269,12 @@ def test_loading_tells_how_far_it_has_come(num_threads, save_checkpoint, small_p
         device=torch.device("cpu"),
         max_model_len=48,
         num_threads=num_threads,
-        on_progress=lambda done, total: told.append((done, total)),
+        on_progress=lambda done, total: reported.append((done, total)),
     )
     num_weights = sum(parameter.numel() for parameter in model.parameters())
-    assert told[-1] == (num_weights, num_weights)
-    assert 2 < len(told) <= 101
-    assert told == sorted(set(told)) and {total for _, total in told} == {num_weights}
+    assert reported[-1] == (num_weights, num_weights)
+    assert 2 < len(reported) <= 101
+    assert reported == sorted(set(reported)) and {total for _, total in reported} == {num_weights}
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -129,8 +129,8 @@ def test_equals_the_reference_alone_and_in_a_crowd(
         expected = reference_token(reference_logits(lines[row], sequence, mask), sequence, row)
         assert together.token_ids[line] == (NO_TOKEN if expected is None else expected)
         assert (row in together.failed) == (expected is None)
-        asked = sequence[0].logprobs is not None and expected is not None
-        assert (row in together.logprobs) == asked
+        wants_logprobs = sequence[0].logprobs is not None and expected is not None
+        assert (row in together.logprobs) == wants_logprobs
         alone = make_batch(V, [sequence], [row]).sample(
             lines[row : row + 1], [0], None if mask is None else {0: mask}
         )

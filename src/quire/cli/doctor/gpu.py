@@ -56,7 +56,7 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 
 def read_gpu_software() -> GpuSoftware:
-    """Imports torch, and asks its CUDA part where there is one."""
+    """Imports torch, and reads from its CUDA part where there is one."""
     import torch  # a second, and `doctor` has found out before that it is there
 
     from quire.kernels.triton.support import why_not  # brings torch
@@ -73,7 +73,7 @@ def read_gpu_software() -> GpuSoftware:
 
 
 def _gpu(line: str) -> Gpu:
-    """ "NVIDIA H200, 143771, 512, 580.159.03": sizes in MiB, or "[N/A]" where they aren't told."""
+    """ "NVIDIA H200, 143771, 512, 580.159.03": sizes in MiB, or "[N/A]" where they are unknown."""
     name, total, used, driver = (part.strip() for part in line.rsplit(",", 3))
     return Gpu(name, _mib(total), _mib(used), driver)
 

@@ -42,7 +42,7 @@ _MEASURE_BYTES = 64 << 20  # of each thread: beyond its share of any usual cache
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """What would compute. chosen: "torch", or an instruction set of the native library. others:
-    that run here, too. num_threads: where nobody says how many. reason: why the native ones can't
+    that run here, too. num_threads: used where no option sets it. reason: why the native ones can't
     be had. compiler: to build them with."""
 
     chosen: str

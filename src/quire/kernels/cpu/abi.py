@@ -1,7 +1,7 @@
 """The C ABI's structures, mirrored in Python from `abi.h` and `program.h`.
 
-Both headers are in `csrc/library`; a test compares the fields. Pointers are addresses: whoever
-fills a structure keeps alive what it points to.
+Both headers are in `csrc/library`; a test compares the fields. Pointers are addresses: the code
+that fills a structure keeps alive what it points to.
 """
 
 import ctypes

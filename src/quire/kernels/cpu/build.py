@@ -30,7 +30,7 @@ COMPILERS = ("g++", "clang++", "c++")
 
 COMMON_FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"),
-    # Vectors pass between functions of one file only, so how they would is nobody's concern.
+    # Vectors pass between functions of one file only, so the ABI of such calls doesn't matter.
     "-Wno-psabi",
     # GCC 12 takes the undefined operand of its own AVX-512 intrinsics for a mistake of ours; Clang
     # does not know that warning.
@@ -115,7 +115,7 @@ def build(
             paths = list(pool.map(lambda unit: _compile(compiler, unit, folder), _units()))
         linked = output.with_name(f"{output.name}.{os.getpid()}")
         _run([compiler, "-shared", "-pthread", "-Wl,-z,defs", "-o", str(linked), *map(str, paths)])
-        linked.replace(output)  # whoever has the old one open keeps it
+        linked.replace(output)  # processes that have the old file open keep it
 
 
 def _units() -> list[_Unit]:

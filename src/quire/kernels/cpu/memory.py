@@ -1,8 +1,8 @@
 """Allocates memory for weights and KV, in huge pages if possible.
 
 Much of it is read at every step, so it should lie in as few pages as possible. With pages of 4 KiB
-one thread reads 16 to 18 GB/s, with huge ones 26 to 29 (AMD EPYC). Knows no layout. Called by
-whoever packs weights, and for the KV cache.
+one thread reads 16 to 18 GB/s, with huge ones 26 to 29 (AMD EPYC). Knows no layout. Called where
+weights are packed, and for the KV cache.
 """
 
 import mmap

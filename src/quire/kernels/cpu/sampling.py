@@ -4,7 +4,7 @@ The kernels are in `csrc/sampling`. The sampler calls this where the library is 
 where not (`sampling.choice`, `sampling.logprobs`, which say what is computed). Knows no requests
 and no options but these.
 
-Legend: R rows that are asked for, L lines of logits, V tokens of the vocabulary, k best tokens.
+Legend: R rows that are requested, L lines of logits, V tokens of the vocabulary, k best tokens.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ SAMPLE_ROW: np.dtype[Any] = np.dtype(abi.SampleRow)
 largest logit), log_min_p (-inf: none)."""
 
 LOGPROB_ROW: np.dtype[Any] = np.dtype(abi.LogprobRow)
-"""What is asked about one line: line, token_id, num_top."""
+"""A request for log-probabilities of one line: line, token_id, num_top."""
 
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
@@ -57,7 +57,7 @@ class NativeSampling:
         """Log-probabilities and tokens, each [R, 1 + k], k the largest num_top of the rows.
 
         The first of a row are its token's log-probability and rank, from 1; then those and the ids
-        of the best tokens, best first, of equal logits the lowest id, as many as it asked for.
+        of the best tokens, best first, of equal logits the lowest id, as many as its num_top.
         Where the largest logit is not finite, the first is NaN and the others are not set.
 
         logits: [L, V] fp32. rows: [R] of LOGPROB_ROW, lines below L, tokens below V,
@@ -106,8 +106,8 @@ class SamplingCall:
         """Token ids [R], and the largest logits [R], of logits [R, V] fp32, which are only read.
 
         positions: [R], of the tokens that are sampled; None where all rows are greedy. Where the
-        largest logit is not finite, the token is the one that has it. The second result is valid
-        until the next run.
+        largest logit is not finite, the token is the one with that logit. The second result is
+        valid until the next run.
         """
         num_lines, vocab_size = logits.shape
         assert num_lines == self._results[0], "logits are not of the rows that were bound"

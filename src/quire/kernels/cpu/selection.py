@@ -1,6 +1,6 @@
 """Chooses the kernels of an engine and the threads that run them.
 
-Called by `assembly/build.py`, and by the command line to tell what would be chosen.
+Called by `assembly/build.py`, and by the command line, which shows what would be chosen.
 """
 
 import platform

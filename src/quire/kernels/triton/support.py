@@ -1,6 +1,6 @@
 """Shared by Triton kernels: availability, sizes and checks of tensors.
 
-Loads where Triton is missing, so that whoever asks whether it is there gets an answer. Called by
+Loads where Triton is missing, so that its availability can be checked anywhere. Called by
 the kernels' wrappers, the registries that offer them, and `doctor`.
 """
 

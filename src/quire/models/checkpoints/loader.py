@@ -2,7 +2,7 @@
 
 Weights go piece by piece straight into the (fused) linears. A checkpoint's tensors and a model's
 parameters must match one to one; what is missing, left over or of another shape is refused by name.
-Knows no device or format of its own: both are told.
+Knows no device or format of its own: both are given.
 """
 
 import dataclasses
@@ -55,9 +55,9 @@ def load_model(
 
     dtype: of all parameters; the checkpoint's numbers are converted. max_model_len: fixes rope
     types that depend on a length. methods: of the linears; None: torch's, dense; where they have a
-    `sharding`, the model is one rank's share of the one that `config` describes. num_threads: that
-    fill the model. on_progress: called with (weights read, weights in all) about a hundred times,
-    from the calling thread. Needs the model's memory once, plus a few MiB for each thread.
+    `sharding`, the model is one rank's share of the model that `config` describes. num_threads:
+    that fill the model. on_progress: called with (weights read, weights in all) about a hundred
+    times, from the calling thread. Needs the model's memory once, plus a few MiB for each thread.
     Raises CheckpointError that names the file or the tensors at fault.
     """
     checkpoint = open_checkpoint(folder)
@@ -196,12 +196,12 @@ def _fill(
     def load_all(results: Iterable[None]) -> None:
         """Draw the results, which are of interest for what raised, and for how many there are."""
         sizes = [_num_weights(checkpoint, piece) for piece in pieces]
-        total, done, told = sum(sizes), 0, -1
+        total, done, reported = sum(sizes), 0, -1
         for size, _ in zip(sizes, results, strict=True):
             done += size
             percent = 100 * done // max(1, total)
-            if on_progress is not None and percent > told:
-                told = percent
+            if on_progress is not None and percent > reported:
+                reported = percent
                 on_progress(done, total)
 
     if num_threads == 1:
@@ -238,7 +238,7 @@ def _untied_shapes(
 
 
 def _one_layer_model(config: DecoderConfig, entry: ModelEntry, method: LinearMethod) -> CausalLM:
-    """A model with two ends and without memory, to ask for sizes: all layers have the same."""
+    """A model with two ends and without memory, to read sizes from: all layers have the same."""
     small = dataclasses.replace(
         config, num_layers=1, windows=config.windows[:1], tie_word_embeddings=False
     )

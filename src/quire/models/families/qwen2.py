@@ -19,7 +19,7 @@ DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2Config(DecoderConfig):
-    """Which layers have the window is told by `layer_types` or by `max_window_layers`."""
+    """`layer_types` or `max_window_layers` says which layers have the window."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -20,7 +20,7 @@ _DEFAULTS = {**QWEN2_DEFAULTS, "head_dim": 128}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """Which layers have the window is told by `layer_types` or by `max_window_layers`."""
+    """`layer_types` or `max_window_layers` says which layers have the window."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -2,12 +2,12 @@
 
 `sample` puts a handful of kernels in the device's queue. What it derives from a set of rows and
 their options stays on the device while they last, so a steady step brings one small array: the
-lengths of the sequences (and masks where there are grammars). What was found goes back in one copy,
+lengths of the sequences (and masks where there are grammars). The results go back in one copy,
 which begins in `sample` and is waited for in `fetch`; the tokens are also written to the history on
 the device, where the next step finds them.
 
     logits -> scan -> edits, scan again -> race, settle, weigh, finish -> tokens
-                 \\-> a copy of the lines that ask for log-probabilities -> entries
+                 \\-> a copy of the lines that need log-probabilities -> entries
 
 Order and meaning of the options are those of `sampler.py`; the kernels are in `kernels/triton`.
 The model runner calls this.
@@ -32,7 +32,7 @@ from quire.kernels.triton.sampling.gumbel_sample import (
     Workspace,
 )
 from quire.kernels.triton.sampling.scan_logits import Scan, scan_logits
-from quire.kernels.triton.sampling.token_logprobs import Asked
+from quire.kernels.triton.sampling.token_logprobs import LogprobQueries
 from quire.sampling.device.history import DeviceHistory
 from quire.sampling.device.processors import (
     BoundEdits,
@@ -44,7 +44,7 @@ from quire.sampling.device.processors import (
 )
 from quire.sampling.host.history import Ints
 from quire.sampling.host.sampler import (
-    NOT_ASKED,
+    NO_LOGPROBS,
     PendingLogprobs,
     PendingSample,
     Rows,
@@ -111,7 +111,7 @@ class DeviceSampler:
         scan = Scan.empty(logits.shape, logits.device)
         out = torch.empty((num_lines, _width(num_top)), dtype=torch.int32, device=logits.device)
         scan_logits(logits, scan)
-        token_logprobs.token_logprobs(logits, scan, Asked(line, line, top), token_ids, out)
+        token_logprobs.token_logprobs(logits, scan, LogprobQueries(line, line, top), token_ids, out)
         return _PendingEntries(next_token_ids.copy(), num_top, self._link.download(out))
 
     def _bind(self, rows: Rows) -> "_BoundDeviceRows":
@@ -204,7 +204,7 @@ def warm_up(vocab_size: int, max_len: int, link: DeviceLink) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _BoundLogprobs:
-    """The lines [n] that ask for log-probabilities.
+    """The lines [n] that need log-probabilities.
 
     lines, num_top: on the host. line, line32: the lines, for torch and for kernels. index: 0 to n.
     temperature: [n, 1], divides their logits; None where all are 1.
@@ -220,17 +220,17 @@ class _BoundLogprobs:
 
     def source(
         self, logits: torch.Tensor, scan: Scan, *, are_edited: bool
-    ) -> tuple[torch.Tensor, Scan, Asked]:
+    ) -> tuple[torch.Tensor, Scan, LogprobQueries]:
         """The logits that log-probabilities are of, and where their lines are in them. A copy,
         where the options are going to edit them."""
         if not are_edited and self.temperature is None:
-            return logits, scan, Asked(self.line32, self.line32, self.num_top_there)
+            return logits, scan, LogprobQueries(self.line32, self.line32, self.num_top_there)
         raw = logits.index_select(0, self.line)
         if self.temperature is not None:
             raw.div_(self.temperature)
         scan = Scan.empty(raw.shape, raw.device)
         scan_logits(raw, scan)
-        return raw, scan, Asked(self.index, self.line32, self.num_top_there)
+        return raw, scan, LogprobQueries(self.index, self.line32, self.num_top_there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ class _BoundDeviceRows:
 
 
 def _bind_logprobs(options: SamplingRows, rows: Rows, link: DeviceLink) -> _BoundLogprobs | None:
-    lines = np.flatnonzero(options.num_logprobs[rows] != NOT_ASKED)
+    lines = np.flatnonzero(options.num_logprobs[rows] != NO_LOGPROBS)
     if len(lines) == 0:
         return None
     num_top = np.minimum(options.num_logprobs[rows[lines]], options.vocab_size).astype(np.int32)
@@ -333,12 +333,12 @@ class _Pending:
         token_ids = found.astype(np.int64)
         result = sampled_tokens(rows, token_ids, state == BROKEN, state == EMPTY)
         if logprobs is not None:
-            asked = _entries(
+            entries_of_lines = _entries(
                 entries.reshape(self.bound.shape_of_entries),
                 token_ids[logprobs.lines],
                 logprobs.num_top,
             )
-            for line, entry in zip(logprobs.lines.tolist(), asked, strict=True):
+            for line, entry in zip(logprobs.lines.tolist(), entries_of_lines, strict=True):
                 if state[line] == SAMPLED:
                     result.logprobs[int(rows[line])] = entry
         return result

@@ -6,8 +6,8 @@ Two things make it cheap without changing the result:
 
 - *The race.* The noise is needed exactly only for tokens that can win. With x = logit / temperature
   and u the token's uniform, the score is log(exp(x) / e) with e = -log(1 - u) >= u. So exp(x) / u
-  bounds it from above, and whoever is below the score of one real competitor is out. One or two
-  tokens stay, and get their exact noise.
+  bounds it from above, and a token whose bound is below another token's score can't win. One or
+  two tokens stay, and get their exact noise.
 - *No sorting for top_p.* A token belongs to the nucleus if the tokens more likely than it weigh
   less than top_p in sum. Let all race; if the winner is outside, so are all tokens not more likely
   than it: drop them and let the others race again.

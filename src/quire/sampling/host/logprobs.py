@@ -1,7 +1,7 @@
 """Log-probabilities of the model's distribution, before any sampling option.
 
-Computed by the sampler for the rows that asked, and for prompts; by the native library where it is
-given, else by torch. The two differ by rounding: ranks and tokens are equal.
+Computed by the sampler for the rows that want them, and for prompts; by the native library where it
+is given, else by torch. The two differ by rounding: ranks and tokens are equal.
 """
 
 from collections.abc import Sequence
@@ -54,11 +54,11 @@ def _native_logprobs(
     lines: Ints | None,
 ) -> list[TokenLogprobs] | None:
     """None where a line has a largest logit that is not finite."""
-    asked = np.empty(len(token_ids), LOGPROB_ROW)
-    asked["line"] = np.arange(len(token_ids)) if lines is None else lines
-    asked["token_id"] = token_ids
-    asked["num_top"] = np.minimum(num_top, logits.shape[1])
-    values, tokens = native.token_logprobs(logits, asked)
+    queries = np.empty(len(token_ids), LOGPROB_ROW)
+    queries["line"] = np.arange(len(token_ids)) if lines is None else lines
+    queries["token_id"] = token_ids
+    queries["num_top"] = np.minimum(num_top, logits.shape[1])
+    values, tokens = native.token_logprobs(logits, queries)
     if np.isnan(values[:, 0]).any():
         return None
     return [
@@ -69,7 +69,7 @@ def _native_logprobs(
             token_ids.tolist(),
             values.tolist(),
             tokens.tolist(),
-            asked["num_top"].tolist(),
+            queries["num_top"].tolist(),
             strict=True,
         )
     ]

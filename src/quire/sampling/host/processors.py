@@ -37,7 +37,7 @@ class LogitsProcessor(ABC, Generic[T]):
         self._by_row: dict[int, T] = {}
 
     def set_row(self, row: int, params: DecodingParams, num_prompt_tokens: int) -> None:
-        """Take what this option needs of a sequence that enters `row`; forget the one before."""
+        """Take what this option needs of a sequence that enters `row`; forget the previous one."""
         self.clear_row(row)
         kept = self._keep(params, num_prompt_tokens)
         if kept is not None:
@@ -219,7 +219,7 @@ class LogitBias(LogitsProcessor[tuple[tuple[int, float], ...]]):
 
 
 class PenaltyRow(NamedTuple):
-    """What one row asks for. slot: its line in `TokenCounts`."""
+    """The penalties of one row. slot: its line in `TokenCounts`."""
 
     repetition: float
     frequency: float
@@ -310,12 +310,12 @@ class TokenCounts:
         missing = history.num_tokens[rows] - self._num_counted[slots]
         for index in np.flatnonzero((missing != 0) & (missing != 1)).tolist():
             self._count_many(int(slots[index]), int(rows[index]), int(num_prompt[index]), history)
-        one = missing == 1
-        if one.any():
-            slots, rows = slots[one], rows[one]
+        lacks_one = missing == 1
+        if lacks_one.any():
+            slots, rows = slots[lacks_one], rows[lacks_one]
             position = self._num_counted[slots]
             tokens = history.token_ids[rows, position]
-            self._add(slots, tokens, position >= num_prompt[one])
+            self._add(slots, tokens, position >= num_prompt[lacks_one])
             self._num_counted[slots] = position + 1
 
     def seen(self, slots: Rows) -> tuple[Rows, npt.NDArray[np.float32]]:

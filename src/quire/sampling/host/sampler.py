@@ -1,6 +1,6 @@
 """Turns logits into token ids; every row may have other options.
 
-`SamplingRows` holds what each row's request asked for; `Sampler` turns a step's logits into tokens.
+`SamplingRows` holds the options of each row's request; `Sampler` turns a step's logits into tokens.
 Options apply in this order, which is vLLM's:
 
     raw log-probabilities are taken first
@@ -45,7 +45,7 @@ from quire.sampling.host.processors import (
 Rows = npt.NDArray[np.int64]
 
 NO_TOKEN = -1
-NOT_ASKED = -1
+NO_LOGPROBS = -1
 
 BROKEN_LOGITS = (
     "the model computed no usable logits for this sequence (NaN or infinity); its weights or its "
@@ -64,9 +64,9 @@ class SamplingRows:
         self.vocab_size = vocab_size
         self.version = 0
         self.draws = np.zeros(max_rows, dtype=SAMPLE_ROW)
-        self.num_logprobs = np.full(max_rows, NOT_ASKED, dtype=np.int64)
+        self.num_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
         self.logprob_temperature = np.ones(max_rows, dtype=np.float32)
-        self._num_prompt_logprobs = np.full(max_rows, NOT_ASKED, dtype=np.int64)
+        self._num_prompt_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
         self.processors = (
             AllowedTokens(),
             BadWords(vocab_size),
@@ -89,11 +89,11 @@ class SamplingRows:
         draw["log_min_p"] = np.log(params.min_p) if params.min_p > 0.0 else choice.NEVER
         draw["top_k"] = params.top_k if params.top_k < self.vocab_size else 0
         draw["top_p"] = params.top_p
-        asked = params.num_beam_candidates if searches_beams else params.logprobs
-        self.num_logprobs[row] = _or_not_asked(asked)
+        count = params.num_beam_candidates if searches_beams else params.logprobs
+        self.num_logprobs[row] = _or_no_logprobs(count)
         divides = searches_beams and params.temperature > 0.0
         self.logprob_temperature[row] = temperature if divides else 1.0
-        self._num_prompt_logprobs[row] = _or_not_asked(params.prompt_logprobs)
+        self._num_prompt_logprobs[row] = _or_no_logprobs(params.prompt_logprobs)
         for processor in self.processors:
             processor.set_row(row, params, num_prompt_tokens)
 
@@ -104,9 +104,9 @@ class SamplingRows:
             processor.clear_row(row)
 
     def num_prompt_logprobs(self, row: int) -> int | None:
-        """How many best tokens `row` wants for each prompt position; None: no log-probabilities."""
-        asked = int(self._num_prompt_logprobs[row])
-        return None if asked == NOT_ASKED else asked
+        """Number of best tokens for each prompt position of `row`; None: no log-probabilities."""
+        count = int(self._num_prompt_logprobs[row])
+        return None if count == NO_LOGPROBS else count
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class SampledTokens:
     """What a step sampled for its rows.
 
     token_ids: [R] int64, parallel to the rows; NO_TOKEN (-1) for those that failed.
-    logprobs: row -> entry, for the rows that asked and did not fail.
+    logprobs: row -> entry, for the rows that want log-probabilities and did not fail.
     failed: row -> a sentence that says why nothing could be sampled for it.
     """
 
@@ -193,7 +193,7 @@ class Sampler:
         processors = tuple(processor for processor in bound if processor is not None)
         draws = self.rows.draws[rows]
         sampled_lines = np.flatnonzero(draws["temperature"])
-        logprob_lines = np.flatnonzero(self.rows.num_logprobs[rows] != NOT_ASKED)
+        logprob_lines = np.flatnonzero(self.rows.num_logprobs[rows] != NO_LOGPROBS)
         only_argmax = not processors and len(sampled_lines) == 0 and len(logprob_lines) == 0
         is_native = self._native is not None and device.type == "cpu"
         call = self._native.bind(draws) if self._native is not None and is_native else None
@@ -309,8 +309,8 @@ def _take_lines(logits: torch.Tensor, lines: Rows) -> torch.Tensor:
     return logits[torch.from_numpy(lines).to(logits.device)]
 
 
-def _or_not_asked(value: int | None) -> int:
-    return NOT_ASKED if value is None else value
+def _or_no_logprobs(value: int | None) -> int:
+    return NO_LOGPROBS if value is None else value
 
 
 def _at(logits: torch.Tensor, columns: Rows) -> torch.Tensor:

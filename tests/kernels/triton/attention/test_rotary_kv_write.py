@@ -161,9 +161,9 @@ def test_a_token_has_the_same_bits_in_any_batch(normed, rotary_dim):
     together = step.kv.clone()
     step.pages.fill_(torch.nan)
     for t, (q_t, k_t, v_t) in enumerate(zip(*step.qkv(), strict=True)):
-        one = Angles(step.angles.table, step.angles.positions[t : t + 1], torch.bfloat16)
+        angles = Angles(step.angles.table, step.angles.positions[t : t + 1], torch.bfloat16)
         slot, alone = step.slots[t : t + 1], q_t[None]
-        rotate_and_write(alone, k_t[None], v_t[None], Rotation(one, *norms), step.kv, slot)
+        rotate_and_write(alone, k_t[None], v_t[None], Rotation(angles, *norms), step.kv, slot)
         assert_same_bits(alone[0], q[t])
     assert_same_bits(step.kv, together)
 

@@ -174,7 +174,7 @@ def _scores(q, k, S: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_blocks(table, start, seen, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The blocks of the keys that are seen of a tile: of each key, or the one of all."""
+    """The blocks of the keys that are seen of a tile: of each key, or one block for all."""
     if S.block_size >= S.tile:
         blocks = tl.load(table + start // S.block_size, start < seen[1], other=0)
     else:

@@ -66,7 +66,7 @@ class Draws:
     """How each of R lines is sampled, on the device; see `choice.Draw`.
 
     stream: int64, the noise of its row, without the position. temperature: fp32, 0 for the largest
-    logit. log_min_p: fp32. top_k: int32, 0 for none. top_p: fp64. The flags: what any line wants.
+    logit. log_min_p: fp32. top_k: int32, 0 for none. top_p: fp64. Flags: whether any line uses it.
     """
 
     stream: torch.Tensor

@@ -6,7 +6,7 @@ The largest of groups of tokens, of tiles, and the k-th largest of all.
     tile_largest[r, t]  = max of tokens [4096 t, 4096 t + 4096); tile_token: the lowest id of it
 
 A NaN counts as infinity: both mean that a line is broken. The largest of a line is that of its
-tiles, which whoever needs it looks up: so no program waits for another.
+tiles, looked up where it is needed: so no program waits for another.
 
 `kth_largest` is exact, ties included, and sorts nothing. The k-th largest of the groups' maxima is
 a lower bound of the k-th largest token; only groups that reach it can hold the k best, seldom more

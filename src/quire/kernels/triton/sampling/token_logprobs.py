@@ -42,8 +42,8 @@ HEADER = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is asked about n tokens; all int32 [n].
+class LogprobQueries:
+    """For which n tokens to compute log-probabilities; all int32 [n].
 
     line: of the logits. token: its id is token_ids[token]. num_top: how many best tokens.
     """
@@ -54,7 +54,11 @@ class Asked:
 
 
 def token_logprobs(
-    logits: torch.Tensor, scan: Scan, asked: Asked, token_ids: torch.Tensor, out: torch.Tensor
+    logits: torch.Tensor,
+    scan: Scan,
+    queries: LogprobQueries,
+    token_ids: torch.Tensor,
+    out: torch.Tensor,
 ) -> None:
     """Fill in out [n, HEADER + 2 K] int32: HEADER, K token ids, K log-probabilities' bits, of which
     only the num_top first are set.
@@ -66,7 +70,7 @@ def token_logprobs(
     num_tiles = scan.tile_largest.shape[1]
     sums = torch.empty((num_entries, num_tiles), dtype=torch.float32, device=logits.device)
     above = torch.empty((num_entries, num_tiles), dtype=torch.int32, device=logits.device)
-    of_line = (logits, logits.stride(0), scan.tile_largest, asked.line, asked.token, token_ids)
+    of_line = (logits, logits.stride(0), scan.tile_largest, queries.line, queries.token, token_ids)
     sizes = {
         **{"V": vocab_size, "NUM_TILES": num_tiles},
         "BLOCK_TILES": next_power_of_two(num_tiles),
@@ -76,7 +80,7 @@ def token_logprobs(
     )
     num_groups = scan.group_largest.shape[1]
     pick_best_kernel[(num_entries,)](
-        *(*of_line, scan.group_largest, sums, above, asked.num_top, out, width),
+        *(*of_line, scan.group_largest, sums, above, queries.num_top, out, width),
         **sizes,
         NUM_GROUPS=num_groups,
         BLOCK_GROUPS=next_power_of_two(num_groups),

@@ -181,8 +181,8 @@ struct Attention {
     if (!segment.run) give_back(segment.sequence, piece, rows.own_records);
   }
 
-  // A piece of a split sequence is done; whoever is last merges its tiles, in room for the records
-  // of one token.
+  // A piece of a split sequence is done; the thread that finishes the last one merges its tiles, in
+  // memory for the records of one token.
   void give_back(int s, const Piece& piece, float* room) {
     int32_t* left = tasks.tiles_left + s * layer.num_kv_heads + piece.head;
     const int32_t count = piece.end_tile - piece.first_tile;

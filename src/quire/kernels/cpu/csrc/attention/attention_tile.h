@@ -110,7 +110,7 @@ struct Tile {
         prefetch(unit + i * line);
   }
 
-  // Values of keys that nobody sees may be anything, NaN too, which a probability of 0 does not
+  // Values of keys that no row sees may be anything, NaN too, which a probability of 0 does not
   // cancel: put 0 there. Only the first and the last unit can have such keys.
   void clear_edges(int head_dim) {
     if (joined || first_unit == end_unit) return;

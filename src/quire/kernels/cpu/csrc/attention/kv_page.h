@@ -11,8 +11,8 @@
 //   fp32    [D][U]          [U][D]
 //
 // so that a register holds sixteen tokens of K (scores of sixteen keys add up in one) and sixteen
-// dimensions of V, and in bf16 what vdpbf16ps adds up stands in pairs. D is even. Slots that nobody
-// wrote may hold anything, NaN too.
+// dimensions of V, and in bf16 what vdpbf16ps adds up stands in pairs. D is even. Slots that were
+// never written may hold anything, NaN too.
 #pragma once
 #include <cstdint>
 #include <cstring>

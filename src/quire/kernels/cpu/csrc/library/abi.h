@@ -20,7 +20,7 @@ enum Epilogue : int32_t {
   kSiluMul = 2,      // result holds gate and up, interleaved by the packing: out = silu(gate) * up
 };
 
-// A linear's weights as the kernels want them; the layout is told in linear.h.
+// A linear's weights as the kernels read them; linear.h describes the layout.
 struct Weights {
   int32_t format;       // WeightLayout
   int32_t num_outputs;  // N, as packed: gate and up together for kSiluMul
@@ -103,7 +103,7 @@ struct SampleRow {
   float log_min_p;    // -infinity: none
 };
 
-// What is asked about one line of logits.
+// A request for log-probabilities of one line of logits.
 struct LogprobRow {
   int64_t line;
   int64_t token_id;

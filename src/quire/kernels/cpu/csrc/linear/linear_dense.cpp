@@ -1,10 +1,10 @@
 // Linears with fp32 and bf16 weights.
 //
 // An item of work is a panel times a group of rows, which pass through it in blocks of up to
-// Step::kMaxRows, their sums in registers. One block alone waits for nothing but memory: it asks
-// for weights a little ahead. Several blocks read a chunk of the panel from the L2 cache, one after
-// another, and meanwhile all of them ask for the next chunk, which follows it in memory: so reading
-// and multiplying overlap however many rows there are.
+// Step::kMaxRows, their sums in registers. One block alone waits for nothing but memory: it
+// prefetches weights a little ahead. Several blocks read a chunk of the panel from the L2 cache,
+// one after another, and meanwhile all of them prefetch the next chunk, which follows it in memory:
+// so reading and multiplying overlap however many rows there are.
 #include <utility>
 
 #include "linear/epilogue.h"
@@ -18,9 +18,9 @@ namespace {
 
 // 128 KiB of weights: with the next chunk and the rows, what a core's L2 cache holds.
 constexpr int64_t kMaxChunkSteps = 1024;
-// With up to five rows the processor's own reading ahead does better than any asking (Zen 4); with
-// more it falls behind, and weights are wanted early enough, but not before there is room for them.
-constexpr int64_t kMinRowsToAsk = 6;
+// With up to five rows the processor's own reading ahead does better than any prefetch (Zen 4);
+// with more it falls behind, and weights must come early enough, but not before there is room.
+constexpr int64_t kMinRowsToPrefetch = 6;
 constexpr int64_t kAheadBytes = 7168;
 
 template <typename Step>
@@ -116,10 +116,10 @@ class DenseTask {
     const int64_t num_blocks = divide_up(rows.size(), Step::kMaxRows);
     const int64_t num_lines = steps.size() * kStepBytes / kLineBytes;
     const int64_t ahead = num_blocks > 1 ? num_lines * kLineBytes : kAheadBytes;
-    const bool asks = rows.size() >= kMinRowsToAsk;
+    const bool prefetches = rows.size() >= kMinRowsToPrefetch;
     for (int64_t i = 0; i < num_blocks; ++i) {
       const Range block = rows.part(i, num_blocks);
-      const Range lines = Range{0, asks ? num_lines : 0}.part(i, num_blocks);
+      const Range lines = Range{0, prefetches ? num_lines : 0}.part(i, num_blocks);
       const Prefetch prefetch(weights + ahead + lines.first * kLineBytes, lines.size());
       choose<Step>(block.size())(weights, steps.size(),
                                  x_.data + block.first * x_.ld + steps.first * Step::kInputs,

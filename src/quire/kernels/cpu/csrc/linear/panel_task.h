@@ -19,7 +19,7 @@ struct Range {
 
 constexpr int64_t kLineBytes = 64;
 
-// Weights to ask for while a loop works on others: `num_lines` cache lines from `next` on, spread
+// Weights to prefetch while a loop works on others: `num_lines` cache lines from `next` on, spread
 // over its steps.
 class Prefetch {
  public:

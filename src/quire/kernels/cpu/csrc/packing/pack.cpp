@@ -95,7 +95,7 @@ int64_t dense_bytes(const Weights& linear) {
 
 // Padding is found in the last panel, in the last unit of each panel where K is odd, and in either
 // half of the last panel where the linear interleaves; only these are cleared, so that pages of the
-// rest are touched first by whoever packs them, which are several threads.
+// rest are touched first by the threads that pack them.
 void clear_dense(const Weights& linear) {
   auto* weights = static_cast<uint8_t*>(const_cast<void*>(linear.weights));
   const int64_t panels = num_panels(linear);

@@ -94,7 +94,7 @@ struct Group {
     }
   }
 
-  // The best scale and offset >= 0 for the q to which w is rounded at the ones given.
+  // The best scale and offset >= 0 for the q to which w is rounded at the given two.
   Fit fit(float scale, float offset) const {
     const Levels levels(scale, offset);
     Four qs[2]{}, qqs[2]{}, qws[2]{};

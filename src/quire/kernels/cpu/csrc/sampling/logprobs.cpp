@@ -67,7 +67,7 @@ void describe_line(const Division& division, const LogprobRow& row, const float*
   const double normaliser = double(found.largest.value) + std::log(sum.sum);
   logprobs[0] = float(double(own) - normaliser);
   tokens[0] = sum.num_above + 1;
-  if (!is_finite(found.largest.value)) {  // the caller finds this, and asks elsewhere
+  if (!is_finite(found.largest.value)) {  // the caller finds this NaN, and uses torch
     logprobs[0] = __builtin_nanf("");
     return;
   }

@@ -59,7 +59,7 @@ class Pool {
   void wait_for_tasks(int32_t count);
   void leave_processor_to_caller();
 
-  // A region's number in the high half, the tasks that nobody has taken in the low one: a thread
+  // A region's number in the high half, the tasks that are not taken in the low one: a thread
   // that comes late, with an old region's number, takes nothing.
   alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<int32_t> num_done_{0};  // futex of the caller
@@ -72,7 +72,7 @@ class Pool {
   std::atomic<TaskFunction> function_{nullptr};
   std::atomic<void*> context_{nullptr};
 
-  alignas(64) int caller_processor_ = -1;  // which the workers were told to leave
+  alignas(64) int caller_processor_ = -1;  // which the workers may not run on
   int64_t next_move_ns_ = 0;
   int num_threads_;
   std::vector<Buffer> scratch_;
