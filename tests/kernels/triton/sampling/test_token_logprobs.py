@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from quire.core.step import TokenLogprobs
 from quire.kernels.triton.sampling.scan_logits import TILE, Scan, scan_logits
-from quire.kernels.triton.sampling.token_logprobs import HEADER, Asked, token_logprobs
+from quire.kernels.triton.sampling.token_logprobs import HEADER, LogprobQueries, token_logprobs
 from quire.sampling.host import logprobs as reference
 
 INF = float("inf")
@@ -25,7 +25,7 @@ def by_kernels(
         torch.tensor(values, dtype=torch.int32) for values in (lines, range(len(lines)), num_top)
     )
     given = torch.tensor(token_ids, dtype=torch.int32)
-    token_logprobs(logits, scan, Asked(line, token, top), given, out)
+    token_logprobs(logits, scan, LogprobQueries(line, token, top), given, out)
     values = out.view(torch.float32)
     return [
         TokenLogprobs(
