@@ -182,10 +182,12 @@ def start_error_from(fatal: Fatal) -> QuireError:
 
 
 def _error_classes() -> dict[str, type[QuireError]]:
+    """By code. A class that only inherits its code doesn't stand for it."""
     found: dict[str, type[QuireError]] = {}
     pending: list[type[QuireError]] = [QuireError]
     while pending:
         kind = pending.pop()
-        found[kind.code] = kind
+        if "code" in vars(kind):
+            found[kind.code] = kind
         pending += kind.__subclasses__()
     return found

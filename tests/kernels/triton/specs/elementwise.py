@@ -51,6 +51,7 @@ def _rotary(
         "HQ": num_heads,
         "HKV": num_kv_heads,
         "D": size,
+        "R": size,
         "B": 16,
         "NUM_Q_TILES": -(-num_heads // tile),
         "BLOCK_H": tile,
