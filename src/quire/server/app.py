@@ -53,7 +53,7 @@ def create_app(
     )
     app.state.service = service
     app.state.suggested_paths = _suggested(endpoints)
-    app.state.error_forms = {path: each.error_form for each in endpoints for path in each.paths}
+    app.state.error_forms = [form for each in endpoints for form in each.error_forms]
     install_error_handlers(app, [path for each in endpoints for path in each.generating_paths])
     _add_middlewares(app, service, access, endpoints)
     for each in endpoints:

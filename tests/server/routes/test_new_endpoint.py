@@ -5,6 +5,7 @@ import json
 
 import httpx
 import pytest
+from starlette.responses import JSONResponse, Response
 from tests.server.generation.test_http_generation import FakeEngine
 from tests.server.routes.upper import router
 
@@ -12,14 +13,24 @@ from quire.core.request import FinishReason, SequenceOutput
 from quire.errors import StepFailedError
 from quire.server.app import ENDPOINTS, create_app
 from quire.server.generation.seeds import Seeds
+from quire.server.http.body import Body
 from quire.server.http.guard import AccessConfig
 from quire.server.limits import CallLimits
+from quire.server.routes.endpoint import Endpoints
 from quire.server.service import Service
 from quire.server.tenants.keys import ApiKeys
 from quire.server.tenants.tenants import TenantBook
 
 PATH = "/v1/echo-upper"
 ALICE = {"Authorization": "Bearer alice-key-1"}
+
+
+class Named(Body):
+    name: str
+
+
+class Numbered(Body):
+    number: int
 
 
 class TwoTokens(FakeEngine):
@@ -62,15 +73,15 @@ def ask(service, body=None, *, headers=ALICE, path=PATH, method="POST"):
     """The answer of an application that has the endpoint, and keys."""
     access = AccessConfig(keys=ApiKeys(["alice:alice-key-1"]), max_body_bytes=10_000)
     app = create_app(service, access, endpoints=(*ENDPOINTS, router))
+    return asyncio.run(send(app, method, path, body, headers))
 
-    async def play():
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-            content = None if body is None else json.dumps(body)
-            headers_ = {"Content-Type": "application/json", **headers}
-            return await client.request(method, path, content=content, headers=headers_)
 
-    return asyncio.run(play())
+async def send(app, method, path, body, headers):
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        content = None if body is None else json.dumps(body)
+        headers_ = {"Content-Type": "application/json", **headers}
+        return await client.request(method, path, content=content, headers=headers_)
 
 
 def test_it_answers_in_one_piece(service, tokenizer):
@@ -155,3 +166,30 @@ def test_its_errors_have_its_own_form_wherever_they_arise(service, monkeypatch):
     *_, failure, done = ask(service, {"prompt": "a", "stream": True}).text.strip().split("\n\n")
     assert json.loads(failure.removeprefix("data: "))["type"] == "error"
     assert done == "data: [DONE]"
+
+
+def test_its_form_of_errors_holds_on_paths_with_parameters_too(service):
+    def form(status, message, param, code):
+        return {"type": "error", "error": message}
+
+    mine = Endpoints(error_form=form)
+
+    @mine.post("/v1/items/{name}")
+    async def keep(name: str, body: Named | Numbered) -> Response:
+        return JSONResponse([name, body.model_dump()])
+
+    app = create_app(service, AccessConfig(keys=ApiKeys(["alice:alice-key-1"])), endpoints=[mine])
+
+    def post(body, headers):
+        return asyncio.run(send(app, "POST", "/v1/items/a", body, headers))
+
+    assert post({"number": 5}, ALICE).json() == ["a", {"number": 5}]
+    for body, headers, status in (({}, ALICE, 400), ({"name": "b"}, {}, 401)):
+        answer = post(body, headers)
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+
+
+@pytest.mark.parametrize("which", ["open_paths", "operator_paths"])
+def test_who_may_call_can_not_depend_on_a_parameter(which):
+    with pytest.raises(ValueError, match="has a parameter"):
+        Endpoints(**{which: ["/v1/items/{name}"]})

@@ -6,6 +6,7 @@ traceback, no path.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,9 @@ logger = get_logger(__name__)
 ErrorForm = Callable[[int, str, str | None, str | None], dict[str, Any]]
 """(status, message, field at fault, code) -> the JSON of an error, as one API has it."""
 
+PathForm = tuple[re.Pattern[str], ErrorForm]
+"""The paths of a route, and the form of the errors there."""
+
 
 def openai_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
     """The form of OpenAI's API, and of every path that declares no other."""
@@ -66,8 +70,9 @@ def error_body(error: QuireError, form: ErrorForm = openai_error) -> dict[str, A
 def error_form(scope: Scope) -> ErrorForm:
     """The form of the errors of a call, by its path: the application has those of its routes."""
     state = getattr(scope.get("app"), "state", None)
-    forms: Mapping[str, ErrorForm] = getattr(state, "error_forms", {})
-    return forms.get(scope.get("path", ""), openai_error)
+    forms: Sequence[PathForm] = getattr(state, "error_forms", ())
+    path = scope.get("path", "")
+    return next((form for pattern, form in forms if pattern.match(path)), openai_error)
 
 
 def error_response(scope: Scope, error: QuireError) -> Response:

@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from quire.server.http.body import Body
-from quire.server.http.errors import ErrorForm, openai_error
+from quire.server.http.errors import ErrorForm, PathForm, openai_error
 from quire.server.http.json_body import parse
 from quire.server.limits import CallLimits
 from quire.server.routes.unsupported import METHODS, refuse
@@ -57,7 +57,8 @@ class JSONRoute(APIRoute):
         body_class: type[Body] | None = None
         if self.body_field is not None:
             annotation: Any = self.body_field.field_info.annotation
-            body_class = annotation if issubclass(annotation, Body) else None
+            is_body = isinstance(annotation, type) and issubclass(annotation, Body)
+            body_class = annotation if is_body else None
 
         async def handle_json(request: Request) -> Response:
             json_request = JSONRequest(request.scope, request.receive)
@@ -87,10 +88,17 @@ class Endpoints(APIRouter):
         error_form: ErrorForm = openai_error,
         responses: dict[int | str, dict[str, Any]] | None = None,
     ) -> None:
-        """responses: for the OpenAPI document, of routes that say nothing of their answers."""
+        """responses: for the OpenAPI document, of routes that say nothing of their answers.
+
+        Raises ValueError for an open or an operator's path with a parameter in it: who may call is
+        found out by the path of the call, before its route is.
+        """
         super().__init__(route_class=JSONRoute, responses=responses)
         self.open_paths = frozenset(open_paths)
         self.operator_paths = tuple(operator_paths)
+        for path in (*self.open_paths, *self.operator_paths):
+            if "{" in path:
+                raise ValueError(f"{path} has a parameter; say who may call by a path without one")
         self.probes = frozenset(probes)
         self.is_suggested = is_suggested
         self.error_form = error_form
@@ -111,6 +119,13 @@ class Endpoints(APIRouter):
     def paths(self) -> list[str]:
         """The paths that serve something."""
         return list(dict.fromkeys(route.path for route in self.own_routes))
+
+    @property
+    def error_forms(self) -> list[PathForm]:
+        """Of the paths that serve something, where their errors have another form than OpenAI's."""
+        if self.error_form is openai_error:
+            return []
+        return [(route.path_regex, self.error_form) for route in self.own_routes]
 
     @property
     def generating_paths(self) -> list[str]:
