@@ -42,7 +42,7 @@ _LEAST_LIKENESS_OF_EQUAL_LENGTH = 0.75  # one letter of four, or two that change
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the known name that `name` misspells or shortens; "" where there is
     none: a suggestion of something else misleads."""
-    ranked = sorted(((_likeness(name, one), one) for one in known), reverse=True)
+    ranked = sorted(((_likeness(name, each), each) for each in known), reverse=True)
     return f"; did you mean {ranked[0][1]}?" if ranked and ranked[0][0] > 0 else ""
 
 
@@ -52,7 +52,7 @@ def _likeness(name: str, known: str) -> float:
     if len(given) < 3:
         return 0.0
     likeness = difflib.SequenceMatcher(None, given, other).ratio()
-    words, others = (set(re.split("[-_ ]", one)) for one in (given, other))
+    words, others = (set(re.split("[-_ ]", text)) for text in (given, other))
     is_part = words < others or (others < words and len(others) > 1)
     is_equal = len(given) == len(other)
     least = _LEAST_LIKENESS_OF_EQUAL_LENGTH if is_equal else _LEAST_LIKENESS
@@ -76,7 +76,7 @@ class QuireError(Exception):
     """Base of all errors that quire raises on purpose.
 
     retry_after_s: when the same request may succeed; None: not known.
-    may_be_retried: False tells clients that repeat failed requests by themselves not to.
+    may_be_retried: False: clients that retry by themselves are asked not to.
     ends_connection: what else the client sends there can't be read as requests.
     """
 
@@ -133,7 +133,7 @@ class AuthenticationError(QuireError):
 
 
 class OperatorOnlyError(QuireError):
-    """Somebody who is not the operator asks for numbers of the whole server."""
+    """A caller that is not the operator asks for numbers of the whole server."""
 
     http_status = 403
     code = "operator_only"

@@ -390,8 +390,8 @@ def test_a_conversation_that_no_longer_fits_is_explained() -> None:
 @pytest.fixture
 def generating(kernel_flags: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A long generation whose first character has come."""
-    # Whoever starts the tests may ignore SIGINT (a shell's job in the background), and processes
-    # inherit that.
+    # The process that starts the tests may ignore SIGINT (a shell's job in the background), and
+    # processes inherit that.
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from quire.cli.main import main; sys.exit(main())"

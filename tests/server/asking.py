@@ -106,7 +106,7 @@ async def _await(call):
 
 
 class Asker:
-    """Asks one API in one mode for short, greedy answers, unless told otherwise."""
+    """Asks one API in one mode for short, greedy answers, unless the fields say otherwise."""
 
     def __init__(self, clients, api, mode):
         self.clients, self.api, self.mode = clients, api, mode
@@ -116,7 +116,7 @@ class Asker:
         return self.mode.endswith("stream")
 
     def __call__(self, **fields):
-        """The plain wish, with nothing added, is asked once only."""
+        """The answer; without fields it is kept, and asked for once only."""
         if fields:
             return self._ask(fields)
         known = self.clients.plain_answers
@@ -153,7 +153,7 @@ def _joined(chunks):
 
 
 def _take_prompt(found, answer):
-    """A chat's prompt is told beside its choices."""
+    """A chat's prompt stands beside its choices, not in them."""
     ids = getattr(answer, "prompt_token_ids", None)
     if ids is not None:
         found.prompt_token_ids = [ids] * len(found.texts)

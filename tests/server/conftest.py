@@ -22,7 +22,7 @@ def guarded(tmp_path_factory):
     """A server with keys, four generations for each tenant; its `http` has one of alice's two.
 
     key_file: what it reads further keys from; carol's is in it. dave, erin and fred are for
-    test_who_sees_what alone, where nobody may have called in their names before. seed: its own.
+    test_who_sees_what alone, where no call may have been made in their names before. seed: its own.
     """
     file = tmp_path_factory.mktemp("keys") / "keys.txt"
     file.write_text("# who may call, too\ncarol:carol-key-1\n")

@@ -132,7 +132,7 @@ class RunningServer:
 
 
 def is_running(process):
-    """Whether it has not ended; one that nobody has waited for yet has."""
+    """Whether it has not ended; a process that ended and was not waited for yet has."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

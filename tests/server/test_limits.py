@@ -54,7 +54,7 @@ def check_body(body):
 
 
 def check(make, **fields):
-    """As a call is checked: before anybody looks at what is in its lists, and once more."""
+    """As a call is checked: before its lists are looked into, and once more."""
     kind = CompletionRequest if make is completion else ChatCompletionRequest
     check_parsed(fields, kind, LIMITS, 1000)
     check_parsed({"extra_body": fields}, kind, LIMITS, 1000)
@@ -70,10 +70,10 @@ def test_a_bound_is_kept_to_and_named(make, name, good, bad):
 
 
 class Unlooked:
-    """Nobody may look at it."""
+    """Fails where any of its attributes is read."""
 
     def __getattribute__(self, name):
-        raise AssertionError(f"{name} was asked for")
+        raise AssertionError(f"{name} was read")
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class ConfiguredParser(Parser):
         return super().parse_known_args([*words, *args], namespace)
 
     def _check_values(self, namespace: Any) -> None:
-        """Tell of what an option of its own is wrong, as long as its line is known."""
+        """Report a value that the command would refuse, while the line it stands in is known."""
         try:
             if self.check is not None:
                 self.check(namespace)

@@ -74,14 +74,14 @@ FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "-dp": _FLAGS_WITH_VALUES["--data-parallel-size"],
     "-pp": _FLAGS_WITH_VALUES["--pipeline-parallel-size"],
 }
-"""Flag with a value -> the values that say what is so here, and why there are no others."""
+"""Flag with a value -> the values that describe what quire does, and why there are no others."""
 
 _WHOLE = "--device says where the whole model computes; no layer is split off"
 _TLS = "put a reverse proxy that speaks TLS in front"
 _LATER = "this version has no tool calls and no reasoning parsers"
 _TEMPLATE = "the template of the model's folder is used, or that of --tokenizer's"
 _LORA = "adapters are not served in this version"
-_LOG = "--log-level sets how much is logged, by everybody"
+_LOG = "--log-level sets how much is logged, HTTP calls included"
 _CTX = (
     "--max-model-len bounds one sequence; --kv-cache-memory or --num-blocks bound all of them"
     " together"

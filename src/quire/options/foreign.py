@@ -33,8 +33,8 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "tokenizer_mode": (("auto",), "there is one kind of tokenizer, the fast one"),
     "trust_remote_code": ((False,), "code from a model's folder is never run"),
 }
-"""Options that scripts for vLLM bring: the values that say what is so here anyway (its default for
-swap_space among them, which it reads no more itself), and why there are no others. None is always
+"""Option of scripts for vLLM -> the values that describe what quire always does (swap_space has
+vLLM's default, too, which vLLM itself no longer reads), and why it has no others. None is always
 taken: it sets nothing. The command line has them as flags."""
 
 ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}

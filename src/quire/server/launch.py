@@ -1,9 +1,9 @@
 """Starts and ends a server: one socket, one engine process, one event loop.
 
-The port is taken before the model is loaded, so that a wrong one is told at once. The first Ctrl-C
-(or SIGTERM) lets open answers end, for a bounded time, while new calls are refused; what is open
-after that ends with an error. A second signal ends all at once. However this ends, no process stays
-behind. Imports no torch. Called by the command line.
+The port is taken before the model is loaded, so that a wrong one is reported at once. The first
+Ctrl-C (or SIGTERM) lets open answers end, for a bounded time, while new calls are refused; what is
+open after that ends with an error. A second signal ends all at once. However this ends, no process
+stays behind. Imports no torch. Called by the command line.
 """
 
 import asyncio
@@ -56,8 +56,8 @@ IDLE_CONNECTION_S = 75
 
 _ENGINE_SHUTDOWN_S = 5.0
 _FLUSH_S = 3
-"""For answers to reach their clients once they have ended; who has not taken its own by then is not
-reading, and is cut."""
+"""For answers to reach their clients once they have ended. A client that has not taken its answer
+by then is not reading: its connection is cut."""
 
 _DRAIN_POLL_S = 0.05
 
@@ -237,8 +237,8 @@ def _make_service(plan: _ServerPlan, engine: AsyncEngine, monitor: Monitor) -> S
 
 def _fingerprint(facts: Mapping[str, Any]) -> str:
     """What the numbers of an answer depend on beside the request and the model."""
-    told = (facts.get(key) for key in ("kernels", "dtype", "quantization"))
-    return "-".join(["quire", __version__, *(str(fact) for fact in told if fact is not None)])
+    known = (facts.get(key) for key in ("kernels", "dtype", "quantization"))
+    return "-".join(["quire", __version__, *(str(fact) for fact in known if fact is not None)])
 
 
 class _Stopper:
@@ -275,7 +275,7 @@ class _Stopper:
 
 
 class _HTTPServer(uvicorn.Server):
-    """uvicorn, with signals left to `_Stopper` and the address told once it serves.
+    """uvicorn, with signals left to `_Stopper` and the address printed once it serves.
 
     failure: why the engine has failed for good, if it has. Invariant: whatever ends the serving,
     open answers get their end or an error before their connections are closed.
@@ -345,7 +345,7 @@ class _HTTPServer(uvicorn.Server):
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Beside open answers the listener stays open: who calls is told to come again."""
+        """The listener stays open while answers do: new calls get 503 with Retry-After."""
         limit_s, num_open = self._plan.server.drain_timeout_s, self._num_open
         _report(_drain_text(num_open, limit_s))
         loop = asyncio.get_running_loop()
@@ -369,7 +369,7 @@ class _HTTPServer(uvicorn.Server):
         return len(self.server_state.tasks)
 
     async def watch_engine(self) -> None:
-        """End the serving when the engine has failed for good: its streams have been told why."""
+        """End the serving when the engine has failed for good; its streams have got the error."""
         self.failure = await self._service.engine.wait_failed()
         self.should_exit = True
 

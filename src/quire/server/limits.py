@@ -1,8 +1,8 @@
 """How much one call may ask for. Checked before anything is tokenized or looped over.
 
 The bounds are the operator's, except that of log-probabilities, which is the engine's. Values that
-mean nothing, whoever serves, are refused by `core.sampling_params`. Called by the API families;
-made by `launch`.
+have no meaning on any server are refused by `core.sampling_params`. Called by `generation` and the
+routes; made by `launch`.
 """
 
 from collections.abc import Sequence
@@ -121,9 +121,9 @@ def check_text(text: str, tokenizer: Tokenizer, max_model_len: int, param: str) 
 def check_prompt_logprobs(requests: Sequence[Request]) -> None:
     """Raises InvalidRequestError where an answer would be too long for one piece."""
     count = sum(
-        (1 + one.params.prompt_logprobs) * len(one.prompt_token_ids) * one.n
-        for one in requests
-        if one.params.prompt_logprobs is not None
+        (1 + request.params.prompt_logprobs) * len(request.prompt_token_ids) * request.n
+        for request in requests
+        if request.params.prompt_logprobs is not None
     )
     if count > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
@@ -139,10 +139,11 @@ def check_whole_answer(
 ) -> None:
     """Raises InvalidRequestError where an answer that is not streamed could be too long."""
     count = 0
-    for one in requests:
-        if one.params.logprobs is not None:
-            room = max_model_len - len(one.prompt_token_ids)
-            count += (1 + one.params.logprobs) * min(one.params.max_tokens, room) * one.n
+    for request in requests:
+        params = request.params
+        if params.logprobs is not None:
+            room = max_model_len - len(request.prompt_token_ids)
+            count += (1 + params.logprobs) * min(params.max_tokens, room) * request.n
     num_bytes = count * bytes_per_logprob
     if num_bytes > MAX_ANSWER_BYTES:
         raise InvalidRequestError(

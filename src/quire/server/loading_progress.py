@@ -1,6 +1,6 @@
 """Shows how far loading has come, on a terminal or in the log.
 
-Knows no engine. Called by `launch`, with what the engine tells.
+Knows no engine. Called by `launch` for each report of the engine.
 """
 
 import contextlib
@@ -18,10 +18,9 @@ _CLEAR = "\r\x1b[K"
 
 
 class LoadingProgress:
-    """Call it with (text, done, total) as loading goes on; a total of 0 says that nobody knows.
+    """Call it with (text, done, total) as loading goes on; a total of 0: not known.
 
-    A stream that is closed, full or not there at all is nobody's concern: the news is lost, loading
-    goes on.
+    Where the stream is closed, full or missing, the text is dropped and loading goes on.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class LoadingProgress:
         if self._is_terminal:
             self._draw(done, total)
         elif self._clock() - self._started_s >= QUIET_S:
-            self._tell(done, total)
+            self._write_line(done, total)
 
     def close(self) -> None:
         """Take the bar away. May be called twice."""
@@ -68,7 +67,7 @@ class LoadingProgress:
             bar = f" [{'#' * filled}{' ' * (BAR_WIDTH - filled)}] {100 * done // total:3}%"
         self._write(f"{_CLEAR}{self._text}{bar}")
 
-    def _tell(self, done: int, total: int) -> None:
+    def _write_line(self, done: int, total: int) -> None:
         percent = 100 * done // total if total else 0
         if percent < self._next_percent:
             return

@@ -1,6 +1,6 @@
 """What every HTTP handler needs: engine, tokenizer, limits, tenants.
 
-Made by `launch`, read by the API families. Imports no torch.
+Made by `launch`, read by `generation` and the routes. Imports no torch.
 """
 
 import time
@@ -21,8 +21,8 @@ from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 DRAIN_RETRY_AFTER_S = 5.0
-"""What a client that is refused while the server ends is told: another server, or the next one on
-this address, may be there by then."""
+"""Of calls that are refused while the server ends: another server, or the next one on this address,
+may be there by then."""
 
 
 class UnknownModelError(QuireError):
@@ -55,9 +55,9 @@ class Drain:
 class Service:
     """One served model.
 
-    seeds: draws the seed of each request that brings none. limits: of one call. tenants: who has
-    how much open. monitor: is told of every call. keep_alive_s: a stream without news gets a
-    comment so often. default_deadline_s: of calls that name none; None: no deadline.
+    seeds: draws the seed of each request that brings none. limits: of one call. tenants: what
+    each has open. monitor: counts every call. keep_alive_s: a stream without output gets a comment
+    so often. default_deadline_s: of calls that name none; None: no deadline.
     allow_special_tokens: those that are written out in messages take effect.
     system_fingerprint: what the numbers of an answer depend on, in OpenAI's field. work: does
     what takes long because a call is large.

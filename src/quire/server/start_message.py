@@ -29,8 +29,8 @@ _NOTES = {"other": "other programs, the driver, kernels' code"}
 
 
 def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
-    """What was loaded and where the memory goes, in lines. facts: of the engine; what it does not
-    tell is left out."""
+    """What was loaded and where the memory goes, in lines. facts: of the engine; what is missing
+    there is left out."""
     lines = [f"quire {__version__}: {', '.join(_loaded(model_name, facts))}"]
     parts = ledger_parts(facts)
     width = max((len(_MEMORY[name]) for name in parts), default=0) + 2
@@ -54,8 +54,8 @@ def invitation(
 ) -> str:
     """The address, and a command that works when it is pasted (with a key in it, where needed).
 
-    is_exposed: other machines may reach it, and nobody needs a key. has_operator: somebody may ask
-    for the whole server's numbers.
+    is_exposed: other machines may reach it, and calls need no key. has_operator: some call can be
+    the operator's, who may see the whole server's numbers.
     """
     if has_chat:
         path = "chat/completions"

@@ -170,7 +170,7 @@ def test_batches_end_when_every_choice_has_ended(service, engine, tokenizer):
 
     batches, results = run(play())
     assert [choice for batch in batches for choice, _ in batch] == [0, 1]
-    assert [len(one.token_ids) for one in results[0].outputs] == [1, 1]
+    assert [len(choice.token_ids) for choice in results[0].outputs] == [1, 1]
 
 
 def test_the_rest_comes_once_with_each_choice_in_order_and_one_wake(service, engine, tokenizer):
@@ -193,7 +193,7 @@ def test_a_stop_string_ends_its_branch_in_the_engine_read_or_not(service, engine
     async def play():
         async with make(service, tokenizer, params=SamplingParams(stop=["!"])) as generation:
             engine.stream.push(token(tokenizer, "a !"))
-            aborted = list(engine.stream.aborted)  # nobody has read anything yet
+            aborted = list(engine.stream.aborted)  # nothing was read yet
             engine.stream.end(None)
             return aborted, await generation.rest()
 
@@ -252,7 +252,7 @@ def test_a_failed_step_ends_the_call_and_frees_the_other_branches(
             engine.stream.push(
                 SequenceOutput("c-0", 0, (), 0, FinishReason.ERROR, error="NaN in layer 3")
             )
-            assert engine.stream.num_closes == 1  # before anybody looked
+            assert engine.stream.num_closes == 1  # before the answer is read
             if whole:
                 await generation.rest()
             await anext(generation.batches())
@@ -381,7 +381,7 @@ def test_an_answer_within_its_deadline_is_not_touched(service, engine, tokenizer
     async def play():
         async with make(service, tokenizer, deadline_s=0.02) as generation:
             engine.stream.push(token(tokenizer, "a", finish=FinishReason.LENGTH))
-            await asyncio.sleep(0.05)  # the timer fires meanwhile: nothing is left to end
+            await asyncio.sleep(0.05)  # the timer fires: nothing is left to end
             return await generation.rest()
 
     assert len(list(run(play()))) == 1
@@ -418,7 +418,9 @@ def test_requests_are_made_prompt_by_prompt_while_others_go_on(service, engine):
         return num_turns, await making
 
     num_turns, generation = run(play())
-    assert [one.prompt_token_ids for one in generation.requests] == [[5 + at] for at in range(100)]
+    assert [request.prompt_token_ids for request in generation.requests] == [
+        [5 + at] for at in range(100)
+    ]
     assert num_turns > 10
 
 
@@ -426,8 +428,9 @@ def test_a_caller_is_who_the_middlewares_found():
     found = Caller.of(FakeHTTP(tenant=ALICE, request_id="q", arrival_s=3.0), "chatcmpl-c", "chat")
     assert found == Caller(ALICE, "q", "chatcmpl-c", 3.0, "chat")
     assert found.operation == "chat"
-    nobody = Caller.of(FakeHTTP(), "cmpl-c", "text_completion")
-    assert (nobody.tenant.name, nobody.request_id, nobody.operation) == ("", "", "text_completion")
+    unnamed = Caller.of(FakeHTTP(), "cmpl-c", "text_completion")
+    assert (unnamed.tenant.name, unnamed.request_id) == ("", "")
+    assert unnamed.operation == "text_completion"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from quire.server.generation.seeds import Seeds
 
 def test_without_a_seed_of_the_server_they_are_random_and_of_64_bits():
     first, second = Seeds(), Seeds()
-    seeds = [one.draw("") for one in (first, second) for _ in range(50)]
+    seeds = [source.draw("") for source in (first, second) for _ in range(50)]
     assert len(set(seeds)) == 100
     assert all(0 <= seed < 2**64 for seed in seeds) and max(seeds) > 2**58
 

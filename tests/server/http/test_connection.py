@@ -371,7 +371,7 @@ def test_every_request_of_a_connection_is_told_that_the_client_has_gone(parser):
 
 
 class Echo:
-    """Answers with what it was asked, in one line."""
+    """Answers with the request, in one line."""
 
     async def __call__(self, scope, receive, send):
         body = b""

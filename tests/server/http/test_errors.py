@@ -1,4 +1,4 @@
-"""Bad input gets OpenAI's error shape, names what is wrong, and hurts nobody else."""
+"""Bad input gets OpenAI's error shape, names what is wrong, and hurts no other call."""
 
 import json
 import socket
@@ -325,7 +325,7 @@ HUGE_BODIES = {
 
 @pytest.mark.parametrize("name", HUGE_BODIES)
 def test_a_huge_body_is_refused_without_a_stall(http, name):
-    """One mistake is told, not millions, and not all that the client sent."""
+    """The answer names one mistake, not millions, and does not repeat all that the client sent."""
     path = CHAT if "messages" in name else COMPLETIONS
     head, repeated, tail = HUGE_BODIES[name]
     content = head + repeated * ((MAX_BODY_BYTES - 64) // len(repeated)) + tail

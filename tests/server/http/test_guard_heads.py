@@ -12,9 +12,9 @@ from quire.server.http.guard import (
 
 
 async def echo(scope, receive, send):
-    told = json.dumps([scope["path"], scope["raw_path"].decode()]).encode()
+    seen = json.dumps([scope["path"], scope["raw_path"].decode()]).encode()
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": told, "more_body": False})
+    await send({"type": "http.response.body", "body": seen, "more_body": False})
 
 
 def ask(*headers, path="/a", method="POST", version=None, raw_path=None, host=True):

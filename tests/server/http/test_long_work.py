@@ -49,7 +49,7 @@ class Log:
 
 
 def play(log, *works):
-    """Run each work beside the others and somebody who only wants his turns."""
+    """Run each work beside the others and a task that only counts turns of the loop."""
 
     async def run():
         pieces = WorkPieces(StepClock())
@@ -76,7 +76,7 @@ def test_between_two_turns_of_the_loop_there_is_one_piece():
     assert sum(map(len, log.turns)) == 33
 
 
-def test_however_many_work_there_is_one_piece_in_a_turn_and_each_gets_his():
+def test_however_many_work_there_is_one_piece_in_a_turn_and_each_gets_its_own():
     log = Log()
     names = "abcdefgh"
     found = play(log, *(log.work(name, 40) for name in names))
@@ -85,7 +85,7 @@ def test_however_many_work_there_is_one_piece_in_a_turn_and_each_gets_his():
     assert len(beginning) <= len(names) * STEPS_OF_FIRST + STEPS_OF_PIECE
     assert all(len(set(turn)) == 1 and len(turn) <= STEPS_OF_PIECE for turn in later)
     order = [turn[0] for turn in later]
-    for at in range(len(names), 3 * len(names)):  # nobody twice before everybody once
+    for at in range(len(names), 3 * len(names)):  # none twice before all have had a turn
         assert len(set(order[at - len(names) : at])) == len(names)
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what answers and bodies look like is told truly."""
+"""The OpenAPI document agrees with what answers and bodies look like."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Families made of numbers: counted up, bounded, and without what nobody told."""
+"""Families made of numbers: counted up, bounded, and without what the engine does not report."""
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector

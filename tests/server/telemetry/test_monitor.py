@@ -194,8 +194,8 @@ def test_an_output_costs_microseconds(monitor):
         record = monitor.open_call(requests("a"), "", "req-1")
         outputs = [output("a") for _ in range(num_outputs)]
         began_s = time.perf_counter()
-        for one in outputs:
-            record.on_output(one)
+        for each in outputs:
+            record.on_output(each)
         best_s = min(best_s, time.perf_counter() - began_s)
     assert best_s / num_outputs < 10e-6
 
@@ -233,13 +233,13 @@ def test_a_call_is_one_span_with_its_parameters_and_what_came_of_it(spans):
 
     contextvars.copy_context().run(serve)
     (span,) = spans[1].get_finished_spans()
-    told = dict(span.attributes)
+    found = dict(span.attributes)
     assert span.name == "chat m" and span.start_time == 10**18
     assert f"{span.context.trace_id:032x}" == trace
-    assert told["gen_ai.request.model"] == "m" and told["gen_ai.request.max_tokens"] == 9
-    assert told["gen_ai.usage.input_tokens"] == 8 and told["gen_ai.usage.output_tokens"] == 4
-    assert told["gen_ai.response.finish_reasons"] == ("length", "stop")
-    assert told["quire.request_id"] == "req-1" and told["quire.tenant"] == "alice"
+    assert found["gen_ai.request.model"] == "m" and found["gen_ai.request.max_tokens"] == 9
+    assert found["gen_ai.usage.input_tokens"] == 8 and found["gen_ai.usage.output_tokens"] == 4
+    assert found["gen_ai.response.finish_reasons"] == ("length", "stop")
+    assert found["quire.request_id"] == "req-1" and found["quire.tenant"] == "alice"
     (event,) = span.events
     assert event.name == "gen_ai.first_token" and event.attributes["quire.num_cached_tokens"] == 2
     assert span.status.status_code.name == "UNSET"
@@ -277,16 +277,16 @@ def test_a_real_server_s_calls_reach_the_collector():
             server.signal(signal.SIGTERM)
             assert server.wait_for_exit() == 0
     first, second = sorted(collector.spans(), key=lambda span: span.start_time_unix_nano)
-    told = {one.key: one.value for one in first.attributes}
+    attributes = {each.key: each.value for each in first.attributes}
     assert (first.name, first.trace_id.hex(), first.parent_span_id.hex()) == (
         "chat m",
         trace,
         parent,
     )
-    assert told["gen_ai.usage.output_tokens"].int_value == 4
-    assert told["gen_ai.response.id"].string_value.startswith("chatcmpl-")
-    assert told["quire.request_id"].string_value == "mine-7"
+    assert attributes["gen_ai.usage.output_tokens"].int_value == 4
+    assert attributes["gen_ai.response.id"].string_value.startswith("chatcmpl-")
+    assert attributes["quire.request_id"].string_value == "mine-7"
     assert first.end_time_unix_nano > first.events[0].time_unix_nano > first.start_time_unix_nano
-    reasons = {one.key: one.value for one in second.attributes}["gen_ai.response.finish_reasons"]
+    reasons = {each.key: each.value for each in second.attributes}["gen_ai.response.finish_reasons"]
     assert [each.string_value for each in reasons.array_value.values] == ["disconnect"]
     assert not second.parent_span_id

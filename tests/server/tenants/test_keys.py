@@ -85,9 +85,9 @@ def test_there_are_only_so_many():
 
 
 def test_keys_are_kept_as_digests_that_no_other_process_shares():
-    one, two = ApiKeys([f"alice:{ALICE}"]), ApiKeys([f"alice:{ALICE}"])
-    assert ALICE not in repr(vars(one))
-    assert set(one._all).isdisjoint(two._all)
+    keys, others = ApiKeys([f"alice:{ALICE}"]), ApiKeys([f"alice:{ALICE}"])
+    assert ALICE not in repr(vars(keys))
+    assert set(keys._all).isdisjoint(others._all)
 
 
 @pytest.mark.parametrize("presented", ["key-number-0", "key-number-8", "no-key-at-all"])
@@ -96,9 +96,9 @@ def test_a_look_up_compares_with_every_key(monkeypatch, presented):
     compared = []
     compare = keys_module.hmac.compare_digest
 
-    def counted(one, two):
-        compared.append((len(one), len(two)))
-        return compare(one, two)
+    def counted(known, digest):
+        compared.append((len(known), len(digest)))
+        return compare(known, digest)
 
     monkeypatch.setattr(keys_module.hmac, "compare_digest", counted)
     keys.tenant_of([presented.encode()])

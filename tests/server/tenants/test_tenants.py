@@ -59,14 +59,14 @@ def test_generations_are_bounded_by_tenant():
         book.open(ALICE, 1, 10)
 
 
-def test_where_all_are_one_tenant_it_is_not_told_how_many_are_open():
-    book, told = TenantBook(4), set()
+def test_where_all_are_one_tenant_no_answer_says_how_many_are_open():
+    book, answers = TenantBook(4), set()
     for _ in range(3):
         book.open(NO_TENANT, 1, 10)
         with pytest.raises(TenantBusyError) as caught:
             book.open(NO_TENANT, 4, 10)
-        told.add((str(caught.value), caught.value.retry_after_s))
-    assert len(told) == 1
+        answers.add((str(caught.value), caught.value.retry_after_s))
+    assert len(answers) == 1
 
 
 def test_a_call_that_never_fits_is_no_matter_of_waiting():

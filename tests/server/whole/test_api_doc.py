@@ -52,12 +52,12 @@ TABLES = [
 
 @pytest.mark.parametrize(("body", "headings", "api"), TABLES)
 def test_the_tables_say_what_the_code_does(body, headings, api):
-    told = {name: status for heading in headings for name, status in fields_of(heading).items()}
-    assert told == expected(body, openai_fields(api))
+    listed = {name: status for heading in headings for name, status in fields_of(heading).items()}
+    assert listed == expected(body, openai_fields(api))
 
 
 @pytest.mark.parametrize(("body", "headings", "api"), TABLES)
-def test_every_field_that_openais_client_can_send_is_told(body, headings, api):
+def test_every_field_that_openais_client_can_send_is_listed(body, headings, api):
     known = openai_fields(api)
     assert len(known) >= 2
     assert known <= {name for heading in headings for name in fields_of(heading)}
@@ -90,7 +90,7 @@ def test_every_row_has_a_status_and_every_refusal_its_exceptions():
 
 def test_the_codes_of_errors_are_those_that_clients_can_meet():
     rows = re.findall(r"^\| \d+ \| (.*?) \|", sections()["Errors"], flags=re.MULTILINE)
-    told = {code for row in rows for code in re.findall(r"`(\w+)`", row)}
+    listed = {code for row in rows for code in re.findall(r"`(\w+)`", row)}
     kinds = [
         kind
         for kind in vars(errors).values()
@@ -101,7 +101,7 @@ def test_the_codes_of_errors_are_those_that_clients_can_meet():
     more = (NotReadyError, NotSupportedError, UnknownModelError)
     codes = {kind.code for kind in (*kinds, *more)} | set(_CODES.values())
     codes |= set(guard.CODES.values())
-    assert codes - {errors.SchedulerStalledError.code} == told
+    assert codes - {errors.SchedulerStalledError.code} == listed
 
 
 def test_the_families_that_are_named_are_refused():

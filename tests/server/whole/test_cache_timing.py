@@ -19,7 +19,7 @@ SAMPLES = 12
 
 @pytest.fixture
 def prompts(guarded):
-    """Prompts that nobody has sent before, once the server has nothing else to do."""
+    """Prompts that were never sent before, once the server has nothing else to do."""
     guarded.wait_until(lambda stats: stats["num_running"] == stats["num_held_blocks"] == 0)
     numbers = random.Random(f"{time.time_ns()}")
 
@@ -106,5 +106,5 @@ def test_nor_does_the_clock_tell(guarded, prompts):
         for name, key, each in calls:
             times_s[name].append(send(guarded, key, each)[1])
     same, fresh, own = (statistics.median(times_s[name]) for name in ("same", "fresh", "own"))
-    assert own < 0.7 * fresh, "a hit can't be told by the clock here, so this shows nothing"
+    assert own < 0.7 * fresh, "a hit saves no time that is measurable here, so this shows nothing"
     assert 0.75 < same / fresh < 1.33

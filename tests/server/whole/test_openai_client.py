@@ -20,7 +20,7 @@ CASES = []
 
 
 def drives(*names, apis=(COMPLETIONS, CHAT), modes=MODES):
-    """The function shows the effect of these fields, asked in each of these ways."""
+    """The function shows the effect of these fields, sent in each of these ways."""
 
     def register(function):
         CASES.append((function, names, apis, modes))

@@ -151,10 +151,10 @@ def test_32_streams_outlive_the_engine_to_the_bit(why_torch):
         for kills, share in enumerate((0.02, 0.5), start=1):
             until = int(share * undisturbed.num_events)
             found, progress = asyncio.run(ask_all_and_kill(server, until))
-            for call, one, other in zip(make_calls(), found, expected, strict=True):
+            for call, answer, wanted in zip(make_calls(), found, expected, strict=True):
                 if why_torch is not None:  # torch's linears don't promise the last bits
-                    one, other = without_logprobs(one), without_logprobs(other)
-                assert one == other, call
+                    answer, wanted = without_logprobs(answer), without_logprobs(wanted)
+                assert answer == wanted, call
             assert progress.num_keep_alives > 0, "keep-alives bridge the gap"
             health = server.http.get("/health").json()
             assert (health["num_restarts"], health["num_open"]) == (kills, 0)
@@ -204,7 +204,7 @@ def test_a_request_that_hangs_the_engine_twice_is_answered_and_the_others_too():
 
 
 def test_kills_from_outside_while_requests_are_on_trial_blame_nobody():
-    """One request makes the engine crash, and somebody else kills it again and again meanwhile."""
+    """One request makes the engine crash, while another process kills it again and again."""
 
     async def ask_and_kill(server, prompts, num_kills):
         answers = asyncio.ensure_future(complete_many(server, prompts))

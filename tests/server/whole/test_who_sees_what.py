@@ -1,7 +1,7 @@
 """The table of docs/security.md, held against every route, and against two worlds.
 
-In one nobody has sent what a tenant is about to ask; in the other another tenant has all of it
-cached, and has streams open. The tenant's answers must be the same, number by number.
+In the first no tenant has sent what a tenant is about to send; in the second another tenant has all
+of it cached, and has streams open. The tenant's answers must be the same, number by number.
 """
 
 import json
@@ -143,18 +143,18 @@ def test_who_is_let_in_where(world):
 def test_every_field_of_a_tenant_s_answer_is_in_the_table(world):
     for row in ROWS:
         answer = row.ask(world.client, world.roles["tenant"])
-        told = set().union(*row.fields.values()) - row.fields.get(OPERATORS, set())
+        listed = set().union(*row.fields.values()) - row.fields.get(OPERATORS, set())
         if answer.status_code == 403:
-            assert (told, set(answer.json())) == (set(), {"error"}), row
-        elif row.method == "POST" or told:
-            assert set(answer.json()) <= told, row
+            assert (listed, set(answer.json())) == (set(), {"error"}), row
+        elif row.method == "POST" or listed:
+            assert set(answer.json()) <= listed, row
     health = next(row for row in ROWS if row.path == "/health")
     operators = world.client.get("/health", headers=world.roles["operator"]).json()
     assert set(operators) == set().union(*health.fields.values())
 
 
 def test_a_tenant_can_t_see_what_another_has_cached_or_open(world):
-    """dave asks when nobody has sent his prompts, erin when they are another's."""
+    """dave calls before his prompts were ever sent, erin when another tenant has sent hers."""
     operator = world.roles["operator"]
     alone = look(world, "dave")
     before = world.client.get("/health", headers=operator).json()
@@ -200,23 +200,23 @@ def busy(world):
 
 
 def look(world, name):
-    """{what was asked: (status, headers, body)}: all that there is to see with this one's key, but
-    for what is random or of the clock."""
+    """{call: (status, headers, body)}: all that this tenant's key shows, but for what is random or
+    of the clock."""
     client, headers = world.client, world.roles[name] | {"X-Request-ID": "mine"}
     seen = {}
     for turn in ("first", "again"):
         for row in ROWS:
             answer = row.ask(client, headers)
             what = f"{turn}: {row.path}"
-            seen[what] = told(answer, name, row.fields.get(NEW, set()))
+            seen[what] = visible(answer, name, row.fields.get(NEW, set()))
             path = NAMES.get(row.path, row.path)
             for method in ("HEAD", "OPTIONS", "DELETE"):
                 other = client.request(method, path, headers=headers)
-                seen[f"{turn}: {method} {row.path}"] = told(other, name)
+                seen[f"{turn}: {method} {row.path}"] = visible(other, name)
     for index, body in enumerate(MISTAKES):
         answer = client.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code >= 400, (body, answer.text)
-        seen[f"mistake {index}"] = told(answer, name)
+        seen[f"mistake {index}"] = visible(answer, name)
     body = SHORT | {"prompt": TEXT, "n": 4, "max_tokens": 200, "stream": True}
     body |= {"stream_options": {"include_usage": True}}
     with client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
@@ -225,12 +225,12 @@ def look(world, name):
         if "Authorization" in headers:  # a server without keys bounds no tenant
             answer = client.post("/v1/completions", json=body, headers=headers)
             assert answer.status_code == 429
-            seen["too much at once"] = told(answer, name)
+            seen["too much at once"] = visible(answer, name)
         seen["stream"] = joined([head, *lines])
     return seen
 
 
-def told(answer, name, new=frozenset()):
+def visible(answer, name, new=frozenset()):
     headers = {key: value for key, value in answer.headers.items() if key != "date"}
     if answer.headers.get("content-type") != "application/json":
         return answer.status_code, headers, answer.text
@@ -257,16 +257,16 @@ def joined(lines):
 
 
 def cache_numbers(world):
-    """What the operator is told of the prefix cache's finds."""
+    """The operator's numbers of the prefix cache."""
     headers = world.roles["operator"]
     engine = world.client.get("/health", headers=headers).json()["engine"]
     found = {name: engine[name] for name in ("num_query_tokens", "num_hit_tokens")}
     found |= engine["prefix_misses"]
     scraped = world.client.get("/metrics", headers=headers).text
     for family in text_string_to_metric_families(scraped):
-        for one in family.samples:
-            if "prefix" in one.name and not one.name.endswith("_created"):
-                found[one.name, *one.labels.values()] = one.value
+        for sample in family.samples:
+            if "prefix" in sample.name and not sample.name.endswith("_created"):
+                found[sample.name, *sample.labels.values()] = sample.value
     return found
 
 
@@ -298,7 +298,7 @@ def test_no_number_answers_a_guess(world):
 
 
 def test_seeds_of_unseeded_calls_are_the_tenant_s_own(guarded):
-    """Whatever others have asked before. fred calls nowhere else."""
+    """Whatever others have sent before. fred calls nowhere else."""
     wish = SHORT | {"prompt": "def f(", "temperature": 1.5, "max_tokens": 12}
     series = Seeds(guarded.seed)
     for _ in range(3):

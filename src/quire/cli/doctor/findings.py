@@ -18,10 +18,10 @@ LEAST_MEMORY_BYTES = 1 << 30
 LEAST_DISK_BYTES = 10 << 30
 LEAST_CAPABILITY = (8, 0)
 LEAST_USED_SHARE = 0.1
-"""Of a GPU's memory, held by others, below which nothing is said."""
+"""Of a GPU's memory: below it, what other programs hold is not reported."""
 
 _ABOUT_HALF = 0.6
-"""Of a weight's bits, scales included: what `halves` is said of."""
+"""A format that leaves at most this share of the bits, scales included, is said to halve them."""
 
 _EXAMPLE_WEIGHTS_BYTES = 2 * 10**9
 """Of a model of 10^9 parameters in bfloat16."""
@@ -58,7 +58,7 @@ def describe(machine: Machine) -> Iterator[str]:
         "features": " ".join(machine.isa_flags) or "none that matter",
         "cores": _cores(machine),
         "memory": _memory(machine),
-        "huge pages": machine.transparent_huge_pages or "not told",
+        "huge pages": machine.transparent_huge_pages or "unknown",
         "reads": _reads(machine),
         "GPU": "; ".join(map(_gpu, machine.gpus)) or "none",
         "kernels": _kernels(machine),

@@ -14,7 +14,7 @@ _QUERY = "name,memory.total,memory.used,driver_version"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """As the driver tells; used_bytes: by whatever runs now."""
+    """As the driver reports it; used_bytes: of all programs that run now."""
 
     name: str
     memory_bytes: int

@@ -38,7 +38,7 @@ LATER: Any = msgspec.Raw(_HOLE)
 """Stands in a struct where `filled` puts JSON that is made in pieces. No JSON has this byte."""
 
 _FEW_LOGPROBS = 16
-"""News with no more tokens that have log-probabilities are written at once."""
+"""A batch with at most so many tokens that have log-probabilities is written at once."""
 
 _encode_json = msgspec.json.Encoder().encode
 
@@ -163,7 +163,7 @@ class Answer(ABC, Generic[BodyT]):
         """What is new in a choice, as events."""
 
     def _usage_event(self) -> bytes:
-        """The last one, with the usage of the whole call: of `_num_generated` tokens."""
+        """The last event, with the usage of the whole call: of `_num_generated` tokens."""
         return event(self._usage())
 
     async def _collect(self) -> None:
@@ -188,12 +188,12 @@ class Answer(ABC, Generic[BodyT]):
             async for batch in generation.batches():
                 events = self._batch_events(batch)
                 if sum(len(delta.logprobs) for _, delta in batch) <= _FEW_LOGPROBS:
-                    if told := b"".join(events):
-                        yield told
+                    if piece := b"".join(events):
+                        yield piece
                     continue
                 async with aclosing(self._service.work.join(events)) as pieces:
-                    async for told in pieces:
-                        yield told
+                    async for piece in pieces:
+                        yield piece
         if self._body.include_usage:
             yield self._usage_event()
 
@@ -230,7 +230,7 @@ class Answer(ABC, Generic[BodyT]):
         return usage_of(self._results, self._num_generated)
 
     def _chunk_usage(self) -> Usage | UnsetType | None:
-        """What OpenAI's chunks have as usage before the last one, and what ours may have."""
+        """Of a chunk before the last: null with include_usage, as OpenAI's; or the usage so far."""
         if self._body.continuous_usage:
             return self._usage()
         return None if self._body.include_usage else UNSET

@@ -7,8 +7,8 @@ merged, so a slow stream never holds more than a whole answer would.
 
 Prefixes in the cache are shared within a tenant only, and there between requests with the same
 salt. Where the server has no keys all clients are one tenant, without quotas of their own; but what
-a client sent as its key, though nobody has checked it, still parts its prefixes from those of
-others, since behind a gateway that checks keys it tells clients apart.
+a client sends as its key, though it is not checked, still separates its prefixes from those of
+others, since behind a gateway that checks keys it identifies the client.
 
 Called by `answer`. Knows no JSON.
 """
@@ -61,7 +61,7 @@ class Caller:
 
     @classmethod
     def of(cls, http: HTTPRequest, call_id: str, operation: str) -> Self:
-        """What the middlewares have found out, where they stand."""
+        """Reads what the middlewares have put into the call's state, where they are installed."""
         state = http.scope.get("state", {})
         return cls(
             state.get("tenant", NO_TENANT),
@@ -73,7 +73,7 @@ class Caller:
 
 
 class Placed(Protocol):
-    """What a body says of its place among others."""
+    """The fields of a body that become `RequestOptions`."""
 
     @property
     def priority(self) -> int: ...
@@ -107,7 +107,7 @@ def options_of(http: HTTPRequest, body: Placed, default_deadline_s: float | None
 
 
 def _digest(*parts: str) -> str:
-    """The same for the same parts only."""
+    """A hash that is equal for equal parts only."""
     joined = "".join(f"{len(part)}:{part}" for part in parts)
     return hashlib.blake2b(joined.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -116,7 +116,7 @@ class HTTPGeneration:
     """One HTTP call's requests. Use it with `async with`: leaving aborts what still runs.
 
     Invariants: a stop string that ends a branch here ends it in the engine, too; `_news` has each
-    choice of which something came that nobody took, in the order in which it came.
+    choice with output that was not taken yet, in the order in which it came.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class HTTPGeneration:
         self.params = params
         self._service = service
         self._caller = caller
-        self._assemblers = {one.request.request_id: one for one in assemblers}
+        self._assemblers = {assembler.request.request_id: assembler for assembler in assemblers}
         self._first_choice = {
             request.request_id: index * params.n for index, request in enumerate(requests)
         }
@@ -163,7 +163,7 @@ class HTTPGeneration:
         """The log-probabilities of a choice's prompt, which come with its first output."""
         request = self.requests[choice // self.params.n]
         entries = self._assemblers[request.request_id].prompt_entries
-        assert entries is not None, "they were asked for"
+        assert entries is not None, "the request has prompt_logprobs"
         return entries
 
     async def __aenter__(self) -> Self:
@@ -207,7 +207,7 @@ class HTTPGeneration:
             self._record.close(error)
 
     def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """All that is new since the last one, as it comes, until every choice has finished.
+        """All that is new since the last batch, as it comes, until every choice has finished.
 
         A batch has each choice at most once: with one token of it, or with as many as came since
         the last batch was taken. Raises what the engine refused a request with, StepFailedError,
@@ -216,7 +216,7 @@ class HTTPGeneration:
         return _Batches(self)
 
     async def next_batch(self) -> list[tuple[int, Delta]]:
-        """For `batches`: the next one, as soon as there is any; empty at the end."""
+        """The next of `batches`, as soon as there is any; empty at the end."""
         while not self._news:
             if self._error is not None:
                 raise self._error
@@ -226,7 +226,7 @@ class HTTPGeneration:
         return self._take()
 
     async def rest(self) -> Iterator[tuple[int, Delta]]:
-        """Everything that nobody took, once every choice has finished: each choice once, in order,
+        """Everything not taken yet, once every choice has finished: each choice once, in order,
         put together when its turn comes, since all of them at once would hold up other calls.
 
         Sleeps until then, however many tokens come. Raises as `batches` does.
@@ -243,13 +243,13 @@ class HTTPGeneration:
         )
 
     def on_output(self, output: SequenceOutput) -> None:
-        """For the stream: what a step brought. Never raises, since the connection that brought it
-        is everybody's; what goes wrong here ends this call."""
+        """For the stream: what a step brought. Never raises, since all calls share the connection
+        that brought it; what goes wrong here ends this call."""
         if self._error is not None:
             return
         try:
             self._take_in(output)
-        except Exception as error:  # raised again by whoever reads this call's answer
+        except Exception as error:  # raised again where this call's answer is read
             self._fail(error)
 
     def on_end(self, error: QuireError | None) -> None:
@@ -321,7 +321,7 @@ class HTTPGeneration:
 
 
 class _Batches:
-    """An iterator, and no generator: one that is left half-way needs nobody to close it."""
+    """An iterator, not a generator: it needs no closing when it is left half-way."""
 
     def __init__(self, generation: HTTPGeneration) -> None:
         self._generation = generation

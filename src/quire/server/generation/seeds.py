@@ -1,7 +1,7 @@
-"""The seeds of prompts that bring none of their own.
+"""Seeds for the prompts of requests that name none.
 
-Drawn per tenant: a series that all drew from would tell each of them, by the answers to its own
-calls, how many the others have made. Made by `launch`, used by `generation`.
+Drawn per tenant: from one series for all, each tenant could learn from the answers to its own calls
+how many the others have made. Made by `launch`, used by `http_generation`.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """What the JSON bodies of all API families share.
 
-A field that nobody knows, or that quire has not yet, is refused by name; null means that a field
-was left out. Both are told in the OpenAPI document, too. Called by `protocol` and `tokens`, which
-define the fields. Knows no API.
+A field that is unknown, or not supported yet, is refused by name; null means that a field was left
+out. The OpenAPI document says so, too. The fields are defined by `generation.body` and the routes.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Time limits of HTTP connections, and answers to malformed requests.
 
-A head that does not come and an answer that nobody reads would hold a connection, and the second
-the memory of an answer, for as long as its client likes. (How long a body may take is the
-application's to say: `guard.BodyLimit`.) Knows no requests. Called by `launch`.
+Without them a client that sends no head, or does not read its answer, would hold a connection, and
+the answer's memory, for as long as it likes. (The time for a body is bounded in the application,
+by `guard.BodyLimit`.) Knows no requests. Called by `launch`.
 
 This file, `h11_protocol` and `httptools_protocol` subclass or drive uvicorn's protocol classes and
 read their attributes (`cycle`, `pipeline`, ...), which uvicorn does not promise to keep:
@@ -31,13 +31,12 @@ does not read, and a client that reads slowly would seem not to read until a thi
 
 MAX_AHEAD_BYTES = 16 << 20
 MAX_AHEAD_REQUESTS = 128
-"""What a client may send ahead of an answer: of a head that does not end (or of a body that nobody
-wants any more), and whole requests. h11 has bounds of its own; httptools would keep it all."""
-
+"""What a client may send ahead of an answer: of a head that does not end (or of a body that is no
+longer read), and whole requests. h11 has bounds of its own; httptools would keep it all."""
 
 LINGER_S = 2.0
-"""How long a client that was refused may go on sending: if its connection were closed meanwhile, it
-might never see why."""
+"""How long a client that was refused may go on sending: if its connection were closed at once, it
+might never see the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class Connection(asyncio.Protocol):
     """uvicorn's protocol, with timers around it.
 
     Invariant: the head's timer runs while no request is being answered and the head of the next
-    one has not come; the reader's timer runs while the transport has asked to be given no more.
+    one has not come; the reader's timer runs while the transport's buffer is full.
     """
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
@@ -159,7 +158,7 @@ class Connection(asyncio.Protocol):
         self._inner.connection_lost(error)
 
     def _refuse(self, error: RequestHeadError) -> None:
-        """Answer what was no request, read no more, and close once the client has taken that."""
+        """Answer input that is no request; read no more, close once the client has the answer."""
         assert self._transport is not None, "there is no data before a connection"
         self._is_refused = True
         if (cycle := self._inner.cycle) is not None and not cycle.response_complete:
@@ -171,12 +170,12 @@ class Connection(asyncio.Protocol):
         self._transport.write_eof()
 
     def _cut(self) -> None:
-        """At once, with all that waits to be sent. The application is told of a disconnect."""
+        """Close at once and drop what waits to be sent. The application sees a disconnect."""
         if self._transport is not None:
             self._transport.abort()
 
     def _bound_in_kernel(self, transport: asyncio.BaseTransport) -> None:
-        """Let no unread answer lie in the kernel at length: neither much of it, nor for long.
+        """Bound how much of an unread answer the kernel holds, and for how long.
 
         The end of an answer that lies there alone has no timer here. Where there is no such option
         (it is Linux's), such a connection ends with its client.

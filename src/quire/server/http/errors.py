@@ -1,8 +1,7 @@
 """Every error as OpenAI's clients expect it: {"error": {message, type, param, code}}.
 
-Installed by `app`; its middlewares and the streams answer through it, too. What the client did
-wrong is told by name; what went wrong here is logged by the server and told without its insides: no
-traceback, no path.
+Installed by `app`; its middlewares and the streams answer through it, too. A client's mistake is
+named; the server's own failure is logged, and answered without internals: no traceback, no path.
 """
 
 import math
@@ -84,8 +83,8 @@ def error_response(scope: Scope, error: QuireError) -> Response:
 
 
 def install_error_handlers(app: FastAPI, suggested: Sequence[str] = ()) -> None:
-    """Make `app` answer every error in the form of its path. suggested: paths that a client who
-    asks for one that is not there is told of."""
+    """Make `app` answer every error in the form of its path. suggested: paths that the error for an
+    unknown path names."""
 
     @app.exception_handler(QuireError)
     async def on_quire_error(request: HTTPRequest, error: QuireError) -> Response:
@@ -155,7 +154,7 @@ def _encodable(text: str) -> str:
 
 
 def bug_response(scope: Scope, error: Exception) -> Response:
-    """The answer to a call at which the server failed, without its insides."""
+    """The answer to a call at which the server failed, without internals."""
     _mark(scope, QuireError.code)
     message = f"the server failed at this request ({type(error).__name__}); its log says more"
     body = _body(error_form(scope), 500, message, code=QuireError.code)

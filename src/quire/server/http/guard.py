@@ -4,9 +4,9 @@ Three middlewares, set up by `app` from outside in. `RequestHead` refuses reques
 be read in two ways, or ask for what is not done here: the HTTP parsers leave some of it to their
 callers, each something else, and behind a proxy that reads such a head otherwise the end of one
 request could be the beginning of another. `AccessGuard` answers a call without a valid key before
-its body is read or a route is looked for, so that nothing but the routes that are open to all can
-be told apart from outside; it puts into the call's state its tenant, and whether it is the
-operator's, who alone may see numbers of the whole server: they change with what other tenants do.
+its body is read or a route is looked for, so that without a key all paths look alike but for those
+that need none; it puts into the call's state its tenant, and whether it is the operator's, who
+alone may see numbers of the whole server: they change with what other tenants do.
 docs/security.md has the table of who may see what. `BodyLimit` bounds how long a body may be and
 how long it may take to come. None knows what is in a body: `json_body` bounds that.
 """
@@ -131,19 +131,19 @@ def _check_framing(headers: Iterable[tuple[bytes, bytes]], version: str) -> None
     if version == "1.0":
         raise _bad("the request is of HTTP/1.0, which has no Transfer-Encoding")
     if [coding.strip().lower() for coding in codings] != [b"chunked"]:
-        told = b", ".join(codings).decode("latin-1")
+        sent = b", ".join(codings).decode("latin-1")
         raise RequestHeadError(
             HTTPStatus.NOT_IMPLEMENTED,
-            f"the Transfer-Encoding is {told!r:.80}, but only chunked is understood",
+            f"the Transfer-Encoding is {sent!r:.80}, but only chunked is understood",
         )
 
 
 def _check_content(encodings: list[bytes]) -> None:
-    told = b", ".join(encodings).strip().decode("latin-1")
-    if told.lower() not in ("", "identity"):
+    sent = b", ".join(encodings).strip().decode("latin-1")
+    if sent.lower() not in ("", "identity"):
         raise RequestHeadError(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            f"the Content-Encoding is {told!r:.80}, but bodies must be sent as they are; leave the"
+            f"the Content-Encoding is {sent!r:.80}, but bodies must be sent as they are; leave the"
             " header out",
         )
 
@@ -182,8 +182,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 class AccessConfig:
     """Who may call, from where, with how much.
 
-    keys: None lets everybody in. allowed_origins: of web pages that may call, "*" for any; none by
-    default. max_body_bytes, body_timeout_s: see `body_limit`.
+    keys: None: calls need no key. allowed_origins: of web pages that may call, "*" for any; none by
+    default. max_body_bytes, body_timeout_s: see `BodyLimit`.
 
     Raises ConfigurationError for an origin that no browser would send.
     """
@@ -212,16 +212,17 @@ class AccessConfig:
 
     @property
     def has_operator(self) -> bool:
-        """Whether anybody can be the operator now."""
+        """Whether any call can be the operator's now."""
         return self.keys is None or OPERATOR in self.keys.tenants
 
 
 class AccessGuard:
-    """Answers 401 to calls without a valid key, where there are keys at all, and 403 to those that
-    ask for what is the operator's and are not the operator's.
+    """Answers 401 to calls without a valid key, where there are keys at all, and 403 to calls of an
+    operator's path that are not the operator's.
 
-    The operator is who has a key of the tenant called `operator`. Where there are no keys it is who
-    brings none: behind a gateway that checks keys and passes them on, those with one are clients.
+    A call is the operator's if it has a key of the tenant called `operator`; where there are no
+    keys, if it sends none: behind a gateway that checks keys and passes them on, those with a key
+    are clients'.
 
     Sets in the state of the calls that it lets in: `is_operator`, and `tenant`, which a call that
     has no key and asks for an open path has not.

@@ -2,8 +2,8 @@
 
 It has no bound on a head, puts trailers among the headers, loses the body of a request that offers
 an upgrade (as Java's client does with each), answers what it can't read in the middle of another
-answer, sends clients of HTTP/1.0 chunks, which they take for the text, and of several requests of
-one connection tells only the last that the client has gone.
+answer, sends clients of HTTP/1.0 chunks, which they take for the text, and of several requests on
+one connection marks only the last as disconnected.
 Imported by `connection` where httptools is installed.
 """
 
@@ -57,7 +57,7 @@ class HttpTools(HttpToolsProtocol):
         self._num_head_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_head:  # else a trailer, which is no header: nobody has checked it
+        if self._is_in_head:  # else a trailer, which is no header and was not checked
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

@@ -53,7 +53,7 @@ class WorkPieces:
     async def join(self, work: Generator[bytes, None, None]) -> AsyncGenerator[bytes, None]:
         """All that `work` yields, in fewer and longer parts, none of them empty.
 
-        Nothing more is made while nobody takes the last part.
+        Nothing more is made until the last part is taken.
         """
         with closing(work):
             made: list[bytes] = []

@@ -1,6 +1,6 @@
 """Answers that end with their client: server-sent events, and work that a disconnect cancels.
 
-Called by the API families. Knows no engine: cancelling the work is what aborts a request.
+Called by `generation` and the routes. Knows no engine: cancelling the work aborts a request.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients skip it, and whatever stands between sees that the stream lives."""
+"""A comment: clients skip it, and proxies see that the stream lives."""
 
 SHORT_ANSWER_BYTES = 256 << 10
 
@@ -29,7 +29,7 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 class ClientGoneError(Exception):
-    """The client has closed the connection; nobody waits for the answer."""
+    """The client has closed the connection and waits for no answer."""
 
 
 def json_response(content: msgspec.Struct) -> Response:
@@ -76,7 +76,7 @@ async def _disconnect(receive: Receive) -> None:
 async def answer(
     receive: Receive, work: Coroutine[Any, Any, None], pieces: AsyncGenerator[bytes, None]
 ) -> Response:
-    """What `pieces` make once `work` is done, or an empty response that nobody receives."""
+    """What `pieces` make once `work` is done; an empty response where the client has gone."""
     try:
         await unless_disconnected(receive, work)
     except ClientGoneError:
@@ -144,7 +144,7 @@ async def _send_body(send: Send, body: bytes, *, more_body: bool = True) -> None
 class EventStream(Response):
     """A response of server-sent events.
 
-    The status line waits for the first event, so that a refusal can still be told by its status,
+    The status line waits for the first event, so that a refusal can still have its own status,
     but no longer than keep_alive_s: a request may wait in the queue, or for an engine that comes
     back. From then on an error becomes an event, as it does after the first one. A client that goes
     away closes the iterator; one that does not read stops it, until the connection's own time limit
@@ -161,9 +161,9 @@ class EventStream(Response):
         end: bytes = DONE,
         form: ErrorForm = openai_error,
     ) -> None:
-        """events: each one or more, encoded by `event`, which go out together; at least one. The
-        iterator is closed however this ends. keep_alive_s: after so long without news a comment
-        goes out. end: behind the last event. form: of an error that comes as an event."""
+        """events: at least one; each item is one or more of them, encoded by `event`. The iterator
+        is closed however this ends. keep_alive_s: after so long without output a comment goes
+        out. end: behind the last event. form: of an error that comes as an event."""
         self.status_code = 200
         self.background = None
         # The second is for proxies that would collect a stream before they pass it on (nginx).

@@ -1,8 +1,8 @@
-"""How an endpoint is declared: a router with what others must know of it.
+"""How an endpoint is declared: a router, and who may call its paths.
 
-A route file makes one `Endpoints` and puts its routes there; `app` lists the routers and asks them
-who may call, which errors have another form, and which paths to suggest. A body's own class says
-its fields, those that are refused, their notes and their bounds (`http.body`).
+A route file makes one `Endpoints` and puts its routes there; `app` lists the routers and reads
+there who may call, which errors have another form, and which paths to suggest. A body's own class
+says its fields, those that are refused, their notes and their bounds (`http.body`).
 """
 
 from collections.abc import Callable, Coroutine, Iterable
@@ -74,7 +74,7 @@ class Endpoints(APIRouter):
 
     open_paths: served without a key. operator_paths: for the operator alone, with all paths below
     them. probes: called every few seconds by machines; their log lines are of level debug.
-    is_suggested: whether a client who asks for a path that is not there is told of these.
+    is_suggested: whether the error for an unknown path names these.
     error_form: of the errors of these paths.
     """
 

@@ -1,7 +1,7 @@
 """What routes say of their answers in the OpenAPI document, /openapi.json.
 
 Answers are encoded by msgspec, past FastAPI's models, so their schemas are handed over here. Called
-by the API families where they define a route. Knows no route.
+by the files that define routes. Knows no route.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Endpoints of other servers that quire does not have: refused by name.
 
-Without these routes such a call would be told that the path is wrong, though it is right. The
-routes are no part of the OpenAPI document. Included last by `app`.
+Without these routes such a call would get the error for a misspelt path, though its path is right.
+The routes are no part of the OpenAPI document. Included last by `app`.
 """
 
 from collections.abc import Collection

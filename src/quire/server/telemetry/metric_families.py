@@ -1,8 +1,8 @@
-"""Numbers -> Prometheus metric families: every name, label and unit that /metrics has.
+"""The Prometheus metric families of /metrics: every name, label and unit.
 
 Names end in their unit, counters in `_total`; docs/observability.md explains each of them, and a
-test keeps it complete. Labels are few and bounded: nothing that a client can invent is one. Asks
-nobody: `metrics` brings the numbers.
+test keeps it complete. Labels are few and bounded: none has a value that a client can invent.
+`metrics` calls these functions with the numbers.
 """
 
 from collections import Counter
@@ -67,7 +67,7 @@ _LATENCIES = (
 
 _ENGINE_GAUGES = (
     ("num_running", "quire_requests_running", "Sequences that have a row in the batch."),
-    ("num_waiting", "quire_requests_waiting", "Sequences that wait for one."),
+    ("num_waiting", "quire_requests_waiting", "Sequences that wait for a row."),
 )
 
 _ENGINE_COUNTERS = (
@@ -141,7 +141,7 @@ def front_families(monitor: Monitor, open_by_tenant: Mapping[str, int]) -> Itera
         ),
     )
     for field, name, text in _TENANT_COUNTERS:
-        counts = (((key,), getattr(one, field)) for key, one in monitor.tenants.items())
+        counts = (((key,), getattr(tenant, field)) for key, tenant in monitor.tenants.items())
         yield _counter(name, text, ("tenant",), counts)
     for field, name, text in _LATENCIES:
         yield _histogram(name, text, getattr(monitor, field).as_dict())
@@ -171,7 +171,7 @@ def engine_state_families(
 
 
 def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    """The engine's own numbers, as `EngineStats` by name; what it does not tell is left out."""
+    """The engine's own numbers, as `EngineStats` by name; what is missing there is left out."""
     for key, name, text in _ENGINE_GAUGES:
         if key in stats:
             yield GaugeMetricFamily(name, text, stats[key])
@@ -246,15 +246,15 @@ def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> G
     return family
 
 
-def _histogram(name: str, text: str, told: Mapping[str, Any]) -> HistogramMetricFamily:
-    """told: as `Histogram.as_dict`. Prometheus counts values up to each bound, not between two."""
-    bounds = [*map(floatToGoString, told["bounds"]), "+Inf"]
-    buckets = list(zip(bounds, accumulate(told["counts"]), strict=True))
-    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=told["sum"])
+def _histogram(name: str, text: str, counted: Mapping[str, Any]) -> HistogramMetricFamily:
+    """counted: as `Histogram.as_dict`. Prometheus counts values up to each bound, not between."""
+    bounds = [*map(floatToGoString, counted["bounds"]), "+Inf"]
+    buckets = list(zip(bounds, accumulate(counted["counts"]), strict=True))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=counted["sum"])
 
 
 def _bounded(by_tenant: Mapping[str, int]) -> Counter[str]:
-    """Tenants beyond MAX_TENANTS as one."""
+    """With the tenants beyond MAX_TENANTS added up under one name."""
     found: Counter[str] = Counter()
     for index, (name, count) in enumerate(by_tenant.items()):
         found[name if index < MAX_TENANTS else OTHER_TENANTS] += count

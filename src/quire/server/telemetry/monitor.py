@@ -1,8 +1,8 @@
 """What the server records of its calls: request ids, log lines, counts, times.
 
-`RequestIdMiddleware` stands around every HTTP call. A client's own X-Request-ID is kept where it is
-sane, else one is made; either way it comes back with the answer, whatever the answer is, and is in
-every log line of the call. `Monitor` counts; `http_generation` reports every generation to it, and
+`RequestIdMiddleware` wraps every HTTP call. A client's own X-Request-ID is kept where it is safe to
+print, else an id is made; it comes back with every answer, errors included, and is in every log
+line of the call. `Monitor` counts; `http_generation` reports every generation to it, and
 `metrics` reads it. Engine-side numbers are not here: `metrics` asks the engine for them. Nothing
 here waits, raises for what a client did, or grows with the number of calls.
 
@@ -40,7 +40,7 @@ FINISH_REASONS = (STOP, LENGTH, ABORT, ERROR, DEADLINE, DISCONNECT)
 
 MAX_TENANTS = 200
 OTHER_TENANTS = "other"
-"""Tenants beyond MAX_TENANTS are counted as one: keys may be reloaded without end, labels not."""
+"""Tenants beyond MAX_TENANTS are counted together: keys may be reloaded without end, labels not."""
 
 
 @dataclass(slots=True)
@@ -102,14 +102,14 @@ class Monitor:
     ) -> "CallRecord":
         """A call's generations, which the engine has taken in: one for each branch.
 
-        request_id: of the HTTP call. attributes: of the span, besides those that the requests tell.
+        request_id: of the HTTP call. attributes: of the span, besides those of the requests.
         """
         span = None
         if self._spans is not None:
-            told = request_attributes(self.model_name, tenant, request_id, requests)
-            told |= attributes or {}
-            name = f"{told['gen_ai.operation.name']} {self.model_name}"
-            span = self._spans.begin(name, told, current_call())
+            known = request_attributes(self.model_name, tenant, request_id, requests)
+            known |= attributes or {}
+            name = f"{known['gen_ai.operation.name']} {self.model_name}"
+            span = self._spans.begin(name, known, current_call())
         label = tenant
         if tenant not in self.tenants and len(self.tenants) >= MAX_TENANTS:
             label = OTHER_TENANTS
@@ -173,7 +173,7 @@ class CallRecord:
             request.request_id: {branch: _TokenTimes() for branch in range(request.n)}
             for request in requests
         }
-        self._unread = {one.request_id: len(one.prompt_token_ids) for one in requests}
+        self._unread = {request.request_id: len(request.prompt_token_ids) for request in requests}
         self._reasons: Counter[str] = Counter()
         self._began_s = call.began_s if call is not None else monitor.clock()
         self.num_prompt_tokens = sum(self._unread.values())
@@ -272,7 +272,7 @@ OTHER = "other"
 """Stands for methods and paths that are not ours: clients can invent any number of them."""
 
 CLIENT_GONE_STATUS = 499
-"""nginx's: the client went away before there was a status. Nobody receives it."""
+"""nginx's: the client went away before there was a status. No client receives it."""
 CLIENT_GONE = "client_gone"
 
 logger = get_logger("quire.access")
@@ -282,7 +282,7 @@ _bug_logger = get_logger(__name__)
 class RequestIdMiddleware:
     """Wraps `app`. Leaves in scope["state"]: request_id, and arrival_s on the monotonic clock.
 
-    Reads there what others left: tenant (something with a `name`), error_code (of an error answer).
+    Reads there what inner layers have set: tenant (has a `name`), error_code (of an error answer).
     """
 
     def __init__(

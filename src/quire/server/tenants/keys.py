@@ -2,8 +2,8 @@
 
 A key is "name:key", or "key" alone, which is then named after a hash of it. Two keys with one name
 are one tenant, so that a key can be changed without a pause. They come from the command line and
-from a file, which is read again when it has changed. Knows no HTTP. Made by `launch`, asked by
-`access`.
+from a file, which is read again when it has changed. Knows no HTTP. Made by `launch`, called by
+`http.guard`.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class ApiKeys:
     """All keys of a server, and the look-up.
 
     Invariant: no key is kept, only digests under a secret of this process. A look-up compares with
-    every one of them in constant time, so how long it takes tells nothing of a key.
+    every one of them in constant time, so its duration says nothing about a key.
     """
 
     def __init__(

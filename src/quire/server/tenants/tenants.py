@@ -1,7 +1,7 @@
 """How much each tenant may have open at once, and how many tokens a minute.
 
-Pure but for the clock that it is given. Knows no HTTP and no keys: who a client is has been found
-out by `http.guard`. Called by `http_generation`, once per HTTP call.
+Pure but for the clock that it is given. Knows no HTTP and no keys: `http.guard` has found the
+tenant. Called by `http_generation`, once per HTTP call.
 """
 
 import math
@@ -135,7 +135,7 @@ class TenantBook:
                 f"{_name(tenant)} may have {bound} open at once; ask for fewer",
                 "n",
             )
-        # Where all clients are one tenant, how many are open is other people's affair.
+        # Where all clients are one tenant, the number would say what other clients do.
         num_open = account.num_open if tenant.name else "too many"
         raise TenantBusyError(
             f"{_name(tenant)} has {num_open} generations open and asks for {num_generations} more, "

@@ -188,9 +188,9 @@ def exposed(http):
 
 def test_every_metric_is_written_about_and_nothing_else(exposed):
     text = (ROOT / "docs" / "observability.md").read_text()
-    told = set(WORD.findall(text))
-    assert exposed - told == set(), "missing in docs/observability.md"
-    assert told - exposed == set(), "in docs/observability.md, but not in /metrics"
+    described = set(WORD.findall(text))
+    assert exposed - described == set(), "missing in docs/observability.md"
+    assert described - exposed == set(), "in docs/observability.md, but not in /metrics"
 
 
 def panels(dashboard):
@@ -214,7 +214,7 @@ def test_the_dashboard_can_be_imported_and_asks_for_metrics_that_exist(exposed):
             asked |= {re.sub("_(bucket|sum|count)$", "", name) for name in used}
     assert asked - exposed == set()
     assert exposed - asked == set(), "no panel shows these"
-    variables = {one["name"]: one["type"] for one in dashboard["templating"]["list"]}
+    variables = {each["name"]: each["type"] for each in dashboard["templating"]["list"]}
     assert variables["datasource"] == "datasource"
     for row in (panel["gridPos"] for panel in found):
         assert row["x"] >= 0 and row["x"] + row["w"] <= 24

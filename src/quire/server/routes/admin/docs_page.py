@@ -80,7 +80,7 @@ class Row(NamedTuple):
 
 @router.api_route(PATH, methods=["GET", "HEAD"], include_in_schema=False)
 async def docs_page(http: HTTPRequest) -> HTMLResponse:
-    """The page of the application's own document, made when it is first asked for."""
+    """The page of the application's own document, made at the first request."""
     app = http.app
     if not hasattr(app.state, "docs_page"):
         app.state.docs_page = api_page(app.openapi())
@@ -127,12 +127,12 @@ def _section(path: str, method: str, call: Schema, parts: Schema) -> str:
     text += [f"<p>{_prose(part)}</p>\n" for part in call.get("description", "").split("\n\n")]
     parameters = [
         Row(
-            one["name"],
-            f"{_kind(one['schema'], parts)}, in the {one['in']}",
-            _bounds(one["schema"], one.get("required", False)),
-            one.get("description", ""),
+            parameter["name"],
+            f"{_kind(parameter['schema'], parts)}, in the {parameter['in']}",
+            _bounds(parameter["schema"], parameter.get("required", False)),
+            parameter.get("description", ""),
         )
-        for one in call.get("parameters", ())
+        for parameter in call.get("parameters", ())
     ]
     if parameters:
         text += ["<h3>Parameters</h3>\n", _table(parameters)]
@@ -151,7 +151,7 @@ def _body(schema: Schema, parts: Schema) -> str:
     taken, refused = [], []
     required = schema.get("required", ())
     fields = schema.get("properties", {})
-    for name, field in sorted(fields.items(), key=lambda one: one[0] not in required):
+    for name, field in sorted(fields.items(), key=lambda item: item[0] not in required):
         if _is_refused(field):
             harmless = [value for value in field["enum"] if value is not None]
             values = ", ".join(f"`{json.dumps(value)}`" for value in harmless)
@@ -294,7 +294,7 @@ def _kind(schema: Schema, parts: Schema) -> str:
         return " or ".join(f"`{json.dumps(value)}`" for value in values)
     kind = schema.get("type", "any")
     if not isinstance(kind, str):
-        return " or ".join(one for one in kind if one != "null")
+        return " or ".join(name for name in kind if name != "null")
     if kind == "array":
         return f"list of {_kind(schema.get('items', {}), parts)}"
     inner = schema.get("additionalProperties")
@@ -310,13 +310,13 @@ def _default(field: Schema) -> str:
 
 def _bounds(field: Schema, is_required: bool) -> str:
     """What a value may be, and what it is where it was left out."""
-    told = ["required"] if is_required else [_default(field)]
-    told += [_range(field)]
-    told += [_range(kind) for kind in field.get("anyOf", ())]
+    phrases = ["required"] if is_required else [_default(field)]
+    phrases += [_range(field)]
+    phrases += [_range(kind) for kind in field.get("anyOf", ())]
     for inner in ("items", "additionalProperties"):
         if isinstance(field.get(inner), dict) and _range(field[inner]):
-            told.append(f"each {_range(field[inner])}")
-    return ", ".join(dict.fromkeys(part for part in told if part))
+            phrases.append(f"each {_range(field[inner])}")
+    return ", ".join(dict.fromkeys(phrase for phrase in phrases if phrase))
 
 
 def _range(schema: Schema) -> str:

@@ -1,9 +1,9 @@
 """GET /health and /ready: whether to keep this server, and whether to send it requests.
 
-/health is for whoever restarts servers: 200 while the front lives and the engine can answer, now
-or once it has recovered by itself. /ready is for whoever balances load: 200 only while the engine
-takes steps and new requests are taken. Both say the same to everybody but the operator, who gets
-numbers of the whole server from /health, too; only these wait for the engine.
+/health is for a supervisor that restarts servers: 200 while the front lives and the engine can
+answer, now or once it has recovered by itself. /ready is for a load balancer: 200 only while the
+engine takes steps and new requests are taken. Both say the same to all callers, except that
+/health adds numbers of the whole server for the operator; only these wait for the engine.
 """
 
 from typing import Any
@@ -25,10 +25,10 @@ router = Endpoints(
 )
 
 ENGINE_TIMEOUT_S = 10.0
-"""The engine answers between two steps; those who need its answer wait so long for one."""
+"""How long other endpoints wait for the engine's answer, which comes between two steps."""
 
 DETAILS_TIMEOUT_S = 2.0
-"""Who asks whether the server lives is in a hurry: after this the details are left out."""
+"""A liveness check can't wait for long: after this the details are left out."""
 
 _NOT_READY = {
     EngineState.STARTING: "the model is being loaded",

@@ -1,4 +1,4 @@
-"""GET /memory and /memory/blocks: the ledger of the KV memory, for the operator (see `access`).
+"""GET /memory and /memory/blocks: the ledger of the KV memory, for the operator (see `http.guard`).
 
 They name requests and tenants, and show what all of them hold.
 """

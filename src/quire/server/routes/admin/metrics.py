@@ -82,5 +82,5 @@ async def _ask(engine: AsyncEngine) -> tuple[dict[str, Any] | None, dict[str, An
     try:
         stats = await engine.stats(SCRAPE_TIMEOUT_S)
         return stats, await engine.ask(GetMemory(), SCRAPE_TIMEOUT_S)
-    except QuireError:  # whatever it died of
+    except QuireError:  # it recovers, or a step takes long
         return stats, None
