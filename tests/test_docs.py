@@ -14,7 +14,7 @@ from tools.folders import FLOORS, SOURCE, with_map
 
 from quire.bench import perplexity, throughput
 from quire.bench.memory import command as memory
-from quire.cli.foreign_options import KNOWN
+from quire.cli.foreign_flags import KNOWN
 from quire.cli.parser import build_parser
 from quire.simulation.workload import SimulationConfig
 

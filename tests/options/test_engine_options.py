@@ -9,7 +9,7 @@ from quire.errors import ConfigurationError
 from quire.offline.llm import LLM
 from quire.option_fields import parse_bytes
 from quire.options.engine_options import EngineOptions
-from quire.options.foreign import FOREIGN_OPTIONS
+from quire.options.foreign_options import FOREIGN_OPTIONS
 
 
 @pytest.mark.parametrize(

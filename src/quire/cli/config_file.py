@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.cli.foreign_options import KNOWN
+from quire.cli.foreign_flags import KNOWN
 from quire.cli.words import Parser
 from quire.errors import ConfigurationError, did_you_mean
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from quire.cli.foreign_options import settle
+from quire.cli.foreign_flags import settle
 from quire.errors import did_you_mean
 
 DO_WITHOUT_COMMAND = {"-h", "--help", "--version", "--print-completion"}
@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that takes no abbreviations and answers a mistake with the nearest name.
 
     commands: the names of its sub-commands, where it has some. takes_foreign: whether it
-        understands what other engines' users bring (`foreign_options`).
+        understands flags of other engines (`foreign_flags`).
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from quire.option_fields import (
     Whole,
     option,
 )
-from quire.options.foreign import ALIASES, FOREIGN_OPTIONS, check_foreign
+from quire.options.foreign_options import ALIASES, FOREIGN_OPTIONS, check_foreign
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OTHER_DTYPES = (("half", "float16"), ("float", "float32"))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import NoReturn
 
-from quire.options.foreign import FOREIGN_OPTIONS
+from quire.options.foreign_options import FOREIGN_OPTIONS
 
 SAME: Mapping[str, str] = {
     "--alias": "--served-model-name",

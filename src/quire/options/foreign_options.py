@@ -1,7 +1,7 @@
 """Options of other engines' scripts, and what quire has in their place.
 
 These are keyword arguments of `LLM(...)`. Data that ages with those engines' releases.
-`cli.foreign_options` has their flags.
+`cli.foreign_flags` has their flags.
 """
 
 from collections.abc import Mapping
