@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from fractions import Fraction
@@ -37,7 +38,7 @@ _UNITS = {
 }
 
 
-class Kind:
+class Kind(ABC):
     """What values an option takes.
 
     metavar: stands for a value in the help of its flag. number: as what its flag is read; None:
@@ -47,10 +48,10 @@ class Kind:
     metavar: ClassVar[str | None] = None
     number: ClassVar[type[int] | type[float] | None] = None
 
+    @abstractmethod
     def settle(self, name: str, value: Any, *, is_optional: bool) -> Any:
         """The value in the type of the field. is_optional: None is one of its values; it never
         comes here. Raises ConfigurationError that names the option, the value and the bound."""
-        raise NotImplementedError
 
     def names(self) -> tuple[str, ...]:
         """The values, where they are a few names."""
