@@ -21,7 +21,7 @@ def test_it_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_failure_prints_the_command_that_replays_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KVCacheManager, "end_step", lambda self, step_id: None)
+    monkeypatch.setattr(KVCacheManager, "end_step", lambda self, step_id, **_: None)
     words = ["--seed", "4", "--overlap", "1", "--prompt-tokens", "2,9", "--num-blocks", "20"]
     assert main(words) == 1
     error = capsys.readouterr().err
@@ -49,7 +49,7 @@ def test_everything_runs_worlds_and_adds_them_up(capsys: pytest.CaptureFixture[s
 def test_a_failure_in_one_world_is_replayed_without_the_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KVCacheManager, "end_step", lambda self, step_id: None)
+    monkeypatch.setattr(KVCacheManager, "end_step", lambda self, step_id, **_: None)
     assert main(["--everything", "--seed", "2", "--num-steps", "300"]) == 1
     error, command = capsys.readouterr().err.splitlines()[-2:]
     assert main(command.split()[4:]) == 1

@@ -47,8 +47,9 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
 
 
 def free_at_once(original: Any) -> Any:
-    def free(self: KVCacheManager, sequence: Sequence, after_step_id: int | None = None) -> None:
-        original(self, sequence, None)
+    def free(self: KVCacheManager, sequence: Sequence) -> None:
+        sequence.last_step_id = -1  # as if no step in flight read its blocks
+        original(self, sequence)
 
     return free
 

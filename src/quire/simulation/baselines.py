@@ -10,11 +10,9 @@ from quire.core.sequence import Sequence
 class WholePreemption(KVCacheManager):
     """A preempted sequence gives up all its blocks, not only as many as are needed."""
 
-    def give_up(
-        self, sequence: Sequence, num_kept: int, num_wanted: int, after_step_id: int | None = None
-    ) -> int:
+    def give_up(self, sequence: Sequence, num_kept: int, num_wanted: int) -> int:
         """See `KVCacheManager`."""
-        return self.truncate(sequence, 0, after_step_id)
+        return self.truncate(sequence, 0)
 
 
 class NoGrowth(OutputLengthPredictor):

@@ -124,7 +124,8 @@ def test_all_comes_back(placement: str, reservation: str) -> None:
 def test_a_run_that_a_step_may_read_comes_back_with_it() -> None:
     memory = make_memory(num_blocks=16)
     sequence = admitted(memory, 30, 34)
-    memory.free(sequence, after_step_id=5)
+    sequence.last_step_id = 5
+    memory.free(sequence)
     assert memory.pool.num_free == memory.num_free_on_line == 0
     assert sorted(memory.deferred.blocks()) == list(range(16))
     memory.end_step(4)
@@ -191,7 +192,8 @@ def test_a_contiguous_run_is_reserved_with_what_it_was_rounded_up_by() -> None:
     assert tuple(report.parts.values()) == (9 * 16, 3 * 16, 13 * BLOCK, 0, 0, 48 * BLOCK)
     assert report.lookahead_bytes == 13 * BLOCK
     assert report.tenants["t"].reserved_bytes == 13 * BLOCK
-    memory.free(sequence, after_step_id=0)
+    sequence.last_step_id = 0
+    memory.free(sequence)
     assert tuple(memory_report(memory, []).parts.values()) == (0, 0, 0, 16 * BLOCK, 0, 48 * BLOCK)
     memory.end_step(0)
     assert memory_report(memory, []).free_bytes == 64 * BLOCK

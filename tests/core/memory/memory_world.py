@@ -344,10 +344,11 @@ class World:
 
     # ---- giving back ------------------------------------------------------------------------
 
-    def read_until(self, sequence: Sequence) -> int | None:
-        """The last step in flight that it is in."""
-        first = self.in_flight[0].step_id if self.in_flight else self.next_step_id
-        return sequence.last_step_id if sequence.last_step_id >= first else None
+    def is_in_flight(self, sequence: Sequence) -> bool:
+        """Whether a step in flight computes it; the manager must say the same."""
+        is_there = any(step.step_id == sequence.last_step_id for step in self.in_flight)
+        assert self.memory.deferred.is_in_flight(sequence.last_step_id) is is_there
+        return is_there
 
     def truncate(self, sequence: Sequence, num_cut: int) -> None:
         """Preempt it, if it runs, and take so many of its last blocks of each group."""
@@ -357,10 +358,9 @@ class World:
             for table in sequence.block_tables
             for block in table[max(0, num_used - num_cut) :]
         )
-        num_freed = self.memory.truncate(
-            sequence, max(0, num_used - num_cut), self.read_until(sequence)
-        )
-        assert num_freed == expected
+        num_now_free = self.memory.pool.num_free + (0 if self.is_in_flight(sequence) else expected)
+        num_freed = self.memory.truncate(sequence, max(0, num_used - num_cut))
+        assert num_freed == expected and self.memory.pool.num_free == num_now_free
         if sequence.state is RUNNING:
             sequence.row = None
             sequence.move_to(PREEMPTED)
@@ -369,12 +369,12 @@ class World:
         """Take the blocks that it does not need yet."""
         if sequence.state is RUNNING:
             num_used = -(-sequence.num_tokens // self.size)
-            self.memory.truncate(sequence, num_used, self.read_until(sequence))
+            self.memory.truncate(sequence, num_used)
 
     def free(self, sequence: Sequence) -> None:
-        """It ends; its forks wait for nobody then."""
+        """It ends; its forks no longer wait for it."""
         self.live.remove(sequence)
-        self.memory.free(sequence, self.read_until(sequence))
+        self.memory.free(sequence)
         sequence.row = None
         sequence.move_to(SequenceState.FINISHED)
         for child in list(sequence.forks):
@@ -386,7 +386,7 @@ class World:
         for step in self.in_flight:
             self.truth.spoil(step)
         self.in_flight = []
-        memory.end_step(self.next_step_id)
+        memory.end_step(self.next_step_id - 1, has_failed=True)
         for sequence in self.live:
             sequence.num_pending_tokens = 0
             memory.truncate(sequence, sequence.num_published_blocks)
@@ -442,7 +442,7 @@ def beam_pairs(world: World) -> list[tuple[Sequence, Sequence]]:
         for sequence in world.live
         if not sequence.num_pending_tokens
         and sequence.num_tokens - sequence.num_computed_tokens <= 1
-        and world.read_until(sequence) is None
+        and not world.is_in_flight(sequence)
     ]
     return [
         (dead, parent)

@@ -138,10 +138,11 @@ def test_a_copy_that_was_not_made_is_not_published() -> None:
     memory = make_memory()
     write(memory, list(range(8)))
     sequence = make_sequence(memory, [*range(7), 90])
-    copies = admit(memory, sequence)
-    memory.free(sequence, after_step_id=STEP)
+    copies = memory.admit(sequence, memory.match(sequence), STEP + 1)
+    sequence.last_step_id = STEP + 1
+    memory.free(sequence)
     assert memory.pool.content[copies[0].target] is None
-    memory.end_step(STEP)
+    memory.end_step(STEP + 1)
     assert num_hits(memory, [*range(7), 91]) == 7, "from the one that has it"
 
 
@@ -377,11 +378,45 @@ def test_as_few_blocks_are_cut_as_are_needed(num_wanted: int, num_kept: int) -> 
 def test_a_cut_in_flight_is_held_and_counts_as_free_soon() -> None:
     memory = make_memory()
     sequence = write(memory, list(range(16)))
-    assert memory.truncate(sequence, 1, after_step_id=3) == 3
+    sequence.last_step_id = STEP + 1
+    assert memory.truncate(sequence, 1) == 3
     assert (memory.pool.num_free, memory.num_free_soon) == (12, 15)
     invariants.check_memory(memory, [sequence])
-    memory.end_step(3)
+    memory.end_step(STEP + 1)
     assert (memory.pool.num_free, memory.num_free_soon) == (15, 15)
+
+
+def test_what_its_last_step_has_read_is_free_at_once() -> None:
+    memory = make_memory()
+    sequence = write(memory, list(range(16)))
+    sequence.last_step_id = STEP
+    assert memory.truncate(sequence, 1) == 3
+    assert (memory.pool.num_free, memory.num_free_soon) == (15, 15)
+
+
+def test_failed_steps_and_the_copies_planned_after_them_hold_nothing() -> None:
+    memory = make_memory()
+    ended = write(memory, list(range(8)))
+    ended.last_step_id = STEP + 1
+    memory.free(ended)
+    copying = make_sequence(memory, [*range(7), 90])
+    memory.admit(copying, memory.match(copying), STEP + 2)
+    assert memory.deferred.num_blocks == 3
+    memory.end_step(STEP + 1, has_failed=True)
+    assert memory.deferred.num_blocks == 0
+    invariants.check_memory(memory, [copying])
+
+
+def test_the_step_after_failed_ones_holds_what_it_reads() -> None:
+    """It has the id of the step that was given up with them."""
+    memory = make_memory()
+    sequence = write(memory, list(range(8)))
+    memory.end_step(STEP + 1, has_failed=True)
+    sequence.last_step_id = STEP + 2
+    memory.free(sequence)
+    assert memory.deferred.num_blocks == 2
+    memory.end_step(STEP + 2)
+    assert memory.deferred.num_blocks == 0
 
 
 def test_a_kept_shared_tail_is_copied_when_its_sequence_comes_back() -> None:

@@ -130,7 +130,8 @@ def test_who_ended_leaves_cached_blocks_and_those_that_a_step_reads() -> None:
     memory = make_memory(16)
     sequence = admitted(memory, 10, 10)
     memory.publish(sequence, 8)
-    memory.free(sequence, after_step_id=3)  # its tail, partly filled, is findable as well
+    sequence.last_step_id = 3
+    memory.free(sequence)  # its tail, partly filled, is findable as well
     assert parts(memory_report(memory, [])) == (0, 0, 0, 3 * BLOCK, 0, 13 * BLOCK)
     memory.end_step(3)
     assert parts(memory_report(memory, [])) == (0, 0, 0, 0, 3 * BLOCK, 13 * BLOCK)
@@ -157,7 +158,8 @@ def test_a_preempted_sequence_counts_with_what_it_keeps() -> None:
     memory = make_memory(8)
     sequence = admitted(memory, 15, 14)
     memory.truncate(sequence, 3)
-    memory.truncate(sequence, 2, after_step_id=5)
+    sequence.last_step_id = 5
+    memory.truncate(sequence, 2)
     report = memory_report(memory, [sequence])
     assert parts(report) == (2 * BLOCK, 0, 0, BLOCK, 0, 5 * BLOCK)
     assert report.useful_share == 2 / 3
@@ -343,7 +345,8 @@ def test_what_only_a_step_holds_has_no_owner() -> None:
     sequence = make_sequence(memory, range(1, 6))
     memory.admit(sequence, memory.match(sequence), step_id=0)
     blocks = set(sequence.block_tables[0])
-    memory.free(sequence, after_step_id=0)
+    sequence.last_step_id = 0
+    memory.free(sequence)
     for use in block_map(memory, []).blocks:
         if use.block in blocks:
             assert use == BlockUse(use.block, HELD, None, 1, (), 0, None)

@@ -177,26 +177,26 @@ class ContiguousKVCacheManager(KVCacheManager):
         """0: a run is given back whole."""
         return 0
 
-    def truncate(self, sequence: Sequence, num_kept: int, after_step_id: int | None = None) -> int:
+    def truncate(self, sequence: Sequence, num_kept: int) -> int:
         """Take the whole run if it is longer than num_kept blocks of each group.
 
-        Returns how many blocks became free, or will when step after_step_id has ended.
+        Returns how many blocks became free, or will when the step that reads them has ended.
         """
         if num_kept * self.block_size >= sequence.num_slots:
             return 0
         run = self._runs.pop(sequence)
         del self.padding[sequence]
-        if after_step_id is None:
-            self._line.give_back(run)
+        if self.deferred.is_in_flight(sequence.last_step_id):
+            self._leaving.append((sequence.last_step_id, run))
         else:
-            self._leaving.append((after_step_id, run))
-        num_freed = super().truncate(sequence, 0, after_step_id)
+            self._line.give_back(run)
+        num_freed = super().truncate(sequence, 0)
         self._count_padding()
         return num_freed
 
-    def end_step(self, step_id: int) -> None:
+    def end_step(self, step_id: int, *, has_failed: bool = False) -> None:
         """Release what steps up to step_id held."""
-        super().end_step(step_id)
+        super().end_step(step_id, has_failed=has_failed)
         for held_by, run in self._leaving:
             if held_by <= step_id:
                 self._line.give_back(run)

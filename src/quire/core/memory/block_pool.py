@@ -326,6 +326,11 @@ class DeferredFrees:
         self.num_copied_from: Counter[int] = Counter()
         self._pool = pool
         self._held: deque[_Hold] = deque()
+        self._last_ended_step_id = -1
+
+    def is_in_flight(self, step_id: int) -> bool:
+        """Whether a step has not ended, so that it may still read the blocks of its sequences."""
+        return step_id > self._last_ended_step_id
 
     def hold(self, step_id: int, blocks: list[int]) -> None:
         """Take over one reference to each block until step_id has ended."""
@@ -343,13 +348,15 @@ class DeferredFrees:
         """Whether the block waits for a copy to be made into it."""
         return any(block in hold.targets for hold in self._held)
 
-    def end_step(self, step_id: int) -> None:
-        """Release what steps up to step_id held."""
+    def end_step(self, step_id: int, *, has_failed: bool = False) -> None:
+        """Release what steps up to step_id held, and with has_failed all that is held: also the
+        sources of copies that were planned for the step after it, and will not be made."""
+        self._last_ended_step_id = step_id
         if not self._held:
             return
         still: deque[_Hold] = deque()
         for hold in self._held:
-            if hold.step_id > step_id:
+            if hold.step_id > step_id and not has_failed:
                 still.append(hold)
                 continue
             self.num_blocks -= len(hold.blocks)

@@ -73,7 +73,7 @@ class KVCacheManager:
         self.padding: dict[Sequence, int] = {}
         self.num_padding_blocks = 0
         self.num_evicted_blocks = 0
-        self.now_s = 0.0  # set by the scheduler, for what is remembered of evictions
+        self.now_s = 0.0  # for what is remembered of evictions
 
     @property
     def num_free_soon(self) -> int:
@@ -149,7 +149,7 @@ class KVCacheManager:
         if sequence.num_admissions == 0:
             self.prefixes.count(sequence, match)
         sequence.num_admissions += 1
-        self._start_from(sequence, match)
+        _start_from(sequence, match, self.block_size)
         copies: list[BlockCopy] = []
         if self.must_copy_tail(sequence):
             copies += self.copy_tail(sequence, step_id)[1]
@@ -163,16 +163,6 @@ class KVCacheManager:
             self.deferred.hold_copied(step_id, partial)
             copies += partial
         return copies
-
-    def _start_from(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Count what was matched as computed, and as written and published as far as it is."""
-        held, size = sequence.num_computed_tokens, self.block_size
-        num_written = max(held, match.num_written_tokens)
-        if sequence.num_published_blocks == held // size:
-            sequence.num_published_blocks = num_written // size
-        if sequence.num_written_tokens == held:
-            sequence.num_written_tokens = num_written
-        sequence.num_computed_tokens = match.num_tokens
 
     def grow(
         self, sequence: Sequence, num_tokens: int, num_extra_blocks: int = 0
@@ -275,20 +265,18 @@ class KVCacheManager:
             num_wanted -= sum(ref_count[table[kept]] == 1 for table in sequence.block_tables)
         return 0 if num_wanted > 0 else kept
 
-    def give_up(
-        self, sequence: Sequence, num_kept: int, num_wanted: int, after_step_id: int | None = None
-    ) -> int:
+    def give_up(self, sequence: Sequence, num_kept: int, num_wanted: int) -> int:
         """Take from a preempted sequence the blocks from num_kept on, which it does not need, and
         from its end as many more as num_wanted free blocks take; returns as `truncate`."""
-        num_freed = self.truncate(sequence, num_kept, after_step_id)
+        num_freed = self.truncate(sequence, num_kept)
         if num_freed < num_wanted:
             num_kept = self.num_kept_blocks(sequence, num_wanted - num_freed)
-            num_freed += self.truncate(sequence, num_kept, after_step_id)
+            num_freed += self.truncate(sequence, num_kept)
         return num_freed
 
-    def truncate(self, sequence: Sequence, num_kept: int, after_step_id: int | None = None) -> int:
+    def truncate(self, sequence: Sequence, num_kept: int) -> int:
         """Take the blocks from num_kept on, of each group; returns how many became free, or will
-        when step after_step_id has ended.
+        when the step in flight that reads them has ended.
 
         The chain's tail goes first, so that it is evicted before the prefix that others share.
         """
@@ -307,14 +295,14 @@ class KVCacheManager:
         sequence.num_published_blocks = min(sequence.num_published_blocks, num_kept)
         ref_count = self.pool.ref_count
         num_freed: int = sum(ref_count[block] == 1 for block in blocks)
-        if after_step_id is None:
-            self.pool.release_all(blocks)
+        if self.deferred.is_in_flight(sequence.last_step_id):
+            self.deferred.hold(sequence.last_step_id, blocks)
         else:
-            self.deferred.hold(after_step_id, blocks)
+            self.pool.release_all(blocks)
         return num_freed
 
-    def free(self, sequence: Sequence, after_step_id: int | None = None) -> None:
-        """Take all blocks of a sequence back, at once or when step after_step_id has ended.
+    def free(self, sequence: Sequence) -> None:
+        """Take all blocks of a sequence back, at once or when the step that reads them has ended.
 
         What its last block holds stays findable too, if it is only partly filled: unless it comes
         with a copy that is yet to be made, which would not come if the step fails.
@@ -323,16 +311,34 @@ class KVCacheManager:
         last = [table[index] for table in sequence.block_tables if index < len(table)]
         if not any(map(self.deferred.is_incomplete, last)):
             self.prefixes.publish_tail(sequence)
-        self.truncate(sequence, 0, after_step_id)
+        self.truncate(sequence, 0)
         sequence.block_tables = ()
 
     def publish(self, sequence: Sequence, num_written_tokens: int) -> None:
         """Make the full blocks among the first num_written_tokens findable by their content."""
         self.prefixes.publish(sequence, num_written_tokens)
 
-    def end_step(self, step_id: int) -> None:
-        """Release what steps up to step_id held."""
-        self.deferred.end_step(step_id)
+    def set_time(self, now_s: float) -> None:
+        """The engine's clock, before each step is planned: when blocks are evicted, pins end."""
+        self.now_s = self.pool.now_s = now_s
+
+    def end_step(self, step_id: int, *, has_failed: bool = False) -> None:
+        """Release what steps up to step_id held; they end in the order of their ids.
+
+        has_failed: the plan of the next step is given up, too, so that its copies are not made.
+        """
+        self.deferred.end_step(step_id, has_failed=has_failed)
+
+
+def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None:
+    """Count what was matched as computed, and as written and published as far as it is."""
+    held = sequence.num_computed_tokens
+    num_written = max(held, match.num_written_tokens)
+    if sequence.num_published_blocks == held // block_size:
+        sequence.num_published_blocks = num_written // block_size
+    if sequence.num_written_tokens == held:
+        sequence.num_written_tokens = num_written
+    sequence.num_computed_tokens = match.num_tokens
 
 
 KVManagerFactory = Callable[[KVCacheConfig, int], KVCacheManager]

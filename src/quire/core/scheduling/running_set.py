@@ -50,9 +50,6 @@ class RunningSet:
         self.preempted: list[Sequence] = []
         self.free_rows = list(range(num_rows))  # a heap
         self.stats = PreemptionStats()
-        self.first_step_in_flight = (
-            0  # the oldest without a result; the coming one if there is none
-        )
         self._memory = memory
         self._builder = builder
         self._waiting = waiting
@@ -87,7 +84,7 @@ class RunningSet:
             self._leave_row(sequence)
         elif sequence.state is SequenceState.PREEMPTED:
             remove_ranked(self.preempted, sequence)
-        self._memory.free(sequence, self._read_until(sequence))
+        self._memory.free(sequence)
 
     def preempt(self, sequence: Sequence, num_wanted: int) -> None:
         """RUNNING -> PREEMPTED: the row goes back, what was reserved, and from its end as many
@@ -112,12 +109,11 @@ class RunningSet:
         self.stats.num_preempted_tokens += sequence.num_computed_tokens
         sequence.num_lost_tokens = sequence.num_computed_tokens
         self._leave_row(sequence)
-        after = self._read_until(sequence)
         num_kept = -(-sequence.num_computed_tokens // block_size)
         if sequence.needs_prompt_logprobs and not sequence.num_pending_tokens:
             # Those of a step in flight are dropped, so their positions are computed again.
             num_kept = min(num_kept, len(sequence.prompt_logprobs) // block_size)
-        num_freed = memory.give_up(sequence, num_kept, num_wanted, after)
+        num_freed = memory.give_up(sequence, num_kept, num_wanted)
         self.keep(sequence)
         return num_freed
 
@@ -153,11 +149,6 @@ class RunningSet:
         self._builder.release(sequence.row)
         heapq.heappush(self.free_rows, sequence.row)
         sequence.row = None
-
-    def _read_until(self, sequence: Sequence) -> int | None:
-        """The last step in flight that reads the sequence's blocks, if any does."""
-        last = sequence.last_step_id
-        return last if last >= self.first_step_in_flight else None
 
     # ---- blocks -----------------------------------------------------------------------------
 
@@ -197,7 +188,7 @@ class RunningSet:
             num_used = -(-sequence.num_tokens // memory.block_size)
             if num_used * memory.block_size < sequence.num_slots:
                 assert sequence.row is not None
-                memory.truncate(sequence, num_used, self._read_until(sequence))
+                memory.truncate(sequence, num_used)
                 self._builder.edit_tables(
                     [
                         TableEdit(sequence.row, group, EditKind.TRUNCATE, num_used)
@@ -214,7 +205,7 @@ class RunningSet:
                 return
             if sequence is not needy:
                 num_kept = memory.num_kept_blocks(sequence, missing)
-                memory.truncate(sequence, num_kept, self._read_until(sequence))
+                memory.truncate(sequence, num_kept)
                 _drop_prompt_logprobs(sequence)
 
 

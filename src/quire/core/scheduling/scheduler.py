@@ -175,9 +175,7 @@ class Scheduler:
         now_s: the engine's clock, seconds from any fixed point.
         Raises SchedulerStalledError if there is work, nothing is in flight and nothing is possible.
         """
-        self.memory.now_s = self.memory.pool.now_s = now_s
-        first_in_flight = self._in_flight[0].step_id if self._in_flight else self._next_step_id
-        self.running_set.first_step_in_flight = first_in_flight
+        self.memory.set_time(now_s)
         chunks: dict[Sequence, int] = {}
         suspect = self._fault_isolation.next_suspect()
         if suspect is not None:
@@ -337,7 +335,6 @@ class Scheduler:
         num_answered = len(result.rows) + len(result.failed)
         assert num_answered == step.num_sampling, f"{num_answered} of {step.num_sampling} rows came"
         self.stats.num_steps += 1
-        self.running_set.first_step_in_flight = step.step_id + 1
         self.memory.end_step(step.step_id)
         step.take_in(result, self.memory)
         outputs: list[SequenceOutput] = []
@@ -392,8 +389,7 @@ class Scheduler:
         self.stats.num_failed_steps += 1
         in_flight = {entry[0] for step in self._in_flight for entry in step.rows.values()}
         self._in_flight.clear()
-        self.running_set.first_step_in_flight = self._next_step_id
-        self.memory.end_step(self._next_step_id)
+        self.memory.end_step(self._next_step_id - 1, has_failed=True)
         blamed = None if message is None else self._fault_isolation.blame(in_flight)
         self.running_set.drop_rows()
         outputs: list[SequenceOutput] = []
