@@ -28,8 +28,8 @@ class Watched:
         self.scheduler = Scheduler(
             SchedulerConfig(6, 24),
             KVCacheManager(KVCacheConfig(GROUPS, NUM_BLOCKS, 8, True, b"secret")),
+            lengths=NoGrowth(),
         )
-        self.scheduler.admission.capacity.lengths = NoGrowth()
         self.overlap = overlap
         self.told: set[str] = set()
         self.num_told = self.num_steps = 0

@@ -106,9 +106,8 @@ class Simulator:
             ),
             self.memory,
             find_policy(config.policy, dict(config.policy_options)),
+            None if config.forecasts else NoGrowth(),
         )
-        if not config.forecasts:
-            self.scheduler.admission.capacity.lengths = NoGrowth()
         self.runner = FakeRunner(
             config.groups,
             config.num_blocks,

@@ -59,10 +59,15 @@ class CapacityCheck:
     """
 
     def __init__(
-        self, memory: KVCacheManager, running_set: RunningSet, *, can_outrank: bool
+        self,
+        memory: KVCacheManager,
+        running_set: RunningSet,
+        lengths: OutputLengthPredictor,
+        *,
+        can_outrank: bool,
     ) -> None:
         """can_outrank: new sequences may take from running ones; see `Policy`."""
-        self.lengths = OutputLengthPredictor()
+        self.lengths = lengths
         self.is_crowded = False
         self._started_at, self._pause = 0.0, 0.0
         self._memory = memory
@@ -250,8 +255,10 @@ class Admission:
         memory: KVCacheManager,
         beams: BeamScheduling,
         builder: PlanBuilder,
+        lengths: OutputLengthPredictor,
     ) -> None:
-        self.capacity = CapacityCheck(memory, running_set, can_outrank=policy.can_outrank)
+        can_outrank = policy.can_outrank
+        self.capacity = CapacityCheck(memory, running_set, lengths, can_outrank=can_outrank)
         self.stats = AdmissionStats()
         self._policy = policy
         self._waiting = waiting
@@ -370,6 +377,14 @@ class Admission:
         rank = self._policy.rank_admitted(sequence)
         if rank is not None:
             sequence.rank = (*rank, sequence.order)
+
+    def fits_later(self, sequence: Sequence, num_new_blocks: int) -> bool:
+        """See `CapacityCheck`; for forks that get a row without waiting for their turn."""
+        return self.capacity.fits_later(sequence, num_new_blocks)
+
+    def observe_end(self, sequence: Sequence) -> None:
+        """A sequence has ended; its length is evidence for those of others."""
+        self.capacity.observe_end(sequence)
 
     def _is_early(self, sequence: Sequence) -> bool:
         """Whether it can't go on yet, however many blocks are free."""

@@ -25,6 +25,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.admission import Admission
 from quire.core.scheduling.beams.scheduling import BeamScheduling
 from quire.core.scheduling.fault_isolation import FaultIsolation
+from quire.core.scheduling.output_length import OutputLengthPredictor
 from quire.core.scheduling.pacing import ConstantPacer, Pacer, StepBudget
 from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.scheduling.policy import FcfsPolicy, Policy
@@ -55,9 +56,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, memory: KVCacheManager, policy: Policy | None = None
+        self,
+        config: SchedulerConfig,
+        memory: KVCacheManager,
+        policy: Policy | None = None,
+        lengths: OutputLengthPredictor | None = None,
     ) -> None:
-        """policy: serves this scheduler alone; None: first come, first served."""
+        """policy: serves this scheduler alone; None: first come, first served. lengths: predicts
+        the outputs for which admission leaves blocks; None: from those that have ended."""
         self.config = config
         self.memory = memory
         self.pacer: Pacer = ConstantPacer()  # to be replaced while no step is in flight
@@ -73,7 +79,13 @@ class Scheduler:
             self.policy, memory, self.running_set, self._slots, self._builder
         )
         self.admission = Admission(
-            self.policy, self.waiting, self.running_set, memory, self.beams, self._builder
+            self.policy,
+            self.waiting,
+            self.running_set,
+            memory,
+            self.beams,
+            self._builder,
+            lengths or OutputLengthPredictor(),
         )
         self._fault_isolation = FaultIsolation()
         self._in_flight: deque[StepInFlight] = deque()
@@ -165,7 +177,7 @@ class Scheduler:
                 child.num_common_tokens = min(child.num_common_tokens, heir.num_common_tokens)
                 heir.forks.append(child)
         self.policy.on_leave(sequence)
-        self.admission.capacity.observe_end(sequence)
+        self.admission.observe_end(sequence)
 
     # ---- planning ---------------------------------------------------------------------------
 
@@ -305,7 +317,7 @@ class Scheduler:
                 if (
                     not running_set.free_rows
                     or memory.pool.num_free < num_spare
-                    or not self.admission.capacity.fits_later(child, memory.num_groups)
+                    or not self.admission.fits_later(child, memory.num_groups)
                 ):
                     break
                 self._join(step, child, parent)
