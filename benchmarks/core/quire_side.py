@@ -29,8 +29,8 @@ from benchmarks.core.timing import (
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.options import SchedulerConfig
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import RowAdmission, StepPlan, StepResult

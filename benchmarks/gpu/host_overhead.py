@@ -35,9 +35,9 @@ from quire.attention.interface import AttentionBatch, AttentionCall, AttentionSp
 from quire.attention.torch_paged import TorchPagedAttention
 from quire.bench.machine import processor
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.options import SchedulerConfig
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, ModelLimits
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import TokenMasks
 from quire.engine.engine import Engine

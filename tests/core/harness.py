@@ -6,10 +6,10 @@ from typing import Any
 
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.options import SchedulerConfig
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.policy import Policy
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence

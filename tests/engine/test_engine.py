@@ -8,10 +8,10 @@ import pytest
 
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.options import SchedulerConfig
 from quire.core.request import FinishReason, Request, ResumedBranch, SequenceOutput
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.invariants import check_idle
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import ConstantPacer
 from quire.core.scheduling.scheduler import Scheduler
 from quire.engine.engine import Engine

@@ -14,10 +14,10 @@ from tests.engine.test_law import make_crowd
 
 from quire.assembly.engine_loop import Channel, EngineLoop
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.options import SchedulerConfig
 from quire.core.request import FinishReason, Request
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
 from quire.core.scheduling.invariants import check_idle, check_scheduler
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import ConstantPacer
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult, TokenMasks

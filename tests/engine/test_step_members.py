@@ -7,9 +7,9 @@ import pytest
 
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.options import SchedulerConfig
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, ModelLimits
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan
 from quire.engine.engine import Engine

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import pytest
 from tests.core.harness import make_memory
 
-from quire.core.options import SchedulerConfig
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import (
     PacingConfig,
     StepCostModel,

@@ -16,8 +16,8 @@ from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import MemoryPlan
 from quire.assembly.rank_build import RankBuild, build_rank
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
-from quire.core.options import SchedulerConfig
 from quire.core.sampling_params import ModelLimits
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import StepPacer
 from quire.core.scheduling.policy import find_policy
 from quire.core.scheduling.scheduler import Scheduler

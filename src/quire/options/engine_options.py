@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from quire.attention.backends import backend_names
-from quire.core.options import CacheOptions, PolicyOptions, SchedulerConfig
+from quire.core.memory.options import CacheOptions
+from quire.core.scheduling.options import PolicyOptions, SchedulerConfig
 from quire.errors import ConfigurationError, did_you_mean
 from quire.formats.registry import weight_format_names
 from quire.option_fields import (

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
-from quire.core.options import SchedulerConfig
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.scheduling.policy import find_policy
 from quire.core.scheduling.scheduler import Scheduler

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from tests.core.harness import Harness, make_memory
 
-from quire.core.options import SchedulerConfig
 from quire.core.request import FinishReason
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.step import Chunk, EditKind, StepPlan, StepResult, TableEdit
 from quire.errors import ConfigurationError, RequestNeverFitsError, SchedulerStalledError
 from quire.simulation.fake_model import FakeModel

@@ -17,9 +17,9 @@ from quire.bench.memory.meter import MemoryMeter, MemoryUse
 from quire.bench.workload import BenchRequest
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig
-from quire.core.options import SchedulerConfig
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, ModelLimits
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.policy import find_policy
 from quire.core.scheduling.scheduler import Scheduler
 from quire.engine.engine import Engine

@@ -19,12 +19,12 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
-from quire.core.options import SchedulerConfig
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.admission import Admission
 from quire.core.scheduling.beams.scheduling import BeamScheduling
 from quire.core.scheduling.fault_isolation import FaultIsolation
+from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.output_length import OutputLengthPredictor
 from quire.core.scheduling.pacing import ConstantPacer, Pacer, StepBudget
 from quire.core.scheduling.plan_builder import PlanBuilder

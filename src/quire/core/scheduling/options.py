@@ -1,4 +1,4 @@
-"""The options that memory and scheduling obey.
+"""The options that the scheduler and its policies obey.
 
 `options.engine_options` joins them with the others. The scheduler is made with `SchedulerConfig`.
 """
@@ -7,27 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quire.core.memory.eviction import DEFAULT_ORDER, EVICTION_ORDERS
 from quire.core.scheduling.pacing import LEAST_MAX_ITL_RATIO
 from quire.core.scheduling.policy import POLICIES
 from quire.errors import ConfigurationError
-from quire.option_fields import (
-    Flag,
-    Kind,
-    OneOf,
-    Options,
-    PowerOfTwo,
-    Switch,
-    Tokens,
-    Whole,
-    option,
-)
+from quire.option_fields import Flag, Kind, OneOf, Options, Tokens, Whole, option
 
 SERVED_MAX_ITL_RATIO = 2.8
-
-
-def _sorted(names: tuple[str, ...]) -> str:
-    return ", ".join(sorted(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,45 +30,6 @@ class StepRatio(Kind):
             f"{name} is {value!r}, but must be 0 (no limit) or a number from"
             f" {LEAST_MAX_ITL_RATIO} up"
         )
-
-
-@dataclass(frozen=True)
-class CacheOptions(Options):
-    """How the KV cache is divided, shared and evicted."""
-
-    block_size: int = option(
-        16,
-        PowerOfTwo(8, 2048),
-        group="memory",
-        help="tokens per KV block",
-        doc="tokens per KV block, a power of two from 8 to 2048.",
-    )
-    enable_prefix_caching: bool | None = option(
-        None,
-        Switch(),
-        group="memory",
-        help="share the KV blocks of equal prefixes",
-        doc="share the KV blocks of equal prefixes; None: yes.",
-        flag=Flag(shown="yes"),
-    )
-    eviction: str = option(
-        DEFAULT_ORDER,
-        OneOf(lambda: EVICTION_ORDERS, listed=_sorted),
-        group="memory",
-        help="eviction order: {names}",
-        doc='order in which cached prefixes are evicted: "hit_density", by frequency and recency,'
-        ' or "lru", by recency alone.',
-    )
-
-    def _check_together(self) -> None:
-        super()._check_together()
-        if self.enable_prefix_caching is None:
-            object.__setattr__(self, "enable_prefix_caching", True)  # frozen
-        if self.eviction != DEFAULT_ORDER and not self.enable_prefix_caching:
-            raise ConfigurationError(
-                f"eviction is {self.eviction!r}, but nothing is cached that could be evicted"
-                " (enable_prefix_caching is False); leave it out"
-            )
 
 
 @dataclass(frozen=True)
@@ -139,7 +85,7 @@ class PolicyOptions(Options):
 
     scheduling_policy: str = option(
         "fcfs",
-        OneOf(lambda: POLICIES, listed=_sorted),
+        OneOf(lambda: POLICIES, listed=lambda names: ", ".join(sorted(names))),
         group="scheduling",
         help="{names}",
         doc='"fcfs", "priority", "fair", "longest_prefix" or "deadline". A prompt\'s priority needs'

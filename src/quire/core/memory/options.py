@@ -1,0 +1,46 @@
+"""The options that the KV cache obeys; `options.engine_options` joins them with the others."""
+
+from dataclasses import dataclass
+
+from quire.core.memory.eviction import DEFAULT_ORDER, EVICTION_ORDERS
+from quire.errors import ConfigurationError
+from quire.option_fields import Flag, OneOf, Options, PowerOfTwo, Switch, option
+
+
+@dataclass(frozen=True)
+class CacheOptions(Options):
+    """How the KV cache is divided, shared and evicted."""
+
+    block_size: int = option(
+        16,
+        PowerOfTwo(8, 2048),
+        group="memory",
+        help="tokens per KV block",
+        doc="tokens per KV block, a power of two from 8 to 2048.",
+    )
+    enable_prefix_caching: bool | None = option(
+        None,
+        Switch(),
+        group="memory",
+        help="share the KV blocks of equal prefixes",
+        doc="share the KV blocks of equal prefixes; None: yes.",
+        flag=Flag(shown="yes"),
+    )
+    eviction: str = option(
+        DEFAULT_ORDER,
+        OneOf(lambda: EVICTION_ORDERS, listed=lambda names: ", ".join(sorted(names))),
+        group="memory",
+        help="eviction order: {names}",
+        doc='order in which cached prefixes are evicted: "hit_density", by frequency and recency,'
+        ' or "lru", by recency alone.',
+    )
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.enable_prefix_caching is None:
+            object.__setattr__(self, "enable_prefix_caching", True)  # frozen
+        if self.eviction != DEFAULT_ORDER and not self.enable_prefix_caching:
+            raise ConfigurationError(
+                f"eviction is {self.eviction!r}, but nothing is cached that could be evicted"
+                " (enable_prefix_caching is False); leave it out"
+            )
