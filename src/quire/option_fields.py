@@ -362,7 +362,7 @@ def flag_name(each: Field[Any], declared: Option) -> str:
 
 def flag_help(each: Field[Any], declared: Option) -> str:
     """The line of help: what it does, and the default in parentheses."""
-    text = declared.help.replace("{names}", _in_words(declared.kind.names()))
+    text = declared.help.replace("{names}", in_words(declared.kind.names()))
     shown, served = declared.flag.shown, declared.flag.served
     if shown is None:
         shown = _shown(each.default)
@@ -379,7 +379,7 @@ def _shown(default: Any) -> str:
     return "" if default is None or default == () else str(default)
 
 
-def _in_words(names: Sequence[str]) -> str:
+def in_words(names: Sequence[str]) -> str:
     """ "a, b or c"."""
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 

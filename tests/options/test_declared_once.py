@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from quire.attention.backends import backend_descriptions
 from quire.cli.config_file import ConfiguredParser
 from quire.cli.flags import (
     SERVER_GROUPS,
@@ -21,7 +22,9 @@ from quire.cli.flags import (
     server_options,
 )
 from quire.cli.parser import build_parser
+from quire.core.scheduling.policy import POLICIES
 from quire.errors import ConfigurationError
+from quire.formats.registry import weight_formats
 from quire.offline.llm import LLM
 from quire.option_fields import (
     Bytes,
@@ -240,3 +243,12 @@ def test_a_value_of_the_file_is_checked_alone() -> None:
 def test_every_group_is_one_of_the_help() -> None:
     groups = {declared.group for _, _, declared in ALL} - {None}
     assert set(SERVER_GROUPS) < groups
+
+
+def test_what_a_registry_says_of_its_entries_is_in_the_reference() -> None:
+    docs = {each.name: declared.doc for each, declared in declared_options(EngineOptions)}
+    for name, text in backend_descriptions().items():
+        assert f'"{name}" ({text})' in docs["attention_backend"]
+    for name, entry in weight_formats().items():
+        assert f"to {name}, with {entry.description}" in docs["quantization"]
+    assert all(f'"{name}"' in docs["scheduling_policy"] for name in POLICIES)

@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from quire.attention.backends import backend_names
+from quire.attention.backends import backend_descriptions, backend_names
 from quire.core.memory.options import CacheOptions
 from quire.core.scheduling.options import PolicyOptions, SchedulerConfig
 from quire.errors import ConfigurationError, did_you_mean
-from quire.formats.registry import weight_format_names
+from quire.formats.registry import weight_format_names, weight_formats
 from quire.option_fields import (
     Bytes,
     Flag,
@@ -26,6 +26,7 @@ from quire.option_fields import (
     Text,
     Tokens,
     Whole,
+    in_words,
     option,
 )
 from quire.options.foreign_options import ALIASES, FOREIGN_OPTIONS, check_foreign
@@ -37,6 +38,15 @@ KERNELS = ("auto", "torch", "triton", *NATIVE_KERNELS)
 MAX_NUM_THREADS = 1024
 
 _PLACE = "a folder or a hub id"
+
+
+def _formats_in_words() -> str:
+    found = weight_formats().items()
+    return ", or ".join(f"to {name}, with {each.description}" for name, each in found)
+
+
+def _backends_in_words() -> str:
+    return in_words([f'"{name}" ({text})' for name, text in backend_descriptions().items()])
 
 
 @dataclass(frozen=True)
@@ -86,10 +96,9 @@ class ModelOptions(Options):
         OneOf(weight_format_names),
         group="model",
         help="round weights to {names} while loading",
-        doc="rounds the weights of linear layers during loading, from any checkpoint: to int8, with"
-        " a scale per output, or to int4, with a scale per group of 32 inputs. Both multiply with"
-        " activations of eight bits, with a scale per token. Norms, biases and the embedding are"
-        " not rounded. None: nothing is.",
+        doc="rounds the weights of linear layers during loading, from any checkpoint: "
+        f"{_formats_in_words()}. int8 and int4 multiply with activations of eight bits, with a"
+        " scale per token. Norms, biases and the embedding are not rounded. None: nothing is.",
         flag=Flag(shown="none"),
     )
     max_model_len: int | None = option(
@@ -204,7 +213,7 @@ class ComputeOptions(Options):
         OneOf(backend_names),
         group="computation",
         help="{names}",
-        doc='"native", "triton", "flashinfer" or "torch"; None: the best for the kernels.',
+        doc=f"{_backends_in_words()}; None: the best for the kernels.",
         flag=Flag(shown="the best for the kernels"),
     )
     num_threads: int | None = option(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from quire.core.scheduling.pacing import LEAST_MAX_ITL_RATIO
 from quire.core.scheduling.policy import POLICIES
 from quire.errors import ConfigurationError
-from quire.option_fields import Flag, Kind, OneOf, Options, Tokens, Whole, option
+from quire.option_fields import Flag, Kind, OneOf, Options, Tokens, Whole, in_words, option
 
 SERVED_MAX_ITL_RATIO = 2.8
 
@@ -88,7 +88,7 @@ class PolicyOptions(Options):
         OneOf(lambda: POLICIES, listed=lambda names: ", ".join(sorted(names))),
         group="scheduling",
         help="{names}",
-        doc='"fcfs", "priority", "fair", "longest_prefix" or "deadline". A prompt\'s priority needs'
+        doc=in_words([f'"{name}"' for name in POLICIES]) + ". A prompt's priority needs"
         ' "priority", and its deadline_s "deadline"; with another policy both are refused.',
     )
     max_itl_ratio: float = option(
