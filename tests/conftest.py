@@ -12,7 +12,8 @@ import pytest
 from hypothesis import settings
 from tests.turns import Turns
 
-from quire.options.engine_options import KERNELS, EngineOptions
+from quire.kernels.options import KERNELS
+from quire.options.engine_options import EngineOptions
 
 # Both are read when the libraries are first imported, and inherited by processes that tests start.
 # One thread each: pytest and such a process would otherwise fight for the same few cores.

@@ -1,7 +1,7 @@
 """Attention backends by name; each is imported when it is chosen.
 
-Importing this takes milliseconds and no torch, so options and commands ask it for the names. To add
-a backend: its file, and a line in `_BACKENDS`; outside of this package, `register`.
+Importing this takes milliseconds and no torch, so the command line reads the names and the option
+here. To add a backend: its file, and a line in `_BACKENDS`; outside of this package, `register`.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigurationError
+from quire.option_fields import Flag, OneOf, Options, in_words, option
 
 if TYPE_CHECKING:  # these bring torch
     from quire.attention.interface import AttentionBackend
@@ -91,6 +92,21 @@ def backend_names() -> tuple[str, ...]:
 def backend_descriptions() -> Mapping[str, str]:
     """A line about each backend, by name."""
     return {name: entry.description for name, entry in _BACKENDS.items()}
+
+
+@dataclass(frozen=True)
+class AttentionOptions(Options):
+    """Which backend attends."""
+
+    attention_backend: str | None = option(
+        None,
+        OneOf(backend_names),
+        group="computation",
+        help="{names}",
+        doc=in_words([f'"{name}" ({text})' for name, text in backend_descriptions().items()])
+        + "; None: the best for the kernels.",
+        flag=Flag(shown="the best for the kernels"),
+    )
 
 
 def select(

@@ -1,6 +1,6 @@
 """The registry of weight formats, without torch.
 
-It has their names and a line about each.
+It has their names, a line about each, and the option that chooses one.
 
 To add a format: its file, and a line in `_FORMATS`; code outside the package calls
 `register_weight_format`. The command line, the options, `quire doctor` and the memory plan read
@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigurationError
+from quire.option_fields import Flag, OneOf, Options, option
 
 if TYPE_CHECKING:
     from quire.formats.weight_format import WeightFormat
@@ -57,6 +58,23 @@ def weight_format_names() -> tuple[str, ...]:
 def weight_formats() -> dict[str, WeightFormatEntry]:
     """The entries by name, from the largest weights to the smallest."""
     return dict(sorted(_FORMATS.items(), key=lambda item: -item[1].bits))
+
+
+@dataclass(frozen=True)
+class FormatOptions(Options):
+    """In which format the weights are kept."""
+
+    quantization: str | None = option(
+        None,
+        OneOf(weight_format_names),
+        group="model",
+        help="round weights to {names} while loading",
+        doc="rounds the weights of linear layers during loading, from any checkpoint: "
+        + ", or ".join(f"to {name}, with {e.description}" for name, e in weight_formats().items())
+        + ". int8 and int4 multiply with activations of eight bits, with a scale per token."
+        " Norms, biases and the embedding are not rounded. None: nothing is.",
+        flag=Flag(shown="none"),
+    )
 
 
 def load_weight_format(name: str | None) -> "WeightFormat":

@@ -10,11 +10,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from quire.attention.backends import backend_descriptions, backend_names
+from quire.attention.backends import AttentionOptions
 from quire.core.memory.options import CacheOptions
 from quire.core.scheduling.options import PolicyOptions, SchedulerConfig
 from quire.errors import ConfigurationError, did_you_mean
-from quire.formats.registry import weight_format_names, weight_formats
+from quire.formats.registry import FormatOptions
+from quire.kernels.options import KernelOptions
 from quire.option_fields import (
     Bytes,
     Flag,
@@ -26,27 +27,14 @@ from quire.option_fields import (
     Text,
     Tokens,
     Whole,
-    in_words,
     option,
 )
 from quire.options.foreign_options import ALIASES, FOREIGN_OPTIONS, check_foreign
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OTHER_DTYPES = (("half", "float16"), ("float", "float32"))
-NATIVE_KERNELS = ("avx512_bf16", "avx512", "avx2", "portable")
-KERNELS = ("auto", "torch", "triton", *NATIVE_KERNELS)
-MAX_NUM_THREADS = 1024
 
 _PLACE = "a folder or a hub id"
-
-
-def _formats_in_words() -> str:
-    found = weight_formats().items()
-    return ", or ".join(f"to {name}, with {each.description}" for name, each in found)
-
-
-def _backends_in_words() -> str:
-    return in_words([f'"{name}" ({text})' for name, text in backend_descriptions().items()])
 
 
 @dataclass(frozen=True)
@@ -90,16 +78,6 @@ class ModelOptions(Options):
         doc='"auto": the checkpoint\'s own, or float32 if this processor only emulates that; "half"'
         ' and "float" are float16 and float32.',
         flag=Flag(metavar="DTYPE"),
-    )
-    quantization: str | None = option(
-        None,
-        OneOf(weight_format_names),
-        group="model",
-        help="round weights to {names} while loading",
-        doc="rounds the weights of linear layers during loading, from any checkpoint: "
-        f"{_formats_in_words()}. int8 and int4 multiply with activations of eight bits, with a"
-        " scale per token. Norms, biases and the embedding are not rounded. None: nothing is.",
-        flag=Flag(shown="none"),
     )
     max_model_len: int | None = option(
         None,
@@ -184,7 +162,7 @@ class SizeOptions(Options):
 
 @dataclass(frozen=True)
 class ComputeOptions(Options):
-    """On what an engine computes, with which kernels, and how many processes."""
+    """On which device an engine computes, in how many processes, and how it runs its steps."""
 
     device: str = option(
         "auto",
@@ -196,34 +174,6 @@ class ComputeOptions(Options):
         help="auto, cpu, cuda or cuda:N",
         doc='"cpu", "cuda" or "cuda:1"; "auto": the GPU if torch can use one.',
         flag=Flag(metavar="DEVICE"),
-    )
-    kernels: str = option(
-        "auto",
-        OneOf(KERNELS),
-        group="computation",
-        help=f"{', '.join(NATIVE_KERNELS)}; triton on a GPU; or torch",
-        doc='on the CPU, "auto": the native kernels for the best instruction set of this processor,'
-        " or torch if they were not built or don't support the dtype (the log says so);"
-        ' "avx512_bf16", "avx512", "avx2" or "portable": exactly these; "torch". On a GPU, "auto"'
-        ' and "triton" are the Triton kernels. "triton" on the CPU runs them in Triton\'s'
-        " interpreter (TRITON_INTERPRET=1), thousands of times slower, as a check.",
-    )
-    attention_backend: str | None = option(
-        None,
-        OneOf(backend_names),
-        group="computation",
-        help="{names}",
-        doc=f"{_backends_in_words()}; None: the best for the kernels.",
-        flag=Flag(shown="the best for the kernels"),
-    )
-    num_threads: int | None = option(
-        None,
-        Whole(1, MAX_NUM_THREADS),
-        group="computation",
-        help="computing threads",
-        doc="computing threads; None: one per processor that this process may use, or torch's own"
-        ' number with kernels="torch".',
-        flag=Flag(shown="one per processor"),
     )
     tensor_parallel_size: int = option(
         1,
@@ -264,7 +214,15 @@ class ComputeOptions(Options):
 
 @dataclass(frozen=True)
 class EngineOptions(
-    ComputeOptions, PolicyOptions, SchedulerConfig, CacheOptions, SizeOptions, ModelOptions
+    AttentionOptions,
+    KernelOptions,
+    ComputeOptions,
+    PolicyOptions,
+    SchedulerConfig,
+    CacheOptions,
+    SizeOptions,
+    FormatOptions,
+    ModelOptions,
 ):
     """Everything a user may say about an engine."""
 

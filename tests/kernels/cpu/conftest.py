@@ -8,7 +8,7 @@ from quire.kernels.cpu.library import (
     NativeUnavailableError,
     load_library,
 )
-from quire.options.engine_options import NATIVE_KERNELS
+from quire.kernels.options import NATIVE_KERNELS
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire.kernels.cpu import build
-from quire.options.engine_options import NATIVE_KERNELS
+from quire.kernels.options import NATIVE_KERNELS
 
 COMPILER = """#!/bin/sh
 echo "$@" >> "{log}"

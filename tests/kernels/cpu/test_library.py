@@ -19,7 +19,7 @@ from quire.kernels.cpu.library import (
     NativeUnavailableError,
     available_processors,
 )
-from quire.options.engine_options import NATIVE_KERNELS
+from quire.kernels.options import NATIVE_KERNELS
 
 STUB = """
 #include <stdint.h>

@@ -1,0 +1,40 @@
+"""The options that choose the kernels of an engine and their threads.
+
+Torch-free, so that the command line can check them. `assembly` obeys them with `cpu/selection.py`.
+"""
+
+from dataclasses import dataclass
+
+from quire.option_fields import Flag, OneOf, Options, Whole, option
+
+NATIVE_KERNELS = ("avx512_bf16", "avx512", "avx2", "portable")
+"""Instruction sets for which the native library is built, the best first."""
+
+KERNELS = ("auto", "torch", "triton", *NATIVE_KERNELS)
+MAX_NUM_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class KernelOptions(Options):
+    """Which kernels compute, and with how many threads on the CPU."""
+
+    kernels: str = option(
+        "auto",
+        OneOf(KERNELS),
+        group="computation",
+        help=f"{', '.join(NATIVE_KERNELS)}; triton on a GPU; or torch",
+        doc='on the CPU, "auto": the native kernels for the best instruction set of this processor,'
+        " or torch if they were not built or don't support the dtype (the log says so);"
+        ' "avx512_bf16", "avx512", "avx2" or "portable": exactly these; "torch". On a GPU, "auto"'
+        ' and "triton" are the Triton kernels. "triton" on the CPU runs them in Triton\'s'
+        " interpreter (TRITON_INTERPRET=1), thousands of times slower, as a check.",
+    )
+    num_threads: int | None = option(
+        None,
+        Whole(1, MAX_NUM_THREADS),
+        group="computation",
+        help="computing threads",
+        doc="computing threads; None: one per processor that this process may use, or torch's own"
+        ' number with kernels="torch".',
+        flag=Flag(shown="one per processor"),
+    )
