@@ -2,10 +2,12 @@
 
 import pytest
 
-from quire.cli.flags import ENGINE_OPTIONS, engine_options, sampling_options
+from quire.cli.flags import ENGINE_GROUPS, engine_options, option_names, sampling_options
 from quire.cli.parser import build_parser
 from quire.core.sampling_params import SamplingParams
 from quire.options.engine_options import EngineOptions
+
+ENGINE_OPTIONS = option_names(EngineOptions, ENGINE_GROUPS)
 
 
 def test_only_what_was_given_reaches_the_engine() -> None:

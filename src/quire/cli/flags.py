@@ -51,9 +51,6 @@ def option_names(options: type[Options], groups: Collection[str]) -> tuple[str, 
     return tuple(each.name for each, declared in found if declared.group in groups)
 
 
-ENGINE_OPTIONS = option_names(EngineOptions, ENGINE_GROUPS)
-"""Handed to the engine under these names, where given; the defaults are the engine's own."""
-
 MODEL_HELP = next(
     declared.help for each, declared in declared_options(EngineOptions) if each.name == "model"
 )

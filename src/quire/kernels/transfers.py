@@ -22,11 +22,6 @@ class Download:
         self._values = values
         self._event = event
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
-
     def wait(self) -> npt.NDArray[Any]:
         """The values, as they were when the copy was queued."""
         if self._event is not None:

@@ -74,11 +74,6 @@ class LMHead(Linear):
         self._tied_to = (embedding,) if tied else ()
         self._tie()
 
-    @property
-    def is_tied(self) -> bool:
-        """Whether the checkpoint's embedding is our weight too."""
-        return bool(self._tied_to)
-
     def use(self, method: LinearMethod, dtype: torch.dtype, device: torch.device) -> None:
         super().use(method, dtype, device)
         self._tie()

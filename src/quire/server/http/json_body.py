@@ -84,7 +84,7 @@ def parse(body: bytes) -> Generator[None, None, Any]:
 
     Raises json.JSONDecodeError, UnicodeDecodeError for what is not UTF-8, and InvalidRequestError
     for two fields of one name in one object, for a text with half of a surrogate pair, and for what
-    is beyond the bounds of `json_pieces`.
+    is beyond the bounds above.
     """
     text = str(body, "utf-8-sig")
     if len(body) > LONG_BODY_BYTES or _LONG_NUMBER.search(text):
