@@ -10,7 +10,7 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.core.sampling_params import BeamSearchParams, SamplingParams
-    from quire.engine_client.outputs import CompletionOutput, RequestOutput
+    from quire.engine_client.results import CompletionOutput, RequestOutput
     from quire.offline.beams import BeamSearchOutput, BeamSearchSequence
     from quire.offline.llm import LLM
 
@@ -30,8 +30,8 @@ _HOMES = {
     "BeamSearchOutput": "quire.offline.beams",
     "BeamSearchParams": "quire.core.sampling_params",
     "BeamSearchSequence": "quire.offline.beams",
-    "CompletionOutput": "quire.engine_client.outputs",
-    "RequestOutput": "quire.engine_client.outputs",
+    "CompletionOutput": "quire.engine_client.results",
+    "RequestOutput": "quire.engine_client.results",
     "SamplingParams": "quire.core.sampling_params",
 }
 

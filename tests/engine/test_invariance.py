@@ -10,7 +10,7 @@ import torch
 from tests.engine.checkpoints import save_checkpoint
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine_client.outputs import RequestOutput
+from quire.engine_client.results import RequestOutput
 from quire.offline.llm import LLM
 from quire.simulation.baselines import NoGrowth
 

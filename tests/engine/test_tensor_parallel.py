@@ -16,8 +16,8 @@ from tests.engine_client.async_harness import collect, pull, tokens_of
 from quire.core.request import Request
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
 from quire.engine_client.async_engine import AsyncEngine
-from quire.engine_client.outputs import CompletionOutput
 from quire.engine_client.recovery import Cause, Death
+from quire.engine_client.results import CompletionOutput
 from quire.errors import ConfigurationError, EngineDeadError
 from quire.offline.llm import LLM
 from quire.simulation.baselines import NoGrowth

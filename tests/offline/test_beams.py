@@ -3,7 +3,7 @@
 import pytest
 
 from quire.core.sampling_params import BeamSearchParams
-from quire.engine_client.outputs import CompletionOutput, RequestOutput
+from quire.engine_client.results import CompletionOutput, RequestOutput
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.offline.beams import BeamSearchSequence, beam_search_output
 from quire.text.tokenizer import Tokenizer

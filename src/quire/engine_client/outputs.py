@@ -6,99 +6,14 @@ computed beyond that token is dropped.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
 from quire.engine_client.logprob_entries import LogprobEntries
+from quire.engine_client.results import CompletionOutput, Delta, Logprob, RequestOutput
 from quire.text.detokenizer import IncrementalDetokenizer, StopStrings
 from quire.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """One token at one position. rank: 1 is the most likely of the vocabulary."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One branch of a request.
-
-    token_ids: generated tokens, an end token included. logprobs: one map (token id -> Logprob) per
-    token, if asked. cumulative_logprob: the sum over the tokens, if logprobs were asked for, and of
-    a beam search's results.
-    finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
-    stop_reason: the stop string or stop token id that ended it; None for the model's end token.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMissReport:
-    """Why the prefix cache had no more of a prompt; for the operator, not for clients.
-
-    reason: a value of `core.sequence.MissReason`. num_found_tokens: the index of the first token
-        that was not found.
-    prompt_text, cached_text: where the cache has other tokens: the text around that place in the
-        prompt, and in what the cache has. None without a tokenizer.
-    evicted_by, evicted_at_s: where it was evicted: for which request, when on the engine's clock.
-    """
-
-    reason: str
-    num_found_tokens: int
-    prompt_text: str | None = None
-    cached_text: str | None = None
-    evicted_by: str | None = None
-    evicted_at_s: float | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A request's result. prompt_logprobs: None for the first token, then one map per token.
-
-    error: what ended it, where a branch's finish_reason is "error".
-    prefix_miss: of the offline API only, once the request has ended; None without a prefix cache.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    error: str | None = None
-    prefix_miss: PrefixMissReport | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(output.finished for output in self.outputs)
-
-
-@dataclass(slots=True)
-class Delta:
-    """What is new in a branch since the last look. The ends come once, with the last of it."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: LogprobEntries = field(default_factory=LogprobEntries)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
 
 
 class _Branch:
@@ -136,8 +51,8 @@ class _Branch:
         # Not yet in a delta, and not yet in the output.
         self._new_texts: list[str] = []
         self._new_entries = LogprobEntries()
-        self._num_told_tokens = 0
-        self._has_told_end = False
+        self._num_taken_tokens = 0
+        self._has_taken_end = False
         self._kept_texts: list[str] = []
         self._kept_entries: list[TokenLogprobs] = []
 
@@ -201,16 +116,16 @@ class _Branch:
         output, texts, entries = self.output, self._new_texts, self._new_entries
         delta = Delta(
             texts[0] if len(texts) == 1 else "".join(texts),
-            output.token_ids[self._num_told_tokens :],
+            output.token_ids[self._num_taken_tokens :],
             entries,
         )
-        self._num_told_tokens = len(output.token_ids)
+        self._num_taken_tokens = len(output.token_ids)
         if texts:
             self._new_texts = []
         if entries:
             self._new_entries = LogprobEntries()
-        if output.finish_reason is not None and not self._has_told_end:
-            self._has_told_end = True
+        if output.finish_reason is not None and not self._has_taken_end:
+            self._has_taken_end = True
             delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
         return delta
 
@@ -221,7 +136,9 @@ class _Branch:
             self._kept_texts.clear()
         if self._kept_entries:
             assert self.output.logprobs is not None
-            self.output.logprobs += [logprob_map(e, self._tokenizer) for e in self._kept_entries]
+            self.output.logprobs += [
+                logprob_map(entry, self._tokenizer) for entry in self._kept_entries
+            ]
             self._kept_entries.clear()
         return self.output
 
@@ -241,7 +158,7 @@ class _Branch:
             assert parent.logprobs is not None and parent.cumulative_logprob is not None
             self.output.logprobs += parent.logprobs
             self.output.cumulative_logprob = parent.cumulative_logprob
-        self._num_told_tokens = len(self.output.token_ids)
+        self._num_taken_tokens = len(self.output.token_ids)
         self._new_texts.clear()
 
 
@@ -306,7 +223,7 @@ class RequestAssembler:
         return [new.branch_index] if branch.push(new) else []
 
     def abandon(self, branch_index: int) -> None:
-        """Nobody waits for a branch any more."""
+        """No caller waits for a branch any more: it ends where it is."""
         self._branches[branch_index].abandon()
 
     def add_branch(self, parent_index: int, params: SamplingParams) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quire.core.sampling_params import BeamSearchParams
 from quire.core.scheduling.beams.search import hypothesis_score
-from quire.engine_client.outputs import CompletionOutput, RequestOutput
+from quire.engine_client.results import CompletionOutput, RequestOutput
 from quire.text.tokenizer import Tokenizer
 
 

@@ -13,7 +13,8 @@ one block when it first writes. Made by `LLM.start`.
 from collections.abc import Iterator
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine_client.outputs import CompletionOutput, RequestAssembler, RequestOutput
+from quire.engine_client.outputs import RequestAssembler
+from quire.engine_client.results import CompletionOutput, RequestOutput
 from quire.offline.request_table import RequestTable
 
 

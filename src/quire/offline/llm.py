@@ -21,7 +21,7 @@ from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, sampling_params_of
 from quire.engine_client.inputs import PromptInput, read_prompt
-from quire.engine_client.outputs import RequestOutput
+from quire.engine_client.results import RequestOutput
 from quire.errors import ConfigurationError, InvalidRequestError, did_you_mean
 from quire.hub.model_folder import resolve_model_folder
 from quire.observability.log import configure, get_logger

@@ -10,7 +10,8 @@ from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.core.sequence import PrefixMiss
 from quire.engine.engine import Engine
 from quire.engine_client.inputs import InputProcessor, PromptInput
-from quire.engine_client.outputs import PrefixMissReport, RequestAssembler, RequestOutput
+from quire.engine_client.outputs import RequestAssembler
+from quire.engine_client.results import PrefixMissReport, RequestOutput
 from quire.errors import InvalidRequestError
 from quire.offline.turns import Turns
 from quire.text.tokenizer import Tokenizer

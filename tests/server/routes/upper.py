@@ -7,7 +7,7 @@ import msgspec
 from fastapi import Request as HTTPRequest
 from starlette.responses import Response
 
-from quire.engine_client.outputs import Delta
+from quire.engine_client.results import Delta
 from quire.server.generation.answer import Answer, Usage, generate
 from quire.server.generation.body import NOT_SUPPORTED, GenerationBody, Params
 from quire.server.http.streaming import event

@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive
 
-from quire.engine_client.outputs import Delta, RequestOutput
+from quire.engine_client.results import Delta, RequestOutput
 from quire.errors import InvalidRequestError
 from quire.server.generation.body import GenerationBody
 from quire.server.generation.http_generation import (

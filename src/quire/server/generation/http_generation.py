@@ -30,7 +30,8 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine_client.async_engine import RequestStream
 from quire.engine_client.inputs import InputProcessor, RequestOptions
 from quire.engine_client.logprob_entries import LogprobEntries
-from quire.engine_client.outputs import Delta, RequestAssembler, RequestOutput
+from quire.engine_client.outputs import RequestAssembler
+from quire.engine_client.results import Delta, RequestOutput
 from quire.errors import (
     DeadlineExceededError,
     InvalidRequestError,

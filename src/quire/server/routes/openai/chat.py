@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field
 from starlette.responses import Response
 
-from quire.engine_client.outputs import Delta
+from quire.engine_client.results import Delta
 from quire.errors import InvalidRequestError
 from quire.server.generation.answer import LATER, Answer, Usage, event_of, filled, generate
 from quire.server.generation.body import (

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from quire.core.request import prompt_too_long
 from quire.core.sampling_params import MAX_BRANCHES
-from quire.engine_client.outputs import Delta
+from quire.engine_client.results import Delta
 from quire.errors import InvalidRequestError
 from quire.server.generation.answer import LATER, Answer, Usage, event_of, filled, generate
 from quire.server.generation.body import (

@@ -1,0 +1,93 @@
+"""Results of a request as its caller gets them: whole, or piece by piece.
+
+Plain data, made by `outputs`.
+"""
+
+from dataclasses import dataclass, field
+
+from quire.engine_client.logprob_entries import LogprobEntries
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token at one position. rank: 1 is the most likely of the vocabulary."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One branch of a request.
+
+    token_ids: generated tokens, an end token included. logprobs: one map (token id -> Logprob) per
+    token, if asked. cumulative_logprob: the sum over the tokens, if logprobs were asked for, and of
+    a beam search's results.
+    finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
+    stop_reason: the stop string or stop token id that ended it; None for the model's end token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMissReport:
+    """Why the prefix cache had no more of a prompt; for the operator, not for clients.
+
+    reason: a value of `core.sequence.MissReason`. num_found_tokens: the index of the first token
+        that was not found.
+    prompt_text, cached_text: where the cache has other tokens: the text around that place in the
+        prompt, and in what the cache has. None without a tokenizer.
+    evicted_by, evicted_at_s: where it was evicted: for which request, when on the engine's clock.
+    """
+
+    reason: str
+    num_found_tokens: int
+    prompt_text: str | None = None
+    cached_text: str | None = None
+    evicted_by: str | None = None
+    evicted_at_s: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's result. prompt_logprobs: None for the first token, then one map per token.
+
+    error: what ended it, where a branch's finish_reason is "error".
+    prefix_miss: of the offline API only, once the request has ended; None without a prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
+    prefix_miss: PrefixMissReport | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finished for output in self.outputs)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in a branch since the last look. The ends come once, with the last of it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: LogprobEntries = field(default_factory=LogprobEntries)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
