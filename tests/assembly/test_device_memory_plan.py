@@ -130,9 +130,9 @@ def test_the_pool_is_what_the_share_leaves() -> None:
 
     sized = plan_on_device(wanted, device, make)
     # 900 MiB - 400 of weights - 110 of the step - 20 for graphs - 55 of others and of code.
-    assert sized.ledger.kv_cache_bytes == 315 * MIB == sized.sizes.num_blocks * PAGE
-    assert sized.sizes.max_model_len == 256
-    assert made[0].num_blocks < 20 and made[1:] == [sized.sizes]
+    assert sized.ledger.kv_cache_bytes == 315 * MIB == sized.memory_plan.num_blocks * PAGE
+    assert sized.memory_plan.max_model_len == 256
+    assert made[0].num_blocks < 20 and made[1:] == [sized.memory_plan]
     assert sized.ledger.weight_bytes == 400 * MIB
     assert sized.ledger.activation_bytes == WORST
     assert sized.ledger.other_bytes == 55 * MIB
@@ -179,7 +179,7 @@ def test_a_model_longer_than_the_pool_is_shortened_unless_that_was_asked_for(
     with caplog.at_level("WARNING", "quire"):
         sized = plan_on_device(needs(50_000), device, maker(device))
     fitting = 335 * MIB // PAGE * 16
-    assert sized.sizes.max_model_len == fitting == 42_880
+    assert sized.memory_plan.max_model_len == fitting == 42_880
     assert "max_model_len is that instead of 50000" in caplog.text
     text = refusal(needs(50_000, max_model_len=50_000), Device())
     assert "335.0 MiB for KV blocks hold 42880 tokens of one sequence, but max_model_len" in text
@@ -202,7 +202,7 @@ def test_each_remedy_that_is_named_is_enough() -> None:
         options = wanted | change
         model_len = int(options["max_model_len"])
         sized = plan_on_device(needs(model_len, **options), device, maker(device))
-        assert sized.sizes.max_model_len == model_len
+        assert sized.memory_plan.max_model_len == model_len
 
 
 def test_remedies_that_would_not_do_are_not_named() -> None:

@@ -385,7 +385,7 @@ def test_a_failed_step_leaves_garbage_where_it_was_to_write() -> None:
         0, [1, 2, 3, 4, 5, 6, expected([1, 2, 3, 4, 5, 6], 1)[0], 9, 9], (0, 1, 2), computed=8
     )
     launch(runner, plan(2, 1, 1, admit=[liar]))
-    with pytest.raises(AssertionError, match=r"a wrong token 6 .*; nobody wrote it last"):
+    with pytest.raises(AssertionError, match=r"a wrong token 6 .*; no row wrote it last"):
         runner.result()
 
 

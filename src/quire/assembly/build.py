@@ -67,7 +67,7 @@ def build_engine(
             options = {**options, "enable_prefix_caching": False}
         checked = EngineOptions.from_mapping(options)
     with _named_out_of_memory(checked):
-        return _build(checked, on_progress or _tell_nobody, kv_allocator or paged_manager)
+        return _build(checked, on_progress or _ignore_progress, kv_allocator or paged_manager)
 
 
 def build_worker(join: Join, tell_joining: Callable[[], None]) -> Runner:
@@ -84,34 +84,36 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> Runner:
     )
     with _named_out_of_memory(checked):
         folder = resolve_model_folder(checked.model, checked.revision)
-        return build_rank(checked, folder, load_config(folder), group, _tell_nobody).runner
+        return build_rank(checked, folder, load_config(folder), group, _ignore_progress).runner
 
 
-def _tell_nobody(text: str, done: int, total: int) -> None:
-    """An `OnProgress` for builds that nobody watches."""
+def _ignore_progress(text: str, done: int, total: int) -> None:
+    """An `OnProgress` for builds whose progress is not shown."""
 
 
-def _build(checked: EngineOptions, tell: OnProgress, make_memory: KVManagerFactory) -> Engine:
+def _build(
+    checked: EngineOptions, on_progress: OnProgress, make_memory: KVManagerFactory
+) -> Engine:
     policy = find_policy(checked.scheduling_policy)
     folder = resolve_model_folder(checked.model, checked.revision)
     config = load_config(folder)
     generation = load_generation_config(folder)
-    rank, runner = _build_ranks(checked, folder, config, tell)
-    sizes, layout = rank.sizes, rank.layout
+    rank, runner = _build_ranks(checked, folder, config, on_progress)
+    memory_plan, layout = rank.memory_plan, rank.layout
     limits = ModelLimits(
         vocab_size=config.vocab_size,
-        max_model_len=sizes.max_model_len,
+        max_model_len=memory_plan.max_model_len,
         end_token_ids=generation.end_token_ids,
         defaults=generation.defaults,
         max_logprobs=min(checked.max_logprobs, config.vocab_size),
         reads_priority=policy.reads_priority,
         reads_deadline=policy.reads_deadline,
     )
-    facts = _size_facts(checked, layout, sizes) | {
+    facts = _size_facts(checked, layout, memory_plan) | {
         "architecture": config.architecture,
         "num_parameters": _num_parameters(folder),
     }
-    memory = make_memory(_memory_config(checked, layout, sizes), sizes.max_model_len)
+    memory = make_memory(_memory_config(checked, layout, memory_plan), memory_plan.max_model_len)
     scheduler = Scheduler(SchedulerConfig(**checked.part(SchedulerConfig)), memory, policy)
     is_on_gpu = rank.device.type == "cuda"
     overlap = checked.async_scheduling
@@ -124,9 +126,9 @@ def _build(checked: EngineOptions, tell: OnProgress, make_memory: KVManagerFacto
         overlap=is_on_gpu if overlap is None else overlap,
     )
     if checked.max_itl_ratio:
-        tell("measuring what steps take", 0, 0)
+        on_progress("measuring what steps take", 0, 0)
         engine.scheduler.pacer = _build_pacer(
-            checked, runner, layout, sizes, config.vocab_size, is_on_gpu
+            checked, runner, layout, memory_plan, config.vocab_size, is_on_gpu
         )
     if checked.enforce_eager and not is_on_gpu:
         logger.info("enforce_eager changes nothing here: a CPU captures no CUDA graphs")
@@ -136,18 +138,18 @@ def _build(checked: EngineOptions, tell: OnProgress, make_memory: KVManagerFacto
 
 
 def _build_ranks(
-    checked: EngineOptions, folder: Path, config: DecoderConfig, tell: OnProgress
+    checked: EngineOptions, folder: Path, config: DecoderConfig, on_progress: OnProgress
 ) -> tuple[RankBuild, Runner]:
     """This process's share of the model, and the runner that drives all of them."""
     size = checked.tensor_parallel_size
     if size == 1:
-        rank = build_rank(checked, folder, config, None, tell)
+        rank = build_rank(checked, folder, config, None, on_progress)
         return rank, rank.runner
     check_split(config, size)
     device = choose_device(checked.device, 0, size)
     workers = Workers(WORKER_COMMAND, checked.as_mapping(), size)
     with first_rank(workers, device, fixed_order=checked.batch_invariant) as group:
-        rank = build_rank(checked, folder, config, group, tell)
+        rank = build_rank(checked, folder, config, group, on_progress)
     return rank, DistributedRunner(rank.runner, workers)
 
 
@@ -168,17 +170,17 @@ def _named_out_of_memory(options: EngineOptions) -> Iterator[None]:
 
 
 def _size_facts(
-    options: EngineOptions, layout: KVCacheLayout, sizes: MemoryPlan
+    options: EngineOptions, layout: KVCacheLayout, memory_plan: MemoryPlan
 ) -> dict[str, int | str | None]:
     return {
         "quantization": options.quantization,
-        "kv_cache_bytes": sizes.num_blocks * layout.bytes_per_block,
-        "num_blocks": sizes.num_blocks,
+        "kv_cache_bytes": memory_plan.num_blocks * layout.bytes_per_block,
+        "num_blocks": memory_plan.num_blocks,
         "block_size": options.block_size,
         "num_kv_groups": len(layout.groups),
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
-        "max_model_len": sizes.max_model_len,
+        "max_model_len": memory_plan.max_model_len,
     }
 
 
@@ -192,16 +194,16 @@ def _build_pacer(
     options: EngineOptions,
     runner: Runner,
     layout: KVCacheLayout,
-    sizes: MemoryPlan,
+    memory_plan: MemoryPlan,
     vocab_size: int,
     is_on_gpu: bool,
 ) -> StepPacer:
     shape = RunnerShape(
         num_rows=options.max_num_seqs,
         max_num_tokens=options.max_num_batched_tokens,
-        max_model_len=sizes.max_model_len,
+        max_model_len=memory_plan.max_model_len,
         num_groups=len(layout.groups),
-        num_blocks=sizes.num_blocks,
+        num_blocks=memory_plan.num_blocks,
         block_size=options.block_size,
         vocab_size=vocab_size,
     )
@@ -209,11 +211,11 @@ def _build_pacer(
 
 
 def _memory_config(
-    options: EngineOptions, layout: KVCacheLayout, sizes: MemoryPlan
+    options: EngineOptions, layout: KVCacheLayout, memory_plan: MemoryPlan
 ) -> KVCacheConfig:
     return KVCacheConfig(
         groups=layout.groups,
-        num_blocks=sizes.num_blocks,
+        num_blocks=memory_plan.num_blocks,
         block_size=options.block_size,
         enable_prefix_caching=bool(options.enable_prefix_caching),
         secret=secrets.token_bytes(16),

@@ -4,8 +4,8 @@
 
 The runner is made twice: with a tiny pool, to run the steps of `runtime/profile_run` and read their
 peak, and then with all that gpu_memory_utilization leaves. The second one runs them too, so that
-memory which is too little is found before anybody is served. Whatever does not fit is an
-InsufficientMemoryError that says which option to lower, and to what. Called by `engine/build`.
+too little memory is found before the first request comes. Whatever does not fit is an
+InsufficientMemoryError that says which option to lower, and to what. Called by `rank_build`.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,9 +43,9 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceNeeds:
-    """What is to fit. model_len: as `sizes.wanted_model_len` says. graph_bytes: to keep for CUDA
-    graphs that are captured later; those that the largest steps capture are measured with them.
-    quantization: that the weights have."""
+    """What is to fit. model_len: as `host_memory_plan.wanted_model_len` says. graph_bytes: to keep
+    for CUDA graphs that are captured later; those that the largest steps capture are measured with
+    them. quantization: that the weights have."""
 
     options: EngineOptions
     layout: KVCacheLayout
@@ -56,7 +56,7 @@ class DeviceNeeds:
     quantization: str | None = None
 
     def profile_run(
-        self, sizes: MemoryPlan, num_tokens_divisor: int = 1, num_rows_divisor: int = 1
+        self, memory_plan: MemoryPlan, num_tokens_divisor: int = 1, num_rows_divisor: int = 1
     ) -> ProfileRun:
         """Those of a runner of these sizes, or of one with a part of its step's tokens and rows."""
         num_rows = max(1, self.options.max_num_seqs // num_rows_divisor)
@@ -64,9 +64,9 @@ class DeviceNeeds:
         shape = RunnerShape(
             num_rows=num_rows,
             max_num_tokens=num_tokens,
-            max_model_len=sizes.max_model_len,
+            max_model_len=memory_plan.max_model_len,
             num_groups=len(self.layout.groups),
-            num_blocks=sizes.num_blocks,
+            num_blocks=memory_plan.num_blocks,
             block_size=self.options.block_size,
             vocab_size=self.vocab_size,
         )
@@ -78,7 +78,7 @@ class DevicePlan(Generic[R]):
     """runner: of these sizes, ready to serve."""
 
     runner: R
-    sizes: MemoryPlan
+    memory_plan: MemoryPlan
     ledger: DeviceLedger
 
 
@@ -130,16 +130,16 @@ def plan_on_device(
     if measured is None:
         raise InsufficientMemoryError(_too_large_a_step(needs, memory, make_runner))
     memory.settle()
-    sizes = _choose(needs, measured, agree)
-    ledger = _ledger(needs, measured, sizes)
-    runner = _final_runner(needs, sizes, make_runner)
+    memory_plan = _choose(needs, measured, agree)
+    ledger = _ledger(needs, measured, memory_plan)
+    runner = _final_runner(needs, memory_plan, make_runner)
     logger.info(
         "GPU memory: weights %s, largest step %s, KV cache %s (%d blocks), others %s, unused %s",
         *map(format_bytes, (ledger.weight_bytes, ledger.activation_bytes, ledger.kv_cache_bytes)),
-        sizes.num_blocks,
+        memory_plan.num_blocks,
         *map(format_bytes, (ledger.other_bytes, ledger.unused_bytes)),
     )
-    return DevicePlan(runner, sizes, ledger)
+    return DevicePlan(runner, memory_plan, ledger)
 
 
 def _measure(
@@ -254,9 +254,9 @@ def _remedies(
         needed = blocks_for(needs.model_len, options, needs.layout)
         yield f"raise kv_cache_memory to {needed * page} bytes (num_blocks to {needed})"
         return
-    share = _utilization(options) + (missing + page) / measured.total
-    if share <= MOST_UTILIZATION:
-        yield f"raise gpu_memory_utilization to {share + 0.0005:.3f}"
+    utilization = _utilization(options) + (missing + page) / measured.total
+    if utilization <= MOST_UTILIZATION:
+        yield f"raise gpu_memory_utilization to {utilization + 0.0005:.3f}"
     kept = 1 - missing / measured.worst if measured.worst else 0.0
     most_tokens = min(options.max_num_batched_tokens, options.max_num_seqs * needs.model_len)
     num_tokens = int(most_tokens * kept)
@@ -280,19 +280,19 @@ def _quantize(weight_bytes: int, missing: int, quantization: str | None) -> str:
 
 
 def _final_runner(
-    needs: DeviceNeeds, sizes: MemoryPlan, make_runner: Callable[[MemoryPlan], R]
+    needs: DeviceNeeds, memory_plan: MemoryPlan, make_runner: Callable[[MemoryPlan], R]
 ) -> R:
     """Made, and proven by the largest steps."""
     try:
-        runner = make_runner(sizes)
-        needs.profile_run(sizes).run(runner)
+        runner = make_runner(memory_plan)
+        needs.profile_run(memory_plan).run(runner)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise InsufficientMemoryError(
-            f"with {sizes.num_blocks} KV blocks of {needs.layout.bytes_per_block} bytes the largest"
-            " step does not fit any more, though it did without them: another program took memory"
-            " meanwhile, or the GPU's is in pieces; lower gpu_memory_utilization (to"
+            f"with {memory_plan.num_blocks} KV blocks of {needs.layout.bytes_per_block} bytes the"
+            " largest step does not fit any more, though it did without them: another program took"
+            " memory meanwhile, or the GPU's is in pieces; lower gpu_memory_utilization (to"
             f" {_utilization(needs.options) - 0.05:.2f}), kv_cache_memory or num_blocks"
         ) from error
     return runner
@@ -313,12 +313,12 @@ def _shares(needs: DeviceNeeds, measured: _Measured) -> str:
     )
 
 
-def _ledger(needs: DeviceNeeds, measured: _Measured, sizes: MemoryPlan) -> DeviceLedger:
+def _ledger(needs: DeviceNeeds, measured: _Measured, memory_plan: MemoryPlan) -> DeviceLedger:
     parts = {
         "weight_bytes": measured.weights,
         "activation_bytes": measured.worst,
         "graph_bytes": needs.graph_bytes,
-        "kv_cache_bytes": sizes.num_blocks * needs.layout.bytes_per_block,
+        "kv_cache_bytes": memory_plan.num_blocks * needs.layout.bytes_per_block,
         "other_bytes": measured.other,
     }
     return DeviceLedger(**parts, unused_bytes=measured.total - sum(parts.values()))

@@ -113,13 +113,13 @@ def _choose_num_blocks(
         num_blocks = options.kv_cache_bytes // page
         source = f"kv_cache_memory={options.kv_cache_bytes}"
     elif options.gpu_memory_utilization is not None:
-        share = int(total * options.gpu_memory_utilization)
-        num_blocks = max(0, share - weight_bytes) // page
+        usable_bytes = int(total * options.gpu_memory_utilization)
+        num_blocks = max(0, usable_bytes - weight_bytes) // page
         source = f"gpu_memory_utilization={options.gpu_memory_utilization}"
     else:
         enough = blocks_for(model_len, options, layout) * options.max_num_seqs
-        room = max(0, available - weight_bytes)
-        num_blocks = min(enough, int(room * DEFAULT_FREE_SHARE) // page)
+        free_bytes = max(0, available - weight_bytes)
+        num_blocks = min(enough, int(free_bytes * DEFAULT_FREE_SHARE) // page)
         source = f"{available} bytes of available memory"
     if num_blocks * page + weight_bytes > available:
         raise InsufficientMemoryError(

@@ -53,7 +53,7 @@ class RankBuild:
 
     device: torch.device
     runner: ModelRunner
-    sizes: MemoryPlan
+    memory_plan: MemoryPlan
     layout: KVCacheLayout
     facts: Facts
 
@@ -63,33 +63,33 @@ def build_rank(
     folder: Path,
     config: DecoderConfig,
     group: ProcessGroup | None,
-    tell: OnProgress,
+    on_progress: OnProgress,
 ) -> RankBuild:
     """What every rank builds, all of them together. group: None where there is one.
 
     Raises ConfigurationError and its kinds, and what the device raises when it runs out of memory.
     """
-    compute = _choose_setup(options, config, group)
-    methods, specs = compute.methods, config.attention_specs
+    setup = _choose_setup(options, config, group)
+    methods, specs = setup.methods, config.attention_specs
     if group is not None:
         methods = replace(methods, sharding=Sharding(group, config.vocab_size))
         specs = split_config(config, group.rank, group.size).attention_specs
-        compute = replace(compute, methods=methods)
-    backend = compute.new_backend()
-    layout = plan_layout(specs, type(backend), options.block_size, compute.dtype)
-    num_weight_bytes = weight_bytes(folder, config, compute.dtype, methods)
-    builder = _Builder(options, folder, config, group, compute, layout, tell)
-    if compute.device.type == "cuda":
-        runner, sizes, facts = builder.build_on_gpu(num_weight_bytes)
+        setup = replace(setup, methods=methods)
+    backend = setup.new_backend()
+    layout = plan_layout(specs, type(backend), options.block_size, setup.dtype)
+    num_weight_bytes = weight_bytes(folder, config, setup.dtype, methods)
+    builder = _Builder(options, folder, config, group, setup, layout, on_progress)
+    if setup.device.type == "cuda":
+        runner, memory_plan, facts = builder.build_on_gpu(num_weight_bytes)
     else:
-        runner, sizes, facts = builder.build_on_cpu(num_weight_bytes)
+        runner, memory_plan, facts = builder.build_on_cpu(num_weight_bytes)
     general: Facts = {
-        "dtype": str(compute.dtype).removeprefix("torch."),
-        "kernels": compute.name,
+        "dtype": str(setup.dtype).removeprefix("torch."),
+        "kernels": setup.name,
         "weight_bytes": num_weight_bytes,
         "tensor_parallel_size": builder.num_ranks,
     }
-    return RankBuild(compute.device, runner, sizes, builder.whole_layout, general | facts)
+    return RankBuild(setup.device, runner, memory_plan, builder.whole_layout, general | facts)
 
 
 def _choose_setup(
@@ -111,9 +111,9 @@ class _Builder:
     folder: Path
     config: DecoderConfig
     group: ProcessGroup | None
-    compute: DeviceSetup
+    setup: DeviceSetup
     layout: KVCacheLayout
-    tell: OnProgress
+    on_progress: OnProgress
 
     @property
     def num_ranks(self) -> int:
@@ -126,16 +126,17 @@ class _Builder:
 
     def build_on_cpu(self, num_weight_bytes: int) -> tuple[ModelRunner, MemoryPlan, Facts]:
         """Sized by what the operating system says is free, before anything is loaded."""
-        sizes = plan_memory(self.options, self.config, self.whole_layout, num_weight_bytes)
+        memory_plan = plan_memory(self.options, self.config, self.whole_layout, num_weight_bytes)
         if self.group is not None:  # each has seen how much is free at another moment
-            num_blocks, model_len = sizes.num_blocks, sizes.max_model_len
-            sizes = MemoryPlan(self.group.least(num_blocks), self.group.least(model_len))
-        model = self._load(sizes.max_model_len)
-        return self._runner(model, sizes), sizes, {"num_threads": self.compute.num_threads}
+            num_blocks, model_len = memory_plan.num_blocks, memory_plan.max_model_len
+            memory_plan = MemoryPlan(self.group.least(num_blocks), self.group.least(model_len))
+        model = self._load(memory_plan.max_model_len)
+        facts: Facts = {"num_threads": self.setup.num_threads}
+        return self._runner(model, memory_plan), memory_plan, facts
 
     def build_on_gpu(self, num_weight_bytes: int) -> tuple[ModelRunner, MemoryPlan, Facts]:
         """Sized by what the largest steps take, once the weights are there."""
-        options, device = self.options, self.compute.device
+        options, device = self.options, self.setup.device
         memory = CudaMemory(device)
         model_len = wanted_model_len(self.options, self.config)
         check_weights_fit(-(-num_weight_bytes // self.num_ranks), memory, options.quantization)
@@ -152,70 +153,70 @@ class _Builder:
         agree = {} if self.group is None else {"agree": self.group.least}
         sized = plan_on_device(needs, memory, partial(self._runner, model), **agree)
         name = torch.cuda.get_device_name(device)
-        return sized.runner, sized.sizes, sized.ledger.facts() | {"device_name": name}
+        return sized.runner, sized.memory_plan, sized.ledger.facts() | {"device_name": name}
 
     def _load(self, model_len: int) -> CausalLM:
-        compute = self.compute
-        num_threads = compute.num_threads if compute.kernels is not None else 1
-        if compute.device.type == "cuda":
+        setup = self.setup
+        num_threads = setup.num_threads if setup.kernels is not None else 1
+        if setup.device.type == "cuda":
             num_threads = min(available_processors(), MOST_LOADING_THREADS)
         model = load_model(
             self.folder,
             self.config,
-            dtype=compute.dtype,
-            device=compute.device,
+            dtype=setup.dtype,
+            device=setup.device,
             max_model_len=model_len,
-            methods=compute.methods,
+            methods=setup.methods,
             num_threads=num_threads,
-            on_progress=partial(self.tell, "loading the weights"),
+            on_progress=partial(self.on_progress, "loading the weights"),
         )
-        use_operators(model, compute.operators)
+        use_operators(model, setup.operators)
         return model
 
-    def _runner(self, model: CausalLM, sizes: MemoryPlan) -> ModelRunner:
-        options, compute = self.options, self.compute
-        backend = compute.new_backend()
-        rows, sampler = self._rows(model, sizes, backend)
+    def _runner(self, model: CausalLM, memory_plan: MemoryPlan) -> ModelRunner:
+        options, setup = self.options, self.setup
+        backend = setup.new_backend()
+        rows, sampler = self._rows(model, memory_plan, backend)
         # Attention alone by Triton, on the CPU, leaves the rows on the host.
-        captures = compute.is_triton and backend.serves_graphs and not options.enforce_eager
+        captures = setup.is_triton and backend.serves_graphs and not options.enforce_eager
         return ModelRunner(
             model,
             backend,
-            KVCache(self.layout, sizes.num_blocks, compute.device),
+            KVCache(self.layout, memory_plan.num_blocks, setup.device),
             rows,
             sampler,
             # A native program has no collectives in it: with several ranks the modules are called.
-            compute.kernels if self.group is None else None,
+            setup.kernels if self.group is None else None,
             self._capture() if captures else None,
         )
 
     def _rows(
-        self, model: CausalLM, sizes: MemoryPlan, backend: AttentionBackend
+        self, model: CausalLM, memory_plan: MemoryPlan, backend: AttentionBackend
     ) -> tuple[StepRows, StepSampler]:
         options = self.options
         try:
             rows = RowBatch(
                 num_rows=options.max_num_seqs,
-                max_model_len=sizes.max_model_len,
+                max_model_len=memory_plan.max_model_len,
                 max_num_tokens=options.max_num_batched_tokens,
                 num_groups=len(self.layout.groups),
                 block_size=options.block_size,
             )
         except MemoryError as error:
             raise InsufficientMemoryError(
-                f"max_num_seqs={options.max_num_seqs} rows of {sizes.max_model_len} tokens, or"
-                f" max_num_batched_tokens={options.max_num_batched_tokens} tokens, do not fit into"
-                " memory; lower max_num_seqs, max_num_batched_tokens or max_model_len"
+                f"max_num_seqs={options.max_num_seqs} rows of {memory_plan.max_model_len} tokens,"
+                f" or max_num_batched_tokens={options.max_num_batched_tokens} tokens, do not fit"
+                " into memory; lower max_num_seqs, max_num_batched_tokens or max_model_len"
             ) from error
         sampling_rows = SamplingRows(options.max_num_seqs, self.config.vocab_size)
-        if not self.compute.is_triton:
-            kernels = self.compute.kernels
+        if not self.setup.is_triton:
+            kernels = self.setup.kernels
             native = None if kernels is None else NativeSampling(kernels)
             return rows, HostStepSampler(Sampler(sampling_rows, native), rows.history)
-        # Triton may be missing where nobody asks for it.
+        # Triton may be missing where it is not used.
         from quire.sampling.device.sampler import DeviceSampler, warm_up
 
-        link = DeviceLink(self.compute.device)
+        link = DeviceLink(self.setup.device)
         static_sizes = self._graph_sizes() if backend.serves_graphs else ()
         device_rows = DeviceRows(rows, link, static_sizes)
         if link.device.type == "cuda":  # else the first request with an option would compile it
@@ -226,6 +227,6 @@ class _Builder:
         return () if self.options.enforce_eager else graph_sizes(self.options.max_num_seqs)
 
     def _capture(self) -> GraphCapture:
-        if self.compute.device.type == "cuda":
-            return CudaGraphCapture(self.compute.device)
+        if self.setup.device.type == "cuda":
+            return CudaGraphCapture(self.setup.device)
         return RepeatedCalls()

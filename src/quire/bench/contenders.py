@@ -123,7 +123,7 @@ class _EngineMeter:
         self._most_running = 0
         self._ledger = LedgerSamples()
         self._started_s = time.perf_counter()
-        self._asked = {str(request.index): request.output_len for request in requests}
+        self._num_wanted = {str(request.index): request.output_len for request in requests}
         self._timelines = {
             str(request.index): Timeline(len(request.prompt_token_ids), self._started_s)
             for request in requests
@@ -150,8 +150,8 @@ class _EngineMeter:
         """To be called once, at the end."""
         duration_s = time.perf_counter() - self._started_s
         for key, timeline in self._timelines.items():
-            made, asked = len(timeline.token_ids), self._asked[key]
-            assert made == asked, f"request {key} has {made} tokens of {asked}"
+            made, wanted = len(timeline.token_ids), self._num_wanted[key]
+            assert made == wanted, f"request {key} has {made} tokens of {wanted}"
         return RunRecord(list(self._timelines.values()), duration_s, self._memory())
 
     def _step(self) -> None:
@@ -162,8 +162,8 @@ class _EngineMeter:
             if output.error is not None:
                 raise StepFailedError(f"request {output.request_id} failed: {output.error}")
             timeline = self._timelines[output.request_id]
-            room = self._asked[output.request_id] - len(timeline.token_ids)
-            wanted = output.token_ids[:room]
+            num_missing = self._num_wanted[output.request_id] - len(timeline.token_ids)
+            wanted = output.token_ids[:num_missing]
             timeline.token_ids.extend(wanted)
             timeline.token_times_s.extend([now_s] * len(wanted))
             num_ended += output.finish_reason is not None

@@ -307,21 +307,21 @@ def resolve(
     _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_vocabulary("logit_bias", tuple(params.logit_bias or {}), vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
-        asked = getattr(params, name)
-        if asked is not None and asked > limits.max_logprobs:
+        count = getattr(params, name)
+        if count is not None and count > limits.max_logprobs:
             raise InvalidRequestError(
-                f"{name} is {asked}, above the bound of {limits.max_logprobs}", name
+                f"{name} is {count}, above the bound of {limits.max_logprobs}", name
             )
-    room = limits.max_model_len - num_prompt_tokens
-    if params.min_tokens > max(1, room):
+    num_left = limits.max_model_len - num_prompt_tokens
+    if params.min_tokens > max(1, num_left):
         raise InvalidRequestError(
             f"min_tokens is {params.min_tokens}, but max_model_len, {limits.max_model_len}, leaves"
-            f" room for {room} tokens behind the prompt's {num_prompt_tokens}; lower it",
+            f" room for {num_left} tokens behind the prompt's {num_prompt_tokens}; lower it",
             "min_tokens",
         )
     top_k = _or_default(params.top_k, defaults.top_k)
     return DecodingParams(
-        max_tokens=params.max_tokens if params.max_tokens is not None else max(1, room),
+        max_tokens=params.max_tokens if params.max_tokens is not None else max(1, num_left),
         temperature=_or_default(params.temperature, defaults.temperature),
         top_p=_or_default(params.top_p, defaults.top_p),
         top_k=top_k if 0 < top_k < vocab_size else 0,

@@ -179,11 +179,12 @@ class StepResult:
 
     rows, token_ids: parallel; the tokens sampled for each row that closed its gap, in order (one
         each, more where drafts were accepted).
-    logprobs: for the rows that asked, one entry per sampled token. A row that searches beams
-        (`DecodingParams.beam_width`) always has one, with its candidates as the top tokens.
-    prompt_logprobs: for the rows that asked, entries for the prompt positions that follow those
-        computed in this step: computing positions [a, b) yields entries for tokens a+1 .. b, as far
-        as they belong to the prompt.
+    logprobs: of the rows whose parameters ask for them, one entry per sampled token. A row that
+        searches beams (`DecodingParams.beam_width`) always has one, with its candidates as the top
+        tokens.
+    prompt_logprobs: likewise, entries for the prompt positions that follow those computed in this
+        step: computing positions [a, b) yields entries for tokens a+1 .. b, as far as they belong
+        to the prompt.
     failed: rows whose own computation failed (a NaN in their logits), with a sentence; they sample
         nothing and their sequences end alone.
     """

@@ -127,8 +127,8 @@ class Engine:
                 "request_id",
             )
         params = params or parent.params
-        room = parent.num_prompt_tokens + params.max_tokens - len(parent.token_ids)
-        if room < 1:
+        num_left = parent.num_prompt_tokens + params.max_tokens - len(parent.token_ids)
+        if num_left < 1:
             raise InvalidRequestError(
                 f"max_tokens is {params.max_tokens}, but the branch to fork has"
                 f" {parent.num_output_tokens} tokens already",

@@ -1,7 +1,7 @@
-"""Log-probabilities of many tokens, kept as bytes until somebody reads them.
+"""Log-probabilities of many tokens, kept as bytes until they are read.
 
 As objects, those of one token with the 20 likeliest take 1.6 KB, at which the garbage collector
-looks again and again; as bytes 0.25 KB. Whoever holds an answer until it is written holds this.
+looks again and again; as bytes 0.25 KB. An answer that is kept until it is written keeps them so.
 Knows no requests. Called by `engine_main`, which packs what is long, and by `outputs`.
 """
 

@@ -22,8 +22,8 @@ class CompletionOutput:
     """One branch of a request.
 
     token_ids: generated tokens, an end token included. logprobs: one map (token id -> Logprob) per
-    token, if asked. cumulative_logprob: the sum over the tokens, if logprobs were asked for, and of
-    a beam search's results.
+    token, if asked for. cumulative_logprob: the sum over the tokens, if logprobs were asked for,
+    and of a beam search's results.
     finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
     stop_reason: the stop string or stop token id that ended it; None for the model's end token.
     """

@@ -195,12 +195,12 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but fork the generation instead", "n")
-        call = self._requests.prepare([read_prompt(prompt)], [params])
+        group = self._requests.prepare([read_prompt(prompt)], [params])
         try:
-            self._requests.open(call)
-            return BranchHandle(self._requests, call.assemblers[0], 0, params)
+            self._requests.open(group)
+            return BranchHandle(self._requests, group.assemblers[0], 0, params)
         except BaseException:  # Ctrl-C among them: the caller has nothing to close
-            self._requests.close(call)
+            self._requests.close(group)
             raise
 
     def memory_report(self) -> MemoryReport:
@@ -217,8 +217,8 @@ class LLM:
         It is evicted like any other content when the memory is needed. Returns how many of its
         tokens had to be computed.
         """
-        asked = read_prompt(prompt)
-        public = PromptInput(asked.prompt, replace(asked.options, is_public=True))
+        given = read_prompt(prompt)
+        public = PromptInput(given.prompt, replace(given.options, is_public=True))
         found = self._run([public], [SamplingParams(max_tokens=1)], use_tqdm)[0]
         return len(found.prompt_token_ids) - found.num_cached_tokens
 
@@ -240,9 +240,9 @@ class LLM:
             raise InvalidRequestError(
                 f"duration_s is {duration_s}, but must be above 0", "duration_s"
             )
-        asked = read_prompt(prompt)
-        options = replace(asked.options, is_public=published)
-        return self._requests.pin(PromptInput(asked.prompt, options), priority, duration_s)
+        given = read_prompt(prompt)
+        options = replace(given.options, is_public=published)
+        return self._requests.pin(PromptInput(given.prompt, options), priority, duration_s)
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -277,18 +277,18 @@ class LLM:
         *,
         beams: BeamSearchParams | None = None,
     ) -> list[RequestOutput]:
-        call = self._requests.prepare(prompts, params, beams)
+        group = self._requests.prepare(prompts, params, beams)
         try:
-            self._requests.open(call)
+            self._requests.open(group)
             if use_tqdm:
-                with _ProgressBar(len(call.assemblers)) as progress:
-                    while call.unfinished:
-                        progress.advance(*self._requests.wait(call, for_all=False))
+                with _ProgressBar(len(group.assemblers)) as progress:
+                    while group.unfinished:
+                        progress.advance(*self._requests.wait(group, for_all=False))
             else:
-                self._requests.wait(call, for_all=True)
+                self._requests.wait(group, for_all=True)
         finally:
-            self._requests.close(call)
-        outputs = [assembler.output for assembler in call.assemblers]
+            self._requests.close(group)
+        outputs = [assembler.output for assembler in group.assemblers]
         for output in outputs:
             if output.error is not None:
                 logger.warning(
@@ -299,14 +299,14 @@ class LLM:
     def _stream(self, prompt: PromptInput, params: SamplingParams) -> Generator[str, None, None]:
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but a stream has one branch", "n")
-        call = self._requests.prepare([prompt], [params])
+        group = self._requests.prepare([prompt], [params])
         try:
-            self._requests.open(call)
+            self._requests.open(group)
             # Another stream's steps may bring this one's text too, its last tokens included.
-            while text := self._requests.next_text(call.assemblers[0], 0):
+            while text := self._requests.next_text(group.assemblers[0], 0):
                 yield text
         finally:  # also of a stream that was dropped, in the thread that collects it as garbage
-            self._requests.abandon(call)
+            self._requests.abandon(group)
 
 
 class _ProgressBar:

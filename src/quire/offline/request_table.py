@@ -61,28 +61,28 @@ class RequestTable:
         found = [self._prepare(prompt, own, beams) for prompt, own in pairs]
         return RequestGroup(found, {assembler.request.request_id for assembler in found})
 
-    def open(self, call: RequestGroup) -> None:
-        """Give a call's requests to the engine, all or none. Raises InvalidRequestError."""
+    def open(self, group: RequestGroup) -> None:
+        """Give a group's requests to the engine, all or none. Raises InvalidRequestError."""
         with self._turns.turn():
             try:
-                for assembler in call.assemblers:
+                for assembler in group.assemblers:
                     self._engine.add(assembler.request)
-                    self._open[assembler.request.request_id] = (assembler, call)
+                    self._open[assembler.request.request_id] = (assembler, group)
             except BaseException:
-                self._close(call.assemblers)
+                self._close(group.assemblers)
                 raise
 
-    def wait(self, call: RequestGroup, *, for_all: bool) -> tuple[int, int]:
-        """Until a request of the call has ended, or all have: how many have since the last time,
-        and how many tokens came for the call. At once if there is nothing to wait for."""
+    def wait(self, group: RequestGroup, *, for_all: bool) -> tuple[int, int]:
+        """Until a request of the group has ended, or all have: how many have since the last time,
+        and how many tokens came for the group. At once if there is nothing to wait for."""
         found = (0, 0)
 
         def has_come() -> bool:
             nonlocal found
-            if call.unfinished and (for_all or not call.num_ended):
+            if group.unfinished and (for_all or not group.num_ended):
                 return False
-            found = call.num_ended, call.num_new_tokens
-            call.num_ended = call.num_new_tokens = 0
+            found = group.num_ended, group.num_new_tokens
+            group.num_ended = group.num_new_tokens = 0
             return True
 
         self._turns.until(has_come)
@@ -163,13 +163,13 @@ class RequestTable:
 
         self._turns.soon(end)
 
-    def close(self, call: RequestGroup) -> None:
-        """Forget a call's requests; those that have not ended are aborted."""
-        self._turns.soon(lambda: self._close(call.assemblers))
+    def close(self, group: RequestGroup) -> None:
+        """Forget a group's requests; those that have not ended are aborted."""
+        self._turns.soon(lambda: self._close(group.assemblers))
 
-    def abandon(self, call: RequestGroup) -> None:
+    def abandon(self, group: RequestGroup) -> None:
         """`close`, but without waiting for a step of another thread; then that one does it."""
-        self._turns.later(lambda: self._close(call.assemblers))
+        self._turns.later(lambda: self._close(group.assemblers))
 
     # ---- inside: all but `_prepare` with the turn -------------------------------------------
 
@@ -206,15 +206,15 @@ class RequestTable:
 
     def _step(self) -> None:
         for output in self._engine.step():
-            assembler, call = self._open.get(output.request_id, (None, None))
-            if assembler is None or call is None:
+            assembler, group = self._open.get(output.request_id, (None, None))
+            if assembler is None or group is None:
                 continue
-            call.num_new_tokens += len(output.token_ids)
+            group.num_new_tokens += len(output.token_ids)
             for branch_index in assembler.push(output):
                 self._engine.abort(output.request_id, branch_index)
-            if assembler.finished and output.request_id in call.unfinished:
-                call.unfinished.remove(output.request_id)
-                call.num_ended += 1
+            if assembler.finished and output.request_id in group.unfinished:
+                group.unfinished.remove(output.request_id)
+                group.num_ended += 1
         self._engine.settle()
 
     def _report(self, miss: PrefixMiss) -> PrefixMissReport:

@@ -102,7 +102,7 @@ class Turns:
             pass
 
     def step(self) -> None:
-        """One step, for the thread that has the turn; wakes those for whom it brought something."""
+        """One step, for the thread that has the turn; wakes threads that it has news for."""
         self._step()
         self._run_postponed()
         with self._mutex:

@@ -126,7 +126,7 @@ def _make(call: ToWorker, runner: Runner) -> None:
         case Reset():
             runner.reset()
         case Join():
-            raise AssertionError("the worker was told twice who it is")
+            raise AssertionError("the worker was given its rank twice")
 
 
 def _report(sock: socket.socket, failed: Failed) -> int:

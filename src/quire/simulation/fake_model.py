@@ -178,9 +178,9 @@ class FakeModel:
         """
         params = request.params
         prompt = [*request.prompt_token_ids, *forked_token_ids]
-        room = params.max_tokens - len(forked_token_ids)
+        num_left = params.max_tokens - len(forked_token_ids)
         if max_model_len is not None:
-            room = min(room, max_model_len - len(prompt))
+            num_left = min(num_left, max_model_len - len(prompt))
         ends = {*params.end_token_ids, *params.stop_token_ids}
         salt = branch_salt(params.seed, branch_index)
         prefixes = [int(value) for value in fingerprints_of(prompt)]
@@ -188,7 +188,7 @@ class FakeModel:
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         reason = FinishReason.LENGTH
-        while len(token_ids) < room:
+        while len(token_ids) < num_left:
             token_id = self.next_token(fingerprint, salt)
             token_ids.append(token_id)
             if params.logprobs is not None:

@@ -62,7 +62,7 @@ def _describe(plan: StepPlan, row: int | None) -> str:
     parts += [str(edit) for edit in plan.token_edits if concerns(edit.row)]
     parts += [str(edit) for edit in plan.table_edits if concerns(edit.row)]
     if plan.copies:
-        parts.append(f"copy {', '.join(f'{one.source} to {one.target}' for one in plan.copies)}")
+        parts.append(f"copy {', '.join(f'{copy.source} to {copy.target}' for copy in plan.copies)}")
     parts += [str(chunk) for chunk in plan.chunks if concerns(chunk.row)]
     return "; ".join(parts)
 

@@ -79,7 +79,7 @@ class FakeStore:
     def _explain(self, step: FakeStep, group: int, wrong: npt.NDArray[np.bool_]) -> None:
         index, position = (int(found[0]) for found in np.nonzero(wrong))
         row, slot = int(step.rows[index]), int(step.read_slots[group][index, position])
-        wrote = "nobody"
+        wrote = "no row"
         if slot >= 0 and self._slots[slot] != SCRIBBLE:
             step_id, writer = divmod(int(self._writer[slot]), MAX_NUM_ROWS)
             wrote = f"row {writer} in step {step_id}"

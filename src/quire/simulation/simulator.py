@@ -280,9 +280,8 @@ class Simulator:
         params = draw_fork(self._rng, client.request.params, parent.num_output_tokens)
         index = self.clients.next_branch_index(parent.request_id)
         made: list[Sequence] = []
-        draft = parent.branch(index, params)
         if self._is_accepted(
-            draft,
+            parent.branch(index, params),
             lambda: made.append(self._fork(parent, index, params)),
         ):
             self.report.num_forks += 1

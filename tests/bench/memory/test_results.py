@@ -79,8 +79,8 @@ def test_what_was_left_out_has_no_lines() -> None:
 def test_an_average_over_the_whole_run_is_said_to_be_one() -> None:
     full = results()
     loose = MemoryResults(full.setting, {"paged": carried(3.0, is_steady=False)}, [])
-    assert "paged: nobody ever waited" in table(loose)
-    assert "nobody ever waited" not in table(full)
+    assert "paged: no request ever waited" in table(loose)
+    assert "no request ever waited" not in table(full)
 
 
 def test_the_json_has_all_figures(tmp_path: Path) -> None:

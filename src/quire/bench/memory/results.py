@@ -149,7 +149,7 @@ def _allocator_lines(results: MemoryResults) -> list[str]:
     for name, use in uses.items():
         if not use.is_steady:
             lines.append(
-                f"{name}: nobody ever waited, so the averages are over the whole run; raise"
+                f"{name}: no request ever waited, so the averages are over the whole run; raise"
                 " request_rate or num_prompts to fill the memory"
             )
     return lines

@@ -238,15 +238,15 @@ class PrefixCache:
     def check(self) -> None:
         """Raise AssertionError unless the tree of tokens has exactly the digests of group 0."""
         assert self._nodes.keys() == self._blocks[0].keys()
-        num_told = 0
+        num_listed = 0
         for parent, siblings in self._children.items():
             listed = [siblings] if isinstance(siblings, tuple) else siblings
             assert isinstance(siblings, tuple) or len(listed) > 1
             assert listed == sorted(listed)
-            num_told += len(listed)
+            num_listed += len(listed)
             for tokens, digest in listed:
                 assert self._nodes[digest][:2] == (parent, tokens), "the tree and the nodes differ"
-        assert num_told == len(self._nodes)
+        assert num_listed == len(self._nodes)
         firsts = sum(sum(counts.values()) for counts in self._roots_of_first.values())
         assert firsts == sum(is_first for _, _, is_first in self._nodes.values())
 

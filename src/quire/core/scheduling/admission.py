@@ -74,10 +74,10 @@ class CapacityCheck:
         self._running_set = running_set
         self._can_outrank = can_outrank
         self._failed: dict[Sequence, _FailedCheck] = {}
-        # What the running sequences hold and will need; valid for `_forecast_of` (step, how many).
+        # What the running sequences hold and will need, as of `_expected_at`: (step, how many).
         self._step_id = 0
-        self._forecast_of = (-1, -1)
-        self._growths: list[tuple[int, int, int]] = []
+        self._expected_at = (-1, -1)
+        self._expected_growth: list[tuple[int, int, int]] = []
 
     def check(self, sequence: Sequence, step_id: int) -> PrefixMatch | Verdict:
         """What it could start from if a row and enough blocks are free, now and as predicted.
@@ -152,14 +152,14 @@ class CapacityCheck:
         memory, running = self._memory, self._running_set.running
         if not memory.num_blocks_to_grow or self._fit_all(sequence):
             return True
-        if self._forecast_of != (self._step_id, len(running)):
-            self._forecast_of = self._step_id, len(running)
-            self._growths = self._growths_of(running)
-        num_shared = sum([entry[0] for entry in self._growths]) - memory.pool.num_held
+        if self._expected_at != (self._step_id, len(running)):
+            self._expected_at = self._step_id, len(running)
+            self._expected_growth = self._expect_growth(running)
+        num_shared = sum([entry[0] for entry in self._expected_growth]) - memory.pool.num_held
         size = memory.block_size
         num_slots = -(-len(sequence.token_ids) // size) * size
         entry = (num_new_blocks, num_slots - len(sequence.token_ids), self._remaining(sequence))
-        peak = predicted_peak_blocks([*self._growths, entry], size, memory.num_groups)
+        peak = predicted_peak_blocks([*self._expected_growth, entry], size, memory.num_groups)
         return peak - max(0, num_shared) <= memory.pool.num_blocks
 
     def _fit_all(self, sequence: Sequence) -> bool:
@@ -204,7 +204,7 @@ class CapacityCheck:
         num_block_steps = num_steps * (num_new_blocks + num_grown_blocks / 2)
         return min(num_block_steps / memory.pool.num_blocks, LONGEST_PAUSE_STEPS)
 
-    def _growths_of(self, running: list[Sequence]) -> list[tuple[int, int, int]]:
+    def _expect_growth(self, running: list[Sequence]) -> list[tuple[int, int, int]]:
         """See `predicted_peak_blocks`; of each in one go, since many may run."""
         size, num_groups = self._memory.block_size, self._memory.num_groups
         counts: list[int] = []

@@ -131,15 +131,15 @@ def predicted_peak_blocks(
     once they are written to: they are reserves, and given up first.
     """
     peak = num_held = 0
-    rooms: list[int] = []  # tokens left in the last block, in order, of those that are there
+    tails: list[int] = []  # slots left in the last block of each that is there, in order
     for held, num_left, remaining in sorted(current, key=_remaining, reverse=True):
-        num_empty, room = divmod(num_left, block_size)
+        num_empty, num_tail_slots = divmod(num_left, block_size)
         num_held += held - num_empty * num_groups
-        insort(rooms, room)
+        insort(tails, num_tail_slots)
         # In `remaining` steps each fills that many whole blocks, and one more where the rest of
-        # them is more than its room.
+        # them is more than its slots left.
         num_whole, rest = divmod(remaining, block_size)
-        num_grown = num_whole * len(rooms) + bisect_left(rooms, rest)
+        num_grown = num_whole * len(tails) + bisect_left(tails, rest)
         peak = max(peak, num_held + num_grown * num_groups)
     return peak
 
