@@ -1,8 +1,8 @@
 """Attention over the paged KV cache in plain torch: the fallback.
 
 Serves where there are no native kernels, and as a check of the others. A layer's page is [2, B,
-Hkv, D], K then V, in the KV dtype. Blocks are gathered and attended by torch's fused attention in
-fp32. Decoding sequences are cut into tiles of TILE_TOKENS keys, many of which are attended in one
+Hkv, D], K then V, in the KV dtype. A step is a list of calls: each gathers blocks and attends them
+by torch's fused attention in fp32. Decoding sequences are cut into tiles, many of which make one
 call, whatever sequences they belong to; blocks that several of them share (`shared_prefix.py`) are
 attended in one call for all. A chunk takes two calls: what precedes it, and itself. Results over
 parts of the keys are merged by their log-sum-exps:
@@ -13,7 +13,7 @@ results agree to fp32 rounding: how torch cuts a sum depends on the shapes and o
 Page memory that belongs to no visible token is never multiplied: it may hold NaN. Built by
 `backends.py`.
 
-Shapes as in `interface.py`; m query tokens and l keys that are attended together, G = Hq / Hkv.
+Shapes as in `interface.py`; n tiles, each of m query tokens and l keys, G = Hq / Hkv.
 """
 
 from collections.abc import Iterator
@@ -42,11 +42,11 @@ Table = npt.NDArray[np.int32]
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 TILE_TOKENS = 64
-"""Keys of a decoding sequence that are one item of a call: on average half of it is padding."""
+"""Keys of a decoding sequence that are one tile, or a block if that is more: on average half of a
+tile is padding."""
 
 PIECE_BYTES = 4 << 20
-"""Of K and V in fp32 that are gathered at once for decoding: much more leaves the caches, and the
-allocator maps and unmaps large buffers each time."""
+"""Of K and V in fp32 that one call gathers for tiles: much more leaves the caches."""
 
 SPAN_TOKENS = 2048
 """Keys before a chunk, or of a shared run, that are gathered and attended at once."""
@@ -65,45 +65,29 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _DecodeTiles:
-    """n tiles of decoding sequences.
+class _Call:
+    """n tiles that are attended at once: of one query token each, or a single tile of m.
 
-    rows: [n] whose they are. blocks: one after the other, for each unit of TILE_TOKENS, or of a
-    block where that is less. units: their places in the blocks; None: they are whole blocks.
-    hidden: slots of n * TILE_TOKENS that hold no visible token, and mask [n, 1, TILE_TOKENS], -inf
-    for these; None: there are none.
+    tokens: [n, m] the queries' places in the step. blocks: those of the tiles, one after the other;
+    a tile's keys are its slots [first, end). hidden: slots of all tiles that no query sees.
+    mask: added to the scores, [n, 1, 1, l] or [m, l]. is_causal: query i sees the keys up to i.
     """
 
-    rows: torch.Tensor
+    tokens: torch.Tensor
     blocks: torch.Tensor
-    units: torch.Tensor | None
-    hidden: torch.Tensor | None
-    mask: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _KVSpan:
-    """Keys that queries attend at once: tokens [first, last) of those in `blocks`.
-
-    is_causal: query i sees the keys up to i. mask: [m, l] fp32, added to the scores.
-    """
-
-    blocks: torch.Tensor
-    first: int
-    last: int
-    is_causal: bool = False
+    first: int = 0
+    end: int | None = None
+    hidden: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    is_causal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _TorchPlan:
-    """Of a step. decodes: what all decoding sequences see; runs: of rows [m], what they share.
-    chunks: query tokens of the step and what they see; each sees some of every span.
-    """
+class _Plan:
+    """Of a step. tokens: whose parts the calls yield, in their order; None: those of each once."""
 
-    decodes: list[_DecodeTiles]
-    runs: list[tuple[torch.Tensor, tuple[_KVSpan, ...]]]
-    chunks: list[tuple[slice, tuple[_KVSpan, ...]]]
+    calls: list[_Call]
+    tokens: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,26 +101,20 @@ class _View:
     has_cap: bool
     token_bytes: int
 
-    @property
-    def unit_tokens(self) -> int:
-        """Of what is gathered for tiles: never parts of several blocks."""
-        return min(self.block_size, TILE_TOKENS)
-
-    def plan(self, batch: AttentionBatch) -> _TorchPlan:
+    def plan(self, batch: AttentionBatch) -> _Plan:
         """All of the step."""
         table = batch.groups[self.group].block_tables.numpy()
-        plan = _TorchPlan([], [], [])
-        if batch.num_decodes:
-            self._plan_decodes(batch, table, plan)
+        calls = list(self._decodes(batch, table)) if batch.num_decodes else []
         first = batch.num_decodes
         for index in range(batch.num_decodes, len(batch.query_lens_list)):
             last = first + batch.query_lens_list[index]
             blocks = table[batch.rows_list[index]]
-            plan.chunks.extend(self._chunk(first, last, batch.context_lens_list[index], blocks))
+            calls.extend(self._chunk(first, last, batch.context_lens_list[index], blocks))
             first = last
-        return plan
+        tokens = torch.cat([call.tokens.flatten() for call in calls])
+        return _Plan(calls, None if torch.equal(tokens, torch.arange(first)) else tokens)
 
-    def _plan_decodes(self, batch: AttentionBatch, table: Table, plan: _TorchPlan) -> None:
+    def _decodes(self, batch: AttentionBatch, table: Table) -> Iterator[_Call]:
         rows = np.array(batch.rows_list[: batch.num_decodes], np.int64)
         high = np.array(batch.context_lens_list[: batch.num_decodes], np.int64)
         low = np.zeros_like(high) if self.window is None else np.maximum(high - self.window, 0)
@@ -145,61 +123,42 @@ class _View:
         runs = shared_runs(DecodeRows(table, rows, low, high), size, size, min_saved)
         for run in runs:
             blocks = table[rows[run.rows[0]]]
-            spans = self._spans(blocks, run.first_tile * size, run.end_tile * size)
-            plan.runs.append((torch.from_numpy(run.rows), spans))
+            tokens = torch.from_numpy(run.rows)
+            yield from self._spans(tokens, blocks, run.first_tile * size, run.end_tile * size)
         sequences, first, last = _own_ranges(low, high, runs, size)
-        counts = -(-last // TILE_TOKENS) - first // TILE_TOKENS
-        of_range = np.repeat(np.arange(len(counts)), counts)
-        number = np.arange(len(of_range)) - np.repeat(np.cumsum(counts) - counts, counts)
-        tiles = (first // TILE_TOKENS)[of_range] + number
-        first, last, sequences = first[of_range], last[of_range], sequences[of_range]
-        most = max(1, PIECE_BYTES // (TILE_TOKENS * self.token_bytes))
-        for start in range(0, len(tiles), most):
-            part = slice(start, start + most)
-            owners = sequences[part]
-            tables = DecodeRows(table, rows[owners], first[part], last[part])
-            plan.decodes.append(self._tiles(torch.from_numpy(owners), tiles[part], tables))
+        tile_tokens = max(TILE_TOKENS, size)
+        start = first // size * size
+        counts = -(-(last - start) // tile_tokens)
+        owner = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        slots = (start[owner] + number * tile_tokens)[:, None] + np.arange(tile_tokens)
+        hidden = (slots < first[owner, None]) | (slots >= last[owner, None])
+        # Blocks without a visible token are not read: the last one that has some is, once more.
+        units = np.minimum(slots[:, ::size], last[owner, None] - 1) // size
+        blocks = table[rows[sequences[owner], None], units].astype(np.int64)
+        most = max(1, PIECE_BYTES // (tile_tokens * self.token_bytes))
+        for begin in range(0, len(owner), most):
+            part = slice(begin, begin + most)
+            yield _tiles(sequences[owner[part]], blocks[part], hidden[part])
 
-    def _tiles(self, owners: torch.Tensor, tiles: Ints, visible: DecodeRows) -> _DecodeTiles:
-        """visible: of each tile's row, its table and what is attended of it."""
-        low, high = visible.low[:, None], visible.high[:, None]
-        slots = tiles[:, None] * TILE_TOKENS + np.arange(TILE_TOKENS)
-        hidden = (slots < low) | (slots >= high)
-        # Units without a visible token are not read: the nearest one that has some is, once more.
-        size = self.unit_tokens
-        units = np.clip(slots[:, ::size] // size, low // size, (high - 1) // size)
-        per_block = self.block_size // size
-        blocks = visible.block_table[visible.table_rows[:, None], units // per_block]
-        has_hidden = bool(hidden.any())
-        mask = np.where(hidden, np.float32(_NEVER), np.float32(0.0))[:, None]
-        return _DecodeTiles(
-            owners,
-            torch.from_numpy(blocks.astype(np.int64).ravel()),
-            None if per_block == 1 else torch.from_numpy((units % per_block).ravel()),
-            torch.from_numpy(np.flatnonzero(hidden)) if has_hidden else None,
-            torch.from_numpy(mask) if has_hidden else None,
-        )
-
-    def _chunk(
-        self, first: int, last: int, context: int, blocks: Table
-    ) -> Iterator[tuple[slice, tuple[_KVSpan, ...]]]:
+    def _chunk(self, first: int, last: int, context: int, blocks: Table) -> Iterator[_Call]:
         """Tokens [first, last) of the step, the last ones of a context."""
         window = None if self.window is None or self.window >= context else self.window
         size = last - first if window is None and not self.has_cap else MASKED_CHUNK_TOKENS
         for start in range(first, last, size):
-            end = min(start + size, last)
-            low, high = context - last + start, context - last + end  # positions of the queries
+            tokens = torch.arange(start, min(start + size, last))
+            low = context - last + start  # positions of the queries
+            high = low + len(tokens)
             if window is not None:
                 first_key = max(0, low - window + 1)
                 end_key = high if self.is_causal else min(context, high + window - 1)
                 mask = self._window_mask(range(low, high), range(first_key, end_key), window)
-                spans: tuple[_KVSpan, ...] = (self._span(blocks, first_key, end_key, mask=mask),)
+                yield self._call(tokens, blocks, first_key, end_key, mask=mask)
             elif self.is_causal:
-                own = self._span(blocks, low, high, is_causal=True)
-                spans = (own, *self._spans(blocks, 0, low))
+                yield self._call(tokens, blocks, low, high, is_causal=True)
+                yield from self._spans(tokens, blocks, 0, low)
             else:
-                spans = self._spans(blocks, 0, context)
-            yield slice(start, end), spans
+                yield from self._spans(tokens, blocks, 0, context)
 
     def _window_mask(self, queries: range, keys: range, window: int) -> torch.Tensor:
         """[m, l]: -inf where a query, by its position, doesn't see a key, else 0."""
@@ -211,27 +170,39 @@ class _View:
             hidden |= distance < 0
         return torch.zeros(hidden.shape).masked_fill_(hidden, _NEVER)
 
-    def _spans(self, blocks: Table, first: int, last: int) -> tuple[_KVSpan, ...]:
+    def _spans(self, tokens: torch.Tensor, blocks: Table, first: int, last: int) -> Iterator[_Call]:
         """All of [first, last), which may be empty."""
         step = max(SPAN_TOKENS, self.block_size)
-        edges = [first, *range(first - first % step + step, last, step), last]
-        pairs = pairwise(edges)
-        return tuple(self._span(blocks, start, end) for start, end in pairs if start < end)
+        edges = [*range(first, last, step), last]
+        return (self._call(tokens, blocks, start, end) for start, end in pairwise(edges))
 
-    def _span(
+    def _call(
         self,
+        tokens: torch.Tensor,
         blocks: Table,
         first: int,
         last: int,
         *,
         is_causal: bool = False,
         mask: torch.Tensor | None = None,
-    ) -> _KVSpan:
+    ) -> _Call:
         """Positions [first, last) of a sequence, which lies in `blocks`."""
         first_block, end_block = first // self.block_size, -(-last // self.block_size)
         ids = torch.from_numpy(blocks[first_block:end_block].astype(np.int64))
         skipped = first_block * self.block_size
-        return _KVSpan(ids, first - skipped, last - skipped, is_causal, mask)
+        return _Call(
+            tokens[None], ids, first - skipped, last - skipped, mask=mask, is_causal=is_causal
+        )
+
+
+def _tiles(sequences: Ints, blocks: Ints, hidden: npt.NDArray[np.bool_]) -> _Call:
+    """sequences: [n] whose tiles they are. blocks: [n, any]. hidden: [n, l]."""
+    tokens, ids = torch.from_numpy(sequences)[:, None], torch.from_numpy(blocks.ravel())
+    if not hidden.any():
+        return _Call(tokens, ids)
+    mask = np.where(hidden, np.float32(_NEVER), np.float32(0.0))[:, None, None]
+    slots = torch.from_numpy(np.flatnonzero(hidden))
+    return _Call(tokens, ids, hidden=slots, mask=torch.from_numpy(mask))
 
 
 def _own_ranges(
@@ -265,137 +236,63 @@ class _LayerMemory:
             self.group, self.block_size, spec.window, spec.causal, has_cap, token_bytes
         )
 
-    def attend_decodes(self, q: torch.Tensor, plan: _TorchPlan) -> Part:
-        """All decoding sequences, q [S, Hq, D] -> [S, Hq, D], [S, Hq]."""
-        found = [(tiles.rows, self._attend_tiles(q, tiles)) for tiles in plan.decodes]
-        for rows, spans in plan.runs:
-            found += [(rows, self._attend_shared(q.index_select(0, rows), s)) for s in spans]
-        rows = torch.cat([rows for rows, _ in found])
-        out, lse = (torch.cat([part[i] for _, part in found]) for i in (0, 1))
-        return _merged_by_row(out, lse, rows, len(q))
-
-    def _attend_tiles(self, q: torch.Tensor, tiles: _DecodeTiles) -> Part:
-        """A part for each tile: [n, Hq, D], [n, Hq]."""
-        spec, num_tiles = self.spec, len(tiles.rows)
-        queries = q.index_select(0, tiles.rows)
-        by_head = queries.view(num_tiles, spec.num_kv_heads, -1, spec.head_dim)
-        stored = []
-        for memory in (self.keys, self.values):
-            if tiles.units is None:
-                gathered = memory.index_select(0, tiles.blocks)
-            else:
-                gathered = memory.view(len(memory), -1, TILE_TOKENS, *memory.shape[2:])[
-                    tiles.blocks, tiles.units
-                ]
-            gathered = gathered.view(num_tiles * TILE_TOKENS, -1)
-            if tiles.hidden is not None:
-                gathered.index_fill_(0, tiles.hidden, 0)
-            shape = (num_tiles, TILE_TOKENS, spec.num_kv_heads, spec.head_dim)
-            stored.append(gathered.float().view(shape).transpose(1, 2))
-        k, v = stored
-        if num_tiles == 1:  # of a single product torch splits the sums among the threads
-            by_head, k, v = (x.expand(2, -1, -1, -1) for x in (by_head, k, v))
-        # One KV head after the other: products of all of them would copy K and V first.
-        found = [
-            _attend_products(by_head[:, i], k[:, i], v[:, i], spec.scale, spec.soft_cap, tiles.mask)
-            for i in range(spec.num_kv_heads)
-        ]
-        out, lse = (torch.stack(x, dim=1)[:num_tiles] for x in zip(*found, strict=True))
+    def attend(self, q: torch.Tensor, call: _Call) -> Part:
+        """q of the step -> [n * m, Hq, D], [n * m, Hq]."""
+        count, m = call.tokens.numel(), call.tokens.shape[1]
+        queries = q.index_select(0, call.tokens.flatten())
+        grouped = queries.view(count, self.spec.num_kv_heads, -1, self.spec.head_dim)
+        k, v = self._gathered(self.keys, call), self._gathered(self.values, call)
+        if m == 1:
+            # Sums of an odd number of query rows depend on where torch's buffers lie, and those of
+            # a single tile are split among the threads: rows and tiles are padded to even numbers.
+            group_size = grouped.shape[2]
+            grouped = torch.nn.functional.pad(grouped, (0, 0, 0, group_size % 2))
+            if count == 1:
+                grouped, k, v = (x.expand(2, -1, -1, -1) for x in (grouped, k, v))
+            out, lse = (x[:count, :, :group_size] for x in self._attend(grouped, k, v, call))
+            return out.reshape(queries.shape), lse.reshape(queries.shape[:2])
+        # A query head after the other takes its KV head's keys, which are not copied for it.
+        k, v = (x[0, :, None].expand(-1, grouped.shape[2], -1, -1) for x in (k, v))
+        out, lse = self._attend(grouped.permute(1, 2, 0, 3), k, v, call)
+        out, lse = out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
         return out.reshape(queries.shape), lse.reshape(queries.shape[:2])
 
-    def _attend_shared(self, q: torch.Tensor, span: _KVSpan) -> Part:
-        """Decoding sequences that all see all of the keys: q [m, Hq, D] -> [m, Hq, D], [m, Hq]."""
-        num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
-        grouped = q.view(len(q), num_kv_heads, -1, head_dim).transpose(0, 1)
-        k, v = (self._gathered(x, span).transpose(0, 1)[None] for x in (self.keys, self.values))
-        out, lse = self._attend(grouped.flatten(1, 2)[None], k, v)
-        out, lse = out.reshape(grouped.shape), lse.reshape(grouped.shape[:3])
-        return out.transpose(0, 1).reshape(q.shape), lse.transpose(0, 1).reshape(q.shape[:2])
+    def _gathered(self, memory: torch.Tensor, call: _Call) -> torch.Tensor:
+        """The call's keys or values, [n, Hkv, l, D] fp32."""
+        stored = memory.index_select(0, call.blocks).flatten(0, 1)
+        if call.hidden is not None:
+            stored.index_fill_(0, call.hidden, 0)
+        tiles = stored.view(len(call.tokens), -1, *stored.shape[1:])
+        return tiles[:, call.first : call.end].float().transpose(1, 2)
 
-    def attend_chunk(self, q: torch.Tensor, spans: tuple[_KVSpan, ...]) -> Part:
-        """q [m, Hq, D] -> [m, Hq, D], [m, Hq]."""
-        num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
-        queries = q.view(len(q), num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        merged: Part | None = None
-        for span in spans:
-            k, v = (
-                self._gathered(x, span)
-                .transpose(0, 1)[:, None]
-                .expand(-1, queries.shape[1], -1, -1)
-                for x in (self.keys, self.values)
-            )
-            part = self._attend(queries, k, v, span.mask, is_causal=span.is_causal)
-            merged = part if merged is None else _merged(merged, part)
-        assert merged is not None, "a query sees at least its own key"
-        out, lse = merged
-        return out.permute(2, 0, 1, 3).reshape(q.shape), lse.permute(2, 0, 1).reshape(q.shape[:2])
-
-    def _gathered(self, memory: torch.Tensor, span: _KVSpan) -> torch.Tensor:
-        """The span's keys or values, [l, Hkv, D] fp32; a view where they lie in one block."""
-        if len(span.blocks) == 1:
-            return memory[span.blocks[0], span.first : span.last].float()
-        return memory.index_select(0, span.blocks).flatten(0, 1)[span.first : span.last].float()
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        *,
-        is_causal: bool = False,
-    ) -> Part:
-        """q [b, h, m, D], k and v [b, h, l, D] -> [b, h, m, D], [b, h, m]. mask: broadcast to the
-        scores [b, h, m, l] and added; each query sees a key."""
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> Part:
+        """q [b, h, m, D], k and v [b, h, l, D] -> [b, h, m, D], [b, h, m]."""
         scale, cap = self.spec.scale, self.spec.soft_cap
-        if cap is not None:
-            return _attend_products(q, k, v, scale, cap, mask, is_causal=is_causal)
-        # What `scaled_dot_product_attention` calls; that doesn't return log-sum-exps.
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
-        return out, lse
-
-
-def _attend_products(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    cap: float | None,
-    mask: torch.Tensor | None,
-    *,
-    is_causal: bool = False,
-) -> Part:
-    """As `_LayerMemory._attend`, of any leading dimensions; the scores [.., m, l] are in memory."""
-    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
-    if cap is not None:
+        if cap is None:
+            # What `scaled_dot_product_attention` calls; that doesn't return log-sum-exps.
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, call.is_causal, attn_mask=call.mask, scale=scale
+            )
+            return out, lse
+        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
         scores.div_(cap).tanh_().mul_(cap)
-    if is_causal:
-        scores += torch.full(scores.shape[-2:], _NEVER).triu_(1)
-    if mask is not None:
-        scores += mask
-    lse = torch.logsumexp(scores, dim=-1)
-    return torch.matmul(scores.sub_(lse[..., None]).exp_(), v), lse
+        if call.is_causal:
+            scores += torch.full(scores.shape[-2:], _NEVER).triu_(1)
+        if call.mask is not None:
+            scores += call.mask
+        lse = torch.logsumexp(scores, dim=-1)
+        return torch.matmul(scores.sub_(lse[..., None]).exp_(), v), lse
 
 
-def _merged(first: Part, second: Part) -> Part:
-    """Of the same queries over disjoint keys."""
-    lse = torch.logaddexp(first[1], second[1])
-    out = first[0] * (first[1] - lse).exp_()[..., None]
-    out += second[0] * (second[1] - lse).exp_()[..., None]
-    return out, lse
-
-
-def _merged_by_row(out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, count: int) -> Part:
-    """Parts out [n, Hq, D], lse [n, Hq], of rows [n] -> [count, Hq, D], [count, Hq]. A row's parts
-    are added in their order, whatever lies between them. out is overwritten."""
+def _merged(out: torch.Tensor, lse: torch.Tensor, tokens: torch.Tensor, count: int) -> Part:
+    """Parts out [p, Hq, D], lse [p, Hq], of tokens [p] -> [count, Hq, D], [count, Hq]. A token's
+    parts are added in their order, whatever lies between them. out is overwritten."""
     peak = lse.new_full((count, lse.shape[1]), _NEVER)
-    peak.scatter_reduce_(0, rows[:, None].expand_as(lse), lse, "amax")
-    weights = (lse - peak[rows]).exp_()
-    mass = torch.zeros_like(peak).index_add_(0, rows, weights)
+    peak.scatter_reduce_(0, tokens[:, None].expand_as(lse), lse, "amax")
+    weights = (lse - peak[tokens]).exp_()
+    mass = torch.zeros_like(peak).index_add_(0, tokens, weights)
     total = out.new_zeros(count, *out.shape[1:])
-    total.index_add_(0, rows, out.mul_(weights[..., None]))
+    total.index_add_(0, tokens, out.mul_(weights[..., None]))
     return total.div_(mass[..., None]), mass.log_().add_(peak)
 
 
@@ -404,9 +301,9 @@ class TorchPagedAttention(AttentionBackend):
 
     def __init__(self) -> None:
         self._layers: tuple[_LayerMemory, ...] = ()
-        self._plans: dict[_View, _TorchPlan] = {}
+        self._plans: dict[_View, _Plan] = {}
         self._slots: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._num_tokens = self._num_decodes = 0
+        self._num_tokens = 0
 
     @classmethod
     def create(cls, request: BackendRequest) -> AttentionBackend:
@@ -427,7 +324,6 @@ class TorchPagedAttention(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> None:
         self._num_tokens = sum(batch.query_lens_list)
-        self._num_decodes = batch.num_decodes
         self._plans = {view: view.plan(batch) for view in {bound.view for bound in self._layers}}
         self._slots = {}
         for group, block_size in {(b.group, b.block_size) for b in self._layers}:
@@ -452,10 +348,10 @@ class TorchPagedAttention(AttentionBackend):
         bound.keys[slots] = k.to(bound.keys.dtype)
         bound.values[slots] = v.to(bound.values.dtype)
         plan, wide_q = self._plans[bound.view], q.float().contiguous()
-        parts = [bound.attend_chunk(wide_q[tokens], spans) for tokens, spans in plan.chunks]
-        if self._num_decodes:
-            parts.insert(0, bound.attend_decodes(wide_q[: self._num_decodes], plan))
+        parts = [bound.attend(wide_q, call) for call in plan.calls]
         out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        if plan.tokens is not None:
+            out, lse = _merged(out, lse, plan.tokens, len(q))
         if sinks is not None:  # a learned score per head, whose value is zero
             out = out * torch.sigmoid(lse - sinks.float())[..., None]
         return out.to(q.dtype)
