@@ -149,7 +149,7 @@ FINE = {
     "if TYPE_CHECKING:\n    from quire.offline.llm import LLM\n",
     "version.py": "",
     "options/x.py": "from quire.core.scheduling.scheduler import Scheduler",
-    "core/memory/options.py": "from quire.option_fields import option",
+    "core/memory/cache_options.py": "from quire.option_fields import option",
     "errors.py": "",
     "cli/main.py": "import os\nos.environ\nfrom quire.options.x import X\n"
     "def f():\n    # heavy\n    import torch\n    import json\n    import time  # too",

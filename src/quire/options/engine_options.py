@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from quire.attention.backends import AttentionOptions
-from quire.core.memory.options import CacheOptions
+from quire.core.memory.cache_options import CacheOptions
 from quire.core.scheduling.options import PolicyOptions, SchedulerConfig
 from quire.errors import ConfigurationError, did_you_mean
 from quire.formats.registry import FormatOptions
