@@ -9,7 +9,7 @@ from quire.errors import ConfigurationError
 from quire.offline.llm import LLM
 from quire.option_fields import parse_bytes
 from quire.options.engine_options import EngineOptions
-from quire.options.foreign_options import FOREIGN_OPTIONS
+from quire.options.foreign_options import ALIASES, FOREIGN_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,11 @@ def test_parse_bytes_refuses(text: object) -> None:
 
 
 def test_the_arguments_of_llm_are_the_options() -> None:
-    """And a factory of another manager of the memory, for comparisons."""
+    """And a factory of another manager of the memory, for comparisons, and other names."""
     taken = dict(inspect.signature(LLM).parameters)
     del taken["kv_allocator"]
+    for alias, name in ALIASES.items():
+        assert taken.pop(alias).annotation == taken[name].annotation
     assert taken == inspect.signature(EngineOptions).parameters
 
 

@@ -56,9 +56,13 @@ PROGRESS_DELAY_S = 1.0
 
 @dataclass(frozen=True)
 class LLMArguments(EngineOptions):
-    """What `LLM` is made with: the engine's options, and an allocator to compare with."""
+    """What `LLM` is made with: the engine's options, and an allocator to compare with.
+
+    kv_cache_memory_bytes: for type checkers; `from_mapping` reads it as kv_cache_memory.
+    """
 
     kv_allocator: KVManagerFactory | None = None
+    kv_cache_memory_bytes: int | str | None = None
 
     def _check_together(self) -> None:
         if self.kv_allocator is not None:
@@ -87,6 +91,7 @@ class LLM:
 
         kv_allocator: to compare, the factory of another manager of the KV memory, such as
         `quire.bench.baselines.contiguous.contiguous("max")`; None: pages.
+        kv_cache_memory_bytes: vLLM's name of kv_cache_memory.
 
         Options: see EngineOptions. Raises ConfigurationError (a ValueError) for an option that does
         not exist or can't be obeyed and for a model that can't be loaded.
