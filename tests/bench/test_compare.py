@@ -23,8 +23,13 @@ class Fixed:
     def run(self, requests: Sequence[BenchRequest]) -> RunRecord:
         self.log.append((self.name, len(requests)))
         timelines = [
-            Timeline(len(one.prompt_token_ids), 0.0, [0.1] * one.output_len, [0] * one.output_len)
-            for one in requests
+            Timeline(
+                len(request.prompt_token_ids),
+                0.0,
+                [0.1] * request.output_len,
+                [0] * request.output_len,
+            )
+            for request in requests
         ]
         return RunRecord(timelines, self.duration_s, {"peak_kv_use": 0.5})
 
@@ -67,7 +72,7 @@ def test_contenders_take_turns() -> None:
     contenders = {"a": Fixed("a", 1.0, log), "b": Fixed("b", 2.0, log)}
     found = alternate(contenders, [REQUESTS, REQUESTS[:2]])
     assert log == [("a", 4), ("b", 4), ("a", 2), ("b", 2)]
-    assert [one.figures["completed"] for one in found["b"]] == [4, 2]
+    assert [run.figures["completed"] for run in found["b"]] == [4, 2]
 
 
 def test_ratio_of_medians_and_its_spread() -> None:

@@ -32,10 +32,10 @@ def test_continuous_batches_give_exactly_the_tokens_asked_for(
 ) -> None:
     record = ContinuousBatches(engine).run(requests)
     asked = [request.output_len for request in requests]
-    assert [len(one.token_ids) for one in record.timelines] == asked
-    assert [len(one.token_times_s) for one in record.timelines] == asked
+    assert [len(timeline.token_ids) for timeline in record.timelines] == asked
+    assert [len(timeline.token_times_s) for timeline in record.timelines] == asked
     prompts = [len(request.prompt_token_ids) for request in requests]
-    assert [one.num_prompt_tokens for one in record.timelines] == prompts
+    assert [timeline.num_prompt_tokens for timeline in record.timelines] == prompts
     assert engine.stats().num_held_blocks == 0
 
 
@@ -45,8 +45,8 @@ def test_static_batches_give_the_same_tokens(
 ) -> None:
     expected = ContinuousBatches(engine).run(requests)
     record = StaticBatches(engine, width).run(requests)
-    assert [one.token_ids for one in record.timelines] == [
-        one.token_ids for one in expected.timelines
+    assert [timeline.token_ids for timeline in record.timelines] == [
+        timeline.token_ids for timeline in expected.timelines
     ]
     assert record.memory["max_concurrent_requests"] == width
     assert engine.stats().num_held_blocks == 0
@@ -69,11 +69,11 @@ def test_a_static_batch_computes_until_its_longest_is_done(
 def test_all_requests_arrive_at_the_start(engine: Engine, requests: list[BenchRequest]) -> None:
     for contender in (ContinuousBatches(engine), StaticBatches(engine, 2)):
         record = contender.run(requests)
-        assert len({one.arrival_s for one in record.timelines}) == 1
-        for one in record.timelines:
-            assert one.arrival_s < one.token_times_s[0]
-            assert one.token_times_s == sorted(one.token_times_s)
-            assert one.e2el_s <= record.duration_s
+        assert len({timeline.arrival_s for timeline in record.timelines}) == 1
+        for timeline in record.timelines:
+            assert timeline.arrival_s < timeline.token_times_s[0]
+            assert timeline.token_times_s == sorted(timeline.token_times_s)
+            assert timeline.e2el_s <= record.duration_s
 
 
 def test_memory_figures(engine: Engine, requests: list[BenchRequest]) -> None:
@@ -99,7 +99,7 @@ def test_the_ledger_is_sampled_over_the_run(
     memory = ContinuousBatches(engine).run(requests).memory
     num_steps = engine.stats().num_steps - num_steps
     assert len(taken) == -(-num_steps // STEPS_PER_SAMPLE)
-    assert memory["mean_kv_useful_bytes"] == sum(one.useful_bytes for one in taken) / len(taken)
+    assert memory["mean_kv_useful_bytes"] == sum(entry.useful_bytes for entry in taken) / len(taken)
     total = sum(memory[f"mean_kv_{part}_bytes"] or 0 for part in PARTS)
     assert total == pytest.approx(taken[0].total_bytes)
     assert taken[0].useful_bytes > 0
@@ -135,7 +135,7 @@ def test_a_shared_prefix_is_hit_within_a_run_and_not_from_the_run_before(engine:
     again = ContinuousBatches(engine).run(requests).memory["prefix_hit_rate"]
     assert first == again
     # All but one find the 64 tokens: five of the first six follow the first block by block.
-    num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests)
+    num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
     assert first == pytest.approx(11 * 64 / num_prompt_tokens)
     assert StaticBatches(engine, 2).run(requests).memory["prefix_hit_rate"] == 0.0
 
@@ -191,4 +191,4 @@ def test_a_request_that_would_be_cut_short_is_refused(requests: list[BenchReques
 def test_batches_keep_the_order_and_every_request(requests: list[BenchRequest]) -> None:
     found = list(batches(requests, 3))
     assert [len(batch) for batch in found] == [3, 3, 1]
-    assert [one for batch in found for one in batch] == requests
+    assert [request for batch in found for request in batch] == requests

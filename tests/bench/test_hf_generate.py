@@ -26,11 +26,11 @@ def test_tokens_are_those_of_the_engine(
     requests = make_requests(small_load, engine.limits.vocab_size, 0)
     record = HfStaticBatches(model, width).run(requests)
     expected = ContinuousBatches(engine).run(requests)
-    assert [one.token_ids for one in record.timelines] == [
-        one.token_ids for one in expected.timelines
+    assert [timeline.token_ids for timeline in record.timelines] == [
+        timeline.token_ids for timeline in expected.timelines
     ]
-    assert [one.num_prompt_tokens for one in record.timelines] == [
-        one.num_prompt_tokens for one in expected.timelines
+    assert [timeline.num_prompt_tokens for timeline in record.timelines] == [
+        timeline.num_prompt_tokens for timeline in expected.timelines
     ]
 
 
@@ -41,7 +41,7 @@ def test_each_token_has_the_time_of_its_step(model: HfModel, small_load: Workloa
         assert len(timeline.token_times_s) == request.output_len
         assert timeline.token_times_s == sorted(set(timeline.token_times_s))
         assert timeline.ttft_s > 0 and timeline.e2el_s <= record.duration_s
-    assert len({one.arrival_s for one in record.timelines}) == 1
+    assert len({timeline.arrival_s for timeline in record.timelines}) == 1
     assert record.memory == dict.fromkeys(MEMORY_FIGURES)
 
 

@@ -10,7 +10,7 @@ import pytest
 from quire.bench import machine
 from quire.bench.machine import Noise, NoiseMeter, processor
 
-# Ends by itself where nobody ends it.
+# Ends by itself where no test ends it.
 SPIN = """
 import time
 print(flush=True)

@@ -1,4 +1,4 @@
-"""The table and the JSON, from figures that nobody measured."""
+"""The table and the JSON, from invented figures."""
 
 import json
 from pathlib import Path
@@ -60,8 +60,8 @@ def test_the_table_shows_quires_ledger() -> None:
     ]
     baselines_alone = dict.fromkeys(MEMORY_FIGURES)
     results = _results(Noise(0.01, 0.0))
-    for one in results.rounds["quire"]:
-        one.figures.update(baselines_alone)
+    for run in results.rounds["quire"]:
+        run.figures.update(baselines_alone)
     assert "KV memory, mean" not in table(results)
 
 
@@ -89,7 +89,7 @@ def test_the_table_tells_who_else_was_busy(noise: Noise, text: str) -> None:
 def test_json_has_our_medians_at_the_top_and_every_round_below() -> None:
     found = as_json(_results(Noise(0.25, 0.0)))
     assert found["duration"] == 1.0 and found["model_id"] == "some/model"
-    assert [one["duration"] for one in found["rounds"]["quire"]] == [1.0, 0.5, 2.0]
+    assert [run["duration"] for run in found["rounds"]["quire"]] == [1.0, 0.5, 2.0]
     assert found["rounds"]["hf"][0]["other_cores"] == 0.25
     assert found["baselines"]["hf"]["width"] == 16
     assert found["baselines"]["hf"]["quire_times_faster"]["of_medians"] == 4.0

@@ -53,8 +53,8 @@ def test_tokens_are_of_the_vocabulary_and_lengths_as_said() -> None:
     requests = make_requests(spec, VOCAB_SIZE, 0)
     tokens = {token for request in requests for token in request.prompt_token_ids}
     assert tokens == set(range(VOCAB_SIZE))  # 8000 draws miss none of 500
-    assert [_shape(one) for one in requests] == lengths_of(spec)
-    assert [one.index for one in requests] == list(range(40))
+    assert [_shape(request) for request in requests] == lengths_of(spec)
+    assert [request.index for request in requests] == list(range(40))
     assert requests[3].num_tokens == sum(_shape(requests[3]))
 
 
@@ -62,9 +62,9 @@ def test_a_shared_prefix_comes_in_addition_and_is_the_same_for_all() -> None:
     spec = WorkloadSpec(num_prompts=6)
     shared = replace(spec, shared_prefix_tokens=33)
     requests = make_requests(shared, VOCAB_SIZE, 0)
-    assert len({tuple(one.prompt_token_ids[:33]) for one in requests}) == 1
-    assert [one.prompt_token_ids[33:] for one in requests] == [
-        one.prompt_token_ids for one in make_requests(spec, VOCAB_SIZE, 0)
+    assert len({tuple(request.prompt_token_ids[:33]) for request in requests}) == 1
+    assert [request.prompt_token_ids[33:] for request in requests] == [
+        request.prompt_token_ids for request in make_requests(spec, VOCAB_SIZE, 0)
     ]
 
 

@@ -248,7 +248,7 @@ class Harness:
 
 
 def greedy_harness(memory: KVCacheManager | None = None, **more: Any) -> Harness:
-    """Whoever fits now is admitted, however the others will grow: so blocks run out."""
+    """Each sequence that fits now is admitted, however the others will grow: so blocks run out."""
     harness = Harness(memory, **more)
     harness.scheduler.admission.capacity.lengths = NoGrowth()
     return harness

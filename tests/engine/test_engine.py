@@ -61,15 +61,15 @@ def tokens(outputs: list[SequenceOutput]) -> list[int]:
 def test_every_branch_is_answered_as_if_alone() -> None:
     engine = make_engine()
     requests = [request("a", n=3), request("b", 30, 40, start=200), request("c", 1, 1)]
-    for one in requests:
-        engine.add(one)
+    for wanted in requests:
+        engine.add(wanted)
     found = run(engine)
     assert len(found) == 5
-    for one in requests:
-        for branch in range(one.n):
-            expected = MODEL.expected_output(one, branch, LIMITS.max_model_len)
-            assert tokens(found[one.request_id, branch]) == list(expected.token_ids)
-            assert found[one.request_id, branch][-1].finish_reason is expected.finish_reason
+    for wanted in requests:
+        for branch in range(wanted.n):
+            expected = MODEL.expected_output(wanted, branch, LIMITS.max_model_len)
+            assert tokens(found[wanted.request_id, branch]) == list(expected.token_ids)
+            assert found[wanted.request_id, branch][-1].finish_reason is expected.finish_reason
 
 
 def test_the_ledger_is_told_while_branches_share_their_prompt() -> None:
@@ -96,14 +96,14 @@ def test_a_step_that_fails_once_costs_nobody_anything(caplog: pytest.LogCaptureF
         faults=Faults(execute_fails_at=frozenset({3}), sample_fails_at=frozenset({6}))
     )
     requests = [request("a"), request("b", 20, start=100)]
-    for one in requests:
-        engine.add(one)
+    for wanted in requests:
+        engine.add(wanted)
     with caplog.at_level(logging.ERROR):
         found = run(engine)
     assert "a step failed" in caplog.text
-    for one in requests:
-        expected = MODEL.expected_output(one, 0, LIMITS.max_model_len)
-        assert tokens(found[one.request_id, 0]) == list(expected.token_ids)
+    for wanted in requests:
+        expected = MODEL.expected_output(wanted, 0, LIMITS.max_model_len)
+        assert tokens(found[wanted.request_id, 0]) == list(expected.token_ids)
     assert engine.stats().num_failed_steps == 2
 
 
@@ -111,15 +111,15 @@ def test_a_request_that_makes_every_step_fail_ends_alone(caplog: pytest.LogCaptu
     engine = make_engine(faults=Faults(poison_token_id=999))
     good = [request("a"), request("b", 20, start=100)]
     bad = Request("bad", [5, 999, 6], DecodingParams(max_tokens=5))
-    for one in (good[0], bad, good[1]):
-        engine.add(one)
+    for wanted in (good[0], bad, good[1]):
+        engine.add(wanted)
     found = run(engine)
     last = found["bad", 0][-1]
     assert last.finish_reason is FinishReason.ERROR
     assert last.error is not None and "the forward pass fails with this request" in last.error
-    for one in good:
-        expected = MODEL.expected_output(one, 0, LIMITS.max_model_len)
-        assert tokens(found[one.request_id, 0]) == list(expected.token_ids)
+    for wanted in good:
+        expected = MODEL.expected_output(wanted, 0, LIMITS.max_model_len)
+        assert tokens(found[wanted.request_id, 0]) == list(expected.token_ids)
 
 
 @pytest.mark.parametrize("method", ["execute", "sample", "result"])
@@ -129,8 +129,8 @@ def test_an_interrupted_step_leaves_a_working_engine(
 ) -> None:
     engine = make_engine()
     requests = [request("a"), request("b", 20, start=100)]
-    for one in requests:
-        engine.add(one)
+    for wanted in requests:
+        engine.add(wanted)
     engine.step()
 
     def interrupt(*args: object) -> None:
@@ -141,9 +141,9 @@ def test_an_interrupted_step_leaves_a_working_engine(
         with pytest.raises(error, match="not the request's fault"):
             engine.step()
     found = run(engine)  # ends with the check that nothing is held
-    for one in requests:
-        expected = MODEL.expected_output(one, 0, LIMITS.max_model_len)
-        assert tokens(found[one.request_id, 0]) == list(expected.token_ids)[1:]
+    for wanted in requests:
+        expected = MODEL.expected_output(wanted, 0, LIMITS.max_model_len)
+        assert tokens(found[wanted.request_id, 0]) == list(expected.token_ids)[1:]
 
 
 def test_abort_of_a_branch_leaves_the_others() -> None:
@@ -249,26 +249,26 @@ def test_a_resumed_request_gets_exactly_what_it_lacks(num_steps: int) -> None:
     params = DecodingParams(12, logprobs=2, prompt_logprobs=1, min_tokens=4, end_token_ids=(0,))
     asked = [Request(f"r{index}", [5, 6, 7 + index], params, n=3) for index in range(2)]
     first, second = make_engine(), make_engine()
-    for one in asked:
-        first.add(one)
+    for wanted in asked:
+        first.add(wanted)
     had: dict[tuple[str, int], list[SequenceOutput]] = {}
     for _ in range(num_steps):
         for output in first.step():
             had.setdefault((output.request_id, output.branch_index), []).append(output)
-    for one in asked:
-        outputs = [had.get((one.request_id, index), []) for index in range(3)]
+    for wanted in asked:
+        outputs = [had.get((wanted.request_id, index), []) for index in range(3)]
         branches = {
             index: tokens(found)
             for index, found in enumerate(outputs)
             if not (found and found[-1].finish_reason)
         }
         if branches:
-            second.add(one.resume(branches, has_output=any(outputs), elapsed_s=0.0))
+            second.add(wanted.resume(branches, has_output=any(outputs), elapsed_s=0.0))
     rest = run(second)
-    for one in asked:
+    for wanted in asked:
         for index in range(3):
-            key = one.request_id, index
-            expected = MODEL.expected_output(one, index, LIMITS.max_model_len)
+            key = wanted.request_id, index
+            expected = MODEL.expected_output(wanted, index, LIMITS.max_model_len)
             outputs = had.get(key, []) + rest.get(key, [])
             assert tokens(outputs) == list(expected.token_ids)
             assert outputs[-1].finish_reason is expected.finish_reason

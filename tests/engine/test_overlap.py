@@ -89,8 +89,8 @@ def make_engine(
     return Engine(scheduler, runner, LIMITS, clock=clock, overlap=True), runner
 
 
-def check_answer(one: Request, outputs: list[Any], branch: int = 0, model: FakeModel = MODEL):
-    expected = model.expected_output(one, branch, LIMITS.max_model_len)
+def check_answer(wanted: Request, outputs: list[Any], branch: int = 0, model: FakeModel = MODEL):
+    expected = model.expected_output(wanted, branch, LIMITS.max_model_len)
     assert tokens(outputs) == list(expected.token_ids)
     assert outputs[-1].finish_reason is expected.finish_reason
 
@@ -163,16 +163,16 @@ def test_abort_in_flight() -> None:
 
 def test_a_fork_goes_on_from_the_tokens_that_the_client_has() -> None:
     engine, _ = make_engine()
-    one = request("a", max_tokens=12)
-    engine.add(one)
+    wanted = request("a", max_tokens=12)
+    engine.add(wanted)
     had: list[int] = []
     while len(had) < 4:
         had += [token_id for output in engine.step() for token_id in output.token_ids]
     assert engine.scheduler.running[0].num_pending_tokens == 1, "and one more that is to come"
     index = engine.fork("a", 0)
     found = run(engine)
-    assert had + tokens(found["a", 0]) == list(MODEL.expected_output(one, 0, 100).token_ids)
-    expected = MODEL.expected_output(one, index, 100, forked_token_ids=had)
+    assert had + tokens(found["a", 0]) == list(MODEL.expected_output(wanted, 0, 100).token_ids)
+    expected = MODEL.expected_output(wanted, index, 100, forked_token_ids=had)
     assert tokens(found["a", index]) == list(expected.token_ids)
 
 
@@ -201,12 +201,12 @@ def test_a_request_that_comes_while_a_step_runs_is_in_the_next() -> None:
 def test_a_step_that_fails_beside_another_costs_nobody_anything(faults: Faults) -> None:
     engine, runner = make_engine(faults=faults, num_blocks=14)
     asked = [request("a", n=2), request("b", 20, start=100), request("c", 30, 9, start=300)]
-    for one in asked:
-        engine.add(one)
+    for wanted in asked:
+        engine.add(wanted)
     found = run(engine)
-    for one in asked:
-        for branch in range(one.n):
-            check_answer(one, found[one.request_id, branch], branch)
+    for wanted in asked:
+        for branch in range(wanted.n):
+            check_answer(wanted, found[wanted.request_id, branch], branch)
     assert engine.stats().num_failed_steps == runner.calls.count("reset") >= 1
 
 
@@ -221,8 +221,8 @@ def test_who_makes_every_step_fail_ends_alone(caplog: pytest.LogCaptureFixture) 
         found = run(engine)
     assert found["bad", 0][-1].finish_reason is FinishReason.ERROR
     assert "also when it runs alone" in (found["bad", 0][-1].error or "")
-    for one in good:
-        check_answer(one, found[one.request_id, 0])
+    for wanted in good:
+        check_answer(wanted, found[wanted.request_id, 0])
 
 
 def test_a_row_that_fails_alone_ends_although_it_is_in_the_next_step_too() -> None:
@@ -247,8 +247,8 @@ def test_an_interruption_with_a_step_in_flight_leaves_a_working_engine(
 ) -> None:
     engine, runner = make_engine()
     asked = [request("a"), request("b", 20, start=100)]
-    for one in asked:
-        engine.add(one)
+    for wanted in asked:
+        engine.add(wanted)
     engine.step()
     had = {output.request_id: output for output in engine.step()}
 
@@ -261,9 +261,9 @@ def test_an_interruption_with_a_step_in_flight_leaves_a_working_engine(
             engine.step()
     assert engine.scheduler.num_steps_in_flight == 0
     found = run(engine)
-    for one in asked:
-        name = one.request_id
-        check_answer(one, [had[name], *found[name, 0]])
+    for wanted in asked:
+        name = wanted.request_id
+        check_answer(wanted, [had[name], *found[name, 0]])
 
 
 def test_a_runner_that_can_not_be_reset_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,8 +357,8 @@ def test_a_drained_process_ends_with_nothing_in_flight() -> None:
     engine.step = counted_step  # type: ignore[method-assign]
     front, back = socket.socketpair()
     with front, back:
-        one = Request("a", [5, 6], DecodingParams(9, end_token_ids=(0,)))
-        front.sendall(encode(AddRequest(one)) + encode(Shutdown(drain=True)))
+        wanted = Request("a", [5, 6], DecodingParams(9, end_token_ids=(0,)))
+        front.sendall(encode(AddRequest(wanted)) + encode(Shutdown(drain=True)))
         EngineLoop(engine, Channel(back)).run()
         messages = [decode_to_front(body) for body in FrameSplitter().feed(front.recv(1 << 16))]
     assert calls == [True] * 3, "plan, plan and fetch, fetch"
@@ -424,7 +424,7 @@ def test_beams_forks_and_logprobs_of_a_random_model(family: str, tmp_path: Path)
         check_idle(llm.engine.scheduler)
         found.append(
             (
-                [[one.tokens for one in output.sequences] for output in searched],
+                [[beam.tokens for beam in output.sequences] for output in searched],
                 [[branch.token_ids for branch in output.outputs] for output in outputs],
                 [[list(step) for step in output.prompt_logprobs[1:]] for output in outputs],
                 ended,

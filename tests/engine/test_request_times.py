@@ -23,9 +23,9 @@ class Clock:
 
 def sequence(name: str, branch_index: int = 0, *, beam_width: int = 0) -> Sequence:
     params = DecodingParams(max_tokens=10, beam_width=beam_width)
-    one = Sequence(name, [1, 2, 3], params, branch_index=branch_index)
-    one.arrival_s, one.first_scheduled_s = 100.0, 100.5
-    return one
+    ended = Sequence(name, [1, 2, 3], params, branch_index=branch_index)
+    ended.arrival_s, ended.first_scheduled_s = 100.0, 100.5
+    return ended
 
 
 def output(name: str, branch: int = 0, num_tokens: int = 1, *, ends: bool = False):
@@ -82,20 +82,20 @@ def test_an_output_without_a_token_is_no_first_token() -> None:
 
 
 def test_why_the_cache_had_no_more_is_counted_once_a_request() -> None:
-    one = sequence("a")
-    one.miss = PrefixMiss(MissReason.EVICTED, 2)
+    ended = sequence("a")
+    ended.miss = PrefixMiss(MissReason.EVICTED, 2)
     times = RequestTimes()
     for _ in range(3):
-        times.on_outputs([output("a")], {"a": [one, sequence("a", 1)]}, 101.0)
+        times.on_outputs([output("a")], {"a": [ended, sequence("a", 1)]}, 101.0)
     assert times.prefix_misses == {"evicted": 1}
 
 
 def test_what_another_domain_has_is_counted_as_never_seen() -> None:
     times = RequestTimes()
     for name, reason in (("a", MissReason.OTHER_DOMAIN), ("b", MissReason.NEVER_SEEN)):
-        one = sequence(name)
-        one.miss = PrefixMiss(reason, 0)
-        times.on_outputs([output(name)], {name: [one]}, 101.0)
+        ended = sequence(name)
+        ended.miss = PrefixMiss(reason, 0)
+        times.on_outputs([output(name)], {name: [ended]}, 101.0)
     assert times.prefix_misses == {"never_seen": 2}
 
 

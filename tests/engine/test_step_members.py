@@ -1,4 +1,4 @@
-"""Which requests are told to be in a step, against those that the scheduler has put there."""
+"""Which requests are reported to be in a step, against those that the scheduler has put there."""
 
 import random
 from collections.abc import Collection
@@ -22,7 +22,7 @@ NUM_BLOCKS = 24
 
 
 class Watched:
-    """An engine that checks, when a step is run, who was told to be in it."""
+    """An engine that checks, when a step is run, which requests are said to be in it."""
 
     def __init__(self, *, overlap: bool) -> None:
         self.scheduler = Scheduler(
@@ -31,8 +31,8 @@ class Watched:
             lengths=NoGrowth(),
         )
         self.overlap = overlap
-        self.told: set[str] = set()
-        self.num_told = self.num_steps = 0
+        self.reported: set[str] = set()
+        self.num_reported = self.num_steps = 0
         world = self
 
         class Runner(FakeRunner):
@@ -48,14 +48,14 @@ class Watched:
 
     def on_step(self, request_ids: Collection[str] | None) -> None:
         if request_ids is not None:
-            self.told = set(request_ids)
-            self.num_told += 1
+            self.reported = set(request_ids)
+            self.num_reported += 1
 
     def check(self) -> None:
         self.num_steps += 1
         steps = self.scheduler._in_flight
         in_flight = {row[0].request_id for step in steps for row in step.rows.values()}
-        assert self.told >= in_flight if self.overlap else self.told == in_flight
+        assert self.reported >= in_flight if self.overlap else self.reported == in_flight
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -84,4 +84,4 @@ def test_steps_in_which_all_rows_decode_are_told_without_a_look() -> None:
     world.engine.add(Request("a", [1, 2, 3], DecodingParams(max_tokens=60, seed=1)))
     while world.engine.has_work():
         world.engine.step()
-    assert world.num_steps > 10 and world.num_told <= 5
+    assert world.num_steps > 10 and world.num_reported <= 5

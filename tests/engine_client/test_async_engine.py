@@ -257,10 +257,10 @@ def test_questions_asked_at_once_get_their_own_answers():
     async def test(engine):
         questions = [GetBlocks(5, 2), GetStats(), GetMemory(), GetBlocks(0, 1)]
         blocks, stats, memory, first = await asyncio.gather(*map(engine.ask, questions))
-        assert [one["block"] for one in blocks["blocks"]] == [5, 6]
+        assert [block["block"] for block in blocks["blocks"]] == [5, 6]
         assert stats == await engine.stats()
         assert memory["free_bytes"] == 12 * 64
-        assert [one["block"] for one in first["blocks"]] == [0]
+        assert [block["block"] for block in first["blocks"]] == [0]
 
     with_engine(test)
 

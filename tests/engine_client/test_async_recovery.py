@@ -37,7 +37,7 @@ async def wait_for_death(engine, num_restarts=0):
 def test_streams_notice_nothing_of_a_killed_process():
     async def test(engine):
         asked = [request(f"r{i}", 10 * i, max_tokens=90 + i, n=1 + i % 3) for i in range(1, 13)]
-        readers = [asyncio.ensure_future(collect(pull(engine, one))) for one in asked]
+        readers = [asyncio.ensure_future(collect(pull(engine, sent))) for sent in asked]
         for kills in range(2):
             # All are in the process, and have been for some steps: nobody is on trial any more.
             while (stats := await stats_soon(engine))["num_running"] < engine.num_open:
@@ -47,12 +47,12 @@ def test_streams_notice_nothing_of_a_killed_process():
                 pass
             kill(engine)
             await wait_for_death(engine, kills)
-        for one, reader in zip(asked, readers, strict=True):
+        for sent, reader in zip(asked, readers, strict=True):
             outputs = await reader
-            first = one.prompt_token_ids[-1] + 1
-            for branch in range(one.n):
-                expected = list(range(first, first + one.params.max_tokens))
-                assert tokens_of(outputs, one.request_id, branch) == expected
+            first = sent.prompt_token_ids[-1] + 1
+            for branch in range(sent.n):
+                expected = list(range(first, first + sent.params.max_tokens))
+                assert tokens_of(outputs, sent.request_id, branch) == expected
         assert (engine.num_restarts, engine.num_open, engine.failure) == (2, 0, None)
 
     with_engine(test, {"step_s": 0.002})
@@ -182,16 +182,16 @@ def test_whatever_dies_and_leaves_at_random_the_others_get_their_tokens(seed):
 
         async def client(name):
             await asyncio.sleep(rng.uniform(0, 0.5))
-            one = request(name, rng.randint(1, 500), max_tokens=rng.randint(1, 40))
+            sent = request(name, rng.randint(1, 500), max_tokens=rng.randint(1, 40))
             stays = rng.random() < 0.8
-            async with pull(engine, one) as stream:
+            async with pull(engine, sent) as stream:
                 found = []
                 async for output in stream:
                     found += output.token_ids
                     if not stays and len(found) > 5:
                         return
-            first = one.prompt_token_ids[-1] + 1
-            wanted[name] = (found, list(range(first, first + one.params.max_tokens)))
+            first = sent.prompt_token_ids[-1] + 1
+            wanted[name] = (found, list(range(first, first + sent.params.max_tokens)))
 
         async def killer():
             for _ in range(3):

@@ -19,7 +19,7 @@ def test_a_page_names_each_sequence_once() -> None:
     page = block_page(BlockMap(9, 16, 4, blocks))
     assert json.loads(json.dumps(page)) == page
     assert page["sequences"] == [["b", 0], ["a", 0], ["a", 1]]
-    assert [one["owners"] for one in page["blocks"]] == [[0, 1], [], [1, 2]]
+    assert [entry["owners"] for entry in page["blocks"]] == [[0, 1], [], [1, 2]]
     assert page["blocks"][0] == {
         "block": 4,
         "state": "held",
@@ -41,11 +41,11 @@ def test_pages_follow_one_another_to_the_end() -> None:
     found, first = [], 0
     while first is not None:
         page = block_page(BlockMap(20, 16, first, blocks[first : first + 6]), max_num_owners=4)
-        num_owners = sum(len(one["owners"]) for one in page["blocks"][:-1])
+        num_owners = sum(len(entry["owners"]) for entry in page["blocks"][:-1])
         assert num_owners < 4 and 1 <= len(page["blocks"]) <= 6
         found += [
-            (one["block"], tuple(tuple(page["sequences"][place]) for place in one["owners"]))
-            for one in page["blocks"]
+            (entry["block"], tuple(tuple(page["sequences"][place]) for place in entry["owners"]))
+            for entry in page["blocks"]
         ]
         first = page["next_block"]
     assert found == [(use.block, use.owners) for use in blocks]

@@ -51,7 +51,9 @@ class FakeWire:
 
     def added(self) -> list[str]:
         """The requests that were sent since the last look."""
-        found = [one.request.request_id for one in self.sent if isinstance(one, AddRequest)]
+        found = [
+            message.request.request_id for message in self.sent if isinstance(message, AddRequest)
+        ]
         self.sent.clear()
         return found
 

@@ -97,10 +97,10 @@ def test_progress_and_ready_are_told_and_questions_are_answered_in_their_order()
             assert owner.messages == [Progress("loading nothing", done, 2) for done in (1, 2)]
             questions = [GetBlocks(5, 2), GetStats(), Ping(), GetMemory(), GetBlocks(0, 1)]
             blocks, stats, pong, memory, first = await asyncio.gather(*map(link.ask, questions))
-            assert [one["block"] for one in blocks["blocks"]] == [5, 6]
+            assert [block["block"] for block in blocks["blocks"]] == [5, 6]
             assert stats["num_steps"] == 0 and pong == {}
             assert memory["free_bytes"] == 12 * 64
-            assert [one["block"] for one in first["blocks"]] == [0]
+            assert [block["block"] for block in first["blocks"]] == [0]
 
     run(test)
 
@@ -113,7 +113,7 @@ def test_what_was_sent_is_told_before_the_death() -> None:
             await link.wait_dead()
             error = owner.death.result()
             assert str(error) == "the engine process has ended with exit code 0"
-            tokens = [one.outputs[0].token_ids for one in owner.messages]
+            tokens = [message.outputs[0].token_ids for message in owner.messages]
             assert tokens == [[11], [12], [13]]
             link.send(add(10))  # to nobody
 

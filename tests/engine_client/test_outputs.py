@@ -187,9 +187,9 @@ def test_a_beam_comes_whole_with_its_log_probability(tokenizer: Tokenizer) -> No
         new = SequenceOutput("r", index, ids, 0, FinishReason.LENGTH, cumulative_logprob=logprob)
         assert target.push(new) == []
     assert target.finished
-    assert [one.cumulative_logprob for one in target.output.outputs] == [-1.5, -2.5]
-    assert [one.text for one in target.output.outputs] == ["def f(x):"] * 2
-    assert [one.logprobs for one in target.output.outputs] == [None, None]
+    assert [beam.cumulative_logprob for beam in target.output.outputs] == [-1.5, -2.5]
+    assert [beam.text for beam in target.output.outputs] == ["def f(x):"] * 2
+    assert [beam.logprobs for beam in target.output.outputs] == [None, None]
 
 
 def test_a_delta_merges_what_came_since_the_last_and_tells_the_end_once(

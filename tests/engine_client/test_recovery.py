@@ -86,27 +86,33 @@ def make(name: str = "r", n: int = 1, **params: Any) -> OpenRequest:
 
 
 def bring(
-    one: OpenRequest, branch: int = 0, *token_ids: int, end: FinishReason | None = None
+    request: OpenRequest, branch: int = 0, *token_ids: int, end: FinishReason | None = None
 ) -> bool:
-    return one.take(SequenceOutput(one.request_id, branch, token_ids or (7,), finish_reason=end))
+    return request.take(
+        SequenceOutput(request.request_id, branch, token_ids or (7,), finish_reason=end)
+    )
 
 
 def test_a_request_goes_on_from_the_tokens_that_came() -> None:
-    one = make(n=3, prompt_logprobs=1)
-    assert one.to_send(10.0) == one.request
-    assert bring(one, 1, 5, 6) and bring(one, 1, 7) and bring(one, 2, 9, end=FinishReason.STOP)
-    again = one.to_send(11.0)
+    request = make(n=3, prompt_logprobs=1)
+    assert request.to_send(10.0) == request.request
+    assert (
+        bring(request, 1, 5, 6)
+        and bring(request, 1, 7)
+        and bring(request, 2, 9, end=FinishReason.STOP)
+    )
+    again = request.to_send(11.0)
     assert again.resumed == (ResumedBranch(0), ResumedBranch(1, (5, 6, 7)))
     assert again.params.prompt_logprobs is None
-    assert not bring(one, 2, 4), "nothing is wanted after the end"
-    assert one.drop(1) == 1 and one.drop(1) == 0 and one.drop(None) == 1
-    assert not one.branches and not bring(one, 1, 3)
+    assert not bring(request, 2, 4), "nothing is wanted after the end"
+    assert request.drop(1) == 1 and request.drop(1) == 0 and request.drop(None) == 1
+    assert not request.branches and not bring(request, 1, 3)
 
 
 def test_a_branch_that_fails_without_a_token_brings_nothing() -> None:
-    one = make(n=2, prompt_logprobs=1)
-    one.take(SequenceOutput("r", 0, (), finish_reason=FinishReason.ERROR, error="NaN"))
-    assert one.to_send(10.0).params.prompt_logprobs == 1
+    request = make(n=2, prompt_logprobs=1)
+    request.take(SequenceOutput("r", 0, (), finish_reason=FinishReason.ERROR, error="NaN"))
+    assert request.to_send(10.0).params.prompt_logprobs == 1
 
 
 # ---- what a process died of ---------------------------------------------------------------------
@@ -178,30 +184,30 @@ def test_whom_a_death_concerns(doing: Doing, request_ids: set[str] | None, conce
 
 def send_all(queue: ResumeQueue) -> list[str]:
     found = []
-    while (one := queue.next_to_send()) is not None:
-        found.append(one.request_id)
+    while (request := queue.next_to_send()) is not None:
+        found.append(request.request_id)
     return found
 
 
 def with_all_sent(*requests: OpenRequest) -> ResumeQueue:
     queue = ResumeQueue()
-    for one in requests:
-        queue.add(one)
-    assert send_all(queue) == [one.request_id for one in requests]
+    for request in requests:
+        queue.add(request)
+    assert send_all(queue) == [request.request_id for request in requests]
     assert queue.is_idle and all(map(queue.is_sent, requests))
     return queue
 
 
 def prove(*requests: OpenRequest) -> None:
-    for one in requests:
-        for branch in list(one.branches):
+    for request in requests:
+        for branch in list(request.branches):
             for _ in range(NUM_PROOF_TOKENS):
-                bring(one, branch)
+                bring(request, branch)
 
 
 def crash(queue: ResumeQueue, *requests: OpenRequest) -> Diagnosis:
     """In a step with these requests; without any, while the process computes for all of them."""
-    ids = frozenset(one.request_id for one in requests) or None
+    ids = frozenset(request.request_id for request in requests) or None
     return queue.on_death(Death(Activity(Doing.COMPUTING, ids), SEGFAULT))
 
 
@@ -353,8 +359,8 @@ def test_where_others_die_of_memory_too_nobody_is_blamed() -> None:
     a, b, c = make("a"), make("b"), make("c")
     queue = with_all_sent(a, b, c)
     kill(queue, num_oom_kills=1)
-    for one in (a, b, c, a, b, c):
-        assert send_all(queue) == [one.request_id]
+    for request in (a, b, c, a, b, c):
+        assert send_all(queue) == [request.request_id]
         assert kill(queue, num_oom_kills=1) == Diagnosis()
 
 
@@ -444,11 +450,11 @@ def test_branches_that_had_not_begun_need_not_prove_anything() -> None:
 
 
 def test_of_a_request_that_had_not_begun_one_branch_proves_it() -> None:
-    one = make("a", n=3)
-    queue = with_all_sent(one, make("b"))
+    request = make("a", n=3)
+    queue = with_all_sent(request, make("b"))
     crash(queue)
     send_all(queue)
-    bring(one, 2, 1, 2)
+    bring(request, 2, 1, 2)
     assert send_all(queue) == ["b"]
 
 

@@ -31,7 +31,7 @@ KILLED = -int(signal.SIGKILL)
 @dataclass
 class World:
     """num_rows: requests in a step. killers: request -> (how many tokens it has when it kills, and
-    how). Probabilities: outside: of a kill in a step; while_trying: of one where somebody is on
+    how). Probabilities: outside: of a kill in a step; while_trying: of one where a request is on
     trial; pressure: of a kill for lack of memory that others use up; losses: that what a step
     brought is lost with the process; arriving: of the next request coming now; leaving: of a client
     leaving in a step. pair: requests that kill while both are in a step. counts: the system counts
@@ -80,8 +80,8 @@ class World:
 
     def _step(self) -> None:
         self.now_s += STEP_S
-        while (one := self.queue.next_to_send()) is not None:
-            self.running.append(one)
+        while (request := self.queue.next_to_send()) is not None:
+            self.running.append(request)
         rows = self.running[: self.num_rows]
         death = self._death(rows)
         if death is None or (death.cause is Cause.OUTSIDE and self.rng.random() >= self.losses):
@@ -90,11 +90,11 @@ class World:
             self._die(death)
 
     def _death(self, rows: list[OpenRequest]) -> Death | None:
-        ids = frozenset(one.request_id for one in rows)
+        ids = frozenset(request.request_id for request in rows)
         computing = Activity(Doing.COMPUTING, ids)
-        for one in rows:
-            at, cause = self.killers.get(one.request_id, (999, Cause.CRASH))
-            if max(map(len, one.branches.values())) >= at:
+        for request in rows:
+            at, cause = self.killers.get(request.request_id, (999, Cause.CRASH))
+            if max(map(len, request.branches.values())) >= at:
                 return self._killed(cause, computing)
         if self.pair is not None and ids.issuperset(self.pair):
             return self._killed(Cause.CRASH, computing)
@@ -113,20 +113,20 @@ class World:
         return Death(activity, KILLED, num_oom_kills=num_oom_kills)
 
     def _bring(self, rows: list[OpenRequest]) -> None:
-        for one in rows:
-            is_last = max(map(len, one.branches.values())) >= NUM_TOKENS - 1
+        for request in rows:
+            is_last = max(map(len, request.branches.values())) >= NUM_TOKENS - 1
             reason = FinishReason.LENGTH if is_last else None
-            for branch in list(one.branches):
-                one.take(SequenceOutput(one.request_id, branch, (7,), finish_reason=reason))
-            if not one.branches:
-                self.queue.end(one)
-                self.ends[one.request_id] = "answered"
+            for branch in list(request.branches):
+                request.take(SequenceOutput(request.request_id, branch, (7,), finish_reason=reason))
+            if not request.branches:
+                self.queue.end(request)
+                self.ends[request.request_id] = "answered"
             elif self.rng.random() < self.leaving:
-                one.drop(None)
-                self.ends[one.request_id] = "left"
-                if self.queue.leave(one):
-                    self.queue.clear(one)
-        self.running = [one for one in self.running if one.branches]
+                request.drop(None)
+                self.ends[request.request_id] = "left"
+                if self.queue.leave(request):
+                    self.queue.clear(request)
+        self.running = [request for request in self.running if request.branches]
 
     def _die(self, death: Death) -> None:
         self.running = []

@@ -29,7 +29,7 @@ QUICK = RecoveryConfig(first_backoff_s=0.01, heartbeat_timeout_s=20.0)
 
 
 class Listener:
-    """Keeps what it is told. explains: whether a death explains itself and the one before."""
+    """Keeps what is reported. explains: whether a death explains itself and the one before."""
 
     def __init__(self) -> None:
         self.links: list[EngineLink] = []

@@ -143,13 +143,13 @@ def assert_same(
     differently for another number of rows."""
     for ours, theirs, prompt in zip(found, expected, prompts, strict=True):
         what = f"prompt of {len(prompt['prompt_token_ids'])}"
-        assert [one.tokens for one in ours.sequences] == [one.tokens for one in theirs.sequences], (
-            what
-        )
-        reasons = [one.finish_reason for one in theirs.sequences]
-        assert [one.finish_reason for one in ours.sequences] == reasons, what
-        scores = [one.score for one in theirs.sequences]
-        assert [one.score for one in ours.sequences] == pytest.approx(scores, abs=NEAR_TIE), what
+        assert [beam.tokens for beam in ours.sequences] == [
+            beam.tokens for beam in theirs.sequences
+        ], what
+        reasons = [beam.finish_reason for beam in theirs.sequences]
+        assert [beam.finish_reason for beam in ours.sequences] == reasons, what
+        scores = [beam.score for beam in theirs.sequences]
+        assert [beam.score for beam in ours.sequences] == pytest.approx(scores, abs=NEAR_TIE), what
 
 
 @pytest.mark.parametrize("block_size", [8, 16])
@@ -182,14 +182,14 @@ SEARCH = BeamSearchParams(beam_width=3, max_tokens=10)
 
 def test_results_have_the_prompt_and_all_text(llm: LLM) -> None:
     first, second = llm.beam_search(["import os", "def f(x):"], SEARCH, use_tqdm=False)
-    assert all(one.text.startswith("import os") for one in first.sequences)
-    assert all(one.text.startswith("def f(x):") for one in second.sequences)
+    assert all(beam.text.startswith("import os") for beam in first.sequences)
+    assert all(beam.text.startswith("def f(x):") for beam in second.sequences)
     tokenizer = llm.get_tokenizer()
-    for one in first.sequences:
-        assert one.tokens[: len(tokenizer.encode("import os"))] == tokenizer.encode("import os")
-        assert one.text == tokenizer.decode(one.tokens)
-    assert len({tuple(one.tokens) for one in first.sequences}) == 3
-    scores = [one.score for one in first.sequences if one.score is not None]
+    for beam in first.sequences:
+        assert beam.tokens[: len(tokenizer.encode("import os"))] == tokenizer.encode("import os")
+        assert beam.text == tokenizer.decode(beam.tokens)
+    assert len({tuple(beam.tokens) for beam in first.sequences}) == 3
+    scores = [beam.score for beam in first.sequences if beam.score is not None]
     assert scores == sorted(scores, reverse=True) and len(scores) == 3
 
 
@@ -197,7 +197,7 @@ def test_one_beam_is_greedy(llm: LLM) -> None:
     (search,) = llm.beam_search("import os", BeamSearchParams(beam_width=1), use_tqdm=False)
     (greedy,) = llm.generate("import os", SamplingParams(temperature=0.0), use_tqdm=False)
     expected = [*greedy.prompt_token_ids, *greedy.outputs[0].token_ids]
-    assert [one.tokens for one in search.sequences] == [expected]
+    assert [beam.tokens for beam in search.sequences] == [expected]
 
 
 def test_a_temperature_flattens_the_log_probabilities(llm: LLM) -> None:
@@ -258,6 +258,6 @@ def test_a_vocabulary_too_small_for_the_width_says_so(tmp_path: Path) -> None:
     llm = make_llm(folder)
     (output,) = llm.beam_search([{"prompt_token_ids": [2, 3]}], params, use_tqdm=False)
     *found, missing = output.sequences
-    assert sorted(one.tokens[-1] for one in found) == list(range(5))
+    assert sorted(beam.tokens[-1] for beam in found) == list(range(5))
     assert (missing.finish_reason, missing.cum_logprob, missing.score) == ("error", None, None)
     assert output.error == "there are only 5 different continuations"

@@ -41,6 +41,6 @@ def test_the_text_is_that_of_all_tokens_without_special_ones(reason: str) -> Non
     tokenizer = Tokenizer.from_folder(EMBEDDED_MODEL)
     prompt, generated = tokenizer.encode("import os"), [*tokenizer.encode(" as o"), 2]
     output = RequestOutput("r", None, prompt, [ended(generated, -1.0, reason)])
-    (one,) = beam_search_output(output, PARAMS, tokenizer).sequences
-    assert one.tokens == [*prompt, *generated]
-    assert one.text == "import os as o"
+    (beam,) = beam_search_output(output, PARAMS, tokenizer).sequences
+    assert beam.tokens == [*prompt, *generated]
+    assert beam.text == "import os as o"

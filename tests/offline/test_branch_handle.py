@@ -36,10 +36,10 @@ def test_forks_get_the_tokens_that_they_would_get_alone(llm: LLM) -> None:
         assert child.output.token_ids == trunk.output.token_ids == alone.token_ids[:11]
         assert child.output.text == trunk.output.text
         grandchild = child.fork()
-        ended = [one.finish() for one in (trunk, child, other, grandchild)]
+        ended = [branch.finish() for branch in (trunk, child, other, grandchild)]
     assert ended[0].token_ids == alone.token_ids
-    assert len({tuple(one.token_ids) for one in ended}) == 4
-    assert all(one.token_ids[:11] == alone.token_ids[:11] for one in ended)
+    assert len({tuple(branch.token_ids) for branch in ended}) == 4
+    assert all(branch.token_ids[:11] == alone.token_ids[:11] for branch in ended)
     # The same noise as that of a parallel sample with this index, from the fork on, needs the same
     # tokens before it; so compare with a prompt that has them, decoded greedily.
     ids = llm.get_tokenizer().encode(PROMPT) + alone.token_ids[:11]
@@ -55,8 +55,8 @@ def test_a_fork_in_the_beginning_is_a_parallel_sample(llm: LLM) -> None:
     together = llm.generate(PROMPT, wish, use_tqdm=False)[0].outputs
     with llm.start(PROMPT, WISH) as trunk:
         forks = [trunk.fork(), trunk.fork()]
-        ended = [one.finish() for one in (trunk, *forks)]
-    assert [one.token_ids for one in ended] == [one.token_ids for one in together]
+        ended = [branch.finish() for branch in (trunk, *forks)]
+    assert [branch.token_ids for branch in ended] == [branch.token_ids for branch in together]
 
 
 def test_forks_share_blocks(llm: LLM) -> None:
@@ -66,11 +66,11 @@ def test_forks_share_blocks(llm: LLM) -> None:
         forks = [trunk.fork() for _ in range(4)]
         trunk.step()
         trunk.step()
-        assert all(len(one.output.token_ids) > 1 for one in forks)
+        assert all(len(branch.output.token_ids) > 1 for branch in forks)
         # 64 prompt tokens in 8 blocks for all; beyond them a block for each, and those reserved.
         assert llm.engine.stats().num_held_blocks <= before + 2 * len(forks)
-        for one in forks:
-            one.close()
+        for branch in forks:
+            branch.close()
     assert llm.engine.stats().num_held_blocks == 0
 
 
@@ -85,7 +85,7 @@ def test_a_fork_inherits_penalties_logprobs_and_limits(llm: LLM) -> None:
         ended = trunk.fork().finish()
     assert ended.token_ids == alone.token_ids
     assert ended.logprobs is not None and alone.logprobs is not None
-    assert [list(one) for one in ended.logprobs] == [list(one) for one in alone.logprobs]
+    assert [list(entry) for entry in ended.logprobs] == [list(entry) for entry in alone.logprobs]
     assert ended.cumulative_logprob == pytest.approx(alone.cumulative_logprob)
 
 

@@ -88,12 +88,12 @@ def test_beams_come_whole_with_their_sums_and_are_not_forked() -> None:
         SequenceOutput(
             "r",
             index,
-            one.token_ids,
+            output.token_ids,
             0,
-            one.finish_reason,
-            cumulative_logprob=one.cumulative_logprob,
+            output.finish_reason,
+            cumulative_logprob=output.cumulative_logprob,
         )
-        for index, one in enumerate(found)
+        for index, output in enumerate(found)
     ]
     with pytest.raises(AssertionError, match=r"cumulative_logprob=0\.5"):
         clients.receive([outputs[0]._replace(cumulative_logprob=0.5)], 2.0)
@@ -150,7 +150,7 @@ def test_what_is_cut_off_is_asked_for_again_from_what_came() -> None:
     clients.receive([begun], 3.0)
     branches[1].token_ids += begun.token_ids
     ((request, waiting),) = clients.cut_off(4.0)
-    assert [one.branch_index for one in waiting] == [1, 2]
+    assert [output.branch_index for output in waiting] == [1, 2]
     assert request.resumed == (ResumedBranch(1, tuple(begun.token_ids)), ResumedBranch(2))
     assert request.params.prompt_logprobs is None
     rest = second._replace(

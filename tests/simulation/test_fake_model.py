@@ -68,7 +68,7 @@ def test_the_output_depends_on_prompt_seed_and_branch_only() -> None:
         model.expected_output(request([1, 2, 3], seed=6)),
         model.expected_output(request([1, 2, 3], seed=5), branch_index=1),
     ]
-    assert len({one.token_ids for one in [base, *others]}) == 4
+    assert len({output.token_ids for output in [base, *others]}) == 4
     assert branch_salt(1, 0) != branch_salt(0, 1)
 
 
@@ -160,7 +160,10 @@ def test_candidates_are_distinct_best_first_and_a_function_of_the_prefix(
 ) -> None:
     model = FakeModel(vocab_size, end_rate=0.5)
     found = model.beam_candidates(fingerprint, count)
-    token_ids, logprobs = [one[0] for one in found], [one[1] for one in found]
+    token_ids, logprobs = (
+        [candidate[0] for candidate in found],
+        [candidate[1] for candidate in found],
+    )
     assert len(set(token_ids)) == len(found) == min(count, vocab_size - 1)
     assert all(0 <= token_id < vocab_size for token_id in token_ids)
     assert logprobs == sorted(logprobs, reverse=True) and logprobs[0] <= 0
@@ -181,13 +184,13 @@ def test_beams_are_the_best_chains_of_candidates() -> None:
     model = FakeModel(end_rate=0.0)
     (prefix,) = fingerprints_of([5, 6])[-1:].tolist()
     found = model.expected_beams(request([5, 6], max_tokens=1, beam_width=3))
-    assert [one.token_ids for one in found] == [
+    assert [output.token_ids for output in found] == [
         (token_id,) for token_id, _ in model.beam_candidates(prefix, 3)
     ]
-    assert all(one.finish_reason is FinishReason.LENGTH for one in found)
+    assert all(output.finish_reason is FinishReason.LENGTH for output in found)
     longer = model.expected_beams(request([5, 6], max_tokens=9, beam_width=3), max_model_len=7)
-    assert [len(one.token_ids) for one in longer] == [5, 5, 5]
-    sums = [one.cumulative_logprob for one in longer]
+    assert [len(output.token_ids) for output in longer] == [5, 5, 5]
+    sums = [output.cumulative_logprob for output in longer]
     assert sums == sorted(sums, reverse=True)
 
 

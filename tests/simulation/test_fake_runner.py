@@ -92,9 +92,9 @@ def test_one_step_ahead_gives_the_same_tokens() -> None:
     runner = make()
     launch(runner, first())
     launch(runner, plan(1, 1, 1))
-    one = runner.result()
+    early = runner.result()
     launch(runner, plan(2, 1, 1, table_edits=[TableEdit(0, 0, APPEND, 2, (5,))]))
-    results = [one, runner.result(), runner.result()]
+    results = [early, runner.result(), runner.result()]
     assert [result.step_id for result in results] == [0, 1, 2]
     tokens = [token for result in results for (token,) in result.token_ids]
     assert tokens == expected([1, 2, 3, 4, 5, 6], 3)
@@ -415,7 +415,8 @@ def test_a_nan_row_fails_alone_where_it_would_sample() -> None:
 def test_the_failure_rate_is_a_function_of_seed_and_step() -> None:
     faults = [Faults(step_failure_rate=0.2, seed=seed) for seed in (1, 1, 2)]
     hits = [
-        [one.hits_execute(step) or one.hits_sample(step) for step in range(2000)] for one in faults
+        [fault.hits_execute(step) or fault.hits_sample(step) for step in range(2000)]
+        for fault in faults
     ]
     assert hits[0] == hits[1] != hits[2]
     assert 0.15 < sum(hits[0]) / 2000 < 0.25

@@ -121,9 +121,11 @@ class World:
 
     def _result(self, plan: StepPlan) -> StepResult:
         rows = [
-            one.row
-            for one in self.scheduler.running
-            if one.last_step_id == plan.step_id and one.num_pending_tokens and one.row is not None
+            sequence.row
+            for sequence in self.scheduler.running
+            if sequence.last_step_id == plan.step_id
+            and sequence.num_pending_tokens
+            and sequence.row is not None
         ]
         return StepResult(plan.step_id, rows, [(2,)] * len(rows))
 

@@ -201,7 +201,10 @@ def two_tenants(policy: Callable[[], Policy], overlap: int = 0) -> tuple[list[To
     ]
     assert len(both) > 0.95 * len(world.moments) > 500, "both are to wait nearly all the time"
     first = both[0]
-    gains = [{t: one.get(t, 0) - first.get(t, 0) for t in ("light", "heavy")} for one in both]
+    gains = [
+        {t: served_then.get(t, 0) - first.get(t, 0) for t in ("light", "heavy")}
+        for served_then in both
+    ]
     return gains, 64 * 4
 
 
@@ -213,7 +216,7 @@ def test_who_sends_ten_times_the_load_gets_no_more(overlap: int) -> None:
     assert abs(light - heavy) < 0.05 * max(light, heavy)
     # The bound of the virtual token counter, at any moment (Sheng et al., theorem 4.4).
     bound = 2 * max(1.0 * 40, 2.0 * num_slots)
-    assert max(abs(one["light"] - one["heavy"]) for one in gains) < bound
+    assert max(abs(gain["light"] - gain["heavy"]) for gain in gains) < bound
 
 
 def test_first_come_first_served_gives_by_load() -> None:
@@ -316,7 +319,9 @@ def hit_rate(world: World) -> float:
 def longest_wait_alone_s(world: World) -> float:
     """Of those with nothing in common with anybody."""
     return max(
-        world.waited_s(name) for name, one in world.sequences.items() if one.tenant == "alone"
+        world.waited_s(name)
+        for name, sequence in world.sequences.items()
+        if sequence.tenant == "alone"
     )
 
 
@@ -359,7 +364,8 @@ def with_deadlines(policy: Callable[[], Policy], per_s: float) -> tuple[float, W
         author.ask(at_s, num_prompt, num_outputs, deadline_s=deadline_s)
     world = simulate(policy, author.arrivals, num_blocks=96)
     num_met = sum(
-        world.ended_s[name] <= (one.deadline_s or 0) for name, one in world.sequences.items()
+        world.ended_s[name] <= (sequence.deadline_s or 0)
+        for name, sequence in world.sequences.items()
     )
     return num_met / len(world.sequences), world
 
@@ -458,4 +464,4 @@ def test_tokens_are_the_same_under_every_policy() -> None:
         tokens.append(world.tokens)
         plans.add(world.report.digest)
     assert len(plans) == len(POLICIES), "each of them plans otherwise"
-    assert len(tokens[0]) > 60 and all(one == tokens[0] for one in tokens)
+    assert len(tokens[0]) > 60 and all(found == tokens[0] for found in tokens)

@@ -88,7 +88,7 @@ def recomputed_tokens(*, caching: bool, preempts_whole: bool) -> int:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_pool_that_the_longest_just_fits_into_is_enough(overlap: int) -> None:
-    """No livelock, whoever wants blocks; a run raises after 1,000 steps without a token."""
+    """No livelock, whatever wants blocks; a run raises after 1,000 steps without a token."""
     config = SimulationConfig(
         num_requests=60,
         num_blocks=18,

@@ -137,29 +137,31 @@ def swap_groups_in_edits(plan: StepPlan) -> StepPlan:
 
 def reorder_tables(plan: StepPlan) -> StepPlan:
     admit = [
-        one._replace(block_tables=tuple(table[::-1] for table in one.block_tables))
-        for one in plan.admit
+        admission._replace(block_tables=tuple(table[::-1] for table in admission.block_tables))
+        for admission in plan.admit
     ]
     return dataclasses.replace(plan, admit=tuple(admit))
 
 
 def claim_one_more_computed_block(plan: StepPlan) -> StepPlan:
     admit = [
-        one
-        if one.num_computed_tokens or len(one.token_ids) <= 8
-        else one._replace(num_computed_tokens=4)
-        for one in plan.admit
+        admission
+        if admission.num_computed_tokens or len(admission.token_ids) <= 8
+        else admission._replace(num_computed_tokens=4)
+        for admission in plan.admit
     ]
     return dataclasses.replace(plan, admit=tuple(admit))
 
 
 def swap_two_tokens(plan: StepPlan) -> StepPlan:
     admit = [
-        one._replace(token_ids=[*one.token_ids[:-2], one.token_ids[-1], one.token_ids[-2]])
-        if len(one.token_ids) > one.num_prompt_tokens + 2
-        and one.num_computed_tokens <= len(one.token_ids) - 2
-        else one
-        for one in plan.admit
+        admission._replace(
+            token_ids=[*admission.token_ids[:-2], admission.token_ids[-1], admission.token_ids[-2]]
+        )
+        if len(admission.token_ids) > admission.num_prompt_tokens + 2
+        and admission.num_computed_tokens <= len(admission.token_ids) - 2
+        else admission
+        for admission in plan.admit
     ]
     return dataclasses.replace(plan, admit=tuple(admit))
 
@@ -267,7 +269,7 @@ MUTATIONS: dict[str, Patch] = {
     "tokens change at a preemption": in_plans(swap_two_tokens),
     "a copy is lost": in_plans(forget_copies),
     "a copy goes the wrong way": in_plans(copy_back),
-    "a beam's token is not told": in_plans(forget_token_edits),
+    "a beam's token is not sent": in_plans(forget_token_edits),
     "forks take the place of each other": in_plans(fork_from_another),
     "a shared block is written": replace(KVCacheManager, "must_copy_tail", never_copy),
     "a source is given out before it is copied": replace(
@@ -289,7 +291,7 @@ WORLDS: dict[str, Any] = {
     "a source is given out before it is copied": {"near_rate": 1.0},
     "a hash does not cover its parent": {"vocab_size": 3, "block_size": 2},
     "a chunk of one token is left out": {"max_num_batched_tokens": 9, "num_blocks": 48},
-    "a beam's token is not told": BEAMS,
+    "a beam's token is not sent": BEAMS,
     "forks take the place of each other": {**BEAMS, "beam_rate": 0.0, "num_branches": (2, 3)},
     "a beam takes over too little": BEAMS,
     "candidates have the wrong scores": BEAMS,
@@ -298,12 +300,12 @@ WORLDS: dict[str, Any] = {
 
 NOT_BY_THE_RUNNER = {
     "tokens change at a preemption",
-    "a beam's token is not told",
+    "a beam's token is not sent",
     "forks take the place of each other",
     "candidates have the wrong scores",
     "a block is released for all its holders",
 }
-"""The runner believes what it is told of tokens; the comparison with the output alone catches these
+"""The runner believes what plans say of tokens; the comparison with the output alone catches these
 (the pool itself, the last)."""
 
 SEEDS = (5, 6, 7, 8)
@@ -331,7 +333,7 @@ def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     run_without_bug(config)
     MUTATIONS[name](monkeypatch)
     message = next(filter(None, map(functools.partial(failure_of, config), SEEDS)), None)
-    assert message is not None, "nobody noticed"
+    assert message is not None, "no check noticed"
     assert "the last plans, for " in message or name in NOT_BY_THE_RUNNER, message
 
 

@@ -28,23 +28,26 @@ def test_without_a_number_it_goes_on_for_ever() -> None:
 
 def test_lengths_are_within_their_bounds_and_leave_room() -> None:
     arrivals = draw(prompt_tokens=(3, 50), output_tokens=(2, 9), max_model_len=40)
-    lengths = {len(one.request.prompt_token_ids) for one in arrivals}
+    lengths = {len(arrival.request.prompt_token_ids) for arrival in arrivals}
     assert (min(lengths), max(lengths)) == (3, 39)
-    assert {one.request.params.max_tokens for one in arrivals} == set(range(2, 10))
-    assert all(one.request.params.min_tokens <= one.request.params.max_tokens for one in arrivals)
+    assert {arrival.request.params.max_tokens for arrival in arrivals} == set(range(2, 10))
+    assert all(
+        arrival.request.params.min_tokens <= arrival.request.params.max_tokens
+        for arrival in arrivals
+    )
 
 
 @pytest.mark.parametrize(("rate", "low", "high"), [(0.0, 0, 0), (0.5, 120, 180), (1.0, 300, 300)])
 def test_shared_prefixes_are_as_frequent_as_asked(rate: float, low: int, high: int) -> None:
     arrivals = draw(shared_prefix_rate=rate, prompt_tokens=(8, 8))
-    heads = [tuple(one.request.prompt_token_ids[:5]) for one in arrivals]
+    heads = [tuple(arrival.request.prompt_token_ids[:5]) for arrival in arrivals]
     shared = sum(heads.count(head) > 1 for head in heads)
     assert low <= shared <= high
 
 
 @pytest.mark.parametrize("arrivals", ["poisson", "bursts", "at_once"])
 def test_times_go_forward(arrivals: str) -> None:
-    times = [one.at_s for one in draw(arrivals=arrivals)]
+    times = [arrival.at_s for arrival in draw(arrivals=arrivals)]
     assert times == sorted(times)
     distinct = {"poisson": 300, "bursts": 38, "at_once": 1}[arrivals]
     assert len(set(times)) == distinct
@@ -55,30 +58,34 @@ def test_times_go_forward(arrivals: str) -> None:
 def test_faults_are_drawn_as_often_as_asked() -> None:
     config = SimulationConfig()
     arrivals = draw(poison_rate=0.2, nan_rate=0.3, abort_rate=0.4, logprobs_rate=0.5)
-    last = [one.request.prompt_token_ids[-1] for one in arrivals]
+    last = [arrival.request.prompt_token_ids[-1] for arrival in arrivals]
     assert 40 < last.count(config.poison_token_id) < 80
     assert 65 < last.count(config.nan_token_id) < 115
-    assert 90 < sum(one.abort_age_steps is not None for one in arrivals) < 150
-    assert 110 < sum(one.request.params.logprobs is not None for one in arrivals) < 190
+    assert 90 < sum(arrival.abort_age_steps is not None for arrival in arrivals) < 150
+    assert 110 < sum(arrival.request.params.logprobs is not None for arrival in arrivals) < 190
 
 
 def test_domains_and_priorities_are_all_used() -> None:
     arrivals = draw(num_cache_domains=3, num_priorities=4)
-    assert {one.request.cache_domain for one in arrivals} == {f"domain-{at}" for at in range(3)}
-    assert {one.request.priority for one in arrivals} == {0, 1, 2, 3}
+    assert {arrival.request.cache_domain for arrival in arrivals} == {
+        f"domain-{at}" for at in range(3)
+    }
+    assert {arrival.request.priority for arrival in arrivals} == {0, 1, 2, 3}
 
 
 def test_branches_beams_tenants_and_deadlines_are_drawn_as_asked() -> None:
     arrivals = draw(num_branches=(1, 4), beam_rate=0.3, deadline_rate=0.5, public_rate=0.2)
-    requests = [one.request for one in arrivals]
-    beams = [one for one in requests if one.params.beam_width]
-    assert 60 < len(beams) < 125 and {one.n for one in beams} == {2, 3, 4}
-    assert all(one.n == one.params.beam_width for one in beams)
-    assert all((one.params.logprobs, one.params.min_tokens) == (None, 0) for one in beams)
-    assert {one.n for one in requests if not one.params.beam_width} == {1, 2, 3, 4}
-    assert {one.tenant for one in requests} == {f"tenant-{at}" for at in range(3)}
-    assert 110 < sum(one.deadline_s is not None for one in requests) < 190
-    assert 35 < sum(one.cache_domain == PUBLIC_DOMAIN for one in requests) < 85
+    requests = [request.request for request in arrivals]
+    beams = [request for request in requests if request.params.beam_width]
+    assert 60 < len(beams) < 125 and {request.n for request in beams} == {2, 3, 4}
+    assert all(request.n == request.params.beam_width for request in beams)
+    assert all(
+        (request.params.logprobs, request.params.min_tokens) == (None, 0) for request in beams
+    )
+    assert {request.n for request in requests if not request.params.beam_width} == {1, 2, 3, 4}
+    assert {request.tenant for request in requests} == {f"tenant-{at}" for at in range(3)}
+    assert 110 < sum(request.deadline_s is not None for request in requests) < 190
+    assert 35 < sum(request.cache_domain == PUBLIC_DOMAIN for request in requests) < 85
 
 
 def test_repeated_prompts_come_with_the_one_before() -> None:
@@ -97,7 +104,7 @@ def test_repeated_prompts_come_with_the_one_before() -> None:
 def test_near_prompts_agree_up_to_any_token_but_not_in_a_fault() -> None:
     config = SimulationConfig()
     arrivals = draw(near_rate=1.0, shared_prefix_rate=0.0, prompt_tokens=(20, 30), nan_rate=0.2)
-    prompts = [list(one.request.prompt_token_ids) for one in arrivals]
+    prompts = [list(arrival.request.prompt_token_ids) for arrival in arrivals]
     common = {
         max(_num_common(prompt, other) for other in prompts[max(0, at - 16) : at])
         for at, prompt in enumerate(prompts)
@@ -115,9 +122,9 @@ def _num_common(one: list[int], other: list[int]) -> int:
 def test_a_fork_has_room_for_a_token_at_least() -> None:
     rng, params = random.Random(1), DecodingParams(8, seed=5)
     drawn = [draw_fork(rng, params, 7) for _ in range(100)]
-    assert {one.max_tokens for one in drawn} == set(range(8, 13))
-    assert {one.logprobs for one in drawn} == {None, 2}
-    assert 20 < sum(one.seed == 5 for one in drawn) < 80
+    assert {fork.max_tokens for fork in drawn} == set(range(8, 13))
+    assert {fork.logprobs for fork in drawn} == {None, 2}
+    assert 20 < sum(fork.seed == 5 for fork in drawn) < 80
 
 
 @pytest.mark.parametrize(

@@ -14,27 +14,27 @@ def test_a_world_is_a_function_of_seed_and_index() -> None:
 
 def test_the_steps_asked_for_are_shared_out() -> None:
     worlds = list(draw_worlds(3, 2 * STEPS_PER_WORLD + 10, check_every=7))
-    assert [one.num_steps for one in worlds] == [STEPS_PER_WORLD, STEPS_PER_WORLD, 10]
-    assert [one.seed for one in worlds] == [draw_world(3, index).seed for index in range(3)]
-    assert {one.check_every for one in worlds} == {7}
+    assert [world.num_steps for world in worlds] == [STEPS_PER_WORLD, STEPS_PER_WORLD, 10]
+    assert [world.seed for world in worlds] == [draw_world(3, index).seed for index in range(3)]
+    assert {world.check_every for world in worlds} == {7}
 
 
 def test_all_policies_come_with_and_without_overlap() -> None:
     worlds = [draw_world(0, index) for index in range(2 * len(POLICIES))]
-    pairs = {(one.policy, one.overlap) for one in worlds}
+    pairs = {(world.policy, world.overlap) for world in worlds}
     assert pairs == {(name, overlap) for name in POLICIES for overlap in (0, 1)}
 
 
 def test_every_option_takes_more_than_one_value() -> None:
     """But for those that bound the size of a world, the mixture of its requests, and what a
-    policy or a device is told beside its name."""
+    policy or a device is given beside its name."""
     fixed = {"num_requests", "num_steps", "max_model_len", "prompt_tokens", "beam_width"}
     fixed |= {"num_cache_domains", "num_priorities", "num_tenants", "check_every"}
     fixed |= {"policy_options", "step_base_s", "step_token_s"}
     worlds = [draw_world(0, index) for index in range(60)]
     for option in fields(SimulationConfig):
-        values = {getattr(one, option.name) for one in worlds}
+        values = {getattr(world, option.name) for world in worlds}
         assert (len(values) == 1) is (option.name in fixed), (option.name, values)
-    assert {one.block_size for one in worlds} == {1, 2, 4, 8, 16}
-    assert {one.num_groups for one in worlds} == {1, 2, 3}
-    assert {one.num_branches for one in worlds} == {(1, most) for most in range(1, 5)}
+    assert {world.block_size for world in worlds} == {1, 2, 4, 8, 16}
+    assert {world.num_groups for world in worlds} == {1, 2, 3}
+    assert {world.num_branches for world in worlds} == {(1, most) for most in range(1, 5)}

@@ -77,7 +77,7 @@ def test_all_that_fit_run_at_once() -> None:
         harness.add(f"r{index}", 64, 48)
     harness.step()
     assert len(harness.scheduler.running) == 5 and harness.memory.pool.num_free == 0
-    assert [one.request_id for one in harness.scheduler.waiting] == ["r5"]
+    assert [sequence.request_id for sequence in harness.scheduler.waiting] == ["r5"]
     harness.run()
 
 
@@ -98,7 +98,7 @@ def test_branches_share_nothing() -> None:
     harness = Harness(make_memory(), max_num_seqs=4, budget=512)
     branches = harness.add_branches("r", 64, 8, n=3)
     harness.step()
-    blocks = [block for one in branches for block in one.block_tables[0]]
+    blocks = [block for sequence in branches for block in sequence.block_tables[0]]
     assert len(blocks) == len(set(blocks)) == 3 * 5
     harness.run()
 
@@ -123,7 +123,7 @@ def test_a_better_rank_waits_for_its_turn_but_comes_first() -> None:
     for name, priority in (("a", 0), ("b", 0), ("late", 5), ("urgent", -5)):
         harness.add(name, 10, 6, priority=priority)
     harness.step()
-    running = {one.request_id for one in harness.scheduler.running}
+    running = {sequence.request_id for sequence in harness.scheduler.running}
     assert running == {"urgent", "a"}
     harness.run()
     assert list(harness.ended) == ["urgent", "a", "b", "late"]

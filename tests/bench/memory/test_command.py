@@ -34,7 +34,7 @@ def test_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert found["placement"] == "first_fit" and found["sharing"] == []
     assert found["load"]["requests_per_s"] is None and found["load"]["num_prompts"] == 12
     assert found["budget"]["num_slots"] == 600
-    assert found["shape"] is None  # nobody published figures for this load
+    assert found["shape"] is None  # no figures are published for this load
     shown = capsys.readouterr()
     assert "37 KV blocks of 16" in shown.out and "published" not in shown.out
     for name in KV_ALLOCATORS:
@@ -62,7 +62,7 @@ def test_the_engine_and_sharing(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     found = json.loads(path.read_text())
     assert list(found["allocators"]) == ["contiguous_oracle", "paged"]
     assert found["mode"] == "on the embedded model, in wall time"
-    assert [(one["kind"], one["width"]) for one in found["sharing"]] == [
+    assert [(entry["kind"], entry["width"]) for entry in found["sharing"]] == [
         ("parallel", 3),
         ("beams", 3),
     ]

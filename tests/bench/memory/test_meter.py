@@ -125,7 +125,7 @@ def test_averages_are_weighted_with_time() -> None:
     add(engine, "b", 16, 3)
     meter.observe(engine.scheduler, engine.step(), 1.0, num_to_come=0)
     use = meter.use()
-    assert not use.is_steady  # nobody ever waited after somebody had ended
+    assert not use.is_steady  # no request waited after another had ended
     assert use.measured_s == 4.0
     assert use.mean_running == pytest.approx((3 * 1 + 1 * 2) / 4)
     assert use.most_running == 2
@@ -152,7 +152,9 @@ def test_only_the_time_counts_in_which_the_load_presses() -> None:
     meter.observe(engine.scheduler, engine.step(), 100.0, num_to_come=1)  # warming up
     add(engine, "b", 16, 9)
     meter.observe(engine.scheduler, engine.step(), 2.0, num_to_come=1)
-    meter.observe(engine.scheduler, engine.step(), 100.0, num_to_come=0)  # nobody left to come
+    meter.observe(
+        engine.scheduler, engine.step(), 100.0, num_to_come=0
+    )  # no request is left to come
     use = meter.use()
     assert use.is_steady and use.measured_s == 2.0
     assert use.output_tokens_per_s == pytest.approx(1 / 2)

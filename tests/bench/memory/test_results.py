@@ -115,4 +115,4 @@ def test_published_figures_are_of_known_things() -> None:
         assert set(running) == set(KV_ALLOCATORS)
     for saved in PUBLISHED_SAVED.values():
         assert {kind for kind, _ in saved} == {PARALLEL, BEAMS}
-        assert all(0 < one < 1 - 1 / width for (_, width), one in saved.items())
+        assert all(0 < share < 1 - 1 / width for (_, width), share in saved.items())

@@ -77,8 +77,12 @@ def test_prompts_are_pieces_of_text_of_the_lengths_drawn() -> None:
     tokenizer = Tokenizer.from_folder(resolve_model_folder(None, None))
     requests = text_requests(LOAD, tokenizer)
     assert requests == text_requests(LOAD, tokenizer)
-    assert sum(len(one.prompt_token_ids) for one in requests) == pytest.approx(6 * 40, abs=3)
-    assert "def " in tokenizer.decode([token for one in requests for token in one.prompt_token_ids])
+    assert sum(len(request.prompt_token_ids) for request in requests) == pytest.approx(
+        6 * 40, abs=3
+    )
+    assert "def " in tokenizer.decode(
+        [token for request in requests for token in request.prompt_token_ids]
+    )
 
 
 def test_there_is_room_for_all_branches_at_once() -> None:
@@ -100,7 +104,7 @@ def test_beams_share_more_than_parallel_samples(
         only_model=only_model,
         options={"dtype": "float32"},
     )
-    found = {(one.kind, one.width): one for one in share(spec)}
+    found = {(request.kind, request.width): request for request in share(spec)}
     assert list(found) == [(PARALLEL, 2), (PARALLEL, 3), (BEAMS, 2), (BEAMS, 3)]
     for width in (2, 3):
         most = 1 - 1 / width

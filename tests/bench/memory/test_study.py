@@ -32,9 +32,9 @@ def test_more_requests_run_at_once_the_less_is_reserved(carried: dict[str, Carri
 
 
 def test_paging_leaves_little_unused(carried: dict[str, Carried]) -> None:
-    for name, one in carried.items():
-        assert sum(one.use.shares.values()) == pytest.approx(1)
-        assert (one.use.useful_share > 0.96) == (name == "paged")
+    for name, outcome in carried.items():
+        assert sum(outcome.use.shares.values()) == pytest.approx(1)
+        assert (outcome.use.useful_share > 0.96) == (name == "paged")
     assert carried["paged"].use.shares["internal"] == 0
     assert carried["contiguous_max"].use.shares["internal"] > 0.5
     assert carried["contiguous_oracle"].use.shares["reserved"] > 0.2
@@ -43,25 +43,25 @@ def test_paging_leaves_little_unused(carried: dict[str, Carried]) -> None:
 def test_a_lone_request_takes_the_time_that_its_steps_cost() -> None:
     cost = StepCost(base_s=1.0, token_s=0.0, context_token_s=0.0)
     engine, clock = simulated_engine("paged", 128, Budget(), cost=cost)
-    one = carry(engine, [BenchRequest(0, [7] * 30, 10)], [5.0], clock)
-    assert one.num_steps == 10 and one.duration_s == pytest.approx(10.0)
-    assert one.seconds_per_token == pytest.approx(1.0)
-    assert not one.use.is_steady
-    assert one.use.mean_running == pytest.approx(10 / 15)  # five seconds were idle
+    outcome = carry(engine, [BenchRequest(0, [7] * 30, 10)], [5.0], clock)
+    assert outcome.num_steps == 10 and outcome.duration_s == pytest.approx(10.0)
+    assert outcome.seconds_per_token == pytest.approx(1.0)
+    assert not outcome.use.is_steady
+    assert outcome.use.mean_running == pytest.approx(10 / 15)  # five seconds were idle
 
 
 def test_requests_come_when_they_arrive() -> None:
     cost = StepCost(base_s=1.0, token_s=0.0, context_token_s=0.0)
     engine, clock = simulated_engine("paged", 128, Budget(), cost=cost)
     requests = [BenchRequest(index, [index] * 30, 4) for index in range(3)]
-    one = carry(engine, requests, [0.0, 2.5, 100.0], clock)
-    assert one.use.most_running == 2
+    outcome = carry(engine, requests, [0.0, 2.5, 100.0], clock)
+    assert outcome.use.most_running == 2
     # From the end of the first, at 4 s, to the arrival of the last: one until 7 s, then none.
-    assert one.use.is_steady and one.use.measured_s == pytest.approx(96.0)
-    assert one.use.mean_running == pytest.approx(3 / 96)
-    assert one.duration_s == pytest.approx(104.0) and clock() == pytest.approx(104.0)
+    assert outcome.use.is_steady and outcome.use.measured_s == pytest.approx(96.0)
+    assert outcome.use.mean_running == pytest.approx(3 / 96)
+    assert outcome.duration_s == pytest.approx(104.0) and clock() == pytest.approx(104.0)
     waits = 0.5  # of the second, until the step under way has ended
-    assert one.seconds_per_token == pytest.approx((4 + 4 + waits + 4) / 3 / 4)
+    assert outcome.seconds_per_token == pytest.approx((4 + 4 + waits + 4) / 3 / 4)
 
 
 def test_the_same_load_gives_the_same_figures() -> None:
@@ -83,14 +83,14 @@ def test_first_fit_wastes_less_on_rounding_than_buddy() -> None:
 @pytest.mark.parametrize("allocator", KV_ALLOCATORS)
 def test_the_engine_carries_it_on_each_allocator(allocator: str) -> None:
     budget = Budget(num_slots=24 * 16, max_num_seqs=8, max_num_batched_tokens=256)
-    one = run_engine(allocator, SMALL, budget, {"dtype": "float32"})
+    outcome = run_engine(allocator, SMALL, budget, {"dtype": "float32"})
     num_tokens = sum(output for _, output in draw_lengths(SMALL))
-    assert one.num_steps >= max(output for _, output in draw_lengths(SMALL))
-    assert one.duration_s > 0 and one.seconds_per_token > 0
-    assert one.use.output_tokens_per_s * one.use.measured_s <= num_tokens + 1e-6
+    assert outcome.num_steps >= max(output for _, output in draw_lengths(SMALL))
+    assert outcome.duration_s > 0 and outcome.seconds_per_token > 0
+    assert outcome.use.output_tokens_per_s * outcome.use.measured_s <= num_tokens + 1e-6
     most = {"contiguous_max": 3}.get(allocator, 8)
-    assert one.use.most_running <= most
-    assert sum(one.use.shares.values()) == pytest.approx(1)
+    assert outcome.use.most_running <= most
+    assert sum(outcome.use.shares.values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

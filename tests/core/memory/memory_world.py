@@ -1,7 +1,7 @@
 """A memory manager with sequences and steps in flight, beside a plain model of what it holds.
 
-Whoever drives a `World` (`test_memory_machine`) does what the scheduler does, in any order: admit,
-write, fork, take blocks back, fail. A step's copies and writes happen when it lands, as on a device
+`test_memory_machine` drives a `World` as the scheduler does, but in any order: admit, write, fork,
+take blocks back, fail. A step's copies and writes happen when it lands, as on a device
 that lags.
 """
 
@@ -31,8 +31,8 @@ Tokens = tuple[int, ...]
 class Step:
     """copies: carried out first. writes, context: blocks that it fills, and that it reads when it
     has; with their group, whose tokens, and how many of them. starts: block -> tokens before the
-    first that it writes there. ends: who was in it, its admissions then, and how many of its tokens
-    are written when it has ended."""
+    first that it writes there. ends: each sequence in it, its admissions then, and how many of its
+    tokens are written when it has ended."""
 
     step_id: int
     copies: list[BlockCopy]
@@ -242,7 +242,7 @@ class World:
     # ---- going on ---------------------------------------------------------------------------
 
     def make_writable(self, sequence: Sequence, num_extra: int) -> bool:
-        """Room for the next token, in a block that nobody else reads; False: none is free."""
+        """A slot for the next token, in a block of its own; False: none is free."""
         memory = self.memory
         if sequence.num_tokens - sequence.num_computed_tokens != 1:
             return True  # its tables were complete when it was admitted
@@ -304,7 +304,7 @@ class World:
                     step.starts[table[index]] = max(first, index * self.size)
 
     def land(self, token_ids: list[int]) -> None:
-        """The oldest step ends; who closed its gap gets a token of token_ids, by turns."""
+        """The oldest step ends; sequences that closed their gap get tokens of token_ids in turn."""
         step, memory = self.in_flight.pop(0), self.memory
         self.truth.carry_out(step)
         memory.end_step(step.step_id)
@@ -424,7 +424,7 @@ class World:
             self.check()
         assert self.memory.pool.num_held == 0
         assert not self.memory.deferred.num_copied_from
-        assert not self.memory.prefixes._computing, "somebody gone is said to compute"
+        assert not self.memory.prefixes._computing, "a sequence that ended is said to compute"
 
 
 def num_common(first: Tokens, second: Tokens) -> int:

@@ -92,7 +92,7 @@ def fork(memory: KVCacheManager, parent: Sequence, index: int) -> Sequence:
 
 
 def test_shared_blocks_count_once_and_are_split_among_tenants() -> None:
-    """Three branches of 6 tokens in 2 blocks each; one belongs to somebody else."""
+    """Three branches of 6 tokens in 2 blocks each; one belongs to another tenant."""
     memory = make_memory(16)
     parent = admitted(memory, 6, 6, tenant="a")
     children = [fork(memory, parent, 1), fork(memory, parent, 2)]

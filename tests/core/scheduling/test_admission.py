@@ -24,7 +24,7 @@ RUNNING, WAITING, PREEMPTED = (
     SequenceState.PREEMPTED,
 )
 
-# ---- who finds no room --------------------------------------------------------------------------
+# ---- what does not fit --------------------------------------------------------------------------
 
 
 def crowded() -> Harness:
@@ -144,7 +144,7 @@ def test_one_that_just_fits_comes_in_though_a_cached_part_would_cost_a_block_mor
 
 @pytest.mark.parametrize("forecasts", [True, False])
 def test_under_steady_overload_a_forecast_makes_preemptions_rare(forecasts: bool) -> None:
-    """Twice as many rows as there is memory for, and always somebody waits."""
+    """Twice as many rows as there is memory for, and some sequence always waits."""
     make = Harness if forecasts else greedy_harness
     harness = make(make_memory(num_blocks=64, caching=False), max_num_seqs=16, budget=64)
     num_added = 0
@@ -353,10 +353,10 @@ def test_only_ends_of_their_own_are_learned_from() -> None:
 def test_a_fork_follows_its_parent_until_that_has_computed_all_that_is_common() -> None:
     harness = Harness(make_memory(num_blocks=30, caching=False), budget=4)
     parent, child = harness.add_branches("a", 10, 4, n=2)
-    room = harness.scheduler.admission.capacity
+    capacity = harness.scheduler.admission.capacity
     expected = []
     for _ in range(3):
-        expected.append(room.follows(child, harness.memory.match(child)))
+        expected.append(capacity.follows(child, harness.memory.match(child)))
         harness.step()
     assert expected == [True, True, True]
     assert child.state is not WAITING, "it has joined the step in which that was done"
@@ -375,7 +375,7 @@ def test_a_fork_follows_no_parent_that_it_outranks() -> None:
 
 
 def after_a_start(num_prompt: int, num_outputs: int, **options: Any) -> Harness:
-    """One has started in step 0 of a pool of 100 blocks, and somebody has found no room."""
+    """One has started in step 0 of a pool of 100 blocks, and another did not fit."""
     harness = Harness(make_memory(num_blocks=100), **options)
     for _ in range(50):
         harness.scheduler.admission.capacity.lengths.observe(num_outputs)
@@ -436,15 +436,15 @@ def test_who_ran_before_does_not_pause() -> None:
 
 def test_the_crowd_is_over_when_nobody_waits() -> None:
     harness = Harness(make_memory(num_blocks=12))
-    room = harness.scheduler.admission.capacity
+    capacity = harness.scheduler.admission.capacity
     harness.add("a", 8, 39)
     harness.step()
-    assert not room.is_crowded
+    assert not capacity.is_crowded
     harness.add("b", 8, 39)
     harness.step()
-    assert room.is_crowded
+    assert capacity.is_crowded
     harness.run()
-    assert not room.is_crowded
+    assert not capacity.is_crowded
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -455,20 +455,20 @@ def test_where_all_could_grow_to_their_limits_no_forecast_is_made_and_none_would
     answers: set[tuple[bool, bool]] = set()
     for num_blocks in range(6, 30):
         harness = Harness(make_memory(num_blocks * num_groups, num_groups=num_groups))
-        room = harness.scheduler.admission.capacity
+        capacity = harness.scheduler.admission.capacity
         for length in (3, 8, 30):
-            room.lengths.observe(length)
+            capacity.lengths.observe(length)
         harness.add("a", 7, 16)
         harness.add_branches("b", 9, 9, n=2)
         for _ in range(5):
             harness.step()
         newcomer = harness.add("c", 5, 11)
         needed = harness.memory.blocks_for(5)
-        is_sure = room._fit_all(newcomer)
+        is_sure = capacity._fit_all(newcomer)
         with monkeypatch.context() as patch:
-            patch.setattr(room, "_fit_all", lambda _: False)
-            fits = room.fits_later(newcomer, needed)
-        assert room.fits_later(newcomer, needed) is fits
+            patch.setattr(capacity, "_fit_all", lambda _: False)
+            fits = capacity.fits_later(newcomer, needed)
+        assert capacity.fits_later(newcomer, needed) is fits
         assert fits or not is_sure
         answers.add((is_sure, fits))
     assert answers == {(True, True), (False, True), (False, False)}

@@ -395,7 +395,7 @@ class Server:
 
 def serve_two_tenants(policy: Policy) -> float:
     """The greedy tenant's part of the service, when it sends ten times the other's load and both
-    always have somebody waiting."""
+    always have a request that waits."""
     server = Server(policy, num_rows=8)
     num_sent = 0
     for step in range(4000):

@@ -313,7 +313,7 @@ def test_many_requests_with_end_tokens_in_little_memory() -> None:
 def test_a_step_that_can_make_no_progress_raises() -> None:
     harness = Harness(make_memory(num_blocks=4))
     harness.add("a", 3, 5)
-    harness.memory.pool.take(4)  # someone holds everything and gives nothing back
+    harness.memory.pool.take(4)  # held by nothing that will give them back
     with pytest.raises(SchedulerStalledError, match="0 running, 1 waiting, 0 of 4 blocks free"):
         harness.scheduler.schedule(0.0)
 

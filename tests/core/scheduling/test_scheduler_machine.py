@@ -1,6 +1,6 @@
 """The whole scheduler under random requests, forks, beams, aborts and failures.
 
-Its runner reads back every context; laws after each call; at the end everybody got its tokens.
+Its runner reads back every context; laws after each call; at the end each request got its tokens.
 """
 
 from hypothesis import settings
@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def fail(self) -> None:
-        """A step is interrupted, and it is nobody's fault."""
+        """A step is interrupted, and no request is at fault."""
         self.harness.runner.reset()
         assert self.harness.scheduler.recover(None) == []
 
