@@ -139,7 +139,7 @@ def function_imports(sources: list[Source]) -> int:
         for node in ast.walk(source.tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 statements = (ast.Import, ast.ImportFrom)
-                inner |= {id(one) for one in ast.walk(node) if isinstance(one, statements)}
+                inner |= {id(found) for found in ast.walk(node) if isinstance(found, statements)}
     return len(inner)
 
 

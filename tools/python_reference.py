@@ -32,9 +32,9 @@ def reference() -> str:
     """The whole page."""
     quire = importlib.import_module("quire")
     exported = [getattr(quire, name) for name in quire.__all__ if name[0] != "_"]
-    names = ", ".join(f"`{one.__name__}`" for one in exported)
+    names = ", ".join(f"`{owner.__name__}`" for owner in exported)
     parts = [INTRODUCTION.format(names=names)]
-    parts += [class_text(one) for one in with_their_kinds(exported)]
+    parts += [class_text(owner) for owner in with_their_kinds(exported)]
     errors = importlib.import_module("quire.errors")
     summary, _, tree = inspect.cleandoc(errors.__doc__ or "").partition("\n\n")
     parts.append(f"## Errors\n\nIn `quire.errors`. {summary}\n\n```text\n{tree}\n```\n")
@@ -46,17 +46,17 @@ def with_their_kinds(exported: list[type]) -> list[type]:
     found: list[type] = []
     waiting = list(exported)
     while waiting:
-        one = waiting.pop(0)
-        if one not in found:
-            found.append(one)
-            waiting += named_classes(one)
+        owner = waiting.pop(0)
+        if owner not in found:
+            found.append(owner)
+            waiting += named_classes(owner)
     return found
 
 
-def named_classes(one: type) -> Iterator[type]:
+def named_classes(owner: type) -> Iterator[type]:
     """Classes of the package in the types of a class's fields, and in what its methods return."""
-    hints = list(typing.get_type_hints(one).values()) if dataclasses.is_dataclass(one) else []
-    for _, member in members(one):
+    hints = list(typing.get_type_hints(owner).values()) if dataclasses.is_dataclass(owner) else []
+    for _, member in members(owner):
         function = member.fget if isinstance(member, property) else member
         own = typing.get_type_hints(getattr(function, "__func__", function))
         hints.append(own.get("return"))
@@ -75,10 +75,10 @@ def classes_in(hint: object) -> Iterator[type]:
         yield hint
 
 
-def members(one: type) -> list[tuple[str, object]]:
+def members(owner: type) -> list[tuple[str, object]]:
     """Public methods and properties in their order, the constructor first if it says anything."""
     found = []
-    for name, member in vars(one).items():
+    for name, member in vars(owner).items():
         is_shown = not name.startswith("_") or (name == "__init__" and member.__doc__)
         kinds = (property, classmethod, staticmethod)
         if is_shown and (inspect.isfunction(member) or isinstance(member, kinds)):
@@ -86,50 +86,50 @@ def members(one: type) -> list[tuple[str, object]]:
     return sorted(found, key=lambda each: each[0] != "__init__")
 
 
-def class_text(one: type) -> str:
+def class_text(owner: type) -> str:
     """A section: what it is, how it is made, its fields, its methods."""
-    lines = [f"## {one.__name__}", ""]
+    lines = [f"## {owner.__name__}", ""]
     names: list[str] = []
-    if dataclasses.is_dataclass(one):
-        lines += ["```python", signature(one.__name__, inspect.signature(one)), "```", ""]
-        names = [each.name for each in dataclasses.fields(one)]
-    lines += [prose(one.__doc__, names), ""]
-    if entries := option_entries(one):
+    if dataclasses.is_dataclass(owner):
+        lines += ["```python", signature(owner.__name__, inspect.signature(owner)), "```", ""]
+        names = [each.name for each in dataclasses.fields(owner)]
+    lines += [prose(owner.__doc__, names), ""]
+    if entries := option_entries(owner):
         lines += [*entries, ""]
-    if issubclass(one, enum.Enum):
-        lines += [", ".join(f"`{each.value}`" for each in one), ""]
-    for name, member in members(one):
-        lines += member_text(one, name, member)
+    if issubclass(owner, enum.Enum):
+        lines += [", ".join(f"`{each.value}`" for each in owner), ""]
+    for name, member in members(owner):
+        lines += member_text(owner, name, member)
     return "\n".join(lines)
 
 
-def option_entries(one: type) -> list[str]:
+def option_entries(owner: type) -> list[str]:
     """An entry for each field that is an option, from its declaration."""
-    if not dataclasses.is_dataclass(one):
+    if not dataclasses.is_dataclass(owner):
         return []
     # Not before `quire` itself was imported: this file may run where it is not installed.
     from quire.option_fields import declared_options, flag_name
 
     found = []
-    for each, declared in declared_options(one):
+    for each, declared in declared_options(owner):
         flag = "" if declared.group is None else f" (`{flag_name(each, declared)}`)"
         found.append(f"- `{each.name}`{flag}: {declared.doc}".replace("<", "&lt;"))
     return found
 
 
-def member_text(one: type, name: str, member: object) -> list[str]:
+def member_text(owner: type, name: str, member: object) -> list[str]:
     """A method or property, under its signature."""
     if isinstance(member, property):
         kind = inspect.signature(member.fget).return_annotation
         text = f"`{_plain(kind)}`. {prose(member.__doc__)}".strip()
-        return [f"### {one.__name__}.{name}", "", text, ""]
+        return [f"### {owner.__name__}.{name}", "", text, ""]
     function = getattr(member, "__func__", member)
     shown = inspect.signature(function)
     first, *others = shown.parameters.values()
     shown = shown.replace(parameters=others if first.name in ("self", "cls") else [first, *others])
-    title, call = f"{one.__name__}.{name}", name
+    title, call = f"{owner.__name__}.{name}", name
     if name == "__init__":
-        title, call = f"{one.__name__}(...)", one.__name__
+        title, call = f"{owner.__name__}(...)", owner.__name__
         shown = shown.replace(return_annotation=inspect.Signature.empty)
         if options := getattr(function, "options", None):  # which have a section of their own
             shown = shown.replace(parameters=[*own_parameters(options), OPTIONS])
