@@ -58,6 +58,9 @@ MASKED_CHUNK_TOKENS = 256
 """Queries of a chunk that are attended at once where a mask hides keys or scores are capped: both
 take memory for each pair of query and key."""
 
+ALIGNED_ROWS = 8
+"""Query rows of a KV head in a decoding sequence's call, so that its bits are the same anywhere."""
+
 _NEVER = float("-inf")
 
 Part = tuple[torch.Tensor, torch.Tensor]
@@ -243,10 +246,11 @@ class _LayerMemory:
         grouped = queries.view(count, self.spec.num_kv_heads, -1, self.spec.head_dim)
         k, v = self._gathered(self.keys, call), self._gathered(self.values, call)
         if m == 1:
-            # Sums of an odd number of query rows depend on where torch's buffers lie, and those of
-            # a single tile are split among the threads: rows and tiles are padded to even numbers.
+            # How torch sums depends on how its buffers are aligned; each thread has its own, one
+            # behind the other, of m * (l + D + 2) floats: with m a multiple of ALIGNED_ROWS all
+            # begin at a multiple of 64 bytes. The sums of a single tile it splits among threads.
             group_size = grouped.shape[2]
-            grouped = torch.nn.functional.pad(grouped, (0, 0, 0, group_size % 2))
+            grouped = torch.nn.functional.pad(grouped, (0, 0, 0, -group_size % ALIGNED_ROWS))
             if count == 1:
                 grouped, k, v = (x.expand(2, -1, -1, -1) for x in (grouped, k, v))
             out, lse = (x[:count, :, :group_size] for x in self._attend(grouped, k, v, call))
