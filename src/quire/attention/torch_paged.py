@@ -59,7 +59,7 @@ MASKED_CHUNK_TOKENS = 256
 take memory for each pair of query and key."""
 
 ALIGNED_ROWS = 8
-"""Query rows of a KV head in a decoding sequence's call, so that its bits are the same anywhere."""
+"""To a multiple of it the query heads of a KV head are padded where a sequence decodes."""
 
 _NEVER = float("-inf")
 
