@@ -1,0 +1,11 @@
+"""Grammars that an answer obeys: JSON Schema, regular expressions, EBNF; and their token masks.
+
+params ──front──▶ text of a grammar ──compiler──▶ CompiledGrammar ──start──▶ GrammarState
+                  (plain data)                    (one a vocabulary)        (one a sequence)
+"""
+
+from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler
+from quire.text.grammars.front import grammar_of
+from quire.text.grammars.state import GrammarState
+
+__all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarState", "grammar_of"]

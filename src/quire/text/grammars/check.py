@@ -1,0 +1,35 @@
+"""Asks llguidance whether a grammar is one, without a vocabulary, and reads its answer."""
+
+import re
+
+import llguidance
+
+from quire.text.grammars.deep_stack import on_deep_stack
+from quire.text.grammars.limits import parser_limits
+
+_PLACE = re.compile(r"\A(?:failed to compile JSON schema: |at )?\d+\(\d+\): ")
+
+
+def fault_of(grammar: str) -> str | None:
+    """What is wrong with `grammar`, a Lark text, in llguidance's words; None: nothing is.
+
+    Special tokens are known only to a vocabulary, so those that the grammar names are not looked
+    for here.
+    """
+    is_error, messages = on_deep_stack(
+        lambda: llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
+    )
+    if not is_error or "unknown special token" in messages[0]:
+        return None
+    return readable(messages[0])
+
+
+def readable(message: str) -> str:
+    """An error of llguidance without the listing, back trace and place that it adds."""
+    lines = [line for line in message.splitlines() if not re.match(r"\s*\d+ \| |\s*\^|\s*$", line)]
+    text = " ".join(line.strip() for line in lines).partition("<backtrace>")[0]
+    if "NoExtension" in text:
+        return "no answer can ever complete it: its rules have no end"
+    if "assertion failed" in text or text.startswith("panic"):
+        return "too large: it has more rules than 65,000"
+    return _PLACE.sub("", text).strip()

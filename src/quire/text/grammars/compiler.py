@@ -1,0 +1,108 @@
+"""Compiles the text of a grammar for one model's vocabulary, and keeps what it compiled.
+
+The text is what `front` writes: a Lark grammar in llguidance's dialect, whose first line names the
+field of the request that it comes from. Knows nothing of schemas or requests.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+
+import llguidance
+
+from quire.errors import InvalidRequestError
+from quire.text.grammars.check import readable
+from quire.text.grammars.deep_stack import on_deep_stack
+from quire.text.grammars.limits import parser_limits
+from quire.text.grammars.origin import origin_of
+from quire.text.grammars.state import GrammarState
+from quire.text.grammars.vocabulary import GrammarVocabulary
+from quire.text.tokenizer import Tokenizer
+
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+"""Without it, a text that the grammar leaves no choice about has to be written in the one way in
+which the tokenizer would split it."""
+
+
+class CompiledGrammar:
+    """A grammar from which any number of answers start. Immutable, for any thread."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: GrammarVocabulary) -> None:
+        """Takes `matcher` over."""
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._lock = Lock()
+
+    def start(self) -> GrammarState:
+        """The state before the first token of an answer."""
+        with self._lock:
+            return GrammarState(self._matcher.deep_copy(), self._vocabulary)
+
+
+class GrammarCompiler:
+    """Grammars for one model; the least recently used are forgotten. For any thread."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        end_token_ids: Sequence[int],
+        *,
+        max_cached: int = 128,
+        max_cached_bytes: int = 4 << 20,
+    ) -> None:
+        """vocab_size: the model's. end_token_ids: what may end an answer; none: it is just over.
+
+        max_cached, max_cached_bytes: bounds on the compiled grammars that are kept, the latter on
+            their texts.
+        """
+        self.tokenizer = tokenizer
+        self.vocabulary = GrammarVocabulary(tokenizer, vocab_size, end_token_ids)
+        self._max_cached = max_cached
+        self._max_cached_bytes = max_cached_bytes
+        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._cached_bytes = 0
+        self._lock = Lock()
+
+    def compile(self, grammar: str) -> CompiledGrammar:
+        """The compiled `grammar`, maybe from before. Releases the interpreter's lock meanwhile.
+
+        Raises InvalidRequestError that names the field and what is wrong with the grammar.
+        """
+        with self._lock:
+            known = self._cache.get(grammar)
+            if known is not None:
+                self._cache.move_to_end(grammar)
+                return known
+        compiled = CompiledGrammar(self._matcher(grammar), self.vocabulary)
+        with self._lock:
+            if grammar not in self._cache:
+                self._cache[grammar] = compiled
+                self._cached_bytes += len(grammar)
+            self._forget()
+        return compiled
+
+    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        """Compiled, and the first mask made: what can't even start is refused here."""
+        tokenizer = self.vocabulary.tokenizer
+
+        def make() -> tuple[llguidance.LLMatcher, str]:
+            matcher = llguidance.LLMatcher(
+                tokenizer, grammar + _OPTIONS, log_level=0, limits=parser_limits()
+            )
+            if not matcher.is_error():
+                matcher.compute_bitmask()
+            return matcher, matcher.get_error() if matcher.is_error() else ""
+
+        matcher, error = on_deep_stack(make)
+        if error:
+            origin = origin_of(grammar)
+            raise InvalidRequestError(f"{origin}: {readable(error)}", origin)
+        return matcher
+
+    def _forget(self) -> None:
+        while self._cache and (
+            len(self._cache) > self._max_cached or self._cached_bytes > self._max_cached_bytes
+        ):
+            grammar, _ = self._cache.popitem(last=False)
+            self._cached_bytes -= len(grammar)

@@ -1,0 +1,78 @@
+"""Reads a schema from a request: JSON text or an object, within bounds, with finite numbers."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from quire.text.grammars.limits import MAX_GRAMMAR_BYTES, MAX_NESTING
+from quire.text.grammars.schemas.refusals import refusal
+
+
+def read_schema(schema: object, origin: str) -> dict[str, Any] | bool:
+    """`schema`, JSON text or what JSON text stands for, checked as far as JSON goes.
+
+    Raises InvalidRequestError that names `origin` for what is no JSON, too long or too deep.
+    """
+    parsed = read_json(schema, origin)
+    if not isinstance(parsed, bool | dict):
+        raise refusal(origin, "#", "a schema is an object, true or false")
+    return parsed
+
+
+def read_json(schema: object, origin: str) -> Any:
+    """`schema` as `json` makes it of a text, whether it comes as text or as an object."""
+    if isinstance(schema, str):
+        parsed = _parsed(schema, origin)
+    else:
+        parsed = schema
+        _check_depth(parsed, origin)
+        try:
+            text = json.dumps(parsed, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise refusal(origin, "#", f"this is no JSON: {error}") from error
+        _check_length(len(text), origin)
+        parsed = json.loads(text)
+    _check_depth(parsed, origin)
+    return parsed
+
+
+def _parsed(text: str, origin: str) -> Any:
+    _check_length(len(text.encode(errors="replace")), origin)
+
+    def refuse_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no number of JSON")
+
+    def finite(digits: str) -> float:
+        number = float(digits)
+        if not math.isfinite(number):
+            raise ValueError(f"{digits[:40]} is too large a number")
+        return number
+
+    try:
+        return json.loads(text, parse_constant=refuse_constant, parse_float=finite)
+    except RecursionError as error:
+        raise refusal(origin, "#", f"this nests deeper than {MAX_NESTING}") from error
+    except ValueError as error:
+        raise refusal(origin, "#", f"this is no JSON: {error}") from error
+
+
+def _check_length(length: int, origin: str) -> None:
+    if length > MAX_GRAMMAR_BYTES:
+        raise refusal(origin, "#", f"it has {length} bytes; it may have up to {MAX_GRAMMAR_BYTES}")
+
+
+def _check_depth(schema: object, origin: str) -> None:
+    """A level at a time, without recursion."""
+    level: list[object] = [schema]
+    for _ in range(2 * MAX_NESTING):
+        below: list[object] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                below.extend(value.values())
+            elif isinstance(value, list | tuple):
+                below.extend(value)
+        if not below:
+            return
+        level = below
+    raise refusal(origin, "#", f"objects and arrays nest deeper than {2 * MAX_NESTING}")

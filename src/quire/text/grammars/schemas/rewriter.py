@@ -1,0 +1,221 @@
+"""Rewrites a JSON Schema into the part of JSON Schema that llguidance enforces.
+
+Annotations go, older drafts' spellings become those of draft 2020-12, references become names in
+one flat $defs. Whatever would not be enforced is refused: by name, with its place. A schema that
+nothing refers to is not looked at. Called by `translate`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from quire.text.grammars.limits import MAX_SUBSCHEMAS
+from quire.text.grammars.schemas import keywords, values
+from quire.text.grammars.schemas.bounds import SchemaBounds
+from quire.text.grammars.schemas.formats import enforced_format
+from quire.text.grammars.schemas.patterns import engine_pattern
+from quire.text.grammars.schemas.references import References
+from quire.text.grammars.schemas.refusals import at, refusal
+
+Rewritten = dict[str, Any] | bool
+_IGNORES_SIBLINGS = ("draft-04", "draft-06", "draft-07", "draft-03")
+"""Drafts, as $schema names them, in which $ref stands alone: what is beside it has no effect."""
+
+
+class SchemaRewriter:
+    """Rewrites one document. After `rewrite`, `subschemas` has every part, inner ones first."""
+
+    def __init__(self, root: dict[str, Any], origin: str, *, closes_objects: bool) -> None:
+        """closes_objects: an object with properties has no others, where it does not say."""
+        self._root = root
+        self._origin = origin
+        self._closes_objects = closes_objects
+        self._ref_stands_alone = any(
+            draft in str(root.get("$schema", "")) for draft in _IGNORES_SIBLINGS
+        )
+        self._references = References(root, origin, refs_stand_alone=self._ref_stands_alone)
+        self._names: dict[str, str] = {}
+        self._pending: list[tuple[str, Any]] = []
+        self._values = values.ValueChecker(origin)
+        self.subschemas: list[tuple[str, dict[str, Any]]] = []
+        self._bounds = SchemaBounds(origin)
+        self._handlers: dict[str, Callable[[str, dict[str, Any], str], Iterator[Item]]] = {
+            **dict.fromkeys(keywords.ANNOTATIONS, self._nothing),
+            **dict.fromkeys(keywords.SCHEMA_KEYWORDS, self._one_schema),
+            **dict.fromkeys(keywords.LIST_KEYWORDS, self._schemas),
+            **dict.fromkeys(keywords.COUNT_KEYWORDS, self._checked),
+            **dict.fromkeys(keywords.NUMBER_KEYWORDS, self._number),
+            **dict.fromkeys(("const", "enum", "required"), self._checked),
+            **dict.fromkeys(("contentEncoding", "contentMediaType"), self._content),
+            "$ref": self._reference,
+            "type": self._type,
+            "properties": self._properties,
+            "patternProperties": self._pattern_properties,
+            "pattern": self._pattern,
+            "format": self._format,
+            "nullable": self._nothing,
+            "uniqueItems": self._without_effect,
+            "unevaluatedItems": self._without_effect,
+            "unevaluatedProperties": self._without_effect,
+        }
+
+    def rewrite(self) -> dict[str, Any]:
+        """The document's translation. Raises InvalidRequestError for what is not enforced."""
+        body = self._schema("#", self._root)
+        assert isinstance(body, dict)
+        definitions: dict[str, Rewritten] = {}
+        while self._pending:
+            pointer, target = self._pending.pop()
+            definitions[self._names[pointer]] = self._schema(pointer, target)
+        rewritten = {"$defs": definitions, **body} if definitions else body
+        self._bounds.check_depth(rewritten)
+        return rewritten
+
+    @property
+    def has_open_names(self) -> bool:
+        """Whether some object names properties and allows others besides."""
+        return self._bounds.has_open_names
+
+    def _schema(self, pointer: str, schema: Any) -> Rewritten:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise refusal(self._origin, pointer, "a schema is an object, true or false")
+        if len(self.subschemas) >= MAX_SUBSCHEMAS:
+            raise refusal(
+                self._origin, pointer, f"the schema has more than {MAX_SUBSCHEMAS} subschemas"
+            )
+        keys = ["$ref"] if "$ref" in schema and self._ref_stands_alone else list(schema)
+        rewritten: dict[str, Any] = {}
+        for keyword in keys:
+            for name, value in self._keyword(pointer, schema, keyword):
+                if name == "allOf":  # which a format may become, beside the schema's own
+                    value = [*rewritten.get(name, []), *value]
+                rewritten[name] = value
+        if (
+            self._closes_objects
+            and ("properties" in schema or "patternProperties" in schema)
+            and "additionalProperties" not in schema
+        ):
+            rewritten["additionalProperties"] = False
+        self._bounds.add(pointer, rewritten)
+        self.subschemas.append((pointer, rewritten))
+        return rewritten
+
+    def _keyword(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        handler = self._handlers.get(keyword)
+        if handler is not None:
+            return handler(pointer, schema, keyword)
+        if keyword.startswith("x-") and keyword != "x-guidance":
+            return iter(())
+        advice = keywords.REFUSED.get(keyword)
+        if advice is None:
+            raise refusal(
+                self._origin,
+                pointer,
+                f"{keyword[:100]} is no keyword that is enforced; leave it out",
+            )
+        raise refusal(self._origin, pointer, f"{keyword} is not supported; {advice}")
+
+    def _nothing(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        yield from ()
+
+    def _content(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        if "draft-07" in str(self._root.get("$schema", "")):
+            raise refusal(
+                self._origin,
+                pointer,
+                f"{keyword} is not supported in draft 7; in draft 2020-12 it is a mere annotation",
+            )
+        yield from ()
+
+    def _checked(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        yield keyword, self._values.check(pointer, schema, keyword)
+
+    def _number(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        yield from self._values.number(pointer, schema, keyword)
+
+    def _one_schema(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        value = schema[keyword]
+        if keyword == "items" and isinstance(value, list):
+            yield "prefixItems", self._all(pointer, keyword, value)
+            if "additionalItems" in schema:
+                below = at(pointer, "additionalItems")
+                yield "items", self._schema(below, schema["additionalItems"])
+        elif keyword != "additionalItems":  # which means something beside a list of items alone
+            yield keyword, self._schema(at(pointer, keyword), value)
+
+    def _schemas(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        value = schema[keyword]
+        if not isinstance(value, list) or (not value and keyword != "prefixItems"):
+            raise refusal(self._origin, pointer, f"{keyword} must be a list of schemas")
+        yield keyword, self._all(pointer, keyword, value)
+
+    def _all(self, pointer: str, keyword: str, value: list[Any]) -> list[Rewritten]:
+        return [self._schema(at(pointer, keyword, i), part) for i, part in enumerate(value)]
+
+    def _properties(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        yield keyword, self._map(pointer, schema, keyword)
+
+    def _pattern_properties(
+        self, pointer: str, schema: dict[str, Any], keyword: str
+    ) -> "Iterator[Item]":
+        rewritten: dict[str, Rewritten] = {}
+        for pattern, value in self._map(pointer, schema, keyword).items():
+            rewritten[engine_pattern(pattern, at(pointer, keyword), keyword, self._origin)] = value
+        yield keyword, rewritten
+
+    def _map(self, pointer: str, schema: dict[str, Any], keyword: str) -> dict[str, Rewritten]:
+        value = schema[keyword]
+        if not isinstance(value, dict):
+            raise refusal(self._origin, pointer, f"{keyword} must be an object of schemas")
+        return {
+            name: self._schema(at(pointer, keyword, name), part) for name, part in value.items()
+        }
+
+    def _reference(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        target_pointer, target = self._references.find(schema, pointer)
+        name = self._names.get(target_pointer)
+        if name is None:
+            name = self._names[target_pointer] = f"d{len(self._names)}"
+            self._pending.append((target_pointer, target))
+        yield "$ref", f"#/$defs/{name}"
+
+    def _type(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        value = schema[keyword]
+        types = value if isinstance(value, list) else [value]
+        for name in types:
+            if not isinstance(name, str) or name not in keywords.TYPES:
+                raise refusal(
+                    self._origin,
+                    pointer,
+                    f"type must be of {', '.join(sorted(keywords.TYPES))}, not {str(name)[:100]!r}",
+                )
+        if not types:
+            raise refusal(self._origin, pointer, "type is an empty list; nothing obeys it")
+        if schema.get("nullable") is True and "null" not in types:
+            types = [*types, "null"]
+        if "number" in types and "integer" in types:
+            types = [name for name in types if name != "integer"]
+        yield "type", list(dict.fromkeys(types)) if len(types) > 1 else types[0]
+
+    def _pattern(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        yield keyword, engine_pattern(schema[keyword], pointer, keyword, self._origin)
+
+    def _format(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+        yield from enforced_format(schema, pointer, self._origin)
+
+    def _without_effect(
+        self, pointer: str, schema: dict[str, Any], keyword: str
+    ) -> "Iterator[Item]":
+        """Keywords that are refused, but for the one value with which they constrain nothing."""
+        is_free = schema[keyword] is (keyword != "uniqueItems")
+        is_free |= keyword == "uniqueItems" and schema.get("maxItems") in (0, 1)
+        if not is_free:
+            raise refusal(
+                self._origin, pointer, f"{keyword} is not supported; {keywords.REFUSED[keyword]}"
+            )
+        yield from ()
+
+
+Item = tuple[str, Any]
+"""A keyword and its value, as they are written into the translation."""

@@ -1,0 +1,48 @@
+"""Reads the fields of structural tags: what is missing, of another type or unknown is refused."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.text.grammars.limits import MAX_TAGS
+from quire.text.grammars.schemas.refusals import at, refusal
+
+
+class TagFields:
+    """Of one request's structural tag. `pointer` is always the place of `value` in it."""
+
+    def __init__(self, origin: str) -> None:
+        """origin: the field of the request that has the tag, for messages."""
+        self._origin = origin
+
+    def objects(self, pointer: str, value: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        """The list of objects that `value` has as `name`, with at least one."""
+        found = value.get(name)
+        if not isinstance(found, list) or not found:
+            raise refusal(self._origin, pointer, f"{name} must be a list with at least one object")
+        for index, part in enumerate(found):
+            if not isinstance(part, dict):
+                raise refusal(self._origin, at(pointer, name, index), "this must be an object")
+        return found
+
+    def text(self, pointer: str, value: dict[str, Any], name: str) -> str:
+        """The text that `value` has as `name`."""
+        found = value.get(name)
+        if not isinstance(found, str):
+            raise refusal(self._origin, pointer, f"{name} must be a text")
+        return found
+
+    def texts(self, pointer: str, value: dict[str, Any], name: str) -> list[str]:
+        """The texts that `value` has as `name`: a list, or a single one; none if it is missing."""
+        found = value.get(name, [])
+        texts = [found] if isinstance(found, str) else found
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise refusal(self._origin, pointer, f"{name} must be a list of texts")
+        if len(texts) > MAX_TAGS:
+            raise refusal(self._origin, pointer, f"{name} has more than {MAX_TAGS} texts")
+        return texts
+
+    def check_names(self, pointer: str, value: dict[str, Any], names: Sequence[str]) -> None:
+        """Raises for a field that means nothing there."""
+        for name in value:
+            if name != "type" and name not in names:
+                raise refusal(self._origin, pointer, f"{name[:100]} is not supported; leave it out")

@@ -1,0 +1,83 @@
+"""A tokenizer's tokens as the grammar engine needs them: bytes, and which of them are special.
+
+Byte-level, byte-fallback and whole-text vocabularies look alike here, because a token is the bytes
+that it adds to the text (`Tokenizer.token_bytes`), not the characters in which its file writes it.
+Called by `compiler`.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from threading import Lock
+
+import llguidance
+
+from quire.text.tokenizer import Tokenizer
+
+
+class GrammarVocabulary:
+    """The tokens of one model, made ready for grammars when the first one needs them.
+
+    A special token is no text: a grammar allows it only where it names it, as `<|name|>` or by its
+    id as `<[123]>`. A token that was added without being special (`<tool_call>` of Qwen) is text:
+    a grammar that allows its characters allows it, too, whole or in pieces. Ids beyond the
+    tokenizer's, which a model may have, are never allowed, but for the end tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int] = ()
+    ) -> None:
+        """vocab_size: the model's. end_token_ids: any of them may follow a complete answer."""
+        wrong = [token_id for token_id in end_token_ids if not 0 <= token_id < vocab_size]
+        if wrong:
+            raise ValueError(f"end token {wrong[0]} is not in a vocabulary of {vocab_size} tokens")
+        self.vocab_size = vocab_size
+        self.end_token_ids = tuple(sorted(set(end_token_ids)))
+        self.mask_bytes = (vocab_size + 31) // 32 * 4
+        """Of one mask: a bit for each token, in whole words of 32 bits."""
+        self._tokenizer = tokenizer
+        self._lock = Lock()
+
+    @property
+    def tokenizer(self) -> llguidance.LLTokenizer:
+        """The same for all grammars; built once, which takes about a second per 250,000 tokens."""
+        with self._lock:
+            return self._built
+
+    def make(self) -> None:
+        """Build `tokenizer` now. Nothing else in this process runs meanwhile."""
+        _ = self.tokenizer
+
+    @cached_property
+    def _built(self) -> llguidance.LLTokenizer:
+        known = min(self._tokenizer.vocab_size, self.vocab_size)
+        tokens = [self._tokenizer.token_bytes(token_id) for token_id in range(known)]
+        tokens += [b""] * (self.vocab_size - known)
+        special = set(self.end_token_ids)
+        special.update(i for i in self._tokenizer.special_token_ids if i < self.vocab_size)
+        ends = list(self.end_token_ids)
+        if not ends:
+            # llguidance wants one; this id stands behind the masks that are handed out.
+            ends = [self.vocab_size]
+            tokens.append(b"")
+            special.add(self.vocab_size)
+        wrapper = _Tokens(tokens, sorted(special), ends[0])
+        return llguidance.LLTokenizer(
+            wrapper,  # type: ignore[arg-type]  # it has what is read of a TokenizerWrapper
+            eos_token=ends,
+            slices=llguidance.LLTokenizer.json_slices(),
+        )
+
+
+class _Tokens:
+    """What llguidance reads of a tokenizer. It never tokenizes: no tokens are forced."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int], end: int) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special_token_ids
+        self.eos_token_id = end
+
+    def __call__(self, text: str) -> list[int]:
+        raise NotImplementedError("grammars force no tokens, so no text is tokenized for them")

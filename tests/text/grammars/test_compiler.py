@@ -1,0 +1,155 @@
+"""Grammars over vocabularies of each kind: masks, states, copies, the cache."""
+
+import pytest
+from tests.text.grammars.walks import allowed, byte_tokens
+from tests.text.small_tokenizers import PLAIN_DECODERS, make_plain
+
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.errors import InvalidRequestError
+from quire.text.grammars.compiler import GrammarCompiler
+from quire.text.grammars.front import grammar_of
+from quire.text.tokenizer import Tokenizer
+
+
+def regex(pattern: str) -> str:
+    return grammar_of(StructuredOutputsParams(regex=pattern))
+
+
+def token(tokenizer: Tokenizer, text: str) -> int:
+    found = tokenizer._backend.token_to_id(text)
+    assert found is not None
+    return int(found)
+
+
+def test_all_tokenizations_of_a_forced_text_are_allowed(compiler: GrammarCompiler) -> None:
+    tokenizer = compiler.tokenizer
+    pieces = {
+        token_id
+        for token_id in range(tokenizer.vocab_size)
+        if b"the dog".startswith(tokenizer.token_bytes(token_id))
+    }
+    assert len(pieces) > 2
+    assert allowed(compiler.compile(regex("the dog")).start()) == pieces
+
+
+def test_special_tokens_are_no_text(compiler: GrammarCompiler) -> None:
+    anything = allowed(compiler.compile(regex(r"(?s:.)*")).start())
+    special = compiler.tokenizer.special_token_ids
+    assert anything & special == set(compiler.vocabulary.end_token_ids)
+    assert max(anything) < compiler.tokenizer.vocab_size
+
+
+def test_special_token_by_name_and_by_id(compiler: GrammarCompiler) -> None:
+    start_id = token(compiler.tokenizer, "<|im_start|>")
+    for rule in ("<|im_start|>", f"<[{start_id}]>"):
+        grammar = grammar_of(StructuredOutputsParams(grammar=f'start: {rule} "a"'))
+        state = compiler.compile(grammar).start()
+        assert allowed(state) == {start_id}
+        state.consume([start_id, *byte_tokens(compiler, "a")])
+        assert state.is_finished
+
+
+def test_added_token_that_is_not_special_is_text(compiler: GrammarCompiler) -> None:
+    """Whole or in pieces; and a grammar may ask for the token itself."""
+    whole = token(compiler.tokenizer, "<tool_call>")
+    state = compiler.compile(regex("<tool_call>")).start()
+    assert {whole, *byte_tokens(compiler, "<")} <= allowed(state)
+    state.consume(byte_tokens(compiler, "<tool_call>"))
+    assert state.is_finished
+    alone = grammar_of(StructuredOutputsParams(grammar=f"start: <[{whole}]>"))
+    assert allowed(compiler.compile(alone).start()) == {whole}
+
+
+def test_end_tokens(byte_level: Tokenizer) -> None:
+    compiler = GrammarCompiler(byte_level, 512, [3, 500])
+    state = compiler.compile(regex("a+")).start()
+    assert not state.can_end
+    assert not {3, 500} & allowed(state)
+    state.consume(byte_tokens(compiler, "a"))
+    assert state.can_end
+    assert not state.is_finished
+    assert {3, 500} < allowed(state)
+    state.consume([500])
+    assert state.is_finished
+
+
+def test_without_end_tokens_the_mask_of_a_finished_answer_is_empty(byte_level: Tokenizer) -> None:
+    compiler = GrammarCompiler(byte_level, 509, [])
+    state = compiler.compile(regex("a")).start()
+    state.consume(byte_tokens(compiler, "a"))
+    assert state.is_finished
+    assert state.mask() == bytes(compiler.vocabulary.mask_bytes)
+
+
+def test_fill_mask_equals_mask(compiler: GrammarCompiler) -> None:
+    state = compiler.compile(regex("[a-z]+")).start()
+    row = bytearray(compiler.vocabulary.mask_bytes)
+    state.fill_mask(memoryview(row))
+    assert bytes(row) == state.mask()
+    assert len(row) == 64
+
+
+def test_copies_go_their_own_ways(compiler: GrammarCompiler) -> None:
+    state = compiler.compile(regex("ab|cd")).start()
+    other = state.copy()
+    state.consume(byte_tokens(compiler, "a"))
+    other.consume(byte_tokens(compiler, "c"))
+    assert allowed(state) == set(byte_tokens(compiler, "b"))
+    assert allowed(other) == set(byte_tokens(compiler, "d"))
+
+
+def test_state_depends_on_tokens_alone(compiler: GrammarCompiler) -> None:
+    """Not on how many were consumed at once, nor on the masks made between."""
+    compiled = compiler.compile(grammar_of(StructuredOutputsParams(json_object=True)))
+    ids = byte_tokens(compiler, '{"a": [1, "é"]')
+    whole = compiled.start()
+    whole.consume(ids)
+    single = compiled.start()
+    for token_id in ids:
+        single.mask()
+        single.consume([token_id])
+    assert whole.mask() == single.mask()
+
+
+def test_a_token_that_is_not_allowed(compiler: GrammarCompiler) -> None:
+    state = compiler.compile(regex("a")).start()
+    with pytest.raises(ValueError, match="does not allow"):
+        state.consume(byte_tokens(compiler, "b"))
+
+
+def test_sentencepiece(sentencepiece: Tokenizer) -> None:
+    compiler = GrammarCompiler(sentencepiece, sentencepiece.vocab_size, [2])
+    state = compiler.compile(regex(" é\n")).start()
+    written = b""
+    while not state.is_finished:
+        token_id = max(allowed(state))
+        written += sentencepiece.token_bytes(token_id)
+        state.consume([token_id])
+    assert written.decode() == " é\n"
+
+
+@pytest.mark.parametrize("decoder", sorted(PLAIN_DECODERS))
+def test_whole_word_tokenizers(decoder: str) -> None:
+    tokenizer = Tokenizer(make_plain(PLAIN_DECODERS[decoder]))
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [])
+    hello = token(tokenizer, "hello")
+    text = tokenizer.token_bytes(hello).decode()
+    assert hello in allowed(compiler.compile(regex(text)).start())
+
+
+def test_cache_forgets_the_least_recently_used(byte_level: Tokenizer) -> None:
+    compiler = GrammarCompiler(byte_level, 512, [3], max_cached=2)
+    first = compiler.compile(regex("a"))
+    compiler.compile(regex("b"))
+    assert compiler.compile(regex("a")) is first
+    compiler.compile(regex("c"))
+    assert compiler.compile(regex("a")) is first
+    tiny = GrammarCompiler(byte_level, 512, [3], max_cached_bytes=10)
+    assert tiny.compile(regex("a")) is not tiny.compile(regex("a"))
+
+
+def test_refusal_names_the_field(compiler: GrammarCompiler) -> None:
+    grammar = grammar_of(StructuredOutputsParams(grammar="start: <|no_such_token|>"))
+    with pytest.raises(InvalidRequestError, match="no_such_token") as refused:
+        compiler.compile(grammar)
+    assert refused.value.param == "structured_outputs.grammar"

@@ -1,0 +1,151 @@
+"""Schemas: what is enforced, what is refused with its place, and that random answers obey."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from tests.text.grammars.walks import accepts, random_answer
+
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.errors import InvalidRequestError
+from quire.text.grammars.compiler import GrammarCompiler
+from quire.text.grammars.front import grammar_of
+from quire.text.grammars.schemas.keywords import REFUSED
+
+LEAP = {"type": "string", "format": "date"}
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+ENFORCED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (LEAP, ['"2024-02-29"', '"2000-02-29"', '"2023-02-28"'], ['"2023-02-29"', '"1900-02-29"']),
+    ({"type": "string", "format": "byte"}, ['"QQ=="', '""'], ['"QQ="', '"Q!=="']),
+    ({"type": "integer", "format": "int32"}, ["2147483647"], ["2147483648", "-2147483648"]),
+    ({"type": "string", "pattern": "^.$"}, ['"a"', '"é"'], ['"\\n"', '"\\r"', '"ab"']),
+    ({"type": "string", "pattern": r"^\S$"}, ['"a"'], ['"\ufeff"', '"\u00a0"']),
+    ({"type": "string", "pattern": "^[a&&b]$"}, ['"&"', '"a"'], ['"c"']),
+    ({"type": "string", "pattern": r"^\u0061[^\d]$"}, ['"ab"'], ['"a1"']),
+    ({"type": "string", "pattern": "b"}, ['"abc"'], ['"ac"']),
+    ({"exclusiveMinimum": True, "minimum": 3, "type": "integer"}, ["4"], ["3"]),
+    (
+        {"type": "array", "items": [{"type": "integer"}], "additionalItems": False},
+        ["[1]"],
+        ["[1,1]"],
+    ),
+    ({"type": "string", "nullable": True}, ["null", '"a"'], ["1"]),
+    (
+        {"$schema": DRAFT_7, "$ref": "#/definitions/a", "type": "null", "definitions": {"a": {}}},
+        ["1"],
+        [],
+    ),
+    ({"$ref": "#/definitions/a", "type": "null", "definitions": {"a": {}}}, ["null"], ["1"]),
+    ({"$ref": "#b", "$defs": {"a": {"$anchor": "b", "const": 1}}}, ["1"], ["2"]),
+    (
+        {"properties": {"a~b/c": {"const": 1}}, "allOf": [{"$ref": "#/properties/a~0b~1c"}]},
+        ["1"],
+        ["2"],
+    ),
+    (
+        {"properties": {"a": {"const": 1}}, "type": "object"},
+        ['{"a": 1}', '{"b": 2}'],
+        ['{"a": 2}', '{"\\u0061": 2}'],
+    ),
+    (
+        {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["a"],
+            "properties": {"a": {"type": "string"}},
+        },
+        ['{"a": "\\u0001"}'],
+        ["{}"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), ENFORCED)
+def test_enforced(
+    compiler: GrammarCompiler, schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    params = StructuredOutputsParams(json=schema)
+    for text in good:
+        assert accepts(compiler, params, text), text
+    for text in bad:
+        assert not accepts(compiler, params, text), text
+
+
+@pytest.mark.parametrize("keyword", sorted(REFUSED))
+def test_refused_keywords_are_named_with_their_place(keyword: str) -> None:
+    schema = {"properties": {"a/b": {keyword: {}}}}
+    with pytest.raises(
+        InvalidRequestError,
+        match=rf"#/properties/a~1b: \{keyword} is not"
+        if keyword[0] == "$"
+        else f"#/properties/a~1b: {keyword} is not",
+    ):
+        grammar_of(StructuredOutputsParams(json=schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"oneOf": [{"minimum": 1}, {"maximum": 3}]}, "#: oneOf is supported only where"),
+        ({"items": {"format": "iri"}}, "#/items: format 'iri' is not supported"),
+        ({"x-guidance": {"lenient": True}}, "x-guidance"),
+        ({"foo": 1}, "foo is no keyword"),
+        ({"pattern": "a(?=b)"}, "look-around"),
+        ({"pattern": r"\bword"}, r"\\b is not supported"),
+        ({"minimum": 2**60}, "minimum has a number beyond"),
+        ({"const": [2**60]}, "const has a number beyond"),
+        ({"minProperties": 3}, "minProperties is more than 1 above"),
+        ({"uniqueItems": True}, "uniqueItems is not supported"),
+        ({"$ref": "http://example.org/x"}, "nothing is fetched"),
+        ({"$ref": "#/$defs/none"}, "points at nothing"),
+        ({"type": "any"}, "type must be of"),
+        ({"minLength": -1}, "minLength must be a whole number"),
+        ({"required": "a"}, "required must be a list"),
+        ({"$schema": DRAFT_7, "contentEncoding": "base64"}, "contentEncoding"),
+    ],
+)
+def test_refusals(schema: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        grammar_of(StructuredOutputsParams(json=schema))
+
+
+def test_annotations_and_values_without_effect_pass(compiler: GrammarCompiler) -> None:
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": "https://example.org/a",
+        "title": "t",
+        "description": "d",
+        "default": 1,
+        "examples": [1],
+        "deprecated": True,
+        "readOnly": True,
+        "x-order": 1,
+        "uniqueItems": False,
+        "unevaluatedProperties": True,
+        "$defs": {"unused": {"not": {}}},
+        "type": "integer",
+    }
+    assert accepts(compiler, StructuredOutputsParams(json=schema), "1")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_answers_obey(compiler: GrammarCompiler, seed: int) -> None:
+    """Whatever the masks let through is JSON that the reference validator accepts."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "integer", "minimum": -5, "maximum": 120, "multipleOf": 5},
+            "name": {"type": "string", "minLength": 1, "maxLength": 4, "pattern": "^[^x]"},
+            "kind": {"enum": ["a", 1, None, {"b": [1.5]}]},
+            "list": {"type": "array", "items": {"type": ["boolean", "null"]}, "maxItems": 3},
+            "price": {"type": "number", "exclusiveMinimum": 0, "maximum": 9.5},
+        },
+        "patternProperties": {"^p_": {"type": "boolean"}},
+        "additionalProperties": {"type": "null"},
+        "required": ["id", "kind"],
+    }
+    grammar = grammar_of(StructuredOutputsParams(json=schema, disable_any_whitespace=True))
+    answer = random_answer(compiler, grammar, seed)
+    if answer is not None:
+        jsonschema.validate(json.loads(answer), schema)
