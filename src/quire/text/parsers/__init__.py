@@ -1,0 +1,1 @@
+"""One streaming parser of tool calls and reasoning; dialects are data."""

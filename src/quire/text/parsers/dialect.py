@@ -1,0 +1,135 @@
+"""What a model writes around reasoning and tool calls, and the parser of its messages.
+
+A dialect is data (`dialects/*.toml`). `dialect_choice` finds the one of a model.
+"""
+
+import secrets
+import string
+from typing import Literal
+
+import msgspec
+
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.text.grammars.origin import with_origin
+from quire.text.parsers.call_forms import AnyCallForm, ChannelForm, Reasoning
+from quire.text.parsers.grammars.message_rules import ChannelRules, PlainRules, wanted_of
+from quire.text.parsers.grammars.rules import MarkTokens, Rules
+from quire.text.parsers.message_parser import MessageParser
+from quire.text.parsers.reading.channel_layout import ChannelReader
+from quire.text.parsers.reading.event_writer import EventWriter
+from quire.text.parsers.reading.plain_layout import PlainReader
+from quire.text.parsers.reading.text_source import Reader, TextSource
+from quire.text.parsers.tool_use import ToolUse
+from quire.text.tokenizer import Tokenizer
+
+_SHORT_ID_CHARACTERS = string.ascii_letters + string.digits
+_NUM_SHORT_ID_CHARACTERS = 9
+
+
+class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How one family of models writes reasoning and calls.
+
+    aliases: further names, as other engines' flags spell them: of its calls, or of its reasoning.
+    template_words: a chat template that has all words of one of these lists speaks the dialect.
+    reasoning: None: it writes none. calls: the forms of calls that are read; grammars write the
+        first. channels: in place of both, for messages made of messages.
+    special_tokens: those that the parser must see in the text, if the tokenizer has them.
+    call_ids: "short" ones have nine letters and digits, which Mistral's templates ask for.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    reasoning_aliases: tuple[str, ...] = ()
+    template_words: tuple[tuple[str, ...], ...] = ()
+    reasoning: Reasoning | None = None
+    calls: tuple[AnyCallForm, ...] = ()
+    channels: ChannelForm | None = None
+    special_tokens: frozenset[str] = frozenset()
+    call_ids: Literal["long", "short"] = "long"
+
+    @property
+    def kept_special_tokens(self) -> frozenset[str]:
+        """Special tokens that must stay in the text for the parser, whoever else skips them."""
+        return self.special_tokens
+
+    def tokens_kept_for(self, tool_use: ToolUse) -> frozenset[str]:
+        """Those of `kept_special_tokens` that matter to one message: where nothing may be called,
+        marks of calls would be text."""
+        if self.channels is not None or tool_use.callable_tools:
+            return self.special_tokens
+        marks = self.reasoning.begin + self.reasoning.end if self.reasoning is not None else ()
+        return frozenset(
+            token for token in self.special_tokens if any(token in mark for mark in marks)
+        )
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether models that speak it may reason before they answer."""
+        return self.reasoning is not None or self.channels is not None
+
+    def new_call_id(self) -> str:
+        """An id for a call, in the form that the model's template takes back."""
+        if self.call_ids == "short":
+            drawn = (secrets.choice(_SHORT_ID_CHARACTERS) for _ in range(_NUM_SHORT_ID_CHARACTERS))
+            return "".join(drawn)
+        return f"call_{secrets.token_hex(12)}"
+
+    def parser(self, tool_use: ToolUse, prompt_end: str) -> MessageParser:
+        """A parser of one message.
+
+        prompt_end: what the chat template put behind the last message: it tells whether the
+            prompt already began, or ended, the reasoning. "": nothing.
+        Calls are read only where tools may be called; else they are text.
+        """
+        tools = tool_use.callable_tools
+
+        def layout(source: TextSource, writer: EventWriter) -> Reader[None]:
+            if self.channels is not None:
+                return ChannelReader(self.channels, tools, source, writer).read()
+            return PlainReader(self.reasoning, self.calls, tools, source, writer).read()
+
+        return MessageParser(layout, self._already_written(prompt_end))
+
+    def grammar(
+        self,
+        tool_use: ToolUse,
+        answer_format: StructuredOutputsParams | None = None,
+        reasoning_budget: int | None = None,
+        prompt_end: str = "",
+        tokenizer: Tokenizer | None = None,
+    ) -> str | None:
+        """The grammar of one message, as `text.grammars` compiles it; None: anything goes.
+
+        What it allows, `parser` reads. Calls obey their tools' schemas, those of tools that are
+        not strict as far as that can be enforced. Where only their place announces calls, free
+        text and calls are told apart by a grammar only if a tool is strict.
+
+        answer_format: what the text obeys, where no tool is called.
+        reasoning_budget: after so many tokens the reasoning is ended.
+        tokenizer: the model's, to know which marks are tokens.
+        Raises InvalidRequestError.
+        """
+        rules = Rules(MarkTokens.of(tokenizer))
+        written = self._already_written(prompt_end)
+        wanted = wanted_of(tool_use, answer_format, reasoning_budget, self._has_begun(written))
+        if self.channels is not None:
+            grammar = ChannelRules(rules, self.channels, written).grammar(wanted)
+        else:
+            grammar = PlainRules(rules, self.reasoning, self.calls).grammar(wanted)
+        origin = "tools" if wanted.tools else "response_format"
+        return None if grammar is None else with_origin(grammar, origin)
+
+    def _has_begun(self, written: str) -> bool | None:
+        """Whether the prompt has begun the reasoning; None: it has not even ended it."""
+        if not written or self.reasoning is None:
+            return None
+        return not any(end in written for end in self.reasoning.end)
+
+    def _already_written(self, prompt_end: str) -> str:
+        """The part of the message that stands in the prompt."""
+        if self.channels is not None:
+            _, mark, rest = prompt_end.rpartition(self.channels.start + self.channels.role)
+            return rest if mark else ""
+        begins = self.reasoning.begin if self.reasoning is not None else ()
+        begin = max((prompt_end.rfind(mark) for mark in begins), default=-1)
+        return prompt_end[begin:] if begin >= 0 else ""

@@ -1,0 +1,102 @@
+"""Finds the dialect that a model speaks: by its chat template, or by name.
+
+Called when a server or an `LLM` starts.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from quire.errors import ConfigurationError, did_you_mean, shown
+from quire.text.parsers.dialect import Dialect
+
+_FOLDER = Path(__file__).parent / "dialects"
+GENERIC = "json"
+"""The dialect of models whose template knows no tools."""
+
+
+@cache
+def dialects() -> Mapping[str, Dialect]:
+    """All dialects by name."""
+    found = (_read(path) for path in sorted(_FOLDER.glob("*.toml")))
+    return {dialect.name: dialect for dialect in found}
+
+
+def _read(path: Path) -> Dialect:
+    raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    return msgspec.convert(raw, Dialect)
+
+
+def dialect_names() -> tuple[str, ...]:
+    """What flags may say for calls: each dialect's name and the aliases of its calls."""
+    return _names(dialects().values(), for_reasoning=False)
+
+
+def reasoning_names() -> tuple[str, ...]:
+    """What flags may say for reasoning, spelled as other engines do."""
+    return _names(dialects().values(), for_reasoning=True)
+
+
+def _names(found: Iterable[Dialect], *, for_reasoning: bool) -> tuple[str, ...]:
+    names = {dialect.name for dialect in found if dialect.has_reasoning or not for_reasoning}
+    for dialect in found:
+        names.update(dialect.reasoning_aliases if for_reasoning else dialect.aliases)
+    return tuple(sorted(names))
+
+
+def find_dialect(
+    template_source: str | None, name: str | None = None, reasoning_name: str | None = None
+) -> Dialect:
+    """The dialect of that name, or else the one that a chat template speaks.
+
+    template_source: None: the model has no template.
+    reasoning_name: whose marks of reasoning count instead, if it differs.
+    A template that is not recognised gives the generic one: reasoning in <think>, and calls where
+    they are forced. Raises ConfigurationError for an unknown name.
+    """
+    if name is not None:
+        dialect = _named(name, for_reasoning=False)
+    else:
+        dialect = _recognised(template_source or "")
+    if reasoning_name is None:
+        return dialect
+    other = _named(reasoning_name, for_reasoning=True)
+    if other.channels is not None or dialect.channels is not None:
+        if other.name != dialect.name:
+            raise ConfigurationError(
+                f"the reasoning of {reasoning_name!r} can't be combined with the calls of"
+                f" {dialect.name!r}: one of them writes both in channels; give one name for both"
+            )
+        return dialect
+    return msgspec.structs.replace(
+        dialect,
+        reasoning=other.reasoning,
+        special_tokens=dialect.special_tokens | other.special_tokens,
+    )
+
+
+def _named(name: str, *, for_reasoning: bool) -> Dialect:
+    known = reasoning_names() if for_reasoning else dialect_names()
+    for dialect in dialects().values():
+        aliases = dialect.reasoning_aliases if for_reasoning else dialect.aliases
+        if name in aliases or (name == dialect.name and name in known):
+            return dialect
+    what = "reasoning" if for_reasoning else "tool calls"
+    raise ConfigurationError(
+        f"{shown(name)} is no dialect of {what}{did_you_mean(name, known)}; there are"
+        f" {', '.join(known)}"
+    )
+
+
+def _recognised(template_source: str) -> Dialect:
+    """Of the dialects that a template may speak, the one recognised by the longest words."""
+    best, most = dialects()[GENERIC], 0
+    for dialect in dialects().values():
+        for words in dialect.template_words:
+            size = sum(map(len, words))
+            if size > most and all(word in template_source for word in words):
+                best, most = dialect, size
+    return best

@@ -1,0 +1,216 @@
+"""Grammars of calls, in each of the forms that dialects have.
+
+What they allow, the readers of the same form read.
+
+Called by `message_rules`.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from quire.errors import InvalidRequestError
+from quire.text.grammars.lark import literal
+from quire.text.grammars.schemas.translate import PLAIN_STYLE, JsonStyle
+from quire.text.parsers.call_forms import (
+    AnyCallForm,
+    JsonForm,
+    LooseForm,
+    NamedForm,
+    PythonForm,
+    TaggedForm,
+)
+from quire.text.parsers.grammars.remembered_terms import json_term
+from quire.text.parsers.grammars.rules import Rules
+from quire.text.parsers.grammars.text_values import TextValues
+from quire.text.parsers.grammars.value_rules import (
+    SILENT_KEYWORDS,
+    UnwritableError,
+    ValueRules,
+    ValueSyntax,
+)
+from quire.text.parsers.reading.call_reader import NAME, PYTHON_NAME
+from quire.text.parsers.reading.loose_objects import LOOSE_KEY
+from quire.text.parsers.reading.python_calls import KEYWORD
+from quire.text.parsers.tool_use import Tool
+
+NO_ARGUMENTS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+
+_OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties"})
+_ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,40}/"
+
+
+@dataclass(frozen=True, slots=True)
+class CalledTool:
+    """A tool as a grammar sees it. origin: the field of the request that has its schema.
+
+    is_loose: what of its schema has no grammar is left out, instead of being refused.
+    """
+
+    tool: Tool
+    origin: str
+    is_loose: bool
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Of its arguments, which are an object."""
+        schema = self.tool.parameters
+        if schema is None:
+            return dict(NO_ARGUMENTS)
+        if schema.get("type", "object") != "object":
+            raise InvalidRequestError(
+                f"{self.origin}: #: type is {schema['type']!r}, but arguments are an object",
+                self.origin,
+            )
+        return {"type": "object", **schema}
+
+    def refusal(self, why: object) -> InvalidRequestError:
+        """The error for a schema that can't be enforced."""
+        return InvalidRequestError(
+            f"{self.origin}: {why}; the calls of this model can't be made to obey that: leave it"
+            " out, or call the tool without strict",
+            self.origin,
+        )
+
+
+def call_term(rules: Rules, form: AnyCallForm, called: CalledTool) -> str:
+    """A term for one call of a tool, without what stands around calls."""
+    name = called.tool.name
+    pattern = PYTHON_NAME if isinstance(form, PythonForm) else NAME
+    if not isinstance(form, JsonForm) and not re.fullmatch(pattern, name):
+        raise InvalidRequestError(
+            f"{called.origin.partition('.')[0]}: the tool name {name!r} has a character that this"
+            " model's calls can't have; use letters, digits, _ and -",
+            "tools",
+        )
+    if isinstance(form, JsonForm):
+        head = f"{{{_json(form.name_key)}: {_json(name)}, {_json(form.arguments_keys[0])}: "
+        style = JsonStyle(disable_any_whitespace=form.has_fixed_spaces)
+        arguments = json_arguments(called, style)
+        return rules.add("call", f"{literal(head)} {arguments} {literal('}')}")
+    if isinstance(form, NamedForm):
+        head = rules.tokens.terms(form.name_prefix + name + form.name_end)
+        return rules.add("call", f"{head} {json_arguments(called)}")
+    if isinstance(form, TaggedForm):
+        return _tagged_call(rules, form, called)
+    if isinstance(form, LooseForm):
+        arguments = _members(rules, _loose_syntax(rules, form), called)
+        return rules.add("call", f'{literal(name + "{")} {arguments} "}}"')
+    arguments = _members(rules, _PYTHON, called)
+    return rules.add("call", f"{literal(name + '(')} {arguments} {literal(')')}")
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_arguments(called: CalledTool, style: JsonStyle = PLAIN_STYLE) -> str:
+    """A term for the arguments as a JSON object."""
+    try:
+        return json_term(called.schema, called.origin, style)
+    except InvalidRequestError:
+        if not called.is_loose:
+            raise
+        return json_term(dict(ANY_ARGUMENTS), called.origin, style)
+
+
+def _tagged_call(rules: Rules, form: TaggedForm, called: CalledTool) -> str:
+    schema = called.schema
+    mark = form.parameter_end.strip()
+    values = TextValues(rules, schema, form.value_space, mark)
+    behind = form.parameter_end[form.parameter_end.index(mark) + len(mark) :]
+
+    def parameter(key: str, value: str) -> str:
+        before = rules.tokens.terms(form.parameter_begin) + f" {key} "
+        before += rules.tokens.terms(form.key_end + form.value_space)
+        return rules.add("parameter", f"{before} {value} {literal(behind)}")
+
+    parts = [rules.tokens.terms(called.tool.name + form.name_end)]
+    properties = schema.get("properties")
+    if unknown := sorted(set(schema) - SILENT_KEYWORDS - _OBJECT_KEYWORDS):
+        _refuse_unless_loose(called, f"{unknown[0]} is not supported")
+    if properties is None and schema.get("additionalProperties") is not False:
+        return rules.add("call", f"{parts[0]} {parameter(_ANY_KEY, values.any_text())}*")
+    required = set(schema.get("required") or ())
+    for key, each in (properties or {}).items():
+        try:
+            value = rules.attempt(partial(values.value, key, each, called.origin))
+        except UnwritableError as error:
+            _refuse_unless_loose(called, error)
+            value = values.any_text()
+        is_readable = key == key.strip() and form.key_end.split()[0] not in key
+        if not is_readable:
+            _refuse_unless_loose(called, f"the name {key!r} can't be written")
+            continue
+        parts.append(parameter(literal(key), value) + ("" if key in required else "?"))
+    return rules.add("call", " ".join(parts))
+
+
+def _refuse_unless_loose(called: CalledTool, why: object) -> None:
+    if not called.is_loose:
+        raise called.refusal(why)
+
+
+def _members(rules: Rules, syntax: ValueSyntax, called: CalledTool) -> str:
+    """The arguments as members of an object; what can't be written takes any value."""
+    schema = called.schema
+
+    def write(schema: Mapping[str, Any]) -> str:
+        return ValueRules(rules, syntax, called.schema).arguments(schema)
+
+    try:
+        return rules.attempt(partial(write, schema))
+    except UnwritableError as error:
+        if not called.is_loose:
+            raise called.refusal(error) from error
+    properties = {
+        key: each if _is_writable(rules, syntax, schema, each) else True
+        for key, each in (schema.get("properties") or {}).items()
+    }
+    required = [key for key in schema.get("required") or () if key in properties]
+    return write({"type": "object", "properties": properties, "required": required})
+
+
+def _is_writable(rules: Rules, syntax: ValueSyntax, root: Mapping[str, Any], schema: Any) -> bool:
+    trial = Rules(rules.tokens)
+    try:
+        ValueRules(trial, syntax, root).value(schema)
+    except UnwritableError:
+        return False
+    return True
+
+
+def _checked(name: str, pattern: re.Pattern[str]) -> str:
+    if not pattern.fullmatch(name):
+        raise UnwritableError(f"the name {name!r} can't be written")
+    return name
+
+
+def _loose_syntax(rules: Rules, form: LooseForm) -> ValueSyntax:
+    quote = rules.tokens.terms(form.quote)
+    return ValueSyntax(
+        string=rules.add("string", f"{quote} {rules.text_before(form.quote)}"),
+        quoted=lambda text: f"{quote} {literal(text)} {quote}",
+        argument=lambda name: literal(f"{_checked(name, LOOSE_KEY)}:"),
+        key=lambda name: literal(f"{_checked(name, LOOSE_KEY)}:"),
+        any_key=_ANY_KEY + ' ":"',
+    )
+
+
+_PYTHON = ValueSyntax(
+    string=r'/"(?:[^"\\\x00-\x1f\x7f]|\\["\\nt])*"/',
+    quoted=lambda text: literal(_json(text)),
+    argument=lambda name: literal(f"{_checked(name, KEYWORD)}="),
+    key=lambda name: literal(f"{_json(name)}: "),
+    any_key=_ANY_KEY + ' "="',
+    words=("True", "False", "None"),
+    separator=", ",
+)

@@ -1,0 +1,1 @@
+"""Readers of a message and its calls, while the text arrives."""

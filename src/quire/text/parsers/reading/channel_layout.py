@@ -1,0 +1,102 @@
+"""Reads a message made of messages, each with a header that names its channel: harmony.
+
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary
+to=functions.NAME <|constrain|>json<|message|>{...}<|call|>, with an answer in the channel final.
+"""
+
+import re
+
+from quire.text.parsers.call_forms import ChannelForm
+from quire.text.parsers.reading.event_writer import EventWriter
+from quire.text.parsers.reading.json_copier import copy_value
+from quire.text.parsers.reading.text_source import Markers, Reader, TextSource
+from quire.text.parsers.tool_use import Tool
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_WORD = re.compile(r"\s*([^\s<]*)")
+
+
+class ChannelReader:
+    """One message, from behind the role of its first header."""
+
+    def __init__(
+        self,
+        form: ChannelForm,
+        tools: tuple[Tool, ...],
+        source: TextSource,
+        writer: EventWriter,
+    ) -> None:
+        self._form = form
+        self._has_tools = bool(tools)
+        self._source = source
+        self._writer = writer
+        self._header_end = Markers([form.message])
+        self._body_ends = Markers([*form.ends, form.start, form.channel])
+
+    def read(self) -> Reader[None]:
+        """To the end of the message."""
+        form, source = self._form, self._source
+        end = form.start
+        while end or not source.is_ended:
+            pieces = [] if end != form.channel else [end]
+            header = yield from self._read_header(pieces)
+            if header is not None:
+                end = yield from self._read_body(header)
+            else:
+                end = yield from source.read_until(self._body_ends, self._writer.write_text)
+            if end in form.ends:
+                yield from source.skip_space()
+                if (yield from source.read_literal(form.start)):
+                    end = form.start
+            if end == form.start:
+                is_whole = yield from source.read_literal(form.role)
+                if not is_whole and source.is_ended:
+                    source.take_to(len(source.text))  # the end cut it off
+
+    def _read_header(self, pieces: list[str]) -> Reader[str | None]:
+        """The header up to the body; None: what comes is a body without a header."""
+        form, source = self._form, self._source
+        if not pieces:
+            source.keep()
+            yield from source.skip_space()
+            starts = (form.channel, form.constrain, form.message, form.recipient)
+            if not (yield from source.next_literal(starts)):
+                self._writer.write_text(source.forget())
+                return None
+            source.forget()
+        if not (yield from source.read_until(self._header_end, pieces.append)):
+            return None  # the end cut it off
+        return "".join(pieces)
+
+    def _read_body(self, header: str) -> Reader[str]:
+        """The body and the mark behind it, which is returned."""
+        form, source = self._form, self._source
+        channel = self._channel(header)
+        found = _RECIPIENT.search(header)
+        recipient = found.group(1) if found else ""
+        write = self._writer.write_text
+        if self._has_tools and recipient.startswith(form.call_prefix):
+            yield from self._read_call(recipient.removeprefix(form.call_prefix))
+        elif channel == form.reasoning_channel:
+            write = self._writer.write_reasoning
+        return (yield from source.read_until(self._body_ends, write))
+
+    def _channel(self, header: str) -> str:
+        _, mark, rest = header.partition(self._form.channel)
+        found = _WORD.match(rest)
+        return found.group(1) if mark and found else ""
+
+    def _read_call(self, name: str) -> Reader[None]:
+        """The arguments, if an object comes; what is none is left to be read as text."""
+        source, writer = self._source, self._writer
+        source.keep()
+        if (yield from source.skip_space()) != "{" or not name:
+            writer.write_text(source.forget())
+            return
+        source.forget()
+        writer.start_call(name, None)
+        if (yield from copy_value(source, writer.write_arguments)):
+            writer.end_call()
+            yield from source.skip_space()
+        elif source.is_ended:
+            source.take_to(len(source.text))  # the end cut it off

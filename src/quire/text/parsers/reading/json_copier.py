@@ -1,0 +1,147 @@
+"""Copies one JSON value from a text that is still arriving, checking it on the way.
+
+What it gives out is always the beginning of valid JSON text. One repair is made: a control
+character that stands bare in a string, which JSON forbids and models write, is escaped.
+Called by the readers of calls.
+"""
+
+import re
+
+from quire.text.parsers.reading.text_source import Reader, Sink, TextSource
+
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_START = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
+_SCALAR = re.compile(r"[-+.0-9a-zA-Z]+")
+_WHOLE_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_CONTROL_NAMES = {"\n": r"\n", "\t": r"\t", "\r": r"\r", "\b": r"\b", "\f": r"\f"}
+_MAX_SCALAR_CHARACTERS = 4_300  # of a number; more digits Python refuses, too
+MAX_DEPTH = 200
+
+
+def escaped(text: str) -> str:
+    """The text as it stands between the quotes of a JSON string."""
+    if _PLAIN.fullmatch(text) or not text:
+        return text
+    text = text.replace("\\", "\\\\").replace('"', '\\"')
+    return _CONTROL.sub(_escaped_control, text)
+
+
+def _escaped_control(found: re.Match[str]) -> str:
+    character = found.group()
+    return _CONTROL_NAMES.get(character) or f"\\u{ord(character):04x}"
+
+
+def copy_string(source: TextSource, sink: Sink) -> Reader[bool]:
+    """Copy a string, quotes included. False: what comes is none, or the text ends in it.
+
+    In that case the text is read, and given out, up to the first wrong character.
+    """
+    if (yield from source.next_character()) != '"':
+        return False
+    sink(source.take_to(source.at + 1))
+    while True:
+        character = yield from source.next_character()
+        if character == '"':
+            sink(source.take_to(source.at + 1))
+            return True
+        if character == "\\":
+            if not (yield from _copy_escape(source, sink)):
+                return False
+        elif character == "":
+            return False
+        elif found := _PLAIN.match(source.text, source.at):
+            sink(source.take_to(found.end()))
+        else:
+            sink(escaped(source.take_to(source.at + 1)))
+
+
+def _copy_escape(source: TextSource, sink: Sink) -> Reader[bool]:
+    while (found := _ESCAPE.match(source.text, source.at)) is None:
+        if source.is_ended or not _ESCAPE_START.match(source.text, source.at):
+            return False
+        yield
+    sink(source.take_to(found.end()))
+    return True
+
+
+def _copy_scalar(source: TextSource, sink: Sink) -> Reader[bool]:
+    """Copy a number, true, false or null; read nothing if it is none."""
+    while True:
+        found = _SCALAR.match(source.text, source.at)
+        if found is None or found.end() - source.at > _MAX_SCALAR_CHARACTERS:
+            return False
+        if found.end() < len(source.text) or source.is_ended:
+            break
+        yield
+    if not _WHOLE_SCALAR.fullmatch(found.group()):
+        return False
+    sink(source.take_to(found.end()))
+    return True
+
+
+def copy_value(source: TextSource, sink: Sink) -> Reader[bool]:
+    """Copy a value without the white space before it. False: as `copy_string`."""
+    yield from source.skip_space()
+    closers: list[str] = []  # of the objects and arrays that are open
+    is_opened = False  # just now: it may be closed without a member
+    while True:
+        character = yield from _copy_space(source, sink)
+        if is_opened and character == closers[-1]:
+            pass
+        else:
+            if closers and closers[-1] == "}" and not (yield from _copy_key(source, sink)):
+                return False
+            character = yield from source.next_character()
+            if character in ("{", "["):
+                sink(source.take_to(source.at + 1))
+                closers.append("}" if character == "{" else "]")
+                if len(closers) > MAX_DEPTH:
+                    return False
+                is_opened = True
+                continue
+            copy = copy_string if character == '"' else _copy_scalar
+            if not (yield from copy(source, sink)):
+                return False
+        if not (yield from _copy_closers(source, sink, closers)):
+            return False
+        if not closers:
+            return True
+        is_opened = False
+
+
+def _copy_key(source: TextSource, sink: Sink) -> Reader[bool]:
+    """Copy a member's name, its colon and the white space behind that."""
+    if not (yield from copy_string(source, sink)):
+        return False
+    if (yield from _copy_space(source, sink)) != ":":
+        return False
+    sink(source.take_to(source.at + 1))
+    yield from _copy_space(source, sink)
+    return True
+
+
+def _copy_closers(source: TextSource, sink: Sink, closers: list[str]) -> Reader[bool]:
+    """Behind a value: copy what closes, up to a comma, which is copied, or to the outer end."""
+    while closers:
+        character = yield from _copy_space(source, sink)
+        if character not in (",", closers[-1]) or not character:
+            return False
+        sink(source.take_to(source.at + 1))
+        if character == ",":
+            return True
+        closers.pop()
+    return True
+
+
+def _copy_space(source: TextSource, sink: Sink) -> Reader[str]:
+    """Copy white space; return the character behind it, unread, or ""."""
+    while True:
+        character = yield from source.next_character()
+        if character == "" or character not in " \t\r\n":
+            return character
+        end = source.at + 1
+        while end < len(source.text) and source.text[end] in " \t\r\n":
+            end += 1
+        sink(source.take_to(end))

@@ -1,0 +1,192 @@
+"""Reads a message that is reasoning between marks, then text with calls in it.
+
+The layout of all dialects but harmony's.
+"""
+
+from collections.abc import Sequence
+
+from quire.text.parsers.call_forms import AnyCallForm, JsonForm, PythonForm, Reasoning
+from quire.text.parsers.reading.call_reader import CallOutcome, CallReader
+from quire.text.parsers.reading.event_writer import EventWriter
+from quire.text.parsers.reading.text_source import SPACE, Markers, Reader, Sink, TextSource
+from quire.text.parsers.tool_use import Tool
+
+
+class Pen:
+    """Writes text, but white space only once more follows: beside a mark it is dropped."""
+
+    __slots__ = ("_sink", "_spaces")
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._spaces: list[str] = []
+
+    def write(self, text: str) -> None:
+        """More text, as a sink takes it; not empty."""
+        if not self._spaces and text[-1] not in SPACE:
+            self._sink(text)  # as nearly all pieces are
+            return
+        end = len(text.rstrip(SPACE))
+        if end:
+            self.flush()
+            self._sink(text[:end])
+        if end < len(text):
+            self._spaces.append(text[end:])
+
+    def flush(self) -> None:
+        """Write the white space too: no mark follows."""
+        for space in self.take_space():
+            self._sink(space)
+
+    def take_space(self) -> list[str]:
+        """The white space that waits; it is a mark's now."""
+        spaces, self._spaces = self._spaces, []
+        return spaces
+
+
+class PlainReader:
+    """One message. White space beside a mark belongs to the mark."""
+
+    def __init__(
+        self,
+        reasoning: Reasoning | None,
+        forms: Sequence[AnyCallForm],
+        tools: tuple[Tool, ...],
+        source: TextSource,
+        writer: EventWriter,
+    ) -> None:
+        self._reasoning = reasoning
+        self._forms: dict[str, list[AnyCallForm]] = {}
+        for form in forms if tools else ():
+            self._forms.setdefault(form.marker, []).append(form)
+        self._source = source
+        self._writer = writer
+        self._calls = CallReader(source, writer, tools)
+        self._text = Pen(writer.write_text)
+        self._thoughts = Pen(writer.write_reasoning)
+
+    def read(self) -> Reader[None]:
+        """To the end of the message."""
+        if self._reasoning or "" in self._forms:
+            yield from self._read_start()
+        if not any(self._forms):
+            self._text.flush()
+            yield from self._source.read_until(Markers(()), self._writer.write_text)
+            return
+        markers = Markers(filter(None, self._forms))
+        while marker := (yield from self._source.read_until(markers, self._text.write)):
+            yield from self._read_calls(marker, self._text)
+        self._text.flush()
+
+    def _read_start(self) -> Reader[None]:
+        """Reasoning, and calls that only their place announces."""
+        source = self._source
+        while True:
+            source.keep()
+            character = yield from source.skip_space()
+            begin = ""
+            if self._reasoning:
+                begin = yield from source.next_literal(self._reasoning.begin)
+            if not begin:
+                break
+            yield from source.read_literal(begin)
+            source.forget()
+            yield from source.skip_space()
+            yield from self._read_reasoning(self._reasoning)
+        if character and self._form_for("", character):
+            yield from self._read_calls("", self._text)
+        else:
+            if space := source.forget():
+                self._text.write(space)
+
+    def _read_reasoning(self, reasoning: Reasoning | None) -> Reader[None]:
+        """From behind the begin mark to behind the end mark."""
+        assert reasoning is not None
+        begins_call = [mark for mark in self._forms if mark and reasoning.is_ended_by_calls]
+        markers = Markers([*reasoning.end, *begins_call])
+        while True:
+            marker = yield from self._source.read_until(markers, self._thoughts.write)
+            if marker not in begins_call:
+                break
+            if (yield from self._read_calls(marker, self._thoughts)):
+                return
+        if marker:
+            self._thoughts.take_space()
+            yield from self._source.skip_space()
+        self._thoughts.flush()
+
+    def _form_for(self, marker: str, character: str) -> AnyCallForm | None:
+        """The form of a call that begins with `character` behind its marker."""
+        forms = self._forms.get(marker, ())
+        for form in forms:
+            if character in form.first_characters:
+                return form
+        return next((form for form in forms if not form.first_characters), None)
+
+    def _read_calls(self, marker: str, pen: Pen) -> Reader[bool]:
+        """All calls that a marker, which has been read, announces; whether there is one.
+
+        What is no call goes to `pen` as it stands. A call that the end of the text cut is dropped
+        from where it was cut, or altogether if nothing of it has been told yet.
+        """
+        source, writer = self._source, self._writer
+        if marker:
+            source.keep([*pen.take_space(), marker])
+        form = self._form_for(marker, (yield from source.skip_space()))
+        num_calls = writer.num_calls
+        outcome = CallOutcome.NONE
+        if form is not None:
+            outcome = yield from self._read_section(form)
+        rest = source.forget()
+        is_call = bool(marker) or writer.num_calls > num_calls
+        if outcome is not CallOutcome.WHOLE and is_call and source.is_ended:
+            source.take_to(len(source.text))
+        elif outcome is not CallOutcome.WHOLE and rest:
+            pen.write(rest)
+        return writer.num_calls > num_calls
+
+    def _read_section(self, form: AnyCallForm) -> Reader[CallOutcome]:
+        """From behind the marker to behind the end; what is kept at the end is no call."""
+        source = self._source
+        is_array = isinstance(form, (JsonForm, PythonForm)) and (
+            (yield from source.next_character()) == "["
+        )
+        if is_array:
+            source.take_to(source.at + 1)
+        call_begin = form.call_begin.split() if form.begin else ()
+        if not (yield from source.read_words(call_begin)):
+            return CallOutcome.NONE
+        while True:
+            outcome = yield from self._calls.read(form)
+            if outcome is not CallOutcome.WHOLE:
+                return outcome
+            source.forget()
+            yield from self._skip_words(form.call_end)
+            yield from source.skip_space()
+            source.keep()
+            if not (yield from self._read_separator(form, is_array)):
+                break
+        source.forget()
+        yield from self._skip_words("]" if is_array else "")
+        yield from self._skip_words(form.end)
+        yield from source.skip_space()
+        return CallOutcome.WHOLE
+
+    def _read_separator(self, form: AnyCallForm, is_array: bool) -> Reader[bool]:
+        """What stands between two calls; False: no further call follows."""
+        if is_array:
+            return (yield from self._source.read_literal(","))
+        if form.separator.strip():
+            return (yield from self._source.read_words(form.separator.split()))
+        if form.begin and form.call_begin:
+            return (yield from self._source.read_literal(form.call_begin.strip()))
+        return False
+
+    def _skip_words(self, mark: str) -> Reader[None]:
+        """Read the words of a mark that may be missing, or cut off by the end of the text."""
+        source = self._source
+        for word in mark.split():
+            yield from source.skip_space()
+            is_whole = yield from source.read_literal(word)
+            if not is_whole and source.is_ended and word.startswith(source.text[source.at :]):
+                source.take_to(len(source.text))

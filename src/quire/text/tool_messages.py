@@ -1,0 +1,158 @@
+"""Tool calls and their results in a chat's history: checks, and the forms that templates take.
+
+Knows the shape of OpenAI's messages and no template. Called by `text.chat_messages` and
+`text.chat_template`.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.errors import InvalidRequestError, shown
+
+Message = dict[str, Any]
+
+_DESCRIPTION = """These functions can be called:
+
+{}
+
+To call one or more, write nothing but a JSON list of calls, each with a name and parameters:
+[{{"name": "...", "parameters": {{...}}}}]
+Their results follow in the next message. Where no function helps, answer in words."""
+
+
+def check_tool_calls(calls: Any, where: str) -> None:
+    """Raises InvalidRequestError unless these are function calls as OpenAI's API has them.
+
+    calls: out of plain JSON types. Arguments may be an object as well as its JSON text.
+    """
+    if not isinstance(calls, list):
+        raise _wrong(f"{where} has tool_calls of type {type(calls).__name__}, not a list")
+    for at, call in enumerate(calls):
+        place = f"{where}.tool_calls[{at}]"
+        if not isinstance(call, dict):
+            raise _wrong(f"{place} is a {type(call).__name__}, but must be an object")
+        if call.get("type", "function") != "function":
+            raise _wrong(f"{place} has the type {shown(call['type'])}, but must be a function")
+        check_id(call.get("id"), f"{place}.id")
+        function = call.get("function")
+        if not isinstance(function, dict):
+            raise _wrong(f"{place} has no function; it must be an object with name and arguments")
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise _wrong(f"{place} has no name of its function; it must be a non-empty string")
+        if not isinstance(function.get("arguments", ""), (str, dict, type(None))):
+            raise _wrong(f"{place} has arguments that are neither an object nor its JSON text")
+
+
+def check_id(value: Any, place: str) -> None:
+    """Raises InvalidRequestError unless the id of a call is a text, or left out."""
+    if value is not None and not isinstance(value, str):
+        raise _wrong(f"{place} is {shown(value)}, but must be a text")
+
+
+def with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+    """The messages with the arguments of each call as `change` makes them."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": change(function.get("arguments"))}}
+
+    return [
+        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def arguments_object(arguments: Any) -> Any:
+    """The object that arguments are the JSON text of, as most templates want them.
+
+    What is no object's JSON, since the model wrote something else or was cut off, stays a text.
+    """
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def arguments_text(arguments: Any) -> str:
+    """The JSON text of arguments: the very text that was sent, if it was one."""
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def with_calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """The messages for a template that knows no tools.
+
+    Calls become text of the assistant, a JSON list as the dialect `json` has it; results become
+    text of the user, those of one turn together in one message.
+    """
+    names: dict[Any, str] = {}
+    changed: list[Message] = []
+    was_result = False
+    for message in messages:
+        is_result = message["role"] == "tool"
+        if is_result:
+            text = _result_text(message, names)
+            if was_result:
+                last = changed[-1]
+                changed[-1] = {**last, "content": f"{last['content']}\n\n{text}"}
+            else:
+                changed.append({"role": "user", "content": text})
+        elif calls := message.get("tool_calls"):
+            names |= {call.get("id"): call["function"]["name"] for call in calls}
+            changed.append(_without_calls(message, calls))
+        else:
+            changed.append(message)
+        was_result = is_result
+    return changed
+
+
+def _without_calls(message: Message, calls: Sequence[Mapping[str, Any]]) -> Message:
+    written = [
+        {
+            "name": call["function"]["name"],
+            "parameters": arguments_object(call["function"].get("arguments")),
+        }
+        for call in calls
+    ]
+    text, before = json.dumps(written, ensure_ascii=False), text_of(message.get("content"))
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": f"{before}\n{text}" if before else text}
+
+
+def _result_text(message: Message, names: Mapping[Any, str]) -> str:
+    name = message.get("name") or names.get(message.get("tool_call_id"), "the tool")
+    return f"Result of {name}:\n{text_of(message.get('content'))}"
+
+
+def with_tools_as_text(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> list[Message]:
+    """The messages for a template that knows no tools: a system message describes them, behind what
+    it says already. Calls are asked for in the form of the dialect `json`."""
+    listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    text = _DESCRIPTION.format(listed)
+    first = messages[0]
+    if first["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": text}, *messages]
+    before = text_of(first.get("content"))
+    return [{**first, "content": f"{before}\n\n{text}"}, *messages[1:]]
+
+
+def text_of(content: Any) -> str:
+    """A content as one text; lists of text parts are joined by line breaks."""
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
+
+
+def _wrong(sentence: str) -> InvalidRequestError:
+    return InvalidRequestError(sentence, "messages")
