@@ -48,7 +48,9 @@ ARROWS = {
     "option_fields": "",
     "errors": "",
     "version": "",
-    "quire": "offline engine_client core version",
+    "vllm_names": "",
+    "import_answers": "vllm_names",
+    "quire": "offline engine_client cli core version import_answers",
 }
 """Left may import right, and what right may import. A folder is an area; so is a file in `quire/`.
 `__main__.py` belongs to `cli`; `quire` is the package's own `__init__.py`, which nobody imports.
@@ -56,14 +58,21 @@ Everybody may import errors and how options are declared, option_fields; everybo
 option_fields, errors and version observability.
 """
 
-CORE_CONTRACTS = ("sampling_params", "step", "request", "kv_groups")
+CORE_CONTRACTS = (
+    "sampling_params",
+    "structured_outputs",
+    "pooling",
+    "step",
+    "request",
+    "kv_groups",
+)
 """Plain data of core, which text, models, layers and sampling may import as well."""
 CONTRACT_READERS = ("text", "models", "layers", "attention", "speculation", "sampling")
 
 NEEDS_EXTRA = {"httptools_protocol": "httptools"}
 """Modules of the front, by their last name, that load only where another package is installed."""
 
-OPTION_READERS = ("cli", "server", "bench", "offline", "assembly", "options")
+OPTION_READERS = ("cli", "server", "bench", "offline", "engine_client", "assembly", "options")
 """Areas that may read all of an engine's options together."""
 
 NOT_IN_CORE = {

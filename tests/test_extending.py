@@ -84,7 +84,7 @@ SEAMS = {name: text for name, text in sections(PAGE).items() if files_to_touch(t
 def test_the_page_has_all_seams() -> None:
     assert {name.partition(" ")[2] for name in SEAMS} == {
         *("model family", "weight format", "checkpoint source", "attention backend"),
-        *("engine option", "endpoint", "scheduling policy", "eviction order"),
+        *("engine option", "endpoint", "scheduling policy", "eviction order", "dialect"),
     }
 
 

@@ -1,50 +1,97 @@
 """quire: an inference engine for large language models, with a paged KV cache.
 
 The names below are all there is to import from here. They are loaded when first used, so that
-`import quire` and `quire --version` stay light. Nothing inside the package imports this module.
+`import quire` and `quire --version` stay light. What vLLM has elsewhere is found there, too, and an
+import of what is not there is answered by a sentence (`import_answers`). Nothing inside the package
+imports this module.
 """
 
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from quire.version import __version__
 
 if TYPE_CHECKING:
-    from quire.core.sampling_params import BeamSearchParams, SamplingParams
+    from quire.cli.engine_args import AsyncEngineArgs, EngineArgs
+    from quire.core.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from quire.core.structured_outputs import StructuredOutputsParams
+    from quire.engine_client.async_llm import AsyncLLM
     from quire.engine_client.results import CompletionOutput, RequestOutput
     from quire.offline.beams import BeamSearchOutput, BeamSearchSequence
     from quire.offline.llm import LLM
+    from quire.offline.llm_engine import LLMEngine
+    from quire.offline.prompts import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
 _HOMES = {
     "LLM": "quire.offline.llm",
+    "AsyncEngineArgs": "quire.cli.engine_args",
+    "AsyncLLM": "quire.engine_client.async_llm",
+    "AsyncLLMEngine": "quire.engine_client.async_llm:AsyncLLM",
     "BeamSearchOutput": "quire.offline.beams",
     "BeamSearchParams": "quire.core.sampling_params",
     "BeamSearchSequence": "quire.offline.beams",
     "CompletionOutput": "quire.engine_client.results",
+    "EngineArgs": "quire.cli.engine_args",
+    "LLMEngine": "quire.offline.llm_engine",
     "RequestOutput": "quire.engine_client.results",
+    "RequestOutputKind": "quire.core.sampling_params",
     "SamplingParams": "quire.core.sampling_params",
+    "StructuredOutputsParams": "quire.core.structured_outputs",
+    "TextPrompt": "quire.offline.prompts",
+    "TokensPrompt": "quire.offline.prompts",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
-        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+        if name.startswith("_"):
+            raise AttributeError(f"module 'quire' has no attribute {name!r}")
+        from quire.errors import did_you_mean  # only where a name is not there
+
+        raise AttributeError(f"quire has no {name}{did_you_mean(name, __all__)}")
     from importlib import import_module  # costs a few ms that `quire --version` need not pay
 
-    value = getattr(import_module(_HOMES[name]), name)
+    module, _, other = _HOMES[name].partition(":")
+    value = getattr(import_module(module), other or name)
     globals()[name] = value  # from now on the name is found without coming here
     return value
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _LastFinder:
+    """Asks `import_answers` about what is below the package, and nobody has found."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
+        """See importlib.abc.MetaPathFinder."""
+        if not name.startswith("quire."):
+            return None
+        from quire.import_answers import ImportAnswers  # only where something is not found
+
+        return ImportAnswers().find_spec(name, path, target)
+
+
+sys.meta_path.append(_LastFinder)  # a class, as Python's own finders are

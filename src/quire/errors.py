@@ -4,6 +4,7 @@ QuireError                      500
 ├── InvalidRequestError         400  a request that can't be served as asked (also a ValueError)
 │   ├── PromptTooLongError      400  the prompt leaves no room for a token within max_model_len
 │   ├── NoTokenLeftError        422  its options exclude every token that could come next
+│   ├── GrammarTooComplexError  422  its grammar outgrew the limits in the middle of the answer
 │   └── RequestNeverFitsError   422  valid, but needs more KV blocks than the whole pool has
 ├── AuthenticationError         401  no API key, or none that the server knows
 ├── OperatorOnlyError           403  the whole server's numbers, asked for by a tenant
@@ -27,7 +28,7 @@ QuireError                      500
 import difflib
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -44,6 +45,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     none: a suggestion of something else misleads."""
     ranked = sorted(((_likeness(name, each), each) for each in known), reverse=True)
     return f"; did you mean {ranked[0][1]}?" if ranked and ranked[0][0] > 0 else ""
+
+
+def unknown_name(owner: object, name: str, advice: Mapping[str, str]) -> AttributeError:
+    """What an attribute that is not there is answered with.
+
+    advice: name -> what to use instead; another gets the nearest name of `owner`, an object.
+    """
+    why = f": {advice[name]}" if name in advice else ""
+    if not why:
+        known = [each for each in dir(type(owner)) if not each.startswith("_")]
+        why = did_you_mean(name, known)
+    return AttributeError(f"{type(owner).__name__} has no {name}{why}", name=name, obj=owner)
 
 
 def _likeness(name: str, known: str) -> float:
@@ -123,6 +136,17 @@ class NoTokenLeftError(InvalidRequestError):
         "no token is left to generate: allowed_token_ids, bad_words, min_tokens and the grammar "
         "together exclude the whole vocabulary; relax one of them"
     )
+
+
+class GrammarTooComplexError(InvalidRequestError):
+    """An answer's grammar can't be followed on within its limits: the answer ends there.
+
+    Known only at the step at which it is so: TEXT is how the sentence begins.
+    """
+
+    http_status = 422
+    code = "grammar_too_complex"
+    TEXT = "the grammar became too complex to follow"
 
 
 class AuthenticationError(QuireError):

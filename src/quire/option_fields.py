@@ -91,7 +91,17 @@ class Whole(Kind):
 
 
 class Tokens(Whole):
-    """A number of tokens, which a flag may write as 4k."""
+    """A number of tokens, which may be written as 4k; "auto" and -1 are None, where it is one."""
+
+    def settle(self, name: str, value: Any, *, is_optional: bool) -> Any:
+        if is_optional and value in ("auto", -1):
+            return None
+        if isinstance(value, str):
+            try:
+                value = token_count(value)
+            except ValueError as error:
+                raise ConfigurationError(f"{name}: {error}") from error
+        return Whole.settle(self, name, value, is_optional=is_optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +219,13 @@ class OneOf(Kind):
 @dataclass(frozen=True, slots=True)
 class Texts(Kind):
     """Any number of texts; a flag that may be repeated. what: one of them is. reads_json: a text
-    may also be a list of them in JSON. is_secret: no traceback shows them."""
+    may also be a list of them in JSON. is_secret: no traceback shows them. is_list: a flag takes
+    several at once."""
 
     what: str = "text"
     reads_json: bool = False
     is_secret: bool = False
+    is_list: bool = False
 
     def settle(self, name: str, value: Any, *, is_optional: bool) -> tuple[str, ...]:
         texts = [value] if isinstance(value, str) else value
@@ -235,6 +247,22 @@ class Texts(Kind):
                 f"{name} is {text!r:.80}, but must be {self.what}, or a list of them in JSON"
             )
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class JsonObject(Kind):
+    """An object of JSON, as a mapping or as its text."""
+
+    metavar: ClassVar[str | None] = "JSON"
+
+    def settle(self, name: str, value: Any, *, is_optional: bool) -> dict[str, Any]:
+        try:
+            found = json.loads(value) if isinstance(value, str) else value
+        except json.JSONDecodeError:
+            found = None
+        if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+            raise ConfigurationError(f"{name} is {value!r:.80}, but must be an object in JSON")
+        return dict(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +410,19 @@ def _shown(default: Any) -> str:
 def in_words(names: Sequence[str]) -> str:
     """ "a, b or c"."""
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def token_count(text: str) -> int:
+    """A number that may end in k, m or g (thousands), or in K, M or G (powers of 1024), as in vLLM:
+    4k is 4000, 4K is 4096, 1.5k is 1500. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text.strip())
+    if found is None or ("." in found[1] and not found[2]):
+        raise ValueError(f"{text!r} is no number; it may end in k or K, as 4k")
+    base = 1000 if found[2].islower() else 1024
+    count = Fraction(found[1]) * base ** " kmg".index(found[2].lower() or " ")
+    if count.denominator != 1:
+        raise ValueError(f"{text!r} is {float(count):g}, no whole number")
+    return int(count)
 
 
 def parse_bytes(name: str, value: Any) -> int:

@@ -57,7 +57,7 @@ def test_flags_of_equal_meaning_become_ours() -> None:
         "enforce_eager": True,
         "async_scheduling": False,
     }
-    assert server_options(args) == {"served_model_name": "mine", "heartbeat_timeout_s": 9.0}
+    assert server_options(args) == {"served_model_name": ("mine",), "heartbeat_timeout_s": 9.0}
     assert args.seed == 3
 
 
@@ -79,7 +79,7 @@ def test_what_is_so_anyway_may_be_asked_for() -> None:
             "--data-parallel-size is '2', but must be 1: one engine computes here",
         ),
         ("serve -dp=4", "-dp is '4', but must be 1"),
-        ("serve --convert embed", "--convert is 'embed', but must be auto or none: models gen"),
+        ("serve --convert embed", "--convert is 'embed', but must be auto or none: what a mo"),
         (
             "serve --distributed-executor-backend ray",
             "--distributed-executor-backend is 'ray', but must be mp: ranks are processes",

@@ -94,7 +94,7 @@ def test_what_quire_exports_is_there_when_asked_for() -> None:
     for name in quire.__all__:
         assert getattr(quire, name) is not None
         assert name in dir(quire)
-    with pytest.raises(AttributeError, match="'quire' has no attribute 'Llm'"):
+    with pytest.raises(AttributeError, match="quire has no Llm"):
         quire.Llm  # noqa: B018 - the access is the test
 
 
@@ -264,7 +264,7 @@ def test_serve_hands_its_options_to_the_server(handed: Handed) -> None:
                 "seed": 4,
                 "disable_log_stats": True,
             },
-            ServerConfig(host="0.0.0.0", port=81, served_model_name="m", max_body_bytes=2048),
+            ServerConfig(host="0.0.0.0", port=81, served_model_name=("m",), max_body_bytes=2048),
         ),
     ]
 

@@ -22,7 +22,7 @@ def _refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", "name a command: generate, chat, serve, bench, doctor (see 'quire --help')"),
+        ("", "name a command: generate, chat, serve, batch, bench, doctor (see 'quire --help')"),
         ("srve", "there is no command 'srve'; did you mean serve? (see 'quire --help')"),
         ("xyzzy", "there is no command 'xyzzy' (see 'quire --help')"),
         ("--verson", "there is no option --verson; did you mean --version?"),

@@ -13,9 +13,12 @@ WORDS = (
     " --keep-alive-s 2.5 --api-key alice:alice-key --api-key bob:bob-key-1 --api-key-file keys"
     " --allowed-origins https://a.example --allowed-origins https://b.example"
     " --max-queued-requests 7 --max-tenant-requests 4 --max-tenant-tokens-per-minute 1000"
-    " --max-body-bytes 1024 --max-prompts 2 --max-n 3 --max-choices 5 --max-stop-strings 6"
-    " --max-list-length 8 --default-deadline-s 1.5 --heartbeat-timeout-s 9 --max-engine-restarts 0"
+    " --max-body-bytes 1024 --max-prompts 2 --max-inputs 9 --max-n 3 --max-choices 5"
+    " --max-stop-strings 6 --max-list-length 8 --response-store-bytes 4096"
+    " --default-deadline-s 1.5 --heartbeat-timeout-s 9 --max-engine-restarts 0"
     " --log-level debug --log-format json --otlp-endpoint http://127.0.0.1:4318"
+    " --tool-call-parser hermes --reasoning-parser granite --chat-template t.jinja"
+    ' --default-chat-template-kwargs {"enable_thinking":false} --unknown-fields ignore'
 )
 
 

@@ -19,11 +19,13 @@ from quire.core.sampling_params import (
     BeamSearchParams,
     DecodingParams,
     ModelLimits,
+    RequestOutputKind,
     SamplingDefaults,
     SamplingParams,
     resolve,
     sampling_params_of,
 )
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
 
 HUGE = 10**400
@@ -52,8 +54,9 @@ WHOLE_FIELDS: dict[str, tuple[list[Any], list[Any], str]] = {
     ),
     "max_tokens": ([1, 2**31 - 1, None], [0, -1, 2**31, HUGE], "at least 1 and at most 2147483647"),
     "min_tokens": ([0, 16], [-1, 2**31], "at least 0 and at most 2147483647"),
-    "logprobs": ([0, 20, None], [-1], "at least 0"),
-    "prompt_logprobs": ([0, 20, None], [-1], "at least 0"),
+    "logprobs": ([0, 20, -1, None], [-2], "at least -1"),
+    "prompt_logprobs": ([0, 20, -1, None], [-2], "at least -1"),
+    "truncate_prompt_tokens": ([1, -1, None], [-2, 2**31], "at least -1 and at most 2147483647"),
 }
 BEAM_NUMBERS: dict[str, tuple[list[Any], list[Any], str]] = {
     "beam_width": (
@@ -65,7 +68,8 @@ BEAM_NUMBERS: dict[str, tuple[list[Any], list[Any], str]] = {
     "length_penalty": ([-5, 0, 0.5, 5.0], [-5.1, 6, HUGE], "at least -5 and at most 5"),
     "temperature": ([0, 0.7, 100], [-0.1, 100.5], "at least 0 and at most 100"),
 }
-FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+OBJECTS = {"structured_outputs": StructuredOutputsParams, "output_kind": RequestOutputKind}
 LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias")
 ALL_NUMBERS = {**NUMBER_FIELDS, **WHOLE_FIELDS}
 
@@ -84,7 +88,7 @@ def refusal(field: str, value: Any) -> str:
 
 
 def test_every_field_is_in_these_tables() -> None:
-    named = {*ALL_NUMBERS, *FLAGS, *LISTS}
+    named = {*ALL_NUMBERS, *FLAGS, *LISTS, *OBJECTS}
     assert named == {field.name for field in dataclasses.fields(SamplingParams)}
 
 
@@ -194,28 +198,19 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
     assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
 
 
-def test_it_is_frozen_and_takes_keywords_only() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingParams().n = 2  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        SamplingParams(1)  # type: ignore[misc]
+@pytest.mark.parametrize("field", OBJECTS)
+def test_what_is_of_another_class_is_refused(field: str) -> None:
+    assert refusal(field, "json") == f"{field} is 'json', but must be a {OBJECTS[field].__name__}"
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "expected"),
-    [
-        (
-            SamplingParams,
-            {"temprature": 1},
-            "SamplingParams has no option temprature; did you mean",
-        ),
-        (SamplingParams, {"n": 1, "xyz": 1}, "SamplingParams has no option xyz$"),
-        (BeamSearchParams, {"beam_widht": 2}, "BeamSearchParams has .* did you mean beam_width"),
-    ],
-)
-def test_an_unknown_option_is_refused_with_the_nearest(kind, options, expected) -> None:
-    with pytest.raises(InvalidRequestError, match=expected):
-        kind(**options)
+def test_stop_strings_need_the_text() -> None:
+    with pytest.raises(InvalidRequestError, match="detokenize is False; use stop_token_ids"):
+        SamplingParams(stop="a", detokenize=False)
+
+
+def test_a_prompt_is_not_truncated_to_nothing() -> None:
+    with pytest.raises(InvalidRequestError, match="truncate_prompt_tokens is 0, which leaves no"):
+        SamplingParams(truncate_prompt_tokens=0)
 
 
 def test_options_may_be_copied_and_replaced() -> None:
@@ -273,6 +268,12 @@ def test_what_each_wish_becomes(wish: dict[str, Any], field: str, value: Any) ->
     assert getattr(resolved(**wish), field) == value
 
 
+def test_the_whole_vocabulary_has_log_probabilities_where_the_bound_allows_it() -> None:
+    limits = dataclasses.replace(LIMITS, max_logprobs=100)
+    params = resolved(limits, logprobs=-1, prompt_logprobs=-1)
+    assert (params.logprobs, params.prompt_logprobs) == (100, 100)
+
+
 def test_a_full_prompt_still_resolves_to_one_token() -> None:
     assert resolved(prompt=64, max_tokens=None).max_tokens == 1
 
@@ -303,6 +304,7 @@ def test_bad_words_arrive_as_token_ids() -> None:
         ({"allowed_token_ids": [100]}, "allowed_token_ids contains 100, beyond the vocabulary"),
         ({"logit_bias": {2000: 1.0}}, "logit_bias contains 2000, beyond the vocabulary"),
         ({"logprobs": 21}, "logprobs is 21, above the bound of 20"),
+        ({"logprobs": -1}, "logprobs is 100 (the whole vocabulary), above the bound of 20"),
         ({"prompt_logprobs": 21}, "prompt_logprobs is 21, above the bound of 20"),
     ],
 )

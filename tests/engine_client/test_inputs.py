@@ -10,7 +10,7 @@ from quire import LLM, SamplingParams
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.sampling_params import ModelLimits
 from quire.engine_client.inputs import InputProcessor, RequestOptions, read_prompt
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, PromptTooLongError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.text.tokenizer import Tokenizer
 
@@ -220,3 +220,22 @@ def test_bad_words_that_would_hold_up_each_step_are_refused(tokenizer: Any) -> N
     with pytest.raises(InvalidRequestError, match=r"4001 words.*too much") as refused:
         inputs.make_request("a", "hello", mixed, seed=0)
     assert refused.value.param == "bad_words"
+
+
+@pytest.mark.parametrize(("limit", "num_kept"), [(None, 30), (7, 7), (-1, 39), (40, 40)])
+def test_a_prompt_is_truncated_to_its_last_tokens(limit: int | None, num_kept: int) -> None:
+    inputs = InputProcessor(None, ModelLimits(vocab_size=400, max_model_len=40))
+    params = SamplingParams(truncate_prompt_tokens=limit)
+    prompt = IDS[:30] if limit is None else IDS
+    if num_kept == 40:
+        with pytest.raises(PromptTooLongError, match="the prompt has 40 tokens"):
+            inputs.make_request("r", prompt, params, seed=0)
+        return
+    request = inputs.make_request("r", prompt, params, seed=0)
+    assert list(request.prompt_token_ids) == prompt[-num_kept:]
+
+
+def test_a_prompt_is_not_truncated_to_more_than_fits() -> None:
+    inputs = InputProcessor(None, ModelLimits(vocab_size=400, max_model_len=40))
+    with pytest.raises(InvalidRequestError, match="truncate_prompt_tokens is 41, above max_model"):
+        inputs.make_request("r", IDS, SamplingParams(truncate_prompt_tokens=41), seed=0)

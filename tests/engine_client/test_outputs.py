@@ -269,3 +269,12 @@ def test_a_fork_begins_with_its_parents_text_but_tells_only_its_own(tokenizer: T
     assert branch.cumulative_logprob == -1.0 * len(branch.token_ids)
     assert (delta.text, delta.token_ids) == (" right", own)
     assert list(delta.logprobs) == [entry] * len(own)
+
+
+def test_without_detokenize_there_are_token_ids_only(tokenizer: Tokenizer) -> None:
+    target = assembler(tokenizer, SamplingParams(detokenize=False, logprobs=0))
+    ids = tokenizer.encode("os.path")
+    feed(target, ids, FinishReason.LENGTH, logprobs=[TokenLogprobs(ids[0], -0.5, 1, (), ())])
+    branch = target.output.outputs[0]
+    assert (branch.text, branch.token_ids) == ("", ids)
+    assert branch.logprobs and branch.logprobs[0][ids[0]].decoded_token is None

@@ -10,8 +10,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.layers.rotary import DefaultRope, RopeLimits
+from quire.models.config import DecoderConfig
 from quire.models.families.qwen3 import Qwen3Config
-from quire.models.interface import CausalLM
+from quire.models.interface import TextModel
 from quire.models.registry import MODELS, load_config
 
 
@@ -45,19 +46,20 @@ def test_a_missing_config_is_named(tmp_path):
 
 def test_every_entry_names_the_parts_of_the_fused_linears(tmp_path):
     for name, entry in MODELS.items():
-        config = entry.config.from_hf(
-            {
-                "architectures": [name],
-                "vocab_size": 8,
-                "hidden_size": 8,
-                "intermediate_size": 8,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "max_position_embeddings": 8,
-            }
-        )
-        assert issubclass(entry.model, CausalLM)
+        raw = {
+            "architectures": [name],
+            "vocab_size": 8,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 8,
+        }
+        if issubclass(entry.config, DecoderConfig):
+            raw["num_key_value_heads"] = 1
+        config = entry.config.from_hf(raw)
+        assert issubclass(entry.model, TextModel)
+        assert entry.generates == name.endswith("ForCausalLM")
         model = entry.model(
             config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=8
         )

@@ -4,6 +4,7 @@ import functools
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,13 @@ def log_probability(model: PreTrainedModel, tokens: list[int], num_prompt_tokens
 
 @functools.cache
 def transformers_search(
-    model: PreTrainedModel, prompt_ids: tuple[int, ...], params: BeamSearchParams
+    model: PreTrainedModel, prompt_ids: tuple[int, ...], options: tuple[tuple[str, Any], ...]
 ) -> tuple[list[list[int]], list[float]]:
-    """Tokens, prompt and padding included, and scores; end tokens from the model's folder."""
+    """Tokens, prompt and padding included, and scores; end tokens from the model's folder.
+
+    options: of the params, by name.
+    """
+    params = BeamSearchParams(**dict(options))
     found = model.generate(
         torch.tensor([prompt_ids]),
         attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.int64),
@@ -90,7 +95,7 @@ def assert_equals_transformers(
 ) -> int:
     """Returns how many of the results ended with an end token."""
     prompt_ids = prompt["prompt_token_ids"]
-    lines, scores = transformers_search(model, tuple(prompt_ids), params)
+    lines, scores = transformers_search(model, tuple(prompt_ids), tuple(asdict(params).items()))
     assert output.error is None
     assert len(output.sequences) == params.beam_width
     num_ended = 0

@@ -252,8 +252,8 @@ def test_what_asks_for_nothing_is_taken(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2)
     assert llm.generate("x", params, use_tqdm=False, lora_request=None, priority=None)
     assert llm.chat(QUESTION, params, use_tqdm=False, tools=None, lora_request=None)
-    with pytest.raises(InvalidRequestError, match=r"tools is .*this version has no tool calls"):
-        llm.chat(QUESTION, params, tools=[{}])  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"tools is 'all', but must be a list of"):
+        llm.chat(QUESTION, params, tools="all")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="no argument smapling_params; did you mean sam"):
         llm.generate("x", smapling_params=params)  # type: ignore[arg-type]
     for wrong in (None, 17):
@@ -350,3 +350,12 @@ def test_stats_are_logged_when_asked_for(capsys: pytest.CaptureFixture[str]) -> 
     llm.engine._clock = lambda: float(next(seconds))
     llm.generate("import os", SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
     assert "tokens/s generated" in capsys.readouterr().err
+
+
+def test_params_that_change_later_change_no_request_under_way(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, stop=["never"])
+    with llm.start("import os", params) as handle:
+        params.max_tokens, params.stop = 1, None
+        for _ in handle:
+            pass
+        assert len(handle.output.token_ids) == 3

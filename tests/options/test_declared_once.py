@@ -145,7 +145,6 @@ def test_a_new_option_is_an_argument() -> None:
         ({"spill_memory": 1}, "spill_memory is 1, but must be at least 4096"),
         ({"spill_codec": "rar"}, r"spill_codec is 'rar', but must be one of \('none', 'zip'\)"),
         ({"num_spill_threads": 9}, "num_spill_threads is 9, but must be at most 8"),
-        ({"num_spill_threads": None}, "num_spill_threads is None, but must be a whole number"),
         ({"verify_spill": 1}, "verify_spill is 1, but must be True or False"),
         ({"spill_kodec": "zip"}, "unknown option spill_kodec; did you mean spill_codec"),
     ],

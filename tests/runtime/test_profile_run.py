@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from tests.pooling_folders import make_bert
 
 from quire.assembly.build import build_engine
 from quire.core.step import Chunk, Runner, StepPlan, StepResult, TokenMasks
@@ -132,3 +133,20 @@ def test_a_real_runner_carries_them_out() -> None:
     assert sorted(prompts.rows) == sorted(decodes.rows) == [0, 1, 2]
     assert len(prompts.prompt_logprobs[0]) == 37 and set(prompts.logprobs) == {0, 1, 2}
     assert all(len(entries[0].top_token_ids) == 3 for entries in decodes.logprobs.values())
+
+
+def test_a_model_that_predicts_no_tokens_is_asked_for_vectors(tmp_path) -> None:
+    make_bert(tmp_path)
+    engine = build_engine({"model": str(tmp_path), "num_blocks": 16, "max_num_seqs": 2})
+    shape = dataclasses.replace(
+        SHAPE, num_rows=2, max_num_tokens=64, max_model_len=64, num_groups=1
+    )
+    steps = ProfileRun(shape, max_logprobs=4, generates=False)
+    results: list[StepResult] = []
+    runner = engine._runner
+    for plan in steps.plans():
+        runner.execute(plan)
+        runner.sample()
+        results.append(runner.result())
+    assert [len(result.pooled) for result in results] == [2, 2, 2]
+    assert not any(any(tokens) for result in results for tokens in result.token_ids)

@@ -10,8 +10,9 @@ import openai
 from openai.types import completion_create_params
 from openai.types.chat import chat_completion_stream_options_param
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
-COMPLETIONS, CHAT = "completions", "chat"
+COMPLETIONS, CHAT, RESPONSES = "completions", "chat", "responses"
 MODES = ("sync", "sync-stream", "async", "async-stream")
 
 PROMPT = "import os\n"
@@ -28,6 +29,7 @@ def openai_fields(api):
     kinds = {
         COMPLETIONS: completion_create_params.CompletionCreateParams,
         CHAT: chat_create_params.CompletionCreateParams,
+        RESPONSES: response_create_params.ResponseCreateParams,
         "stream_options": (
             chat_completion_stream_options_param.ChatCompletionStreamOptionsParam | None
         ),

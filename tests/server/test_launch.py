@@ -17,9 +17,8 @@ from tests.engine_client.fake_engine_process import COMMAND as FAKE
 from tests.server.launching import WAIT_S, launched
 
 from quire.errors import CheckpointError, ConfigurationError
-from quire.options.engine_options import EngineOptions
 from quire.server.config import ServerConfig
-from quire.server.launch import _plan, _return_memory, _say, _url, serve
+from quire.server.launch import _return_memory, _say, _url, make_plan, serve
 
 WISH = {"prompt": [10], "stream": True}
 
@@ -200,7 +199,7 @@ def test_too_many_open_requests_are_told_to_come_again():
 
 
 def test_it_tells_its_address_and_a_command_that_works():
-    with launched(command=FAKE, served_model_name="mine") as server:
+    with launched(command=FAKE, served_model_name=["mine", "other"]) as server:
         server.wait_for_line("curl")
         last = server.wait_for_line("-d '")
         body = json.loads(last.string.split("-d '")[1].rstrip().rstrip("'"))
@@ -208,6 +207,11 @@ def test_it_tells_its_address_and_a_command_that_works():
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=WAIT_S)
         assert answer.status_code == 200
         assert answer.json()["model"] == "mine"
+        body["model"] = "other"
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=WAIT_S)
+        assert answer.json()["model"] == "other"
+        models = server.http.get("/v1/models").json()["data"]
+        assert [model["id"] for model in models] == ["mine", "other"]
 
 
 def test_with_keys_the_command_has_a_place_for_one():
@@ -246,7 +250,7 @@ def test_a_host_that_is_not_ours_is_told():
         ({"skip_tokenizer_init": True}, ConfigurationError, "the server needs the tokenizer"),
         ({"tokenizer": "."}, CheckpointError, r"no tokenizer\.json"),
         ({"num_blocks": 10**12}, ConfigurationError, "GiB"),
-        ({"max_logprobs": -1}, ConfigurationError, "max_logprobs is -1"),
+        ({"max_logprobs": -2}, ConfigurationError, "max_logprobs is -2"),
     ],
 )
 def test_options_that_cannot_be_obeyed_are_refused(options, kind, reason):
@@ -276,7 +280,7 @@ def test_a_server_that_cannot_be_is_refused_before_the_model_is_loaded(server, r
 
 @pytest.mark.parametrize(("given", "expected"), [({}, None), ({"seed": 0}, 0), ({"seed": 7}, 7)])
 def test_seeds_of_unseeded_requests_repeat_only_if_that_was_asked_for(given, expected):
-    plan = _plan(given, EngineOptions.from_mapping(given), ServerConfig())
+    plan = make_plan(given, ServerConfig())
     assert plan.server_seed == expected
 
 

@@ -12,7 +12,7 @@ from quire.server.limits import (
     check_whole_answer,
 )
 from quire.server.routes.endpoint import check_parsed
-from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
 
 LIMITS = CallLimits(max_prompts=3, max_n=4, max_choices=8, max_stop_strings=2, max_list_length=5)

@@ -19,7 +19,7 @@ from quire.core.step import (
     TableEdit,
     Tier,
 )
-from quire.simulation.fake_model import FakeModel
+from quire.simulation.fake_model import FakeModel, branch_salt, fingerprints_of
 from quire.simulation.fake_runner import FakeRunner, Faults, InjectedFailureError
 
 APPEND, REPLACE, CUT, HOLE = EditKind.APPEND, EditKind.REPLACE, EditKind.TRUNCATE, EditKind.HOLE
@@ -343,12 +343,22 @@ def test_a_cut_row_computes_again_what_was_cut() -> None:
     assert runner.result().token_ids == [(expected([1, 2, 3, 4, 5, 6], 2)[1],)]
 
 
-def test_moves_masks_and_a_third_step_in_flight_are_refused() -> None:
+def test_a_mask_leaves_the_tokens_that_it_allows() -> None:
+    runner = make()
+    runner.execute(first())
+    runner.sample({0: bytes([0, 0b1010])})  # tokens 9 and 11
+    (token_ids,) = runner.result().token_ids
+    assert token_ids[0] in (9, 11)
+    launch(runner, plan(1, 1, 1))
+    salt = branch_salt(PARAMS.seed, 0)
+    prefix = int(fingerprints_of([*first().admit[0].token_ids, *token_ids])[-1])
+    assert runner.result().token_ids == [(MODEL.next_token(prefix, salt),)]
+
+
+def test_moves_and_a_third_step_in_flight_are_refused() -> None:
     runner = started()
     with pytest.raises(NotImplementedError, match="refuses BlockMove"):
         launch(runner, plan(1, 1, 1, moves=[BlockMove(Tier.DEVICE, 0, Tier.HOST, 0)]))
-    with pytest.raises(NotImplementedError, match="token masks"):
-        runner.sample({0: b"\xff"})
     with pytest.raises(AssertionError, match="without a sampled step in flight"):
         runner.result()
     launch(runner, plan(2, 1, 1))

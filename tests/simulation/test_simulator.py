@@ -54,6 +54,7 @@ def test_the_worlds_reach_every_state(reports: list[SimulationReport]) -> None:
         "num_forks": 100,
         "num_joined_forks": 60,
         "num_beams": 40,
+        "num_constrained": 200,
         "num_cow_blocks": 500,
         "num_partial_hits": 200,
         "num_crashes": 5,

@@ -17,6 +17,7 @@ from quire.text.chat_messages import (
 )
 
 HI = {"role": "user", "content": "hi"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
@@ -53,7 +54,9 @@ def nested(num_levels: int) -> Any:
         ([{"role": "user", "content": [PARTS[0], {"type": "text"}]}], "at position 1"),
         ([{"role": "user", "content": "hi", "extra": object()}], "contains a object"),
         ([{"role": "assistant", "content": "hi", "audio": {"id": "x"}}], "has audio, which is not"),
-        ([HI, {"role": "assistant", "function_call": {}}], r"messages\[1\] has function_call"),
+        ([HI, {"role": "assistant", "function_call": {}}], "function_call.*old form of tool_calls"),
+        ([{"role": "tool", "content": None}], "has no content"),
+        ([{"role": "tool", "content": "a", "tool_call_id": {}}], "tool_call_id is {}"),
         (
             [{"role": "user", "content": [PARTS[0] | {"prompt_cache_breakpoint": {}}]}],
             "has .prompt_cache_breakpoint. in its text part at position 0",
@@ -75,8 +78,36 @@ def test_checked_messages_are_plain_copies() -> None:
 
 
 def test_fields_that_are_none_are_dropped() -> None:
-    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    assert check_messages([called]) == [{"role": "assistant", "tool_calls": [{"id": "1"}]}]
+    named = {"role": "user", "content": "a", "name": None}
+    assert check_messages([named]) == [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_a_message_that_only_calls_has_an_empty_text(content: dict[str, Any]) -> None:
+    called = {"role": "assistant", "tool_calls": [CALL], **content}
+    assert check_messages([called]) == [
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    ]
+
+
+def test_a_refusal_is_a_content() -> None:
+    refused = {"role": "assistant", "content": None, "refusal": "No."}
+    in_parts = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    assert [message["content"] for message in check_messages([refused, in_parts])] == [
+        "No.",
+        [{"type": "text", "text": "No."}],
+    ]
+
+
+def test_marks_for_caches_are_left_out() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    marked = {"role": "user", "content": [PARTS[0] | mark, PARTS[1]], **mark}
+    assert check_messages([marked]) == [{"role": "user", "content": PARTS}]
+
+
+def test_what_a_tool_says_is_one_text() -> None:
+    result = {"role": "tool", "tool_call_id": "1", "content": PARTS}
+    assert check_messages([result])[0]["content"] == "a\nb"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])

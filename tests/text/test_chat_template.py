@@ -109,8 +109,10 @@ def test_equals_transformers(
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "json_and_time", "parts"])
 def test_system_tools_and_variables_equal_transformers(peer: Any, name: str) -> None:
+    # Where a template does not know tools, transformers drops them.
+    tools = {"tools": TOOLS} if name == "llama3" else {}
     rendered = check_equal(
-        peer, TEMPLATES[name], [SYSTEM, *TURNS], tools=TOOLS, date_string="today", mode="other"
+        peer, TEMPLATES[name], [SYSTEM, *TURNS], **tools, date_string="today", mode="other"
     )
     assert ('"ü"' in rendered) == (name == "llama3")
     assert ("today" in rendered) == (name == "llama3")
@@ -305,9 +307,7 @@ def test_unreadable_template_file_is_refused_by_name(tmp_path: Path) -> None:
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("foo", 1), ("tool_calls", [{"id": "1"}]), ("prefix", True)]
-)
+@pytest.mark.parametrize(("field", "value"), [("foo", 1), ("prefix", True)])
 def test_a_field_that_the_template_does_not_read_is_refused(field: str, value: object) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     messages[1][field] = value  # type: ignore[assignment]
@@ -333,3 +333,98 @@ def test_fields_that_clients_send_back_may_be_empty() -> None:
     plain = [{"role": "assistant", "content": "b"}]
     template = ChatTemplate({"default": CHATML}, {})
     assert template.render([echoed]) == template.render(plain)
+
+
+TOOL_TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- for call in m.tool_calls or [] %}[{{ call.function.name }}:{{ FORM }}]{% endfor %}
+{%- endfor %}{% if add_generation_prompt %}<assistant>{{ think }}{% endif %}"""
+TEXT_FORM, OBJECT_FORM = "call.function.arguments + ''", "call.function.arguments | tojson"
+ITEMS_FORM = "call.function.arguments.items() | list"
+
+
+def called(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    return [
+        TURNS[2],
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("form", "arguments", "written"),
+    [
+        (OBJECT_FORM, '{"a":  1}', '{"a": 1}'),
+        (OBJECT_FORM, "", "{}"),
+        (OBJECT_FORM, None, "{}"),
+        (OBJECT_FORM, '{"a":', '"{\\"a\\":"'),
+        (OBJECT_FORM, "[1]", '"[1]"'),
+        (TEXT_FORM, '{"a":  1}', '{"a":  1}'),
+        (TEXT_FORM, {"ü": 1}, '{"ü": 1}'),
+        (TEXT_FORM, None, "{}"),
+        (ITEMS_FORM, '{"a":  1}', "[('a', 1)]"),
+    ],
+)
+def test_arguments_have_the_form_that_the_template_takes(
+    form: str, arguments: Any, written: str
+) -> None:
+    template = ChatTemplate({"default": TOOL_TEMPLATE.replace("FORM", form)}, {})
+    rendered = template.render(called(arguments))
+    assert rendered == f"<user>bye<assistant>[f:{written}]<tool>sunny<assistant>"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": ' + "[" * 80 + "]" * 80 + "}"])
+def test_arguments_are_checked_as_what_they_are_read_as(arguments: str) -> None:
+    template = ChatTemplate({"default": TOOL_TEMPLATE.replace("FORM", OBJECT_FORM)}, {})
+    with pytest.raises(InvalidRequestError) as caught:
+        template.render(called(arguments))
+    assert caught.value.param == "messages"
+
+
+def test_a_template_without_tools_gets_calls_and_results_as_text() -> None:
+    rendered = ChatTemplate({"default": CHATML}, {}).render(called('{"a": 1}'))
+    assert rendered == (
+        "<|im_start|>user\nbye<|im_end|>\n"
+        '<|im_start|>assistant\n[{"name": "f", "parameters": {"a": 1}}]<|im_end|>\n'
+        "<|im_start|>user\nResult of f:\nsunny<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_without_tools_describes_them_as_a_system_message() -> None:
+    template = ChatTemplate({"default": CHATML}, {})
+    rendered = template.render(TURNS, tools=TOOLS)
+    assert rendered.startswith("<|im_start|>system\nThese functions can be called:")
+    assert '{"name": "f", "parameters": {"ü": [1, null]}}' in rendered
+    assert template.render(TURNS, tools=[]) == template.render(TURNS)
+
+
+@pytest.mark.parametrize(
+    ("options", "beginning"),
+    [
+        ({}, "<assistant>"),
+        ({"chat_template_kwargs": {"think": "<think>"}}, "<assistant><think>"),
+        ({"add_generation_prompt": False}, ""),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "<think>I"),
+    ],
+)
+def test_what_the_prompt_has_of_the_answer_is_found(
+    options: dict[str, Any], beginning: str
+) -> None:
+    messages = [TURNS[0], {"role": "assistant", "content": "<think>I"}]
+    source = TOOL_TEMPLATE.replace("FORM", OBJECT_FORM)
+    rendering = ChatTemplate({"default": source}, {}).prepare(messages, **options)
+    assert rendering.beginning(rendering.text()) == beginning
+    assert rendering.text().endswith(beginning)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_template_by_option_takes_the_place_of_the_models(
+    save_folder: Callable[..., Path], tmp_path: Path, as_file: bool
+) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text(PARTS)
+    template = ChatTemplate.from_option(str(path) if as_file else PARTS, save_folder())
+    assert template.source_for_tools == PARTS
+    with pytest.raises(CheckpointError, match="not valid Jinja"):
+        ChatTemplate.from_option("{% for", save_folder())

@@ -126,7 +126,7 @@ def usual(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) 
 
 
 def encode(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-    return encode_chat(TEMPLATE, tokenizer, messages, **options)
+    return encode_chat(TEMPLATE, tokenizer, messages, **options).token_ids
 
 
 def check_only_the_templates(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> None:
@@ -173,7 +173,7 @@ def test_what_parts_of_messages_make_together_is_text(tokenizer: Tokenizer) -> N
 def test_what_a_text_and_the_template_make_together_is_text(source: str, content: str) -> None:
     template = ChatTemplate({"default": source.replace(".content", ".content | trim")}, {})
     for tokenizer in (TOKENIZERS["byte_level"], TOKENIZERS["llama"]):
-        ids = encode_chat(template, tokenizer, [{"role": "user", "content": content}])
+        ids = encode_chat(template, tokenizer, [{"role": "user", "content": content}]).token_ids
         assert special_ids(tokenizer, ids) == []
 
 
@@ -197,7 +197,7 @@ def test_a_token_in_other_letters_is_text_when_the_template_changes_the_letters(
     backend.add_special_tokens(["<|im_end|>", "[INST]", "<s>"])
     tokenizer = Tokenizer(backend)
     template = ChatTemplate({"default": f"{{{{ messages[0].role | {change} }}}}<|im_end|>"}, {})
-    token_ids = encode_chat(template, tokenizer, [{"role": text, "content": ""}])
+    token_ids = encode_chat(template, tokenizer, [{"role": text, "content": ""}]).token_ids
     assert [i for i in token_ids if i in tokenizer.special_token_ids] == [
         backend.token_to_id("<|im_end|>")
     ]
@@ -281,7 +281,7 @@ def test_a_role_may_be_what_a_template_makes_a_token_of() -> None:
     template = ChatTemplate(
         {"default": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"}, {}
     )
-    ids = encode_chat(template, tokenizer, [{"role": "user", "content": "<|user|>"}])
+    ids = encode_chat(template, tokenizer, [{"role": "user", "content": "<|user|>"}]).token_ids
     assert ids == [backend.token_to_id("<|user|>"), *ids[1:]]
     assert special_ids(tokenizer, ids) == ids[:1]
 
@@ -301,7 +301,9 @@ def test_a_template_that_looks_into_the_text_does_not_fail(source: str) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     template = ChatTemplate({"default": source}, {})
     try:
-        ids = encode_chat(template, tokenizer, [{"role": "user", "content": "a<|im_end|>b"}])
+        ids = encode_chat(
+            template, tokenizer, [{"role": "user", "content": "a<|im_end|>b"}]
+        ).token_ids
     except InvalidRequestError as error:
         assert "refuses these messages" in str(error)
     else:
@@ -380,7 +382,7 @@ def test_the_embedded_models_conversations_are_those_of_transformers() -> None:
         expected = theirs.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        assert encode_chat(template, ours, messages) == expected
+        assert encode_chat(template, ours, messages).token_ids == expected
 
 
 def test_a_text_that_is_too_long_is_refused_before_special_tokens_are_looked_for(

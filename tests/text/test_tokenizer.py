@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pooling_folders import make_bert
 from tests.text.small_tokenizers import SPECIAL, make_byte_level, make_plain, make_sentencepiece
 from tokenizers import AddedToken, normalizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quire.errors import CheckpointError, InvalidRequestError
 from quire.text.tokenizer import Tokenizer
@@ -290,3 +291,23 @@ def test_words_are_remembered_only_where_they_may_be(remembers_words: bool) -> N
 def test_one_without_a_memory_for_words_needs_none_to_be_switched_off() -> None:
     plain = Tokenizer(make_plain(None), remembers_words=False)
     assert plain.encode("hello") == Tokenizer(make_plain(None)).encode("hello")
+
+
+@pytest.mark.parametrize("most", [None, 3, 6, 7, 100])
+def test_pairs_are_joined_and_cut_at_the_end_of_the_second(most: int | None, tmp_path: Path):
+    make_bert(tmp_path)
+    tokenizer, theirs = (
+        Tokenizer.from_folder(tmp_path),
+        PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json")),
+    )
+    first, second = "cats sleep", "paris is the capital"
+    token_ids, types = tokenizer.encode_pair(first, second, most)
+    whole = theirs(first, second)
+    num_kept = max(5, len(whole["input_ids"]) if most is None else min(most, 9))
+    assert token_ids == whole["input_ids"][: num_kept - 1] + whole["input_ids"][-1:]
+    assert types == [0, 0, 0, 0] + [1] * (num_kept - 4)
+    alone = tokenizer.encode_pair(second, None, most)[0]
+    assert alone == [*theirs(second)["input_ids"][: len(alone) - 1], 3]
+    assert len(alone) == (6 if most is None else min(most, 6))
+    with pytest.raises(InvalidRequestError):
+        tokenizer.encode_pair("\ud800", second)

@@ -4,6 +4,7 @@ The only file that knows every class, together with `device_setup` and `rank_bui
 and make what one rank computes with.
 """
 
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import MemoryPlan
+from quire.assembly.model_kind import choose_kind
 from quire.assembly.rank_build import RankBuild, build_rank
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.sampling_params import ModelLimits
@@ -24,24 +26,30 @@ from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import Runner
 from quire.distributed.group import ProcessGroup
 from quire.engine.engine import Engine
+from quire.engine.grammar_work import GrammarWork
 from quire.engine.stats import StatsLog
+from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.messages import OnProgress
 from quire.errors import InsufficientMemoryError
 from quire.hub.model_folder import resolve_model_folder
 from quire.models.checkpoints.readers import open_checkpoint
-from quire.models.config import DecoderConfig
+from quire.models.config import ModelConfig
 from quire.models.generation_config import load_generation_config
-from quire.models.registry import load_config
 from quire.models.sharding import check_split
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
+from quire.options.pooling_options import GENERATE, POOLING
 from quire.runtime.calibration import RunnerShape, calibrated_pacer
 from quire.runtime.device_memory import is_out_of_memory
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
 from quire.runtime.kv_cache import KVCacheLayout
 from quire.runtime.worker import Join
+from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
+
+MAX_MASK_THREADS = 8
+"""Beyond so many, handing masks out takes as long as computing them."""
 
 WORKER_COMMAND = (sys.executable, "-m", "quire.assembly.worker_main")
 """Starts a rank beyond the first."""
@@ -51,9 +59,14 @@ def build_engine(
     options: EngineOptions | Mapping[str, Any],
     on_progress: OnProgress | None = None,
     kv_allocator: KVManagerFactory | None = None,
+    tokenizer: Tokenizer | None = None,
+    prepare_grammars: bool = False,
 ) -> Engine:
     """An engine that is ready to step. options: checked ones, or what was given, by name.
 
+    tokenizer: for grammars; None: the options', which is read when the first grammar comes.
+    prepare_grammars: whether a large vocabulary is made ready for grammars now, as in a server,
+    where the first grammar must not hold up other requests.
     kv_allocator: makes the manager of the KV memory, to compare with the paged one (None). It gets
     a prefix cache only where the options ask for it.
 
@@ -67,7 +80,10 @@ def build_engine(
             options = {**options, "enable_prefix_caching": False}
         checked = EngineOptions.from_mapping(options)
     with _named_out_of_memory(checked):
-        return _build(checked, on_progress or _ignore_progress, kv_allocator or paged_manager)
+        engine = _build(checked, on_progress or _ignore_progress, kv_allocator or paged_manager)
+    if not checked.skip_tokenizer_init:
+        engine.grammars = _grammar_work(checked, engine.limits, tokenizer, prepare=prepare_grammars)
+    return engine
 
 
 def build_worker(join: Join, tell_joining: Callable[[], None]) -> Runner:
@@ -83,8 +99,8 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> Runner:
         fixed_order=checked.batch_invariant,
     )
     with _named_out_of_memory(checked):
-        folder = resolve_model_folder(checked.model, checked.revision)
-        return build_rank(checked, folder, load_config(folder), group, _ignore_progress).runner
+        kind = choose_kind(checked)
+        return build_rank(kind.options, kind.folder, kind.config, group, _ignore_progress).runner
 
 
 def _ignore_progress(text: str, done: int, total: int) -> None:
@@ -95,8 +111,8 @@ def _build(
     checked: EngineOptions, on_progress: OnProgress, make_memory: KVManagerFactory
 ) -> Engine:
     policy = find_policy(checked.scheduling_policy)
-    folder = resolve_model_folder(checked.model, checked.revision)
-    config = load_config(folder)
+    kind = choose_kind(checked)
+    checked, folder, config = kind.options, kind.folder, kind.config
     generation = load_generation_config(folder)
     rank, runner = _build_ranks(checked, folder, config, on_progress)
     memory_plan, layout = rank.memory_plan, rank.layout
@@ -105,12 +121,16 @@ def _build(
         max_model_len=memory_plan.max_model_len,
         end_token_ids=generation.end_token_ids,
         defaults=generation.defaults,
-        max_logprobs=min(checked.max_logprobs, config.vocab_size),
+        max_logprobs=checked.bound_of_logprobs(config.vocab_size),
         reads_priority=policy.reads_priority,
         reads_deadline=policy.reads_deadline,
+        generates=kind.generates,
+        num_token_types=config.num_token_types,
+        pooling=kind.pooling,
     )
     facts = _size_facts(checked, layout, memory_plan) | {
         "architecture": config.architecture,
+        "runner": GENERATE if kind.generates else POOLING,
         "num_parameters": _num_parameters(folder),
     }
     memory = make_memory(_memory_config(checked, layout, memory_plan), memory_plan.max_model_len)
@@ -125,7 +145,9 @@ def _build(
         facts=facts | rank.facts,
         overlap=is_on_gpu if overlap is None else overlap,
     )
-    if checked.max_itl_ratio:
+    if checked.tensor_parallel_size == 1:
+        engine.kv_memory = rank.runner
+    if checked.max_itl_ratio and kind.generates:  # else no row decodes
         on_progress("measuring what steps take", 0, 0)
         engine.scheduler.pacer = _build_pacer(
             checked, runner, layout, memory_plan, config.vocab_size, is_on_gpu
@@ -137,8 +159,29 @@ def _build(
     return engine
 
 
+def _grammar_work(
+    checked: EngineOptions, limits: ModelLimits, tokenizer: Tokenizer | None, *, prepare: bool
+) -> GrammarWork:
+    def find_tokenizer() -> Tokenizer:
+        if tokenizer is not None:
+            return tokenizer
+        return Tokenizer.from_folder(tokenizer_folder(checked))
+
+    compiler = SharedCompiler(find_tokenizer, limits)
+    if prepare:
+        compiler.prepare()
+    num_threads = max(1, min(MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2))
+    return GrammarWork(compiler, limits.end_token_ids, num_threads=num_threads)
+
+
+def tokenizer_folder(checked: EngineOptions) -> Path:
+    """Of the tokenizer that the options name."""
+    revision = None if checked.tokenizer else checked.revision
+    return resolve_model_folder(checked.tokenizer or checked.model, revision)
+
+
 def _build_ranks(
-    checked: EngineOptions, folder: Path, config: DecoderConfig, on_progress: OnProgress
+    checked: EngineOptions, folder: Path, config: ModelConfig, on_progress: OnProgress
 ) -> tuple[RankBuild, Runner]:
     """This process's share of the model, and the runner that drives all of them."""
     size = checked.tensor_parallel_size

@@ -45,7 +45,7 @@ logger = get_logger(__name__)
 class DeviceNeeds:
     """What is to fit. model_len: as `host_memory_plan.wanted_model_len` says. graph_bytes: to keep
     for CUDA graphs that are captured later; those that the largest steps capture are measured with
-    them. quantization: that the weights have."""
+    them. quantization: that the weights have. generates: whether the model predicts tokens."""
 
     options: EngineOptions
     layout: KVCacheLayout
@@ -54,6 +54,7 @@ class DeviceNeeds:
     max_logprobs: int
     graph_bytes: int = 0
     quantization: str | None = None
+    generates: bool = True
 
     def profile_run(
         self, memory_plan: MemoryPlan, num_tokens_divisor: int = 1, num_rows_divisor: int = 1
@@ -70,7 +71,7 @@ class DeviceNeeds:
             block_size=self.options.block_size,
             vocab_size=self.vocab_size,
         )
-        return ProfileRun(shape, self.max_logprobs)
+        return ProfileRun(shape, self.max_logprobs, self.generates)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.selection import select_kernels, settle_torch_threads
 from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.layers.sharded import LinearMethods
-from quire.models.config import DecoderConfig
+from quire.models.config import ModelConfig
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 
@@ -104,7 +104,7 @@ def choose_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
 
 
 def choose_setup(
-    options: EngineOptions, config: DecoderConfig, device: torch.device, num_threads: int | None
+    options: EngineOptions, config: ModelConfig, device: torch.device, num_threads: int | None
 ) -> DeviceSetup:
     """num_threads: of this rank. Raises ConfigurationError for what the device can't do."""
     dtype = choose_dtype(options, config, device)
@@ -159,9 +159,7 @@ def _triton_linears(options: EngineOptions) -> TritonLinears:
     return TritonLinears(TritonOperators(), batch_invariant=options.batch_invariant)
 
 
-def choose_dtype(
-    options: EngineOptions, config: DecoderConfig, device: torch.device
-) -> torch.dtype:
+def choose_dtype(options: EngineOptions, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype asked for; on "auto" the checkpoint's own, where the device computes with it."""
     if options.dtype != AUTO:
         dtype = getattr(torch, options.dtype)

@@ -8,7 +8,7 @@ there is comes from the operating system, what a block and the weights take from
 from dataclasses import dataclass
 
 from quire.errors import ConfigurationError, InsufficientMemoryError
-from quire.models.config import DecoderConfig
+from quire.models.config import ModelConfig
 from quire.observability.log import get_logger
 from quire.observability.machine_memory import available_memory_bytes, total_memory_bytes
 from quire.options.engine_options import EngineOptions
@@ -16,9 +16,6 @@ from quire.runtime.kv_cache import KVCacheLayout
 
 # With no size given, the KV cache takes at most this share of the memory that is free.
 DEFAULT_FREE_SHARE = 0.3
-
-ROTARY_ITEM_BYTES = 4
-"""Of `layers.rotary.RotaryEmbedding.table`."""
 
 LEAST_TABLE_BYTES, TABLE_FREE_SHARE = 64 << 20, 1 / 256
 """With no length given, the table takes at most the larger of the two. A model of 28 layers and 4
@@ -36,13 +33,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    options: EngineOptions, config: DecoderConfig, layout: KVCacheLayout, weight_bytes: int
+    options: EngineOptions, config: ModelConfig, layout: KVCacheLayout, weight_bytes: int
 ) -> MemoryPlan:
     """Within the machine's memory. Raises ConfigurationError and InsufficientMemoryError."""
     wanted_len = wanted_model_len(options, config)
     if options.max_model_len is None:
         wanted_len = _with_small_table(wanted_len, config)
-    num_blocks = _choose_num_blocks(options, layout, wanted_len, weight_bytes)
+    num_blocks = _choose_num_blocks(options, layout, wanted_len, weight_bytes, config.is_causal)
     fitting_len = num_blocks // len(layout.groups) * options.block_size
     if fitting_len >= wanted_len:
         return MemoryPlan(num_blocks, wanted_len)
@@ -60,29 +57,25 @@ def plan_memory(
     return MemoryPlan(num_blocks, fitting_len)
 
 
-def wanted_model_len(options: EngineOptions, config: DecoderConfig) -> int:
+def wanted_model_len(options: EngineOptions, config: ModelConfig) -> int:
     """The length asked for, or the model's own. Raises ConfigurationError for one beyond it."""
     longest = config.max_supported_positions
     if options.max_model_len is not None and options.max_model_len > longest:
-        rope, factor = config.rope.type_name, longest / config.max_position_embeddings
-        how = (
-            f"which its rope type {rope!r} stretches {factor:g} times"
-            if factor > 1
-            else f"and its rope type {rope!r} adds none"
-        )
         raise ConfigurationError(
             f"max_model_len is {options.max_model_len}, but the model was made for at most"
             f" {longest} positions (max_position_embeddings in its config.json is"
-            f" {config.max_position_embeddings}, {how}); lower max_model_len, or leave it out for"
-            f" {config.max_position_embeddings}"
+            f" {config.max_position_embeddings}, {config.position_origin}); lower max_model_len, or"
+            f" leave it out for {config.max_position_embeddings}"
         )
     return options.max_model_len or config.max_position_embeddings
 
 
-def _with_small_table(model_len: int, config: DecoderConfig) -> int:
+def _with_small_table(model_len: int, config: ModelConfig) -> int:
     """The length, or less where the table of all its positions would be out of proportion: for a
     tiny model a config may name a length whose keys fit, but not the table."""
-    position_bytes = (config.rotary_dim or config.head_dim) * ROTARY_ITEM_BYTES
+    position_bytes = config.bytes_per_position
+    if not position_bytes:
+        return model_len
     table_bytes = max(LEAST_TABLE_BYTES, int(available_memory_bytes() * TABLE_FREE_SHARE))
     most = table_bytes // position_bytes
     if model_len <= most:
@@ -103,7 +96,11 @@ def blocks_for(num_tokens: int, options: EngineOptions, layout: KVCacheLayout) -
 
 
 def _choose_num_blocks(
-    options: EngineOptions, layout: KVCacheLayout, model_len: int, weight_bytes: int
+    options: EngineOptions,
+    layout: KVCacheLayout,
+    model_len: int,
+    weight_bytes: int,
+    is_causal: bool,
 ) -> int:
     page = layout.bytes_per_block
     total, available = total_memory_bytes(), available_memory_bytes()
@@ -118,6 +115,9 @@ def _choose_num_blocks(
         source = f"gpu_memory_utilization={options.gpu_memory_utilization}"
     else:
         enough = blocks_for(model_len, options, layout) * options.max_num_seqs
+        if not is_causal:  # what two steps compute: one that is planned, and one in flight
+            step = blocks_for(options.max_num_batched_tokens, options, layout)
+            enough = min(enough, 2 * (step + options.max_num_seqs * len(layout.groups)))
         free_bytes = max(0, available - weight_bytes)
         num_blocks = min(enough, int(free_bytes * DEFAULT_FREE_SHARE) // page)
         source = f"{available} bytes of available memory"

@@ -28,8 +28,8 @@ from quire.kernels.transfers import DeviceLink
 from quire.layers.operator_module import use_operators
 from quire.layers.sharded import Sharding
 from quire.models.checkpoints.loader import load_model, weight_bytes
-from quire.models.config import DecoderConfig
-from quire.models.interface import CausalLM
+from quire.models.config import ModelConfig
+from quire.models.interface import CausalLM, TextModel
 from quire.models.sharding import split_config
 from quire.options.engine_options import EngineOptions
 from quire.runtime.batch import RowBatch
@@ -61,7 +61,7 @@ class RankBuild:
 def build_rank(
     options: EngineOptions,
     folder: Path,
-    config: DecoderConfig,
+    config: ModelConfig,
     group: ProcessGroup | None,
     on_progress: OnProgress,
 ) -> RankBuild:
@@ -93,7 +93,7 @@ def build_rank(
 
 
 def _choose_setup(
-    options: EngineOptions, config: DecoderConfig, group: ProcessGroup | None
+    options: EngineOptions, config: ModelConfig, group: ProcessGroup | None
 ) -> DeviceSetup:
     if group is None:
         device = choose_device(options.device)
@@ -109,7 +109,7 @@ class _Builder:
 
     options: EngineOptions
     folder: Path
-    config: DecoderConfig
+    config: ModelConfig
     group: ProcessGroup | None
     setup: DeviceSetup
     layout: KVCacheLayout
@@ -146,16 +146,17 @@ class _Builder:
             self.layout,
             model_len,
             self.config.vocab_size,
-            min(options.max_logprobs, self.config.vocab_size),
+            options.bound_of_logprobs(self.config.vocab_size),
             graph_reserve_bytes(len(self._graph_sizes())),
             options.quantization,
+            isinstance(model, CausalLM),
         )
         agree = {} if self.group is None else {"agree": self.group.least}
         sized = plan_on_device(needs, memory, partial(self._runner, model), **agree)
         name = torch.cuda.get_device_name(device)
         return sized.runner, sized.memory_plan, sized.ledger.facts() | {"device_name": name}
 
-    def _load(self, model_len: int) -> CausalLM:
+    def _load(self, model_len: int) -> TextModel:
         setup = self.setup
         num_threads = setup.num_threads if setup.kernels is not None else 1
         if setup.device.type == "cuda":
@@ -173,7 +174,7 @@ class _Builder:
         use_operators(model, setup.operators)
         return model
 
-    def _runner(self, model: CausalLM, memory_plan: MemoryPlan) -> ModelRunner:
+    def _runner(self, model: TextModel, memory_plan: MemoryPlan) -> ModelRunner:
         options, setup = self.options, self.setup
         backend = setup.new_backend()
         rows, sampler = self._rows(model, memory_plan, backend)
@@ -191,7 +192,7 @@ class _Builder:
         )
 
     def _rows(
-        self, model: CausalLM, memory_plan: MemoryPlan, backend: AttentionBackend
+        self, model: TextModel, memory_plan: MemoryPlan, backend: AttentionBackend
     ) -> tuple[StepRows, StepSampler]:
         options = self.options
         try:

@@ -6,10 +6,8 @@ by `parser` and `main`.
 """
 
 import argparse
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, fields
-from fractions import Fraction
 from typing import Any
 
 from quire.option_fields import (
@@ -24,6 +22,7 @@ from quire.option_fields import (
     flag_help,
     flag_name,
     served_defaults,
+    token_count,
 )
 from quire.options.engine_options import EngineOptions
 from quire.server.config import ServerConfig
@@ -33,6 +32,7 @@ ENGINE_GROUPS = ("model", "memory", "scheduling", "computation")
 
 SERVER_GROUPS: Mapping[str, str | None] = {
     "server": None,
+    "chat": "How messages become a prompt, and what an answer to them means.",
     "access": "Without any key, everybody is served.",
     "limits": "A call above a limit is refused with an error that names it.",
     "recovery": None,
@@ -90,7 +90,8 @@ def served_engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:
     """Given options of the server, by ServerConfig's names. Raises ConfigurationError."""
-    given = _given(args, tuple(each.name for each in fields(ServerConfig)))
+    names = (each.name for each in fields(ServerConfig))
+    given = _given(args, tuple(name for name in names if hasattr(args, name)))
     kinds = {each.name: declared.kind for each, declared in declared_options(ServerConfig)}
     for name, value in given.items():
         if isinstance(value, list):
@@ -117,10 +118,17 @@ def _given(args: argparse.Namespace, names: Collection[str]) -> dict[str, Any]:
 # ---- the flags ----------------------------------------------------------------------------------
 
 
-def add_engine(parser: argparse.ArgumentParser, options: type[Options] = EngineOptions) -> None:
-    """The engine's options, in groups."""
+def add_engine(
+    parser: argparse.ArgumentParser,
+    options: type[Options] = EngineOptions,
+    beside: type[Options] | None = None,
+) -> None:
+    """The engine's options, in groups. beside: whose options stand in the same groups."""
     for title in ENGINE_GROUPS:
-        add_options(parser.add_argument_group(title), options, title)
+        group = parser.add_argument_group(title)
+        add_options(group, options, title)
+        if beside is not None:
+            add_options(group, beside, title)
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +141,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
             add_model_flag(group)
         add_options(group, ServerConfig, title)
         add_options(group, EngineOptions, title)
-    add_engine(parser)
+    add_engine(parser, beside=ServerConfig)
 
 
 def _add_config(group: Any) -> None:
@@ -167,22 +175,28 @@ def _reading(kind: Kind, metavar: str | None) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     shown = {"metavar": metavar or kind.metavar}
     if isinstance(kind, Texts):
-        return shown | {"action": "append"}
-    read = token_count if isinstance(kind, Tokens) else kind.number
+        return shown | (
+            {"action": "extend", "nargs": "+"} if kind.is_list else {"action": "append"}
+        )
+    read = _number_of_tokens if isinstance(kind, Tokens) else kind.number
     return shown | ({} if read is None else {"type": read})
 
 
-def token_count(text: str) -> int:
-    """A number that may end in k, m or g (thousands), or in K, M or G (powers of 1024), as in vLLM:
-    4k is 4000, 4K is 4096, 1.5k is 1500."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text.strip())
-    if found is None or ("." in found[1] and not found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; it may end in k or K, as 4k")
-    base = 1000 if found[2].islower() else 1024
-    count = Fraction(found[1]) * base ** " kmg".index(found[2].lower() or " ")
-    if count.denominator != 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is {float(count):g}, no whole number")
-    return int(count)
+def _number_of_tokens(text: str) -> int | str:
+    """ "auto" is left for the option itself to read."""
+    if text == "auto":
+        return text
+    try:
+        return -1 if text == "-1" else token_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
 
 
 def add_model_by_place(parser: argparse.ArgumentParser) -> None:

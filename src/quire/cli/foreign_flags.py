@@ -1,12 +1,12 @@
 """Flags of other engines: translated to ours, or refused with advice.
 
-Four tables by flag. A flag that is neither in one of them nor ours is unknown, and gets the nearest
+Five tables by flag. A flag that is neither in one of them nor ours is unknown, and gets the nearest
 name of ours. Knows no parser; `parser` calls `settle` before it parses.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from quire.options.foreign_options import FOREIGN_OPTIONS
 
@@ -41,18 +41,34 @@ SAME: Mapping[str, str] = {
 }
 """Flag -> ours of equal meaning."""
 
+_NAMED = {
+    "--" + name.replace("_", "-"): entry
+    for name, entry in FOREIGN_OPTIONS.items()
+    if name not in ("reasoning_parser", "served_model_name")  # the server has them, no engine
+}
+
+
+def _switches(flag: str, harmless: Sequence[Any]) -> Mapping[str, bool]:
+    """The two flags of an option that is True or False, and whether each is taken."""
+    if not any(isinstance(value, bool) for value in harmless):
+        return {}
+    opposite = flag.replace("--", "--no-", 1)
+    return {flag: True in harmless, opposite: False in harmless}
+
+
 _SWITCHES = {
-    f"--{'' if harmless[0] else 'no-'}{name.replace('_', '-')}"
-    for name, (harmless, _) in FOREIGN_OPTIONS.items()
-    if harmless and isinstance(harmless[0], bool)
+    flag: (is_taken, why)
+    for name, (harmless, why) in _NAMED.items()
+    for flag, is_taken in _switches(name, harmless).items()
 }
 
 ALWAYS = frozenset(
     {
-        *_SWITCHES,
+        *(flag for flag, (is_taken, _) in _SWITCHES.items() if is_taken),
         "--cont-batching",
         "-cb",
         "--disable-log-requests",
+        "--enable-auto-tool-choice",
         "--enable-metrics",
         "--enable-request-id-headers",
         "--jinja",
@@ -63,14 +79,15 @@ ALWAYS = frozenset(
 """Flags without a value that name what quire always does."""
 
 _FLAGS_WITH_VALUES = {
-    "--" + name.replace("_", "-"): (tuple(map(str, harmless)), why)
-    for name, (harmless, why) in FOREIGN_OPTIONS.items()
-    if harmless and isinstance(harmless[0], (str, int)) and not isinstance(harmless[0], bool)
+    flag: (tuple(map(str, harmless)), why)
+    for flag, (harmless, why) in _NAMED.items()
+    if harmless and flag not in _SWITCHES
 }
 
 FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     **_FLAGS_WITH_VALUES,
     "--api-server-count": (("1",), "one process serves HTTP"),
+    "--chat-template-content-format": (("auto",), "the template's own form is found out"),
     "-dp": _FLAGS_WITH_VALUES["--data-parallel-size"],
     "-pp": _FLAGS_WITH_VALUES["--pipeline-parallel-size"],
 }
@@ -78,8 +95,6 @@ FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 _WHOLE = "--device says where the whole model computes; no layer is split off"
 _TLS = "put a reverse proxy that speaks TLS in front"
-_LATER = "this version has no tool calls and no reasoning parsers"
-_TEMPLATE = "the template of the model's folder is used, or that of --tokenizer's"
 _LORA = "adapters are not served in this version"
 _LOG = "--log-level sets how much is logged, HTTP calls included"
 _CTX = (
@@ -87,20 +102,44 @@ _CTX = (
     " together"
 )
 
+_EXPERTS = "no model here has experts"
+_TEXT = "models take text here"
+_ONE = "one engine computes here; --tensor-parallel-size splits its layers"
+_PARTS = "parts are chosen by what the machine has; --attention-backend names one of them"
+_MEMORY = "weights and keys and values are in the memory that computes"
+_NUMBERS = "/metrics has the server's numbers, and --otlp-endpoint takes spans"
+_STATES = "no model here has a recurrent state"
+_ORIGIN = "--allowed-origins says whose pages may call; their methods and headers are known"
+
 REFUSED: Mapping[str, str] = {
+    "--collect-detailed-traces": _NUMBERS,
+    "--device-memory-utilization": "--gpu-memory-utilization is the share of the device's memory",
+    "--disable-access-log-for-endpoints": _LOG,
+    "--disable-fastapi-docs": "/docs says what /openapi.json says; a reverse proxy can hide both",
+    "--enable-log-outputs": "answers are never logged",
+    "--enable-log-deltas": "answers are never logged",
+    "--enable-server-load-tracking": "/metrics has the load",
+    "--headless": "`LLM` in Python is the engine without a server",
+    "--io-processor-plugin": _TEXT,
+    "--log-error-stack": "--debug shows the traceback of an error",
+    "--long-prefill-token-threshold-adaptive": "--max-num-batched-tokens bounds a step's tokens",
+    "--performance-mode": "--max-itl-ratio says how much a step may delay other answers",
+    "--shutdown-timeout": "--drain-timeout-s is the time for open answers",
+    "--skip-tokenizer-init": "the server takes and gives text; `LLM` has skip_tokenizer_init",
+    "--sse-keep-alive-interval": "--keep-alive-s is the interval",
+    "--tokens-only": "/tokenize and prompts as lists of token ids are always there",
+    **{flag: why for flag, (harmless, why) in _NAMED.items() if not harmless},
+    **{flag: why for flag, (is_taken, why) in _SWITCHES.items() if not is_taken},
     "--allow-credentials": "keys travel in the Authorization header, never in cookies",
     "--batch-size": "--max-num-batched-tokens bounds a step's tokens, --max-num-seqs its sequences",
     "-b": "--max-num-batched-tokens bounds a step's tokens, --max-num-seqs its sequences",
     "--cache-type-k": "keys and values have the model's dtype",
     "--cache-type-v": "keys and values have the model's dtype",
-    "--chat-template": _TEMPLATE,
     "--chunked-prefill-size": "--max-num-batched-tokens bounds the tokens of a step",
     "--ctx-size": _CTX,
     "-c": _CTX,
     "--disable-access-log": _LOG,
     "--disable-uvicorn-access-log": _LOG,
-    "--download-dir": "models are kept where HF_HOME says",
-    "--enable-auto-tool-choice": _LATER,
     "--enable-log-requests": "prompts are never logged; calls are, at --log-level info",
     "--enable-lora": _LORA,
     "--gpu-layers": _WHOLE,
@@ -114,21 +153,67 @@ REFUSED: Mapping[str, str] = {
     "-ngl": _WHOLE,
     "--no-enable-chunked-prefill": "a prompt is always computed in chunks, within a step's budget",
     "--otlp-traces-endpoint": "--otlp-endpoint takes spans, over HTTP rather than gRPC",
-    "--reasoning-parser": _LATER,
     "--root-path": "a reverse proxy in front can strip its prefix",
     "--schedule-policy": "--scheduling-policy has other names: see --help",
-    "--speculative-config": "there is no speculative decoding in this version",
     "--ssl-ca-certs": _TLS,
     "--ssl-certfile": _TLS,
     "--ssl-keyfile": _TLS,
     "--timeout": "--default-deadline-s ends a call, --keep-alive-s keeps a silent stream open",
-    "--tool-call-parser": _LATER,
-    "--trust-remote-code": "code from a model's folder is never run",
     "--uds": "--host and --port say where to listen",
     "--uvicorn-log-level": _LOG,
     "--workers": "one process serves HTTP",
 }
 """Flag -> what to use instead, or why there is no such thing."""
+
+FAMILIES: Mapping[str, str] = {
+    "--allowed-headers": _ORIGIN,
+    "--allowed-methods": _ORIGIN,
+    "--cudagraph-": "--enforce-eager is what there is to say of CUDA graphs",
+    "--custom-histogram-buckets": _NUMBERS,
+    "--data-parallel-": _ONE,
+    "--dbo-": _EXPERTS,
+    "--dcp-": _ONE,
+    "--dp-": _ONE,
+    "--enable-layerwise-nvtx-tracing": _NUMBERS,
+    "--enable-mamba-": _STATES,
+    "--enable-mfu-metrics": _NUMBERS,
+    "--enable-moe-": _LORA,
+    "--enable-ssl-": _TLS,
+    "--enable-tower-connector-lora": _LORA,
+    "--expert-": _EXPERTS,
+    "--gdn-": _STATES,
+    "--grpc": "HTTP is what is spoken here",
+    "--jit-monitor-": _NUMBERS,
+    "--kda-": _STATES,
+    "--kv-cache-dtype-": "keys and values have the model's dtype",
+    "--kv-cache-metrics-": _NUMBERS,
+    "--kv-offloading-": _MEMORY,
+    "--log-config-file": _LOG,
+    "--logging-config": _LOG,
+    "--lora-": _LORA,
+    "--mamba-": _STATES,
+    "--master-": "one machine computes in this version",
+    "--max-log-len": "prompts are never logged",
+    "--max-lora-": _LORA,
+    "--max-num-active-seqs": "--max-num-seqs bounds the sequences of a step",
+    "--max-num-queued-reqs": "--max-queued-requests bounds the generations that are open",
+    "--max-num-queued-tokens": "--max-queued-requests bounds the generations that are open",
+    "--media-io-": _TEXT,
+    "--middleware": "a reverse proxy in front can change calls and answers",
+    "--mm-": _TEXT,
+    "--numa-": "the system's numactl binds a process",
+    "--offload-": _MEMORY,
+    "--prefix-": "prefixes are found by a keyed hash of each block, and evicted as --eviction says",
+    "--ray-": "ranks are processes of this machine",
+    "--replayssm-": _STATES,
+    "--safetensors-": "a checkpoint is read a few MiB at a time, on --num-threads threads",
+    "--sleep-mode-": "the Python API's LLM.sleep() gives the KV cache's memory back",
+    "--spec-": "there is no speculative decoding in this version",
+    "--ssl-": _TLS,
+    "--video-": _TEXT,
+    "--watermark": "texts are not watermarked",
+}
+"""What flags begin with -> the sentence for all of them that no other table has."""
 
 KNOWN = frozenset(chain(SAME, ALWAYS, FIXED, REFUSED))
 
@@ -146,7 +231,12 @@ def settle(
         if word == "--":
             return [*settled, word, *rest]
         flag, equals, value = word.partition("=")
-        if flag in ours or flag not in KNOWN:
+        if flag in ours:
+            settled.append(word)
+        elif flag not in KNOWN:
+            why = next((FAMILIES[start] for start in FAMILIES if flag.startswith(start)), None)
+            if why is not None:
+                refuse(f"there is no option {flag}: {why}")
             settled.append(word)
         elif flag in SAME:
             # Where this command has no such flag, the parser reports it as unknown.

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from quire.assembly.address_space import named_memory_failures
@@ -21,13 +22,16 @@ from quire.cli.flags import (
 from quire.cli.parser import build_parser
 from quire.cli.words import Parser
 from quire.errors import ConfigurationError, QuireError
+from quire.option_fields import served_defaults
+from quire.options.engine_options import EngineOptions
 from quire.server.config import ServerConfig
 from quire.version import __version__
 
 INTERRUPTED = 130
 LOADING_INTERRUPTED = "quire: interrupted while the model was loading"
 BENCH_INTERRUPTED = "quire: the benchmark was interrupted, so it has no results"
-PASSIVE_WAITING = ("chat", "generate", "serve")
+MAX_BATCH_GENERATIONS = 1 << 20
+PASSIVE_WAITING = ("batch", "chat", "generate", "serve")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -43,6 +47,8 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     if args.command == "generate" and not (args.prompts or args.prompt):
         parser.error("the following arguments are required: PROMPT")
+    if args.command == "batch" and args.input is None:
+        parser.error("the following arguments are required: FILE")
     if args.version:
         return _version(args.verbose)
     if args.verbose:
@@ -194,6 +200,20 @@ def _serve(args: argparse.Namespace) -> int:
         return serve(served_engine_options(args), server)
 
 
+def _batch(args: argparse.Namespace) -> int:
+    from quire.server.batch.run import BatchJob, run_batch  # brings the web framework
+
+    # A batch serves nobody else: no bound but that of the calls under way.
+    server = ServerConfig(**server_options(args), max_queued_requests=MAX_BATCH_GENERATIONS)
+    options = {**served_defaults(EngineOptions), **engine_options(args)}
+    job = BatchJob(Path(args.input), Path(args.output), args.max_open_calls)
+    try:
+        return run_batch(options, server, job)
+    except KeyboardInterrupt:
+        print(f"\nquire: interrupted; what is answered is in {args.output}", file=sys.stderr)
+        return INTERRUPTED
+
+
 def _environment_keys() -> list[str]:
     """Raises ConfigurationError for a variable that is set and empty: a secret that is missing must
     not open the server to all."""
@@ -221,6 +241,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "generate": _generate,
     "chat": _chat,
     "serve": _serve,
+    "batch": _batch,
     "bench": _bench,
     "doctor": _doctor,
 }

@@ -11,6 +11,7 @@ from typing import Any
 from quire.cli.config_file import ConfiguredParser
 from quire.cli.flags import (
     MODEL_HELP,
+    Once,
     add_debug,
     add_engine,
     add_model_by_place,
@@ -18,13 +19,16 @@ from quire.cli.flags import (
     add_sampling,
     add_serve,
     check_served,
+    positive,
 )
 from quire.cli.words import Parser
+from quire.server.config import ServerConfig
 
 COMMANDS = {
     "generate": "continue a text",
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP with OpenAI's API",
+    "batch": "answer a file of calls in OpenAI's batch format",
     "bench": "measure throughput, memory or quality, beside baselines",
     "doctor": "say what this machine has, and what would make it faster",
 }
@@ -38,6 +42,7 @@ _USAGES = {
     "generate": "%(prog)s [options] PROMPT ...",
     "chat": "%(prog)s [options] [MODEL]",
     "serve": "%(prog)s [options] [MODEL]",
+    "batch": "%(prog)s [options] FILE -o ANSWERS",
     "doctor": "%(prog)s [options]",
 }
 
@@ -75,6 +80,7 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
         "generate": _add_generate,
         "chat": _add_chat,
         "serve": add_serve,
+        "batch": _add_batch,
         "doctor": _add_doctor,
     }
     for name, adder in adders.items():
@@ -125,6 +131,36 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     add_model_flag(parser)
     add_sampling(parser, max_tokens=None)
     add_engine(parser)
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "input",
+        nargs="?",
+        action=Once,
+        metavar="FILE",
+        help="calls, one JSON object a line: custom_id, method, url, body",
+        default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "-i", "--input-file", dest="input", action=Once, metavar="FILE", help="the same as FILE"
+    )
+    parser.add_argument(
+        "-o",
+        "--output-file",
+        dest="output",
+        required=True,
+        metavar="ANSWERS",
+        help="file for the answers, one a line; what is in it of an earlier run is not asked again",
+    )
+    parser.add_argument(
+        "--max-open-calls",
+        type=positive,
+        metavar="N",
+        help="calls under way at once (twice --max-num-seqs)",
+    )
+    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    add_engine(parser, beside=ServerConfig)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -84,6 +84,10 @@ class SequenceOutput(NamedTuple):
     stop_reason: the client's stop token that ended it; None for the model's own end token.
     num_cached_tokens: prompt tokens served from the prefix cache.
     cumulative_logprob: of all its tokens; for a beam, which comes whole, with its end.
+    pooled: the result of a request that pools, as fp32 in the machine's order; with its end, and
+        without any token.
+    ends_with_text: it stopped because its grammar ended with the last token, which is no end token
+        but part of the answer.
     """
 
     request_id: str
@@ -96,10 +100,20 @@ class SequenceOutput(NamedTuple):
     prompt_logprobs: Sequence[TokenLogprobs] | bytes | None = None
     error: str | None = None
     cumulative_logprob: float | None = None
+    pooled: bytes | None = None
+    ends_with_text: bool = False
 
 
-def prompt_too_long(num_tokens: int, max_model_len: int) -> PromptTooLongError:
-    """The error for a prompt that leaves no room for one more token."""
+def prompt_too_long(
+    num_tokens: int, max_model_len: int, *, generates: bool = True
+) -> PromptTooLongError:
+    """The error for a prompt that leaves no room for one more token, if it generates any."""
+    if not generates:
+        return PromptTooLongError(
+            f"the input has {num_tokens} tokens, above max_model_len, {max_model_len}; shorten it,"
+            " or let truncate_prompt_tokens cut it",
+            "prompt",
+        )
     return PromptTooLongError(
         f"the prompt has {num_tokens} tokens, but max_model_len is {max_model_len} and at least one"
         " token must be left to generate; shorten the prompt",
@@ -107,24 +121,43 @@ def prompt_too_long(num_tokens: int, max_model_len: int) -> PromptTooLongError:
     )
 
 
-def check_prompt(prompt_token_ids: Sequence[int], limits: ModelLimits) -> None:
+def check_prompt(
+    prompt_token_ids: Sequence[int], limits: ModelLimits, *, generates: bool = True
+) -> None:
     """Raise InvalidRequestError for token ids that the model can't be given, and
-    PromptTooLongError where they leave no room for one more."""
+    PromptTooLongError where they leave no room for one more, if the request generates any."""
     if not prompt_token_ids:
         raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
     # First, so that millions of ids are refused without a look at each.
-    if len(prompt_token_ids) >= limits.max_model_len:
-        raise prompt_too_long(len(prompt_token_ids), limits.max_model_len)
+    if len(prompt_token_ids) + generates > limits.max_model_len:
+        raise prompt_too_long(len(prompt_token_ids), limits.max_model_len, generates=generates)
     # The loop runs only where a type is odd: it takes five times as long as this count.
     if countOf(map(type, prompt_token_ids), int) != len(prompt_token_ids):
         _check_whole_numbers(prompt_token_ids)
     low, high = min(prompt_token_ids), max(prompt_token_ids)
-    if low < 0 or high >= limits.vocab_size:
+    most = limits.vocab_size if generates else limits.num_token_ids
+    if low < 0 or high >= most:
         raise InvalidRequestError(
             f"the prompt contains token id {low if low < 0 else high}, but the vocabulary has"
             f" {limits.vocab_size} tokens (0 to {limits.vocab_size - 1})",
             "prompt",
         )
+
+
+def check_pooling(request: Request, limits: ModelLimits) -> None:
+    """Raise InvalidRequestError for a request whose kind the model does not serve."""
+    pooling = request.params.pooling
+    if pooling is None:
+        if not limits.generates:
+            raise InvalidRequestError(NO_GENERATION)
+    elif request.n > 1 or request.params.beam_width or request.resumed:
+        raise InvalidRequestError("a prompt is pooled once: n is 1, without beams", "n")
+
+
+NO_GENERATION = (
+    "this model generates no text: it embeds and scores (/v1/embeddings, /score, /rerank;"
+    " LLM.embed, LLM.score)"
+)
 
 
 def _check_whole_numbers(token_ids: Sequence[int]) -> None:

@@ -6,13 +6,26 @@ resolved against a model: every field has a value and everything is in token ids
 crosses into the engine.
 """
 
-import math
-import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from typing import Any, ClassVar, Self, TypeVar
 
-from quire.errors import InvalidRequestError, check_characters, did_you_mean, shown
+from quire.core.checked_fields import CheckedFields, answers_mistakes
+from quire.core.foreign_sampling import FOREIGN_BEAMS, FOREIGN_SAMPLING
+from quire.core.pooling import ModelPooling, PoolingParams
+from quire.core.sampling_checks import (
+    flag,
+    integer,
+    kind_of,
+    logit_bias,
+    number,
+    strings,
+    token_ids,
+)
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.errors import InvalidRequestError
 
 MAX_BRANCHES = 1024
 MAX_BEAM_WIDTH = 64
@@ -36,29 +49,106 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
 
-_INTEGERS: tuple[tuple[str, int, int | None], ...] = (
-    ("n", 1, MAX_BRANCHES),
-    ("top_k", -1, None),
-    ("seed", -(SEED_LIMIT >> 1), SEED_LIMIT - 1),
-    ("max_tokens", 1, MAX_TOKENS),
-    ("min_tokens", 0, MAX_TOKENS),
-    ("logprobs", 0, None),
-    ("prompt_logprobs", 0, None),
-)
-_NUMBERS = (
-    ("temperature", 0.0, 100.0),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.01, 100.0),
-)
-"""SamplingParams' fields with their lowest and highest values, both allowed but for top_p = 0."""
+class RequestOutputKind(Enum):
+    """What each output of a stream has: all so far, what is new, or nothing before the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    found = strings("stop", (value,) if isinstance(value, str) else value)
+    if len(found) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            f"stop has {len(found)} strings, above the bound of {MAX_STOP_STRINGS}", "stop"
+        )
+    return found
+
+
+def _allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    found = token_ids("allowed_token_ids", value)
+    if not found:
+        raise InvalidRequestError(
+            "allowed_token_ids is empty, so no token could be generated; name at least one",
+            "allowed_token_ids",
+        )
+    return found
+
+
+Checks = Mapping[str, Callable[[Any], Any]]
+
+
+def _integers(**bounds: tuple[int, int | None, bool]) -> Checks:
+    """Field -> its lowest and highest value, and whether it may be None."""
+    return {
+        name: partial(integer, name, low=low, high=high, is_optional=is_optional)
+        for name, (low, high, is_optional) in bounds.items()
+    }
+
+
+def _numbers(**bounds: tuple[float, float, bool]) -> Checks:
+    return {
+        name: partial(
+            number, name, low=low, high=high, above_low=name == "top_p", is_optional=is_optional
+        )
+        for name, (low, high, is_optional) in bounds.items()
+    }
+
+
+def _flags(*names: str) -> Checks:
+    return {name: partial(flag, name) for name in names}
+
+
+_CHECKS: Checks = {
+    **_integers(
+        n=(1, MAX_BRANCHES, False),
+        top_k=(-1, None, True),
+        seed=(-(SEED_LIMIT >> 1), SEED_LIMIT - 1, True),
+        max_tokens=(1, MAX_TOKENS, True),
+        min_tokens=(0, MAX_TOKENS, False),
+        logprobs=(-1, None, True),
+        prompt_logprobs=(-1, None, True),
+        truncate_prompt_tokens=(-1, MAX_TOKENS, True),
+    ),
+    **_numbers(
+        temperature=(0.0, 100.0, True),
+        top_p=(0.0, 1.0, True),
+        min_p=(0.0, 1.0, True),
+        presence_penalty=(-2.0, 2.0, False),
+        frequency_penalty=(-2.0, 2.0, False),
+        repetition_penalty=(0.01, 100.0, True),
+    ),
+    **_flags("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"),
+    "stop": _stop_strings,
+    "stop_token_ids": partial(token_ids, "stop_token_ids"),
+    "bad_words": partial(strings, "bad_words"),
+    "allowed_token_ids": _allowed_token_ids,
+    "logit_bias": logit_bias,
+    "structured_outputs": partial(kind_of, "structured_outputs", StructuredOutputsParams, True),
+    "output_kind": partial(kind_of, "output_kind", RequestOutputKind, False),
+}
+"""SamplingParams' fields. Their lowest and highest values are both allowed but for top_p = 0."""
+
+_BEAM_CHECKS: Checks = {
+    **_integers(beam_width=(1, MAX_BEAM_WIDTH, False), max_tokens=(1, MAX_TOKENS, True)),
+    **_numbers(
+        length_penalty=(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY, False),
+        temperature=(0.0, 100.0, False),
+    ),
+    **_flags("ignore_eos"),
+}
+
+
+@answers_mistakes
+@dataclass(slots=True, kw_only=True)
+class SamplingParams(CheckedFields):
     """Options of one generation. None in a field typed `... | None` means what its line says.
+
+    Fields may be assigned; a value is checked as it is when the object is made, and fields together
+    where a request is made. That takes a copy: a running request does not change any more.
 
     n: parallel samples of the same prompt.
     temperature: 0 is greedy; None: the model's default, as for top_p, top_k, min_p and
@@ -80,10 +170,15 @@ class SamplingParams:
         tokens. Refused if max_model_len has no room for them after the prompt.
     logprobs, prompt_logprobs: for each generated token (each prompt token), the log-probabilities
         of this many most likely tokens and of the token itself, from the model's own distribution,
-        before any other option applies.
+        before any other option applies. -1: of the whole vocabulary, where max_logprobs allows it.
     logit_bias: token id -> number added to its logit.
     bad_words: strings that are never generated. allowed_token_ids: only these are generated.
     skip_special_tokens: leave special tokens out of the text.
+    detokenize: False: make no text, only token ids.
+    truncate_prompt_tokens: keep the last so many tokens of the prompt; -1: as many as leave
+        room for one more.
+    output_kind: what each output of the async engine has; `LLM.generate` has the final ones.
+    structured_outputs: what the text must look like; see StructuredOutputsParams.
 
     Numbers and lists of token ids may be NumPy's or torch's.
     Raises InvalidRequestError (a ValueError) that names the field, its value and the bound.
@@ -110,61 +205,44 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
-    def __new__(cls, *_: Any, **given: Any) -> "SamplingParams":
-        _refuse_unknown(cls, given)
-        return object.__new__(cls)
+    checks: ClassVar[Checks] = _CHECKS
+    aliases: ClassVar[Mapping[str, str]] = {"guided_decoding": "structured_outputs"}
+    foreign: ClassVar = FOREIGN_SAMPLING
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_flags()
-        self._normalise_lists()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}",
                 "min_tokens",
             )
-
-    def _check_numbers(self) -> None:
-        set_field = object.__setattr__  # frozen: normalised values go in the dataclass's own way
-        for name, low, high in _INTEGERS:
-            set_field(self, name, _integer(name, getattr(self, name), low, high))
-        for name, least, most in _NUMBERS:
-            number = _number(name, getattr(self, name), least, most, above_low=name == "top_p")
-            set_field(self, name, number)
-        for name in ("n", "presence_penalty", "frequency_penalty", "min_tokens"):
-            if getattr(self, name) is None:
-                raise InvalidRequestError(f"{name} is None, but must be a number", name)
-
-    def _check_flags(self) -> None:
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            _flag(name, getattr(self, name))
-
-    def _normalise_lists(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        stop = _strings("stop", stop)
-        if len(stop) > MAX_STOP_STRINGS:
+        if self.truncate_prompt_tokens == 0:
             raise InvalidRequestError(
-                f"stop has {len(stop)} strings, above the bound of {MAX_STOP_STRINGS}", "stop"
+                "truncate_prompt_tokens is 0, which leaves no prompt; it must be at least 1, or -1"
+                " for max_model_len",
+                "truncate_prompt_tokens",
             )
-        set_field = object.__setattr__
-        set_field(self, "stop", stop)
-        set_field(self, "bad_words", _strings("bad_words", self.bad_words))
-        set_field(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
-            if not allowed:
-                raise InvalidRequestError(
-                    "allowed_token_ids is empty, so no token could be generated; name at least one",
-                    "allowed_token_ids",
-                )
-            set_field(self, "allowed_token_ids", allowed)
-        set_field(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError(
+                "stop has strings, which are looked for in the text, but detokenize is False; use"
+                " stop_token_ids, or leave detokenize out",
+                "stop",
+            )
+
+    def clone(self) -> Self:
+        """A copy that shares nothing which could be changed. Raises InvalidRequestError for fields
+        that don't go together."""
+        return replace(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamSearchParams:
-    """Options of one beam search, as `core.beam_search` describes it.
+@answers_mistakes
+@dataclass(slots=True, kw_only=True)
+class BeamSearchParams(CheckedFields):
+    """Options of one beam search, as `core.beam_search` describes it. Fields may be assigned.
 
     beam_width: how many beams are followed, and how many results come, best first.
     max_tokens: a ceiling, as in SamplingParams.
@@ -182,33 +260,12 @@ class BeamSearchParams:
     temperature: float = 0.0
     ignore_eos: bool = False
 
-    def __new__(cls, *_: Any, **given: Any) -> "BeamSearchParams":
-        _refuse_unknown(cls, given)
-        return object.__new__(cls)
+    checks: ClassVar[Checks] = _BEAM_CHECKS
+    foreign: ClassVar = FOREIGN_BEAMS
 
-    def __post_init__(self) -> None:
-        for name in ("beam_width", "length_penalty", "temperature"):
-            if getattr(self, name) is None:
-                raise InvalidRequestError(f"{name} is None, but must be a number", name)
-        longest = MAX_LENGTH_PENALTY
-        given = {
-            "beam_width": _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH),
-            "max_tokens": _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS),
-            "length_penalty": _number("length_penalty", self.length_penalty, -longest, longest),
-            "temperature": _number("temperature", self.temperature, 0.0, 100.0),
-        }
-        for name, value in given.items():
-            object.__setattr__(self, name, value)
-        _flag("ignore_eos", self.ignore_eos)
-
-
-def _refuse_unknown(kind: type, given: Mapping[str, Any]) -> None:
-    known = [entry.name for entry in fields(kind)]
-    for name in given:
-        if name not in known:
-            raise InvalidRequestError(
-                f"{kind.__name__} has no option {name}{did_you_mean(name, known)}", name
-            )
+    def clone(self) -> Self:
+        """A copy."""
+        return replace(self)
 
 
 def sampling_params_of(beams: BeamSearchParams) -> SamplingParams:
@@ -239,6 +296,9 @@ class DecodingParams:
         token, and its log-probabilities, of softmax(logits / temperature), hold the
         num_beam_candidates best (a temperature of 0 counts as 1).
     length_penalty: see `core.beam_search`.
+    grammar: what the tokens must obey, as `text.grammars` writes it; None: nothing.
+    pooling: no token is generated; the result is a vector, or scores, of the prompt. max_tokens is
+        then 1 and nothing else is read.
     """
 
     max_tokens: int
@@ -260,6 +320,8 @@ class DecodingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     beam_width: int = 0
     length_penalty: float = 1.0
+    grammar: str | None = None
+    pooling: PoolingParams | None = None
 
     @property
     def num_beam_candidates(self) -> int:
@@ -274,6 +336,9 @@ class ModelLimits:
     max_logprobs: the most `logprobs` or `prompt_logprobs` that one request may ask for.
     reads_priority, reads_deadline: whether the scheduling policy does; a request that gives
         one that the policy does not read is refused.
+    generates: whether it predicts tokens; if not, requests are to pool.
+    num_token_types: of the model's inputs: a token of type i has i * vocab_size added to its id.
+    pooling: how a request pools that says nothing of it.
     """
 
     vocab_size: int
@@ -283,6 +348,14 @@ class ModelLimits:
     max_logprobs: int = 20
     reads_priority: bool = False
     reads_deadline: bool = False
+    generates: bool = True
+    num_token_types: int = 1
+    pooling: ModelPooling = field(default_factory=ModelPooling)
+
+    @property
+    def num_token_ids(self) -> int:
+        """A prompt's token ids are below this."""
+        return self.vocab_size * self.num_token_types
 
 
 def resolve(
@@ -293,11 +366,12 @@ def resolve(
     seed: int,
     bad_words: Sequence[Sequence[int]] = (),
     beams: BeamSearchParams | None = None,
+    grammar: str | None = None,
 ) -> DecodingParams:
     """Fill in what the caller left open and check what only the model can tell.
 
     seed: used where the params have none. bad_words: those of the params as token ids.
-    beams: of a beam search, whose params are `sampling_params_of` it.
+    beams: of a beam search, whose params are `sampling_params_of` it. grammar: see DecodingParams.
     Raises InvalidRequestError for token ids beyond the vocabulary, for too many logprobs and for
     min_tokens that the context has no room for. Does not check that the prompt fits (`Engine.add`
     does).
@@ -306,12 +380,6 @@ def resolve(
     _check_vocabulary("stop_token_ids", params.stop_token_ids or (), vocab_size)
     _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_vocabulary("logit_bias", tuple(params.logit_bias or {}), vocab_size)
-    for name in ("logprobs", "prompt_logprobs"):
-        count = getattr(params, name)
-        if count is not None and count > limits.max_logprobs:
-            raise InvalidRequestError(
-                f"{name} is {count}, above the bound of {limits.max_logprobs}", name
-            )
     num_left = limits.max_model_len - num_prompt_tokens
     if params.min_tokens > max(1, num_left):
         raise InvalidRequestError(
@@ -333,8 +401,8 @@ def resolve(
         min_tokens=params.min_tokens,
         end_token_ids=() if params.ignore_eos else limits.end_token_ids,
         stop_token_ids=tuple(params.stop_token_ids or ()),
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
+        logprobs=_num_logprobs("logprobs", params.logprobs, limits),
+        prompt_logprobs=_num_logprobs("prompt_logprobs", params.prompt_logprobs, limits),
         logit_bias=tuple((params.logit_bias or {}).items()),
         bad_words=tuple(tuple(word) for word in bad_words),
         allowed_token_ids=(
@@ -342,124 +410,26 @@ def resolve(
         ),
         beam_width=0 if beams is None else beams.beam_width,
         length_penalty=1.0 if beams is None else float(beams.length_penalty),
+        grammar=grammar,
     )
+
+
+def _num_logprobs(name: str, count: int | None, limits: ModelLimits) -> int | None:
+    if count is None:
+        return None
+    whole = " (the whole vocabulary)" if count == -1 else ""
+    count = limits.vocab_size if count == -1 else count
+    if count > limits.max_logprobs:
+        raise InvalidRequestError(
+            f"{name} is {count}{whole}, above the bound of {limits.max_logprobs}; ask for fewer, or"
+            f" raise max_logprobs",
+            name,
+        )
+    return count
 
 
 def _or_default(value: T | None, default: T) -> T:
     return default if value is None else value
-
-
-def _bounds(low: float | None, high: float | None, above_low: bool) -> str:
-    parts = []
-    if low is not None:
-        parts.append(f"above {low:g}" if above_low else f"at least {low:g}")
-    if high is not None:
-        parts.append(f"at most {high:g}")
-    return " and ".join(parts)
-
-
-def as_python(value: Any) -> Any:
-    """A number or an array of NumPy or torch as Python's own; everything else as it is."""
-    to_list = getattr(value, "tolist", None)
-    return value if to_list is None else to_list()
-
-
-def whole_number(value: Any) -> int | None:
-    """`value` as an int, if it is a whole number of any type; True and False are none."""
-    plain = as_python(value)
-    if isinstance(plain, bool):
-        return None
-    try:
-        return int(operator.index(plain))
-    except TypeError:
-        return None
-
-
-def _number(
-    name: str, value: Any, low: float, high: float, *, above_low: bool = False
-) -> float | None:
-    """`value` as Python has it. Raises InvalidRequestError for what is no number within bounds."""
-    if value is None:
-        return None
-    plain = as_python(value)
-    if isinstance(plain, bool) or not isinstance(plain, (int, float)):
-        raise InvalidRequestError(f"{name} is {shown(value)}, but must be a number", name)
-    too_low = plain <= low if above_low else plain < low
-    if too_low or plain > high or math.isnan(plain):
-        raise InvalidRequestError(
-            f"{name} is {plain!r}, but must be {_bounds(low, high, above_low)}", name
-        )
-    return plain
-
-
-def _integer(name: str, value: Any, low: int, high: int | None) -> int | None:
-    """As `_number`."""
-    if value is None:
-        return None
-    whole = whole_number(value)
-    if whole is None:
-        raise InvalidRequestError(f"{name} is {shown(value)}, but must be a whole number", name)
-    if whole < low or (high is not None and whole > high):
-        bound = f"at least {low}" + (f" and at most {high}" if high is not None else "")
-        raise InvalidRequestError(f"{name} is {whole!r}, but must be {bound}", name)
-    return whole
-
-
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise InvalidRequestError(f"{name} is {shown(value)}, but must be True or False", name)
-
-
-def _strings(name: str, values: Any) -> tuple[str, ...]:
-    if values is None:
-        return ()
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        raise InvalidRequestError(f"{name} is {values!r}, but must be a list of strings", name)
-    for value in values:
-        if not isinstance(value, str) or not value:
-            raise InvalidRequestError(
-                f"{name} contains {shown(value)}, but each must be a non-empty string", name
-            )
-        check_characters(value, name)
-    return tuple(values)
-
-
-def _token_ids(name: str, values: Any) -> tuple[int, ...]:
-    listed = () if values is None else as_python(values)
-    if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence):
-        raise InvalidRequestError(f"{name} is {values!r}, but must be a list of token ids", name)
-    found = []
-    for value in listed:
-        token_id = whole_number(value)
-        if token_id is None or token_id < 0:
-            raise InvalidRequestError(
-                f"{name} contains {shown(value)}, but each must be a token id (0 or more)", name
-            )
-        found.append(token_id)
-    return tuple(found)
-
-
-def _logit_bias(values: Any) -> Mapping[int, float]:
-    if values is None:
-        return {}
-    if not isinstance(values, Mapping):
-        raise InvalidRequestError(
-            f"logit_bias is {values!r}, but must map token ids to numbers", "logit_bias"
-        )
-    biases: dict[int, float] = {}
-    for key, value in values.items():
-        token_id = whole_number(key)
-        if token_id is None or token_id < 0:
-            raise InvalidRequestError(
-                f"logit_bias has the key {shown(key)}, but keys must be token ids", "logit_bias"
-            )
-        bias = _number("logit_bias", value, -100.0, 100.0)
-        if bias is None:
-            raise InvalidRequestError(
-                f"logit_bias of token {token_id} is None, but must be a number", "logit_bias"
-            )
-        biases[token_id] = bias
-    return biases
 
 
 def _check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
+from quire.core.constraint import Constraint
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenLogprobs
@@ -48,7 +49,7 @@ class MissReason(StrEnum):
     as `counted_as` says, since what another domain has cached is that domain's affair."""
 
     NONE = "none"  # all but the last token, which is always computed, was there
-    NOT_ASKED = "not_asked"  # no cache, or prompt_logprobs, which need the prompt computed
+    NOT_ASKED = "not_asked"  # no cache, or results that need the prompt computed
     EVICTED = "evicted"  # it was there, until its block was taken for another request
     DIFFERS = "differs"  # what follows the found part in the cache are other tokens
     BELOW_BLOCK = "below_block"  # what is missing is less than a block
@@ -96,6 +97,8 @@ class Sequence:
         were needed.
     num_published_blocks: leading blocks offered to the prefix cache (or taken from it).
     is_beam: whether it is part of a beam search, which chooses its tokens.
+    constraint: what its tokens must obey; None: nothing. Its next step is then planned only when
+        all its tokens are known.
     num_slots: tokens that the tables have room for.
     num_written_tokens: tokens whose K and V are known to be written: of steps that have ended.
     num_cached_tokens: prompt tokens that its first admission found in the cache.
@@ -120,6 +123,7 @@ class Sequence:
         "chain",
         "chain_root",
         "chain_tokens",
+        "constraint",
         "deadline_s",
         "end_token_ids",
         "finish_reason",
@@ -179,6 +183,7 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
         self.is_beam = params.beam_width > 0
+        self.constraint: Constraint | None = None
         self.priority = priority
         self.tenant = ""
         self.deadline_s: float | None = None
@@ -261,6 +266,32 @@ class Sequence:
         return self.state is SequenceState.FINISHED
 
     @property
+    def shows_output_length(self) -> bool:
+        """Whether it has ended of itself and its length is one of outputs: of a beam search it is
+        not known, of one beam; a request that pools has none."""
+        ended = self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return ended and not self.is_beam and self.params.pooling is None
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether all prompt positions are to be computed, none read from the cache."""
+        pooling = self.params.pooling
+        return self.needs_prompt_logprobs or (pooling is not None and pooling.reads_whole_prompt)
+
+    @property
+    def is_in_one_step(self) -> bool:
+        """Whether all of its tokens are computed in one step."""
+        return self.params.pooling is not None and self.params.pooling.in_one_step
+
+    @property
+    def num_resumable_tokens(self) -> int:
+        """From how many computed tokens on it could go on, were it preempted: nothing that came of
+        them is lost."""
+        if self.params.pooling is not None and self.params.pooling.reads_whole_prompt:
+            return 0
+        return len(self.prompt_logprobs) if self.needs_prompt_logprobs else self.num_tokens
+
+    @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether prompt positions are still to be computed (and so not read from the cache)."""
         return (
@@ -279,9 +310,14 @@ class Sequence:
 
         Sets finish_reason, but leaves the state to the scheduler, which owns rows and blocks.
         """
-        token_ids = self.token_ids
+        token_ids, constraint = self.token_ids, self.constraint
         token_ids.append(token_id)
-        if token_id in self.end_token_ids and self.num_output_tokens >= self.params.min_tokens:
+        is_over = constraint is not None and constraint.take(token_id)
+        if constraint is not None and constraint.error is not None:
+            self.finish_reason = FinishReason.ERROR
+        elif is_over or (
+            token_id in self.end_token_ids and self.num_output_tokens >= self.params.min_tokens
+        ):
             self.finish_reason = FinishReason.STOP
         elif len(token_ids) >= self.max_num_tokens:
             self.finish_reason = FinishReason.LENGTH
@@ -309,7 +345,8 @@ def make_sequences(
             request.params,
             branch_index=branch_index,
             priority=request.priority,
-            max_num_tokens=max_model_len,
+            # A result that is no token takes no place.
+            max_num_tokens=max_model_len + (request.params.pooling is not None),
             chain_root=chain_root,
             output_token_ids=token_ids,
         )

@@ -187,6 +187,8 @@ class StepResult:
         to the prompt.
     failed: rows whose own computation failed (a NaN in their logits), with a sentence; they sample
         nothing and their sequences end alone.
+    pooled: of the rows whose parameters ask for it (`DecodingParams.pooling`), fp32 numbers as
+        bytes. Such a row is among `rows`, without a token.
     """
 
     step_id: int
@@ -195,10 +197,14 @@ class StepResult:
     logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)
+    pooled: Mapping[int, bytes] = field(default_factory=dict)
 
 
 TokenMasks = Mapping[int, bytes]
-"""Row -> bitmask over the vocabulary: bit (t % 8) of byte t // 8 set means token t is allowed."""
+"""Row -> bitmask over the vocabulary: bit (t % 8) of byte t // 8 set means token t is allowed.
+
+A mask may end early, and then allows no further token, or with the last token's word of 32 bits.
+"""
 
 
 class Runner(Protocol):

@@ -16,11 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 from quire.core.memory.memory_report import BlockMap, MemoryReport, block_map, memory_report
-from quire.core.request import Request, SequenceOutput, check_prompt, check_resumed
+from quire.core.request import Request, SequenceOutput, check_pooling, check_prompt, check_resumed
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import PrefixMiss, Sequence, counted_as, make_sequences
 from quire.core.step import Runner, StepPlan, StepResult
+from quire.engine.grammar_work import GrammarWork
+from quire.engine.kv_memory import KVMemory
 from quire.engine.stats import EngineStats, StatsLog
 from quire.engine.step_clock import LaunchedStep, OnStep, StepClock, StepMembers
 from quire.errors import InvalidRequestError
@@ -65,6 +67,9 @@ class Engine:
         """timing: where the runner says how long the parts of its last step took, if it does.
         clock: seconds, never going back. facts: what it was built of, for people; numbers and
         strings by name. overlap: plan and launch a step before the result of the last is fetched.
+
+        Attributes that `engine.sleep` uses: kv_memory, where the KV memory can be given back, and
+        is_asleep, while it is.
         """
         self.scheduler = scheduler
         self.limits = limits
@@ -74,6 +79,9 @@ class Engine:
         self.trace: StepTrace | None = None
         self.stats_log: StatsLog | None = None
         self.on_step: OnStep | None = None
+        self.grammars = GrammarWork(None, limits.end_token_ids)
+        self.kv_memory: KVMemory | None = None
+        self.is_asleep = False
         self._members = StepMembers()
         self._runner = runner
         self._timing = timing or StepTiming()
@@ -86,22 +94,27 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` would do anything, if only fetch a result."""
-        return self.scheduler.has_unfinished or len(self._in_flight) > 0
+        return self.scheduler.has_unfinished or len(self._in_flight) > 0 or self.grammars.has_work
 
     def add(self, request: Request) -> None:
-        """Accept a request, all its branches or none; a resumed one brings new tokens only.
+        """Accept a request, all its branches or none; a resumed one brings new tokens only. One
+        with a grammar runs as soon as that is compiled.
 
         Raises InvalidRequestError (and its kinds PromptTooLongError, RequestNeverFitsError).
         """
+        if self.is_asleep:
+            raise InvalidRequestError("the engine is asleep; call wake_up() before it is asked")
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
-        check_prompt(request.prompt_token_ids, self.limits)
+        check_pooling(request, self.limits)
+        generates = request.params.pooling is None
+        check_prompt(request.prompt_token_ids, self.limits, generates=generates)
         check_resumed(request, self.limits)
+        self.grammars.check(request.params)
         now_s = self._clock()
         root = self.scheduler.memory.prefixes.start_chain(request.cache_domain)
         groups = make_sequences(request, self.limits.max_model_len, root, now_s)
-        for group in groups:  # all of one size at their end: the first is refused, or none
-            self.scheduler.add(group, now_s)
+        self.grammars.begin(self.scheduler, groups, now_s)
         self._requests[request.request_id] = [branch for group in groups for branch in group]
         self._next_branch[request.request_id] = request.n
 
@@ -114,6 +127,8 @@ class Engine:
         """
         branches = self._requests.get(request_id, [])
         parent = next((each for each in branches if each.branch_index == branch_index), None)
+        if parent is not None:
+            self.grammars.hasten(self.scheduler, parent)
         if parent is None or parent.is_finished:
             raise InvalidRequestError(
                 f"branch {branch_index} of request {request_id!r} has ended or never was, so it"
@@ -126,6 +141,11 @@ class Engine:
                 " fork",
                 "request_id",
             )
+        if parent.params.pooling is not None:
+            raise InvalidRequestError(
+                f"request {request_id!r} generates nothing, so there is nothing to fork",
+                "request_id",
+            )
         params = params or parent.params
         num_left = parent.num_prompt_tokens + params.max_tokens - len(parent.token_ids)
         if num_left < 1:
@@ -135,7 +155,10 @@ class Engine:
                 "max_tokens",
             )
         new_index = self._next_branch[request_id]
-        branches.append(self.scheduler.fork(parent, new_index, params, self._clock()))
+        constraint = self.grammars.fork(parent, params)
+        child = self.scheduler.fork(parent, new_index, params, self._clock())
+        child.constraint = constraint
+        branches.append(child)
         self._next_branch[request_id] += 1
         return new_index
 
@@ -167,7 +190,9 @@ class Engine:
         The blocks are free when this returns, unless a step in flight still reads them.
         """
         for sequence in self._requests.get(request_id, ()):
-            if branch_index is None or sequence.branch_index == branch_index:
+            if branch_index is not None and sequence.branch_index != branch_index:
+                continue
+            if not self.grammars.drop(sequence):
                 self.scheduler.abort(sequence)
         self._forget_if_finished(request_id)
 
@@ -179,6 +204,7 @@ class Engine:
         """
         began_s = self._clock()
         self._in_flight.enter(began_s)
+        self.grammars.let_in(self.scheduler)
         plan = self.scheduler.schedule(began_s)
         planned_s = self._clock()
         try:
@@ -194,8 +220,12 @@ class Engine:
             raise
         else:
             outputs = [] if landed is None else self._apply(*landed)
+        if plan is None and not self._in_flight:
+            self.grammars.wait(self.scheduler.running)
+        if refused := self.grammars.take_refused():
+            self._tell(refused, 0, self._clock())
         self._in_flight.leave(self._clock())
-        return outputs
+        return [*refused, *outputs]
 
     def settle(self) -> None:
         """Take in what is in flight although all requests have ended, so that nothing is held."""
@@ -243,8 +273,9 @@ class Engine:
         scheduler = self.scheduler
         if self.on_step is not None:
             self.on_step(self._members.launch(plan, scheduler.running, is_overlapping=self.overlap))
+        masks = self.grammars.begin_masks(plan.step_id, scheduler.running)
         self._runner.execute(plan)
-        self._runner.sample()
+        self._runner.sample(masks.collect())
         num_preemptions = scheduler.running_set.stats.num_preemptions
         step = LaunchedStep(
             plan,
@@ -270,6 +301,7 @@ class Engine:
     def _apply(self, step: LaunchedStep, result: StepResult, wait_s: float) -> list[SequenceOutput]:
         fetched_s = self._clock()
         outputs = self.scheduler.apply(result)
+        self.grammars.begin_early(self.scheduler.running)
         ended_s = self._clock()
         elapsed_s, is_known = self._in_flight.end(step, ended_s)
         if is_known:
@@ -301,6 +333,7 @@ class Engine:
     def _drop_steps(self, message: str | None) -> list[SequenceOutput]:
         """See `Scheduler.recover`."""
         self._in_flight.drop()
+        self.grammars.settle()
         self._runner.reset()
         return self.scheduler.recover(message)
 
@@ -359,7 +392,7 @@ class RequestTimes:
         just ended included. now_s: on the clock by which they arrived."""
         for output in outputs:
             num_tokens = len(output.token_ids)
-            if not num_tokens:
+            if not num_tokens and output.pooled is None:
                 continue
             self.num_generated_tokens += num_tokens
             request_id, branch_index = output.request_id, output.branch_index

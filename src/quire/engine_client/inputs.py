@@ -1,22 +1,23 @@
 """From prompts and parameters to requests in token ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import countOf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
-from quire.core.request import Request, check_prompt
+from quire.core.request import NO_GENERATION, Request, check_prompt
+from quire.core.sampling_checks import as_python, whole_number
 from quire.core.sampling_params import (
     BeamSearchParams,
     DecodingParams,
     ModelLimits,
     SamplingParams,
-    as_python,
     resolve,
-    whole_number,
 )
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError, check_characters
+from quire.text.grammars.front import grammar_of
 from quire.text.tokenizer import Tokenizer
 
 MAX_NAME_LENGTH = 256
@@ -82,6 +83,17 @@ class RequestOptions:
 NO_OPTIONS = RequestOptions()
 
 
+def check_priority(options: RequestOptions, limits: ModelLimits) -> None:
+    """Raises InvalidRequestError for a priority that the scheduling policy does not read."""
+    if options.priority and not limits.reads_priority:
+        raise InvalidRequestError(
+            f"priority is {options.priority}, but the engine's scheduling policy reads no"
+            " priorities; leave it out, or start the engine with"
+            " scheduling_policy='priority' (--scheduling-policy priority)",
+            "priority",
+        )
+
+
 class PromptInput(NamedTuple):
     """A prompt of the offline API, taken apart."""
 
@@ -89,14 +101,26 @@ class PromptInput(NamedTuple):
     options: RequestOptions = NO_OPTIONS
 
 
+CompileGrammar: TypeAlias = Callable[[str], object]
+"""Compiles a grammar, to find out whether it can be obeyed: takes milliseconds, or much longer. May
+be called in any thread. Raises InvalidRequestError that names what can't be obeyed."""
+
+
 class InputProcessor:
     """Makes requests for one model; any number of threads may use one."""
 
-    def __init__(self, tokenizer: Tokenizer | None, limits: ModelLimits) -> None:
-        """tokenizer: None serves token ids only."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        limits: ModelLimits,
+        compile_grammar: CompileGrammar | None = None,
+    ) -> None:
+        """tokenizer: None serves token ids only. compile_grammar: None refuses grammars."""
         self._tokenizer = tokenizer
         self._limits = limits
+        self._compile = compile_grammar
         self._last_words: tuple[Sequence[str], list[list[int]]] = ((), [])
+        self._last_format: tuple[StructuredOutputsParams | None, str | None] = (None, None)
 
     def make_request(
         self,
@@ -107,22 +131,20 @@ class InputProcessor:
         seed: int,
         options: RequestOptions = NO_OPTIONS,
         beams: BeamSearchParams | None = None,
+        grammar: str | None = None,
     ) -> Request:
         """Tokenize (text), resolve and check. seed: used where the params have none. beams: of a
-        beam search, whose params are `sampling_params_of` it.
+        beam search, whose params are `sampling_params_of` it. grammar: as `prepare_grammar` gave
+        it; None: that of params.structured_outputs, if it has any.
 
         Raises InvalidRequestError; whether the KV blocks suffice is checked by `Engine.add`.
         """
-        if options.priority and not self._limits.reads_priority:
-            raise InvalidRequestError(
-                f"priority is {options.priority}, but the engine's scheduling policy reads no"
-                " priorities; leave it out, or start the engine with"
-                " scheduling_policy='priority' (--scheduling-policy priority)",
-                "priority",
-            )
-        token_ids = self.tokenize(prompt)
+        check_priority(options, self._limits)
+        if not self._limits.generates:
+            raise InvalidRequestError(NO_GENERATION)
+        token_ids = self._truncated(self.tokenize(prompt), params.truncate_prompt_tokens)
         check_prompt(token_ids, self._limits)
-        decoding = self.resolve(params, len(token_ids), seed, beams)
+        decoding = self.resolve(params, len(token_ids), seed, beams, grammar)
         return Request(
             request_id,
             token_ids,
@@ -140,13 +162,16 @@ class InputProcessor:
         num_prompt_tokens: int,
         seed: int,
         beams: BeamSearchParams | None = None,
+        grammar: str | None = None,
     ) -> DecodingParams:
-        """The params of one prompt, in token ids; raises as `make_request` does."""
+        """The params of one prompt, in token ids; the arguments and errors are `make_request`'s."""
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
                 "stop strings need a tokenizer, but the engine runs without; use stop_token_ids",
                 "stop",
             )
+        if grammar is None:
+            grammar = self.prepare_grammar(params.structured_outputs)
         return resolve(
             params,
             self._limits,
@@ -154,6 +179,7 @@ class InputProcessor:
             seed=seed,
             bad_words=self.prepare_bad_words(params.bad_words or ()),
             beams=beams,
+            grammar=grammar,
         )
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
@@ -167,6 +193,40 @@ class InputProcessor:
                 )
             return self._tokenizer.encode(prompt)
         return list(prompt)
+
+    def _truncated(self, token_ids: list[int], limit: int | None) -> list[int]:
+        """The last `limit` tokens; see SamplingParams."""
+        if limit is None:
+            return token_ids
+        longest = self._limits.max_model_len
+        if limit > longest:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {limit}, above max_model_len, {longest}; lower it, or"
+                " give -1",
+                "truncate_prompt_tokens",
+            )
+        return token_ids[-(longest - 1 if limit == -1 else limit) :]
+
+    def prepare_grammar(self, wanted: StructuredOutputsParams | None) -> str | None:
+        """The grammar of what is wanted, which is remembered for requests with the very same; it
+        compiles. Raises InvalidRequestError that names what in it can't be obeyed."""
+        if wanted is None:
+            return None
+        known, grammar = self._last_format  # read once: another thread may change it
+        if known is not wanted:
+            grammar = grammar_of(wanted)
+            self.check_grammar(grammar)
+            self._last_format = (wanted, grammar)
+        return grammar
+
+    def check_grammar(self, grammar: str) -> None:
+        """Raises InvalidRequestError for one that can't be obeyed."""
+        if self._tokenizer is None or self._compile is None:
+            raise InvalidRequestError(
+                "structured_outputs need a tokenizer, but the engine runs without; leave them out",
+                "structured_outputs",
+            )
+        self._compile(grammar)
 
     def prepare_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Their token ids in all forms, which are remembered for requests with the very same list:

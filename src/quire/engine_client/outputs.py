@@ -6,12 +6,19 @@ computed beyond that token is dropped.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from quire.core.request import FinishReason, Request, SequenceOutput
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import RequestOutputKind, SamplingParams
 from quire.core.step import TokenLogprobs
 from quire.engine_client.logprob_entries import LogprobEntries
-from quire.engine_client.results import CompletionOutput, Delta, Logprob, RequestOutput
+from quire.engine_client.results import (
+    CompletionOutput,
+    Delta,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from quire.text.detokenizer import IncrementalDetokenizer, StopStrings
 from quire.text.tokenizer import Tokenizer
 
@@ -31,6 +38,7 @@ class _Branch:
         tok: Tokenizer | None,
         *,
         deltas_only: bool,
+        kept_special_token_ids: frozenset[int],
     ) -> None:
         self.output = CompletionOutput(index)
         self._params = params
@@ -43,7 +51,10 @@ class _Branch:
         self._detokenizer = None
         if tok is not None:
             self._detokenizer = IncrementalDetokenizer(
-                tok, prompt_ids, skip_special_tokens=params.skip_special_tokens
+                tok,
+                prompt_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                kept_special_token_ids=kept_special_token_ids,
             )
         if params.logprobs is not None:
             self.output.logprobs = None if deltas_only else []
@@ -62,7 +73,8 @@ class _Branch:
         if new.cumulative_logprob is not None:
             output.cumulative_logprob = new.cumulative_logprob
         num_shown = len(new.token_ids)
-        if new.finish_reason is FinishReason.STOP and not self._params.include_stop_str_in_output:
+        keeps_end = self._params.include_stop_str_in_output or new.ends_with_text
+        if new.finish_reason is FinishReason.STOP and not keeps_end:
             num_shown -= 1  # the end token's text is not part of the answer
         for index, token_id in enumerate(new.token_ids):
             output.token_ids.append(token_id)
@@ -173,17 +185,22 @@ class RequestAssembler:
         prompt_text: str | None,
         *,
         deltas_only: bool = False,
+        kept_special_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         """deltas_only: text and log-probabilities of the branches are in their deltas alone, so
         that a stream holds no more than its client has yet to be sent, and those of the prompt in
-        `prompt_entries`. (All else is in `output`.)
+        `prompt_entries`. (All else is in `output`.) kept_special_token_ids: are in the texts,
+        whatever skip_special_tokens says.
         """
         self._params = params
         self.request = request
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer if params.detokenize else None
         self._deltas_only = deltas_only
+        self._kept_special_token_ids = kept_special_token_ids
         self.prompt_entries: LogprobEntries | None = None
         """Of all prompt tokens but the first, from the first output on, where asked for."""
+        self.pooled: bytes | None = None
+        """The result of a request that pools, once it has come."""
         self._knows_cached = False
         self._branches: list[_Branch] = []
         self._output = RequestOutput(
@@ -200,12 +217,16 @@ class RequestAssembler:
         return self._output
 
     @property
+    def metrics(self) -> RequestMetrics | None:
+        return self._output.metrics
+
+    @property
     def finished(self) -> bool:
         return self._output.finished
 
     def has_ended(self, branch_index: int) -> bool:
         """Whether nothing more comes for a branch."""
-        return self._branches[branch_index].output.finished
+        return bool(self._branches[branch_index].output.finished)
 
     def push(self, new: SequenceOutput) -> list[int]:
         """Take one output in; returns the branches to abort, since a stop string ended them."""
@@ -217,6 +238,8 @@ class RequestAssembler:
             self._knows_cached = True
         if new.error is not None:
             self._output.error = new.error
+        if new.pooled is not None:
+            self.pooled = new.pooled
         branch = self._branches[new.branch_index]
         if branch.output.finished:
             return []
@@ -252,6 +275,7 @@ class RequestAssembler:
             self.request.prompt_token_ids,
             self._tokenizer,
             deltas_only=self._deltas_only,
+            kept_special_token_ids=self._kept_special_token_ids,
         )
         self._branches.append(branch)
         self._output.outputs.append(branch.output)
@@ -272,3 +296,46 @@ def logprob_map(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, 
     if entry.token_id not in found:
         found[entry.token_id] = Logprob(entry.logprob, entry.rank, text(entry.token_id))
     return found
+
+
+class OutputSnapshots:
+    """Results of one request while it runs, as its `output_kind` says; each is its reader's own.
+
+    Invariant: with DELTA, the pieces put together are the result; each is in one of them.
+    """
+
+    def __init__(self, assembler: RequestAssembler, kind: RequestOutputKind, name: str) -> None:
+        """name: the request's id for its reader."""
+        self._assembler = assembler
+        self._kind = kind
+        self._name = name
+        self._num_seen = [(0, False)] * len(assembler.output.outputs)
+
+    def take(self) -> RequestOutput | None:
+        """What has come since the last call; None where there is nothing to show."""
+        output = self._assembler.output
+        seen = [(len(each.token_ids), bool(each.finished)) for each in output.outputs]
+        is_news = seen != self._num_seen
+        if not is_news or (self._kind is RequestOutputKind.FINAL_ONLY and not output.finished):
+            return None
+        branches = output.outputs
+        if self._kind is RequestOutputKind.DELTA:
+            branches = [
+                self._news(each, before[0])
+                for each, now, before in zip(branches, seen, self._num_seen, strict=True)
+                if now != before
+            ]
+        else:
+            branches = [_copy(each) for each in branches]
+        self._num_seen = seen
+        return replace(output, request_id=self._name, outputs=branches)
+
+    def _news(self, branch: CompletionOutput, num_tokens: int) -> CompletionOutput:
+        delta = self._assembler.take_delta(branch.index)
+        logprobs = None if branch.logprobs is None else branch.logprobs[num_tokens:]
+        return replace(branch, text=delta.text, token_ids=delta.token_ids, logprobs=logprobs)
+
+
+def _copy(branch: CompletionOutput) -> CompletionOutput:
+    logprobs = None if branch.logprobs is None else list(branch.logprobs)
+    return replace(branch, token_ids=list(branch.token_ids), logprobs=logprobs)

@@ -4,8 +4,18 @@ Plain data, made by `outputs`.
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar, NoReturn
 
 from quire.engine_client.logprob_entries import LogprobEntries
+from quire.errors import unknown_name
+
+_ADVICE = {
+    "encoder_prompt": "models here have a decoder only",
+    "encoder_prompt_token_ids": "models here have a decoder only",
+    "kv_transfer_params": "the KV cache is not handed to other engines",
+    "multi_modal_placeholders": "models take text here",
+    "routed_experts": "which experts a token went to is not returned",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +27,18 @@ class Logprob:
     decoded_token: str | None = None
 
 
+class Truth(int):
+    """True or False, which may also be called: what is an attribute here is a method in vLLM."""
+
+    __slots__ = ()
+
+    def __call__(self) -> bool:
+        return bool(self)
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One branch of a request.
@@ -26,7 +48,10 @@ class CompletionOutput:
     and of a beam search's results.
     finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
     stop_reason: the stop string or stop token id that ended it; None for the model's end token.
+    lora_request: None, as adapters are not served in this version.
     """
+
+    lora_request: ClassVar[None] = None
 
     index: int
     text: str = ""
@@ -37,8 +62,37 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
     @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
+    def finished(self) -> Truth:
+        return Truth(self.finish_reason is not None)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise unknown_name(self, name, _ADVICE)
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When a request's tokens came, of the offline API and the async engine.
+
+    arrival_time: seconds since 1970. first_token_ts, last_token_ts: on the clock of
+    time.monotonic(); 0 before the first. first_token_latency: seconds from arrival to the first
+    token. num_generation_tokens: of all branches.
+    """
+
+    arrival_time: float
+    arrival_ts: float
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+    num_generation_tokens: int = 0
+
+    def note(self, num_tokens: int, now_s: float) -> None:
+        """So many tokens came now."""
+        if not num_tokens:
+            return
+        if not self.num_generation_tokens:
+            self.first_token_ts, self.first_token_latency = now_s, now_s - self.arrival_ts
+        self.last_token_ts = now_s
+        self.num_generation_tokens += num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +120,11 @@ class RequestOutput:
 
     error: what ended it, where a branch's finish_reason is "error".
     prefix_miss: of the offline API only, once the request has ended; None without a prefix cache.
+    metrics: None over HTTP, whose numbers are at /metrics. lora_request: None, as adapters are not
+        served in this version.
     """
+
+    lora_request: ClassVar[None] = None
 
     request_id: str
     prompt: str | None
@@ -76,10 +134,14 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
     prefix_miss: PrefixMissReport | None = None
+    metrics: RequestMetrics | None = None
 
     @property
     def finished(self) -> bool:
         return all(output.finished for output in self.outputs)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise unknown_name(self, name, _ADVICE)
 
 
 @dataclass(slots=True)

@@ -57,6 +57,18 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return parse_json_object(content, str(path))
 
 
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """The JSON list of objects in `path`. Raises CheckpointError where there is none."""
+    try:
+        content = _read(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+    listed = parse_json_object(b'{"": %s}' % content, str(path))[""]
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        raise CheckpointError(f"{path} holds no list of objects; fetch it again")
+    return listed
+
+
 def parse_json_object(content: bytes, what: str) -> dict[str, Any]:
     """The JSON object that `content` spells. what: how a message calls it.
 

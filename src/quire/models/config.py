@@ -1,6 +1,6 @@
-"""The config that all decoder models share, and its reading.
+"""The configs that all models, and all decoders, share, and their reading.
 
-Each family's config derives from `DecoderConfig` and says its difference in `from_hf`.
+Each decoder family's config derives from `DecoderConfig` and says its difference in `from_hf`.
 """
 
 from abc import ABC, abstractmethod
@@ -21,26 +21,18 @@ from quire.models.config_fields import ConfigFields
 from quire.models.rope_config import read_rope, read_rotary_dim
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ROTARY_ITEM_BYTES = 4
+"""Of `layers.rotary.RotaryEmbedding.table`."""
+CLASSIFIER_SUFFIX = "ForSequenceClassification"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderConfig(ABC):
-    """A decoder with RMSNorm, rotary positions, grouped-query attention and a gated MLP.
-
-    The first fields are what every family's checkpoint says; those with a default are the parts
-    that a family chooses (`models.decoder` obeys them), or adds to in a subclass.
+class ModelConfig(ABC):
+    """What the engine reads of any model's config.
 
     dtype: the checkpoint's own, as its config says; None: it doesn't say.
-    windows: for each layer, how many keys a query sees, itself included; None: all before it.
-    qkv_bias, output_bias, mlp_bias: which projections have a bias.
-    qk_norm: q and k are normalised before the rotation: each "head", or the whole "width".
-    norm_offset: of all norms, as `kernels.rms_norm` says.
-    activation: of the MLP, as `layers.mlp` names it.
-    rotary_dim: how many elements of each head of q and k rotate, the first ones; None: all.
-    attention_scale: multiplies q·k; None: one over the root of the head size.
-    embedding_scale, residual_scale, logits_scale: multiply the embeddings, what each block adds to
-        the residual stream, and the logits.
+    num_labels: what the model's head scores; 0: it has no such head.
     """
 
     architecture: str
@@ -52,10 +44,94 @@ class DecoderConfig(ABC):
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    rope: Rope
     dtype: torch.dtype | None
+    tie_word_embeddings: bool = False
+    num_labels: int = 0
+
+    @classmethod
+    @abstractmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """From the contents of config.json. Raises UnsupportedModelError for a field, or a value,
+        that is not understood, and CheckpointError for one that is missing or malformed."""
+
+    @property
+    @abstractmethod
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """One for each layer, in order."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token attends to those behind it."""
+        return all(spec.causal for spec in self.attention_specs)
+
+    @property
+    def num_token_types(self) -> int:
+        """See `core.sampling_params.ModelLimits`."""
+        return 1
+
+    @property
+    def max_supported_positions(self) -> int:
+        """The longest max_model_len."""
+        return self.max_position_embeddings
+
+    @property
+    def position_origin(self) -> str:
+        """Where max_supported_positions comes from, as a sentence goes on."""
+        return "each of which has a learned vector"
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Of a table that grows with max_model_len."""
+        return 0
+
+    def first_layer(self) -> Self:
+        """The model with one layer, and with two ends."""
+        return replace(self, num_layers=1, tie_word_embeddings=False)
+
+    def why_not_split(self, num_ranks: int) -> str | None:
+        """Why the model can't be split over so many ranks, as a sentence goes on; None: it can."""
+        return None if num_ranks == 1 else "this architecture is computed by one rank only"
+
+    def share_of(self, rank: int, num_ranks: int) -> Self:
+        """The model that a rank builds: with its share of heads, MLP and vocabulary.
+
+        num_ranks: one that `why_not_split` allows.
+        """
+        return self
+
+    def check_size(self, num_layer_weights: int) -> None:
+        """Raises CheckpointError for a model that is out of all bounds.
+
+        num_layer_weights: of one layer, about.
+        """
+        num_weights = self.num_layers * num_layer_weights + 2 * self.vocab_size * self.hidden_size
+        if num_weights > MAX_WEIGHTS:
+            raise CheckpointError(
+                f"config.json describes a model of {num_weights} weights ({self.num_layers} layers "
+                f"of {num_layer_weights}), but at most {MAX_WEIGHTS} can be; fetch it again"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """A decoder with RMSNorm, rotary positions, grouped-query attention and a gated MLP.
+
+    The first fields are what every family's checkpoint says; those with a default are the parts
+    that a family chooses (`models.decoder` obeys them), or adds to in a subclass.
+
+    windows: for each layer, how many keys a query sees, itself included; None: all before it.
+    qkv_bias, output_bias, mlp_bias: which projections have a bias.
+    qk_norm: q and k are normalised before the rotation: each "head", or the whole "width".
+    norm_offset: of all norms, as `kernels.rms_norm` says.
+    activation: of the MLP, as `layers.mlp` names it.
+    rotary_dim: how many elements of each head of q and k rotate, the first ones; None: all.
+    attention_scale: multiplies q·k; None: one over the root of the head size.
+    embedding_scale, residual_scale, logits_scale: multiply the embeddings, what each block adds to
+        the residual stream, and the logits.
+    """
+
+    rms_norm_eps: float
+    rope: Rope
     windows: tuple[int | None, ...]
     qkv_bias: bool = False
     output_bias: bool = False
@@ -68,12 +144,6 @@ class DecoderConfig(ABC):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
-
-    @classmethod
-    @abstractmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """From the contents of config.json. Raises UnsupportedModelError for a field, or a value,
-        that is not understood, and CheckpointError for one that is missing or malformed."""
 
     @classmethod
     def read(
@@ -102,7 +172,8 @@ class DecoderConfig(ABC):
         if partial_rotary is not None:
             rotary_dim = read_rotary_dim(fields, head_dim=head_dim, default_factor=partial_rotary)
         shared: dict[str, Any] = {
-            "architecture": _read_architecture(fields),
+            "architecture": read_architecture(fields),
+            "num_labels": read_num_labels(fields),
             "vocab_size": fields.integer("vocab_size"),
             "hidden_size": hidden_size,
             "intermediate_size": fields.integer("intermediate_size"),
@@ -120,7 +191,7 @@ class DecoderConfig(ABC):
                 rotary_dim=rotary_dim,
             ),
             "rotary_dim": rotary_dim,
-            "dtype": _read_dtype(fields),
+            "dtype": read_dtype(fields),
             "windows": (None,) * num_layers,
             "activation": fields.choice("hidden_act", activations[0], activations),
         }
@@ -136,23 +207,32 @@ class DecoderConfig(ABC):
                 f"num_key_value_heads, {self.num_kv_heads}"
             )
         num_projected = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        layer = self.hidden_size * (num_projected + 3 * self.intermediate_size)
-        num_weights = self.num_layers * layer + 2 * self.vocab_size * self.hidden_size
-        if num_weights > MAX_WEIGHTS:
-            raise CheckpointError(
-                f"config.json describes a model of {num_weights} weights ({self.num_layers} layers "
-                f"of {layer}), but at most {MAX_WEIGHTS} can be; fetch it again"
-            )
+        self.check_size(self.hidden_size * (num_projected + 3 * self.intermediate_size))
 
     @property
     def max_supported_positions(self) -> int:
-        """The longest max_model_len: max_position_embeddings, or what the rope type stretches it
-        to."""
+        """max_position_embeddings, or what the rope type stretches it to."""
         return self.rope.max_positions(self.max_position_embeddings)
 
     @property
+    def position_origin(self) -> str:
+        name, factor = (
+            self.rope.type_name,
+            self.max_supported_positions / max(1, self.max_position_embeddings),
+        )
+        if factor > 1:
+            return f"which its rope type {name!r} stretches {factor:g} times"
+        return f"and its rope type {name!r} adds none"
+
+    @property
+    def bytes_per_position(self) -> int:
+        return (self.rotary_dim or self.head_dim) * ROTARY_ITEM_BYTES
+
+    def first_layer(self) -> Self:
+        return replace(self, num_layers=1, windows=self.windows[:1], tie_word_embeddings=False)
+
+    @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """One for each layer, in order."""
         return tuple(
             AttentionSpec(
                 num_heads=self.num_heads,
@@ -172,7 +252,6 @@ class DecoderConfig(ABC):
         return QKNorm(self.rms_norm_eps, self.qk_norm == "head", self.norm_offset)
 
     def why_not_split(self, num_ranks: int) -> str | None:
-        """Why the model can't be split over so many ranks, as a sentence goes on; None: it can."""
         if self.num_heads % num_ranks:
             return f"the model's {self.num_heads} attention heads can't be shared out equally"
         if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
@@ -186,10 +265,6 @@ class DecoderConfig(ABC):
         return None
 
     def share_of(self, rank: int, num_ranks: int) -> Self:
-        """The model that a rank builds: with its share of heads, MLP and vocabulary.
-
-        num_ranks: one that `why_not_split` allows.
-        """
         return replace(
             self,
             num_heads=self.num_heads // num_ranks,
@@ -230,7 +305,19 @@ def read_window_layers(fields: ConfigFields) -> tuple[int | None, ...]:
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
-def _read_architecture(fields: ConfigFields) -> str:
+def read_num_labels(fields: ConfigFields) -> int:
+    """Of a model that classifies sequences, as transformers has it; 0 for others."""
+    names = fields.value("architectures")
+    if not isinstance(names, list) or not str(names[0]).endswith(CLASSIFIER_SUFFIX):
+        return 0
+    labels, count = fields.value("id2label"), fields.optional_integer("num_labels")
+    if isinstance(labels, dict) and labels:
+        count = len(labels)
+    return checked_integer("config.json: num_labels", "num_labels", 2 if count is None else count)
+
+
+def read_architecture(fields: ConfigFields) -> str:
+    """The name of the one class that the config names."""
     names = fields.value("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(
@@ -239,7 +326,8 @@ def _read_architecture(fields: ConfigFields) -> str:
     return names[0]
 
 
-def _read_dtype(fields: ConfigFields) -> torch.dtype | None:
+def read_dtype(fields: ConfigFields) -> torch.dtype | None:
+    """The checkpoint's own; None where the config is silent."""
     name = fields.value("dtype") or fields.value("torch_dtype")
     if name is None or name == "auto":
         return None

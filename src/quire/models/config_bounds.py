@@ -39,10 +39,14 @@ INTEGERS: Mapping[str, Bounds] = {
     "original_max_position_embeddings": Bounds(2, MAX_POSITIONS),  # its logarithm divides
     "sliding_window": Bounds(1, (1 << 31) - 1),
     "max_window_layers": Bounds(0, 1 << 16),
+    "num_labels": Bounds(1, 1 << 20),
+    "type_vocab_size": Bounds(1, 16),
+    "max_seq_length": Bounds(1, MAX_POSITIONS),
 }
 
 NUMBERS: Mapping[str, Bounds] = {
     "rms_norm_eps": Bounds(1e-30, 1.0),
+    "layer_norm_eps": Bounds(1e-30, 1.0),
     "rope_theta": Bounds(1.0001, 1e18),  # its logarithm divides
     "partial_rotary_factor": Bounds(1e-3, 1.0),
     "factor": Bounds(1e-3, 1e6),

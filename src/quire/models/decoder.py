@@ -14,12 +14,13 @@ from quire.attention.interface import AttentionCall
 from quire.kernels.rotary import Angles
 from quire.layers.attention import Attention, AttentionBias
 from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.linear import Linear, LinearKind
 from quire.layers.mlp import MLP
 from quire.layers.norm import RMSNorm
 from quire.layers.residual import ResidualStream
 from quire.layers.rotary import RopeLimits, RotaryEmbedding
 from quire.models.config import DecoderConfig
-from quire.models.interface import CausalLM, ModelOutput
+from quire.models.interface import CausalLM, ModelOutput, TextModel
 
 
 def make_norm(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> RMSNorm:
@@ -102,8 +103,8 @@ class DecoderModel(nn.Module):
         self.rotary = RotaryEmbedding(config.rope, limits, dtype=dtype, device=device)
 
 
-class DecoderForCausalLM(CausalLM):
-    """The decoder that a config describes, of layers of `layer_type`."""
+class HeadlessDecoder(TextModel):
+    """The decoder that a config describes, of layers of `layer_type`, without a head."""
 
     layer_type: ClassVar[type[nn.Module]] = DecoderLayer
 
@@ -115,13 +116,12 @@ class DecoderForCausalLM(CausalLM):
         self.hidden_size = config.hidden_size
         self.attention_specs = config.attention_specs
         self.embedding_scale = config.embedding_scale
-        self.logits_scale = config.logits_scale
         self.model = DecoderModel(
             config, self.layer_type, dtype=dtype, device=device, max_model_len=max_model_len
         )
-        self.lm_head = LMHead(self.model.embed_tokens, tied=config.tie_word_embeddings)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids [T] -> input embeddings [T, hidden_size]."""
         embeds: torch.Tensor = self.model.embed_tokens(token_ids)
         return self._scaled(embeds, self.embedding_scale)
 
@@ -147,8 +147,41 @@ class DecoderForCausalLM(CausalLM):
                 captured[index] = stream.read().clone()
         return ModelOutput(stream.normed(self.model.norm), captured)
 
+    def _scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x if factor == 1.0 else self.operators.scale(x, factor)
+
+
+class DecoderForCausalLM(HeadlessDecoder, CausalLM):
+    """With a head that predicts the next token."""
+
+    def __init__(
+        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        self.logits_scale = config.logits_scale
+        self.lm_head = LMHead(self.model.embed_tokens, tied=config.tie_word_embeddings)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._scaled(self.lm_head(hidden), self.logits_scale)
 
-    def _scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-        return x if factor == 1.0 else self.operators.scale(x, factor)
+
+class DecoderForScores(HeadlessDecoder):
+    """With a head that scores a sequence by the hidden state of its last token, as transformers'
+    classes for sequence classification do."""
+
+    def __init__(
+        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        self.score = Linear(
+            config.hidden_size,
+            (config.num_labels,),
+            LinearKind.REPLICATED,
+            bias=False,
+            dtype=dtype,
+            device=device,
+        )
+
+    def scores(self, vectors: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.score(vectors)
+        return found.float()

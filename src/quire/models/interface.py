@@ -12,7 +12,7 @@ import torch
 
 from quire.attention.interface import AttentionCall, AttentionSpec
 from quire.layers.operator_module import OperatorModule
-from quire.models.config import DecoderConfig
+from quire.models.config import ModelConfig
 
 
 @dataclass(slots=True)
@@ -24,13 +24,14 @@ class ModelOutput:
     captured: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class CausalLM(OperatorModule, ABC):
-    """A decoder that predicts the next token.
+class TextModel(OperatorModule, ABC):
+    """A model of tokens, from their ids to their hidden states.
 
-    attention_specs: one for each attention layer, in the order of attention's `layer` argument.
+    vocab_size: of the tokens that it is given. attention_specs: one for each attention layer, in
+    the order of attention's `layer` argument.
 
     What is computed between linears and attention is computed by `operators`, and there is no other
-    form of the model: on the CPU `forward` and `logits` are recorded once as native operations
+    form of the model: on the CPU `forward`, and `logits`, are recorded once as native operations
     (`kernels.cpu.recorder`). Where torch computes something itself, it is run module by module.
     """
 
@@ -40,15 +41,11 @@ class CausalLM(OperatorModule, ABC):
 
     @abstractmethod
     def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
     ) -> None:
         """config: of the family's own type; of one rank's share, where there are several.
         max_model_len: fixes rope types that depend on a length."""
         super().__init__()
-
-    @abstractmethod
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids [T] -> input embeddings [T, hidden_size]."""
 
     @abstractmethod
     def forward(
@@ -66,6 +63,19 @@ class CausalLM(OperatorModule, ABC):
         is there. capture_layers: EAGLE-3 drafts from the hidden states of three of them
         (arXiv:2503.01840).
         """
+
+    def scores(self, vectors: torch.Tensor) -> torch.Tensor:
+        """vectors [R, hidden_size], one of each sequence -> [R, num_labels] fp32, what the model's
+        head says of them. Called only where the config has labels."""
+        raise AssertionError(f"{type(self).__name__} has no head that scores")
+
+
+class CausalLM(TextModel):
+    """A decoder that predicts the next token."""
+
+    @abstractmethod
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids [T] -> input embeddings [T, hidden_size]."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -5,21 +5,31 @@ Called by `models.checkpoints.loader` and `assembly`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quire.errors import UnsupportedModelError, shown
 from quire.models.checkpoints.quantized import refuse_quantized_config
-from quire.models.checkpoints.readers import find_reader
-from quire.models.config import DecoderConfig
-from quire.models.decoder import DecoderForCausalLM
+from quire.models.checkpoints.readers import find_reader, open_checkpoint
+from quire.models.checkpoints.renamed import Rename, RenamedCheckpoint, with_prefix
+from quire.models.checkpoints.source import CheckpointSource
+from quire.models.config import ModelConfig
+from quire.models.decoder import DecoderForCausalLM, DecoderForScores, HeadlessDecoder
+from quire.models.families.bert import (
+    FIRST_LAYER,
+    BertConfig,
+    BertForScores,
+    BertModel,
+    rename_with_head,
+    rename_without_head,
+)
 from quire.models.families.granite import GraniteConfig
 from quire.models.families.llama import LlamaConfig, LlamaForCausalLM
 from quire.models.families.mistral import MistralConfig
 from quire.models.families.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from quire.models.families.qwen2 import Qwen2Config
 from quire.models.families.qwen3 import Qwen3Config
-from quire.models.interface import CausalLM
+from quire.models.interface import CausalLM, TextModel
 
 CHECKPOINT_PARTS: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -35,28 +45,64 @@ class ModelEntry:
     checkpoint_parts: our fused linears' names -> their parts' names in the checkpoint.
     embedding, head: the checkpoint's names of the two tensors that may be tied.
     first_layer: how the names of the first layer's tensors begin, with its number and a dot.
+    rename: the names in files -> these; None: they are equal.
     """
 
-    config: type[DecoderConfig]
-    model: type[CausalLM]
+    config: type[ModelConfig]
+    model: type[TextModel]
     checkpoint_parts: Mapping[str, tuple[str, ...]] = field(default_factory=CHECKPOINT_PARTS.copy)
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
     first_layer: str = "model.layers.0."
+    rename: Rename | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model predicts tokens."""
+        return issubclass(self.model, CausalLM)
+
+    def open(self, folder: Path) -> CheckpointSource:
+        """The weights of a model folder, under the names that the model has for them. Raises
+        CheckpointError."""
+        checkpoint = open_checkpoint(folder)
+        return checkpoint if self.rename is None else RenamedCheckpoint(checkpoint, self.rename)
+
+
+def _headless(config: type[ModelConfig]) -> ModelEntry:
+    """A decoder of which hidden states are wanted, whether its checkpoint has a head or not."""
+    return ModelEntry(config, HeadlessDecoder, rename=with_prefix("model.", "lm_head.", "score."))
+
+
+def _bert(model: type[TextModel], rename: Rename) -> ModelEntry:
+    parts = {"qkv_proj": CHECKPOINT_PARTS["qkv_proj"]}
+    return ModelEntry(BertConfig, model, parts, first_layer=FIRST_LAYER, rename=rename)
 
 
 MODELS: dict[str, ModelEntry] = {
+    "BertForMaskedLM": _bert(BertModel, rename_without_head),
+    "BertForSequenceClassification": _bert(BertForScores, rename_with_head),
+    "BertModel": _bert(BertModel, rename_without_head),
     "GraniteForCausalLM": ModelEntry(GraniteConfig, DecoderForCausalLM),
+    "GraniteModel": _headless(GraniteConfig),
     "LlamaForCausalLM": ModelEntry(LlamaConfig, LlamaForCausalLM),
+    "LlamaForSequenceClassification": ModelEntry(LlamaConfig, DecoderForScores),
+    "LlamaModel": _headless(LlamaConfig),
     "MistralForCausalLM": ModelEntry(MistralConfig, LlamaForCausalLM),
+    "MistralForSequenceClassification": ModelEntry(MistralConfig, DecoderForScores),
+    "MistralModel": _headless(MistralConfig),
     "Olmo2ForCausalLM": ModelEntry(Olmo2Config, Olmo2ForCausalLM),
     "Qwen2ForCausalLM": ModelEntry(Qwen2Config, LlamaForCausalLM),
+    "Qwen2ForSequenceClassification": ModelEntry(Qwen2Config, DecoderForScores),
+    "Qwen2Model": _headless(Qwen2Config),
     "Qwen3ForCausalLM": ModelEntry(Qwen3Config, LlamaForCausalLM),
+    "Qwen3ForSequenceClassification": ModelEntry(Qwen3Config, DecoderForScores),
+    "Qwen3Model": _headless(Qwen3Config),
 }
 
 
-def load_config(folder: Path) -> DecoderConfig:
-    """The config of a model folder in Hugging Face's format.
+def load_config(folder: Path, *, pools_hidden: bool = False) -> ModelConfig:
+    """The config of a model folder in Hugging Face's format. pools_hidden: nothing but hidden
+    states is wanted, so that the model is built without a head that predicts tokens.
 
     Raises CheckpointError where config.json can't be read or lacks something, and
     UnsupportedModelError for an architecture, or a field, that is not understood.
@@ -71,4 +117,10 @@ def load_config(folder: Path) -> DecoderConfig:
             f"{path}: architectures is {shown(names)}, which quire does not serve; it must be one "
             f"of {', '.join(MODELS)}"
         )
-    return MODELS[name].config.from_hf(raw)
+    base = name.removesuffix("ForCausalLM") + "Model"
+    if pools_hidden and MODELS[name].generates and base in MODELS:
+        name = base
+    config = MODELS[name].config.from_hf(raw)
+    if config.tie_word_embeddings and not MODELS[name].generates:
+        config = replace(config, tie_word_embeddings=False)  # there is one end only
+    return replace(config, architecture=name)

@@ -6,10 +6,10 @@ split. Called by `checkpoints.loader` and `assembly`.
 """
 
 from quire.errors import ConfigurationError
-from quire.models.config import DecoderConfig
+from quire.models.config import ModelConfig
 
 
-def check_split(config: DecoderConfig, num_ranks: int) -> None:
+def check_split(config: ModelConfig, num_ranks: int) -> None:
     """Raises ConfigurationError where the model can't be split over so many ranks."""
     reason = config.why_not_split(num_ranks)
     if reason is not None:
@@ -20,6 +20,6 @@ def check_split(config: DecoderConfig, num_ranks: int) -> None:
         )
 
 
-def split_config(config: DecoderConfig, rank: int, num_ranks: int) -> DecoderConfig:
+def split_config(config: ModelConfig, rank: int, num_ranks: int) -> ModelConfig:
     """The model that a rank builds. num_ranks: one that `check_split` allows."""
     return config.share_of(rank, num_ranks)

@@ -11,44 +11,52 @@ run in one crowd, and each gets the tokens that it would get alone.
 import inspect
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tqdm import tqdm
 
-from quire.assembly.build import build_engine
+from quire.core.checked_fields import check_harmless
 from quire.core.memory.kv_cache_manager import KVManagerFactory
-from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, sampling_params_of
 from quire.engine_client.inputs import PromptInput, read_prompt
+from quire.engine_client.pooling_inputs import PoolingInputs
 from quire.engine_client.results import RequestOutput
 from quire.errors import ConfigurationError, InvalidRequestError, did_you_mean
-from quire.hub.model_folder import resolve_model_folder
-from quire.observability.log import configure, get_logger
+from quire.observability.log import get_logger
 from quire.offline.beams import BeamSearchOutput, beam_search_output
 from quire.offline.branch_handle import BranchHandle
 from quire.offline.interrupts import deferred_interrupts
-from quire.offline.request_table import RequestTable
+from quire.offline.local_engine import LocalEngine
+from quire.offline.pooling import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    OfflinePooling,
+    PoolingRequestOutput,
+    ScoringOutput,
+    read_pairs,
+    read_prompts,
+)
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
 from quire.text.chat_template import ChatTemplate, encode_chat
-from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 logger = get_logger(__name__)
 
-FOREIGN_ARGUMENTS = {
-    "chat_template": "the template of the model's folder is used",
-    "chat_template_content_format": "the template's own form is found out",
-    "lora_request": "adapters are not served in this version",
-    "mm_processor_kwargs": "models take text here",
-    "priority": "it stands in each prompt, as in {'prompt': ..., 'priority': 1}",
-    "tokenization_kwargs": "a prompt's tokens are those of the tokenizer's own rules",
-    "tools": "this version has no tool calls",
+FOREIGN_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "chat_template": ((), "the template of the model's folder is used"),
+    "chat_template_content_format": (("auto",), "the template's own form is found out"),
+    "lora_request": ((), "adapters are not served in this version"),
+    "mm_processor_kwargs": (({},), "models take text here"),
+    "priority": ((), "it stands in each prompt, as in {'prompt': ..., 'priority': 1}"),
+    "prompt_token_ids": ((), "prompts takes it, as in [{'prompt_token_ids': [...]}]"),
+    "reasoning_effort": ((), "chat_template_kwargs has what the model's template reads"),
+    "tokenization_kwargs": (({},), "SamplingParams(truncate_prompt_tokens=...) shortens a prompt"),
 }
-"""What vLLM's generate and chat take beside ours, and why it must be None here."""
+"""What vLLM's generate and chat take beside ours: the values that ask for nothing, and what there
+is instead of the others."""
 
 # Work that takes less than this needs no progress bar.
 PROGRESS_DELAY_S = 1.0
@@ -58,11 +66,13 @@ PROGRESS_DELAY_S = 1.0
 class LLMArguments(EngineOptions):
     """What `LLM` is made with: the engine's options, and an allocator to compare with.
 
-    kv_cache_memory_bytes: for type checkers; `from_mapping` reads it as kv_cache_memory.
+    kv_cache_memory_bytes, num_gpu_blocks_override: for type checkers; `from_mapping` reads them as
+    kv_cache_memory and num_blocks.
     """
 
     kv_allocator: KVManagerFactory | None = None
     kv_cache_memory_bytes: int | str | None = None
+    num_gpu_blocks_override: int | None = None
 
     def _check_together(self) -> None:
         if self.kv_allocator is not None:
@@ -76,7 +86,7 @@ class LLMArguments(EngineOptions):
         super()._check_together()
 
 
-class LLM:
+class LLM(LocalEngine):
     """A model, its KV cache and an engine.
 
     Any method may be called from any thread, several at a time. Requests of all threads are
@@ -91,38 +101,29 @@ class LLM:
 
         kv_allocator: to compare, the factory of another manager of the KV memory, such as
         `quire.bench.baselines.contiguous.contiguous("max")`; None: pages.
-        kv_cache_memory_bytes: vLLM's name of kv_cache_memory.
+        kv_cache_memory_bytes, num_gpu_blocks_override: vLLM's names of kv_cache_memory, num_blocks.
 
         Options: see EngineOptions. Raises ConfigurationError (a ValueError) for an option that does
         not exist or can't be obeyed and for a model that can't be loaded.
         """
         checked = LLMArguments.from_mapping({**options, "model": model})
-        self._tokenizer: Tokenizer | None = None
-        self._tokenizer_folder: Path | None = None
-        if not checked.skip_tokenizer_init:
-            source = checked.tokenizer or checked.model
-            revision = None if checked.tokenizer else checked.revision
-            self._tokenizer_folder = resolve_model_folder(source, revision)
-            self._tokenizer = Tokenizer.from_folder(self._tokenizer_folder)
         self._chat_template: ChatTemplate | None = None
         self._allow_special_tokens = checked.allow_special_tokens
-        if not checked.disable_log_stats:
-            configure("info")
-        self.engine = build_engine(checked, kv_allocator=checked.kv_allocator)
-        self._requests = RequestTable(self.engine, self._tokenizer, checked.seed)
+        super().__init__(checked, kv_allocator=checked.kv_allocator)
+        inputs = PoolingInputs(self._tokenizer, self.engine.limits)
+        self._pooling = OfflinePooling(self._requests, inputs)
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises InvalidRequestError under skip_tokenizer_init."""
-        if self._tokenizer is None:
-            raise InvalidRequestError("this LLM was made with skip_tokenizer_init: it has none")
-        return self._tokenizer
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineOptions) -> Self:
+        """With the options of `EngineArgs`."""
+        return cls(**engine_args.as_mapping())
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        **others: None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Continue each prompt; results in the order of the prompts.
 
@@ -130,12 +131,12 @@ class LLM:
             priority, tenant, cache_salt and deadline_s (see `engine.inputs.RequestOptions`).
         sampling_params: one for all, or one each; None: the model's defaults.
         use_tqdm: a progress bar, if it takes long.
-        others: vLLM's further arguments (lora_request and the like), as long as they are None.
+        others: vLLM's further arguments (lora_request and the like), where they ask for nothing.
 
         Raises InvalidRequestError; then no prompt of this call was run. A request whose own
         computation fails has finish_reason "error" and says why in `error`; the others go on.
         """
-        _refuse_unless_none("generate", others)
+        _check_others("generate", others)
         listed = _read_prompts(prompts)
         return self._run(listed, _one_each(sampling_params, len(listed)), use_tqdm)
 
@@ -149,6 +150,7 @@ class LLM:
             raise InvalidRequestError(
                 f"params is {params!r:.80}, but must be a BeamSearchParams", "params"
             )
+        params = params.clone()  # it is read again at the end
         listed = _read_prompts(prompts)
         sampling = [sampling_params_of(params)] * len(listed)
         outputs = self._run(listed, sampling, use_tqdm, beams=params)
@@ -163,20 +165,78 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **others: None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them; a conversation is a list of
-        {"role": ..., "content": ...}. Otherwise as `generate`; so are the errors."""
-        _refuse_unless_none("chat", others)
+        {"role": ..., "content": ...}.
+
+        tools: functions that the template shows the model; the answer is the text as it comes, with
+        calls in the model's own form. Otherwise as `generate`; so are the errors.
+        """
+        _check_others("chat", others)
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: list[Any] = list(messages) if several else [messages]
         prompts = [
             self._render(
-                conversation, add_generation_prompt, continue_final_message, chat_template_kwargs
+                conversation,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+                tools=tools or None,
             )
             for conversation in conversations
         ]
         return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """The vector of each prompt, in `outputs.embedding`; results in the order of the prompts.
+
+        prompts: as of `generate`. dimensions: only so many elements, the first ones, for models
+            that were trained for it (Matryoshka). normalize: to length 1; None: as the model's
+            folder says. truncate_prompt_tokens: the most tokens of a prompt, -1: as many as the
+            model takes; None: longer ones are refused.
+
+        Raises InvalidRequestError, and StepFailedError where a prompt's computation fails.
+        """
+        return self._pooling.embed(
+            read_prompts(prompts),
+            dimensions=dimensions,
+            normalize=normalize,
+            truncate=truncate_prompt_tokens,
+        )
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """What the head of a classifier says of each prompt, in `outputs.probs`. Otherwise as
+        `embed`; so are the errors."""
+        return self._pooling.classify(read_prompts(prompts), truncate=truncate_prompt_tokens)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """How well the texts of data_2 go with those of data_1, or with the one, in
+        `outputs.score`: by the model's head, by its two tokens, or else the cosine of embeddings.
+
+        instruction: what is looked for, for Qwen3's rerankers. Otherwise as `embed`; so are the
+        errors.
+        """
+        return self._pooling.score(
+            read_pairs(data_1, data_2), instruction=instruction, truncate=truncate_prompt_tokens
+        )
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -192,12 +252,14 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Generator[str, None, None]:
         """Answer one conversation; otherwise as `stream`."""
-        prompt = self._render(messages, True, False, chat_template_kwargs)
+        prompt = self._render(
+            messages, add_generation_prompt=True, chat_template_kwargs=chat_template_kwargs
+        )
         return self._stream(prompt, sampling_params or SamplingParams())
 
     def start(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> BranchHandle:
         """Begin to continue one prompt; the caller steps it, and may branch it while it runs."""
-        params = sampling_params or SamplingParams()
+        params = (sampling_params or SamplingParams()).clone()  # for forks, too
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but fork the generation instead", "n")
         group = self._requests.prepare([read_prompt(prompt)], [params])
@@ -207,14 +269,6 @@ class LLM:
         except BaseException:  # Ctrl-C among them: the caller has nothing to close
             self._requests.close(group)
             raise
-
-    def memory_report(self) -> MemoryReport:
-        """Where every byte of the KV cache is, now; `print` shows it as a table."""
-        return self._requests.memory_report()
-
-    def block_map(self) -> BlockMap:
-        """What each block of the KV cache is doing now."""
-        return self._requests.block_map()
 
     def publish_prefix(self, prompt: Prompt, use_tqdm: bool = False) -> int:
         """Compute a prompt and let every tenant and salt read it from the prefix cache.
@@ -251,28 +305,23 @@ class LLM:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> PromptInput:
-        """The token ids of a conversation; its special tokens come from the template alone."""
+    def _render(self, messages: Sequence[Message], **options: Any) -> PromptInput:
+        """The token ids of a conversation; its special tokens come from the template alone.
+
+        options: of `ChatTemplate.render`.
+        """
         tokenizer = self.get_tokenizer()
         if self._chat_template is None:
             assert self._tokenizer_folder is not None
             self._chat_template = ChatTemplate.from_folder(self._tokenizer_folder)
-        token_ids = encode_chat(
+        encoded = encode_chat(
             self._chat_template,
             tokenizer,
             messages,
             allow_special_tokens=self._allow_special_tokens,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
+            **options,
         )
-        return PromptInput(token_ids)
+        return PromptInput(encoded.token_ids)
 
     def _run(
         self,
@@ -349,8 +398,9 @@ class _ProgressBar:
             self._bar.close()
 
 
-def _refuse_unless_none(method: str, others: Mapping[str, object]) -> None:
-    """Raises InvalidRequestError that names the first argument which is unknown, or not None."""
+def _check_others(method: str, others: Mapping[str, object]) -> None:
+    """Raises InvalidRequestError that names the first argument which is unknown, or asks for
+    something."""
     for name, value in others.items():
         if name not in FOREIGN_ARGUMENTS:
             known = inspect.signature(getattr(LLM, method)).parameters
@@ -359,11 +409,7 @@ def _refuse_unless_none(method: str, others: Mapping[str, object]) -> None:
             raise InvalidRequestError(
                 f"{method} has no argument {name}{did_you_mean(name, names)}", name
             )
-        if value is not None:
-            raise InvalidRequestError(
-                f"{name} is {value!r:.80}, but must be left out or None: {FOREIGN_ARGUMENTS[name]}",
-                name,
-            )
+        check_harmless(name, value, *FOREIGN_ARGUMENTS[name])
 
 
 def _read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptInput]:

@@ -1,20 +1,24 @@
 """The requests under way in this process: open, step, branch, close."""
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeVar
 
-from quire.core.memory.memory_report import BlockMap, MemoryReport
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.core.sequence import PrefixMiss
 from quire.engine.engine import Engine
-from quire.engine_client.inputs import InputProcessor, PromptInput
+from quire.engine_client.inputs import InputProcessor, PromptInput, RequestOptions
 from quire.engine_client.outputs import RequestAssembler
-from quire.engine_client.results import PrefixMissReport, RequestOutput
+from quire.engine_client.pooling_inputs import PoolingInput
+from quire.engine_client.results import PrefixMissReport, RequestMetrics, RequestOutput
 from quire.errors import InvalidRequestError
 from quire.offline.turns import Turns
 from quire.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -41,7 +45,7 @@ class RequestTable:
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, seed: int) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._inputs = InputProcessor(tokenizer, engine.limits)
+        self._inputs = InputProcessor(tokenizer, engine.limits, engine.grammars.compile)
         self._seeds = random.Random(seed)
         self._ids = count()
         self._open: dict[str, tuple[RequestAssembler, RequestGroup]] = {}
@@ -55,10 +59,24 @@ class RequestTable:
     ) -> RequestGroup:
         """Tokenize and check the requests of one call. Raises InvalidRequestError.
 
+        params: copied, so that their caller may change them.
+
         beams: of a beam search, whose params are `sampling_params_of` it.
         """
-        pairs = zip(prompts, params, strict=True)
+        copies = {id(own): own.clone() for own in params}  # often one for all
+        pairs = zip(prompts, (copies[id(own)] for own in params), strict=True)
         found = [self._prepare(prompt, own, beams) for prompt, own in pairs]
+        return RequestGroup(found, {assembler.request.request_id for assembler in found})
+
+    def prepare_pooling(
+        self, inputs: Sequence[tuple[PoolingInput, RequestOptions]]
+    ) -> RequestGroup:
+        """The same of a call that embeds or scores."""
+        found = []
+        for given, options in inputs:
+            self._check_deadline(options)
+            request = given.request(str(next(self._ids)), self._engine.limits, options)
+            found.append(RequestAssembler(request, SamplingParams(max_tokens=1), None, None))
         return RequestGroup(found, {assembler.request.request_id for assembler in found})
 
     def open(self, group: RequestGroup) -> None:
@@ -112,15 +130,16 @@ class RequestTable:
         with self._turns.turn():
             return assembler.output
 
-    def memory_report(self) -> MemoryReport:
-        """See `Engine.memory_report`."""
+    def between_steps(self, action: Callable[[Engine], T]) -> T:
+        """What `action` returns of the engine, while no step is made."""
         with self._turns.turn():
-            return self._engine.memory_report()
+            return action(self._engine)
 
-    def block_map(self) -> BlockMap:
-        """See `Engine.block_map`."""
+    def advance(self) -> None:
+        """One step for all open requests, if there is anything to do."""
         with self._turns.turn():
-            return self._engine.block_map()
+            if self._engine.has_work():
+                self._turns.step()
 
     def pin(self, prompt: PromptInput, priority: int, duration_s: float | None) -> int:
         """See `Engine.pin_prefix`; the domain is that of the prompt's options."""
@@ -134,6 +153,7 @@ class RequestTable:
         """Branch a running request; the index of the new branch. See `BranchHandle.fork`."""
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}, but a fork is one branch", "n")
+        params = params.clone()
         request = assembler.request
         seed = request.params.seed if params.seed is None else params.seed
         decoding = self._inputs.resolve(params, len(request.prompt_token_ids), seed)
@@ -176,13 +196,7 @@ class RequestTable:
     def _prepare(
         self, prompt: PromptInput, params: SamplingParams, beams: BeamSearchParams | None
     ) -> RequestAssembler:
-        deadline_s = prompt.options.deadline_s
-        if deadline_s is not None and not self._engine.limits.reads_deadline:
-            raise InvalidRequestError(
-                f"deadline_s is {deadline_s}, but the engine's scheduling policy reads no"
-                " deadlines; leave it out, or make the LLM with scheduling_policy='deadline'",
-                "deadline_s",
-            )
+        self._check_deadline(prompt.options)
         request = self._inputs.make_request(
             str(next(self._ids)),
             prompt.prompt,
@@ -192,7 +206,18 @@ class RequestTable:
             beams=beams,
         )
         text = prompt.prompt if isinstance(prompt.prompt, str) else None
-        return RequestAssembler(request, params, self._tokenizer, text)
+        assembler = RequestAssembler(request, params, self._tokenizer, text)
+        assembler.output.metrics = RequestMetrics(time.time(), time.monotonic())
+        return assembler
+
+    def _check_deadline(self, options: RequestOptions) -> None:
+        deadline_s = options.deadline_s
+        if deadline_s is not None and not self._engine.limits.reads_deadline:
+            raise InvalidRequestError(
+                f"deadline_s is {deadline_s}, but the engine's scheduling policy reads no"
+                " deadlines; leave it out, or make the LLM with scheduling_policy='deadline'",
+                "deadline_s",
+            )
 
     def _close(self, assemblers: Sequence[RequestAssembler]) -> None:
         for assembler in assemblers:
@@ -205,11 +230,16 @@ class RequestTable:
         self._engine.settle()
 
     def _step(self) -> None:
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        now_s = time.monotonic()
+        for output in outputs:
             assembler, group = self._open.get(output.request_id, (None, None))
             if assembler is None or group is None:
                 continue
             group.num_new_tokens += len(output.token_ids)
+            metrics = assembler.metrics
+            if metrics is not None:
+                metrics.note(len(output.token_ids), now_s)
             for branch_index in assembler.push(output):
                 self._engine.abort(output.request_id, branch_index)
             if assembler.finished and output.request_id in group.unfinished:

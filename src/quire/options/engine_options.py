@@ -30,6 +30,7 @@ from quire.option_fields import (
     option,
 )
 from quire.options.foreign_options import ALIASES, FOREIGN_OPTIONS, check_foreign
+from quire.options.pooling_options import PoolingOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OTHER_DTYPES = (("half", "float16"), ("float", "float32"))
@@ -90,10 +91,11 @@ class ModelOptions(Options):
     )
     max_logprobs: int = option(
         20,
-        Whole(0),
+        Whole(-1),
         group="model",
-        help="highest logprobs that a request may ask for",
-        doc="the highest logprobs or prompt_logprobs that a request may ask for.",
+        help="highest logprobs that a request may ask for; -1: no bound",
+        doc="the highest logprobs or prompt_logprobs that a request may ask for; -1: the whole"
+        " vocabulary's.",
     )
     allow_special_tokens: bool = option(
         False,
@@ -104,6 +106,10 @@ class ModelOptions(Options):
         " otherwise they are encoded as ordinary characters. In text prompts they always take"
         " effect.",
     )
+
+    def bound_of_logprobs(self, vocab_size: int) -> int:
+        """max_logprobs, where the vocabulary is known."""
+        return vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -223,6 +229,7 @@ class EngineOptions(
     SizeOptions,
     FormatOptions,
     ModelOptions,
+    PoolingOptions,
 ):
     """Everything a user may say about an engine."""
 
@@ -246,7 +253,7 @@ class EngineOptions(
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
         """Check names, types and bounds; every name that is not known is refused."""
-        known = {each.name for each in fields(cls)}
+        known = {each.name: each.default for each in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in options.items():
             target = ALIASES.get(name, name)
@@ -254,7 +261,9 @@ class EngineOptions(
                 check_foreign(name, value)
                 continue
             if target not in known:
-                raise ConfigurationError(_unknown_option(name, known | set(ALIASES)))
+                raise ConfigurationError(_unknown_option(name, {*known, *ALIASES}))
+            if value is None and known[target] is not None:
+                continue  # it sets nothing, as a flag that is not given
             if target in values:
                 raise ConfigurationError(f"{name} is given twice, also as {target}; give it once")
             values[target] = value

@@ -9,35 +9,152 @@ from typing import Any
 
 from quire.errors import ConfigurationError
 
-_GENERATES = "models generate text here"
+_GENERATES = "what a model is for is said by runner, and by its folder"
 _ONE_PROCESS = "one engine computes here; tensor_parallel_size splits its layers"
+_ADAPTERS = "adapters are not served in this version"
+_TEXT = "models take text here"
+_EXPERTS = "no model here has experts"
+_GRAPHS = "enforce_eager is what there is to say of CUDA graphs"
+_HERE = "weights and keys and values are in the memory that computes"
+_PARTS = "parts are chosen by what the machine has; attention_backend names one of them"
+_HANDED = "the KV cache is not handed to other engines"
+_CODE = "no code of a script's own runs in the engine; see docs/extending.md for its seams"
+_PROFILER = "run the script under a profiler, such as python -m cProfile or py-spy"
+_SAFETENSORS = "only safetensors are read, never pickles"
+_NO_DRAFTS = "there is no speculative decoding in this version"
+_SLEEP = "LLM.sleep() needs no option"
+_LOGS = "LLM.get_metrics() has the engine's numbers"
 FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "additional_config": (({},), _CODE),
+    "aggregate_engine_logging": ((False,), _LOGS),
+    "all2all_backend": ((), _EXPERTS),
+    "allowed_local_media_path": (("",), _TEXT),
+    "allowed_media_domains": ((), _TEXT),
+    "attention_config": (({},), "attention_backend names the backend"),
+    "code_revision": ((), "code from a model's folder is never run"),
+    "compilation_config": ((0, {}), _GRAPHS),
     "config_format": (("auto", "hf"), "a model's config is in Hugging Face's format"),
     "convert": (("auto", "none"), _GENERATES),
-    "cpu_offload_gb": ((0,), "weights are in the memory that computes"),
+    "cpu_offload_gb": ((0,), _HERE),
+    "cpu_offload_params": ((), _HERE),
+    "cudagraph_capture_sizes": ((), _GRAPHS),
+    "data_parallel_address": ((), _ONE_PROCESS),
+    "data_parallel_backend": (("mp",), _ONE_PROCESS),
+    "data_parallel_rank": ((0,), _ONE_PROCESS),
+    "data_parallel_rpc_port": ((), _ONE_PROCESS),
     "data_parallel_size": ((1,), _ONE_PROCESS),
+    "data_parallel_size_local": ((1,), _ONE_PROCESS),
+    "decode_context_parallel_size": ((1,), _ONE_PROCESS),
+    "default_mm_loras": ((), _ADAPTERS),
+    "disable_cascade_attn": ((), _PARTS),
+    "disable_chunked_mm_input": ((False, True), _TEXT),
+    "disable_custom_all_reduce": ((False, True), "ranks reduce through torch.distributed"),
+    "disable_hybrid_kv_cache_manager": ((False,), "layers of each kind have a group of their own"),
+    "disable_sliding_window": ((False,), "a model's windows are what it was trained with"),
     "distributed_executor_backend": (("mp",), "ranks are processes of this machine"),
     "download_dir": ((), "models are kept where HF_HOME says"),
     "enable_chunked_prefill": ((True,), "a prompt is always computed in chunks"),
-    "enable_lora": ((False,), "adapters are not served in this version"),
+    "enable_cumem_allocator": ((False,), _SLEEP),
+    "enable_dbo": ((False,), _EXPERTS),
+    "enable_eplb": ((False,), _EXPERTS),
+    "enable_expert_parallel": ((False,), _EXPERTS),
+    "enable_log_requests": ((False,), "prompts are never logged"),
+    "enable_lora": ((False,), _ADAPTERS),
+    "enable_mm_embeds": ((False,), _TEXT),
+    "enable_prompt_embeds": ((False,), "a prompt is text or token ids"),
+    "enable_return_routed_experts": ((False,), _EXPERTS),
+    "enable_sleep_mode": ((False, True), _SLEEP),
+    "enable_trace_replay": ((False,), "generated tokens can't be prescribed"),
+    "fully_sharded_loras": ((False,), _ADAPTERS),
     "generation_config": (("auto",), "the model's own generation_config.json is used"),
+    "hf_config_path": ((), "a model's folder has its config"),
     "hf_overrides": (({},), "a model's config is read as it is"),
+    "hf_token": ((False,), "the environment's HF_TOKEN is read"),
+    "ignore_patterns": ((), _SAFETENSORS),
+    "io_processor_plugin": ((), _CODE),
+    "kernel_config": (({},), _PARTS),
     "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),
-    "load_format": (("auto", "safetensors"), "only safetensors are read, never pickles"),
+    "kv_cache_metrics": ((False, True), _LOGS),
+    "kv_events_config": ((), _HANDED),
+    "kv_offloading_size": ((), _HERE),
+    "kv_sharing_fast_prefill": ((False,), _PARTS),
+    "kv_transfer_config": ((), _HANDED),
+    "language_model_only": ((False, True), _TEXT),
+    "limit_mm_per_prompt": (({},), _TEXT),
+    "linear_backend": (("auto",), _PARTS),
+    "load_format": (("auto", "safetensors"), _SAFETENSORS),
+    "logits_processors": (([],), _CODE),
+    "logprobs_mode": (
+        ("raw_logprobs",),
+        "log-probabilities are of the model's own distribution, before any option applies",
+    ),
+    "long_prefill_token_threshold": ((0,), "max_num_batched_tokens bounds a step's tokens"),
+    "lora_dtype": (("auto",), _ADAPTERS),
+    "max_cpu_loras": ((), _ADAPTERS),
+    "max_cudagraph_capture_size": ((), _GRAPHS),
+    "max_lora_rank": ((), _ADAPTERS),
+    "max_loras": ((), _ADAPTERS),
+    "max_num_scheduled_tokens": ((), "max_num_batched_tokens bounds a step's tokens"),
+    "max_parallel_loading_workers": ((), "num_threads says how many threads load"),
+    "max_seq_len_to_capture": ((), _GRAPHS),
+    "mm_processor_cache_gb": ((0,), _TEXT),
+    "mm_processor_kwargs": (({},), _TEXT),
+    "model_impl": (("auto", "vllm"), "docs/models.md has the models that are understood"),
+    "model_loader_extra_config": (({},), _SAFETENSORS),
+    "moe_backend": (("auto",), _EXPERTS),
+    "nnodes": ((1,), "one machine computes in this version"),
+    "node_rank": ((0,), "one machine computes in this version"),
+    "num_lookahead_slots": ((0,), _NO_DRAFTS),
     "num_scheduler_steps": ((1,), "each step is planned by itself"),
+    "num_speculative_tokens": ((), _NO_DRAFTS),
+    "observability_config": ((), _LOGS),
+    "offload_backend": (("auto",), _HERE),
+    "optimization_level": ((), _GRAPHS),
+    "otlp_traces_endpoint": ((), "`quire serve --otlp-endpoint` sends spans"),
+    "override_generation_config": (
+        ({},),
+        "SamplingParams says what a request wants; get_default_sampling_params() is the model's",
+    ),
     "pipeline_parallel_size": ((1,), _ONE_PROCESS),
-    "runner": (("auto", "generate"), _GENERATES),
-    "speculative_config": ((), "there is no speculative decoding in this version"),
+    "pooler_config": ((), "a model's folder says how it pools"),
+    "preemption_mode": (("recompute",), "preempted sequences are computed anew"),
+    "prefill_context_parallel_size": ((1,), _ONE_PROCESS),
+    "profiler_config": ((), _PROFILER),
+    "quantization_config": ((), "quantization names the format"),
+    "quantization_param_path": ((), "keys and values have the model's dtype"),
+    "reasoning_parser": (
+        (),
+        "`quire serve` takes reasoning apart; LLM.chat has the text as it comes",
+    ),
+    "renderer_num_workers": ((1,), _ONE_PROCESS),
+    "rope_scaling": ((), "a model's config is read as it is"),
+    "rope_theta": ((), "a model's config is read as it is"),
+    "scheduler_cls": ((), "scheduling_policy names the policy; docs/extending.md adds one"),
+    "served_model_name": ((), "`quire serve --served-model-name` names it for clients"),
+    "skip_mm_profiling": ((False, True), _TEXT),
+    "speculative_config": ((), _NO_DRAFTS),
+    "speculative_model": ((), _NO_DRAFTS),
+    "stream_interval": ((1,), "a stream brings each token as it comes"),
+    "structured_outputs_config": (({},), "SamplingParams(structured_outputs=...) says the form"),
     "swap_space": ((0, 4), "preempted sequences are computed anew; there is no swap space"),
     "task": (("auto", "generate"), _GENERATES),
     "tokenizer_mode": (("auto",), "there is one kind of tokenizer, the fast one"),
+    "tokenizer_revision": ((), "revision is that of model and tokenizer"),
     "trust_remote_code": ((False,), "code from a model's folder is never run"),
+    "use_tqdm_on_load": ((False, True), "the log says what is loaded"),
+    "watermark_config": ((), "texts are not watermarked"),
+    "weight_transfer_config": ((), "weights are read from a checkpoint, once"),
+    "worker_cls": (("auto",), _CODE),
+    "worker_extension_cls": (("",), _CODE),
 }
 """Option of scripts for vLLM -> the values that describe what quire always does (swap_space has
 vLLM's default, too, which vLLM itself no longer reads), and why it has no others. None is always
 taken: it sets nothing. The command line has them as flags."""
 
-ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}
+ALIASES = {
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_blocks",
+}
 """Other name of an option -> ours."""
 
 

@@ -8,6 +8,7 @@ Legend: T tokens of the step, R rows that need logits, H hidden size, V vocabula
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.program import Program
 from quire.kernels.cpu.recorder import Recorder, UnrecordableError
 from quire.layers.operator_module import recorded_by
-from quire.models.interface import CausalLM
+from quire.models.interface import CausalLM, TextModel
 from quire.observability.log import get_logger
 from quire.runtime.batch import StepBatch
 
@@ -45,8 +46,8 @@ class Forward(Protocol):
 class ModuleForward:
     """Calls the model's modules, on any device."""
 
-    def __init__(self, model: CausalLM, backend: AttentionBackend) -> None:
-        self.logits: Logits = model.logits
+    def __init__(self, model: TextModel, backend: AttentionBackend) -> None:
+        self.logits = _logits_of(model)
         self._model = model
         self._backend = backend
 
@@ -81,7 +82,7 @@ class NativeForward:
 
 
 def make_forward(
-    model: CausalLM,
+    model: TextModel,
     backend: AttentionBackend,
     kernels: NativeKernels | None,
     max_num_tokens: int,
@@ -103,14 +104,23 @@ def make_forward(
     except UnrecordableError as error:
         logger.info("the model is run module by module, which is slower: %s", error)
         return ModuleForward(model, backend)
-    try:
-        logits = _record_logits(model, new_recorder())
-    except UnrecordableError:
-        logits = model.logits
+    logits = _logits_of(model)
+    if isinstance(model, CausalLM):
+        # Else module by module.
+        with suppress(UnrecordableError):
+            logits = _record_logits(model, new_recorder())
     return NativeForward(program, logits, backend, attention.step)
 
 
-def _record_hidden(model: CausalLM, recorder: Recorder) -> Program:
+def _logits_of(model: TextModel) -> Logits:
+    return model.logits if isinstance(model, CausalLM) else _no_logits
+
+
+def _no_logits(hidden: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("the model predicts no tokens, but a row samples one")
+
+
+def _record_hidden(model: TextModel, recorder: Recorder) -> Program:
     with recorded_by(recorder, model):
         return recorder.finish(model(*recorder.inputs, recorder.attend).hidden)
 

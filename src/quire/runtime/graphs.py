@@ -146,6 +146,12 @@ class GraphForward:
             if size not in self._replays:
                 self._replays[size] = self._captured(self._build_padding(size))
 
+    def capture_anew(self) -> None:
+        """Capture again what was captured: tensors that the steps read lie elsewhere now."""
+        sizes = self.sizes
+        self._replays.clear()
+        self.capture_all(sizes)
+
     def plan(self, step: StepBatch) -> None:
         if not step.static_size:
             self._eager.plan(step)  # else it is part of what is replayed

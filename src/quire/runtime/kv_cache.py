@@ -18,7 +18,7 @@ from quire.attention.interface import AttentionBackend, AttentionSpec, KVPageFor
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import BlockCopy
 from quire.errors import InsufficientMemoryError
-from quire.kernels.cpu.memory import allocate
+from quire.kernels.cpu.memory import allocate, give_back
 from quire.kernels.transfers import DeviceLink
 
 PAGE_ALIGNMENT_BYTES = 64
@@ -116,6 +116,31 @@ class KVCache:
                 f" ({num_blocks * layout.bytes_per_block / 2**30:.1f} GiB) can't be allocated;"
                 " lower kv_cache_memory or num_blocks"
             ) from error
+
+    def release(self) -> None:
+        """Give the memory back to the system; what was in the blocks is lost. Views stay valid."""
+        if self.storage.device.type == "cpu":
+            give_back(self.storage)
+        else:
+            self.storage.untyped_storage().resize_(0)
+            torch.cuda.empty_cache()
+
+    def restore(self) -> bool:
+        """Have the memory again that `release` gave back; whether it lies elsewhere than before.
+
+        On the CPU the system brings it as it is written. Raises InsufficientMemoryError.
+        """
+        if self.storage.device.type == "cpu":
+            return False
+        num_bytes = self.num_blocks * self.layout.bytes_per_block
+        try:
+            self.storage.untyped_storage().resize_(num_bytes)
+        except RuntimeError as error:
+            raise InsufficientMemoryError(
+                f"the KV cache's {num_bytes / 2**30:.1f} GiB can't be had again; free memory of the"
+                " device and call wake_up once more"
+            ) from error
+        return True
 
     def layers(self) -> tuple[LayerKV, ...]:
         """Each layer's view into the storage, for `AttentionBackend.bind`."""

@@ -17,7 +17,7 @@ from quire.attention.interface import AttentionBackend
 from quire.core.step import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.transfers import current
-from quire.models.interface import CausalLM
+from quire.models.interface import TextModel
 from quire.observability.step_trace import StepTiming
 from quire.runtime.batch import StepBatch
 from quire.runtime.block_tables import Int32, Int64
@@ -25,6 +25,7 @@ from quire.runtime.device_rows import DeviceRows
 from quire.runtime.forward import make_forward
 from quire.runtime.graphs import GraphCapture, GraphForward
 from quire.runtime.kv_cache import KVCache
+from quire.runtime.row_pooling import PendingPooled, RowPooling
 from quire.sampling.host.sampler import NO_TOKEN, PendingLogprobs, PendingSample, StepSampler
 
 # Prompt log-probabilities need the whole vocabulary for each position: so many positions at once.
@@ -69,14 +70,23 @@ class _SampledStep:
     rows: Int64
     sample: PendingSample | None
     prompt_logprobs: list[tuple[int, PendingLogprobs]]
+    pooled: PendingPooled
 
     def fetch(self) -> StepResult:
         """Waits for the device."""
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         for row, entries in self.prompt_logprobs:
             prompt_logprobs.setdefault(row, []).extend(entries.fetch())
+        pooled, failed = self.pooled.fetch()
         if self.sample is None:
-            return StepResult(self.step_id, (), (), prompt_logprobs=prompt_logprobs)
+            return StepResult(
+                self.step_id,
+                tuple(pooled),
+                ((),) * len(pooled),
+                prompt_logprobs=prompt_logprobs,
+                failed=failed,
+                pooled=pooled,
+            )
         sampled = self.sample.fetch()
         rows, token_ids = self.rows, sampled.token_ids
         if sampled.failed:
@@ -84,11 +94,12 @@ class _SampledStep:
             rows, token_ids = rows[succeeded], token_ids[succeeded]
         return StepResult(
             self.step_id,
-            rows.tolist(),
-            [(token_id,) for token_id in token_ids.tolist()],
+            [*rows.tolist(), *pooled],
+            [*((token_id,) for token_id in token_ids.tolist()), *[()] * len(pooled)],
             logprobs={row: (entry,) for row, entry in sampled.logprobs.items()},
             prompt_logprobs=prompt_logprobs,
-            failed=sampled.failed,
+            failed={**sampled.failed, **failed},
+            pooled=pooled,
         )
 
 
@@ -100,7 +111,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: TextModel,
         backend: AttentionBackend,
         kv_cache: KVCache,
         rows: StepRows,
@@ -122,6 +133,7 @@ class ModelRunner:
         self._sampled: deque[_SampledStep] = deque()
         backend.bind(model.attention_specs, kv_cache.layers())
         self._forward = make_forward(model, backend, kernels, rows.max_num_tokens)
+        self._pooling = RowPooling(self._forward.logits, model.scores)
         self.graphs: GraphForward | None = None
         if capture is not None:
             assert backend.serves_graphs, "steps of this attention backend can't be captured"
@@ -135,6 +147,17 @@ class ModelRunner:
         Raises what the device raises."""
         assert self.graphs is not None, "this runner captures nothing"
         self.graphs.capture_all(sizes)
+
+    def release_memory(self) -> None:
+        """Give the KV cache's memory back; no step may come before `restore_memory`, nor after it
+        read what a block held before."""
+        self._kv_cache.release()
+
+    @torch.inference_mode()
+    def restore_memory(self) -> None:
+        """Have it again, without content. Raises InsufficientMemoryError."""
+        if self._kv_cache.restore() and self.graphs is not None:
+            self.graphs.capture_anew()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
@@ -161,11 +184,13 @@ class ModelRunner:
         (plan, step, hidden), self._executed = self._executed, None
         with current(self._device):
             prompt_logprobs = self._prompt_logprobs(step, hidden)
+            pooled, step = self._pooling.take(step, hidden)
             sample: PendingSample | None = None
             if len(step.sample_rows):
                 sample = self._sampler.sample(self._logits(step, hidden), step.sample_rows, masks)
                 self._rows.take_sampled(step.sample_rows, sample)
-        self._sampled.append(_SampledStep(plan.step_id, step.sample_rows, sample, prompt_logprobs))
+        rows = step.sample_rows
+        self._sampled.append(_SampledStep(plan.step_id, rows, sample, prompt_logprobs, pooled))
         self.timing.sample_s = perf_counter() - started_s
 
     def result(self) -> StepResult:
@@ -178,6 +203,7 @@ class ModelRunner:
         """See `core.step.Runner`. Raises what the device raises if it can't go on."""
         self._executed = None
         self._sampled.clear()
+        self._pooling.clear()
         with current(self._device):
             self._rows.reset()
 
@@ -195,10 +221,12 @@ class ModelRunner:
         self._rows.change(plan)
         for row in plan.release:
             self._sampler.rows.clear_row(row)
+            self._pooling.clear_row(row)
         for admission in plan.admit:
             self._sampler.rows.set_row(
                 admission.row, admission.params, admission.branch_index, admission.num_prompt_tokens
             )
+            self._pooling.set_row(admission.row, admission.params.pooling)
         for fork in plan.forks:
             num_prompt_tokens = int(self._rows.num_prompt_tokens[fork.row])
             self._sampler.rows.set_row(fork.row, fork.params, fork.branch_index, num_prompt_tokens)

@@ -10,6 +10,7 @@ tiny. What they sample is dropped. Called by `assembly/device_memory_plan.py`.
 
 from dataclasses import dataclass
 
+from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import Chunk, RowAdmission, Runner, StepPlan
 from quire.runtime.calibration import RunnerShape
@@ -18,10 +19,11 @@ from quire.runtime.calibration import RunnerShape
 @dataclass(frozen=True, slots=True)
 class ProfileRun:
     """shape: of the runner; its num_blocks is not used here. max_logprobs: the most that
-    a request may ask for."""
+    a request may ask for. generates: whether the model predicts tokens; else all rows pool."""
 
     shape: RunnerShape
     max_logprobs: int
+    generates: bool = True
 
     @property
     def num_blocks(self) -> int:
@@ -104,6 +106,8 @@ class ProfileRun:
         )
 
     def _params(self, *, prompt_logprobs: bool) -> DecodingParams:
+        if not self.generates:
+            return DecodingParams(max_tokens=1, pooling=PoolingParams())
         return DecodingParams(
             max_tokens=2,
             top_p=0.9,

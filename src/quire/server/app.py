@@ -16,10 +16,13 @@ from starlette.middleware.cors import CORSMiddleware
 from quire.server.http.errors import install_error_handlers
 from quire.server.http.guard import AccessConfig, AccessGuard, BodyLimit, RequestHead
 from quire.server.routes.admin import docs_page, health, memory, metrics, version
+from quire.server.routes.anthropic import messages
 from quire.server.routes.endpoint import Endpoints
-from quire.server.routes.openai import chat, completions, models
+from quire.server.routes.ollama import chats
+from quire.server.routes.openai import chat, completions, embeddings, models
+from quire.server.routes.openai.responses import responses, stored_responses
 from quire.server.routes.unsupported import refused_routes
-from quire.server.routes.vllm import tokenize
+from quire.server.routes.vllm import scoring, tokenize, tokenizer_info
 from quire.server.service import Service
 from quire.server.telemetry.monitor import BugReporter, RequestIdMiddleware
 from quire.version import __version__
@@ -28,7 +31,14 @@ ENDPOINTS: tuple[Endpoints, ...] = (
     docs_page.router,
     completions.router,
     chat.router,
+    messages.router,
+    chats.router,
+    responses.router,
+    stored_responses.router,
+    embeddings.router,
+    scoring.router,
     tokenize.router,
+    tokenizer_info.router,
     models.router,
     version.router,
     health.router,
@@ -87,7 +97,7 @@ def _add_middlewares(
             allow_origins=access.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),  # clients in browsers add headers of their own to each call
-            expose_headers=("X-Request-ID", "Retry-After"),
+            expose_headers=("X-Request-ID", "X-Ignored-Fields", "Retry-After"),
         )
     app.add_middleware(RequestHead)
     probes = frozenset(path for each in endpoints for path in each.probes)

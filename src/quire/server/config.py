@@ -4,6 +4,7 @@ Flat, since people write it down (flags, a YAML file); `launch` makes the compon
 configurations of it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from quire.errors import ConfigurationError
 from quire.option_fields import (
     Bytes,
     Flag,
+    JsonObject,
     OneOf,
     Options,
     Seconds,
@@ -23,6 +25,7 @@ from quire.option_fields import (
 MAX_QUEUED_REQUESTS = 1024
 KEEP_ALIVE_S = 10.0
 LOG_FORMATS = ("text", "json")
+UNKNOWN_FIELDS = ("refuse", "ignore")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _NO_BOUND = Flag(shown="no bound")
@@ -62,12 +65,13 @@ class ServerConfig(Options):
         flag=Flag(metavar="HOST"),
     )
     port: int = option(8000, Port(), group="server", help="port to listen on; 0: any free one")
-    served_model_name: str | None = option(
-        None,
-        Text(),
-        group="server",
-        help="the model's name for clients",
-        doc='the model\'s name for clients; None: the model as it was named, or "embedded".',
+    served_model_name: tuple[str, ...] = option(
+        (),
+        Texts(is_list=True),
+        group="model",
+        help="the model's name for clients; several may be given",
+        doc="the model's names for clients, all of which are listed and taken; an answer has the"
+        ' one that was asked for. Without any: the model as it was named, or "embedded".',
         flag=Flag(metavar="NAME", shown="MODEL"),
     )
     drain_timeout_s: int = option(
@@ -83,6 +87,47 @@ class ServerConfig(Options):
         group="server",
         help="interval of comments in a stream that pauses",
         doc="a stream without news gets a comment so often, so that proxies keep it open.",
+    )
+    unknown_fields: str | None = option(
+        None,
+        OneOf(UNKNOWN_FIELDS),
+        group="server",
+        help="fields of a body that nobody knows: refuse, or ignore and name them in a header"
+        " (X-Ignored-Fields)",
+        doc="refuse a body's unknown fields, or ignore them; None: as each API's clients expect it,"
+        " which is to refuse them but in Messages and Responses.",
+        flag=Flag(shown="by API"),
+    )
+    tool_call_parser: str | None = option(
+        None,
+        Text(),
+        group="chat",
+        help="the dialect in which the model calls tools, as hermes, llama3, mistral",
+        doc="the dialect in which the model calls tools; None: found by its chat template.",
+        flag=Flag(shown="by the chat template"),
+    )
+    reasoning_parser: str | None = option(
+        None,
+        Text(),
+        group="chat",
+        help="the dialect in which the model thinks before it answers",
+        doc="the dialect in which the model thinks before it answers; None: that of its calls.",
+        flag=Flag(shown="that of the tool calls"),
+    )
+    chat_template_file: str | None = option(
+        None,
+        Text("a file, or a template", is_path=True),
+        group="chat",
+        help="Jinja file, or a template itself, in place of the model's",
+        flag=Flag("chat-template", metavar="FILE", shown="the model's"),
+    )
+    default_chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        JsonObject(),
+        group="chat",
+        help='variables of the chat template, such as {"enable_thinking": false}; a call\'s own'
+        " chat_template_kwargs go before them",
+        flag=Flag(shown="none"),
     )
     api_keys: tuple[str, ...] = option(
         (),
@@ -132,6 +177,9 @@ class ServerConfig(Options):
         flag=Flag(shown="8MiB"),
     )
     max_prompts: int = option(256, Whole(1), group="limits", help="prompts of one call")
+    max_inputs: int = option(
+        2048, Whole(1), group="limits", help="inputs of one call that embeds or scores"
+    )
     max_n: int = option(128, Whole(1), group="limits", help="choices (n) per prompt")
     max_choices: int = option(1024, Whole(1), group="limits", help="prompts times n of one call")
     max_stop_strings: int = option(64, Whole(1), group="limits", help="stop strings of one call")
@@ -140,6 +188,15 @@ class ServerConfig(Options):
         Whole(1),
         group="limits",
         help="entries of stop_token_ids, bad_words, logit_bias and the like",
+    )
+    response_store_bytes: int | None = option(
+        None,
+        Bytes(),
+        group="limits",
+        help="memory for stored responses, such as 256MiB: previous_response_id goes on from them;"
+        " the one used least recently goes first",
+        doc="memory for responses that are kept for previous_response_id; None: none is.",
+        flag=Flag(shown="none is stored"),
     )
     default_deadline_s: float | None = option(
         None,

@@ -19,11 +19,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import uvicorn
 
 from quire.engine_client.async_engine import AsyncEngine
+from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.recovery import RecoveryConfig
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
 from quire.hub.model_folder import resolve_model_folder
@@ -32,18 +33,24 @@ from quire.observability.spans import Spans, open_spans
 from quire.options.engine_options import EngineOptions
 from quire.server.app import SECURITY_HEADERS, create_app
 from quire.server.config import ServerConfig
+from quire.server.generation.answer_store import AnswerStore
+from quire.server.generation.grammar_checks import GrammarChecks
 from quire.server.generation.seeds import Seeds
+from quire.server.http.body import UnknownFields
 from quire.server.http.connection import ConnectionLimits, connection_class
 from quire.server.http.guard import AccessConfig
 from quire.server.limits import CallLimits
 from quire.server.loading_progress import LoadingProgress
 from quire.server.service import DRAIN_RETRY_AFTER_S, Service
-from quire.server.start_message import invitation, ledger
+from quire.server.start_message import dialect_line, invitation, ledger
 from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.keys import load_keys
 from quire.server.tenants.tenants import TenantBook
 from quire.text.chat_template import ChatTemplate
+from quire.text.parsers.dialect import Dialect
+from quire.text.parsers.dialect_choice import find_dialect
 from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_config import tokenizer_fields
 from quire.version import __version__
 
 EMBEDDED_MODEL_NAME = "embedded"
@@ -70,7 +77,7 @@ logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _ServerPlan:
+class ServerPlan:
     """What one server is made from, all of it checked before the model is loaded.
 
     options: of the engine; its model is the folder that was found, unless it is the embedded one.
@@ -79,7 +86,7 @@ class _ServerPlan:
 
     options: EngineOptions
     server: ServerConfig
-    model_name: str
+    model_names: tuple[str, ...]
     server_seed: int | None
     files: "_ModelFiles"
     access: AccessConfig
@@ -95,6 +102,8 @@ class _ModelFiles:
     folder: Path
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+    dialect: Dialect
+    tokenizer_fields: Mapping[str, Any]
 
 
 def serve(engine_options: Mapping[str, object], server: ServerConfig) -> int:
@@ -105,28 +114,29 @@ def serve(engine_options: Mapping[str, object], server: ServerConfig) -> int:
     for options, models and ports that can't be used, EngineDeadError if the engine can't start, and
     the engine's own error once it has failed for good.
     """
+    with _bound_socket(server.host, server.port) as sock:
+        plan = make_plan(engine_options, server)
+        return asyncio.run(_serve(plan, sock))
+
+
+def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> ServerPlan:
+    """Check all of it and read the front's files. Raises ConfigurationError and its kinds.
+
+    engine_options: by name, as `EngineOptions` has them.
+    """
     options = EngineOptions.from_mapping(engine_options)
     if options.skip_tokenizer_init:
         raise ConfigurationError(
             "skip_tokenizer_init is set, but the server needs the tokenizer to take and give text"
         )
-    with _bound_socket(server.host, server.port) as sock:
-        plan = _plan(engine_options, options, server)
-        return asyncio.run(_serve(plan, sock))
-
-
-def _plan(
-    engine_options: Mapping[str, object], options: EngineOptions, server: ServerConfig
-) -> _ServerPlan:
-    """Raises ConfigurationError and its kinds."""
-    files = _load_files(options)
-    model_name = server.served_model_name or options.model or EMBEDDED_MODEL_NAME
+    files = _load_files(options, server)
+    names = server.served_model_name or (options.model or EMBEDDED_MODEL_NAME,)
     if options.model is not None:  # the engine need not look it up, or fetch it, once more
         options = replace(options, model=str(files.folder), revision=None)
-    return _ServerPlan(
+    return ServerPlan(
         options,
         server,
-        model_name,
+        names,
         options.seed if "seed" in engine_options else None,
         files,
         AccessConfig(
@@ -136,6 +146,7 @@ def _plan(
         ),
         CallLimits(
             max_prompts=server.max_prompts,
+            max_inputs=server.max_inputs,
             max_n=server.max_n,
             max_choices=server.max_choices,
             max_stop_strings=server.max_stop_strings,
@@ -149,16 +160,23 @@ def _plan(
     )
 
 
-def _load_files(options: EngineOptions) -> _ModelFiles:
+def _load_files(options: EngineOptions, server: ServerConfig) -> _ModelFiles:
     folder = resolve_model_folder(options.model, options.revision)
     text_folder = folder
     if options.tokenizer is not None:
         text_folder = resolve_model_folder(options.tokenizer)
     tokenizer = Tokenizer.from_folder(text_folder, remembers_words=False)
-    return _ModelFiles(folder, tokenizer, ChatTemplate.from_folder(text_folder))
+    if server.chat_template_file is None:
+        template = ChatTemplate.from_folder(text_folder)
+    else:
+        template = ChatTemplate.from_option(server.chat_template_file, text_folder)
+    dialect = find_dialect(
+        template.source_for_tools, server.tool_call_parser, server.reasoning_parser
+    )
+    return _ModelFiles(folder, tokenizer, template, dialect, tokenizer_fields(text_folder))
 
 
-async def _serve(plan: _ServerPlan, sock: socket.socket) -> int:
+async def _serve(plan: ServerPlan, sock: socket.socket) -> int:
     with _Stopper() as stopper, contextlib.suppress(asyncio.CancelledError):
         await _load_and_serve(plan, sock, stopper)
     if stopper.ended_loading is None:
@@ -167,22 +185,27 @@ async def _serve(plan: _ServerPlan, sock: socket.socket) -> int:
     return INTERRUPTED if stopper.ended_loading is signal.SIGINT else 0
 
 
-async def _load_and_serve(plan: _ServerPlan, sock: socket.socket, stopper: "_Stopper") -> None:
-    server = plan.server
+async def start_engine(plan: ServerPlan) -> AsyncEngine:
+    """Load the model, shown on stderr. Raises EngineDeadError and what the engine can't be built
+    with."""
     log_line = logger.info if log.is_json() else None
     with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
-        engine = await AsyncEngine.start(
+        return await AsyncEngine.start(
             plan.options.as_mapping(),
-            max_queued_requests=server.max_queued_requests,
+            max_queued_requests=plan.server.max_queued_requests,
             recovery=RecoveryConfig(
-                max_restarts=server.max_engine_restarts,
-                heartbeat_timeout_s=server.heartbeat_timeout_s,
+                max_restarts=plan.server.max_engine_restarts,
+                heartbeat_timeout_s=plan.server.heartbeat_timeout_s,
             ),
             on_progress=progress,
         )
-    monitor = Monitor(model_name=plan.model_name, spans=plan.spans)
+
+
+async def _load_and_serve(plan: ServerPlan, sock: socket.socket, stopper: "_Stopper") -> None:
+    engine = await start_engine(plan)
+    monitor = Monitor(model_name=plan.model_names[0], spans=plan.spans)
     try:
-        http = _HTTPServer(_make_service(plan, engine, monitor), plan, sock)
+        http = _HTTPServer(make_service(plan, engine, monitor), plan, sock)
         _stay_responsive()
         stopper.on_first = http.drain
         watch = asyncio.create_task(http.watch_engine())
@@ -218,12 +241,15 @@ async def _return_memory() -> None:
         await asyncio.to_thread(trim, 0)
 
 
-def _make_service(plan: _ServerPlan, engine: AsyncEngine, monitor: Monitor) -> Service:
+def make_service(plan: ServerPlan, engine: AsyncEngine, monitor: Monitor) -> Service:
+    """What the application needs, for an engine that was started."""
+    compiler = SharedCompiler(lambda: plan.files.tokenizer, engine.limits)
+    compiler.prepare()
     return Service(
         engine,
         plan.files.tokenizer,
         plan.files.chat_template,
-        plan.model_name,
+        plan.model_names[0],
         Seeds(plan.server_seed),
         limits=plan.limits,
         tenants=plan.tenants,
@@ -231,7 +257,14 @@ def _make_service(plan: _ServerPlan, engine: AsyncEngine, monitor: Monitor) -> S
         keep_alive_s=plan.server.keep_alive_s,
         default_deadline_s=plan.server.default_deadline_s,
         allow_special_tokens=plan.options.allow_special_tokens,
+        tokenizer_fields=plan.files.tokenizer_fields,
+        unknown_fields=cast(UnknownFields | None, plan.server.unknown_fields),
         system_fingerprint=_fingerprint(engine.facts),
+        answers=AnswerStore(plan.server.response_store_bytes or 0),
+        grammars=GrammarChecks(compiler.compile),
+        dialect=plan.files.dialect,
+        default_chat_template_kwargs=plan.server.default_chat_template_kwargs or {},
+        other_names=plan.model_names[1:],
     )
 
 
@@ -281,7 +314,7 @@ class _HTTPServer(uvicorn.Server):
     open answers get their end or an error before their connections are closed.
     """
 
-    def __init__(self, service: Service, plan: _ServerPlan, sock: socket.socket) -> None:
+    def __init__(self, service: Service, plan: ServerPlan, sock: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
                 create_app(service, plan.access),
@@ -317,6 +350,8 @@ class _HTTPServer(uvicorn.Server):
         except OSError as error:  # another server took the port while the model was loading
             raise ConfigurationError(_bind_failure(host, self._port, error)) from error
         _say(ledger(name, self._service.engine.facts))
+        if self._service.chat_template.exists:
+            _say(dialect_line(self._service.dialect.name, self._plan.server.tool_call_parser))
         text = invitation(
             name,
             _url(host, self._port),

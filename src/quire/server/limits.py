@@ -42,7 +42,8 @@ class Bounded(Protocol):
 class CallLimits:
     """The bounds of one call. Each is at least 1.
 
-    max_prompts: of a completion. max_n: choices of each prompt. max_choices: of all prompts.
+    max_prompts: of a completion. max_inputs: of a call that embeds or scores.
+    max_n: choices of each prompt. max_choices: of all prompts.
     max_stop_strings: in `stop`. max_list_length: of stop_token_ids, bad_words, allowed_token_ids
         and logit_bias, each.
 
@@ -50,6 +51,7 @@ class CallLimits:
     """
 
     max_prompts: int = 256
+    max_inputs: int = 2048
     max_n: int = 128
     max_choices: int = 1024
     max_stop_strings: int = 64

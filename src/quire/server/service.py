@@ -4,20 +4,26 @@ Made by `launch`, read by `generation` and the routes. Imports no torch.
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from fastapi import Request as HTTPRequest
 
 from quire.engine_client.async_engine import AsyncEngine
 from quire.errors import QuireError, ServerDrainingError
 from quire.server.config import KEEP_ALIVE_S
+from quire.server.generation.answer_store import AnswerStore
+from quire.server.generation.grammar_checks import GrammarChecks
 from quire.server.generation.seeds import Seeds
+from quire.server.http.body import UnknownFields
 from quire.server.http.long_work import WorkPieces
 from quire.server.limits import CallLimits
 from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.tenants import TenantBook
 from quire.text.chat_template import ChatTemplate
+from quire.text.parsers.dialect import Dialect
+from quire.text.parsers.dialect_choice import find_dialect
 from quire.text.tokenizer import Tokenizer
 
 DRAIN_RETRY_AFTER_S = 5.0
@@ -59,8 +65,14 @@ class Service:
     each has open. monitor: counts every call. keep_alive_s: a stream without output gets a comment
     so often. default_deadline_s: of calls that name none; None: no deadline.
     allow_special_tokens: those that are written out in messages take effect.
+    unknown_fields: what happens to fields of a body that nobody knows; None: as its API has it.
+    tokenizer_fields: what the model's folder says of its tokenizer.
+    other_names: under which the model is served, too; see `model_names`.
     system_fingerprint: what the numbers of an answer depend on, in OpenAI's field. work: does
-    what takes long because a call is large.
+    what takes long because a call is large. grammars: compiles what answers must obey. answers:
+    those that are kept for later calls.
+    dialect: what the model writes around reasoning and tool calls. default_chat_template_kwargs:
+    of calls that have no others.
     """
 
     engine: AsyncEngine
@@ -75,16 +87,33 @@ class Service:
     keep_alive_s: float = KEEP_ALIVE_S
     default_deadline_s: float | None = None
     allow_special_tokens: bool = False
+    unknown_fields: UnknownFields | None = None
+    tokenizer_fields: Mapping[str, Any] = field(default_factory=dict)
     system_fingerprint: str | None = None
     drain: Drain = field(default_factory=Drain)
     work: WorkPieces = field(default_factory=WorkPieces)
+    answers: AnswerStore = field(default_factory=AnswerStore)
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    dialect: Dialect = field(default_factory=lambda: find_dialect(None))
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All under which the model is served; the first is that of logs and metrics."""
+        return (self.model_name, *self.other_names)
+
+    def answered_name(self, name: str | None) -> str:
+        """The model's name in an answer to a call that asked for `name`."""
+        return self.model_name if name is None else name
 
     def check_model(self, name: str | None) -> None:
-        """Raises UnknownModelError unless `name` is the served model, or left out."""
-        if name is not None and name != self.model_name:
+        """Raises UnknownModelError unless `name` is one of the served model's, or left out."""
+        if name is not None and name not in self.model_names:
+            names = ", ".join(map(repr, self.model_names))
             raise UnknownModelError(
-                f"the model {name!r:.80} is not served here; this server has {self.model_name!r} "
-                "(see /v1/models)"
+                f"the model {name!r:.80} is not served here; this server has {names:.400}"
+                " (see /v1/models)"
             )
 
     def check_accepting(self) -> None:

@@ -43,6 +43,12 @@ def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def dialect_line(dialect: str, asked_for: str | None) -> str:
+    """How tool calls and reasoning are read. asked_for: the name that an option gave."""
+    why = "by its chat template" if asked_for is None else f"by --tool-call-parser {asked_for}"
+    return f"  tool calls and reasoning: {dialect} ({why})"
+
+
 def invitation(
     model_name: str,
     url: str,

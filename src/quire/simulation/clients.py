@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence
+from quire.simulation.fake_grammar import constraint_of
 from quire.simulation.fake_model import ExpectedOutput
 from quire.simulation.report import SimulationReport
 from quire.simulation.workload import SimulationConfig
@@ -33,6 +34,11 @@ class Client:
     asked_s: float
     cumulative_logprob: float | None = None
     num_received: int = 0
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether its sequence generates tokens by itself."""
+        return not self.sequence.is_beam and self.request.params.pooling is None
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -72,7 +78,7 @@ class Clients:
 
     def choose_to_fork(self, rng: random.Random) -> Client | None:
         """A client whose sequence may be forked; None if there is none."""
-        found = [client for client in self._waiting.values() if not client.sequence.is_beam]
+        found = [client for client in self._waiting.values() if client.can_fork]
         return rng.choice(found) if found else None
 
     def find(self, key: Key) -> Client | None:
@@ -136,11 +142,13 @@ class Clients:
                 self._end(key, output.finish_reason)
 
     def _ask(self, request: Request, sequence: Sequence, now_s: float) -> None:
+        forked_token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
         expected = self.config.model.expected_output(
             request,
             sequence.branch_index,
             self.config.max_model_len,
-            forked_token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+            forked_token_ids=forked_token_ids,
+            constraint=constraint_of(request, self.config.vocab_size, forked_token_ids),
         )
         self._add(Client(request, sequence.branch_index, sequence, expected, now_s))
 
@@ -183,6 +191,7 @@ class Clients:
         assert output.finish_reason is expected.finish_reason, output
         assert client.num_received == len(expected.token_ids), output
         assert output.stop_reason == _stop_reason(params, output), output
+        assert output.pooled == expected.pooled, output
         assert output.cumulative_logprob == client.cumulative_logprob, output
 
     def _end(self, key: Key, reason: FinishReason) -> None:
@@ -209,6 +218,8 @@ def _check_extras(output: SequenceOutput, client: Client, first: int, last: int)
 
 def _stop_reason(params: DecodingParams, output: SequenceOutput) -> int | None:
     """The client's own stop token, if it ended it."""
+    if params.pooling is not None:
+        return None
     last = output.token_ids[-1]
     is_own = last in params.stop_token_ids
     if params.beam_width:  # the model's end tokens go first there

@@ -49,6 +49,7 @@ class EngineSimulator(Simulator):
             clock=lambda: self.now_s,
             overlap=bool(self.config.overlap),
         )
+        self.engine.grammars = self.grammars
 
     def _step(self) -> bool:
         num_steps, num_failed = self.report.num_steps, self.scheduler.stats.num_failed_steps

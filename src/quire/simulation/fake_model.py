@@ -7,6 +7,7 @@ a batch or a KV cache. Knows no rows and no steps; used by `fake_runner` and the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, SupportsInt
 
 import numpy as np
 import numpy.typing as npt
@@ -83,12 +84,27 @@ def fake_logprobs(fingerprint: int, token_id: int, num_top: int) -> TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutput:
-    """What a request gets when it runs alone. logprobs are None where it asked for none."""
+    """What a request gets when it runs alone. logprobs are None where it asked for none, pooled is
+    where it generates tokens."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    pooled: bytes | None = None
+
+
+def fake_pooled(fingerprint: SupportsInt) -> bytes:
+    """The result of a request that pools, from the fingerprint of its whole prompt."""
+    return int(fingerprint).to_bytes(8, "little")
+
+
+class MaskedConstraint(Protocol):
+    """What the tokens of one sequence obey: `engine.token_masks.GrammarConstraint`."""
+
+    def mask(self) -> bytes | None: ...
+
+    def take(self, token_id: int) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +121,13 @@ class FakeModel:
     def end_token_id(self) -> int:
         return 0
 
-    def next_token(self, fingerprint: int, salt: int) -> int:
-        """The token after a prefix, for the branch with this salt."""
+    def next_token(self, fingerprint: int, salt: int, mask: bytes | None = None) -> int:
+        """The token after a prefix, for the branch with this salt. mask: the allowed ones, at least
+        one; None: all."""
         draw = mix(fingerprint ^ salt)
+        if mask is not None:
+            allowed = [token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1]
+            return allowed[draw % len(allowed)]
         if draw >> (64 - END_RATE_BITS) < self._end_limit():
             return self.end_token_id
         return 1 + (draw & 0xFFFFFFFF) % (self.vocab_size - 1)
@@ -171,12 +191,17 @@ class FakeModel:
         max_model_len: int | None = None,
         *,
         forked_token_ids: Sequence[int] = (),
+        constraint: "MaskedConstraint | None" = None,
     ) -> ExpectedOutput:
         """All that one branch of a request must get, computed without a scheduler.
 
-        forked_token_ids: the output that it was forked with; it gets what follows.
+        forked_token_ids: the output that it was forked with; it gets what follows. constraint: what
+        its tokens obey, behind those.
         """
         params = request.params
+        if params.pooling is not None:
+            pooled = fake_pooled(fingerprints_of(request.prompt_token_ids)[-1])
+            return ExpectedOutput((), FinishReason.STOP, None, None, pooled)
         prompt = [*request.prompt_token_ids, *forked_token_ids]
         num_left = params.max_tokens - len(forked_token_ids)
         if max_model_len is not None:
@@ -189,12 +214,15 @@ class FakeModel:
         logprobs: list[TokenLogprobs] = []
         reason = FinishReason.LENGTH
         while len(token_ids) < num_left:
-            token_id = self.next_token(fingerprint, salt)
+            mask = None if constraint is None else constraint.mask()
+            token_id = self.next_token(fingerprint, salt, mask)
+            is_over = constraint is not None and constraint.take(token_id)
             token_ids.append(token_id)
             if params.logprobs is not None:
                 logprobs.append(fake_logprobs(fingerprint, token_id, params.logprobs))
             fingerprint = extend(fingerprint, token_id)
-            if token_id in ends and len(forked_token_ids) + len(token_ids) >= params.min_tokens:
+            num_tokens = len(forked_token_ids) + len(token_ids)
+            if is_over or (token_id in ends and num_tokens >= params.min_tokens):
                 reason = FinishReason.STOP
                 break
         return ExpectedOutput(

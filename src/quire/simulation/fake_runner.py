@@ -30,7 +30,13 @@ from quire.simulation.fake_model import (
     mix,
 )
 from quire.simulation.fake_rows import FakeRows, Ints, PlanHistory
-from quire.simulation.fake_step import FakeStep, failed_rows, logprobs_of, prompt_logprobs_of
+from quire.simulation.fake_step import (
+    FakeStep,
+    failed_rows,
+    logprobs_of,
+    pooled_rows,
+    prompt_logprobs_of,
+)
 from quire.simulation.fake_store import FakeStore
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -72,7 +78,7 @@ class Faults:
 class FakeRunner:
     """Implements `core.step.Runner`.
 
-    Takes no token masks and no block moves: they are refused by name.
+    Takes no block moves: they are refused by name.
     max_num_tokens: the longest sequence. At most two steps may be in flight.
     """
 
@@ -136,11 +142,10 @@ class FakeRunner:
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         """Note that the step just executed will be sampled."""
-        if masks:
-            raise NotImplementedError("FakeRunner takes no token masks")
         if self._is_sampled:
             self.history.refuse("sample without a step that was executed and not yet sampled")
         self._is_sampled = True
+        self._steps[-1].masks = {row: bytes(mask) for row, mask in (masks or {}).items()}
 
     def result(self) -> StepResult:
         """Run the forward pass of the oldest step, check what it reads, and sample."""
@@ -260,6 +265,7 @@ class FakeRunner:
             epochs=rows.epoch[sampling],
             special=self._special_rows(computing, sampling, sources),
         )
+        self._check_pooling(step)
         longest = int(ends.max())
         for group in range(len(rows.tables)):
             lacking = rows.num_table_tokens[group, computing] < ends
@@ -276,6 +282,17 @@ class FakeRunner:
         rows.num_tokens[sampling] += 1
         rows.count_joined()
         return step
+
+    def _check_pooling(self, step: FakeStep) -> None:
+        """Rows that pool compute all that their result is made of, and in one step if they must."""
+        for index, sample, admission in step.special:
+            pooling, row = admission.params.pooling, admission.row
+            if pooling is None:
+                continue
+            if pooling.reads_whole_prompt and admission.num_computed_tokens:
+                self.history.refuse(f"row {row} pools all tokens, but is admitted with some", row)
+            if pooling.in_one_step and (step.starts[index] or sample < 0):
+                self.history.refuse(f"row {row} computes its prompt in several steps", row)
 
     def _sources_of_joins(self, computing: Ints, closing: Ints) -> list[int]:
         """Where the sources of the forks that join stand among the rows that compute."""
@@ -326,6 +343,10 @@ class FakeRunner:
         failed = failed_rows(step, self.faults.nan_token_id)
         last = step.last_fingerprints()
         token_ids = self.model.next_tokens(last, step.salts)
+        for sample, row in enumerate(step.sampling.tolist()):
+            if row in step.masks:
+                draw = int(last[sample]), int(step.salts[sample])
+                token_ids[sample] = self.model.next_token(*draw, step.masks[row])
         extras = [entry for entry in step.special if entry[1] >= 0]
         for _, sample, admission in extras:
             if admission.params.beam_width:
@@ -350,8 +371,9 @@ class FakeRunner:
             for index, _, admission in step.special
             if (entries := prompt_logprobs_of(step, index, admission))
         }
+        pooled = {row: got for row, got in pooled_rows(step).items() if row not in failed}
         sampled = [
-            (row, (token_id,))
+            (row, () if row in pooled else (token_id,))
             for row, token_id in zip(step.sampling.tolist(), token_ids.tolist(), strict=True)
             if row not in failed
         ]
@@ -362,6 +384,7 @@ class FakeRunner:
             logprobs,
             prompt_logprobs,
             failed,
+            pooled,
         )
 
     # ---- injected failures ------------------------------------------------------------------
@@ -371,6 +394,8 @@ class FakeRunner:
         assert admission is not None
         params = admission.params
         if params.logprobs is not None or params.prompt_logprobs is not None or params.beam_width:
+            return True
+        if params.pooling is not None:
             return True
         return any(
             token_id is not None and token_id in admission.token_ids

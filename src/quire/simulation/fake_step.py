@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.core.step import RowAdmission, StepPlan, TokenLogprobs
-from quire.simulation.fake_model import FakeModel, Fingerprints, fake_logprobs
+from quire.simulation.fake_model import FakeModel, Fingerprints, fake_logprobs, fake_pooled
 from quire.simulation.fake_rows import Ints
 
 
@@ -25,6 +25,7 @@ class FakeStep:
     tokens. special: (index into rows, index into sampling or -1, admission) of those that need more
     than tokens or fail. A fork that joins has the index of its source, but computes no prompt
     itself.
+    masks: by row, the tokens that may be sampled for it.
     fingerprints: [R, longest], known once the tokens of the step before are.
     """
 
@@ -41,6 +42,7 @@ class FakeStep:
     special: list[tuple[int, int, RowAdmission]]
     write_slots: list[Ints] = field(default_factory=list)
     read_slots: list[Ints] = field(default_factory=list)
+    masks: dict[int, bytes] = field(default_factory=dict)
     fingerprints: Fingerprints | None = None
     written: Fingerprints | None = None
 
@@ -86,6 +88,16 @@ def prompt_logprobs_of(
         )
         for position in range(start + 1, min(end + 1, admission.num_prompt_tokens))
     )
+
+
+def pooled_rows(step: FakeStep) -> dict[int, bytes]:
+    """What the rows get that pool and close their gap."""
+    last = step.last_fingerprints()
+    return {
+        admission.row: fake_pooled(last[sample])
+        for _, sample, admission in step.special
+        if admission.params.pooling is not None and sample >= 0
+    }
 
 
 def failed_rows(step: FakeStep, nan_token_id: int | None) -> dict[int, str]:

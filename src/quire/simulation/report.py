@@ -19,7 +19,7 @@ class SimulationReport:
     num_requests: that arrived. num_sequences: branches of those that were accepted, forks and beams
         included. num_refused: requests and forks that could never have fitted.
     num_forks: by clients, num_joined_forks: rows that went on from another's logits, num_beams:
-        searches.
+        searches. num_constrained: requests whose tokens obey a grammar.
     finished: reason -> branches. aborted_in: state -> branches. num_answered: branches that got a
         token. num_output_tokens: of all branches. served_tokens: the same by tenant.
     first_token_s: from arrival to the first token, summed over those that got one;
@@ -46,6 +46,7 @@ class SimulationReport:
     num_forks: int = 0
     num_joined_forks: int = 0
     num_beams: int = 0
+    num_constrained: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     aborted_in: dict[str, int] = field(default_factory=dict)
     num_output_tokens: int = 0

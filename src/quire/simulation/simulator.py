@@ -26,6 +26,7 @@ from quire.core.step import StepPlan, StepResult
 from quire.errors import QuireError, RequestNeverFitsError
 from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.clients import Clients
+from quire.simulation.fake_grammar import fake_grammar_work
 from quire.simulation.fake_runner import FakeRunner, Faults, InjectedFailureError
 from quire.simulation.report import SimulationReport
 from quire.simulation.step_time import StepTime
@@ -122,6 +123,7 @@ class Simulator:
                 nan_token_id=config.nan_token_id,
             ),
         )
+        self.grammars = fake_grammar_work(config.vocab_size)
         if config.max_itl_ratio:
             model = self.step_time.make_model(config.predicted_ratio)
             self.scheduler.pacer = StepPacer(PacingConfig(config.max_itl_ratio), model)
@@ -147,11 +149,14 @@ class Simulator:
 
     def _enter(self, request: Request, branches: list[Sequence]) -> list[Sequence]:
         """Have a request taken in; returns its sequences, `branches` or others like them."""
-        self.scheduler.add(branches, self.now_s)
+        self.grammars.begin(self.scheduler, [branches], self.now_s)
         return branches
 
     def _fork(self, parent: Sequence, branch_index: int, params: DecodingParams) -> Sequence:
-        return self.scheduler.fork(parent, branch_index, params, self.now_s)
+        constraint = self.grammars.fork(parent, params)
+        child = self.scheduler.fork(parent, branch_index, params, self.now_s)
+        child.constraint = constraint
+        return child
 
     def _abort(self, sequence: Sequence) -> None:
         self.scheduler.abort(sequence)
@@ -187,8 +192,9 @@ class Simulator:
             return None
         seconds = self._note_plan(plan)
         self.now_s += seconds
+        masks = self.grammars.begin_masks(plan.step_id, self.scheduler.running)
         self.runner.execute(plan)
-        self.runner.sample()
+        self.runner.sample(masks.collect())
         self.scheduler.pacer.observe(plan.step_id, seconds)
         return plan
 
@@ -229,6 +235,7 @@ class Simulator:
         ):
             return
         self.report.num_beams += request.params.beam_width > 0
+        self.report.num_constrained += request.params.grammar is not None
         self.clients.ask(request, entered, self.now_s)
         for branch_index in range(len(branches)):
             self._plan_abort(arrival, branch_index)
@@ -249,8 +256,7 @@ class Simulator:
             made = {sequence.branch_index: sequence for group in groups for sequence in group}
             for client in clients:  # a beam search has one sequence at its beginning
                 client.sequence = made.get(client.branch_index, groups[0][0])
-            for branches in groups:
-                self.scheduler.add(branches, self.now_s)
+            self.grammars.begin(self.scheduler, groups, self.now_s)
             self.report.num_resumed += len(clients)
         self._check()
 

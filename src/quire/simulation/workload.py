@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.eviction import DEFAULT_ORDER
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
+from quire.core.pooling import PoolingKind, PoolingParams
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.errors import ConfigurationError
@@ -54,7 +55,9 @@ class SimulationConfig:
     abort_rate: requests aborted at a random moment. max_abort_age_steps: at most so late.
     stop_rate: requests that also end at token 1, of their own wish.
     deadline_rate: requests with a deadline, of 0 to 20 s.
+    pooling_rate: requests that pool, and generate nothing.
     logprobs_rate: requests that ask for log-probabilities, of prompt and output each.
+    grammar_rate: requests whose tokens obey a grammar, those with beams excepted.
     crash_rate: steps after which everything is lost but what clients have; a new scheduler goes on
         from there.
     step_failure_rate: steps that fail as a whole. poison_rate: requests that make every step fail
@@ -105,7 +108,9 @@ class SimulationConfig:
     max_abort_age_steps: int = 30
     stop_rate: float = 0.1
     end_rate: float = 0.02
+    pooling_rate: float = 0.0
     logprobs_rate: float = 0.1
+    grammar_rate: float = 0.0
     crash_rate: float = 0.0
     step_failure_rate: float = 0.0
     poison_rate: float = 0.0
@@ -198,6 +203,7 @@ def draw_arrivals(config: SimulationConfig) -> Iterator[Arrival]:
         if not is_repeated:
             now_s += _pause_s(rng, config, index)
         request = _draw_request(rng, config, index, _draw_prompt(rng, config, prefixes, earlier))
+        request = _as_pooling(config, index, request)
         if is_repeated:
             before = earlier[-1]
             request = replace(
@@ -205,10 +211,33 @@ def draw_arrivals(config: SimulationConfig) -> Iterator[Arrival]:
                 prompt_token_ids=before.prompt_token_ids,
                 cache_domain=before.cache_domain,
             )
+            request = _in_steps_that_fit(config, request)
         earlier.append(request)
         is_aborted = rng.random() < config.abort_rate
         age = rng.randint(0, config.max_abort_age_steps) if is_aborted else None
         yield Arrival(request, now_s, age, rng.random() < 0.5)
+
+
+def _as_pooling(config: SimulationConfig, index: int, request: Request) -> Request:
+    """The request, or one that pools the same prompt."""
+    rng = random.Random(f"pooling {index} of {config.seed}") if config.pooling_rate else None
+    if rng is None or rng.random() >= config.pooling_rate:
+        return request
+    pooling = PoolingParams(rng.choice(list(PoolingKind)), in_one_step=rng.random() < 0.5)
+    params = DecodingParams(max_tokens=1, seed=request.params.seed, pooling=pooling)
+    return _in_steps_that_fit(config, replace(request, params=params, n=1))
+
+
+def _in_steps_that_fit(config: SimulationConfig, request: Request) -> Request:
+    """The request, which pools in one step only where a step has room for all of its prompt."""
+    pooling = request.params.pooling
+    is_paced = bool(config.max_itl_ratio)
+    if pooling is None or (
+        len(request.prompt_token_ids) <= config.max_num_batched_tokens and not is_paced
+    ):
+        return request
+    pooling = replace(pooling, in_one_step=False)
+    return replace(request, params=replace(request.params, pooling=pooling))
 
 
 def draw_fork(rng: random.Random, params: DecodingParams, num_output_tokens: int) -> DecodingParams:
@@ -292,7 +321,7 @@ def _draw_params(rng: random.Random, config: SimulationConfig, beam_width: int) 
         prompt_logprobs=rng.randint(0, 3) if rng.random() < config.logprobs_rate else None,
     )
     if not beam_width:
-        return params
+        return replace(params, grammar=_draw_grammar(config, params))
     return replace(
         params,
         min_tokens=0,
@@ -301,3 +330,13 @@ def _draw_params(rng: random.Random, config: SimulationConfig, beam_width: int) 
         beam_width=beam_width,
         length_penalty=rng.choice((0.0, 1.0, 2.0, -1.0)),
     )
+
+
+def _draw_grammar(config: SimulationConfig, params: DecodingParams) -> str | None:
+    """As `fake_grammar` reads it. From numbers of its own, so that worlds without grammars are what
+    they were before there were any."""
+    rng = random.Random(f"grammar of {params.seed}")
+    if rng.random() >= config.grammar_rate:
+        return None
+    fewest = rng.randint(1, 20)
+    return f"{rng.randint(1, 5)} {fewest} {fewest + rng.randint(0, 40)}"

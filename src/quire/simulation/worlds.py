@@ -61,6 +61,8 @@ def draw_world(
         stop_rate=rng.choice((0.0, 0.2)),
         end_rate=rng.choice((0.0, 0.02, 0.1)),
         logprobs_rate=rng.choice((0.0, 0.3)),
+        grammar_rate=random.Random(f"grammars in world {index} of {seed}").choice((0.0, 0.3, 1.0)),
+        pooling_rate=random.Random(f"pooling in world {index} of {seed}").choice((0.0, 0.0, 0.4)),
         through_engine=through_engine,
         crash_rate=0.0
         if through_engine

@@ -8,16 +8,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequestError, check_characters, shown
+from quire.text.tool_messages import check_id, check_tool_calls, text_of
 
 # Names under which a message's reasoning is passed; the first is what most templates read.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
-# Of a message's fields those that a template may leave unread without a loss: labels, and what was
-# thought before an earlier answer.
-_OPTIONAL_FIELDS = {"role", "content", "name", "tool_call_id", *_REASONING_FIELDS}
+# Of a message's fields those that a template may leave unread without a loss: labels, what was
+# thought before an earlier answer, and marks for caches.
+_OPTIONAL_FIELDS = {
+    "role",
+    "content",
+    "name",
+    "tool_call_id",
+    "annotations",
+    "refusal",
+    *_REASONING_FIELDS,
+}
+_DROPPED_FIELDS = ("cache_control",)
 
-# What messages may have in OpenAI's API and no template here understands.
-_NOT_SUPPORTED_FIELDS = ("audio", "function_call")
+# What messages may have in OpenAI's API and no template here understands, and what to do.
+_NOT_SUPPORTED_FIELDS = {
+    "audio": "leave it out",
+    "function_call": "it is the old form of tool_calls; send these, and their results with the role"
+    " tool",
+}
 
 MAX_NESTING = 64
 """Levels of lists and objects inside of each other: more than any message or schema has."""
@@ -25,6 +39,9 @@ MAX_NESTING = 64
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """A plain copy of `messages`, without the fields that are None, as transformers drops them.
+
+    An assistant's message that only calls tools has an empty text as its content, since templates
+    join it with others. A refusal stands for a content that is missing.
 
     Raises InvalidRequestError that names the message and what is wrong with it.
     """
@@ -52,7 +69,7 @@ def check_read(messages: list[dict[str, Any]], knows: Callable[[str], bool]) -> 
 def with_joined_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with lists of text parts joined to one string, by line breaks."""
     return [
-        {**message, "content": "\n".join(part["text"] for part in message["content"])}
+        {**message, "content": text_of(message["content"])}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
@@ -114,48 +131,62 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     plain = {
         plain_value(name, "messages"): plain_value(value, "messages")
         for name, value in message.items()
-        if value is not None
+        if value is not None and name not in _DROPPED_FIELDS
     }
     role = plain.get("role")
     if not isinstance(role, str) or not role:
         raise _wrong(f"{where} has the role {shown(role)}, but a role must be a non-empty string")
-    for name in _NOT_SUPPORTED_FIELDS:
+    for name, advice in _NOT_SUPPORTED_FIELDS.items():
         if name in plain:
-            raise _wrong(f"{where} has {name}, which is not supported; leave it out")
-    if "content" in plain:
-        _check_content(plain["content"], where)
-    elif "tool_calls" not in plain:
+            raise _wrong(f"{where} has {name}, which is not supported; {advice}")
+    check_id(plain.get("tool_call_id"), f"{where}.tool_call_id")
+    if "tool_calls" in plain:
+        check_tool_calls(plain["tool_calls"], where)
+    return _with_reasoning({**plain, "content": _content(plain, where)})
+
+
+def _content(message: dict[str, Any], where: str) -> Any:
+    if "content" in message:
+        content = _checked_content(message["content"], where)
+        # Templates that take parts from users often don't from tools.
+        return text_of(content) if message["role"] == "tool" else content
+    if isinstance(message.get("refusal"), str):
+        return message["refusal"]
+    if "tool_calls" not in message:
         raise _wrong(f"{where} has no content; it must be a string or a list of text parts")
-    return _with_reasoning(plain)
+    return ""
 
 
-def _check_content(content: Any, where: str) -> None:
+def _checked_content(content: Any, where: str) -> Any:
+    """A list has nothing but text parts, without their marks for caches."""
     if isinstance(content, str):
-        return
+        return content
     if not isinstance(content, list):
         raise _wrong(
             f"{where} has a content of type {type(content).__name__}, "
             "but it must be a string or a list of text parts"
         )
-    for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
+    return [_checked_part(part, f"at position {at}", where) for at, part in enumerate(content)]
+
+
+def _checked_part(part: Any, place: str, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return {"type": "text", "text": part["refusal"]}
+    if kind != "text":
+        raise _wrong(
+            f"{where} has a content part of type {shown(kind)} {place}, "
+            'but only text is understood: {"type": "text", "text": ...}'
+        )
+    if not isinstance(part.get("text"), str):
+        raise _wrong(f"{where} has a text part without a string as text {place}")
+    for name, value in part.items():
+        if value is not None and name not in ("type", "text", *_DROPPED_FIELDS):
             raise _wrong(
-                f"{where} has a content part of type {shown(kind)} at position {at}, "
-                'but only text is understood: {"type": "text", "text": ...}'
+                f"{where} has {name!r:.80} in its text part {place}, which is not supported;"
+                " leave it out"
             )
-        if not isinstance(part.get("text"), str):
-            raise _wrong(f"{where} has a text part without a string as text at position {at}")
-        unknown = [
-            name
-            for name, value in part.items()
-            if value is not None and name not in ("type", "text")
-        ]
-        if unknown:
-            raise _wrong(
-                f"{where} has {unknown[0]!r:.80} in its text part at position {at}, which is not"
-                " supported; leave it out"
-            )
+    return {name: value for name, value in part.items() if name not in _DROPPED_FIELDS}
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

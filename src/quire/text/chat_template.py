@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -29,6 +29,13 @@ from quire.text.special_tokens import Escape, strings_in
 from quire.text.template_sandbox import make_environment
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_config import read_tokenizer_config
+from quire.text.tool_messages import (
+    arguments_object,
+    arguments_text,
+    with_arguments,
+    with_calls_as_text,
+    with_tools_as_text,
+)
 
 # Arguments of `render`, and of transformers' apply_chat_template, that are no template variables.
 _RESERVED_VARIABLES = frozenset(
@@ -68,6 +75,7 @@ class ChatTemplate:
         Raises CheckpointError for a source that is not Jinja.
         """
         environment = make_environment()
+        self._sources = dict(sources)
         self._templates: dict[str, _Template] = {}
         for name, source in sources.items():
             try:
@@ -92,10 +100,33 @@ class ChatTemplate:
         sources = _file_sources(folder) or _config_sources(config.chat_template, folder)
         return cls(sources, config.special_token_texts, origin=str(folder))
 
+    @classmethod
+    def from_option(cls, template: str, folder: Path) -> "ChatTemplate":
+        """A template in place of the model's own. template: a path, or the Jinja source itself.
+
+        Raises CheckpointError for what can't be read or compiled.
+        """
+        is_source = "{" in template or "\n" in template
+        source = template if is_source else _read(Path(template))
+        tokens = read_tokenizer_config(folder).special_token_texts
+        return cls({"default": source}, tokens, origin="--chat-template")
+
+    @property
+    def source_for_tools(self) -> str | None:
+        """The template that calls with tools take, where there is any."""
+        return self._sources.get("tool_use", self._sources.get("default"))
+
     @property
     def exists(self) -> bool:
         """Whether the model has a template at all."""
         return bool(self._templates)
+
+    def mentions(self, name: str, *, has_tools: bool = False) -> bool:
+        """Whether the template may read a variable, or a message's field, of this name.
+
+        has_tools: of the template for calls with tools, where the model has one of its own.
+        """
+        return self.exists and self._choose(has_tools=has_tools).mentions(name)
 
     def render(
         self,
@@ -114,12 +145,34 @@ class ChatTemplate:
             joined by line breaks; one that takes only parts gets strings as one part.
         add_generation_prompt: end with the header of the assistant's next message.
         continue_final_message: end inside the last message, for the model to go on with it.
-        tools: JSON schemas of functions that the template may describe to the model.
+        tools: JSON schemas of functions that the template describes to the model. One that knows no
+            tools gets a description of them as a system message.
         chat_template_kwargs: further variables of the template, such as enable_thinking.
         escape: marks the special tokens that are written out in all of these; the text has its
             marks, and only it can encode that. None: they are left alone.
         Raises InvalidRequestError for messages that are malformed or that the template refuses.
         """
+        rendering = self.prepare(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            escape=escape,
+        )
+        return rendering.text()
+
+    def prepare(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        escape: Escape | None = None,
+    ) -> "Rendering":
+        """What `render` does, up to the rendering itself; it takes and raises the same."""
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other: the model "
@@ -129,15 +182,15 @@ class ChatTemplate:
         variables = _check_variables(chat_template_kwargs)
         checked_tools = _check_tools(tools)
         template = self._choose(has_tools=checked_tools is not None)
-        checked = check_messages(messages)
+        checked = template.with_readable_calls(check_messages(messages))
         check_read(checked, template.mentions)
+        if checked_tools and not template.mentions("tools"):
+            checked, checked_tools = with_tools_as_text(checked, checked_tools), None
         if escape is not None:
             checked, checked_tools, variables = escape.mark([checked, checked_tools, variables])
         shaped = template.shape(checked)
         variables |= {"tools": checked_tools, "add_generation_prompt": add_generation_prompt}
-        if continue_final_message:
-            return _render_unfinished(template, shaped, variables)
-        return template.render(shaped, variables)
+        return Rendering(template, shaped, variables, continue_final_message)
 
     def _choose(self, *, has_tools: bool) -> "_Template":
         if not self._templates:
@@ -184,6 +237,17 @@ class _Template:
         """Whether a message's field of this name may be read."""
         return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
 
+    def with_readable_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with tool calls and results in a form that this template understands."""
+        if not self.mentions("tool_calls"):
+            return with_calls_as_text(messages)
+        if not self._takes_argument_objects:
+            return with_arguments(messages, arguments_text)
+        # Checked again: what was a text may be too deep, or have what is no character.
+        return with_arguments(
+            messages, lambda arguments: plain_value(arguments_object(arguments), "messages")
+        )
+
     def shape(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with their roles and contents in a form that this template understands."""
         if not self.knows_developer:
@@ -215,11 +279,69 @@ class _Template:
             for text in probes.values()
         )
 
+    @cached_property
+    def _takes_argument_objects(self) -> bool:
+        """Whether a call's arguments may be an object. Templates that want JSON text fail on it, or
+        write out its Python form."""
+        as_object = self._probe(_probe_call({"quire-probe": 1}))
+        if as_object and "'quire-probe'" not in as_object:
+            return True
+        return not self._probe(_probe_call('{"quire-probe": 1}'))
+
     def _probe(self, messages: list[dict[str, Any]]) -> str:
         try:
             return self.render(messages, {"tools": None, "add_generation_prompt": False})
         except InvalidRequestError:
             return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """Messages and variables as one template takes them."""
+
+    template: _Template
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    continues_message: bool = False
+
+    def text(self) -> str:
+        """The prompt's text. Raises InvalidRequestError where the template refuses."""
+        if self.continues_message:
+            return _render_unfinished(self.template, self.messages, self.variables)
+        return self.template.render(self.messages, self.variables)
+
+    def beginning(self, text: str) -> str:
+        """What `text`, the prompt's, already has of the assistant's next message: the header and
+        what stands behind it, or all of the message that the answer goes on with."""
+        if self.continues_message:
+            return _tag_content(self.messages[-1])[1]
+        if not self.variables["add_generation_prompt"]:
+            return ""
+        variables = {**self.variables, "add_generation_prompt": False}
+        before = self.template.render(self.messages, variables)
+        return text[_num_shared(text, before) :]
+
+
+def _num_shared(first: str, second: str) -> int:
+    """How many characters both begin with."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first.startswith(second[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _probe_call(arguments: Any) -> list[dict[str, Any]]:
+    # Mistral's templates want ids of nine characters.
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "123456789", "type": "function", "function": function}
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
 
 
 def _render_unfinished(
@@ -244,7 +366,7 @@ def _render_unfinished(
 def _tag_content(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """The message with the tag at the end of its text, and that text without the tag."""
     content = message.get("content")
-    if isinstance(content, str):
+    if isinstance(content, str) and (content or "tool_calls" not in message):
         return {**message, "content": content + _CONTINUE_TAG}, content
     if not content:
         raise InvalidRequestError(
@@ -317,6 +439,13 @@ def _config_sources(chat_template: Any, folder: Path) -> dict[str, str]:
     )
 
 
+class EncodedChat(NamedTuple):
+    """A chat as a model takes it. beginning: what the prompt has of the answer's message."""
+
+    token_ids: list[int]
+    beginning: str = ""
+
+
 def encode_chat(
     template: ChatTemplate,
     tokenizer: Tokenizer,
@@ -325,9 +454,10 @@ def encode_chat(
     allow_special_tokens: bool = False,
     add_special_tokens: bool = False,
     check_text: Callable[[str], None] | None = None,
+    finds_beginning: bool = False,
     **options: Any,
-) -> list[int]:
-    """The token ids of `messages`. Raises InvalidRequestError.
+) -> EncodedChat:
+    """`messages` rendered by the template and encoded. Raises InvalidRequestError.
 
     allow_special_tokens: those that are written out in the messages take effect, as in a text
         prompt. Else all special tokens are the template's; what looks like one in a message is
@@ -335,6 +465,7 @@ def encode_chat(
     add_special_tokens: put those of the tokenizer around the text; most templates write them out.
     check_text: is shown each text of the messages before any work with it, and the prompt's before
         it is encoded; may raise.
+    finds_beginning: the result has it, for which the template runs twice.
     options: further arguments of `ChatTemplate.render`.
     """
     if check_text is not None:
@@ -342,9 +473,13 @@ def encode_chat(
             for part in strings_in(message):
                 check_text(part)
     escape = None if allow_special_tokens else Escape(tokenizer.special_tokens)
-    text = template.render(messages, escape=escape, **options)
+    rendering = template.prepare(messages, escape=escape, **options)
+    text = rendering.text()
     if check_text is not None:
         check_text(text)
+    beginning = rendering.beginning(text) if finds_beginning else ""
     if escape is None:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return escape.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return EncodedChat(token_ids, beginning)
+    token_ids = escape.encode(text, add_special_tokens=add_special_tokens)
+    return EncodedChat(token_ids, escape.unmarked(beginning))

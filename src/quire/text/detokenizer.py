@@ -31,11 +31,18 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        kept_special_token_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """kept_special_token_ids: these are never skipped."""
         self._tokenizer = tokenizer
         self._whole_text = tokenizer.whole_text
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped - kept_special_token_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tail = self._last_bytes(prompt_token_ids)
         self._at_start = not tail

@@ -283,6 +283,10 @@ class Escape:
         pieces = [rendered] if self._marker is None else self._marker.split(rendered)
         return self._tokens.encode(pieces, add_special_tokens=add_special_tokens)
 
+    def unmarked(self, rendered: str) -> str:
+        """What a template wrote, as it would have been without marks."""
+        return rendered if self._marker is None else self._marker.sub("", rendered)
+
     def _marked(self, value: Any, marker: str) -> Any:
         if isinstance(value, str):
             return self._tokens.marked(value, marker)

@@ -10,7 +10,7 @@ share of each token, and a token may be a part of a character, so the share is b
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,32 @@ class Tokenizer:
             _check_text(text)
             raise
 
+    def encode_pair(
+        self, first: str, second: str | None, max_tokens: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """The token ids of one text, or of two joined as the tokenizer joins them, and the type of
+        each token, which says of which text it is.
+
+        max_tokens: above so many, the last tokens of the second text, or of the only one, are left
+        out, as far as there are any; special tokens around the texts stay.
+        Raises InvalidRequestError as `encode` does.
+        """
+        inputs = first if second is None else (first, second)
+        try:
+            (encoding,) = self._backend.encode_batch([inputs])
+        except TypeError:
+            for text in (first, second or ""):
+                _check_text(text)
+            raise
+        excess = 0 if max_tokens is None else len(encoding.ids) - max_tokens
+        cut: set[int] = set()
+        if excess > 0:
+            last = 0 if second is None else 1
+            places = [i for i, text in enumerate(encoding.sequence_ids) if text == last]
+            cut = set(places[-excess:])
+        kept = [i for i in range(len(encoding.ids)) if i not in cut]
+        return [encoding.ids[i] for i in kept], [encoding.type_ids[i] for i in kept]
+
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
@@ -139,9 +165,20 @@ class Tokenizer:
         return SpecialTokens(self._backend)
 
     @cached_property
+    def added_tokens(self) -> Mapping[str, int]:
+        """The tokens that stand for whole texts, special or not, by those texts."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items()}
+
+    @cached_property
     def longest_token_bytes(self) -> int:
         """No token adds more bytes than this to a text."""
         return max(len(token.encode()) for token in self._backend.get_vocab())
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """The ids of those texts that are special tokens."""
+        found = {self._backend.token_to_id(text) for text in texts}
+        return self.special_token_ids & found
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to a text, maybe only a part of a character.

@@ -45,6 +45,13 @@ class TokenizerConfig:
         return {name: token.content for name, token in self.named_tokens.items()}
 
 
+def tokenizer_fields(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, as it stands; empty where there is none. Raises
+    CheckpointError."""
+    path = folder / "tokenizer_config.json"
+    return read_json_object(path) if path.exists() else {}
+
+
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
     """Read the configuration of the tokenizer in `folder`; files that don't exist say nothing.
 
@@ -52,7 +59,7 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
     the older way to say the same. Raises CheckpointError that names the file and the field.
     """
     path = folder / "tokenizer_config.json"
-    fields = read_json_object(path) if path.exists() else {}
+    fields = tokenizer_fields(folder)
     if "added_tokens_decoder" not in fields:
         older = folder / "special_tokens_map.json"
         fields = {**fields, **(read_json_object(older) if older.exists() else {})}

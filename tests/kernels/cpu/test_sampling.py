@@ -195,3 +195,21 @@ def test_results_outlive_the_next_run(sampling: NativeSampling) -> None:
     first, _ = call.run(torch.tensor([[0.0, 1.0]]), None)
     call.run(torch.tensor([[1.0, 0.0]]), None)
     assert first.tolist() == [1]
+
+
+@pytest.mark.parametrize("num_lines", [1, 2, 7])
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 1000, 16385, 40007])
+def test_tokens_are_forbidden_whose_bit_is_not_set(
+    sampling: NativeSampling, num_lines: int, vocab_size: int
+) -> None:
+    rng = np.random.default_rng(vocab_size + num_lines)
+    logits = rng.normal(size=(num_lines + 2, vocab_size)).astype(np.float32)
+    lines = rng.permutation(num_lines + 2)[:num_lines]
+    words = rng.integers(0, 1 << 32, (num_lines, -(-vocab_size // 32))).astype(np.uint32)
+    words[rng.random(words.shape) < 0.3] = 0
+    words[rng.random(words.shape) < 0.3] = 0xFFFFFFFF
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+    expected = logits.copy()
+    expected[lines] = np.where(bits, logits[lines], -INF)
+    sampling.forbid(torch.from_numpy(logits), lines, words)
+    assert (logits == expected).all()

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from quire.core.sampling_params import MAX_BEAM_WIDTH, BeamSearchParams, SamplingParams
 from quire.errors import InvalidRequestError
-from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -177,6 +177,12 @@ UNUSUAL = {
     "allowed_token_ids": [3],
     "skip_special_tokens": False,
     "prompt_logprobs": 0,
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a"},
+    "guided_json": {},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "a",
 }
 
 
@@ -184,7 +190,7 @@ UNUSUAL = {
     ("make", "options"),
     [
         (completion, UNUSUAL | {"logprobs": 0}),
-        (chat, UNUSUAL | {"logprobs": True, "top_logprobs": 0}),
+        (chat, UNUSUAL | {"logprobs": True, "top_logprobs": 0, "tools": [{}]}),
     ],
 )
 def test_what_a_beam_search_has_not_is_refused_by_name(make, options):
@@ -241,7 +247,12 @@ def test_a_bound_of_zero_is_refused_not_ignored():
 def test_what_is_not_supported_yet_is_refused_unless_it_asks_for_nothing(make, name):
     error = mistake(make, **{name: {"type": "wanted"}})
     assert error.param == name
-    assert str(error) == f"{name} is not supported yet; leave it out"
+    newer = {"functions": "tools", "function_call": "tool_choice"}.get(name)
+    assert str(error) == (
+        f"{name} is the old form of {newer}, which is understood; send that"
+        if newer
+        else f"{name} is not supported yet; leave it out"
+    )
     for harmless in type(make()).not_supported[name]:
         assert make(**{name: harmless}) == make()
 
@@ -291,3 +302,23 @@ def test_a_seed_is_any_integer_of_64_bits(seed):
 def test_types_are_not_guessed(fields):
     with pytest.raises(ValidationError):
         completion(**fields)
+
+
+def test_hints_of_any_value_change_nothing():
+    hints = {"metadata": {}, "store": True, "prompt_cache_key": "x", "safety_identifier": "y"}
+    hints |= {"service_tier": "flex", "verbosity": "medium", "request_id": "r"}
+    assert chat(**hints) == chat()
+    assert completion(**hints) == completion()
+    assert (
+        chat(stream=True, stream_options={"include_obfuscation": True}).stream_options is not None
+    )
+    assert chat(top_logprobs=0).to_params() == chat().to_params()
+    assert completion(early_stopping=False, safe_prompt=False) == completion()
+    with pytest.raises(ValidationError, match="safe_prompt is not supported"):
+        completion(safe_prompt=True)
+
+
+def test_mistrals_name_of_the_seed():
+    assert completion(random_seed=7).to_params() == completion(seed=7).to_params()
+    with pytest.raises(InvalidRequestError, match="both set"):
+        completion(random_seed=7, seed=8).to_params()

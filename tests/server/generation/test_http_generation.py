@@ -23,8 +23,8 @@ from quire.errors import (
     TenantBusyError,
 )
 from quire.server.generation import http_generation as generation_module
-from quire.server.generation.body import Params
-from quire.server.generation.http_generation import Caller, HTTPGeneration, prepare
+from quire.server.generation.call_body import Params
+from quire.server.generation.http_generation import Caller, HTTPGeneration, Prompts, prepare
 from quire.server.http import long_work
 from quire.server.http.long_work import WorkPieces
 from quire.server.service import Service
@@ -390,7 +390,15 @@ def test_an_answer_within_its_deadline_is_not_touched(service, engine, tokenizer
 def test_while_the_server_ends_nothing_is_taken(service):
     service.drain.begin()
     with pytest.raises(ServerDrainingError):
-        run(prepare(service, caller("cmpl-c"), ["a"], Params(SamplingParams()), RequestOptions()))
+        run(
+            prepare(
+                service,
+                caller("cmpl-c"),
+                Prompts(["a"]),
+                Params(SamplingParams()),
+                RequestOptions(),
+            )
+        )
 
 
 def test_what_there_is_no_room_for_is_refused_before_any_work(service, engine, monkeypatch):
@@ -400,7 +408,15 @@ def test_what_there_is_no_room_for_is_refused_before_any_work(service, engine, m
     monkeypatch.setattr(generation_module, "_tokenize", never)
     engine.room = 5
     with pytest.raises(OverloadedError):
-        run(prepare(service, caller("c"), ["a"] * 2, Params(SamplingParams(n=3)), RequestOptions()))
+        run(
+            prepare(
+                service,
+                caller("c"),
+                Prompts(["a"] * 2),
+                Params(SamplingParams(n=3)),
+                RequestOptions(),
+            )
+        )
 
 
 def test_requests_are_made_prompt_by_prompt_while_others_go_on(service, engine):
@@ -409,7 +425,9 @@ def test_requests_are_made_prompt_by_prompt_while_others_go_on(service, engine):
     async def play():
         prompts = [[5 + index] for index in range(100)]
         making = asyncio.ensure_future(
-            prepare(service, caller("c"), prompts, Params(SamplingParams()), RequestOptions())
+            prepare(
+                service, caller("c"), Prompts(prompts), Params(SamplingParams()), RequestOptions()
+            )
         )
         num_turns = 0
         while not making.done():
@@ -457,5 +475,7 @@ def test_what_is_long_to_tokenize_is_worked_on_in_a_thread(
     monkeypatch.setattr(generation_module, "_tokenize", refuse)
     params = SamplingParams(bad_words=bad_words)
     with pytest.raises(InvalidRequestError, match="seen"):
-        asyncio.run(prepare(service, caller("call"), prompts, Params(params), RequestOptions()))
+        asyncio.run(
+            prepare(service, caller("call"), Prompts(prompts), Params(params), RequestOptions())
+        )
     assert (threads != [threading.current_thread()]) == in_thread

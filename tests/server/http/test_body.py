@@ -106,3 +106,17 @@ def test_a_required_field_may_not_be_null_in_the_schema_either():
     assert schema["properties"]["parent"] == {"$ref": "#/$defs/Parent"}
     with pytest.raises(ValidationError):
         Child.model_validate({"parent": None})
+
+
+class Lenient(Parent):
+    unknown_fields: ClassVar = "ignore"
+
+
+def test_unknown_fields_can_be_set_aside_by_name():
+    body = {"size": 1, "color": None, "nonsense": 3, "tools": [], "audio": {}, "gone": None}
+    known, names = Lenient.without_unknown(body)
+    assert names == ["nonsense"]  # what others' APIs have is known, and refused
+    assert known.pop("audio") == {}
+    assert Lenient.model_validate(known) == Lenient(size=1)
+    assert Lenient.without_unknown({"extra_body": {"size": 2, "b": 1}}) == ({"size": 2}, ["b"])
+    assert mistake(body, Lenient).param == "nonsense"  # validation alone sets nothing aside

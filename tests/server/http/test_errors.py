@@ -108,10 +108,10 @@ BAD_CHATS = [
         "max_completion_tokens should be greater than or equal to 1",
     ),
     (MESSAGES | {"max_completion_tokens": 3}, "max_completion_tokens", "both set"),
-    (MESSAGES | {"tools": [{"type": "function"}]}, "tools", "tools is not supported yet"),
-    (MESSAGES | {"functions": [{}]}, "functions", "not supported yet"),
+    (MESSAGES | {"tools": [{"type": "function"}]}, "tools", "tools[0] has no function"),
+    (MESSAGES | {"functions": [{}]}, "functions", "the old form of tools"),
     (MESSAGES | {"audio": {}}, "audio", "not supported yet"),
-    (MESSAGES | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    (MESSAGES | {"response_format": {"type": "xml"}}, "response_format", "'json_schema'"),
     (MESSAGES | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
     (MESSAGES | {"prompt": "hello"}, "prompt", "unknown field"),
 ]

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from dataclasses import replace
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -193,3 +195,48 @@ def test_its_form_of_errors_holds_on_paths_with_parameters_too(service):
 def test_who_may_call_can_not_depend_on_a_parameter(which):
     with pytest.raises(ValueError, match="has a parameter"):
         Endpoints(**{which: ["/v1/items/{name}"]})
+
+
+class Lenient(Named):
+    unknown_fields: ClassVar = "ignore"
+
+
+def test_ignored_fields_are_named_in_a_header(service):
+    lenient = Endpoints()
+
+    @lenient.post("/v1/names")
+    async def keep(body: Lenient) -> Response:
+        return JSONResponse(body.name)
+
+    app = create_app(service, AccessConfig(), endpoints=[lenient])
+
+    def post(body):
+        return asyncio.run(send(app, "POST", "/v1/names", body, {}))
+
+    assert "x-ignored-fields" not in post({"name": "a", "other": None}).headers
+    answer = post({"name": "a", "other": 1, "näme\r\nSet-Cookie: x, y": 2, "z" * 900: 3, "last": 4})
+    assert (answer.status_code, answer.json()) == (200, "a")
+    named = answer.headers["x-ignored-fields"].split(", ")
+    assert named == ["other", "n?me??Set-Cookie: x? y", "z" * 80, "last"]
+    many = post({"name": "a"} | {f"field{n}": n for n in range(1000)})
+    assert len(many.headers["x-ignored-fields"]) == 1000
+
+
+@pytest.mark.parametrize(("rule", "status"), [(None, 200), ("ignore", 200), ("refuse", 400)])
+def test_the_operator_says_what_happens_to_unknown_fields(service, rule, status):
+    apart = Endpoints()
+
+    @apart.post("/v1/names")
+    async def keep(body: Lenient) -> Response:
+        return JSONResponse(body.name)
+
+    @apart.post("/v1/strict")
+    async def keep_strictly(body: Named) -> Response:
+        return JSONResponse(body.name)
+
+    app = create_app(replace(service, unknown_fields=rule), AccessConfig(), endpoints=[apart])
+    body = {"name": "a", "other": 1}
+    assert asyncio.run(send(app, "POST", "/v1/names", body, {})).status_code == status
+    strict = asyncio.run(send(app, "POST", "/v1/strict", body, {}))
+    assert strict.status_code == (200 if rule == "ignore" else 400)
+    assert strict.headers.get("x-ignored-fields") == ("other" if rule == "ignore" else None)

@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.errors import InvalidRequestError
 from quire.server.app import create_app
-from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
 from quire.server.routes.openapi import answers, json_schema
 from quire.server.service import Service
@@ -159,6 +159,7 @@ def test_what_is_accepted_is_what_the_document_allows(model):
                 accepted.to_params()
                 if model is ChatCompletionRequest:
                     check_messages(accepted.messages)
+                    accepted.to_chat_call()
             except ValueError:
                 continue
             num_accepted += 1

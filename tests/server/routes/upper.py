@@ -9,7 +9,9 @@ from starlette.responses import Response
 
 from quire.engine_client.results import Delta
 from quire.server.generation.answer import Answer, Usage, generate
-from quire.server.generation.body import NOT_SUPPORTED, GenerationBody, Params
+from quire.server.generation.body import NOT_SUPPORTED, GenerationBody
+from quire.server.generation.call_body import Params
+from quire.server.generation.http_generation import Prompts
 from quire.server.http.streaming import event
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openapi import answers
@@ -41,8 +43,8 @@ class UpperAnswer(Answer[UpperBody]):
     id_prefix = "upper"
 
     @classmethod
-    async def prompts(cls, service: Service, body: UpperBody) -> list[str]:
-        return [body.prompt]
+    async def prompts(cls, service: Service, body: UpperBody) -> Prompts:
+        return Prompts([body.prompt])
 
     def _whole(self, choices: list[str]) -> Upper:
         return Upper(self._call_id, choices, self._usage())
@@ -55,8 +57,9 @@ class UpperAnswer(Answer[UpperBody]):
         self._num_generated += len(delta.token_ids)
         yield event(Upper(self._call_id, [delta.text.upper()], None))
 
-    def _usage_event(self) -> bytes:
-        return event(Upper(self._call_id, [], self._usage()))
+    def _end_events(self) -> Iterator[bytes]:
+        if self._body.include_usage:
+            yield event(Upper(self._call_id, [], self._usage()))
 
 
 @router.post("/v1/echo-upper", responses=answers(Upper, streams=True))

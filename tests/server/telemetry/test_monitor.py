@@ -266,7 +266,7 @@ def test_a_real_server_s_calls_reach_the_collector():
     headers = {"traceparent": f"00-{trace}-{parent}-01", "X-Request-ID": "mine-7"}
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     with running_collector() as collector:
-        config = {"otlp_endpoint": collector.url, "served_model_name": "m"}
+        config = {"otlp_endpoint": collector.url, "served_model_name": ("m",)}
         with launched(command=list(COMMAND), fake={"step_s": 0.01}, **config) as server:
             url = f"{server.url}/v1/chat/completions"
             httpx.post(url, json=body, headers=headers, timeout=60).raise_for_status()

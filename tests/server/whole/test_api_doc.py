@@ -4,22 +4,28 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.server.asking import CHAT, COMPLETIONS, openai_fields
+from openai.types import EmbeddingCreateParams
+from tests.server.asking import CHAT, COMPLETIONS, RESPONSES, openai_fields
 
 from quire import errors
 from quire.server.generation.body import StreamOptions
 from quire.server.http import guard
 from quire.server.http.errors import _CODES
 from quire.server.routes.admin.health import NotReadyError
-from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
+from quire.server.routes.openai.embeddings import EmbeddingRequest
+from quire.server.routes.openai.responses.request_body import ResponsesRequest
+from quire.server.routes.openai.responses.stored_responses import UnknownResponseError
 from quire.server.routes.unsupported import FAMILIES, NotSupportedError
+from quire.server.routes.vllm.scoring import RerankRequest, ScoreRequest
 from quire.server.routes.vllm.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.server.service import UnknownModelError
 
 DOC = Path(__file__).parents[3] / "docs" / "api.md"
 BOTH = "Both, /v1/completions and /v1/chat/completions"
-STATUSES = {"works", "ours", "refused"}
+PATHS = ("completions", "chat/completions", "responses")
+STATUSES = {"works", "ours", "hint", "refused"}
 
 
 def sections():
@@ -40,12 +46,13 @@ def expected(body, known):
     found = {name: "works" if name in known else "ours" for name in body.model_fields}
     if body.takes_extra_body:
         found["extra_body"] = "ours"
-    return found | dict.fromkeys(body.not_supported, "refused")
+    return found | dict.fromkeys(body.hints, "hint") | dict.fromkeys(body.not_supported, "refused")
 
 
 TABLES = [
     (CompletionRequest, (BOTH, "/v1/completions"), COMPLETIONS),
     (ChatCompletionRequest, (BOTH, "/v1/chat/completions"), CHAT),
+    (ResponsesRequest, ("/v1/responses",), RESPONSES),
     (StreamOptions, ("stream_options",), "stream_options"),
 ]
 
@@ -64,10 +71,22 @@ def test_every_field_that_openais_client_can_send_is_listed(body, headings, api)
 
 
 @pytest.mark.parametrize(
-    ("body", "heading"), [(TokenizeRequest, "/tokenize"), (DetokenizeRequest, "/detokenize")]
+    ("body", "heading"),
+    [
+        (TokenizeRequest, "/tokenize"),
+        (DetokenizeRequest, "/detokenize"),
+        (ScoreRequest, "/score"),
+        (RerankRequest, "/rerank"),
+    ],
 )
 def test_the_tables_of_the_token_routes_are_whole(body, heading):
     assert fields_of(heading) == expected(body, set())
+
+
+def test_the_table_of_embeddings_is_whole():
+    known = set(EmbeddingCreateParams.__annotations__)
+    assert fields_of("/v1/embeddings") == expected(EmbeddingRequest, known)
+    assert known <= fields_of("/v1/embeddings").keys()
 
 
 def test_no_field_stands_in_two_tables_of_one_api():
@@ -77,12 +96,12 @@ def test_no_field_stands_in_two_tables_of_one_api():
 
 
 def test_every_row_has_a_status_and_every_refusal_its_exceptions():
-    for heading in (BOTH, "/v1/completions", "/v1/chat/completions", "stream_options"):
+    for heading in (BOTH, *(f"/v1/{name}" for name in PATHS), "stream_options"):
         text = sections()[heading]
         rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) ?\|$", text, flags=re.MULTILINE)
         assert {status for _, status, _ in rows} <= STATUSES
         for name, status, note in rows:
-            bodies = (CompletionRequest, ChatCompletionRequest, StreamOptions)
+            bodies = (CompletionRequest, ChatCompletionRequest, ResponsesRequest, StreamOptions)
             harmless = [value for body in bodies for value in body.not_supported.get(name, ())]
             if status == "refused" and harmless:
                 assert re.search("unless|but for", note), name
@@ -98,7 +117,7 @@ def test_the_codes_of_errors_are_those_that_clients_can_meet():
         and issubclass(kind, errors.QuireError)
         and not issubclass(kind, errors.ConfigurationError)
     ]
-    more = (NotReadyError, NotSupportedError, UnknownModelError)
+    more = (NotReadyError, NotSupportedError, UnknownModelError, UnknownResponseError)
     codes = {kind.code for kind in (*kinds, *more)} | set(_CODES.values())
     codes |= set(guard.CODES.values())
     assert codes - {errors.SchedulerStalledError.code} == listed

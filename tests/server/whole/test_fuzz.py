@@ -5,7 +5,7 @@ import json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
 
 SCALARS = (

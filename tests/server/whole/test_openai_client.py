@@ -1,13 +1,14 @@
 """Every field of both APIs through OpenAI's own clients, sync and async, streamed and not: each is
 seen to have its effect."""
 
+import json
 import uuid
 
 import openai
 import pytest
 from tests.server.asking import CHAT, COMPLETIONS, MODES, PROMPT, QUESTION, Asker, Clients
 
-from quire.server.routes.openai.chat import ChatCompletionRequest
+from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
 
 MODELS = {COMPLETIONS: CompletionRequest, CHAT: ChatCompletionRequest}
@@ -319,6 +320,79 @@ def clients(server):
     clients.close()
 
 
+READING = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["C", "F"]}},
+    "required": ["unit"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "report", "parameters": READING}
+
+
+@drives("response_format", "structured_outputs", "guided_json", "guided_whitespace_pattern")
+def an_answer_has_the_form_of_a_schema(ask, tokenizer):
+    named = {"type": "json_schema", "json_schema": {"name": "reading", "schema": READING}}
+    for wish in (
+        {"response_format": named},
+        {"structured_outputs": {"json": READING}},
+        {"guided_json": READING, "guided_whitespace_pattern": " ?"},
+    ):
+        answer = ask(**wish, max_tokens=64)
+        assert json.loads(answer.texts[0])["unit"] in "CF" and answer.reasons == ["stop"]
+    with pytest.raises(openai.BadRequestError, match="both set") as caught:
+        ask(response_format=named, structured_outputs={"json": READING})
+    assert caught.value.param == "structured_outputs"
+
+
+@drives("guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend")
+def the_older_names_of_a_form_are_obeyed(ask, tokenizer):
+    for wish in (
+        {"guided_regex": "[xy]z"},
+        {"guided_choice": ["xz", "yz"], "guided_decoding_backend": "auto"},
+        {"guided_grammar": 'start: "xz" | "yz"'},
+    ):
+        assert ask(**wish).texts[0] in ("xz", "yz")
+
+
+@drives("random_seed")
+def mistrals_seed_is_a_seed(ask, tokenizer):
+    assert ask(temperature=1.5, random_seed=5).texts == ask(temperature=1.5, seed=5).texts
+
+
+@drives("return_tokens_as_token_ids")
+def tokens_are_named_by_their_ids(ask, tokenizer):
+    wish = {"logprobs": 1} if ask.api == COMPLETIONS else {"logprobs": True, "top_logprobs": 1}
+    answer = ask(**wish, return_tokens_as_token_ids=True, return_token_ids=True)
+    names = [token for token, _, _ in answer.logprobs[0]]
+    assert names == [f"token_id:{token_id}" for token_id in answer.token_ids[0]]
+
+
+@drives("tools", "tool_choice", "parallel_tool_calls", apis=[CHAT], modes=WHOLE)
+def a_call_can_be_forced(ask, tokenizer):
+    wish = {"tools": [{"type": "function", "function": FUNCTION}], "max_tokens": 100}
+    answer = ask(**wish, tool_choice="required", parallel_tool_calls=False)
+    (call,) = answer.whole.choices[0].message.tool_calls
+    assert call.function.name == "report" and answer.reasons == ["tool_calls"]
+    assert json.loads(call.function.arguments)["unit"] in "CF"
+
+
+@drives("reasoning", "reasoning_effort", "include_reasoning", apis=[CHAT])
+def a_model_that_does_not_think_answers_all_the_same(ask, tokenizer):
+    plain = ask().texts
+    assert ask(reasoning_effort="low", include_reasoning=False).texts == plain
+    assert ask(reasoning={"effort": "high"}).texts == plain
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort") as caught:
+        ask(reasoning_effort="enormous")
+    assert caught.value.param == "reasoning_effort"
+
+
+@drives("thinking_token_budget", apis=[CHAT])
+def thinking_has_a_bound_of_tokens(ask, tokenizer):
+    with pytest.raises(openai.BadRequestError, match="thinking_token_budget") as caught:
+        ask(thinking_token_budget=-1)
+    assert caught.value.param == "thinking_token_budget"
+
+
 WAYS = [
     pytest.param(function, api, mode, id=f"{function.__name__}-{api}-{mode}")
     for function, _, apis, modes in CASES
@@ -343,7 +417,9 @@ REFUSED = [(api, name) for api, model in MODELS.items() for name in sorted(model
 
 @pytest.mark.parametrize(("api", "name"), REFUSED)
 def test_what_is_not_supported_is_refused_by_name(clients, api, name):
-    with pytest.raises(openai.BadRequestError, match=f"{name} is not supported yet") as caught:
+    with pytest.raises(
+        openai.BadRequestError, match=f"{name} is (not supported yet|the old form of)"
+    ) as caught:
         Asker(clients, api, "sync")(extra_body={name: {"type": "wanted"}})
     assert caught.value.param == name
     assert caught.value.type == "invalid_request_error"

@@ -18,6 +18,21 @@ NUM_STREAMS = 32
 CODE = "import os\n\n\ndef join(folder, *names):\n"
 QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
 
+WRITE = {
+    "type": "function",
+    "function": {
+        "name": "write",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string", "maxLength": 12}, "text": {"type": "string"}},
+            "required": ["path", "text"],
+        },
+    },
+}
+CALLING = {"messages": QUESTION, "tools": [WRITE], "tool_choice": "required"}
+SHAPE = {"type": "object", "properties": {"code": {"type": "string"}, "good": {"type": "boolean"}}}
+FORMED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SHAPE}}
+
 KINDS = [
     ("completions", {"prompt": CODE, "temperature": 0, "logprobs": 2}),
     ("completions", {"prompt": "class Queue:\n", "temperature": 1.0, "seed": 7, "logprobs": 1}),
@@ -45,6 +60,12 @@ KINDS = [
     ),
     ("chat/completions", {"messages": QUESTION, "seed": 10, "stop": ["path"], "top_p": 0.9}),
     ("chat/completions", {"messages": QUESTION, "temperature": 0.3, "seed": 5, "stream": False}),
+    ("chat/completions", CALLING | {"seed": 6, "ignore_eos": False, "n": 2}),
+    ("chat/completions", CALLING | {"seed": 8, "ignore_eos": False, "stream": False}),
+    (
+        "chat/completions",
+        {"messages": QUESTION, "response_format": FORMED, "seed": 3, "ignore_eos": False},
+    ),
 ]
 
 
@@ -98,8 +119,16 @@ async def ask(client, path, body, progress):
 def choices_of(answer):
     return {"usage": counted(answer["usage"])} | {
         choice["index"]: {key: value for key, value in choice.items() if key != "index"}
-        for choice in answer["choices"]
+        for choice in without_ids(answer)["choices"]
     }
+
+
+def without_ids(answer):
+    """Tool calls have new ids each time."""
+    for choice in answer["choices"]:
+        for call in (choice.get("message") or choice.get("delta", {})).get("tool_calls") or ():
+            call.pop("id", None)
+    return answer
 
 
 def counted(usage):
@@ -112,10 +141,12 @@ def merge(merged, chunk):
     assert "error" not in chunk, chunk
     if chunk.get("usage"):
         merged["usage"] = counted(chunk["usage"])
-    for choice in chunk["choices"]:
+    for choice in without_ids(chunk)["choices"]:
         known = merged.setdefault(choice["index"], {"text": "", "token_ids": [], "logprobs": []})
         known["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
         known["token_ids"] += choice.get("token_ids") or []
+        for call in choice.get("delta", {}).get("tool_calls") or ():
+            known["text"] += call["function"].get("name", "") + call["function"]["arguments"]
         logprobs = choice.get("logprobs") or {}
         known["logprobs"] += logprobs.get("content") or zip(
             *(logprobs.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs")),

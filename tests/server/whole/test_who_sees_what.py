@@ -30,16 +30,37 @@ TEXT = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu " * 1
 SHORT = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": TEXT}]
 
+OLLAMA = {"num_predict": 4, "temperature": 0}
+
 EXAMPLES = {
     ("POST", "/v1/completions"): SHORT | {"prompt": TEXT, "logprobs": 2, "return_token_ids": True},
     ("POST", "/v1/chat/completions"): SHORT
     | {"messages": MESSAGES, "logprobs": True, "return_token_ids": True},
+    ("POST", "/v1/messages"): {"messages": MESSAGES, "max_tokens": 4, "temperature": 0},
+    ("POST", "/v1/messages/count_tokens"): {"messages": MESSAGES},
+    ("POST", "/v1/responses"): {"input": TEXT, "max_output_tokens": 4, "temperature": 0},
+    ("POST", "/v1/responses/input_tokens"): {"input": TEXT},
+    ("POST", "/api/chat"): {"messages": MESSAGES, "stream": False, "options": OLLAMA},
+    ("POST", "/api/generate"): {"prompt": TEXT, "stream": False, "options": OLLAMA},
+    ("POST", "/v1/embeddings"): {"input": TEXT},
     ("POST", "/tokenize"): {"prompt": TEXT, "return_token_strs": True},
     ("POST", "/detokenize"): {"tokens": list(range(300, 330))},
+}
+EXAMPLES |= {
+    ("POST", path): {"query": "alpha", "documents": [TEXT, "beta"]}
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+}
+EXAMPLES |= {
+    ("POST", path): {"text_1": "alpha", "text_2": [TEXT, "beta"]}
+    for path in ("/score", "/v1/score")
 }
 """Bodies by route: a new route that takes one needs one here."""
 
 NAMES = {"/v1/models/{name}": "/v1/models/embedded", ANY_OTHER: "/no/such/path"}
+NAMES |= {
+    f"/v1/responses/{{response_id}}{rest}": f"/v1/responses/resp_1{rest}"
+    for rest in ("", "/input_items")
+}
 """What to ask for where the table's path is none."""
 
 MISTAKES = [
@@ -77,7 +98,7 @@ def table():
     rows = []
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        found = re.fullmatch(r"`(GET|POST)(?: (/\S*))?`(.*)", cells[0])
+        found = re.fullmatch(r"`(GET|POST|DELETE)(?: (/\S*))?`(.*)", cells[0])
         if found is None:
             continue
         statuses = zip(("stranger", "tenant", "operator"), map(int, cells[1:4]), strict=True)
@@ -207,7 +228,7 @@ def look(world, name):
     for turn in ("first", "again"):
         for row in ROWS:
             answer = row.ask(client, headers)
-            what = f"{turn}: {row.path}"
+            what = f"{turn}: {row.path}" + " (DELETE)" * (row.method == "DELETE")
             seen[what] = visible(answer, name, row.fields.get(NEW, set()))
             path = NAMES.get(row.path, row.path)
             for method in ("HEAD", "OPTIONS", "DELETE"):
@@ -234,7 +255,8 @@ def visible(answer, name, new=frozenset()):
     headers = {key: value for key, value in answer.headers.items() if key != "date"}
     if answer.headers.get("content-type") != "application/json":
         return answer.status_code, headers, answer.text
-    body = json.loads(answer.text.replace(f"'{name}'", "'NAME'")) if answer.text else None
+    text = re.sub('"msg_[0-9a-f]{32}"', '"msg_"', answer.text.replace(f"'{name}'", "'NAME'"))
+    body = json.loads(text) if text else None
     if new:
         assert new <= set(body)
         body = {key: value for key, value in body.items() if key not in new}

@@ -75,7 +75,7 @@ class PrefixIndex:
         Changes nothing but the sequence's chains of hashes.
         """
         best = self._match_parent(sequence)
-        if self.enabled and not sequence.needs_prompt_logprobs:
+        if self.enabled and not sequence.needs_whole_prompt:
             found = self._match_cache(sequence)
             if found.num_tokens > best.num_tokens or found.leader is not None:
                 return found
@@ -265,7 +265,7 @@ class PrefixIndex:
         self.num_query_tokens += sequence.num_prompt_tokens
         self.num_hit_tokens += num_found
         sequence.num_cached_tokens = num_found
-        if sequence.needs_prompt_logprobs:
+        if sequence.needs_whole_prompt:
             sequence.miss = PrefixMiss(MissReason.NOT_ASKED, 0)
         else:
             sequence.miss = explain_miss(

@@ -10,7 +10,6 @@ from enum import Enum
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.memory.prefix_index import PrefixMatch
-from quire.core.request import FinishReason
 from quire.core.scheduling.beams.scheduling import BeamScheduling
 from quire.core.scheduling.output_length import OutputLengthPredictor, predicted_peak_blocks
 from quire.core.scheduling.pacing import StepBudget
@@ -174,8 +173,7 @@ class CapacityCheck:
     def observe_end(self, sequence: Sequence) -> None:
         """Learn from a sequence that has ended, and forget it."""
         self._failed.pop(sequence, None)
-        ended = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if ended and not sequence.is_beam:
+        if sequence.shows_output_length:
             self.lengths.observe(sequence.num_output_tokens)
 
     def _must_pause(self, sequence: Sequence, step_id: int) -> bool:
@@ -336,6 +334,8 @@ class Admission:
                 break
             if self._is_early(sequence):
                 continue
+            if sequence.is_in_one_step and sequence.num_tokens > budget.num_tokens:
+                break  # it is first in the next step
             found = self.capacity.check(sequence, step_id)
             if isinstance(found, PrefixMatch):
                 self.admit(sequence, found, step_id, now_s)

@@ -22,7 +22,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from quire.core.request import FinishReason
 from quire.core.scheduling.output_length import OutputLengthPredictor
 from quire.core.sequence import Sequence, SequenceState
 from quire.errors import ConfigurationError
@@ -286,8 +285,7 @@ class DeadlinePolicy(Policy):
     def on_leave(self, sequence: Sequence) -> None:
         self._num_present -= 1
         self._late.discard(sequence)
-        ended = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if ended and not sequence.is_beam:  # a search's length is not known of one of its beams
+        if sequence.shows_output_length:
             self.lengths.observe(sequence.num_output_tokens)
         if self._num_present == 0:
             self._planned_s = None  # what follows until the next step is idleness

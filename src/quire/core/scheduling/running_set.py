@@ -110,9 +110,9 @@ class RunningSet:
         sequence.num_lost_tokens = sequence.num_computed_tokens
         self._leave_row(sequence)
         num_kept = -(-sequence.num_computed_tokens // block_size)
-        if sequence.needs_prompt_logprobs and not sequence.num_pending_tokens:
-            # Those of a step in flight are dropped, so their positions are computed again.
-            num_kept = min(num_kept, len(sequence.prompt_logprobs) // block_size)
+        if sequence.needs_whole_prompt and not sequence.num_pending_tokens:
+            # What a step in flight brings is dropped, so its positions are computed again.
+            num_kept = min(num_kept, sequence.num_resumable_tokens // block_size)
         num_freed = memory.give_up(sequence, num_kept, num_wanted)
         self.keep(sequence)
         return num_freed
@@ -136,8 +136,8 @@ class RunningSet:
             self.preempt_alone(sequence, 0)
         for sequence in self.preempted:
             num_kept = sequence.num_published_blocks
-            if sequence.needs_prompt_logprobs:
-                num_kept = min(num_kept, len(sequence.prompt_logprobs) // self._memory.block_size)
+            if sequence.needs_whole_prompt:
+                num_kept = min(num_kept, sequence.num_resumable_tokens // self._memory.block_size)
             self._memory.truncate(sequence, num_kept)
             _drop_prompt_logprobs(sequence)
         self._builder.clear()

@@ -30,7 +30,12 @@ from quire.core.scheduling.pacing import ConstantPacer, Pacer, StepBudget
 from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.scheduling.policy import FcfsPolicy, Policy
 from quire.core.scheduling.running_set import AppendSlots, RunningSet
-from quire.core.scheduling.step_results import StepInFlight, extend, failure
+from quire.core.scheduling.step_results import (
+    StepInFlight,
+    extend,
+    failure,
+    pooled_output,
+)
 from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Chunk, StepPlan, StepResult, TokenLogprobs
@@ -196,7 +201,7 @@ class Scheduler:
         else:
             joins = self._plan_all(chunks, now_s)
         if not chunks:
-            if self.has_unfinished and not self._in_flight:
+            if self.has_unfinished and not self._in_flight and not _await_masks(self.running):
                 raise SchedulerStalledError(_describe(self))
             return None
         if self.policy.counts_steps:
@@ -258,6 +263,10 @@ class Scheduler:
                 partial.append(sequence)
             elif not gap or num_tokens >= sequence.max_num_tokens or sequence in chunks:
                 continue
+            elif sequence.constraint is not None and (
+                sequence.num_pending_tokens or not sequence.constraint.is_ready
+            ):
+                continue  # what may follow is known when its last token is
             elif sequence.is_beam:
                 for beam in self.beams.make_writable(sequence, self._next_step_id):
                     chunks[beam] = 1
@@ -351,7 +360,7 @@ class Scheduler:
         step.take_in(result, self.memory)
         outputs: list[SequenceOutput] = []
         counts_service = self.policy.counts_service
-        rows, logprobs = step.rows, result.logprobs
+        rows, logprobs, pooled = step.rows, result.logprobs, result.pooled
         for row, token_ids in zip(result.rows, result.token_ids, strict=True):
             sequence = rows[row][0]
             if sequence.state is SequenceState.FINISHED:
@@ -362,7 +371,10 @@ class Scheduler:
             if sequence.is_beam:
                 outputs += self._take_in_beam(sequence, logprobs[row][0])
                 continue
-            outputs.append(extend(sequence, token_ids, logprobs.get(row)))
+            if row in pooled:
+                outputs.append(pooled_output(sequence, pooled[row]))
+            else:
+                outputs.append(extend(sequence, token_ids, logprobs.get(row)))
             if sequence.finish_reason is not None:
                 self._finish(sequence, sequence.finish_reason)
         for row, message in result.failed.items():
@@ -408,6 +420,12 @@ class Scheduler:
         if blamed is not None and message is not None:
             outputs = self._fail(blamed, message)
         return outputs
+
+
+def _await_masks(running: list[Sequence]) -> bool:
+    """Whether any can't go on before what its tokens must obey is known."""
+    constraints = (sequence.constraint for sequence in running)
+    return any(constraint is not None and not constraint.is_ready for constraint in constraints)
 
 
 def _describe(scheduler: Scheduler) -> str:

@@ -66,6 +66,9 @@ def extend(
                 sequence.request_id, sequence.branch_index, token_ids, sequence.num_cached_tokens
             )
     stop_reason = None
+    constraint = sequence.constraint
+    if constraint is not None and constraint.error is not None:
+        return failure(sequence, constraint.error)
     if sequence.finish_reason is FinishReason.STOP:
         last = sequence.token_ids[-1]
         stop_reason = last if last in params.stop_token_ids else None
@@ -78,6 +81,22 @@ def extend(
         stop_reason,
         None if logprobs is None else logprobs[: len(token_ids)],
         prompt_logprobs,
+        ends_with_text=(
+            constraint is not None and constraint.ends_with_text and stop_reason is None
+        ),
+    )
+
+
+def pooled_output(sequence: Sequence, pooled: bytes) -> SequenceOutput:
+    """The result of a sequence that pools, which ends with it."""
+    sequence.finish_reason = FinishReason.STOP
+    return SequenceOutput(
+        sequence.request_id,
+        sequence.branch_index,
+        (),
+        sequence.num_cached_tokens,
+        FinishReason.STOP,
+        pooled=pooled,
     )
 
 

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 
 class DType(IntEnum):

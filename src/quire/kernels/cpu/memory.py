@@ -5,7 +5,9 @@ one thread reads 16 to 18 GB/s, with huge ones 26 to 29 (AMD EPYC). Knows no lay
 weights are packed, and for the KV cache.
 """
 
+import ctypes
 import mmap
+import sys
 from contextlib import suppress
 
 import torch
@@ -29,3 +31,21 @@ def allocate(num_bytes: int) -> torch.Tensor:
     with suppress(OSError):  # raised by a kernel that was built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset)
+
+
+def give_back(tensor: torch.Tensor) -> None:
+    """Give the memory of a contiguous tensor back to the system; addresses stay as they are.
+
+    On Linux its whole pages are zeros afterwards, which take memory again when they are written.
+    Elsewhere nothing happens. The tensor must be memory that `allocate` returned.
+    """
+    if not hasattr(mmap, "MADV_DONTNEED") or not sys.platform.startswith("linux"):
+        return
+    size = mmap.PAGESIZE
+    first = -(-tensor.data_ptr() // size) * size
+    end = (tensor.data_ptr() + tensor.nbytes) // size * size
+    if first < end:
+        libc = ctypes.CDLL(None, use_errno=True)
+        address, length = ctypes.c_void_p(first), ctypes.c_size_t(end - first)
+        if libc.madvise(address, length, mmap.MADV_DONTNEED) != 0:
+            raise OSError(ctypes.get_errno(), "madvise failed")

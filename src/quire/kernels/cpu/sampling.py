@@ -24,6 +24,7 @@ LOGPROB_ROW: np.dtype[Any] = np.dtype(abi.LogprobRow)
 """A request for log-probabilities of one line: line, token_id, num_top."""
 
 Int64s = npt.NDArray[np.int64]
+Uint32s = npt.NDArray[np.uint32]
 Float32s = npt.NDArray[np.float32]
 Records = npt.NDArray[Any]
 
@@ -52,6 +53,23 @@ class NativeSampling:
             largest.ctypes.data,
         )
         return largest
+
+    def forbid(self, logits: torch.Tensor, lines: Int64s, words: Uint32s) -> None:
+        """Make impossible, in place, the tokens of lines [n], all different, of logits [L, V] fp32
+        whose bit is not set in words [n, ceil(V / 32)]: bit t % 32 of word t // 32 is token t's."""
+        num_lines, vocab_size = logits.shape
+        assert words.shape == (len(lines), -(-vocab_size // 32)) and words.flags.c_contiguous
+        assert lines.flags.c_contiguous and ((lines >= 0) & (lines < num_lines)).all()
+        self.kernels.library.forbid(
+            self.kernels.context,
+            logits.data_ptr(),
+            _line_stride(logits),
+            vocab_size,
+            lines.ctypes.data,
+            words.ctypes.data,
+            words.shape[1],
+            len(lines),
+        )
 
     def token_logprobs(self, logits: torch.Tensor, rows: Records) -> tuple[Float32s, Int64s]:
         """Log-probabilities and tokens, each [R, 1 + k], k the largest num_top of the rows.

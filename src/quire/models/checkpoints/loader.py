@@ -24,10 +24,9 @@ from quire.hub.model_files import shown_name
 from quire.layers.linear import Linear, WeightSlot, without_weights
 from quire.layers.sharded import LinearMethods, Sharding
 from quire.models.checkpoints.quantized import refuse_quantized_weights
-from quire.models.checkpoints.readers import open_checkpoint
 from quire.models.checkpoints.source import CheckpointSource
-from quire.models.config import DecoderConfig
-from quire.models.interface import CausalLM
+from quire.models.config import ModelConfig
+from quire.models.interface import TextModel
 from quire.models.registry import MODELS, ModelEntry
 from quire.models.sharding import split_config
 
@@ -42,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 def load_model(
     folder: Path,
-    config: DecoderConfig,
+    config: ModelConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -50,7 +49,7 @@ def load_model(
     methods: LinearMethods | None = None,
     num_threads: int = 1,
     on_progress: Progress | None = None,
-) -> CausalLM:
+) -> TextModel:
     """The model of `folder`, whose `config` is `registry.load_config(folder)`, ready to run.
 
     dtype: of all parameters; the checkpoint's numbers are converted. max_model_len: fixes rope
@@ -60,8 +59,8 @@ def load_model(
     times, from the calling thread. Needs the model's memory once, plus a few MiB for each thread.
     Raises CheckpointError that names the file or the tensors at fault.
     """
-    checkpoint = open_checkpoint(folder)
     entry = MODELS[config.architecture]
+    checkpoint = entry.open(folder)
     method = DenseMethod() if methods is None else methods.method
     _check_match(folder, checkpoint, config, method)
     if config.tie_word_embeddings and _ends_differ(checkpoint, entry):
@@ -96,14 +95,14 @@ def load_model(
 
 
 def weight_bytes(
-    folder: Path, config: DecoderConfig, dtype: torch.dtype, methods: LinearMethods
+    folder: Path, config: ModelConfig, dtype: torch.dtype, methods: LinearMethods
 ) -> int:
     """What the model of `folder` takes once it is loaded.
 
     Raises CheckpointError where its weights are not those that `config` describes.
     """
     entry, method = MODELS[config.architecture], methods.method
-    _check_match(folder, open_checkpoint(folder), config, method)
+    _check_match(folder, entry.open(folder), config, method)
     num_bytes = 0
     for path, module in _one_layer_model(config, entry, method).named_modules():
         is_of_a_layer = f"{path}.".startswith(entry.first_layer)
@@ -222,7 +221,7 @@ def _ends_differ(checkpoint: CheckpointSource, entry: ModelEntry) -> bool:
 
 
 def _untied_shapes(
-    config: DecoderConfig, entry: ModelEntry, method: LinearMethod
+    config: ModelConfig, entry: ModelEntry, method: LinearMethod
 ) -> dict[str, tuple[int, ...]]:
     """The checkpoint's names of all tensors of a model with two ends -> their shapes."""
     model = _one_layer_model(config, entry, method)
@@ -237,11 +236,9 @@ def _untied_shapes(
     return shapes
 
 
-def _one_layer_model(config: DecoderConfig, entry: ModelEntry, method: LinearMethod) -> CausalLM:
+def _one_layer_model(config: ModelConfig, entry: ModelEntry, method: LinearMethod) -> TextModel:
     """A model with two ends and without memory, to read sizes from: all layers have the same."""
-    small = dataclasses.replace(
-        config, num_layers=1, windows=config.windows[:1], tie_word_embeddings=False
-    )
+    small = config.first_layer()
     model = entry.model(small, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
     for module in model.modules():
         if isinstance(module, Linear):
@@ -250,7 +247,7 @@ def _one_layer_model(config: DecoderConfig, entry: ModelEntry, method: LinearMet
 
 
 def _check_match(
-    folder: Path, checkpoint: CheckpointSource, config: DecoderConfig, method: LinearMethod
+    folder: Path, checkpoint: CheckpointSource, config: ModelConfig, method: LinearMethod
 ) -> None:
     """Raises CheckpointError where the weights are not those of the model that `config` describes.
 

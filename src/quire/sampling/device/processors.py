@@ -216,7 +216,7 @@ def _mask_table(lines: Sequence[int], masks: Sequence[bytes], vocab_size: int) -
     table[:, 0] = lines
     packed = table.view(np.uint8)[:, 4:]
     for index, mask in enumerate(masks):
-        assert 8 * len(mask) < vocab_size + 8, "a token mask is longer than the vocabulary"
+        assert len(mask) <= packed.shape[1], "a token mask is longer than the vocabulary"
         packed[index, : len(mask)] = np.frombuffer(mask, dtype=np.uint8)
     return table
 

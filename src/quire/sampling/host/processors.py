@@ -19,6 +19,7 @@ import torch
 
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import TokenMasks
+from quire.kernels.cpu.sampling import NativeSampling
 from quire.sampling.host.history import Ints, TokenHistory
 
 T = TypeVar("T")
@@ -154,7 +155,8 @@ class MinTokens(LogitsProcessor[tuple[int, tuple[int, ...]]]):
     """min_tokens: end and stop tokens are impossible before so many tokens were generated.
 
     Keeps the length (prompt included) from which on they are possible, and the tokens. Those beyond
-    the vocabulary (a tokenizer may have more) can't be generated anyway.
+    the vocabulary (a tokenizer may have more) can't be generated anyway. Where there is a grammar,
+    its masks see to it: they know whether anything but an end may follow.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -164,6 +166,8 @@ class MinTokens(LogitsProcessor[tuple[int, tuple[int, ...]]]):
     def _keep(
         self, params: DecodingParams, num_prompt_tokens: int
     ) -> tuple[int, tuple[int, ...]] | None:
+        if params.grammar is not None:
+            return None
         ends = tuple(
             token
             for token in (*params.end_token_ids, *params.stop_token_ids)
@@ -387,21 +391,27 @@ def _grown(array: npt.NDArray[Number], axis: int, size: int) -> npt.NDArray[Numb
     return np.concatenate([array, np.zeros(missing, dtype=array.dtype)], axis=axis)
 
 
-def apply_token_masks(logits: torch.Tensor, rows: Rows, masks: TokenMasks) -> None:
+def apply_token_masks(
+    logits: torch.Tensor, rows: Rows, masks: TokenMasks, native: NativeSampling | None = None
+) -> None:
     """Make impossible, in place, the tokens whose bit is not set; see `core.step.TokenMasks`.
 
-    Rows of `masks` that are not among `rows` are left alone. A mask may be shorter than the logits
-    are wide (vocabularies are padded): tokens beyond its end are not allowed.
+    Rows of `masks` that are not among `rows` are left alone. native: does it, in logits that lie in
+    main memory; None: torch.
     """
     lines = [line for line, row in enumerate(rows.tolist()) if row in masks]
     if not lines:
         return
     vocab_size = logits.shape[1]
-    packed = np.zeros((len(lines), (vocab_size + 7) // 8), dtype=np.uint8)
+    words = np.zeros((len(lines), -(-vocab_size // 32)), dtype="<u4")
+    packed = words.view(np.uint8)
     for index, line in enumerate(lines):
         mask = np.frombuffer(masks[int(rows[line])], dtype=np.uint8)
         assert len(mask) <= packed.shape[1], "a token mask is longer than the vocabulary"
         packed[index, : len(mask)] = mask
+    if native is not None:
+        native.forbid(logits, np.array(lines, dtype=np.int64), words)
+        return
     bits = np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little")
     forbidden = torch.from_numpy(bits == 0).to(logits.device)
     index_tensor = torch.tensor(lines, device=logits.device)

@@ -216,7 +216,7 @@ class Sampler:
         assert self._native is not None
         broken = ~np.isfinite(self._native.largest(logits))
         raw = _take_lines(logits, bound.logprob_lines)
-        _edit(logits, bound, tokens, masks)
+        _edit(logits, bound, tokens, masks, self._native)
         token_ids, largest = call.run(logits, self._positions(bound, tokens))
         result = sampled_tokens(bound.rows, token_ids, broken, ~np.isfinite(largest))
         self._add_logprobs(result, raw, np.arange(len(raw)), bound)
@@ -295,11 +295,15 @@ class Sampler:
 
 
 def _edit(
-    logits: torch.Tensor, bound: _BoundRows, tokens: TokenHistory, masks: TokenMasks | None
+    logits: torch.Tensor,
+    bound: _BoundRows,
+    tokens: TokenHistory,
+    masks: TokenMasks | None,
+    native: NativeSampling | None = None,
 ) -> None:
     """Apply, in place, what changes logits."""
     if masks:
-        apply_token_masks(logits, bound.rows, masks)
+        apply_token_masks(logits, bound.rows, masks, native)
     for processor in bound.processors:
         processor(logits, tokens)
 

@@ -6,8 +6,8 @@ class to `generate`.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -17,21 +17,23 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.engine_client.results import Delta, RequestOutput
-from quire.errors import InvalidRequestError
-from quire.server.generation.body import GenerationBody
+from quire.errors import QuireError
+from quire.server.generation.call_body import CallBody
 from quire.server.generation.http_generation import (
     Caller,
     HTTPGeneration,
+    Prompts,
+    fields_named,
     new_call_id,
     options_of,
     prepare,
 )
-from quire.server.http.errors import ErrorForm, error_form, openai_error
-from quire.server.http.streaming import DONE, EventStream, answer, event
+from quire.server.http.errors import ErrorForm, error_body, error_form, openai_error
+from quire.server.http.streaming import DONE, KEEP_ALIVE, SSE, EventStream, answer, event
 from quire.server.limits import check_whole_answer
 from quire.server.service import Service, service_of
 
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+BodyT = TypeVar("BodyT", bound=CallBody)
 
 _HOLE = b"\0"
 LATER: Any = msgspec.Raw(_HOLE)
@@ -68,6 +70,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """reasoning_tokens: of the generated ones, those before the answer."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Token counts of one call, over all its prompts and choices."""
 
@@ -75,6 +83,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 def usage_of(results: Sequence[RequestOutput], num_generated: int) -> Usage:
@@ -90,8 +99,9 @@ class Answer(ABC, Generic[BodyT]):
     """The answer to one call. It is made in pieces, between which other calls go on.
 
     id_prefix: of the ids of answers. operation: as OpenTelemetry calls it. bytes_per_logprob: in a
-    whole answer, about. prompt_field: what errors of the prompt name. stream_end: behind the last
-    event.
+    whole answer, about. field_names: what errors call a field -> the API's own name of it.
+    stream_end: behind the last event. keep_alive: what a stream without news sends now and then.
+    media_type: of a stream.
 
     Invariant: _num_generated tokens are in what was answered so far; the choices in _unbegun have
     had no piece yet.
@@ -100,30 +110,34 @@ class Answer(ABC, Generic[BodyT]):
     id_prefix: ClassVar[str] = "gen"
     operation: ClassVar[str] = "text_completion"
     bytes_per_logprob: ClassVar[int] = 96
-    prompt_field: ClassVar[str] = "prompt"
+    field_names: ClassVar[Mapping[str, str]] = {}
     stream_end: ClassVar[bytes] = DONE
+    keep_alive: ClassVar[bytes] = KEEP_ALIVE
+    media_type: ClassVar[str] = SSE
 
     @classmethod
     @abstractmethod
-    async def prompts(cls, service: Service, body: BodyT) -> Sequence[str | list[int]]:
-        """The prompts as the engine takes them: token ids, or texts, which get their special tokens
-        there. Raises InvalidRequestError."""
+    async def prompts(cls, service: Service, body: BodyT) -> Prompts:
+        """What the answer goes on from. Raises InvalidRequestError."""
 
     def __init__(
         self,
         service: Service,
         body: BodyT,
+        prompts: Prompts,
         generation: HTTPGeneration,
         form: ErrorForm = openai_error,
     ) -> None:
         self._service = service
         self._body = body
+        self._prompts = prompts
         self._generation = generation
         self._call_id = generation.call_id
         self._error_form = form
         self._created_s = int(time.time())
         self._results: Sequence[RequestOutput] = generation.results
         self._num_generated = 0
+        self._has_begun = False
         self._unbegun = set(range(generation.num_choices))
         self._deltas: Iterator[tuple[int, Delta]] = iter(())
 
@@ -143,7 +157,12 @@ class Answer(ABC, Generic[BodyT]):
     def stream(self) -> Response:
         """Everything as it comes."""
         return EventStream(
-            self._stream(), self._service.keep_alive_s, end=self.stream_end, form=self._error_form
+            self._stream(),
+            self._service.keep_alive_s,
+            end=self.stream_end,
+            keep_alive=self.keep_alive,
+            media_type=self.media_type,
+            error_event=self._error_event,
         )
 
     @abstractmethod
@@ -162,9 +181,17 @@ class Answer(ABC, Generic[BodyT]):
     def _events(self, choice: int, delta: Delta) -> Iterable[bytes]:
         """What is new in a choice, as events."""
 
-    def _usage_event(self) -> bytes:
-        """The last event, with the usage of the whole call: of `_num_generated` tokens."""
-        return event(self._usage())
+    def _begin_events(self) -> Iterable[bytes]:
+        """What a stream begins with, once there is something to answer."""
+        return ()
+
+    def _end_events(self) -> Iterable[bytes]:
+        """What stands behind the events of all choices."""
+        return ()
+
+    def _error_event(self, error: QuireError) -> bytes:
+        """Takes the place of what would have come; behind it stands `stream_end`."""
+        return event(error_body(error, self._error_form))
 
     async def _collect(self) -> None:
         async with self._generation as generation:
@@ -194,10 +221,13 @@ class Answer(ABC, Generic[BodyT]):
                 async with aclosing(self._service.work.join(events)) as pieces:
                     async for piece in pieces:
                         yield piece
-        if self._body.include_usage:
-            yield self._usage_event()
+        if piece := b"".join(self._end_events()):
+            yield piece
 
     def _batch_events(self, batch: Iterable[tuple[int, Delta]]) -> Generator[bytes, None, None]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield from self._begin_events()
         for choice, delta in batch:
             yield from self._events(choice, delta)
 
@@ -208,23 +238,13 @@ class Answer(ABC, Generic[BodyT]):
         self._unbegun.discard(choice)
         return True
 
-    def _result(self, choice: int) -> RequestOutput:
-        return self._results[choice // self._generation.params.n]
-
-    def _has_news(self, delta: Delta) -> bool:
-        """Whether a client sees anything of it. Text may be held back, as part of a stop string."""
-        return bool(
-            delta.text
-            or delta.logprobs
-            or delta.finish_reason
-            or (self._body.return_token_ids and delta.token_ids)
-        )
-
     def _token_ids(self, delta: Delta) -> list[int] | UnsetType:
-        return delta.token_ids if self._body.return_token_ids else UNSET
+        return delta.token_ids if self._body.gives_token_ids else UNSET
 
     def _prompt_token_ids(self, choice: int) -> list[int] | UnsetType:
-        return self._result(choice).prompt_token_ids if self._body.return_token_ids else UNSET
+        if not self._body.gives_token_ids:
+            return UNSET
+        return self._results[choice // self._generation.params.n].prompt_token_ids
 
     def _usage(self) -> Usage:
         return usage_of(self._results, self._num_generated)
@@ -244,24 +264,12 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
     """
     service = service_of(http)
     service.check_model(body.model)
-    service.limits.check_n(body.n)
-    service.limits.check(body, body.num_prompts, service.engine.limits.max_logprobs)
+    body.check_amounts(service.limits, service.engine.limits.max_logprobs)
     params = body.to_params()
     options = options_of(http, body, service.default_deadline_s)
-    prompts = await kind.prompts(service, body)
     caller = Caller.of(http, new_call_id(kind.id_prefix), kind.operation)
-    with _names_field(kind.prompt_field):
+    with fields_named({"structured_outputs": body.format_field, **kind.field_names}):
+        prompts = await kind.prompts(service, body)
         generation = await prepare(service, caller, prompts, params, options)
-    answer = kind(service, body, generation, error_form(http.scope))
+    answer = kind(service, body, prompts, generation, error_form(http.scope))
     return answer.stream() if body.stream else await answer.whole(http.receive)
-
-
-@contextmanager
-def _names_field(prompt_field: str) -> Iterator[None]:
-    """Errors of the prompt name the field that it was made from."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if error.param == "prompt":
-            error.param = prompt_field
-        raise

@@ -1,15 +1,15 @@
-"""The fields that all bodies for generated text share, and the params that they become.
+"""The fields of OpenAI's and vLLM's bodies for generated text, and the params that they become.
 
 Types are checked here, values by `SamplingParams` and `BeamSearchParams`, amounts by `limits`. The
 fields below "ours" are the ones that vLLM and others have added at the top level. `docs/api.md`
 lists every field. A route's own body adds its own fields. Knows no engine.
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from quire.core.sampling_params import (
     MAX_BEAM_WIDTH,
@@ -20,9 +20,18 @@ from quire.core.sampling_params import (
     SamplingParams,
     sampling_params_of,
 )
-from quire.engine_client.inputs import MAX_NAME_LENGTH
 from quire.errors import InvalidRequestError, shown
+from quire.server.generation.answer_format import FORMAT_FIELDS, AnswerFormatFields
+from quire.server.generation.call_body import (
+    CallBody,
+    Count,
+    Params,
+    Texts,
+    TokenIds,
+    left_out,
+)
 from quire.server.http.body import Body
+from quire.server.limits import CallLimits
 
 _SAMPLING_FIELDS = (
     "n",
@@ -64,50 +73,42 @@ NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "skip_special_tokens": (True,),
     "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
 }
 
 # Fields that other engines have and quire has not, with the values that ask for nothing.
 NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "detokenize": (True,),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    "early_stopping": (False,),
     "logits_processors": ([],),
-    "return_tokens_as_token_ids": (False,),
+    "safe_prompt": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
 }
 
-# What fits the messages between the processes; SamplingParams has the bounds that mean something.
-Count = Annotated[int, Field(lt=2**31)]
-Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-# At the first wrong element: a list may have millions.
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-
-
-def left_out(**schema: Any) -> Any:
-    """A field that is None where it was left out.
-
-    schema: what the OpenAPI document says of its values, which are checked elsewhere.
-    """
-    return Field(default=None, json_schema_extra=schema)
-
+# Fields that change no token, and on which no caller relies.
+HINTS = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    }
+)
 
 _TOKEN_IDS = {"items": {"type": "integer", "minimum": 0}}
 _WORDS = {"items": {"type": "string", "minLength": 1}}
 _PENALTY = {"minimum": -2, "maximum": 2}
-
-
-class Params(NamedTuple):
-    """What a body asks for. beams: of a beam search, of which `sampling` is then made."""
-
-    sampling: SamplingParams
-    beams: BeamSearchParams | None = None
 
 
 class StreamOptions(Body):
@@ -116,8 +117,7 @@ class StreamOptions(Body):
     continuous_usage_stats: every chunk has the usage of the call so far (ours).
     """
 
-    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
-
+    hints: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
     notes: ClassVar[Mapping[str, str]] = {
         "include_usage": "a last event without choices has the usage of the whole call",
         "continuous_usage_stats": "each event has the usage so far",
@@ -127,10 +127,9 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(Body, ABC):
+class GenerationBody(AnswerFormatFields, CallBody, ABC):
     """What the bodies of all routes that generate text share.
 
-    deadline_s: seconds from its arrival after which the call is ended with an error.
     return_token_ids: the answer has the token ids of the prompt and of each choice.
     use_beam_search: the n choices are the results of a beam search of width n, best first. It has
         temperature, max_tokens, ignore_eos and length_penalty, and is not streamed.
@@ -138,6 +137,7 @@ class GenerationBody(Body, ABC):
     """
 
     takes_extra_body: ClassVar[bool] = True
+    hints: ClassVar[frozenset[str]] = HINTS
     not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_FOR_BEAMS
     list_bounds: ClassVar[Mapping[str, str]] = {
         "stop": "max_stop_strings",
@@ -164,6 +164,7 @@ class GenerationBody(Body, ABC):
         "stop": "the text ends before the first of these",
         "logit_bias": "token id, as a string, to a number that is added to its logit",
         "user": "accepted; it changes no answer",
+        "random_seed": "Mistral's name of `seed`",
         "min_tokens": "before so many tokens nothing ends the answer but `max_tokens`",
         "ignore_eos": "the model's own end tokens don't end the answer",
         "stop_token_ids": "token ids that end the answer",
@@ -173,6 +174,7 @@ class GenerationBody(Body, ABC):
         "skip_special_tokens": "leave special tokens out of the text; true where left out",
         "prompt_logprobs": "log-probabilities of the prompt's tokens, and so many likeliest "
         "ones at each position; not streamed",
+        "return_tokens_as_token_ids": "log-probabilities name tokens as `token_id:42`",
         "return_token_ids": "the answer has the token ids of prompt and choices",
         "priority": "smaller goes first, under the policy `priority`",
         "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",
@@ -182,8 +184,6 @@ class GenerationBody(Body, ABC):
         "are divided",
     }
 
-    model: str | None = None
-    stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = left_out(minimum=0)
     n: int | None = left_out(minimum=1, maximum=MAX_BRANCHES)
@@ -199,6 +199,7 @@ class GenerationBody(Body, ABC):
     )
     user: str | None = None
     # ours
+    random_seed: int | None = left_out(minimum=-(SEED_LIMIT >> 1), maximum=SEED_LIMIT - 1)
     top_k: Count | None = left_out(minimum=-1)
     min_p: float | None = left_out(minimum=0, maximum=1)
     repetition_penalty: float | None = left_out(minimum=0.01, maximum=100)
@@ -209,11 +210,9 @@ class GenerationBody(Body, ABC):
     bad_words: Texts | None = left_out(**_WORDS)
     allowed_token_ids: TokenIds | None = left_out(minItems=1, **_TOKEN_IDS)
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = left_out(minimum=0)
+    prompt_logprobs: int | None = left_out(minimum=-1)
     return_token_ids: bool = False
-    priority: Priority = 0
-    cache_salt: str | None = left_out(maxLength=MAX_NAME_LENGTH)
-    deadline_s: Seconds | None = None
+    return_tokens_as_token_ids: bool = False
     use_beam_search: bool = False
     length_penalty: float | None = left_out(minimum=-MAX_LENGTH_PENALTY, maximum=MAX_LENGTH_PENALTY)
 
@@ -227,12 +226,9 @@ class GenerationBody(Body, ABC):
         return self
 
     @property
-    def num_prompts(self) -> int:
-        return 1
-
-    @abstractmethod
-    def to_params(self) -> Params:
-        """What the body asks for, its defaults filled in. Raises InvalidRequestError."""
+    def format_field(self) -> str:
+        given = (name for name in FORMAT_FIELDS if getattr(self, name) is not None)
+        return next(given, "structured_outputs")
 
     @property
     def include_usage(self) -> bool:
@@ -241,6 +237,14 @@ class GenerationBody(Body, ABC):
     @property
     def continuous_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def gives_token_ids(self) -> bool:
+        return self.return_token_ids
+
+    def check_amounts(self, limits: CallLimits, max_logprobs: int) -> None:
+        limits.check_n(self.n)
+        limits.check(self, self.num_prompts, max_logprobs)
 
     def _make_params(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Params:
         """The body's fields, with defaults for what was left out. Raises InvalidRequestError.
@@ -261,7 +265,14 @@ class GenerationBody(Body, ABC):
                 " length_penalty out",
                 "length_penalty",
             )
-        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | more
+        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        values |= {"structured_outputs": self.answer_format(), **more}
+        if self.random_seed is not None:
+            if self.seed not in (None, self.random_seed):
+                raise InvalidRequestError(
+                    "seed and random_seed are both set; give one", "random_seed"
+                )
+            values["seed"] = self.random_seed
         given = {name: value for name, value in values.items() if value is not None}
         return Params(
             SamplingParams(

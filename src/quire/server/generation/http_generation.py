@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -34,12 +34,13 @@ from quire.engine_client.outputs import RequestAssembler
 from quire.engine_client.results import Delta, RequestOutput
 from quire.errors import (
     DeadlineExceededError,
+    GrammarTooComplexError,
     InvalidRequestError,
     NoTokenLeftError,
     QuireError,
     StepFailedError,
 )
-from quire.server.generation.body import Params
+from quire.server.generation.call_body import Params
 from quire.server.http.long_work import call_for_text
 from quire.server.limits import check_prompt_logprobs
 from quire.server.service import Service
@@ -71,6 +72,20 @@ class Caller:
             state.get("arrival_s", time.monotonic()),
             operation,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What the answer goes on from.
+
+    inputs: token ids, or texts, which get their special tokens in `prepare`. grammar: what the
+    answers obey, whatever their params say; None: nothing beside those. kept_special_token_ids:
+    these stay in the text, whatever skip_special_tokens says.
+    """
+
+    inputs: Sequence[str | list[int]]
+    grammar: str | None = None
+    kept_special_token_ids: frozenset[int] = frozenset()
 
 
 class Placed(Protocol):
@@ -268,8 +283,7 @@ class HTTPGeneration:
             self._record.on_stop(output.request_id, branch)
             self._stream.abort_branch(output.request_id, branch)
         if output.error is not None:
-            is_asked_for = output.error == NoTokenLeftError.TEXT
-            self._fail((NoTokenLeftError if is_asked_for else StepFailedError)(output.error))
+            self._fail(_error_of(output.error))
             return
         choice = self._first_choice[output.request_id] + output.branch_index
         self._news[choice] = (assembler, output.branch_index)
@@ -321,6 +335,15 @@ class HTTPGeneration:
             self._waiter.set_result(None)
 
 
+def _error_of(message: str) -> QuireError:
+    """What a branch ended with, as the error that the sentence belongs to."""
+    if message == NoTokenLeftError.TEXT:
+        return NoTokenLeftError(message)
+    if message.startswith(GrammarTooComplexError.TEXT):
+        return GrammarTooComplexError(message, "structured_outputs")
+    return StepFailedError(message)
+
+
 class _Batches:
     """An iterator, not a generator: it needs no closing when it is left half-way."""
 
@@ -340,7 +363,7 @@ class _Batches:
 async def prepare(
     service: Service,
     caller: Caller,
-    prompts: Sequence[str | list[int]],
+    prompts: Prompts,
     params: Params,
     options: RequestOptions,
 ) -> HTTPGeneration:
@@ -350,14 +373,18 @@ async def prepare(
     """
     service.check_accepting()
     # Before there is any work with them.
-    service.engine.check_room(len(prompts) * params.sampling.n)
+    service.engine.check_room(len(prompts.inputs) * params.sampling.n)
     words = params.sampling.bad_words or ()
-    inputs = InputProcessor(service.tokenizer, service.engine.limits)
-    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    compile_grammar = service.grammars.compile_grammar
+    inputs = InputProcessor(service.tokenizer, service.engine.limits, compile_grammar)
+    wanted = params.sampling.structured_outputs
+    grammar = await service.grammars.grammar_for(inputs, wanted, prompts.grammar)
+    prompts = replace(prompts, grammar=grammar)
+    size = sum(len(prompt) for prompt in prompts.inputs if isinstance(prompt, str))
     size += _ENCODINGS_PER_BAD_WORD * sum(len(word) for word in words)
-    token_ids = await call_for_text(size, _tokenize, inputs, prompts, words)
-    maker = _RequestMaker(service, caller, inputs, params, options)
-    return await service.work.run(maker.make(prompts, token_ids))
+    token_ids = await call_for_text(size, _tokenize, inputs, prompts.inputs, words)
+    maker = _RequestMaker(service, caller, inputs, prompts, params, options)
+    return await service.work.run(maker.make(token_ids))
 
 
 def _tokenize(
@@ -377,19 +404,25 @@ class _RequestMaker:
     service: Service
     caller: Caller
     inputs: InputProcessor
+    prompts: Prompts
     params: Params
     options: RequestOptions
 
-    def make(
-        self, prompts: Sequence[str | list[int]], token_ids: Sequence[list[int]]
-    ) -> Generator[None, None, HTTPGeneration]:
+    def make(self, token_ids: Sequence[list[int]]) -> Generator[None, None, HTTPGeneration]:
         """The call's requests; may pause at every yield."""
         tokenizer, params = self.service.tokenizer, self.params.sampling
         assemblers = []
-        for index, (prompt, ids) in enumerate(zip(prompts, token_ids, strict=True)):
-            request = self._request(index, ids)
-            text = prompt if isinstance(prompt, str) else None
-            assemblers.append(RequestAssembler(request, params, tokenizer, text, deltas_only=True))
+        for index, (prompt, ids) in enumerate(zip(self.prompts.inputs, token_ids, strict=True)):
+            assemblers.append(
+                RequestAssembler(
+                    self._request(index, ids),
+                    params,
+                    tokenizer,
+                    prompt if isinstance(prompt, str) else None,
+                    deltas_only=True,
+                    kept_special_token_ids=self.prompts.kept_special_token_ids,
+                )
+            )
             yield
         check_prompt_logprobs([assembler.request for assembler in assemblers])
         return HTTPGeneration(self.service, assemblers, params, self.caller)
@@ -403,7 +436,24 @@ class _RequestMaker:
                 seed=self.service.seeds.draw(self.options.tenant),
                 options=self.options,
                 beams=self.params.beams,
+                grammar=self.prompts.grammar,
             )
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name a field as the API does. names: what they call it -> the API's name. An error of
+    a part of a field ("structured_outputs.json") is one of the field, and so begins its message."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        given = error.param
+        if given:
+            whole = given.partition(".")[0]
+            error.param = names.get(given) or names.get(whole, given)
+            if error.param not in (given, whole) and str(error).startswith(given):
+                error.args = (str(error).replace(given, error.param, 1), *error.args[1:])
+        raise
 
 
 @contextmanager

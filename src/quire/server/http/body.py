@@ -1,11 +1,12 @@
 """What the JSON bodies of all API families share.
 
-A field that is unknown, or not supported yet, is refused by name; null means that a field was left
-out. The OpenAPI document says so, too. The fields are defined by `generation.body` and the routes.
+A field that is unknown, or not supported yet, is refused by name, or on some routes ignored and
+named in a header of the answer; null means that a field was left out. The OpenAPI document says so,
+too. The fields are defined by `generation.body` and the routes.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -14,6 +15,12 @@ from quire.server.limits import CallLimits, too_many_entries
 
 NOT_SUPPORTED = "not supported yet"
 """What the OpenAPI document says of a field that is refused."""
+
+HINT = "accepted; it changes no token"
+"""And of one that may have any value."""
+
+UnknownFields: TypeAlias = Literal["refuse", "ignore"]
+"""What happens to fields that nobody knows."""
 
 
 def _describe(schema: dict[str, Any], body: type[Any]) -> None:
@@ -26,6 +33,8 @@ def _describe(schema: dict[str, Any], body: type[Any]) -> None:
             properties[name] = _or_null(found)
     for name, harmless in body.not_supported.items():
         properties[name] = {"enum": [*harmless, None], "description": NOT_SUPPORTED}
+    for name in body.hints:
+        properties[name] = {"description": HINT}
     if body.takes_extra_body:
         properties["extra_body"] = {
             "type": ["object", "null"],
@@ -46,17 +55,32 @@ class Body(BaseModel):
     """A JSON object with known fields only.
 
     not_supported: fields of others' APIs that quire has not, with the values that ask for nothing.
+    hints: fields of others' APIs that change no token, and that no caller relies on: any value is
+        accepted.
     takes_extra_body: whether an object `extra_body` may hold fields, as if they stood beside it.
     notes: what fields mean, in a line each, for the OpenAPI document and /docs; those of the bodies
         that a body is made from hold for it, too.
     list_bounds: fields that may have only so many entries, by the name of the bound in CallLimits.
+    unknown_fields: what happens to fields that are unknown, where the server's operator has not
+        said it: "ignore" names them in a header of the answer.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_describe)
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    hints: ClassVar[frozenset[str]] = frozenset()
     takes_extra_body: ClassVar[bool] = False
     notes: ClassVar[Mapping[str, str]] = {}
     list_bounds: ClassVar[Mapping[str, str]] = {}
+    unknown_fields: ClassVar[UnknownFields] = "refuse"
+
+    @classmethod
+    def without_unknown(cls, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The fields that validation knows, be it to refuse them, and the names of the others."""
+        if cls.takes_extra_body and "extra_body" in fields:
+            fields = _flattened(fields)
+        given = {name: value for name, value in fields.items() if value is not None}
+        known = {name: value for name, value in given.items() if cls._knows(name)}
+        return known, [name for name in given if name not in known]
 
     @classmethod
     def note_of(cls, field: str) -> str | None:
@@ -90,12 +114,21 @@ class Body(BaseModel):
             body = _flattened(body)
         kept = {}
         for name, value in body.items():
-            if value is None or _is_among(value, cls.not_supported.get(name, ())):
-                continue
-            if name not in cls.model_fields:
+            if not cls._takes(name, value):
                 raise InvalidRequestError(cls._refusal(name), name)
-            kept[name] = value
+            if name in cls.model_fields and value is not None:
+                kept[name] = value
         return kept
+
+    @classmethod
+    def _takes(cls, name: str, value: Any) -> bool:
+        """Whether it is a field of the body, or asks for nothing."""
+        is_nothing = value is None or _is_among(value, cls.not_supported.get(name, ()))
+        return is_nothing or name in cls.model_fields or name in cls.hints
+
+    @classmethod
+    def _knows(cls, name: str) -> bool:
+        return name in cls.model_fields or name in cls.hints or name in cls.not_supported
 
     @classmethod
     def _refusal(cls, name: str) -> str:

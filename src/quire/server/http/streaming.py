@@ -15,9 +15,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import QuireError
 from quire.server.config import KEEP_ALIVE_S
-from quire.server.http.errors import ErrorForm, error_body, openai_error
+from quire.server.http.errors import error_body
 
 T = TypeVar("T")
+
+SSE = "text/event-stream"
+NDJSON = "application/x-ndjson"
+"""Media types of streams: of events, and of lines of JSON."""
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -40,6 +44,16 @@ def json_response(content: msgspec.Struct) -> Response:
 def event(content: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + _encode_json(content) + b"\n\n"
+
+
+def named_event(name: str, content: Any) -> bytes:
+    """One server-sent event with a name. name: letters, digits, dots, underscores."""
+    return b"event: " + name.encode() + b"\ndata: " + _encode_json(content) + b"\n\n"
+
+
+def error_event(error: QuireError) -> bytes:
+    """An error in OpenAI's form, as an event."""
+    return event(error_body(error))
 
 
 async def unless_disconnected(
@@ -151,27 +165,30 @@ class EventStream(Response):
     (`connection`) takes it for gone.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         keep_alive_s: float = KEEP_ALIVE_S,
         *,
         end: bytes = DONE,
-        form: ErrorForm = openai_error,
+        keep_alive: bytes = KEEP_ALIVE,
+        media_type: str = SSE,
+        error_event: Callable[[QuireError], bytes] = error_event,
     ) -> None:
         """events: at least one; each item is one or more of them, encoded by `event`. The iterator
-        is closed however this ends. keep_alive_s: after so long without output a comment goes
-        out. end: behind the last event. form: of an error that comes as an event."""
+        is closed however this ends. keep_alive_s: after so long without output keep_alive
+        goes out. end: behind the last event. error_event: what an error becomes behind the
+        first."""
         self.status_code = 200
+        self.media_type = media_type
         self.background = None
         # The second is for proxies that would collect a stream before they pass it on (nginx).
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
         self._keep_alive_s = keep_alive_s
         self._end = end
-        self._form = form
+        self._keep_alive = keep_alive
+        self._error_event = error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = {
@@ -179,7 +196,7 @@ class EventStream(Response):
             "status": self.status_code,
             "headers": self.raw_headers,
         }
-        outlet = _Outlet(send, head, self._keep_alive_s)
+        outlet = _Outlet(send, head, self._keep_alive_s, self._keep_alive)
         try:
             await unless_disconnected(receive, self._send_all(outlet), outlet.keep_alive)
         except ClientGoneError:
@@ -193,7 +210,7 @@ class EventStream(Response):
             except QuireError as error:
                 if not outlet.has_begun:
                     raise
-                await outlet.put(event(error_body(error, self._form)))
+                await outlet.put(self._error_event(error))
         await outlet.put(self._end, is_last=True)
 
 
@@ -203,11 +220,14 @@ class _Outlet:
     Invariant: the head goes out once, before everything else; one message is sent at a time.
     """
 
-    def __init__(self, send: Send, head: Message, keep_alive_s: float) -> None:
+    def __init__(
+        self, send: Send, head: Message, keep_alive_s: float, keep_alive: bytes = KEEP_ALIVE
+    ) -> None:
         self.has_begun = False
         self._send = send
         self._head = head
         self._keep_alive_s = keep_alive_s
+        self._keep_alive = keep_alive
         self._lock = asyncio.Lock()
         self._last_s = time.monotonic()
 
@@ -221,11 +241,11 @@ class _Outlet:
             self._last_s = time.monotonic()
 
     async def keep_alive(self) -> float:
-        """Send a comment if it is time; returns in how many seconds to look again."""
+        """Say that the stream lives if it is time; returns in how many seconds to look again."""
         if self._lock.locked():  # something is on its way
             return self._keep_alive_s
         left_s = self._last_s + self._keep_alive_s - time.monotonic()
         if left_s > 0:
             return left_s
-        await self.put(KEEP_ALIVE)
+        await self.put(self._keep_alive)
         return self._keep_alive_s

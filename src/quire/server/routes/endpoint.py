@@ -5,12 +5,15 @@ there who may call, which errors have another form, and which paths to suggest. 
 says its fields, those that are refused, their notes and their bounds (`http.body`).
 """
 
+import re
 from collections.abc import Callable, Coroutine, Iterable
+from itertools import islice
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.http.body import Body
 from quire.server.http.errors import ErrorForm, PathForm, openai_error
@@ -18,6 +21,13 @@ from quire.server.http.json_body import parse
 from quire.server.limits import CallLimits
 from quire.server.routes.unsupported import METHODS, refuse
 from quire.server.service import service_of
+
+IGNORED_HEADER = b"x-ignored-fields"
+MAX_IGNORED_CHARACTERS = 1000
+MAX_NAME_CHARACTERS = 80
+"""Of the header, and of one name in it."""
+
+_NOT_PRINTABLE = re.compile(r"[^!-~ ]|,")
 
 
 class JSONRequest(Request):
@@ -35,6 +45,10 @@ class JSONRequest(Request):
         if self.body_class is not None:
             max_model_len = service.engine.limits.max_model_len
             check_parsed(value, self.body_class, service.limits, max_model_len)
+            rule = service.unknown_fields or self.body_class.unknown_fields
+            if rule == "ignore" and isinstance(value, dict):
+                value, unknown = self.body_class.without_unknown(value)
+                note_ignored(self, unknown)
         return value
 
 
@@ -47,6 +61,30 @@ def check_parsed(value: Any, kind: type[Body], limits: CallLimits, max_model_len
         for fields in (value, value.get("extra_body")):
             if isinstance(fields, dict):
                 kind.check_fields(fields, limits, max_model_len)
+
+
+def note_ignored(http: Request, names: Iterable[str]) -> None:
+    """Have the answer name these fields of the body, which change nothing in it."""
+    http.scope.setdefault("state", {}).setdefault("ignored_fields", []).extend(names)
+
+
+class _NamingIgnored(Response):
+    """An answer with one more header, which names what of the call was ignored."""
+
+    def __init__(self, answer: Response, names: Iterable[str]) -> None:
+        self._answer = answer
+        few = islice(names, MAX_IGNORED_CHARACTERS)  # more have no room in it
+        # What a client sent may be no text of a header.
+        known = dict.fromkeys(_NOT_PRINTABLE.sub("?", name)[:MAX_NAME_CHARACTERS] for name in few)
+        self._value = ", ".join(known)[:MAX_IGNORED_CHARACTERS].encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (IGNORED_HEADER, self._value)]
+            await send(message)
+
+        await self._answer(scope, receive, send_named)
 
 
 class JSONRoute(APIRoute):
@@ -63,7 +101,9 @@ class JSONRoute(APIRoute):
         async def handle_json(request: Request) -> Response:
             json_request = JSONRequest(request.scope, request.receive)
             json_request.body_class = body_class
-            return await handle(json_request)
+            response = await handle(json_request)
+            ignored = request.scope.get("state", {}).get("ignored_fields")
+            return _NamingIgnored(response, ignored) if ignored else response
 
         return handle_json
 

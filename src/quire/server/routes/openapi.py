@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from quire.server.http.streaming import SSE
+
 _ERROR_BODY: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -25,30 +27,42 @@ _ERROR_BODY: dict[str, Any] = {
         }
     },
 }
-_ERROR_CONTENT = {"application/json": {"schema": _ERROR_BODY}}
-
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {
-        "description": "400: a field can't be obeyed (`param` names it); 401: no valid API key; "
-        "404: no such model or path; 408: the deadline passed; 413: the body is too long; "
-        "429: too much at once (Retry-After says when to come back)",
-        "content": _ERROR_CONTENT,
-    },
-    "5XX": {
-        "description": "500: the server failed; 503: it is starting, draining or has lost its "
-        "engine",
-        "content": _ERROR_CONTENT,
-    },
-}
-"""For the `responses` of any route."""
 
 
-def answers(kind: type[msgspec.Struct], *, streams: bool = False) -> dict[int | str, Any]:
+def error_responses(body: Mapping[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """For the `responses` of a route whose errors have that JSON schema."""
+    content = {"application/json": {"schema": body}}
+    return {
+        "4XX": {
+            "description": "400: a field can't be obeyed (`param` names it); 401: no valid API key;"
+            " 404: no such model or path; 408: the deadline passed; 413: the body is too long; "
+            "429: too much at once (Retry-After says when to come back)",
+            "content": content,
+        },
+        "5XX": {
+            "description": "500: the server failed; 503: it is starting, draining or has lost its "
+            "engine",
+            "content": content,
+        },
+    }
+
+
+ERROR_RESPONSES = error_responses(_ERROR_BODY)
+"""For the `responses` of any route with OpenAI's errors."""
+
+
+def answers(
+    kind: type[msgspec.Struct],
+    *,
+    streams: bool = False,
+    stream_type: str = SSE,
+    errors: Mapping[int | str, Any] = ERROR_RESPONSES,
+) -> dict[int | str, Any]:
     """The `responses` of a route that answers with `kind`, or with a stream of events, as asked."""
     content: dict[str, Any] = {"application/json": {"schema": json_schema(kind)}}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    return {200: {"description": "the answer", "content": content}, **ERROR_RESPONSES}
+        content[stream_type] = {"schema": {"type": "string"}}
+    return {200: {"description": "the answer", "content": content}, **errors}
 
 
 def json_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:

@@ -23,21 +23,16 @@ FAMILIES = (
     "content_provenance_checks",
     "conversations",
     "decisions",
-    "embeddings",
     "evals",
     "files",
     "fine_tuning",
     "images",
     "live",
-    "messages",
     "moderations",
     "organization",
     "projects",
     "realtime",
-    "rerank",
-    "responses",
     "safety",
-    "score",
     "skills",
     "threads",
     "uploads",
@@ -47,8 +42,7 @@ FAMILIES = (
     "webhook_endpoints",
     "webhook_event_types",
 )
-"""First parts of paths behind /v1/: of OpenAI's own clients, Anthropic's messages, and what vLLM
-has beside them."""
+"""First parts of paths behind /v1/: of OpenAI's own clients, and what vLLM has beside them."""
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 

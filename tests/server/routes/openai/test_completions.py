@@ -11,10 +11,13 @@ from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
 from quire.engine_client.logprob_entries import CHUNK_TOKENS
+from quire.server.generation.chat_prompt import ChatPrompt
 from quire.server.http.long_work import WorkPieces
-from quire.server.routes.openai.chat import ChatCompletionRequest, _ChatAnswer
+from quire.server.routes.openai.chat import _ChatAnswer
+from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest, _CompletionAnswer
 from quire.server.service import Service
+from quire.text.parsers.dialect_choice import find_dialect
 
 PROMPT = "import os\n"
 GREEDY = {"model": "embedded", "temperature": 0}
@@ -396,7 +399,8 @@ def test_a_long_answer_is_made_in_pieces_while_others_go_on(
         pieces = WorkPieces(StepClock())
         service = Service(engine, tokenizer, None, "model", work=pieces)
         generation = faked.make(service, tokenizer, params=SamplingParams(n=5, logprobs=2))
-        call = make_call(service, body, generation)
+        prompt = ChatPrompt(inputs=[], dialect=find_dialect(None))
+        call = make_call(service, body, prompt, generation)
         num_turns = 0
 
         async def send(message):

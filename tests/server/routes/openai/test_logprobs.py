@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import msgspec
 import pytest
@@ -13,7 +14,9 @@ from quire.server.routes.openai.logprobs import (
     chat_logprobs,
     chat_logprobs_json,
     completion_logprobs_json,
+    id_name,
     prompt_logprobs_json,
+    token_name,
 )
 
 TEXT = "naïve 😀 x"
@@ -24,8 +27,11 @@ def entries(token_ids):
     return [TokenLogprobs(token, -2.0, 2, (5, token), (-0.5, -2.0)) for token in token_ids]
 
 
-def writer(tokenizer, prompt=(), num_top=2):
-    return CompletionLogprobsWriter(tokenizer, prompt, num_top=num_top, skip_special_tokens=True)
+def writer(tokenizer, prompt=(), num_top=2, name=None):
+    name = name or partial(token_name, tokenizer)
+    return CompletionLogprobsWriter(
+        tokenizer, prompt, num_top=num_top, skip_special_tokens=True, name=name
+    )
 
 
 def test_offsets_count_characters_however_tokens_cut_them(tokenizer):
@@ -138,3 +144,13 @@ def test_a_prompt_token_beyond_the_likeliest_has_its_own_rank(tokenizer):
     found = LogprobEntries.of([TokenLogprobs(9, -7.0, 44, (5, 6), (-0.1, -0.2))])
     _, second = json.loads(b"".join(prompt_logprobs_json(tokenizer, found, 2)))
     assert [entry["rank"] for entry in second.values()] == [1, 2, 44]
+
+
+def test_tokens_may_be_called_by_their_ids(tokenizer):
+    ids = tokenizer.encode(TEXT)
+    written = writer(tokenizer, name=id_name).write(entries(ids))
+    assert written.tokens == [f"token_id:{token_id}" for token_id in ids]
+    assert all("token_id:5" in top for top in written.top_logprobs)
+    (first, *_) = chat_logprobs(tokenizer, entries(ids), id_name).content
+    assert first.token == f"token_id:{ids[0]}" and first.top_logprobs[0].token == "token_id:5"
+    assert bytes(first.bytes) == tokenizer.token_bytes(ids[0])

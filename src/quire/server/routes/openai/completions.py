@@ -4,6 +4,7 @@ A streamed answer and a whole one are made of the same pieces, so they say the s
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -17,16 +18,9 @@ from quire.core.sampling_params import MAX_BRANCHES
 from quire.engine_client.results import Delta
 from quire.errors import InvalidRequestError
 from quire.server.generation.answer import LATER, Answer, Usage, event_of, filled, generate
-from quire.server.generation.body import (
-    NOT_FOR_BEAMS,
-    NOT_SUPPORTED,
-    GenerationBody,
-    Params,
-    Texts,
-    TokenIds,
-    left_out,
-)
-from quire.server.generation.http_generation import HTTPGeneration, blamed_on
+from quire.server.generation.body import NOT_FOR_BEAMS, NOT_SUPPORTED, GenerationBody
+from quire.server.generation.call_body import Params, Texts, TokenIds, left_out
+from quire.server.generation.http_generation import HTTPGeneration, Prompts, blamed_on
 from quire.server.http.errors import ErrorForm, openai_error
 from quire.server.http.long_work import call_for_text
 from quire.server.http.streaming import event
@@ -36,8 +30,11 @@ from quire.server.routes.openai.logprobs import (
     CompletionLogprobs,
     CompletionLogprobsWriter,
     PromptLogprobs,
+    TokenNamer,
     completion_logprobs_json,
+    id_name,
     prompt_logprobs_json,
+    token_name,
 )
 from quire.server.routes.openapi import answers
 from quire.server.service import Service
@@ -73,7 +70,7 @@ class CompletionRequest(GenerationBody):
 
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     echo: bool = False
-    logprobs: int | None = left_out(minimum=0)
+    logprobs: int | None = left_out(minimum=-1)
     best_of: int | None = left_out(minimum=1, maximum=MAX_BRANCHES)
     # ours
     add_special_tokens: bool = True
@@ -184,24 +181,24 @@ class _CompletionAnswer(Answer[CompletionRequest]):
     bytes_per_logprob = BYTES_PER_LOGPROB
 
     @classmethod
-    async def prompts(cls, service: Service, body: CompletionRequest) -> list[str | list[int]]:
-        """As the engine takes them: token ids, or texts, which get their special tokens there."""
+    async def prompts(cls, service: Service, body: CompletionRequest) -> Prompts:
         for prompt in body.prompts:
             if isinstance(prompt, str):
                 check_text(prompt, service.tokenizer, service.engine.limits.max_model_len, "prompt")
         if body.add_special_tokens:
-            return body.prompts
+            return Prompts(body.prompts)
         num_characters = sum(len(prompt) for prompt in body.prompts)
-        return await call_for_text(num_characters, _without_special_tokens, service, body)
+        return Prompts(await call_for_text(num_characters, _without_special_tokens, service, body))
 
     def __init__(
         self,
         service: Service,
         body: CompletionRequest,
+        prompts: Prompts,
         generation: HTTPGeneration,
         form: ErrorForm = openai_error,
     ) -> None:
-        super().__init__(service, body, generation, form)
+        super().__init__(service, body, prompts, generation, form)
         self._writers = self._make_writers(body.logprobs)
 
     def _whole(self, choices: list[Any]) -> Completion:
@@ -238,8 +235,8 @@ class _CompletionAnswer(Answer[CompletionRequest]):
             )
         )
 
-    def _usage_event(self) -> bytes:
-        return event(self._answer([], self._usage()))
+    def _end_events(self) -> Iterable[bytes]:
+        return [event(self._answer([], self._usage()))] if self._body.include_usage else ()
 
     def _counted(self, delta: Delta) -> Delta:
         """What is answered of a delta, its tokens counted."""
@@ -247,6 +244,15 @@ class _CompletionAnswer(Answer[CompletionRequest]):
             return Delta(finish_reason=None if delta.finish_reason is None else "length")
         self._num_generated += len(delta.token_ids)
         return delta
+
+    def _has_news(self, delta: Delta) -> bool:
+        """Whether a client sees anything of it. Text may be held back, as part of a stop string."""
+        return bool(
+            delta.text
+            or delta.logprobs
+            or delta.finish_reason
+            or (self._body.return_token_ids and delta.token_ids)
+        )
 
     def _echoes(self, choice: int) -> bool:
         """Whether the next piece of a choice begins with the prompt."""
@@ -275,7 +281,8 @@ class _CompletionAnswer(Answer[CompletionRequest]):
     def _logprobs(self, choice: int, delta: Delta, with_echo: bool) -> Iterator[CompletionLogprobs]:
         writer = self._writers[choice]
         if with_echo:
-            yield writer.write_first(self._result(choice).prompt_token_ids[0])
+            result = self._results[choice // self._generation.params.n]
+            yield writer.write_first(result.prompt_token_ids[0])
             for chunk in self._generation.prompt_entries(choice).chunks():
                 yield writer.write(chunk)
         for chunk in delta.logprobs.chunks():
@@ -285,14 +292,19 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         """One for each choice, none where no logprobs are wanted."""
         if num_top is None:
             return []
+        name: TokenNamer = partial(token_name, self._service.tokenizer)
+        if self._body.return_tokens_as_token_ids:
+            name = id_name
         return [
             CompletionLogprobsWriter(
                 self._service.tokenizer,
-                () if self._body.echo else self._result(choice).prompt_token_ids,
+                () if self._body.echo else result.prompt_token_ids,
                 num_top=num_top,
                 skip_special_tokens=self._generation.params.skip_special_tokens,
+                name=name,
             )
-            for choice in range(self._generation.num_choices)
+            for result in self._results
+            for _ in result.outputs
         ]
 
     def _prompt_text(self, choice: int) -> str:
@@ -309,7 +321,7 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         return Completion(
             self._call_id,
             self._created_s,
-            self._service.model_name,
+            self._service.answered_name(self._body.model),
             choices,
             usage,
             system_fingerprint=self._service.system_fingerprint,

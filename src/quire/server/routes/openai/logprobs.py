@@ -1,9 +1,9 @@
 """Log-probabilities in the two shapes of OpenAI's API.
 
-Knows no requests. Called by `completions` and `chat`.
+Knows no requests. Called by `completions`, `chat` and `responses`.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -57,6 +57,15 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+TokenNamer = Callable[[int], str]
+"""What a token is called in an answer."""
+
+
+def id_name(token_id: int) -> str:
+    """As vLLM names it under return_tokens_as_token_ids."""
+    return f"token_id:{token_id}"
+
+
 class CompletionLogprobsWriter:
     """The logprobs of one choice of a completion, piece by piece.
 
@@ -70,9 +79,10 @@ class CompletionLogprobsWriter:
         *,
         num_top: int,
         skip_special_tokens: bool,
+        name: "TokenNamer",
     ) -> None:
         """prompt_token_ids: what precedes the choice's text; empty where the prompt is echoed."""
-        self._tokenizer = tokenizer
+        self._name = name
         self._num_top = num_top
         self._offset = 0
         self._detokenizer = IncrementalDetokenizer(
@@ -102,7 +112,7 @@ class CompletionLogprobsWriter:
         logprob: float | None,
         top: Mapping[int, float] | None,
     ) -> None:
-        written.tokens.append(token_name(self._tokenizer, token_id))
+        written.tokens.append(self._name(token_id))
         written.token_logprobs.append(None if logprob is None else max(logprob, LEAST_LOGPROB))
         written.top_logprobs.append(None if top is None else self._named(top))
         written.text_offset.append(self._offset)
@@ -111,7 +121,7 @@ class CompletionLogprobsWriter:
     def _named(self, top: Mapping[int, float]) -> dict[str, float]:
         named: dict[str, float] = {}
         for token_id, logprob in top.items():  # of two tokens that read alike, the likelier one
-            named.setdefault(token_name(self._tokenizer, token_id), max(logprob, LEAST_LOGPROB))
+            named.setdefault(self._name(token_id), max(logprob, LEAST_LOGPROB))
         return named
 
 
@@ -159,21 +169,49 @@ def _by_token_id(
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> ChatLogprobs:
-    """Of generated tokens, each with as many likeliest ones as the request asked for."""
-    return ChatLogprobs([_chat_entry(tokenizer, entry) for entry in entries])
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], name: TokenNamer | None = None
+) -> ChatLogprobs:
+    """Of generated tokens, each with as many likeliest ones as the request asked for.
+
+    name: what tokens are called; None: their texts.
+    """
+    name = name or tokenizer.token_text
+    return ChatLogprobs([_chat_entry(tokenizer, entry, name) for entry in entries])
 
 
 def chat_logprobs_json(
-    tokenizer: Tokenizer, entries: LogprobEntries
+    tokenizer: Tokenizer, entries: LogprobEntries, name: TokenNamer | None = None
 ) -> Generator[bytes, None, None]:
     """The JSON of `chat_logprobs` in parts; may pause at each yield."""
     head, tail = _encode_json(ChatLogprobs([])).split(b"[]")
     opening = head + b"["
-    for chunk in entries.chunks():
-        yield opening + _items_json(chat_logprobs(tokenizer, chunk).content)
+    for items in token_logprobs_json(tokenizer, entries, name):
+        yield opening + items
         opening = b","
     yield (b"]" if entries else opening + b"]") + tail
+
+
+def token_logprobs_json(
+    tokenizer: Tokenizer, entries: LogprobEntries, name: TokenNamer | None = None
+) -> Generator[bytes, None, None]:
+    """The JSON of each token's ChatTokenLogprob, some of them at a time, with commas between."""
+    for chunk in entries.chunks():
+        yield _items_json(chat_logprobs(tokenizer, chunk, name).content)
+
+
+def last_entries(
+    tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], text: str
+) -> list[TokenLogprobs]:
+    """The last of the entries, as many as `text` has come of; special tokens stand for no text."""
+    num_bytes, found = len(text.encode()), []
+    for entry in reversed(list(entries)):
+        if num_bytes <= 0:
+            break
+        found.append(entry)
+        if entry.token_id not in tokenizer.special_token_ids:
+            num_bytes -= len(tokenizer.token_bytes(entry.token_id))
+    return found[::-1]
 
 
 def _items_json(items: list[Any]) -> bytes:
@@ -181,17 +219,17 @@ def _items_json(items: list[Any]) -> bytes:
     return _encode_json(items)[1:-1]
 
 
-def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> ChatTokenLogprob:
+def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs, name: TokenNamer) -> ChatTokenLogprob:
     top = [
         TopLogprob(
-            tokenizer.token_text(token_id),
+            name(token_id),
             max(logprob, LEAST_LOGPROB),
             list(tokenizer.token_bytes(token_id)),
         )
         for token_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
     ]
     return ChatTokenLogprob(
-        tokenizer.token_text(entry.token_id),
+        name(entry.token_id),
         max(entry.logprob, LEAST_LOGPROB),
         list(tokenizer.token_bytes(entry.token_id)),
         top,

@@ -31,8 +31,9 @@ class ModelList(msgspec.Struct):
 
 @router.get("/v1/models", responses=answers(ModelList))
 async def list_models(http: HTTPRequest) -> Response:
-    """The one model of this server."""
-    return json_response(ModelList([_card(service_of(http))]))
+    """The one model of this server, under each of its names."""
+    service = service_of(http)
+    return json_response(ModelList([_card(service, name) for name in service.model_names]))
 
 
 @router.get("/v1/models/{name:path}", responses=answers(ModelCard))
@@ -40,8 +41,8 @@ async def get_model(name: str, http: HTTPRequest) -> Response:
     """The model called `name`."""
     service = service_of(http)
     service.check_model(name)
-    return json_response(_card(service))
+    return json_response(_card(service, name))
 
 
-def _card(service: Service) -> ModelCard:
-    return ModelCard(service.model_name, service.created_s, service.engine.limits.max_model_len)
+def _card(service: Service, name: str) -> ModelCard:
+    return ModelCard(name, service.created_s, service.engine.limits.max_model_len)

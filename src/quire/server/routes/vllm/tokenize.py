@@ -13,12 +13,15 @@ from pydantic import Field
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.server.generation.body import TokenIds
+from quire.server.generation.call_body import TokenIds
+from quire.server.generation.chat_call import ChatCall
+from quire.server.generation.chat_prompt import chat_call_of, chat_prompt
 from quire.server.generation.http_generation import blamed_on
 from quire.server.http.body import Body
 from quire.server.http.long_work import call_for_text
 from quire.server.routes.endpoint import Endpoints
-from quire.server.routes.openai.chat import Messages, TemplateOptions, chat_token_ids
+from quire.server.routes.openai.chat_body import ChatPromptFields, Messages
+from quire.server.routes.openai.chat_tools import make_tool_use, openai_tools
 from quire.server.routes.openai.logprobs import token_name
 from quire.server.routes.openapi import answers
 from quire.server.service import Service, service_of
@@ -31,10 +34,10 @@ MAX_CHARACTERS = 2 << 20
 MAX_TOKENS = 1 << 20
 """In one list: as much as the text of them is bounded by."""
 
-_TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_TEMPLATE_FIELDS = tuple(ChatPromptFields.model_fields)
 
 
-class TokenizeRequest(TemplateOptions):
+class TokenizeRequest(ChatPromptFields):
     """POST /tokenize: a prompt, or messages with the options of their template.
 
     add_special_tokens: those that the tokenizer puts around a text; null means true for a prompt
@@ -72,6 +75,18 @@ class TokenizeRequest(TemplateOptions):
                 raise InvalidRequestError(
                     f"{name} is set, but goes with messages only; leave it out", name
                 )
+
+    def to_chat_call(self) -> ChatCall:
+        """Of a body with messages."""
+        return ChatCall(
+            messages=self.messages or [],
+            tool_use=make_tool_use(openai_tools(self.tools or ()), None),
+            reasoning=self.reasoning_options(),
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            add_special_tokens=bool(self.add_special_tokens),
+        )
 
 
 class DetokenizeRequest(Body):
@@ -117,9 +132,7 @@ async def tokenize(body: TokenizeRequest, http: HTTPRequest) -> Response:
             len(body.prompt), _encode, service, body.prompt, with_special
         )
     else:
-        token_ids = await chat_token_ids(
-            service, body.messages or [], body, add_special_tokens=bool(body.add_special_tokens)
-        )
+        token_ids = (await chat_prompt(service, await chat_call_of(body))).token_ids
     content = await call_for_text(
         len(token_ids), _tokenized, service, token_ids, body.return_token_strs
     )

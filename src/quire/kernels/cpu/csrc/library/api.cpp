@@ -157,6 +157,12 @@ void quire_sample(void* context, const float* logits, int64_t ld, int64_t V, con
   kernels->sample(pool, logits, ld, V, rows, R, token_ids, largest);
 }
 
+void quire_forbid(void* context, float* logits, int64_t ld, int64_t V, const int64_t* lines,
+                  const uint32_t* words, int64_t width, int64_t N) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->forbid(pool, logits, ld, V, lines, words, width, N);
+}
+
 void quire_token_logprobs(void* context, const float* logits, int64_t ld, int64_t V,
                           const LogprobRow* rows, int64_t R, int64_t width, float* logprobs,
                           int64_t* tokens) {

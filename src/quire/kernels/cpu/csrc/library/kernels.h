@@ -58,6 +58,11 @@ struct Kernels {
   void (*sample)(Pool&, const float* logits, int64_t ld, int64_t V, const SampleRow*, int64_t R,
                  int64_t* token_ids, float* largest);
 
+  // forbid.cpp: of N different lines of logits [ld], the tokens whose bit is not set in its mask,
+  // words [N, width], become impossible; bit t % 32 of word t / 32 is token t's.
+  void (*forbid)(Pool&, float* logits, int64_t ld, int64_t V, const int64_t* lines,
+                 const uint32_t* words, int64_t width, int64_t N);
+
   // logprobs.cpp: for each of R rows the log-probability and the rank (from 1) of its token, then
   // log-probabilities and ids of the best num_top tokens: logprobs and tokens [R, width]. The first
   // is NaN, and only then, where the largest logit is not finite.

@@ -1,0 +1,123 @@
+"""Settles what a model folder is served as: to generate, or to embed and score.
+
+Called by `build`, in every rank.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quire.core.pooling import Activation, ModelPooling, PairForm
+from quire.errors import ConfigurationError
+from quire.hub.model_folder import resolve_model_folder
+from quire.models.checkpoints.readers import find_reader
+from quire.models.config import ModelConfig
+from quire.models.pooling_config import (
+    PoolingFolder,
+    has_modules,
+    model_pooling,
+    read_pooling_folder,
+)
+from quire.models.registry import MODELS, load_config
+from quire.observability.log import get_logger
+from quire.options.engine_options import EngineOptions
+from quire.options.pooling_options import AUTO, GENERATE, POOLING
+from quire.text.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
+
+_INSTRUCTED = "Qwen3"
+"""How the architectures begin whose rerankers expect a pair in the words of `PairForm.QWEN3`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKind:
+    """options: with what follows from the model. generates: whether it predicts tokens."""
+
+    options: EngineOptions
+    folder: Path
+    config: ModelConfig
+    pooling: ModelPooling
+    generates: bool
+
+
+def choose_kind(options: EngineOptions) -> ModelKind:
+    """Of the model that the options name. Raises ConfigurationError and its kinds."""
+    folder = resolve_model_folder(options.model, options.revision)
+    said = read_pooling_folder(folder) if has_modules(folder) else None
+    config = load_config(folder)
+    could_generate = MODELS[config.architecture].generates
+    if options.runner == GENERATE and not could_generate:
+        raise ConfigurationError(
+            f"runner is 'generate', but {config.architecture} predicts no tokens; leave it out to"
+            " embed or score"
+        )
+    is_asked_to = options.runner == POOLING or options.score_tokens is not None
+    is_made_to = said is not None or not could_generate
+    generates = not (is_asked_to or (is_made_to and options.runner == AUTO))
+    pooling = _pooling(options, folder, config, said)
+    if not generates and not pooling.score_token_ids:
+        config = load_config(folder, pools_hidden=True)
+    if not generates:
+        options = _with_fitting_length(options, config, said)
+    return ModelKind(options, folder, config, pooling, generates)
+
+
+def _pooling(
+    options: EngineOptions, folder: Path, config: ModelConfig, said: PoolingFolder | None
+) -> ModelPooling:
+    raw = find_reader(folder).read_config(folder)
+    pooling = model_pooling(config, said, raw, options.pooling_type)
+    if options.score_tokens is not None:
+        if not MODELS[config.architecture].generates:
+            raise ConfigurationError(
+                f"score_tokens is {options.score_tokens!r}, but {config.architecture} predicts no"
+                " tokens; leave it out"
+            )
+        token_ids = _token_ids(options, options.score_tokens)
+        pooling = replace(pooling, score_token_ids=token_ids, activation=Activation.SOFTMAX)
+    scores = pooling.num_scores or pooling.score_token_ids
+    if scores and config.architecture.startswith(_INSTRUCTED):
+        pooling = replace(pooling, pair_form=PairForm.QWEN3)
+    return pooling
+
+
+def _token_ids(options: EngineOptions, words: str) -> tuple[int, ...]:
+    source = options.tokenizer or options.model
+    revision = None if options.tokenizer else options.revision
+    tokenizer = Tokenizer.from_folder(resolve_model_folder(source, revision))
+    found: list[int] = []
+    for word in words.split(","):
+        token_ids = tokenizer.encode(word, add_special_tokens=False)
+        if len(token_ids) != 1:
+            raise ConfigurationError(
+                f"score_tokens has {word!r}, which is {len(token_ids)} tokens of this model; name"
+                " two that are one each"
+            )
+        found += token_ids
+    return tuple(found)
+
+
+def _with_fitting_length(
+    options: EngineOptions, config: ModelConfig, said: PoolingFolder | None
+) -> EngineOptions:
+    """An input of the length that the folder says; of an encoder, as long as one step computes."""
+    longest = options.max_model_len or config.max_supported_positions
+    if said is not None and said.max_tokens is not None and options.max_model_len is None:
+        longest = min(longest, said.max_tokens)
+    if config.is_causal:
+        return replace(options, max_model_len=longest)
+    most = options.max_num_batched_tokens
+    if options.max_model_len is not None and options.max_model_len > most:
+        raise ConfigurationError(
+            f"max_model_len is {options.max_model_len}, but an encoder computes an input in one"
+            f" step, of max_num_batched_tokens={most} tokens at most; raise that, or lower this"
+        )
+    if longest > most:
+        logger.warning(
+            "an encoder computes an input in one step, so max_model_len is %d, as"
+            " max_num_batched_tokens is, instead of %d",
+            most,
+            longest,
+        )
+    # Of an input to whose tokens others are added, every token has other keys and values.
+    return replace(options, max_model_len=min(longest, most), enable_prefix_caching=False)

@@ -1,0 +1,94 @@
+"""Parameters whose fields are checked whenever they are set, and whose wrong names are answered.
+
+`CheckedFields` is the base of SamplingParams and BeamSearchParams. Knows no parameter.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from functools import wraps
+from typing import Any, ClassVar, TypeVar
+
+from quire.errors import InvalidRequestError, did_you_mean, shown
+
+Kind = TypeVar("Kind", bound="type[CheckedFields]")
+
+
+class CheckedFields:
+    """Base of a dataclass with slots. Invariant: each field has a value that its check returned.
+
+    checks: field -> what returns the value to keep, or raises InvalidRequestError.
+    aliases: other name -> field. foreign: name of other engines -> the values that ask for nothing,
+        and what there is instead of the others; None asks for nothing, too.
+    """
+
+    __slots__ = ()
+    checks: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
+    foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        found = settle_names(type(self), {name: value})
+        for field_name, given in found.items():
+            object.__setattr__(self, field_name, self.checks[field_name](given))
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for a name that is no field."""
+        kind = type(self)
+        if name in kind.aliases:
+            return getattr(self, kind.aliases[name])
+        why = did_you_mean(name, kind.checks)
+        if name in kind.foreign:
+            why = f": {kind.foreign[name][1]}"
+        raise AttributeError(f"{kind.__name__} has no field {name}{why}", name=name, obj=self)
+
+
+def settle_names(kind: type[CheckedFields], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given by the names of fields. Raises InvalidRequestError for a name that is neither
+    a field nor known from other engines, and for a value of theirs that quire can't obey."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        target = kind.aliases.get(name, name)
+        if target in kind.checks:
+            if target in found:
+                raise InvalidRequestError(f"{name} is given twice, also as {target}", name)
+            found[target] = value
+        elif name not in kind.foreign:
+            raise InvalidRequestError(
+                f"{kind.__name__} has no option {name}{did_you_mean(name, kind.checks)}", name
+            )
+        else:
+            check_harmless(name, value, *kind.foreign[name])
+    return found
+
+
+def check_harmless(name: str, value: Any, harmless: tuple[Any, ...], why: str) -> None:
+    """Raises InvalidRequestError unless the value is None or one of those that ask for nothing."""
+    # True equals 1 in Python, and is another answer.
+    if value is None or any(
+        isinstance(value, bool) == isinstance(same, bool) and value == same for same in harmless
+    ):
+        return
+    wanted = " or ".join(["left out", *map(repr, harmless)])
+    raise InvalidRequestError(f"{name} is {shown(value)}, but must be {wanted}: {why}", name)
+
+
+def answers_mistakes(kind: Kind) -> Kind:
+    """Have the dataclass answer wrong arguments with InvalidRequestError, instead of TypeError."""
+    made: Callable[..., None] = kind.__init__
+    needed = [each.name for each in fields(kind) if each.default is MISSING]  # type: ignore[arg-type]
+
+    @wraps(made)
+    def init(self: CheckedFields, *unnamed: Any, **given: Any) -> None:
+        if unnamed:
+            raise InvalidRequestError(
+                f"{kind.__name__} takes its options by name, as {kind.__name__}("
+                f"{next(iter(kind.checks))}={shown(unnamed[0])})"
+            )
+        found = settle_names(kind, given)
+        for name in needed:
+            if name not in found:
+                raise InvalidRequestError(f"{kind.__name__} needs {name}", name)
+        made(self, **found)
+
+    type.__setattr__(kind, "__init__", init)
+    return kind

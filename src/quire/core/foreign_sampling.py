@@ -1,0 +1,49 @@
+"""Fields of other engines' sampling parameters, and what quire has in their place.
+
+Data that ages with those engines' releases. `checked_fields` reads it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+Foreign = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Name -> the values that ask for nothing, and what there is instead of the others."""
+
+_BEAMS = "use LLM.beam_search(prompts, BeamSearchParams(beam_width=...))"
+_OFF = "switch enable_prefix_caching off, or give each prompt a cache_salt of its own"
+_LOOPS = "repetition_penalty, presence_penalty and frequency_penalty discourage loops"
+_WATERMARK = "texts are not watermarked"
+
+FOREIGN_SAMPLING: Foreign = {
+    "best_of": ((1,), "ask for n samples with logprobs=0 and keep those of the best sum"),
+    "early_stopping": ((False,), _BEAMS),
+    "extra_args": (({},), "no part of quire reads further arguments"),
+    "flat_logprobs": ((False,), "logprobs are a list with one map of tokens for each token"),
+    "length_penalty": ((1, 1.0), _BEAMS),
+    "logits_processors": (
+        ([], ()),
+        "no code of a request runs in the engine; use logit_bias, bad_words, allowed_token_ids or"
+        " structured_outputs",
+    ),
+    "logprob_token_ids": (([],), "logprobs=N has the N likeliest tokens of each step"),
+    "prompt_logprob_start": ((0,), "prompt_logprobs are those of the whole prompt"),
+    "prompt_logprob_token_ids": (([],), "prompt_logprobs=N has the N likeliest of each token"),
+    "repetition_detection": ((), _LOOPS),
+    "routed_experts_prompt_start": ((0,), "which experts a token went to is not returned"),
+    "skip_clone": ((True, False), "a copy is always taken"),
+    "skip_reading_prefix_cache": ((False,), _OFF),
+    "spaces_between_special_tokens": ((True,), "the tokenizer's own rule writes special tokens"),
+    "stream_interval": ((1,), "a stream brings each token as it comes"),
+    "thinking_token_budget": ((), "max_tokens bounds the whole answer"),
+    "trace_decode_token_ids": (([],), "generated tokens can't be prescribed"),
+    "use_beam_search": ((False,), _BEAMS),
+    "watermarking": ((False,), _WATERMARK),
+}
+
+FOREIGN_BEAMS: Foreign = {
+    "allowed_token_ids": ((), "a beam search chooses from the whole vocabulary"),
+    "include_stop_str_in_output": ((False,), "a beam search has no stop strings"),
+    "skip_special_tokens": ((True,), "tokens has them all; text leaves special tokens out"),
+    "structured_outputs": ((), "a beam search obeys no grammar; use LLM.generate"),
+    "watermarking": ((False,), _WATERMARK),
+}

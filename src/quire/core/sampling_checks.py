@@ -1,0 +1,148 @@
+"""Checks of sampling parameters: each returns a value in Python's own type, or refuses it.
+
+A refusal is an InvalidRequestError that names the field, the value and the bound. Numbers and lists
+may be NumPy's or torch's. Called by `sampling_params`, and by what reads other numbers of requests.
+"""
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.errors import InvalidRequestError, check_characters, shown
+
+
+def _bounds(low: float | None, high: float | None, above_low: bool) -> str:
+    parts = []
+    if low is not None:
+        parts.append(f"above {low:g}" if above_low else f"at least {low:g}")
+    if high is not None:
+        parts.append(f"at most {high:g}")
+    return " and ".join(parts)
+
+
+def as_python(value: Any) -> Any:
+    """A number or an array of NumPy or torch as Python's own; everything else as it is."""
+    to_list = getattr(value, "tolist", None)
+    return value if to_list is None else to_list()
+
+
+def whole_number(value: Any) -> int | None:
+    """`value` as an int, if it is a whole number of any type; True and False are none."""
+    plain = as_python(value)
+    if isinstance(plain, bool):
+        return None
+    try:
+        return int(operator.index(plain))
+    except TypeError:
+        return None
+
+
+def number(
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    above_low: bool = False,
+    is_optional: bool = True,
+) -> float | None:
+    """A number within bounds; None is one where is_optional."""
+    if value is None:
+        _none_or_refuse(name, is_optional)
+        return None
+    plain = as_python(value)
+    if isinstance(plain, bool) or not isinstance(plain, (int, float)):
+        raise InvalidRequestError(f"{name} is {shown(value)}, but must be a number", name)
+    too_low = plain <= low if above_low else plain < low
+    if too_low or plain > high or math.isnan(plain):
+        raise InvalidRequestError(
+            f"{name} is {plain!r}, but must be {_bounds(low, high, above_low)}", name
+        )
+    return plain
+
+
+def _none_or_refuse(name: str, is_optional: bool) -> None:
+    if not is_optional:
+        raise InvalidRequestError(f"{name} is None, but must be a number", name)
+
+
+def integer(
+    name: str, value: Any, low: int, high: int | None, *, is_optional: bool = True
+) -> int | None:
+    """As `number`."""
+    if value is None:
+        _none_or_refuse(name, is_optional)
+        return None
+    whole = whole_number(value)
+    if whole is None:
+        raise InvalidRequestError(f"{name} is {shown(value)}, but must be a whole number", name)
+    if whole < low or (high is not None and whole > high):
+        bound = f"at least {low}" + (f" and at most {high}" if high is not None else "")
+        raise InvalidRequestError(f"{name} is {whole!r}, but must be {bound}", name)
+    return whole
+
+
+def kind_of(name: str, kind: type, is_optional: bool, value: Any) -> Any:
+    """An object of a class."""
+    if isinstance(value, kind) or (value is None and is_optional):
+        return value
+    raise InvalidRequestError(f"{name} is {shown(value)}, but must be a {kind.__name__}", name)
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} is {shown(value)}, but must be True or False", name)
+    return value
+
+
+def strings(name: str, values: Any) -> tuple[str, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise InvalidRequestError(f"{name} is {values!r}, but must be a list of strings", name)
+    for value in values:
+        if not isinstance(value, str) or not value:
+            raise InvalidRequestError(
+                f"{name} contains {shown(value)}, but each must be a non-empty string", name
+            )
+        check_characters(value, name)
+    return tuple(values)
+
+
+def token_ids(name: str, values: Any) -> tuple[int, ...]:
+    listed = () if values is None else as_python(values)
+    if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence):
+        raise InvalidRequestError(f"{name} is {values!r}, but must be a list of token ids", name)
+    found = []
+    for value in listed:
+        token_id = whole_number(value)
+        if token_id is None or token_id < 0:
+            raise InvalidRequestError(
+                f"{name} contains {shown(value)}, but each must be a token id (0 or more)", name
+            )
+        found.append(token_id)
+    return tuple(found)
+
+
+def logit_bias(values: Any) -> Mapping[int, float]:
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise InvalidRequestError(
+            f"logit_bias is {values!r}, but must map token ids to numbers", "logit_bias"
+        )
+    biases: dict[int, float] = {}
+    for key, value in values.items():
+        token_id = whole_number(key)
+        if token_id is None or token_id < 0:
+            raise InvalidRequestError(
+                f"logit_bias has the key {shown(key)}, but keys must be token ids", "logit_bias"
+            )
+        bias = number("logit_bias", value, -100.0, 100.0)
+        if bias is None:
+            raise InvalidRequestError(
+                f"logit_bias of token {token_id} is None, but must be a number", "logit_bias"
+            )
+        biases[token_id] = bias
+    return biases

@@ -1,0 +1,184 @@
+"""What the tokens of a sequence with a grammar obey, and its masks.
+
+A mask depends on the sequence's tokens alone, which are all known when the step that samples the
+next one is planned. So it is computed in a thread, while the forward pass runs. One that takes long
+would hold up the other rows of the step: a sequence whose last mask did is planned again only when
+its next one is there (`Constraint.is_ready`). Knows no text and no scheduler. Used by
+`grammar_work` alone.
+"""
+
+import time
+from collections.abc import Sequence as Tokens
+from concurrent.futures import Executor, Future
+from typing import Protocol
+
+from quire.core.sampling_params import DecodingParams
+from quire.core.step import TokenMasks
+
+SLOW_MASK_S = 0.003
+"""Of processor time. A decode step of a small model takes as long."""
+
+
+class FollowedGrammar(Protocol):
+    """Where a sequence's tokens have led in its grammar; `text.grammars` has the one there is.
+
+    is_finished: nothing but an end token may follow. The methods raise ValueError where the grammar
+    can't be followed any further: a token that it does not allow, or beyond the grammar's limits.
+    """
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def consume(self, token_ids: Tokens[int]) -> None: ...
+
+    def mask(self) -> bytes: ...
+
+    def copy(self) -> "FollowedGrammar": ...
+
+
+class GrammarConstraint:
+    """See `core.constraint.Constraint`.
+
+    Invariant: `_early`, if there is one, computes the mask for the tokens as they are.
+    """
+
+    __slots__ = (
+        "_early",
+        "_ends",
+        "_is_slow",
+        "_num_tokens",
+        "_params",
+        "_state",
+        "ends_with_text",
+        "error",
+    )
+
+    def __init__(
+        self,
+        state: FollowedGrammar,
+        params: DecodingParams,
+        end_token_ids: Tokens[int],
+        token_ids: Tokens[int] = (),
+    ) -> None:
+        """state: owned from now on. end_token_ids: all that the model has. token_ids: generated
+        before, by this sequence or by the one that it was forked from.
+
+        Raises ValueError where they don't obey the grammar.
+        """
+        state.consume(token_ids)
+        self.error: str | None = None
+        self.ends_with_text = False
+        self._state = state
+        self._params = params
+        self._ends = frozenset(end_token_ids)
+        self._num_tokens = len(token_ids)
+        self._early: Future[bytes | None] | None = None
+        self._is_slow = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its mask will be there in time."""
+        return self._early is None or self._early.done()
+
+    @property
+    def early(self) -> "Future[bytes | None] | None":
+        """The mask that was begun before its step was planned, if it was."""
+        return self._early
+
+    def take(self, token_id: int) -> bool:
+        """See `Constraint.take`."""
+        self._early = None
+        self._num_tokens += 1
+        if self.error is not None:
+            return True
+        if token_id in self._ends or self._state.is_finished:
+            return True
+        try:
+            self._state.consume((token_id,))
+        except ValueError as error:
+            self.error = str(error)
+            return True
+        self.ends_with_text = self._state.is_finished
+        return self.ends_with_text
+
+    def begin_early(self, threads: Executor) -> None:
+        """Begin the next mask now, if the last one took long."""
+        if self._is_slow and self._early is None and self.error is None:
+            self._early = threads.submit(self.mask)
+
+    def mask(self) -> bytes | None:
+        """Which tokens may come next, as `core.step.TokenMasks` has it; None: there is an error,
+        which ends the sequence whatever is sampled for it. Called in a thread, one at a time."""
+        began_s = time.thread_time()
+        try:
+            mask = self._state.mask()
+        except ValueError as error:
+            self.error = str(error)
+            return None
+        self._is_slow = time.thread_time() - began_s > SLOW_MASK_S
+        return self._without_ends(mask)
+
+    def copy(self, params: DecodingParams) -> "GrammarConstraint":
+        """Of a sequence with the same tokens and other params."""
+        if self._early is not None:
+            self._early.result()
+        copied = GrammarConstraint(self._state.copy(), params, tuple(self._ends))
+        copied.error, copied._num_tokens = self.error, self._num_tokens
+        copied._is_slow = self._is_slow
+        return copied
+
+    def _without_ends(self, mask: bytes) -> bytes:
+        """The mask without the ends that the params put off, as long as others are left.
+
+        Under ignore_eos the params have no end tokens, and the model's own come last.
+        """
+        params = self._params
+        put_off: set[int] = set()
+        if self._num_tokens < params.min_tokens:
+            put_off.update(self._ends, params.stop_token_ids)
+        elif not params.end_token_ids:
+            put_off.update(self._ends)
+        if not put_off:
+            return mask
+        edited = bytearray(mask)
+        for token_id in put_off:
+            if token_id < 8 * len(edited):
+                edited[token_id // 8] &= ~(1 << token_id % 8)
+        return bytes(edited) if any(edited) else mask
+
+
+class PendingMasks:
+    """The masks of one step while they are computed."""
+
+    def __init__(
+        self, jobs: list[Future[list[bytes | None]]], rows: list[list[int]], early: "EarlyMasks"
+    ) -> None:
+        """jobs, rows: parallel; each job computes the masks of so many rows. early: of rows whose
+        masks were begun before."""
+        self._jobs = jobs
+        self._rows = rows
+        self._early = early
+
+    def collect(self) -> TokenMasks | None:
+        """All of them, as soon as they are there; None: this step has none."""
+        if not self._jobs and not self._early:
+            return None
+        masks: dict[int, bytes] = {}
+        for job, rows in zip(self._jobs, self._rows, strict=True):
+            for row, mask in zip(rows, job.result(), strict=True):
+                if mask is not None:
+                    masks[row] = mask
+        for row, computed in self._early:
+            found = computed.result()
+            if found is not None:
+                masks[row] = found
+        return masks or None
+
+
+EarlyMasks = list[tuple[int, Future[bytes | None]]]
+NO_MASKS = PendingMasks([], [], [])
+
+
+def compute_masks(constraints: Tokens[GrammarConstraint]) -> list[bytes | None]:
+    """The masks of several, one after another."""
+    return [constraint.mask() for constraint in constraints]

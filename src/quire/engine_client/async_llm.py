@@ -1,0 +1,226 @@
+"""An engine for one's own event loop: results as they come.
+
+    async with AsyncLLM(max_num_seqs=8) as engine:
+        async for output in engine.generate("import os", SamplingParams(max_tokens=32), "0"):
+            print(output.outputs[0].text)
+
+The engine computes in a process of its own, as under `quire serve`: if that dies, it is started
+again, and every request goes on from the tokens that came. Knows no HTTP and no torch.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any, NoReturn, Self
+
+from quire.core.request import SequenceOutput
+from quire.core.sampling_params import SamplingParams
+from quire.engine_client.async_engine import AsyncEngine, RequestStream
+from quire.engine_client.inputs import InputProcessor, PromptInput, read_prompt
+from quire.engine_client.outputs import OutputSnapshots, RequestAssembler
+from quire.engine_client.results import RequestMetrics, RequestOutput
+from quire.errors import EngineDeadError, InvalidRequestError, QuireError, unknown_name
+from quire.hub.model_folder import resolve_model_folder
+from quire.option_fields import takes_arguments_of
+from quire.options.engine_options import EngineOptions
+from quire.options.foreign_methods import FOREIGN_METHODS
+from quire.text.tokenizer import Tokenizer
+
+
+class _OpenRequest:
+    """The sink of one request: collects its outputs and wakes its reader."""
+
+    def __init__(self, assembler: RequestAssembler, snapshots: OutputSnapshots) -> None:
+        self.stream: RequestStream | None = None
+        self._assembler = assembler
+        self._snapshots = snapshots
+        self._news = asyncio.Event()
+        self._has_ended = False
+        self._error: QuireError | None = None
+
+    def on_output(self, output: SequenceOutput) -> None:
+        assert self.stream is not None, "outputs come after the request was taken"
+        if self._assembler.metrics is not None:
+            self._assembler.metrics.note(len(output.token_ids), time.monotonic())
+        for branch_index in self._assembler.push(output):
+            self.stream.abort_branch(output.request_id, branch_index)
+        self._news.set()
+
+    def on_end(self, error: QuireError | None) -> None:
+        self._has_ended, self._error = True, error
+        self._news.set()
+
+    def abandon(self) -> None:
+        """Its branches end where they are; the reader gets what there is."""
+        for branch in self._assembler.output.outputs:
+            self._assembler.abandon(branch.index)
+        if self.stream is not None:
+            self.stream.close()
+        self.on_end(None)
+
+    async def next(self) -> RequestOutput | None:
+        """What has come since the last call, as soon as there is any; None after the last. Raises
+        what ended the request."""
+        while True:
+            found = self._snapshots.take()
+            if found is not None:
+                return found
+            if self._has_ended:
+                if self._error is not None:
+                    raise self._error.with_traceback(None)
+                return None
+            self._news.clear()
+            await self._news.wait()
+
+
+class AsyncLLM:
+    """A model behind an engine process. Belongs to the event loop in which it is first used.
+
+    The process is started by `start`, at the latest by the first `generate`.
+    """
+
+    @takes_arguments_of(EngineOptions)
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        """Check the options, and read the tokenizer; arguments and errors are those of `LLM`."""
+        self.options = EngineOptions.from_mapping({**options, "model": model})
+        self._tokenizer: Tokenizer | None = None
+        if not self.options.skip_tokenizer_init:
+            named = self.options.tokenizer is not None
+            source = self.options.tokenizer if named else self.options.model
+            revision = None if named else self.options.revision
+            self._tokenizer = Tokenizer.from_folder(resolve_model_folder(source, revision))
+        self._seeds = random.Random(self.options.seed)
+        self._open: dict[str, _OpenRequest] = {}
+        self._starting: asyncio.Task[AsyncEngine] | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineOptions) -> Self:
+        """With the options of `AsyncEngineArgs`."""
+        return cls(**engine_args.as_mapping())
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Called for a name that is not there."""
+        raise unknown_name(self, name, FOREIGN_METHODS)
+
+    async def start(self) -> None:
+        """Start the engine process, if it is not, and wait until it is ready.
+
+        Raises ConfigurationError and its kinds, and EngineDeadError after `shutdown`.
+        """
+        await self._started()
+
+    async def _started(self) -> AsyncEngine:
+        if self._ending is not None:
+            raise EngineDeadError("the engine was shut down; make another one")
+        if self._starting is None:
+            options = self.options.as_mapping()
+            self._starting = asyncio.ensure_future(AsyncEngine.start(options))
+        return await asyncio.shield(self._starting)
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str = "",
+        *,
+        priority: int | None = None,
+        lora_request: None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue one prompt; yields results as sampling_params.output_kind says.
+
+        prompt: as for `LLM.generate`. request_id: one that no open request has; "" for a new one.
+        Ending the iteration aborts the request. Raises InvalidRequestError, and what ended the
+        request or the engine.
+        """
+        if lora_request is not None:
+            raise InvalidRequestError(
+                "lora_request is given, but adapters are not served in this version", "lora_request"
+            )
+        engine = await self._started()
+        params = SamplingParams() if sampling_params is None else sampling_params.clone()
+        given = read_prompt(prompt if priority is None else _with_priority(prompt, priority))
+        name = request_id or f"{self._seeds.getrandbits(64):016x}"
+        if name in self._open:
+            raise InvalidRequestError(f"request id {name!r:.80} is in use", "request_id")
+        opened = self._open[name] = self._opened(engine, name, given, params)
+        try:
+            while (output := await opened.next()) is not None:
+                yield output
+        finally:
+            self._open.pop(name, None)
+            assert opened.stream is not None
+            opened.stream.close()
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their iterations yield what there is, with finish_reason "abort"."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            if name in self._open:
+                self._open[name].abandon()
+
+    async def stats(self) -> dict[str, Any]:
+        """The engine's numbers by name; see `engine.stats`."""
+        return await (await self._started()).stats()
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError where the engine takes no requests."""
+        if not (await self._started()).is_alive:
+            raise EngineDeadError("the engine takes no requests")
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises InvalidRequestError under skip_tokenizer_init."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("this engine was made with skip_tokenizer_init: it has none")
+        return self._tokenizer
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process is there, or is started at the first use."""
+        return self._ending is None
+
+    def shutdown(self) -> "asyncio.Task[None]":
+        """End the process, and every open request with EngineDeadError. May be called twice.
+
+        Returns what may be awaited until the process is gone; it is, too, when the loop is closed
+        by `asyncio.run`.
+        """
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._shut_down())
+        return self._ending
+
+    async def __aenter__(self) -> Self:
+        await self._started()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _opened(
+        self, engine: AsyncEngine, name: str, given: PromptInput, params: SamplingParams
+    ) -> _OpenRequest:
+        inputs = InputProcessor(self._tokenizer, engine.limits)
+        seed = self._seeds.getrandbits(64)
+        request = inputs.make_request(name, given.prompt, params, seed=seed, options=given.options)
+        text = given.prompt if isinstance(given.prompt, str) else None
+        assembler = RequestAssembler(request, params, self._tokenizer, text)
+        assembler.output.metrics = RequestMetrics(time.time(), time.monotonic())
+        opened = _OpenRequest(assembler, OutputSnapshots(assembler, params.output_kind, name))
+        opened.stream = engine.generate([request], opened)
+        return opened
+
+    async def _shut_down(self) -> None:
+        if self._starting is not None:
+            if not self._starting.done():
+                self._starting.cancel()
+            found = await asyncio.gather(self._starting, return_exceptions=True)
+            if isinstance(found[0], AsyncEngine):
+                await found[0].shutdown(drain=False)
+
+
+def _with_priority(prompt: Any, priority: int) -> Any:
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "priority": priority}
+    return {**prompt, "priority": priority}

@@ -1,0 +1,225 @@
+"""From texts to requests that embed or score, and from their results to numbers.
+
+No torch: the HTTP front uses it as the offline API does.
+"""
+
+import math
+import operator
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from quire.core.pooling import Activation, ModelPooling, PairForm, PoolingParams
+from quire.core.request import Request, check_prompt
+from quire.core.sampling_params import DecodingParams, ModelLimits
+from quire.engine_client.inputs import NO_OPTIONS, RequestOptions, check_priority
+from quire.errors import InvalidRequestError
+from quire.text.special_tokens import Escape
+from quire.text.tokenizer import Tokenizer
+
+WHOLE_CONTEXT = -1
+"""As truncate_prompt_tokens: the longest that the model takes."""
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""Of Qwen3's rerankers, where the caller has none."""
+
+# What stands around a pair, by the model card of Qwen3-Reranker.
+_QWEN3_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
+    ' the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+_QWEN3_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingInput:
+    """One prompt of a call that embeds or scores."""
+
+    token_ids: list[int]
+    params: PoolingParams
+
+    def request(
+        self, request_id: str, limits: ModelLimits, options: RequestOptions = NO_OPTIONS
+    ) -> Request:
+        """For the engine. Raises InvalidRequestError, PromptTooLongError."""
+        check_priority(options, limits)
+        check_prompt(self.token_ids, limits, generates=False)
+        return Request(
+            request_id,
+            self.token_ids,
+            DecodingParams(max_tokens=1, pooling=self.params),
+            priority=options.priority,
+            cache_domain=options.cache_domain,
+            tenant=options.tenant,
+            deadline_s=options.deadline_s,
+        )
+
+
+class PoolingInputs:
+    """Makes the inputs of one model; any number of threads may use one."""
+
+    def __init__(self, tokenizer: Tokenizer | None, limits: ModelLimits) -> None:
+        """tokenizer: None serves token ids only."""
+        self._tokenizer = tokenizer
+        self._limits = limits
+
+    @property
+    def pooling(self) -> ModelPooling:
+        """What the model does."""
+        return self._limits.pooling
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether pairs are scored by the model, not by how similar their vectors are."""
+        return self.pooling.can_score or self.pooling.num_scores > 0
+
+    def embed(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: int | None = None,
+    ) -> PoolingInput:
+        """Of which the vector is wanted. dimensions: its first elements only (Matryoshka);
+        normalize: None: as the model's folder says. truncate: the most tokens, or WHOLE_CONTEXT.
+
+        Raises InvalidRequestError.
+        """
+        pooling = self.pooling
+        if pooling.num_scores or (pooling.score_token_ids and not self._limits.generates):
+            raise InvalidRequestError(
+                "this model scores, it does not embed: use /score or /rerank (LLM.score)"
+            )
+        if dimensions is not None and not 1 <= dimensions <= pooling.num_dimensions:
+            raise InvalidRequestError(
+                f"dimensions is {dimensions}, but must be from 1 to {pooling.num_dimensions}, as"
+                " many as the model's vectors have",
+                "dimensions",
+            )
+        params = self._params(wants_scores=False)
+        normalized = pooling.normalize if normalize is None else normalize
+        params = replace(params, dimensions=dimensions, normalize=normalized)
+        return PoolingInput(self._token_ids(prompt, truncate), params)
+
+    def classify(self, prompt: str | Sequence[int], truncate: int | None = None) -> PoolingInput:
+        """Of which the scores of all labels are wanted. Raises InvalidRequestError."""
+        if not self.pooling.num_scores:
+            raise InvalidRequestError(
+                "this model has no head that classifies (an architecture"
+                " ...ForSequenceClassification); use /v1/embeddings (LLM.embed)"
+            )
+        return PoolingInput(self._token_ids(prompt, truncate), self._params(wants_scores=True))
+
+    def pair(
+        self,
+        first: str,
+        second: str,
+        *,
+        instruction: str | None = None,
+        truncate: int | None = None,
+    ) -> PoolingInput:
+        """Two texts, of which one score is wanted. The second is cut where both are too long.
+
+        instruction: what the second is to be for the first, for models that were trained with one.
+        Raises InvalidRequestError.
+        """
+        pooling, limits = self.pooling, self._limits
+        if not pooling.can_score:
+            raise InvalidRequestError(
+                f"this model scores no pairs: its head has {pooling.num_scores} labels"
+            )
+        most = self._most_tokens(truncate)
+        params = self._params(wants_scores=True)
+        if pooling.pair_form is PairForm.QWEN3:
+            return PoolingInput(self._qwen3(first, second, instruction, most), params)
+        if instruction is not None:
+            raise InvalidRequestError(
+                "this model was trained with pairs alone; leave instruction out", "instruction"
+            )
+        token_ids, types = self._tokens_of("the texts").encode_pair(first, second, most)
+        if limits.num_token_types > 1:
+            token_ids = [
+                token_id + kind * limits.vocab_size
+                for token_id, kind in zip(token_ids, types, strict=True)
+            ]
+        return PoolingInput(token_ids, params)
+
+    def _params(self, *, wants_scores: bool) -> PoolingParams:
+        pooling = self.pooling
+        return PoolingParams(
+            kind=pooling.kind,
+            in_one_step=pooling.in_one_step,
+            wants_scores=wants_scores,
+            score_token_ids=pooling.score_token_ids if wants_scores else (),
+            activation=pooling.activation if wants_scores else Activation.NONE,
+        )
+
+    def _qwen3(
+        self, query: str, document: str, instruction: str | None, most: int | None
+    ) -> list[int]:
+        tokenizer = self._tokens_of("the texts")
+        escape = Escape(tokenizer.special_tokens)
+        said, query, document = escape.mark([instruction or INSTRUCTION, query, document])
+        written = f"<Instruct>: {said}\n<Query>: {query}\n<Document>: {document}"
+        middle = escape.encode(written, add_special_tokens=False)
+        before, after = (
+            tokenizer.encode(part, add_special_tokens=False)
+            for part in (_QWEN3_BEFORE, _QWEN3_AFTER)
+        )
+        if most is not None:
+            middle = middle[: max(0, most - len(before) - len(after))]
+        return before + middle + after
+
+    def _token_ids(self, prompt: str | Sequence[int], truncate: int | None) -> list[int]:
+        most = self._most_tokens(truncate)
+        if isinstance(prompt, str):
+            return self._tokens_of("the input").encode_pair(prompt, None, most)[0]
+        token_ids = list(prompt)
+        if token_ids:
+            check_prompt(
+                token_ids[:most], replace(self._limits, num_token_types=1), generates=False
+            )
+        return token_ids[:most]
+
+    def _most_tokens(self, truncate: int | None) -> int | None:
+        longest = self._limits.max_model_len
+        if truncate is None:
+            return None
+        if truncate == WHOLE_CONTEXT:
+            return longest
+        if not 1 <= truncate <= longest:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {truncate}, but must be {WHOLE_CONTEXT} (as long as the"
+                f" model takes) or from 1 to max_model_len, {longest}",
+                "truncate_prompt_tokens",
+            )
+        return truncate
+
+    def _tokens_of(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                f"{what} must be token ids: the engine runs without a tokenizer", "prompt"
+            )
+        return self._tokenizer
+
+
+def numbers_of(pooled: bytes) -> list[float]:
+    """The numbers of a result."""
+    return list(struct.unpack(f"{len(pooled) // 4}f", pooled))
+
+
+def score_of(pooled: bytes) -> float:
+    """Of a pair's result: the head's one score, or the probability of the token that agrees."""
+    return numbers_of(pooled)[-1]
+
+
+def similarity(first: Sequence[float], second: Sequence[float]) -> float:
+    """The cosine of two vectors; of one without length, 0."""
+    length = math.sqrt(_dot(first, first) * _dot(second, second))
+    return _dot(first, second) / length if length else 0.0
+
+
+def _dot(first: Sequence[float], second: Sequence[float]) -> float:
+    return math.fsum(map(operator.mul, first, second))

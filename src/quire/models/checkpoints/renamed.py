@@ -1,0 +1,53 @@
+"""A checkpoint whose tensors have other names, or that has more of them than are used.
+
+The same weights are saved under several names: with or without the prefix of the model inside of a
+model with a head, by old and by new versions of transformers. Called by `models.registry`.
+"""
+
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from quire.models.checkpoints.source import CheckpointSource
+
+Rename = Callable[[str], str | None]
+"""A tensor's name in the file -> the name by which our model asks for it; None: it is not used."""
+
+
+class RenamedCheckpoint(CheckpointSource):
+    """`source` under other names. Of two tensors that get the same name, the last counts."""
+
+    def __init__(self, source: CheckpointSource, rename: Rename) -> None:
+        self._source = source
+        renamed = ((rename(name), name) for name in source.names)
+        self._names = {ours: theirs for ours, theirs in renamed if ours is not None}
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        return False  # it is made around another
+
+    @property
+    def names(self) -> Set[str]:
+        return self._names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._names[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self._names[name])
+
+    def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
+        return self._source.rows(self._names[name], span)
+
+
+def with_prefix(prefix: str, *unused: str) -> Rename:
+    """Names that lack the prefix get it. unused: how the names begin that are left out."""
+
+    def rename(name: str) -> str | None:
+        if name.startswith(unused):
+            return None
+        return name if name.startswith(prefix) else prefix + name
+
+    return rename

@@ -1,0 +1,274 @@
+"""BERT: an encoder, whose tokens attend to each other in both directions.
+
+Source: arXiv:1810.04805. Learned positions and types of tokens are added to the embeddings; norms
+stand behind attention and MLP; the MLP has no gate. Most embedding models and cross-encoders of
+moderate size have this shape (MiniLM, BGE, E5, GTE).
+
+A sequence of two texts has two types of tokens. The type travels in the token's id: a token of type
+i has i * vocab_size added to it, so nothing but token ids needs to reach the model.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.errors import CheckpointError
+from quire.formats.weight_format import empty_parameter
+from quire.layers.attention import Attention, AttentionBias
+from quire.layers.encoder import FeedForward, LayerNorm
+from quire.layers.linear import Linear, LinearKind
+from quire.layers.mlp import GELU_APPROXIMATIONS
+from quire.models.config import ModelConfig, read_architecture, read_dtype, read_num_labels
+from quire.models.config_fields import ConfigFields
+from quire.models.interface import ModelOutput, TextModel
+
+# As transformers has them where a config is silent.
+_DEFAULTS = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+}
+# The checkpoint's names -> ours, in this order.
+_OTHER_NAMES = {
+    ".attention.self.query.": ".attention.q_proj.",
+    ".attention.self.key.": ".attention.k_proj.",
+    ".attention.self.value.": ".attention.v_proj.",
+    ".attention.output.dense.": ".attention.o_proj.",
+    ".attention.output.LayerNorm.": ".attention_norm.",
+    ".intermediate.dense.": ".mlp.up_proj.",
+    ".output.dense.": ".mlp.down_proj.",
+    ".output.LayerNorm.": ".output_norm.",
+    "bert.pooler.dense.": "pooler.",
+    ".gamma": ".weight",
+    ".beta": ".bias",
+}
+# Heads that it was trained with, and what follows from the config.
+_UNUSED = ("cls.", "bert.embeddings.position_ids")
+FIRST_LAYER = "bert.encoder.layer.0."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BertConfig(ModelConfig):
+    """approximate: of the GELU, as torch names its form. classifier_dropout is of training only."""
+
+    layer_norm_eps: float
+    type_vocab_size: int
+    approximate: str
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields({**_DEFAULTS, **raw})
+        for name in ("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"):
+            fields.value(name)  # of training
+        for name in ("gradient_checkpointing", "sentence_transformers"):
+            fields.value(name)  # `models.pooling_config` reads the latter
+        fields.value("sbert_ce_default_activation_function")
+        fields.choice("position_embedding_type", "absolute", ("absolute",))
+        num_heads, hidden_size = (
+            fields.integer("num_attention_heads"),
+            fields.integer("hidden_size"),
+        )
+        if hidden_size % num_heads:
+            raise CheckpointError(
+                f"config.json: hidden_size is {hidden_size}, but must be a multiple of"
+                f" num_attention_heads, {num_heads}"
+            )
+        activation = fields.choice("hidden_act", "gelu", tuple(GELU_APPROXIMATIONS))
+        config = cls(
+            architecture=read_architecture(fields),
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("intermediate_size"),
+            num_layers=fields.integer("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=hidden_size // num_heads,
+            max_position_embeddings=fields.integer("max_position_embeddings"),
+            dtype=read_dtype(fields),
+            num_labels=read_num_labels(fields),
+            layer_norm_eps=fields.number("layer_norm_eps", 1e-12),
+            type_vocab_size=fields.integer("type_vocab_size"),
+            approximate=GELU_APPROXIMATIONS[activation],
+        )
+        fields.value("tie_word_embeddings")  # there is one end only
+        fields.finish()
+        config.check_size(hidden_size * (4 * hidden_size + 2 * config.intermediate_size))
+        return config
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        spec = AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            causal=False,
+        )
+        return (spec,) * self.num_layers
+
+    @property
+    def num_token_types(self) -> int:
+        return self.type_vocab_size
+
+
+def rename_with_head(name: str) -> str | None:
+    """A checkpoint's name of a tensor, saved with a head or without, by new versions or old."""
+    if not name.startswith(("bert.", "classifier.", "cls.")):
+        name = f"bert.{name}"
+    if name.startswith(_UNUSED):
+        return None
+    for theirs, ours in _OTHER_NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def rename_without_head(name: str) -> str | None:
+    """The same, for a model of which hidden states are wanted."""
+    found = rename_with_head(name)
+    is_of_head = found is not None and found.startswith(("pooler.", "classifier."))
+    return None if is_of_head else found
+
+
+class _Table(nn.Module):
+    """weight: [N, H]; a vector for each of N things."""
+
+    def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter((count, size), dtype, device)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        """indices [T] -> [T, H]."""
+        return functional.embedding(indices, self.weight)
+
+
+class BertEmbeddings(nn.Module):
+    """Words, positions and types, added and normed."""
+
+    def __init__(self, config: BertConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.vocab_size, size = config.vocab_size, config.hidden_size
+        counts = (config.vocab_size, config.max_position_embeddings, config.type_vocab_size)
+        self.word_embeddings, self.position_embeddings, self.token_type_embeddings = (
+            _Table(count, size, dtype=dtype, device=device) for count in counts
+        )
+        self.LayerNorm = LayerNorm(size, config.layer_norm_eps, dtype=dtype, device=device)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """token_ids, positions [T] -> [T, H]."""
+        words = self.word_embeddings(token_ids % self.vocab_size)
+        types = self.token_type_embeddings(token_ids // self.vocab_size)
+        embeds: torch.Tensor = self.LayerNorm(words + types + self.position_embeddings(positions))
+        return embeds
+
+
+class BertLayer(nn.Module):
+    """Attention and MLP; the norm of each result plus what it was computed from goes on."""
+
+    def __init__(
+        self, config: BertConfig, layer: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.attention = Attention(
+            layer,
+            config.hidden_size,
+            config.attention_specs[layer],
+            bias=AttentionBias(qkv=True, output=True),
+            dtype=dtype,
+            device=device,
+        )
+        self.mlp = FeedForward(
+            config.hidden_size,
+            config.intermediate_size,
+            approximate=config.approximate,
+            dtype=dtype,
+            device=device,
+        )
+        self.attention_norm, self.output_norm = (
+            LayerNorm(config.hidden_size, config.layer_norm_eps, dtype=dtype, device=device)
+            for _ in range(2)
+        )
+
+    def forward(self, hidden: torch.Tensor, attention: AttentionCall) -> torch.Tensor:
+        """hidden [T, H] -> [T, H]."""
+        hidden = self.attention_norm(self.attention(hidden, None, attention) + hidden)
+        output: torch.Tensor = self.output_norm(self.mlp(hidden) + hidden)
+        return output
+
+
+class _Stack(nn.Module):
+    """The layers, under the name that checkpoints have for them."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(layers)
+
+
+class BertBody(nn.Module):
+    """All of the model but its head."""
+
+    def __init__(self, config: BertConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.embeddings = BertEmbeddings(config, dtype=dtype, device=device)
+        self.encoder = _Stack(
+            BertLayer(config, layer, dtype=dtype, device=device)
+            for layer in range(config.num_layers)
+        )
+
+
+class BertModel(TextModel):
+    """Without a head."""
+
+    def __init__(
+        self, config: BertConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.attention_specs = config.attention_specs
+        self.bert = BertBody(config, dtype=dtype, device=device)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: AttentionCall,
+        *,
+        input_embeds: torch.Tensor | None = None,
+        capture_layers: tuple[int, ...] = (),
+    ) -> ModelOutput:
+        if token_ids is None or input_embeds is not None:
+            raise ValueError("BERT is given token_ids: their positions and types are embedded too")
+        hidden = self.bert.embeddings(token_ids, positions)
+        captured: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.bert.encoder.layer):
+            hidden = layer(hidden, attention)
+            if index in capture_layers:
+                captured[index] = hidden.clone()
+        return ModelOutput(hidden, captured)
+
+
+class BertForScores(BertModel):
+    """With a head that scores a sequence by the hidden state of its first token."""
+
+    def __init__(
+        self, config: BertConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        size = config.hidden_size
+        self.pooler, self.classifier = (
+            Linear(size, (outputs,), LinearKind.REPLICATED, bias=True, dtype=dtype, device=device)
+            for outputs in (size, config.num_labels)
+        )
+
+    def scores(self, vectors: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.classifier(torch.tanh(self.pooler(vectors)))
+        return found.float()

@@ -1,0 +1,88 @@
+"""The engine's numbers as metrics with names: what `get_metrics` returns.
+
+The names are those of `/metrics`, where it has them, too. Knows no HTTP.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.engine.stats import EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Base of all. labels: what tells apart those of one name."""
+
+    name: str
+    labels: dict[str, str] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CounterMetric(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class GaugeMetric(Metric):
+    """A number as it is now."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramMetric(Metric):
+    """Durations in seconds. buckets: upper bound -> how many were at most so long."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+_GAUGES = {
+    "num_running": "quire_requests_running",
+    "num_waiting": "quire_requests_waiting",
+    "num_blocks": "quire_kv_blocks_total",
+    "num_held_blocks": "quire_kv_blocks_held",
+    "num_cached_blocks": "quire_kv_blocks_cached",
+}
+_COUNTERS = {
+    "num_steps": "quire_steps_total",
+    "num_failed_steps": "quire_failed_steps_total",
+    "num_computed_tokens": "quire_computed_tokens_total",
+    "num_generated_tokens": "quire_sampled_tokens_total",
+    "num_preemptions": "quire_preemptions_total",
+    "num_recomputed_tokens": "quire_recomputed_tokens_total",
+    "num_query_tokens": "quire_prefix_query_tokens_total",
+    "num_hit_tokens": "quire_prefix_hit_tokens_total",
+}
+_HISTOGRAMS = {
+    "queue_s": "quire_queue_time_seconds",
+    "prefill_s": "quire_prefill_time_seconds",
+    "decode_s": "quire_decode_time_seconds",
+    "step_s": "quire_step_duration_seconds",
+}
+
+
+def metrics_of(stats: EngineStats) -> list[Metric]:
+    """One metric for each number of a snapshot."""
+    found: list[Metric] = [
+        GaugeMetric(name, getattr(stats, each)) for each, name in _GAUGES.items()
+    ]
+    found += [CounterMetric(name, getattr(stats, each)) for each, name in _COUNTERS.items()]
+    found += [
+        CounterMetric("quire_prefix_misses_total", num_misses, labels={"reason": reason})
+        for reason, num_misses in stats.prefix_misses.items()
+    ]
+    return found + [_histogram(name, stats.times[each]) for each, name in _HISTOGRAMS.items()]
+
+
+def _histogram(name: str, data: Mapping[str, Any]) -> HistogramMetric:
+    """data: see `observability.histogram`."""
+    buckets, count = {}, 0
+    for bound, number in zip([*map(str, data["bounds"]), "+Inf"], data["counts"], strict=True):
+        count += number
+        buckets[bound] = count
+    return HistogramMetric(name, count, data["sum"], buckets)

@@ -1,0 +1,124 @@
+"""An engine in this process, with its tokenizer and its requests.
+
+Knows no prompts. `llm.LLM` and `llm_engine.LLMEngine` are made of it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from quire.assembly.build import build_engine, tokenizer_folder
+from quire.core.memory.kv_cache_manager import KVManagerFactory
+from quire.core.memory.memory_report import BlockMap, MemoryReport
+from quire.core.sampling_params import SamplingParams
+from quire.engine.engine import Engine
+from quire.engine.sleep import sleep, wake_up
+from quire.errors import InvalidRequestError, unknown_name
+from quire.observability.log import configure
+from quire.offline.engine_metrics import Metric, metrics_of
+from quire.offline.request_table import RequestTable
+from quire.options.engine_options import EngineOptions
+from quire.options.foreign_methods import FOREIGN_METHODS
+from quire.text.tokenizer import Tokenizer
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+
+
+class LocalEngine:
+    """A model, its KV cache and an engine. Any method may be called from any thread.
+
+    `engine` itself is for one thread, while no other calls.
+    """
+
+    def __init__(
+        self, options: EngineOptions, *, kv_allocator: KVManagerFactory | None = None
+    ) -> None:
+        """Load the model. Raises ConfigurationError and its kinds."""
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_folder: Path | None = None
+        if not options.skip_tokenizer_init:
+            self._tokenizer_folder = tokenizer_folder(options)
+            self._tokenizer = Tokenizer.from_folder(self._tokenizer_folder)
+        if not options.disable_log_stats:
+            configure("info")
+        self.engine: Engine = build_engine(
+            options, kv_allocator=kv_allocator, tokenizer=self._tokenizer
+        )
+        self._requests = RequestTable(self.engine, self._tokenizer, options.seed)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Called for a name that is not there."""
+        raise unknown_name(self, name, FOREIGN_METHODS)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises InvalidRequestError under skip_tokenizer_init."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("this LLM was made with skip_tokenizer_init: it has none")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """New params with the model's own defaults (`generation_config.json`) filled in."""
+        defaults = self.engine.limits.defaults
+        return SamplingParams(
+            temperature=defaults.temperature,
+            top_p=defaults.top_p,
+            top_k=defaults.top_k,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
+        )
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's counters, gauges and histograms since it was made."""
+        return metrics_of(self._requests.between_steps(Engine.stats))
+
+    def memory_report(self) -> MemoryReport:
+        """Where every byte of the KV cache is, now; `print` shows it as a table."""
+        return self._requests.between_steps(Engine.memory_report)
+
+    def block_map(self) -> BlockMap:
+        """What each block of the KV cache is doing now."""
+        return self._requests.between_steps(Engine.block_map)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes, pinned and published ones too. Requests under way go on with
+        what they have, which no other finds any more.
+
+        reset_running_requests: of vLLM, which can't forget what running requests use unless they
+        begin anew; here it changes nothing. Returns True, as all is forgotten.
+        """
+        self._requests.between_steps(lambda engine: engine.scheduler.memory.prefixes.clear())
+        return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the KV cache back to the system, with all that is cached; the weights
+        stay. Requests are refused until `wake_up`.
+
+        level: 1; at 2 vLLM drops the weights too, for which there is `del`. Raises
+        InvalidRequestError while requests are under way.
+        """
+        if level != 1:
+            raise InvalidRequestError(
+                f"level is {level!r}, but must be 1, which keeps the weights; to drop them, too,"
+                " delete the LLM and make it again",
+                "level",
+            )
+        self._requests.between_steps(sleep)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again. Nothing happens where it is awake.
+
+        tags: as in vLLM "weights", which are always there, and "kv_cache"; None: both. Raises
+        InsufficientMemoryError; then it goes on sleeping.
+        """
+        for tag in tags or ():
+            if tag not in (WEIGHTS, KV_CACHE):
+                raise InvalidRequestError(
+                    f"tags contains {tag!r:.80}, but each must be {WEIGHTS!r} or {KV_CACHE!r}",
+                    "tags",
+                )
+        if tags is None or KV_CACHE in tags:
+            self._requests.between_steps(wake_up)
+
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called, and not `wake_up` since."""
+        return self.engine.is_asleep

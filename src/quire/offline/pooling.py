@@ -1,0 +1,189 @@
+"""Embeddings and scores, offline: `LLM.embed`, `LLM.classify` and `LLM.score`.
+
+Results are shaped as those of vLLM's methods of the same names.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from quire.engine_client.inputs import NO_OPTIONS, PromptInput, RequestOptions, read_prompt
+from quire.engine_client.pooling_inputs import (
+    PoolingInput,
+    PoolingInputs,
+    numbers_of,
+    score_of,
+    similarity,
+)
+from quire.errors import InvalidRequestError, QuireError, StepFailedError, shown
+from quire.offline.request_table import RequestTable
+
+T = TypeVar("T")
+Prompt = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A vector."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """What the model's head says of each label, after its activation."""
+
+    probs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput(Generic[T]):
+    """A prompt's result. outputs: an EmbeddingOutput, ClassificationOutput or ScoringOutput.
+
+    prompt_token_ids: what was computed; of a similarity, those of both texts.
+    """
+
+    request_id: str
+    outputs: T
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Always: results come whole."""
+        return True
+
+
+class OfflinePooling:
+    """The calls of one `LLM`; any number of threads may make them."""
+
+    def __init__(self, requests: RequestTable, inputs: PoolingInputs) -> None:
+        self._requests = requests
+        self._inputs = inputs
+
+    def embed(self, prompts: Sequence[PromptInput], **how: Any) -> list[Any]:
+        """See `LLM.embed`. how: as of `PoolingInputs.embed`."""
+        given = [(self._inputs.embed(each.prompt, **how), each.options) for each in prompts]
+        return [
+            _replaced(found, EmbeddingOutput(numbers_of(found.outputs)))
+            for found in self._run(given)
+        ]
+
+    def classify(self, prompts: Sequence[PromptInput], **how: Any) -> list[Any]:
+        """See `LLM.classify`."""
+        given = [(self._inputs.classify(each.prompt, **how), each.options) for each in prompts]
+        return [
+            _replaced(found, ClassificationOutput(numbers_of(found.outputs)))
+            for found in self._run(given)
+        ]
+
+    def score(
+        self, pairs: Sequence[tuple[str, str]], *, instruction: str | None, truncate: int | None
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """See `LLM.score`."""
+        if self._inputs.has_scores:
+            given = [
+                self._inputs.pair(*pair, instruction=instruction, truncate=truncate)
+                for pair in pairs
+            ]
+            return [
+                _replaced(found, ScoringOutput(score_of(found.outputs)))
+                for found in self._run([(each, NO_OPTIONS) for each in given])
+            ]
+        if instruction is not None:
+            raise InvalidRequestError(
+                "this model compares embeddings; leave instruction out", "instruction"
+            )
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        given = [self._inputs.embed(text, truncate=truncate) for text in texts]
+        results = self._run([(each, NO_OPTIONS) for each in given])
+        found = dict(zip(texts, results, strict=True))
+        return [_similar(found[first], found[second]) for first, second in pairs]
+
+    def _run(
+        self, given: Sequence[tuple[PoolingInput, RequestOptions]]
+    ) -> list[PoolingRequestOutput[bytes]]:
+        """Raises StepFailedError where the computation of one has failed."""
+        group = self._requests.prepare_pooling(given)
+        try:
+            self._requests.open(group)
+            self._requests.wait(group, for_all=True)
+        finally:
+            self._requests.close(group)
+        found = []
+        for assembler in group.assemblers:
+            output = assembler.output
+            if assembler.pooled is None:
+                raise _failure(output.error)
+            found.append(
+                PoolingRequestOutput(
+                    output.request_id,
+                    assembler.pooled,
+                    output.prompt_token_ids,
+                    output.num_cached_tokens,
+                )
+            )
+        return found
+
+
+def read_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
+    """One text with each of several, or several with as many. Raises InvalidRequestError."""
+    first, second = _texts("data_1", data_1), _texts("data_2", data_2)
+    if len(first) == 1:
+        first *= len(second)
+    if len(first) != len(second):
+        raise InvalidRequestError(
+            f"data_1 has {len(first)} texts and data_2 {len(second)}; give one, or as many",
+            "data_1",
+        )
+    return list(zip(first, second, strict=True))
+
+
+def read_prompts(prompts: Any) -> list[PromptInput]:
+    """One prompt, or a list. Raises InvalidRequestError."""
+    listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+    if not isinstance(listed, Sequence):
+        raise InvalidRequestError(
+            f"prompts is {shown(prompts)}, but must be a text, a mapping with prompt_token_ids, or"
+            " a list of these",
+            "prompts",
+        )
+    return [read_prompt(prompt) for prompt in listed]
+
+
+def _texts(name: str, given: Any) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
+        return list(texts)
+    raise InvalidRequestError(
+        f"{name} is {shown(given)}, but must be a text or a list of texts", name
+    )
+
+
+def _replaced(found: PoolingRequestOutput[bytes], outputs: T) -> PoolingRequestOutput[T]:
+    return PoolingRequestOutput(
+        found.request_id, outputs, found.prompt_token_ids, found.num_cached_tokens
+    )
+
+
+def _similar(
+    first: PoolingRequestOutput[bytes], second: PoolingRequestOutput[bytes]
+) -> PoolingRequestOutput[ScoringOutput]:
+    score = similarity(numbers_of(first.outputs), numbers_of(second.outputs))
+    return PoolingRequestOutput(
+        f"{first.request_id}_{second.request_id}",
+        ScoringOutput(score),
+        first.prompt_token_ids + second.prompt_token_ids,
+        first.num_cached_tokens + second.num_cached_tokens,
+    )
+
+
+def _failure(error: str | None) -> QuireError:
+    return StepFailedError(error or "the call was interrupted")

@@ -1,0 +1,25 @@
+"""Prompts as mappings, for type checkers; `engine_client.inputs` reads them."""
+
+from collections.abc import Sequence
+from typing import NotRequired, TypedDict
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text. The other keys are RequestOptions'."""
+
+    prompt: str
+    priority: NotRequired[int]
+    tenant: NotRequired[str]
+    cache_salt: NotRequired[str]
+    deadline_s: NotRequired[float]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; prompt: its text, which is not read."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    priority: NotRequired[int]
+    tenant: NotRequired[str]
+    cache_salt: NotRequired[str]
+    deadline_s: NotRequired[float]

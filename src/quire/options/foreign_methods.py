@@ -1,0 +1,48 @@
+"""Methods of vLLM's `LLM` and engines, and what quire has in their place.
+
+Data that ages with vLLM's releases.
+"""
+
+from collections.abc import Mapping
+
+_ADAPTERS = "adapters are not served in this version"
+_TEXT = "models take text here"
+_CODE = "no code is run inside the engine; LLM.engine is the engine of this process"
+_PROFILE = "run the script under a profiler, such as `python -m cProfile` or py-spy"
+_POOLING = "see docs/models.md for the models that give vectors and scores"
+_WEIGHTS = "weights are read once; make another LLM for others"
+
+FOREIGN_METHODS: Mapping[str, str] = {
+    "add_lora": _ADAPTERS,
+    "apply_model": _CODE,
+    "collective_rpc": _CODE,
+    "encode": _POOLING,
+    "enqueue": "LLM.start begins a request and steps it; the async engine has many under way",
+    "enqueue_chat": "LLM.stream_chat brings text as it comes",
+    "finish_weight_update": _WEIGHTS,
+    "get_world_size": "it is the option tensor_parallel_size",
+    "init_weight_transfer_engine": _WEIGHTS,
+    "input_processor": "prompts are texts, or {'prompt_token_ids': [...]}",
+    "list_loras": _ADAPTERS,
+    "llm_engine": "LLM.engine is the engine; LLMEngine has add_request and step",
+    "model_config": "LLM.engine.limits and LLM.engine.facts say what the model is",
+    "pause_generation": "BranchHandle.step, of LLM.start, goes on only when it is called",
+    "pin_lora": _ADAPTERS,
+    "preprocess_chat": "get_tokenizer() and the model's chat template make a prompt's tokens",
+    "release_kv_cache_memory": "use sleep()",
+    "remove_lora": _ADAPTERS,
+    "renderer": "LLM.chat renders messages with the model's chat template",
+    "reset_encoder_cache": _TEXT,
+    "reset_mm_cache": _TEXT,
+    "resume_generation": "BranchHandle.step, of LLM.start, goes on when it is called",
+    "reward": _POOLING,
+    "set_tokenizer": "LLM(tokenizer=...) says which it is",
+    "start_profile": _PROFILE,
+    "start_weight_update": _WEIGHTS,
+    "stop_profile": _PROFILE,
+    "supported_tasks": _POOLING,
+    "update_weights": _WEIGHTS,
+    "vllm_config": "LLM.engine.facts says what the engine was built of",
+    "wait_for_completion": "LLM.generate returns when all have ended",
+}
+"""Name -> what to use instead."""

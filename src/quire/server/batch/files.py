@@ -1,0 +1,177 @@
+"""The two files of a batch: its calls, and the answers that have come so far.
+
+Both have one JSON object a line, as in OpenAI's Batch API. Answers stand in the order in which they
+came; `custom_id` says whose each is. What was written before a crash counts when the batch is run
+again: its calls are not made twice, and a line that was cut off is taken away. Knows no engine.
+"""
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from quire.errors import ConfigurationError, did_you_mean
+
+MAX_CUSTOM_ID_CHARACTERS = 512
+
+
+class _Line(msgspec.Struct):
+    """One call as it is written; fields that are unknown are left alone, as OpenAI's are."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class _AnswerLine(msgspec.Struct):
+    custom_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCall:
+    """custom_id: the file's own name of the call. url: the path. body: JSON."""
+
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class BatchInput:
+    """The calls of a file, all of them checked when it is opened, and read again one by one.
+
+    Invariant: the custom_ids differ.
+    """
+
+    def __init__(self, path: Path, urls: Collection[str]) -> None:
+        """urls: the paths that may be called. Raises ConfigurationError that names the line."""
+        self.path = path
+        self.custom_ids: set[str] = set()
+        for number, line in self._lines():
+            call = self._parse(number, line)
+            where = f"line {number} of {path}"
+            if call.url not in urls:
+                raise ConfigurationError(
+                    f"{where} calls {call.url!r:.80}{did_you_mean(call.url, urls)}; a batch may"
+                    f" call {', '.join(sorted(urls))}"
+                )
+            if call.custom_id in self.custom_ids:
+                raise ConfigurationError(
+                    f"{where} has the custom_id {call.custom_id!r:.80} of an earlier line; each"
+                    " must have its own"
+                )
+            self.custom_ids.add(call.custom_id)
+        if not self.custom_ids:
+            raise ConfigurationError(f"{path} has no calls in it: one JSON object a line")
+
+    def calls(self) -> Iterator[BatchCall]:
+        """In the order of the file, which is read as they are taken."""
+        for number, line in self._lines():
+            call = self._parse(number, line)
+            yield BatchCall(call.custom_id, call.url, bytes(call.body))
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        try:
+            with self.path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield number, line
+        except OSError as error:
+            raise ConfigurationError(f"{self.path} can't be read: {error.strerror}") from error
+
+    def _parse(self, number: int, line: bytes) -> _Line:
+        where = f"line {number} of {self.path}"
+        try:
+            call = msgspec.json.decode(line, type=_Line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigurationError(
+                f"{where} is no call: {error}; it must be an object with custom_id, method, url"
+                " and body"
+            ) from error
+        if call.method != "POST":
+            raise ConfigurationError(f"{where} has the method {call.method!r:.20}, but must POST")
+        if not 0 < len(call.custom_id) <= MAX_CUSTOM_ID_CHARACTERS:
+            raise ConfigurationError(
+                f"{where} has a custom_id of {len(call.custom_id)} characters, but it must have 1"
+                f" to {MAX_CUSTOM_ID_CHARACTERS}"
+            )
+        if not bytes(call.body).startswith(b"{"):
+            raise ConfigurationError(f"{where} has a body that is no object")
+        return call
+
+
+class BatchOutput:
+    """The answers of a batch, those of an earlier run included. Written line by line.
+
+    Invariant: the file ends with a whole line, unless writing it has failed.
+    """
+
+    def __init__(self, path: Path, custom_ids: Collection[str]) -> None:
+        """custom_ids: of the batch's calls. Raises ConfigurationError for a file that has something
+        else in it, or can't be written."""
+        self.path = path
+        self.answered: set[str] = set()
+        self._file: FileIO | None = None
+        try:
+            if path.is_file():  # a device or a pipe has nothing of an earlier run
+                self._take_over(custom_ids)
+            # Without a buffer: after an error no half of a line is left to be written once more.
+            self._file = FileIO(path, "ab")
+        except OSError as error:
+            raise ConfigurationError(f"{path} can't be written: {error.strerror}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._file is not None
+        if self.path.is_file():
+            os.fsync(self._file.fileno())
+        self._file.close()
+
+    def write(self, custom_id: str, answer: dict[str, Any]) -> None:
+        """Add one line; the file has it when this returns. Raises OSError."""
+        assert self._file is not None
+        line = memoryview(msgspec.json.encode(answer) + b"\n")
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            text = f"{error.strerror}; what was answered stays: run the same command again later"
+            raise OSError(error.errno, text, str(self.path)) from error
+        self.answered.add(custom_id)
+
+    def _take_over(self, custom_ids: Collection[str]) -> None:
+        size = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break  # it was being written when the earlier run ended
+                self.answered.add(self._known_id(number, line, custom_ids))
+                size += len(line)
+        os.truncate(self.path, size)
+
+    def _known_id(self, number: int, line: bytes, custom_ids: Collection[str]) -> str:
+        try:
+            custom_id = msgspec.json.decode(line, type=_AnswerLine).custom_id
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigurationError(
+                f"line {number} of {self.path} is no answer of a batch; name another file for the"
+                " answers"
+            ) from error
+        if custom_id not in custom_ids:
+            raise ConfigurationError(
+                f"{self.path} has an answer to {custom_id!r:.80}, which is no call of this batch;"
+                " name another file for the answers"
+            )
+        return custom_id

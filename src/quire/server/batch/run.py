@@ -1,0 +1,256 @@
+"""Answers the calls of a batch file, a bounded number at a time, in this process.
+
+The engine is a process of its own, as the server's: it may die and is started again, and open
+calls go on. The calls go through the server's own application, so all that a call may say, and all
+errors, are as over HTTP. Called by the command line.
+"""
+
+import asyncio
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import FastAPI
+from tqdm import tqdm
+
+from quire.engine_client.async_engine import AsyncEngine
+from quire.errors import ConfigurationError, QuireError
+from quire.server.app import ENDPOINTS, create_app
+from quire.server.batch.files import BatchCall, BatchInput, BatchOutput
+from quire.server.batch.inner_call import InnerAnswer, post
+from quire.server.config import ServerConfig
+from quire.server.launch import ServerPlan, make_plan, make_service, start_engine
+from quire.server.telemetry.monitor import Monitor
+
+OPEN_CALLS_PER_ROW = 2
+"""Calls in the engine for each sequence that it runs at once: it never waits for one."""
+
+RETRY_S = 0.2
+RETRIED = (429, 503)
+"""Statuses of calls that the server may answer later."""
+
+LINE_EVERY_S = 10.0
+"""Of progress, where there is no terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """input, output: paths of the two files. max_open_calls: None: by the engine's rows."""
+
+    input: Path
+    output: Path
+    max_open_calls: int | None = None
+
+
+def batch_urls() -> list[str]:
+    """The paths that a batch may call."""
+    return [path for each in ENDPOINTS for path in each.generating_paths]
+
+
+def run_batch(engine_options: Mapping[str, object], server: ServerConfig, job: BatchJob) -> int:
+    """Answer all calls that have no answer yet. Returns the exit code: 0 once each has one, be it
+    an error.
+
+    engine_options: by name, as `EngineOptions` has them. Raises ConfigurationError and its kinds
+    for options, models and files that can't be used, EngineDeadError if the engine fails for good,
+    OSError where the answers can't be written.
+    """
+    calls = BatchInput(job.input, batch_urls())
+    if job.output.exists() and job.output.samefile(job.input):
+        raise ConfigurationError(f"{job.input} is the file of the calls; name another for answers")
+    with BatchOutput(job.output, calls.custom_ids) as output:
+        num_left = len(calls.custom_ids) - len(output.answered)
+        if output.answered:
+            print(f"{len(output.answered)} calls have an answer in {output.path}; {num_left} left")
+        if num_left:
+            plan = make_plan(engine_options, server)
+            tally = asyncio.run(_run(plan, calls, output, job.max_open_calls))
+            print(tally.summary(output.path))
+    return 0
+
+
+async def _run(
+    plan: ServerPlan, calls: BatchInput, output: BatchOutput, max_open_calls: int | None
+) -> "Tally":
+    engine = await start_engine(plan)
+    monitor = Monitor(model_name=plan.model_names[0])
+    try:
+        app = create_app(make_service(plan, engine, monitor), plan.access)
+        num_open = max_open_calls or OPEN_CALLS_PER_ROW * int(engine.facts["max_num_seqs"])
+        return await _Batch(app, engine, calls, output).run(num_open)
+    finally:
+        await engine.shutdown(drain=False, timeout_s=5.0)
+        monitor.close()
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was done in this run. began_s: by time.monotonic."""
+
+    num_answered: int = 0
+    num_failed: int = 0
+    num_generated_tokens: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated ones."""
+        return self.num_generated_tokens / max(1e-9, time.monotonic() - self.began_s)
+
+    def summary(self, path: Path) -> str:
+        """One sentence."""
+        failed = f", {self.num_failed} of them errors" if self.num_failed else ""
+        elapsed_s = time.monotonic() - self.began_s
+        return (
+            f"{self.num_answered} calls answered{failed}, in {elapsed_s:.1f} s"
+            f" ({self.tokens_per_s:.0f} tokens/s): {path}"
+        )
+
+
+class _Batch:
+    """The calls under way. Invariant: each is answered once, or a later run makes it again."""
+
+    def __init__(
+        self, app: FastAPI, engine: AsyncEngine, calls: BatchInput, output: BatchOutput
+    ) -> None:
+        self._app = app
+        self._engine = engine
+        self._output = output
+        self._num_calls = len(calls.custom_ids)
+        self._calls = (call for call in calls.calls() if call.custom_id not in output.answered)
+        self._tally = Tally()
+
+    async def run(self, num_open: int) -> Tally:
+        """So many calls at once. Raises the engine's error once it has failed for good."""
+        with closing(_progress(self._num_calls, len(self._output.answered))) as progress:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(num_open):
+                        group.create_task(self._work(progress))
+            except* (QuireError, OSError) as errors:
+                raise errors.exceptions[0] from None
+        return self._tally
+
+    async def _work(self, progress: "BatchProgress") -> None:
+        """One call after the other."""
+        for call in self._calls:
+            answer = await self._answer(call)
+            self._write(call, answer)
+            progress.update(self._tally)
+
+    async def _answer(self, call: BatchCall) -> InnerAnswer:
+        if _is_streamed(call):
+            return InnerAnswer(400, body=STREAMED)
+        while True:
+            answer = await post(self._app, call.url, call.body)
+            if answer.status not in RETRIED:
+                return answer
+            if not self._engine.is_alive:
+                raise await self._engine.wait_failed()
+            await asyncio.sleep(RETRY_S)
+
+    def _write(self, call: BatchCall, answer: InnerAnswer) -> None:
+        response = {
+            "status_code": answer.status,
+            "request_id": answer.headers.get("x-request-id"),
+            "body": msgspec.Raw(answer.body),
+        }
+        line = {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": call.custom_id,
+            "response": response,
+            "error": None,
+        }
+        self._output.write(call.custom_id, line)
+        self._tally.num_answered += 1
+        self._tally.num_failed += answer.status >= 400
+        self._tally.num_generated_tokens += _num_generated(answer.body)
+
+
+STREAMED = msgspec.json.encode(
+    {
+        "error": {
+            "message": "stream is set, but a batch has whole answers; leave it out",
+            "type": "invalid_request_error",
+            "param": "stream",
+            "code": "invalid_request",
+        }
+    }
+)
+
+
+class _StreamField(msgspec.Struct):
+    stream: Any = None
+
+
+class _UsageField(msgspec.Struct):
+    """Under the names of the APIs that have one."""
+
+    completion_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Answered(msgspec.Struct):
+    usage: _UsageField | None = None
+
+
+def _is_streamed(call: BatchCall) -> bool:
+    return msgspec.json.decode(call.body, type=_StreamField).stream is True
+
+
+def _num_generated(body: bytes) -> int:
+    usage = msgspec.json.decode(body, type=_Answered).usage
+    return 0 if usage is None else usage.completion_tokens + usage.output_tokens
+
+
+class BatchProgress(Protocol):
+    """Shows how far a batch has come."""
+
+    def update(self, tally: Tally) -> None:
+        """One more call is answered."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        ...
+
+
+class _Bar:
+    """On a terminal."""
+
+    def __init__(self, total: int, initial: int) -> None:
+        self._bar = tqdm(total=total, initial=initial, unit="call", dynamic_ncols=True)
+
+    def update(self, tally: Tally) -> None:
+        self._bar.set_postfix_str(f"{tally.tokens_per_s:.0f} tok/s", refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Lines:
+    """In a log: a line every LINE_EVERY_S."""
+
+    def __init__(self, total: int, initial: int) -> None:
+        self._total, self._initial = total, initial
+        self._last_s = time.monotonic()
+
+    def update(self, tally: Tally) -> None:
+        if (now_s := time.monotonic()) - self._last_s >= LINE_EVERY_S:
+            self._last_s = now_s
+            num_done = self._initial + tally.num_answered
+            print(f"{num_done} of {self._total} calls, {tally.tokens_per_s:.0f} tokens/s")
+
+    def close(self) -> None:
+        pass
+
+
+def _progress(total: int, initial: int) -> BatchProgress:
+    return _Bar(total, initial) if sys.stderr.isatty() else _Lines(total, initial)

@@ -1,0 +1,251 @@
+"""The fields in which clients say what an answer must look like, under all their names.
+
+OpenAI's `response_format`, also as Hugging Face's TGI has it, and vLLM's `structured_outputs` and
+the older `guided_*`. Whichever is
+given, `answer_format` says it in one form; two at once are refused. Hints of how it is to be done
+(`guided_decoding_backend` and the like) are accepted and change nothing. Knows no grammar: schemas,
+expressions and grammars are checked where they are compiled.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from quire.core.structured_outputs import KINDS, StructuredOutputsParams
+from quire.errors import InvalidRequestError, did_you_mean, shown
+from quire.server.http.body import Body
+
+FORMAT_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+"""Each says alone what an answer must look like."""
+
+_HINTS = (
+    "backend",
+    "disable_fallback",
+    "_backend",
+    "_backend_was_auto",
+)
+"""Of vLLM's structured_outputs: how it is done there."""
+
+_OPTIONS: Mapping[str, tuple[type, ...]] = {
+    "json": (str, dict),
+    "regex": (str,),
+    "choice": (list,),
+    "grammar": (str,),
+    "json_object": (bool,),
+    "structural_tag": (str, dict),
+    "disable_any_whitespace": (bool,),
+    "disable_additional_properties": (bool,),
+    "whitespace_pattern": (str,),
+}
+"""Of structured_outputs."""
+
+_WORDS: Mapping[type, str] = {
+    str: "a text",
+    dict: "an object",
+    list: "a list of texts",
+    bool: "true or false",
+}
+
+_SCHEMA: Mapping[str, Any] = {"type": ["object", "string"]}
+_TEXT: Mapping[str, Any] = {"type": ["string", "null"]}
+_FLAG: Mapping[str, Any] = {"type": ["boolean", "null"]}
+_CHOICE: Mapping[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "string"},
+}
+_RESPONSE_FORMAT: Mapping[str, Any] = {
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema", "structural_tag", "json", "regex"]},
+        "value": {"type": ["object", "string"]},
+        "json_schema": {
+            "type": "object",
+            "required": ["schema"],
+            "additionalProperties": False,
+            "properties": {
+                "name": _TEXT,
+                "description": _TEXT,
+                "schema": {"type": "object"},
+                "strict": _FLAG,
+            },
+        },
+    },
+}
+_STRUCTURED_OUTPUTS: Mapping[str, Any] = {
+    "additionalProperties": False,
+    "properties": {
+        "json": {"type": ["object", "string", "null"]},
+        "regex": _TEXT,
+        "choice": {**_CHOICE, "type": ["array", "null"]},
+        "grammar": _TEXT,
+        "json_object": _FLAG,
+        "structural_tag": {"type": ["object", "string", "null"]},
+        "disable_any_whitespace": _FLAG,
+        "disable_additional_properties": _FLAG,
+        "whitespace_pattern": _TEXT,
+        **{hint: {"description": "accepted; it changes no answer"} for hint in _HINTS},
+    },
+}
+
+
+def _left_out(schema: Mapping[str, Any]) -> Any:
+    return Field(default=None, json_schema_extra=dict(schema))
+
+
+class AnswerFormatFields(Body):
+    """What an answer must look like, in all the fields that say so."""
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "response_format": "the form of the answer: `json_object`, or the JSON schema or structural"
+        " tag that it obeys",
+        "structured_outputs": "the form of the answer: one of `json` (a schema), `regex`, `choice`,"
+        " `grammar`, `json_object` and `structural_tag`",
+        "guided_json": "older name of `json` in `structured_outputs`",
+        "guided_regex": "older name of `regex` in `structured_outputs`",
+        "guided_choice": "older name of `choice` in `structured_outputs`",
+        "guided_grammar": "older name of `grammar` in `structured_outputs`",
+        "guided_whitespace_pattern": "with `guided_json`: what may stand between the parts of JSON",
+        "guided_decoding_backend": "accepted; it changes no answer",
+    }
+
+    response_format: dict[str, Any] | None = _left_out(_RESPONSE_FORMAT)
+    # ours
+    structured_outputs: dict[str, Any] | None = _left_out(_STRUCTURED_OUTPUTS)
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = _left_out({"minItems": 1})
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+
+    def answer_format(self) -> StructuredOutputsParams | None:
+        """What the answer must look like; None: anything. Raises InvalidRequestError."""
+        given = [name for name in FORMAT_FIELDS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequestError(
+                f"{given[0]} and {given[1]} are both set, but an answer has one form; give one",
+                given[1],
+            )
+        if self.guided_whitespace_pattern is not None and self.guided_json is None:
+            raise InvalidRequestError(
+                "guided_whitespace_pattern is set, but guided_json is not; leave it out",
+                "guided_whitespace_pattern",
+            )
+        if self.response_format is not None:
+            return format_of_response(self.response_format)
+        if self.structured_outputs is not None:
+            return _format_of_options(self.structured_outputs)
+        older = {name: getattr(self, f"guided_{name}") for name in KINDS[:4]}
+        kept = {name: value for name, value in older.items() if value is not None}
+        if not kept:
+            return None
+        _check_choice(self.guided_choice, "guided_choice")
+        return StructuredOutputsParams(**kept, whitespace_pattern=self.guided_whitespace_pattern)
+
+
+def format_of_response(
+    given: Mapping[str, Any], name: str = "response_format"
+) -> StructuredOutputsParams | None:
+    """OpenAI's `response_format`; None where it asks for text. name: of the field, for errors.
+
+    `strict` is accepted: a schema is obeyed with and without it. Raises InvalidRequestError.
+    """
+    kind = given.get("type")
+    if kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=given)
+    if given.get("value") is not None:
+        return _format_of_value(given, name)
+    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    _refuse_unknown(given, known, name)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind == "json_schema":
+        return StructuredOutputsParams(json=_schema_of(given, f"{name}.json_schema"))
+    raise InvalidRequestError(
+        f"{name}.type is {shown(kind)}, but must be 'text', 'json_object', 'json_schema' or"
+        " 'structural_tag'",
+        name,
+    )
+
+
+def _format_of_value(given: Mapping[str, Any], name: str) -> StructuredOutputsParams:
+    """TGI's form: the schema or the expression stands in `value`."""
+    _refuse_unknown(given, {"type", "value"}, name)
+    kind, value = given.get("type"), given["value"]
+    if kind == "regex":
+        _check_type(value, (str,), f"{name}.value", name)
+        return StructuredOutputsParams(regex=value)
+    if kind in ("json", "json_object"):
+        _check_type(value, (str, dict), f"{name}.value", name)
+        return StructuredOutputsParams(json=value)
+    raise InvalidRequestError(
+        f"{name} has a value, but its type is {shown(kind)}; it must be 'json', 'json_object' or"
+        " 'regex'",
+        name,
+    )
+
+
+def _schema_of(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The schema in a json_schema object, with its name, description and strict."""
+    named, field = given.get("json_schema"), name.partition(".")[0]
+    if not isinstance(named, dict):
+        raise InvalidRequestError(
+            f"{name} is {shown(named)}, but must be an object with the schema in `schema`", field
+        )
+    _refuse_unknown(named, {"name", "description", "schema", "strict"}, name)
+    for key, kind in (("name", str), ("description", str), ("strict", bool)):
+        _check_type(named.get(key), (kind,), f"{name}.{key}", field)
+    schema = named.get("schema")
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(
+            f"{name}.schema is {shown(schema)}, but must be a JSON schema, as an object", field
+        )
+    return schema
+
+
+def _format_of_options(given: Mapping[str, Any]) -> StructuredOutputsParams:
+    """vLLM's `structured_outputs`."""
+    name = "structured_outputs"
+    _refuse_unknown(given, {*_OPTIONS, *_HINTS}, name)
+    kept = {key: given[key] for key in _OPTIONS if given.get(key) is not None}
+    for key, value in kept.items():
+        _check_type(value, _OPTIONS[key], f"{name}.{key}", name)
+    _check_choice(kept.get("choice"), f"{name}.choice")
+    return StructuredOutputsParams(**kept)
+
+
+def _check_choice(choice: list[Any] | None, name: str) -> None:
+    if choice is None:
+        return
+    if not choice or not all(isinstance(text, str) for text in choice):
+        raise InvalidRequestError(
+            f"{name} is {shown(choice)}, but must be a list of texts, at least one",
+            name.partition(".")[0],
+        )
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: set[str], name: str) -> None:
+    for key, value in given.items():
+        if key not in known and value is not None:
+            hint = did_you_mean(key, known) or "; leave it out"
+            raise InvalidRequestError(
+                f"{name} has the unknown field {key!r:.80}{hint}", name.partition(".")[0]
+            )
+
+
+def _check_type(value: Any, kinds: tuple[type, ...], name: str, field: str) -> None:
+    """Raises InvalidRequestError unless the value was left out or is of one of these types."""
+    if value is not None and not isinstance(value, kinds):
+        words = " or ".join(_WORDS[kind] for kind in kinds)
+        raise InvalidRequestError(f"{name} is {shown(value)}, but must be {words}", field)

@@ -1,0 +1,176 @@
+"""The answer to a chat call: an assistant's message, of text, reasoning and tool calls.
+
+Each choice's text goes through a parser of its own, whose events an API's subclass writes in the
+API's form: as they come, or collected.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import ClassVar, TypeVar
+
+from quire.core.request import FinishReason
+from quire.engine_client.results import Delta
+from quire.server.generation.answer import Answer
+from quire.server.generation.call_body import ChatBody
+from quire.server.generation.chat_prompt import ChatPrompt, chat_call_of, chat_prompt
+from quire.server.generation.collected_message import CollectedMessage
+from quire.server.generation.http_generation import HTTPGeneration, Prompts
+from quire.server.http.errors import ErrorForm, openai_error
+from quire.server.service import Service
+from quire.text.parsers.message_events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    MessageEvent,
+    ReasoningPiece,
+    TextPiece,
+)
+from quire.text.parsers.message_parser import MessageParser
+from quire.text.tokenizer import Tokenizer
+
+ChatBodyT = TypeVar("ChatBodyT", bound=ChatBody)
+
+_UNNOTED = (TextPiece, CallArguments)
+
+TOOL_CALLS = "tool_calls"
+"""Why a choice ended: it calls tools, and waits for what they bring."""
+
+
+class ChatAnswer(Answer[ChatBodyT]):
+    """An answer that consists of messages.
+
+    call_id_prefix: of the ids of tool calls.
+    """
+
+    operation = "chat"
+    call_id_prefix: ClassVar[str] = "call_"
+
+    @classmethod
+    async def prompts(cls, service: Service, body: ChatBodyT) -> Prompts:
+        return await chat_prompt(service, await chat_call_of(body))
+
+    def __init__(
+        self,
+        service: Service,
+        body: ChatBodyT,
+        prompts: Prompts,
+        generation: HTTPGeneration,
+        form: ErrorForm = openai_error,
+    ) -> None:
+        super().__init__(service, body, prompts, generation, form)
+        assert isinstance(prompts, ChatPrompt), "as `prompts` has made them"
+        self._tool_use = prompts.tool_use
+        self._readers = [
+            _ChoiceReader(
+                prompts.new_parser(), service.tokenizer, output.token_ids, self._new_call_id
+            )
+            for result in self._results
+            for output in result.outputs
+        ]
+
+    @abstractmethod
+    def _message_events(
+        self, choice: int, events: Sequence[MessageEvent], delta: Delta
+    ) -> Iterable[bytes]:
+        """What is new in a choice of a stream, as its API's events.
+
+        events: what the delta's text means; may be empty. A CallStart has its id. delta: its
+        finish_reason tells that the choice has ended.
+        """
+
+    @abstractmethod
+    def _whole_message(
+        self, choice: int, message: CollectedMessage, delta: Delta
+    ) -> Iterable[bytes]:
+        """The JSON of a choice that has ended, in parts."""
+
+    def _events(self, choice: int, delta: Delta) -> Iterable[bytes]:
+        return self._message_events(choice, self._read(choice, delta), delta)
+
+    def _whole_choice(self, choice: int, delta: Delta) -> Iterable[bytes]:
+        message = CollectedMessage()
+        for event in self._read(choice, delta):
+            message.push(event)
+        return self._whole_message(choice, message, delta)
+
+    def _read(self, choice: int, delta: Delta) -> Sequence[MessageEvent]:
+        self._num_generated += len(delta.token_ids)
+        return self._readers[choice].read(delta)
+
+    def _new_call_id(self) -> str:
+        """In the form that the model's template takes back; else in the API's own."""
+        drawn = self._service.dialect.new_call_id()
+        prefix, mark, rest = drawn.partition("_")
+        return f"{self.call_id_prefix}{rest}" if (prefix, mark) == ("call", "_") else drawn
+
+    def _has_calls(self, choice: int) -> bool:
+        """Whether the choice so far has a whole call."""
+        return self._readers[choice].has_calls
+
+    def _finish_reason(self, choice: int, delta: Delta) -> str | None:
+        """As OpenAI names it: "tool_calls" where the choice has come to its end with calls."""
+        if delta.finish_reason == FinishReason.STOP.value and self._has_calls(choice):
+            return TOOL_CALLS
+        return delta.finish_reason
+
+    @property
+    def _num_reasoning_tokens(self) -> int:
+        """Of all choices so far."""
+        return sum(reader.num_reasoning_tokens for reader in self._readers)
+
+
+class _ChoiceReader:
+    """Reads one choice. has_calls: whether there was a whole call.
+
+    The parser holds text back and deltas are cut anywhere, so tokens of reasoning are counted by
+    bytes: they are the first ones that together are as long as the reasoning.
+    Invariant: the first num_reasoning_tokens tokens have _num_counted_bytes bytes; without the last
+    of them, fewer than the reasoning.
+    """
+
+    def __init__(
+        self,
+        parser: MessageParser,
+        tokenizer: Tokenizer,
+        token_ids: Sequence[int],
+        new_call_id: Callable[[], str],
+    ) -> None:
+        """token_ids: of the choice; it grows while this is used."""
+        self.has_calls = False
+        self.num_reasoning_tokens = 0
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._token_ids = token_ids
+        self._new_call_id = new_call_id
+        self._num_reasoning_bytes = 0
+        self._num_counted_bytes = 0
+
+    def read(self, delta: Delta) -> Sequence[MessageEvent]:
+        """What a delta means; with the last one all that was held back."""
+        events = self._parser.push(delta.text)
+        if delta.finish_reason is not None:
+            events = [*events, *self._parser.finish()]
+        for at, event in enumerate(events):
+            if type(event) not in _UNNOTED:  # most are text, one a token
+                events[at] = self._noted(event)
+        return events
+
+    def _noted(self, event: MessageEvent) -> MessageEvent:
+        if isinstance(event, ReasoningPiece):
+            self._num_reasoning_bytes += len(event.text.encode())
+            self._count_reasoning()
+        elif isinstance(event, CallEnd):
+            self.has_calls = True
+        elif isinstance(event, CallStart) and event.call_id is None:
+            return replace(event, call_id=self._new_call_id())
+        return event
+
+    def _count_reasoning(self) -> None:
+        while (
+            self._num_counted_bytes < self._num_reasoning_bytes
+            and self.num_reasoning_tokens < len(self._token_ids)
+        ):
+            token_id = self._token_ids[self.num_reasoning_tokens]
+            self._num_counted_bytes += len(self._tokenizer.token_bytes(token_id))
+            self.num_reasoning_tokens += 1

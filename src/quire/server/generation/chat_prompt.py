@@ -1,0 +1,151 @@
+"""Turns a chat call into a prompt, and into what reads the model's text.
+
+The one road of chat, Responses, Messages and the routes that only count tokens: the messages and
+tools are rendered by the model's template and encoded, and the model's dialect says what may be
+generated and what it means. Errors name the fields of `ChatCall`'s words; `fields_named` turns them
+into an API's own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from quire.server.generation.chat_call import ChatCall, ReasoningOptions
+from quire.server.generation.http_generation import Prompts, blamed_on
+from quire.server.http.long_work import LONG_TEXT_CHARACTERS, call_for_text
+from quire.server.limits import check_text
+from quire.server.service import Service
+from quire.text.chat_template import ChatTemplate, encode_chat
+from quire.text.parsers.dialect import Dialect
+from quire.text.parsers.message_parser import MessageParser
+from quire.text.parsers.tool_use import NO_TOOLS, ToolUse
+
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Template variables that turn reasoning on and off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt(Prompts):
+    """What a model is given for one chat call, and how its answers are read.
+
+    beginning: what the prompt has of the answer's message.
+    """
+
+    dialect: Dialect
+    tool_use: ToolUse = NO_TOOLS
+    beginning: str = ""
+
+    @property
+    def token_ids(self) -> list[int]:
+        (token_ids,) = self.inputs
+        assert isinstance(token_ids, list)
+        return token_ids
+
+    def new_parser(self) -> MessageParser:
+        """Reads the text of one choice."""
+        return self.dialect.parser(self.tool_use, self.beginning)
+
+
+class MakesChatCall(Protocol):
+    """A body that becomes a chat call. Its fields are its attributes."""
+
+    def to_chat_call(self) -> ChatCall: ...
+
+
+async def chat_call_of(body: MakesChatCall) -> ChatCall:
+    """The chat call that a body becomes: in a thread where it is long, since each of its blocks,
+    items and tools is looked at. Raises InvalidRequestError."""
+    return await call_for_text(_num_characters(vars(body)), body.to_chat_call)
+
+
+async def chat_prompt(service: Service, call: ChatCall) -> ChatPrompt:
+    """Render and encode a call. Raises InvalidRequestError."""
+    tools = [tool.as_openai() for tool in call.tool_use.tools]
+    wanted = None if call.answer_format is None else asdict(call.answer_format)
+    size = _num_characters([call.messages, tools, call.chat_template_kwargs, wanted])
+    return await call_for_text(size, _chat_prompt, service, call, tools)
+
+
+def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) -> ChatPrompt:
+    begins_message = call.add_generation_prompt
+    if begins_message is None:
+        begins_message = not call.continue_final_message
+    template, max_model_len = service.chat_template, service.engine.limits.max_model_len
+    variables = reasoning_variables(template, call.reasoning, has_tools=bool(tools))
+    with blamed_on("messages"):
+        encoded = encode_chat(
+            template,
+            service.tokenizer,
+            call.messages,
+            allow_special_tokens=service.allow_special_tokens,
+            add_special_tokens=call.add_special_tokens,
+            check_text=lambda text: check_text(text, service.tokenizer, max_model_len, "messages"),
+            add_generation_prompt=begins_message,
+            continue_final_message=call.continue_final_message,
+            tools=tools or None,
+            chat_template_kwargs={
+                **service.default_chat_template_kwargs,
+                **variables,
+                **(call.chat_template_kwargs or {}),
+            },
+            finds_beginning=service.dialect.has_reasoning,
+        )
+    grammar = service.dialect.grammar(
+        call.tool_use,
+        call.answer_format,
+        call.reasoning.budget_tokens,
+        encoded.beginning,
+        service.tokenizer,
+    )
+    return ChatPrompt(
+        inputs=[encoded.token_ids],
+        grammar=grammar,
+        kept_special_token_ids=_kept_special_token_ids(service, call.tool_use),
+        dialect=service.dialect,
+        tool_use=call.tool_use,
+        beginning=encoded.beginning,
+    )
+
+
+def _kept_special_token_ids(service: Service, tool_use: ToolUse) -> frozenset[int]:
+    """Those that the parser reads. The marks of calls are none of them where nothing may be called:
+    there they would be text."""
+    return service.tokenizer.special_ids_of(service.dialect.tokens_kept_for(tool_use))
+
+
+def reasoning_variables(
+    template: ChatTemplate, reasoning: ReasoningOptions, *, has_tools: bool
+) -> dict[str, Any]:
+    """The options as variables of the template, as far as it reads any.
+
+    An effort of "none" turns reasoning off where the template has no such effort but a switch.
+    """
+    is_enabled = reasoning.is_enabled
+    if is_enabled is None and reasoning.effort is not None:
+        is_enabled = reasoning.effort != "none"
+    wanted: dict[str, Any] = {}
+    if is_enabled is not None:
+        wanted |= dict.fromkeys(_THINKING_SWITCHES, is_enabled)
+    if reasoning.effort not in (None, "none"):
+        wanted["reasoning_effort"] = reasoning.effort
+    return {
+        name: value
+        for name, value in wanted.items()
+        if template.mentions(name, has_tools=has_tools)
+    }
+
+
+def _num_characters(value: Any) -> int:
+    """Of all texts in a JSON value, counted as far as `call_for_text` wants to know."""
+    count, rest = 0, [value]
+    while rest and count < LONG_TEXT_CHARACTERS:
+        each = rest.pop()
+        if isinstance(each, str):
+            count += len(each)
+        elif isinstance(each, Mapping):
+            count += len(each)
+            rest.extend(each.values())
+        elif isinstance(each, Sequence):
+            count += len(each)
+            rest.extend(each)
+    return count

@@ -1,0 +1,165 @@
+"""The calls that embed or score: their fields, their requests, their results.
+
+Such a call becomes one engine request for each of its inputs, which run as those of generated text
+do: with the tenant's quota, a deadline, the metrics, and again after a crash. Called by the routes.
+"""
+
+import time
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+from fastapi import Request as HTTPRequest
+from starlette.responses import Response
+
+from quire.core.sampling_params import SamplingParams
+from quire.engine_client.inputs import MAX_NAME_LENGTH
+from quire.engine_client.outputs import RequestAssembler
+from quire.engine_client.pooling_inputs import PoolingInput, PoolingInputs
+from quire.errors import InvalidRequestError
+from quire.server.generation.call_body import Priority, Seconds, left_out
+from quire.server.generation.http_generation import (
+    Caller,
+    HTTPGeneration,
+    new_call_id,
+    options_of,
+)
+from quire.server.http.body import Body
+from quire.server.http.streaming import ClientGoneError, unless_disconnected
+from quire.server.limits import check_text, too_many_entries
+from quire.server.service import Service, service_of
+
+HINTS = frozenset({"metadata", "request_id", "safety_identifier", "service_tier", "user"})
+"""Fields that change no number, and that no caller relies on."""
+
+WINDOW = 256
+"""So many inputs of a call are in the engine at once."""
+
+_NOTHING_SAMPLED = SamplingParams(max_tokens=1)
+
+
+class PoolingBody(Body, ABC):
+    """What the bodies of all routes that embed or score share.
+
+    truncate_prompt_tokens: the most tokens of an input; its last ones are cut. -1: as many as the
+        model takes. None: a longer one is refused.
+    """
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "model": "the name in `/v1/models`",
+        "truncate_prompt_tokens": "longer inputs are cut to so many tokens; -1: to as many as the"
+        " model takes; where left out they are refused",
+        "priority": "smaller goes first, under the priority policy",
+        "cache_salt": "prefixes are shared only among calls with the same",
+        "deadline_s": "seconds after which the call is ended with an error",
+    }
+
+    hints: ClassVar[frozenset[str]] = HINTS
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = left_out(minimum=-1)
+    # ours
+    priority: Priority = 0
+    cache_salt: str | None = left_out(maxLength=MAX_NAME_LENGTH)
+    deadline_s: Seconds | None = None
+
+
+class Pooled(NamedTuple):
+    """What came of a call. results: of each input, as the engine has it. num_tokens: of all."""
+
+    call_id: str
+    results: list[bytes]
+    num_tokens: int
+
+
+class PoolingUsage(msgspec.Struct):
+    """How many tokens the inputs have."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+def usage_of(pooled: Pooled) -> PoolingUsage:
+    """For the answer."""
+    return PoolingUsage(pooled.num_tokens, pooled.num_tokens)
+
+
+class PoolingCall:
+    """One HTTP call that embeds or scores, from its body to its results."""
+
+    def __init__(
+        self, http: HTTPRequest, body: PoolingBody, id_prefix: str, operation: str
+    ) -> None:
+        """Raises UnknownModelError, ServerDrainingError, InvalidRequestError."""
+        self.service: Service = service_of(http)
+        self.service.check_model(body.model)
+        self.service.check_accepting()
+        self.inputs = PoolingInputs(self.service.tokenizer, self.service.engine.limits)
+        self._http = http
+        self._options = options_of(http, body, self.service.default_deadline_s)
+        self._created_s = int(time.time())
+        self._caller = Caller.of(http, new_call_id(id_prefix), operation)
+
+    @property
+    def created_s(self) -> int:
+        """When the call came, as OpenAI's answers say it."""
+        return self._created_s
+
+    def check_texts(
+        self, texts: Sequence[Any], param: str, *, num_inputs: int | None = None
+    ) -> None:
+        """Before there is any work with them. num_inputs: that they become; None: one each.
+
+        Raises InvalidRequestError, OverloadedError where the server has no room.
+        """
+        count = len(texts) if num_inputs is None else num_inputs
+        if not count:
+            raise InvalidRequestError(f"{param} is empty; give at least one", param)
+        most = self.service.limits.max_inputs
+        if count > most:
+            raise too_many_entries(param, range(count), most)
+        self.service.engine.check_room(min(count, WINDOW))
+        longest = self.service.engine.limits.max_model_len
+        for text in texts:
+            if isinstance(text, str):
+                check_text(text, self.service.tokenizer, longest, param)
+
+    async def answer(
+        self, given: Sequence[PoolingInput], write: Callable[["Pooled"], Response]
+    ) -> Response:
+        """What `write` makes of the results; an empty response where the client has gone.
+
+        Raises as `HTTPGeneration` does.
+        """
+        try:
+            pooled = await unless_disconnected(self._http.receive, self._run(given))
+        except ClientGoneError:
+            return Response(status_code=499)
+        return write(pooled)
+
+    async def _run(self, given: Sequence[PoolingInput]) -> "Pooled":
+        """A window of the inputs at a time: a long list keeps others' calls out no longer than a
+        short one."""
+        limits, call_id = self.service.engine.limits, self._caller.call_id
+        requests = [
+            each.request(f"{call_id}-{index}", limits, self._options)
+            for index, each in enumerate(given)
+        ]
+        results: list[bytes] = []
+        for first in range(0, len(requests), WINDOW):
+            assemblers = [
+                RequestAssembler(request, _NOTHING_SAMPLED, None, None, deltas_only=True)
+                for request in requests[first : first + WINDOW]
+            ]
+            await self._run_window(assemblers)
+            results += [each.pooled for each in assemblers if each.pooled is not None]
+        assert len(results) == len(requests), "a request that pools ends with its result"
+        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        return Pooled(call_id, results, num_tokens)
+
+    async def _run_window(self, assemblers: Sequence[RequestAssembler]) -> None:
+        generation = HTTPGeneration(self.service, assemblers, _NOTHING_SAMPLED, self._caller)
+        async with generation:
+            await generation.rest()

@@ -1,0 +1,1 @@
+"""Anthropic's API: Messages, whole and streamed, and what a prompt counts."""

@@ -1,0 +1,269 @@
+"""From Anthropic's system and messages, made of blocks, to the messages of a chat call.
+
+Consecutive messages of one role are one turn. A turn's blocks become: of the assistant, one message
+with its text, its reasoning and its calls; of the user, one message of role `tool` for each result,
+then one with the text. Messages of role system join the system prompt where nothing comes before
+them, else the user's turn: few templates take them there. Knows no model. Called by
+`messages_body`.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from quire.errors import InvalidRequestError, shown
+
+ChatMessage: TypeAlias = dict[str, Any]
+
+NOT_SERVED = (
+    "image",
+    "document",
+    "search_result",
+    "container_upload",
+    "server_tool_use",
+    "mcp_tool_use",
+)
+"""Types of blocks that Anthropic has and no model here reads, beside results of server tools."""
+
+_CALL_LINES = re.compile(r"(?:x-anthropic-[a-z0-9-]++:[^\n]*+(?:\n|$)){0,64}+", re.IGNORECASE)
+"""Lines that Claude Code puts first into its system prompt, with other numbers at every call: in
+the prompt they would leave nothing behind them to the prefix cache. It sends one or two. Matched in
+one go: to cut off line after line takes a time that grows with the square of their number."""
+
+_ROLES = ("user", "assistant", "system")
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block of a message, of the type `kind`. where: its place in the body, for errors."""
+
+    where: str
+    kind: str
+    fields: Mapping[str, Any]
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A field that is a text. default: where it was left out; None: it must be there."""
+        value = self.fields.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise _wrong(f"{self.where}.{name} is {shown(value)}, but must be a text")
+        return value
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What one role says until another does."""
+
+    role: str
+    where: str
+    blocks: list[_Block] = field(default_factory=list)
+
+    def of_kind(self, kind: str) -> list[_Block]:
+        return [block for block in self.blocks if block.kind == kind]
+
+    @property
+    def texts(self) -> list[str]:
+        """Of its text blocks, but for those without any."""
+        return [text for block in self.of_kind("text") if (text := block.text("text"))]
+
+
+def chat_messages(system: Any, messages: Any) -> list[ChatMessage]:
+    """In the form of OpenAI's chat API. Raises InvalidRequestError that names the place.
+
+    system: a text or text blocks, None for none. messages: as the body has them.
+    """
+    rules = [text for text in system_texts(system) if text]
+    turns = list(_turns(messages))
+    while turns and turns[0].role == "system":
+        rules += turns.pop(0).texts
+    if not turns:
+        raise _wrong("messages has no message of the user; there must be at least one message")
+    _check_results(turns)
+    found = [{"role": "system", "content": _content(rules)}] if rules else []
+    call_names: dict[str, str] = {}
+    for turn in turns:
+        if turn.role == "assistant":
+            found.append(_assistant_message(turn, call_names))
+        else:
+            found += _user_messages(turn, call_names)
+    return found
+
+
+def system_texts(system: Any) -> list[str]:
+    """The texts of a system prompt, without what changes at every call. Raises
+    InvalidRequestError."""
+    if system is None:
+        return []
+    turn = _Turn("system", "system", list(_blocks(system, "system", "system")))
+    texts = [block.text("text") for block in turn.blocks]
+    for at, text in enumerate(texts):
+        found = _CALL_LINES.match(text)
+        assert found is not None, "it matches nothing, too"
+        texts[at] = text[found.end() :]
+        if texts[at]:
+            break
+    return texts
+
+
+def _turns(messages: Any) -> Iterator[_Turn]:
+    """The messages, consecutive ones of one role joined."""
+    if not isinstance(messages, list):
+        raise _wrong(f"messages is {shown(messages)}, but must be a list of objects")
+    turn: _Turn | None = None
+    for at, message in enumerate(messages):
+        where = f"messages.{at}"
+        if not isinstance(message, dict):
+            raise _wrong(f"{where} is {shown(message)}, but must be an object with a role")
+        role = message.get("role")
+        if role not in _ROLES:
+            raise _wrong(f"{where}.role is {shown(role)}, but must be one of {', '.join(_ROLES)}")
+        blocks = _blocks(message.get("content"), f"{where}.content", role)
+        if role == "system" and turn is not None and turn.role != role:
+            role = "user"
+        if turn is None or turn.role != role:
+            if turn is not None:
+                yield turn
+            turn = _Turn(role, where)
+        turn.blocks += blocks
+    if turn is not None:
+        yield turn
+
+
+_KINDS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+
+
+def _blocks(content: Any, where: str, role: str) -> Iterator[_Block]:
+    """Checked for what a message of the role may have."""
+    if isinstance(content, str):
+        yield _Block(where, "text", {"text": content})
+        return
+    if not isinstance(content, list):
+        raise _wrong(f"{where} is {shown(content)}, but must be a text or a list of blocks")
+    for at, part in enumerate(content):
+        place = f"{where}.{at}"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise _wrong(f"{place} is {shown(part)}, but must be an object with a type")
+        if kind not in _KINDS[role]:
+            raise _wrong(_refusal(place, kind, role, _KINDS[role]))
+        yield _Block(place, kind, part)
+
+
+def _refusal(place: str, kind: str, owner: str, known: Sequence[str]) -> str:
+    if kind in NOT_SERVED or kind.endswith("_tool_result"):
+        return (
+            f"{place} is of the type {kind}, which is not supported: the model takes text, and the"
+            " server runs no tools; leave it out"
+        )
+    return f"{place} has the type {shown(kind)}, but in {owner} it must be {' or '.join(known)}"
+
+
+def _check_results(turns: Sequence[_Turn]) -> None:
+    """Each call has its result in the user's next turn, and each result its call in the
+    assistant's last, as Anthropic has it."""
+    open_ids: dict[str, str] = {}
+    for turn in turns:
+        results = {block.text("tool_use_id"): block for block in turn.of_kind("tool_result")}
+        for call_id, where in open_ids.items():
+            if call_id not in results:
+                raise _wrong(
+                    f"{where} is a tool_use, but the next message has no tool_result with its"
+                    f" tool_use_id {shown(call_id)}; put one there"
+                )
+        for call_id, block in results.items():
+            if call_id not in open_ids:
+                raise _wrong(
+                    f"{block.where} has the tool_use_id {shown(call_id)}, but the message before"
+                    " it has no tool_use of that id"
+                )
+        open_ids = {block.text("id"): block.where for block in turn.of_kind("tool_use")}
+    for call_id, where in open_ids.items():
+        raise _wrong(
+            f"{where} is a tool_use ({shown(call_id)}) in the last message; its tool_result must"
+            " follow in a message of the user"
+        )
+
+
+def _assistant_message(turn: _Turn, call_names: dict[str, str]) -> ChatMessage:
+    """call_names: gets the name of each call by its id."""
+    message: ChatMessage = {"role": "assistant", "content": "\n".join(turn.texts)}
+    reasoning = [block.text("thinking") for block in turn.of_kind("thinking")]
+    if any(reasoning):
+        message["reasoning_content"] = "\n".join(filter(None, reasoning))
+    calls = [_call(block, call_names) for block in turn.of_kind("tool_use")]
+    if calls:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: _Block, call_names: dict[str, str]) -> dict[str, Any]:
+    call_id, name = block.text("id"), block.text("name")
+    arguments = block.fields.get("input")
+    if not isinstance(arguments, dict):
+        raise _wrong(f"{block.where}.input is {shown(arguments)}, but must be an object")
+    call_names[call_id] = name
+    text = json.dumps(arguments, ensure_ascii=False)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _user_messages(turn: _Turn, call_names: Mapping[str, str]) -> list[ChatMessage]:
+    """The results first, as the calls stand right before them."""
+    found: list[ChatMessage] = []
+    for block in turn.of_kind("tool_result"):
+        call_id = block.text("tool_use_id")
+        content = _result_text(block)
+        found.append(
+            {
+                "role": "tool",
+                "tool_call_id": call_id,
+                "name": call_names[call_id],
+                "content": f"Error: {content}" if block.fields.get("is_error") is True else content,
+            }
+        )
+    texts = turn.texts
+    if texts:
+        found.append({"role": "user", "content": _content(texts)})
+    if not found:
+        raise _wrong(f"{turn.where}.content is empty; a message of the user must say something")
+    return found
+
+
+def _result_text(block: _Block) -> str:
+    """What a tool answered; nothing is an empty text."""
+    content = block.fields.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    where = f"{block.where}.content"
+    if not isinstance(content, list):
+        raise _wrong(f"{where} is {shown(content)}, but must be a text or a list of text blocks")
+    return "\n".join(_result_part(part, f"{where}.{at}") for at, part in enumerate(content))
+
+
+def _result_part(part: Any, place: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        return _Block(place, kind, part).text("text")
+    if kind == "tool_reference":  # of a tool search: the tools are all in the prompt
+        return _Block(place, kind, part).text("tool_name")
+    if not isinstance(kind, str):
+        raise _wrong(f"{place} is {shown(part)}, but must be an object with a type")
+    raise _wrong(_refusal(place, kind, "a tool_result", ("text",)))
+
+
+def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:
+    """One text as it is; several as parts, which the template's own rule joins."""
+    if len(texts) == 1:
+        return texts[0]
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _wrong(sentence: str) -> InvalidRequestError:
+    return InvalidRequestError(sentence, "system" if sentence.startswith("system") else "messages")

@@ -1,0 +1,201 @@
+"""The bodies of Anthropic's Messages API, and the chat call and params that they become.
+
+What is unknown here is ignored, and named in a header of the answer: Anthropic's clients change
+weekly, and send what only Anthropic's servers have. Knows no engine.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from quire.core.sampling_params import SEED_LIMIT, SamplingParams
+from quire.server.generation.call_body import ChatBody, Count, Params, Texts, left_out
+from quire.server.generation.chat_call import ChatCall
+from quire.server.generation.http_generation import fields_named
+from quire.server.http.body import Body, UnknownFields
+from quire.server.limits import CallLimits
+from quire.server.routes.anthropic.blocks import chat_messages
+from quire.server.routes.anthropic.call_fields import (
+    answer_format_of,
+    ignored_tools,
+    reasoning_of,
+    shows_thinking,
+    tool_use_of,
+)
+from quire.server.routes.openai.chat_body import check_template_arguments
+
+FIELD_NAMES = {
+    "prompt": "messages",
+    "reasoning": "thinking",
+    "response_format": "output_config",
+    "stop": "stop_sequences",
+}
+"""What errors of a chat call name -> the field here that it was made from."""
+
+_OBJECT = {"type": "object"}
+_TEXT_BLOCK = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_BLOCK}]}
+_BLOCK = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]}
+    },
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["user", "assistant", "system"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _BLOCK}]},
+    },
+}
+_MESSAGES: dict[str, Any] = {"type": "array", "items": _MESSAGE, "minItems": 1}
+_TOOL = {
+    "type": "object",
+    "required": ["name", "input_schema"],
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,128}$"},
+        "description": {"type": "string"},
+        "input_schema": {
+            "type": "object",
+            "required": ["type"],
+            "properties": {"type": {"const": "object"}},
+        },
+        "strict": {"type": "boolean"},
+    },
+}
+_CHOICE = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["auto", "any", "tool", "none"]},
+        "name": {"type": "string"},
+        "disable_parallel_tool_use": {"type": "boolean"},
+    },
+}
+_THINKING = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["enabled", "adaptive", "between_tools", "disabled"]},
+        "budget_tokens": {"type": "integer", "minimum": 1},
+        "display": {"enum": ["summarized", "omitted"]},
+    },
+}
+
+
+class PromptFields(Body):
+    """What of a call makes its prompt: the same for an answer and for a count of its tokens."""
+
+    unknown_fields: ClassVar[UnknownFields] = "ignore"
+    list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
+    hints: ClassVar[frozenset[str]] = frozenset(
+        {"betas", "cache_control", "inference_geo", "metadata", "service_tier", "speed"}
+    )
+    notes: ClassVar[Mapping[str, str]] = {
+        "model": "the name in `/v1/models`",
+        "messages": "objects with a `role` and a `content`: a text, or blocks of the types `text`, "
+        "`tool_use`, `tool_result`, `thinking`",
+        "system": "a text, or text blocks; lines `x-anthropic-...:` at its beginning are left out",
+        "tools": "objects with a `name` and an `input_schema`; others are ignored",
+        "tool_choice": "`auto`, `any`, `tool` with a `name`, or `none`",
+        "thinking": "`enabled` with a budget, `adaptive` or `disabled`; disabled where left out",
+        "output_config": "`format`: a JSON schema that the text obeys; `effort`: of the thinking",
+        "output_format": "the older name of `output_config.format`",
+        "chat_template_kwargs": "further variables of the model's chat template",
+    }
+
+    model: str | None = None
+    messages: Any = Field(json_schema_extra=_MESSAGES)
+    system: Any = left_out(**_TEXTS)
+    tools: Any = left_out(type="array", items=_TOOL)
+    tool_choice: Any = left_out(**_CHOICE)
+    thinking: Any = left_out(**_THINKING)
+    output_config: Any = left_out(**_OBJECT)
+    output_format: Any = left_out(**_OBJECT)
+    # ours
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @classmethod
+    def check_fields(
+        cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
+    ) -> None:
+        super().check_fields(fields, limits, max_model_len)
+        check_template_arguments(fields.get("chat_template_kwargs"))
+
+    @property
+    def ignored_tools(self) -> list[str]:
+        """Those that the model is not offered. Raises InvalidRequestError."""
+        return ignored_tools(self.tools)
+
+    def to_chat_call(self) -> ChatCall:
+        """Raises InvalidRequestError."""
+        messages = chat_messages(self.system, self.messages)
+        return ChatCall(
+            messages=messages,
+            tool_use=tool_use_of(self.tools, self.tool_choice),
+            reasoning=reasoning_of(self.thinking, self.output_config),
+            answer_format=answer_format_of(self.output_config, self.output_format),
+            chat_template_kwargs=self.chat_template_kwargs,
+            continue_final_message=messages[-1]["role"] == "assistant",
+        )
+
+
+class CountTokensRequest(PromptFields):
+    """POST /v1/messages/count_tokens."""
+
+
+class MessagesRequest(PromptFields, ChatBody):
+    """POST /v1/messages.
+
+    max_tokens: a bound and no wish: a context that has room for fewer is no mistake.
+    """
+
+    list_bounds: ClassVar[Mapping[str, str]] = {
+        **PromptFields.list_bounds,
+        "stop_sequences": "max_stop_strings",
+    }
+    notes: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "the most tokens to generate; the context may have room for fewer",
+        "stop_sequences": "the text ends before the first of these",
+        "stream": "the answer comes as server-sent events, piece by piece",
+        "temperature": "0 is greedy; where left out the model's own",
+        "top_p": "sample among the likeliest tokens whose probabilities add up to it",
+        "top_k": "sample among so many likeliest tokens; 0: all",
+        "seed": "the same seed gives the same tokens, whatever runs beside it",
+        "min_p": "sample among tokens at least so many times as likely as the likeliest",
+        "priority": "smaller goes first, under the policy `priority`",
+        "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",
+        "deadline_s": "seconds after which the call ends with an error",
+    }
+
+    max_tokens: Count = Field(json_schema_extra={"minimum": 1})
+    stop_sequences: Texts | None = left_out(items={"type": "string", "minLength": 1})
+    temperature: float | None = left_out(minimum=0, maximum=100)
+    top_p: float | None = left_out(exclusiveMinimum=0, maximum=1)
+    top_k: Count | None = left_out(minimum=0)
+    # ours
+    seed: int | None = left_out(minimum=-(SEED_LIMIT >> 1), maximum=SEED_LIMIT - 1)
+    min_p: float | None = left_out(minimum=0, maximum=1)
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether thinking blocks have their text."""
+        return shows_thinking(self.thinking)
+
+    def to_params(self) -> Params:
+        """Raises InvalidRequestError."""
+        names = ("temperature", "top_p", "top_k", "seed", "min_p")
+        values = {name: getattr(self, name) for name in names}
+        given = {name: value for name, value in values.items() if value is not None}
+        with fields_named(FIELD_NAMES):
+            sampling = SamplingParams(
+                **given, stop=self.stop_sequences or None, max_tokens=self.max_tokens
+            )
+        return Params(sampling)

@@ -1,0 +1,233 @@
+"""The bodies of Ollama's API, and the chat call and params that they become.
+
+Options that say how Ollama runs a model (`num_ctx`, `num_gpu`) are accepted and change nothing, as
+`keep_alive` is. What else is unknown is ignored, and named in a header of the answer. Knows no
+engine.
+"""
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from quire.core.sampling_params import SamplingParams
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.errors import InvalidRequestError, shown
+from quire.server.generation.call_body import ChatBody, Params, left_out
+from quire.server.generation.chat_call import ChatCall, ReasoningOptions
+from quire.server.http.body import UnknownFields
+from quire.server.limits import CallLimits, too_many_entries
+from quire.server.routes.openai.chat_tools import make_tool_use, openai_tools
+
+_TAG = ":latest"
+
+_PARAMS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+"""Options, and what SamplingParams calls them."""
+
+_HINTS = frozenset(
+    {"num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock"}
+) | {"numa", "num_thread", "num_keep", "vocab_only", "logits_all", "embedding_only"}
+
+_FORMAT = {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]}
+_MESSAGE: dict[str, Any] = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string", "minLength": 1},
+        "content": {"type": "string"},
+        "thinking": {"type": "string"},
+        "tool_name": {"type": "string"},
+        "tool_calls": {"type": "array", "items": {"type": "object"}},
+    },
+}
+
+
+class OllamaBody(ChatBody):
+    """What both bodies share."""
+
+    unknown_fields: ClassVar[UnknownFields] = "ignore"
+    hints: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "images": ([],),
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+    }
+    notes: ClassVar[Mapping[str, str]] = {
+        "model": "the name in `/api/tags`, with or without `:latest`",
+        "stream": "false: one object; else a line for each piece",
+        "format": "`json`, or a JSON schema that the answer obeys",
+        "options": "`temperature`, `top_k`, `top_p`, `min_p`, `seed`, `stop`, `num_predict` and "
+        "the penalties; those for running a model are accepted, and change nothing",
+        "think": "whether the model thinks before it answers, or how much: `low`, `medium`, `high`",
+        "priority": "smaller goes first, under the policy `priority`",
+        "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",
+        "deadline_s": "seconds after which the call ends with an error",
+    }
+
+    stream: bool = True
+    format: Any = left_out(**_FORMAT)
+    options: dict[str, Any] | None = None
+    think: bool | str | None = None
+
+    @classmethod
+    def check_fields(
+        cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
+    ) -> None:
+        super().check_fields(fields, limits, max_model_len)
+        options = fields.get("options")
+        stop = options.get("stop") if isinstance(options, dict) else None
+        if isinstance(stop, list) and len(stop) > limits.max_stop_strings:
+            raise too_many_entries("options.stop", stop, limits.max_stop_strings)
+
+    @field_validator("model")
+    @classmethod
+    def _without_tag(cls, name: str | None) -> str | None:
+        return None if name is None else name.removesuffix(_TAG)
+
+    @property
+    def ignored_options(self) -> list[str]:
+        """Those that nothing here obeys."""
+        known = _PARAMS.keys() | _HINTS
+        return [f"options.{name}" for name in self.options or () if name not in known]
+
+    def to_params(self) -> Params:
+        """Raises InvalidRequestError."""
+        options = self.options or {}
+        given = {
+            ours: options[name] for name, ours in _PARAMS.items() if options.get(name) is not None
+        }
+        num_predict = given.get("max_tokens")
+        if num_predict is None or (num_predict in (-1, -2) and type(num_predict) is int):
+            given["max_tokens"] = None  # until the context is full
+        return Params(SamplingParams(**given))
+
+    def _reasoning(self) -> ReasoningOptions:
+        if isinstance(self.think, str):
+            return ReasoningOptions(effort=self.think, is_enabled=True)
+        return ReasoningOptions(is_enabled=self.think)
+
+    def _answer_format(self) -> StructuredOutputsParams | None:
+        if self.format in (None, ""):
+            return None
+        if self.format == "json":
+            return StructuredOutputsParams(json_object=True)
+        if isinstance(self.format, dict):
+            return StructuredOutputsParams(json=self.format)
+        raise InvalidRequestError(
+            f"format is {shown(self.format)}, but must be json or a JSON schema", "format"
+        )
+
+
+class OllamaChatRequest(OllamaBody):
+    """POST /api/chat."""
+
+    list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
+    notes: ClassVar[Mapping[str, str]] = {
+        "messages": "objects with a `role` and a `content`, calls in `tool_calls`",
+        "tools": "functions that the model may call",
+    }
+
+    messages: Any = Field(json_schema_extra={"type": "array", "items": _MESSAGE, "minItems": 1})
+    tools: Any = left_out(type="array", items={"type": "object"})
+
+    def to_chat_call(self) -> ChatCall:
+        """Raises InvalidRequestError."""
+        messages = list(_chat_messages(self.messages))
+        if self.tools is not None and not isinstance(self.tools, list):
+            raise InvalidRequestError(f"tools is {shown(self.tools)}, not a list", "tools")
+        return ChatCall(
+            messages=messages,
+            tool_use=make_tool_use(openai_tools(self.tools or ()), None),
+            reasoning=self._reasoning(),
+            answer_format=self._answer_format(),
+            continue_final_message=bool(messages) and messages[-1].get("role") == "assistant",
+        )
+
+
+class OllamaGenerateRequest(OllamaBody):
+    """POST /api/generate."""
+
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **OllamaBody.not_supported,
+        "context": ([],),
+        "raw": (False,),
+        "suffix": ("",),
+        "template": ("",),
+    }
+    notes: ClassVar[Mapping[str, str]] = {
+        "prompt": "the user's message",
+        "system": "what the model is told before it",
+    }
+
+    prompt: str = ""
+    system: str | None = None
+
+    def to_chat_call(self) -> ChatCall:
+        """Raises InvalidRequestError."""
+        messages = [{"role": "user", "content": self.prompt}]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return ChatCall(
+            messages=messages, reasoning=self._reasoning(), answer_format=self._answer_format()
+        )
+
+
+def _chat_messages(messages: Any) -> Iterator[dict[str, Any]]:
+    """In the form of OpenAI's chat API. A result belongs to the first open call of its tool."""
+    if not isinstance(messages, list):
+        raise _wrong(f"messages is {shown(messages)}, but must be a list of objects")
+    open_ids: dict[str, deque[str]] = defaultdict(deque)
+    num_calls = 0
+    for at, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise _wrong(f"messages[{at}] is {shown(message)}, but must be an object with a role")
+        if message.get("images"):
+            raise _wrong(f"messages[{at}] has images, but the model takes text; leave them out")
+        known = {name: message[name] for name in ("role", "content") if name in message}
+        if message.get("thinking"):
+            known["reasoning_content"] = message["thinking"]
+        calls = message.get("tool_calls") or []
+        if calls:
+            known["tool_calls"] = list(_calls(calls, f"messages[{at}]", num_calls))
+            num_calls += len(calls)
+            for call in known["tool_calls"]:
+                open_ids[call["function"]["name"]].append(call["id"])
+        name = message.get("tool_name", message.get("name"))
+        if message.get("role") == "tool" and isinstance(name, str):
+            known["name"] = name
+            if open_ids[name]:
+                known["tool_call_id"] = open_ids[name].popleft()
+        yield known
+
+
+def _calls(calls: Any, where: str, first: int) -> Iterator[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise _wrong(f"{where}.tool_calls is {shown(calls)}, but must be a list")
+    for at, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str):
+            raise _wrong(f"{where}.tool_calls[{at}] is {shown(call)}, but must name a function")
+        arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+        yield {
+            "id": f"call_{first + at}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+
+
+def _wrong(sentence: str) -> InvalidRequestError:
+    return InvalidRequestError(sentence, "messages")

@@ -1,0 +1,309 @@
+"""The body of POST /v1/chat/completions, and the fields that it shares with /tokenize.
+
+Knows no engine; a body becomes params and a `ChatCall`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from quire.errors import InvalidRequestError
+from quire.server.generation.body import NOT_FOR_BEAMS, NOT_SUPPORTED, GenerationBody
+from quire.server.generation.call_body import ChatBody, Params, left_out
+from quire.server.generation.chat_call import ChatCall, ReasoningOptions
+from quire.server.http.body import Body
+from quire.server.limits import CallLimits
+from quire.server.routes.openai.chat_tools import make_tool_use, openai_tools, read_tool_choice
+
+_OLD_NAMES = {"functions": "tools", "function_call": "tool_choice"}
+
+MAX_TEMPLATE_VALUES = 10_000
+"""Of chat_template_kwargs: what a template is given beside the messages."""
+
+
+_TOOL = {
+    "type": "object",
+    "required": ["function"],
+    "additionalProperties": False,
+    "properties": {
+        "type": {"const": "function"},
+        "cache_control": {"description": "accepted; it changes no answer"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "additionalProperties": False,
+            "properties": {
+                "cache_control": {"description": "accepted; it changes no answer"},
+                "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.:/-]{1,128}$"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {
+                    "type": ["object", "null"],
+                    "properties": {"type": {"const": "object"}},
+                },
+                "strict": {"type": ["boolean", "null"]},
+            },
+        },
+    },
+}
+_NAMED = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string"}},
+        },
+    },
+}
+_ALLOWED = {
+    "type": "object",
+    "required": ["type", "allowed_tools"],
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "required": ["mode", "tools"],
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "minItems": 1, "items": _NAMED},
+            },
+        },
+    },
+}
+_TOOL_CHOICE = {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED, _ALLOWED]}
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Budget = Annotated[int, Field(ge=0, lt=2**31)]
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, json_schema_extra={"items": _TOOL})]
+
+
+class ReasoningFields(Body):
+    """How the model thinks before it answers, as some gateways have it."""
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "effort": "the same as `reasoning_effort`",
+        "max_tokens": "the same as `thinking_token_budget`",
+        "enabled": "false: the model does not think first, where its template can say so",
+        "exclude": "true: the answer leaves the reasoning out",
+    }
+
+    effort: Effort | None = None
+    max_tokens: Budget | None = None
+    enabled: bool | None = None
+    exclude: bool = False
+
+
+class TemplateOptions(Body):
+    """How messages become a prompt.
+
+    add_generation_prompt: null means true, unless continue_final_message is set.
+    """
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "chat_template_kwargs": "further variables of the model's chat template",
+        "add_generation_prompt": "false: the prompt ends after the last message",
+        "continue_final_message": "the answer goes on where the last message ends",
+    }
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    @classmethod
+    def check_fields(
+        cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
+    ) -> None:
+        super().check_fields(fields, limits, max_model_len)
+        check_template_arguments(fields.get("chat_template_kwargs"))
+
+
+class ChatPromptFields(TemplateOptions):
+    """What the prompt is made of beside the messages, as chat and /tokenize have it."""
+
+    list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
+    notes: ClassVar[Mapping[str, str]] = {
+        "tools": "functions that the model may call: name, description and a JSON schema of the"
+        " arguments",
+        "reasoning_effort": "handed to the model's template; `none` turns reasoning off",
+        "reasoning": "`effort`, `max_tokens`, `enabled` and `exclude` together",
+    }
+
+    tools: Tools | None = None
+    reasoning_effort: Effort | None = None
+    # ours
+    reasoning: ReasoningFields | None = None
+
+    def reasoning_options(self, budget_tokens: int | None = None) -> ReasoningOptions:
+        """The fields that say how the model thinks. Raises InvalidRequestError.
+
+        budget_tokens: from a field of its own.
+        """
+        given = self.reasoning or ReasoningFields()
+        return ReasoningOptions(
+            effort=_one_of(
+                ("reasoning_effort", self.reasoning_effort), ("reasoning.effort", given.effort)
+            ),
+            is_enabled=given.enabled,
+            budget_tokens=_one_of(
+                ("thinking_token_budget", budget_tokens), ("reasoning.max_tokens", given.max_tokens)
+            ),
+        )
+
+
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string", "minLength": 1},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+        "name": {"type": "string"},
+    },
+}
+Messages = Annotated[
+    list[dict[str, Any]],
+    Field(fail_fast=True, json_schema_extra={"items": _MESSAGE, "minItems": 1}),
+]
+"""Objects with a role and a content, checked by `text.chat_messages`."""
+
+
+class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
+    """POST /v1/chat/completions.
+
+    messages: a template may read further fields of them, such as name.
+    logprobs, top_logprobs: report each token's, and those of so many likeliest ones.
+    add_special_tokens: whether the rendered messages get those that the tokenizer puts around a
+        text. Most templates write them out themselves.
+    """
+
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **NOT_SUPPORTED,
+        "audio": (),
+        "best_of": (1,),
+        "chat_template": (),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "web_search_options": (),
+    }
+    not_for_beams: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **NOT_FOR_BEAMS,
+        "logprobs": (False,),
+        "top_logprobs": (),
+        "tools": ([],),
+    }
+    list_bounds: ClassVar[Mapping[str, str]] = {
+        **GenerationBody.list_bounds,
+        **ChatPromptFields.list_bounds,
+    }
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "messages": "objects with a `role`, a `content` and perhaps a `name`",
+        "max_completion_tokens": "the newer name of `max_tokens`",
+        "logprobs": "each token's log-probability and bytes",
+        "top_logprobs": "so many likeliest tokens at each position; with `logprobs` only",
+        "tool_choice": "`none`, `auto`, `required`, a function, or the tools that are allowed",
+        "parallel_tool_calls": "false: one message calls one tool at most",
+        "include_reasoning": "false: the answer leaves the reasoning out",
+        "thinking_token_budget": "so many tokens of reasoning, then it is ended",
+        "add_special_tokens": "true: the rendered messages get the tokenizer's special "
+        "tokens, beside those of the template",
+    }
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = left_out(minimum=0)
+    tool_choice: str | dict[str, Any] | None = left_out(**_TOOL_CHOICE)
+    parallel_tool_calls: bool | None = None
+    # ours
+    include_reasoning: bool = True
+    thinking_token_budget: Budget | None = None
+    add_special_tokens: bool = False
+
+    @property
+    def gives_reasoning(self) -> bool:
+        """Whether the answer has the reasoning."""
+        return self.include_reasoning and not (
+            self.reasoning is not None and self.reasoning.exclude
+        )
+
+    @property
+    def names_a_tool(self) -> bool:
+        """Whether one certain function is to be called."""
+        choice = self.tool_choice
+        return isinstance(choice, dict) and choice.get("type") == "function"
+
+    @classmethod
+    def _refusal(cls, name: str) -> str:
+        if name in _OLD_NAMES:
+            return f"{name} is the old form of {_OLD_NAMES[name]}, which is understood; send that"
+        return super()._refusal(name)
+
+    def to_params(self) -> Params:
+        """Raises InvalidRequestError."""
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError(
+                "top_logprobs is set, but logprobs is not; set logprobs to true", "top_logprobs"
+            )
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise InvalidRequestError(
+                "max_tokens and its newer name, max_completion_tokens, are both set; give one",
+                "max_completion_tokens",
+            )
+        given = self.max_completion_tokens
+        return self._make_params(
+            self.max_tokens if given is None else given,
+            (self.top_logprobs or 0) if self.logprobs else None,
+            structured_outputs=None,
+        )
+
+    def to_chat_call(self) -> ChatCall:
+        mode, names = read_tool_choice(self.tool_choice)
+        tools = openai_tools(self.tools or ())
+        is_parallel = self.parallel_tool_calls is not False and not self.names_a_tool
+        return ChatCall(
+            messages=self.messages,
+            tool_use=make_tool_use(tools, mode, names, is_parallel=is_parallel),
+            reasoning=self.reasoning_options(self.thinking_token_budget),
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            add_special_tokens=self.add_special_tokens,
+            answer_format=self.answer_format(),
+        )
+
+
+def _one_of(*given: tuple[str, Any]) -> Any:
+    """The value of the one that is set, by name; None: of none. Raises InvalidRequestError."""
+    found = [(name, value) for name, value in given if value is not None]
+    if len(found) > 1 and found[0][1] != found[1][1]:
+        (first, _), (second, _) = found
+        raise InvalidRequestError(f"{first} and {second} are both set and differ; give one", first)
+    return found[0][1] if found else None
+
+
+def check_template_arguments(value: Any) -> None:
+    """Of chat_template_kwargs. Raises InvalidRequestError. Stops to count at the bound."""
+    count, rest = 0, [value]
+    while rest:
+        inner = rest.pop()
+        if isinstance(inner, (dict, list)):
+            count += len(inner)
+            if count > MAX_TEMPLATE_VALUES:
+                raise InvalidRequestError(
+                    "chat_template_kwargs has more values, those inside of others included, than"
+                    f" the bound of {MAX_TEMPLATE_VALUES}; send fewer",
+                    "chat_template_kwargs",
+                )
+            rest += inner.values() if isinstance(inner, dict) else inner

@@ -1,0 +1,160 @@
+"""A chat's fields for tools: which there are, and how they may be called.
+
+Errors name the field `tools` or `tool_choice`. Called by the bodies of chat and /tokenize.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from quire.errors import InvalidRequestError, shown
+from quire.text.parsers.tool_use import Tool, ToolMode, ToolUse
+
+_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
+
+# Marks for caches and the like, which say nothing of the tool.
+_HINTS = ("cache_control",)
+
+
+def openai_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
+    """Those of a chat: {"type": "function", "function": {"name": ..., ...}}."""
+    return tuple(_openai_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
+
+
+def _openai_tool(tool: Any, place: str) -> Tool:
+    if not isinstance(tool, Mapping):
+        raise _wrong_tool(f"{place} is {shown(tool)}, but must be an object with a function")
+    if tool.get("type", "function") != "function":
+        raise _wrong_tool(
+            f"{place} has the type {shown(tool['type'])}, but only functions can be called here;"
+            " leave it out"
+        )
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise _wrong_tool(f"{place} has no function; it must be an object with a name")
+    _check_known(tool, ("type", "function"), place)
+    return function_tool(function, f"{place}.function")
+
+
+def function_tool(function: Mapping[str, Any], place: str) -> Tool:
+    """From an object with name, description, parameters and strict. place: where it stands in the
+    body. Raises InvalidRequestError."""
+    _check_known(function, ("name", "description", "parameters", "strict"), place)
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise _wrong_tool(f"{place}.strict is {shown(strict)}, but must be true or false")
+    name, parameters = function.get("name"), function.get("parameters")
+    description = function.get("description")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _wrong_tool(
+            f"{place} has the name {shown(name)}, but a name must be 1 to 128 letters, digits and"
+            " any of _ - . : /"
+        )
+    if description is not None and not isinstance(description, str):
+        raise _wrong_tool(f"{place}.description is {shown(description)}, but must be a text")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise _wrong_tool(
+            f"{place} has parameters of type {type(parameters).__name__}, but they must be a JSON"
+            " schema of an object"
+        )
+    if parameters is not None and parameters.get("type", "object") != "object":
+        raise _wrong_tool(
+            f"{place} has parameters of the type {shown(parameters['type'])}, but arguments are"
+            ' an object: {"type": "object", "properties": {...}}'
+        )
+    return Tool(name, description, parameters, bool(strict))
+
+
+def _check_known(given: Mapping[str, Any], known: Sequence[str], place: str) -> None:
+    """Refuse a field of a tool that says something and would be ignored."""
+    for name, value in given.items():
+        if value is not None and name not in known and name not in _HINTS:
+            raise _wrong_tool(f"{place} has {name!r:.80}, which is not supported; leave it out")
+
+
+def make_tool_use(
+    tools: tuple[Tool, ...],
+    mode: ToolMode | None,
+    callable_names: Collection[str] | None = None,
+    *,
+    is_parallel: bool = True,
+) -> ToolUse:
+    """How tools may be used. mode: None: automatic, where there are tools.
+
+    callable_names: None: of all tools. Raises InvalidRequestError for two tools of one name, for
+    names that no tool has, and for a call that is required where there is no tool.
+    """
+    names = {tool.name: tool for tool in tools}
+    for tool in tools:
+        if names[tool.name] is not tool:
+            raise _wrong_tool(f"tools has {tool.name!r} twice; each needs a name of its own")
+    if mode is ToolMode.REQUIRED and not (tools if callable_names is None else callable_names):
+        raise _wrong_choice("tool_choice demands a call, but there are no tools; give tools")
+    for name in callable_names or ():
+        if name not in names:
+            raise _wrong_choice(
+                f"tool_choice names {name!r:.80}, which is not among the tools:"
+                f" {', '.join(names)[:500] or 'there are none'}"
+            )
+    if mode is None:
+        mode = ToolMode.AUTO if tools else ToolMode.NONE
+    chosen = None if callable_names is None else frozenset(callable_names)
+    return ToolUse(tools, mode, chosen, is_parallel)
+
+
+def read_tool_choice(choice: Any) -> tuple[ToolMode | None, list[str] | None]:
+    """The mode and the names of a chat's tool_choice: a word, a named function, allowed tools.
+
+    Raises InvalidRequestError.
+    """
+    if choice is None:
+        return None, None
+    if choice == "any":  # Mistral's word
+        return ToolMode.REQUIRED, None
+    if isinstance(choice, str):
+        if choice not in tuple(ToolMode):
+            raise _wrong_choice(
+                f"tool_choice is {shown(choice)}, but must be none, auto, required, or an object"
+                " that names a function"
+            )
+        return ToolMode(choice), None
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return ToolMode.REQUIRED, [_chosen_name(choice)]
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        return _read_allowed(choice.get("allowed_tools", choice))
+    raise _wrong_choice(
+        f"tool_choice is {shown(choice)}, but an object must have the type function or"
+        " allowed_tools"
+    )
+
+
+def _read_allowed(allowed: Any) -> tuple[ToolMode, list[str]]:
+    mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
+    if mode not in (ToolMode.AUTO, ToolMode.REQUIRED):
+        raise _wrong_choice(
+            f"tool_choice allows tools in the mode {shown(mode)}, but it must be auto or required"
+        )
+    tools = allowed.get("tools")
+    if not isinstance(tools, list) or not tools:
+        raise _wrong_choice("tool_choice has no list of allowed tools; name at least one")
+    return ToolMode(mode), [_chosen_name(tool) for tool in tools]
+
+
+def _chosen_name(choice: Any) -> str:
+    """As chat has it, {"function": {"name": ...}}, or as Responses, {"name": ...}."""
+    named = choice.get("function", choice) if isinstance(choice, Mapping) else None
+    name = named.get("name") if isinstance(named, Mapping) else None
+    if not isinstance(name, str):
+        raise _wrong_choice(
+            "tool_choice has a function without a name; it must be"
+            ' {"type": "function", "function": {"name": ...}}'
+        )
+    return name
+
+
+def _wrong_tool(sentence: str) -> InvalidRequestError:
+    return InvalidRequestError(sentence, "tools")
+
+
+def _wrong_choice(sentence: str) -> InvalidRequestError:
+    return InvalidRequestError(sentence, "tool_choice")

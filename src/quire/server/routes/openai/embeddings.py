@@ -1,0 +1,148 @@
+"""POST /v1/embeddings: texts or token ids in, vectors out."""
+
+import base64
+from collections.abc import Generator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from fastapi import Request as HTTPRequest
+from pydantic import Field
+from starlette.responses import Response
+
+from quire.core.request import prompt_too_long
+from quire.engine_client.pooling_inputs import PoolingInput, numbers_of
+from quire.errors import InvalidRequestError
+from quire.server.generation.answer import LATER, filled
+from quire.server.generation.call_body import Texts, TokenIds, left_out
+from quire.server.generation.http_generation import fields_named
+from quire.server.generation.pooling_call import (
+    Pooled,
+    PoolingBody,
+    PoolingCall,
+    PoolingUsage,
+    usage_of,
+)
+from quire.server.http.long_work import call_for_text
+from quire.server.http.streaming import PieceByPiece
+from quire.server.limits import CallLimits, too_many_entries
+from quire.server.routes.endpoint import Endpoints
+from quire.server.routes.openapi import answers
+
+router = Endpoints()
+
+_encode_json = msgspec.json.Encoder().encode
+
+
+class EmbeddingRequest(PoolingBody):
+    """POST /v1/embeddings.
+
+    input: a text, the token ids of one, or a list of either; each gets a vector.
+    encoding_format: "float", or "base64": the fp32 numbers, little-endian.
+    dimensions: only so many elements of each vector, the first ones.
+    normalize: whether vectors have length 1; None: as the model's folder says.
+    """
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "input": "a text, the token ids of one, or a list of either",
+        "encoding_format": "`base64`: fp32 numbers, little-endian",
+        "dimensions": "the first elements of each vector alone, for models that were trained so",
+        "normalize": "to length 1; where left out as the model's folder says, else true",
+    }
+
+    input: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = left_out(minimum=1)
+    # ours
+    normalize: bool | None = None
+
+    @property
+    def inputs(self) -> list[Any]:
+        """As a list of texts or of lists of token ids."""
+        given: Any = self.input
+        is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+        return [given] if is_one else given
+
+    @classmethod
+    def check_fields(
+        cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
+    ) -> None:
+        super().check_fields(fields, limits, max_model_len)
+        given = fields.get("input")
+        if not isinstance(given, list) or not given:
+            return
+        if not isinstance(given[0], int):
+            if len(given) > limits.max_inputs:
+                raise too_many_entries("input", given, limits.max_inputs)
+        elif len(given) > max_model_len and fields.get("truncate_prompt_tokens") is None:
+            raise prompt_too_long(len(given), max_model_len, generates=False)
+
+
+class Embedding(msgspec.Struct):
+    """The vector of one input. embedding: numbers, or their bytes in base64."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class Embeddings(msgspec.Struct):
+    """The answer."""
+
+    id: str
+    model: str
+    data: list[Embedding]
+    usage: PoolingUsage
+    created: int
+    object: Literal["list"] = "list"
+
+
+@router.post("/v1/embeddings", responses=answers(Embeddings))
+async def create_embeddings(body: EmbeddingRequest, http: HTTPRequest) -> Response:
+    """The vector of each input."""
+    call = PoolingCall(http, body, "embd", "embeddings")
+    given = body.inputs
+    call.check_texts(given, "input")
+    size = sum(len(each) for each in given if isinstance(each, str))
+    with fields_named({"prompt": "input"}):
+        inputs = await call_for_text(size, _inputs, call, body)
+
+        def write(pooled: Pooled) -> Response:
+            return PieceByPiece(call.service.work.join(_written(call, body, pooled)))
+
+        return await call.answer(inputs, write)
+
+
+def _inputs(call: PoolingCall, body: EmbeddingRequest) -> list[PoolingInput]:
+    found = []
+    for index, each in enumerate(body.inputs):
+        if not each:
+            raise InvalidRequestError(f"input {index} is empty; give at least one token", "input")
+        found.append(
+            call.inputs.embed(
+                each,
+                dimensions=body.dimensions,
+                normalize=body.normalize,
+                truncate=body.truncate_prompt_tokens,
+            )
+        )
+    return found
+
+
+def _written(
+    call: PoolingCall, body: EmbeddingRequest, pooled: Pooled
+) -> Generator[bytes, None, None]:
+    """The answer, vector by vector: they may be many, and long."""
+    whole = Embeddings(
+        pooled.call_id, call.service.model_name, [LATER], usage_of(pooled), call.created_s
+    )
+
+    def vectors() -> Generator[bytes, None, None]:
+        for index, result in enumerate(pooled.results):
+            embedding: list[float] | str
+            if body.encoding_format == "base64":
+                embedding = base64.b64encode(result).decode()
+            else:
+                embedding = numbers_of(result)
+            yield (b"," if index else b"") + _encode_json(Embedding(index, embedding))
+
+    yield from filled(whole, vectors())

@@ -1,0 +1,110 @@
+"""What a Responses call goes on from, and where its own answer is kept.
+
+Knows no body. Called by the routes.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from fastapi import Request as HTTPRequest
+
+from quire.errors import InvalidRequestError
+from quire.server.generation.answer_store import AnswerStore, StoredAnswer
+from quire.server.generation.http_generation import tenant_of
+from quire.server.routes.openai.responses.input_items import kind_of
+from quire.server.routes.openai.responses.response_object import ResponseObject
+from quire.server.routes.openai.responses.response_writer import new_item_id
+from quire.server.service import service_of
+
+HOW_TO_STORE = (
+    "this server stores no responses; send the whole conversation as input, or start it with"
+    " --response-store-bytes"
+)
+
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """history: the items before the input. previous_id: the response that they end with."""
+
+    store: AnswerStore = field(default_factory=AnswerStore)
+    tenant: str = ""
+    history: Sequence[Any] = ()
+    previous_id: str | None = None
+
+    @classmethod
+    def of(cls, http: HTTPRequest, previous_id: str | None) -> "Conversation":
+        """Raises InvalidRequestError where the response is not stored."""
+        store, tenant = service_of(http).answers, tenant_of(http).name
+        if previous_id is None:
+            return cls(store, tenant)
+        history = store.history(tenant, previous_id)
+        if history is None:
+            reason = (
+                f"the response {previous_id!r:.80}, or one before it, is not stored here, or no"
+                " longer; send the whole conversation as input"
+            )
+            raise InvalidRequestError(
+                reason if store.is_on else f"previous_response_id is set, but {HOW_TO_STORE}",
+                "previous_response_id",
+            )
+        return cls(store, tenant, history, previous_id)
+
+    def resolved(self, items: Iterable[Any]) -> list[Any]:
+        """The items, with those that are stored in place of references to them.
+
+        Raises InvalidRequestError for two references to one item: a few bytes each would stand for
+        as many long items.
+        """
+        items = list(items)
+        references = [item_id for item in items if (item_id := _reference(item)) is not None]
+        if len(set(references)) < len(references):
+            raise InvalidRequestError(
+                "input refers to the same item twice; refer to each item once", "input"
+            )
+        stored = self.store.items_by_id(self.tenant, references) if references else {}
+        return [
+            item if (at := _reference(item)) is None else stored.get(at, item) for item in items
+        ]
+
+    def keep(self, response: ResponseObject, given: Iterable[Any]) -> None:
+        """Store an answer. given: the items of its input, checked and resolved."""
+        stored = StoredAnswer(
+            response.id,
+            msgspec.json.encode(response),
+            msgspec.json.encode([_listed(item) for item in given]),
+            msgspec.json.encode(response.output),
+            self.previous_id,
+        )
+        self.store.keep(self.tenant, stored)
+
+
+def _reference(item: Any) -> str | None:
+    """The id of the item that this one stands for, where it is a reference."""
+    if not isinstance(item, dict) or kind_of(item) != "item_reference":
+        return None
+    item_id = item.get("id")
+    return item_id if isinstance(item_id, str) else None
+
+
+def _listed(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of the input as it is listed later: with a type, an id, a list of parts."""
+    kind = kind_of(item)
+    item_id = item.get("id") or new_item_id(_ID_PREFIXES[kind])
+    listed = {**item, "type": kind, "id": item_id, "status": item.get("status") or "completed"}
+    if kind == "message" and isinstance(item["content"], str):
+        part: dict[str, Any] = {"type": "input_text", "text": item["content"]}
+        if item["role"] == "assistant":
+            part = {"type": "output_text", "text": item["content"], "annotations": []}
+        listed["content"] = [part]
+    return listed

@@ -1,0 +1,189 @@
+"""The input of a Responses body, item by item, as the messages of a chat.
+
+What the assistant did in one turn comes as several items: its reasoning, its text, its calls. They
+become one message again, so that a chat template writes them as the model has. Knows no body.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.errors import InvalidRequestError, shown
+from quire.server.routes.openai.responses.tool_definitions import CUSTOM_ARGUMENT, function_name
+
+ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_INSTRUCTING = ("system", "developer")
+
+
+def kind_of(item: Mapping[str, Any]) -> Any:
+    """The type of an item, which may be left out where a message says its role."""
+    kind = item.get("type")
+    if kind is None:
+        return "message" if "role" in item else "item_reference"
+    return kind
+
+
+def messages_of(
+    instructions: str | None, history: Sequence[Any], items: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """The messages of a chat, in OpenAI's form.
+
+    instructions: come first. They and the system's and developer's messages at the head become one
+    message, since most templates take one alone. history: items that are checked already.
+
+    Raises InvalidRequestError that names the item.
+    """
+    chat = _Chat()
+    if instructions:
+        chat.messages.append({"role": "system", "content": instructions})
+    for at, item in enumerate(history):
+        chat.add(item, f"history[{at}]")
+    for at, item in enumerate(items):
+        chat.add(item, f"input[{at}]")
+    return _with_one_head(chat.messages)
+
+
+class _Chat:
+    """The messages so far.
+
+    Invariant: items of the assistant go into the last message, where it is the assistant's and they
+    follow in the order reasoning, text, calls.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._adders: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
+            "message": self._add_message,
+            "reasoning": self._add_reasoning,
+            "function_call": self._add_function_call,
+            "custom_tool_call": self._add_custom_call,
+            "function_call_output": self._add_output,
+            "custom_tool_call_output": self._add_output,
+        }
+
+    def add(self, item: Any, where: str) -> None:
+        """Raises InvalidRequestError."""
+        if not isinstance(item, dict):
+            raise _wrong(f"{where} is {shown(item)}, but must be an object")
+        item_id = item.get("id")
+        if item_id is not None and not isinstance(item_id, str):
+            raise _wrong(f"{where}.id is {shown(item_id)}, but must be a string")
+        kind = kind_of(item)
+        add = self._adders.get(kind) if isinstance(kind, str) else None
+        if kind == "item_reference":
+            raise _wrong(
+                f"{where} refers to {shown(item.get('id'))}, which is not stored here; send"
+                " the item itself"
+            )
+        if add is None:
+            raise _wrong(
+                f"{where} has the type {shown(kind)}, but only {', '.join(self._adders)} are"
+                " understood; leave it out"
+            )
+        add(item, where)
+
+    def _add_message(self, item: Mapping[str, Any], where: str) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            raise _wrong(f"{where}.role is {shown(role)}, but must be one of {', '.join(ROLES)}")
+        texts = _texts(item.get("content"), f"{where}.content")
+        if role != "assistant":
+            content = texts[0] if len(texts) == 1 else [_part(text) for text in texts]
+            self.messages.append({"role": role, "content": content})
+            return
+        message = self._turn(lambda open_: not open_["content"] and "tool_calls" not in open_)
+        message["content"] = "".join(texts)
+
+    def _add_reasoning(self, item: Mapping[str, Any], where: str) -> None:
+        for name in ("content", "summary"):
+            if item.get(name):
+                reasoning = "\n\n".join(_texts(item[name], f"{where}.{name}"))
+                message = self._turn(lambda open_: False)
+                message["reasoning_content"] = reasoning
+                return
+
+    def _add_function_call(self, item: Mapping[str, Any], where: str) -> None:
+        self._add_call(item, _string(item, "arguments", where), where)
+
+    def _add_custom_call(self, item: Mapping[str, Any], where: str) -> None:
+        text = _string(item, "input", where)
+        self._add_call(item, msgspec.json.encode({CUSTOM_ARGUMENT: text}).decode(), where)
+
+    def _add_call(self, item: Mapping[str, Any], arguments: str, where: str) -> None:
+        namespace = item.get("namespace")
+        name = function_name(
+            _string(item, "name", where), namespace if isinstance(namespace, str) else None
+        )
+        call = {
+            "id": _string(item, "call_id", where),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        message = self._turn(lambda open_: True)
+        message.setdefault("tool_calls", []).append(call)
+
+    def _add_output(self, item: Mapping[str, Any], where: str) -> None:
+        texts = _texts(item.get("output"), f"{where}.output")
+        call_id = _string(item, "call_id", where)
+        message = {"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)}
+        self.messages.append(message)
+
+    def _turn(self, fits: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+        """The assistant's last message, where it is the last of all and `fits`; or a new one."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant" or not fits(last):
+            last = {"role": "assistant", "content": ""}
+            self.messages.append(last)
+        return last
+
+
+def _with_one_head(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, with the instructing messages at its head joined to one."""
+    count = 0
+    while count < len(messages) and messages[count]["role"] in _INSTRUCTING:
+        count += 1
+    if count < 2:
+        return messages
+    texts = [text for message in messages[:count] for text in _content_texts(message["content"])]
+    return [{"role": messages[0]["role"], "content": "\n\n".join(texts)}, *messages[count:]]
+
+
+def _content_texts(content: Any) -> Iterable[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    """The texts of a content, which is one text or a list of parts; at least one."""
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        raise _wrong(f"{where} is {shown(content)}, but must be a string or a list of text parts")
+    return [_part_text(part, f"{where}[{at}]") for at, part in enumerate(content)] or [""]
+
+
+def _part_text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    name = "refusal" if kind == "refusal" else "text"
+    if kind not in (*_TEXT_PARTS, "refusal"):
+        raise _wrong(
+            f"{where} is a part of type {shown(kind)}, but only text is understood:"
+            ' {"type": "input_text", "text": ...}'
+        )
+    return _string(part, name, where)
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _string(value: Mapping[str, Any], name: str, where: str) -> str:
+    found = value.get(name)
+    if not isinstance(found, str):
+        raise _wrong(f"{where}.{name} is {shown(found)}, but must be a string")
+    return found
+
+
+def _wrong(sentence: str) -> InvalidRequestError:
+    return InvalidRequestError(sentence, "input")

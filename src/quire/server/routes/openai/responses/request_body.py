@@ -1,0 +1,350 @@
+"""The body of a Responses call, and the chat call that it becomes.
+
+What OpenAI's servers do beside generating (search, work in the background, conversations that they
+keep) is refused by name. Fields that nobody knows are ignored, and named in a header.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PrivateAttr
+
+from quire.core.sampling_params import SEED_LIMIT, SamplingParams
+from quire.core.structured_outputs import StructuredOutputsParams
+from quire.errors import InvalidRequestError, shown
+from quire.server.generation.answer_format import AnswerFormatFields
+from quire.server.generation.call_body import ChatBody, Count, Params, Texts, TokenIds, left_out
+from quire.server.generation.chat_call import ChatCall, ReasoningOptions
+from quire.server.http.body import UnknownFields
+from quire.server.limits import CallLimits
+from quire.server.routes.openai.chat_body import TemplateOptions
+from quire.server.routes.openai.responses.conversation import Conversation
+from quire.server.routes.openai.responses.input_items import messages_of
+from quire.server.routes.openai.responses.response_object import Echo
+from quire.server.routes.openai.responses.tool_definitions import ToolNames, read_tools, tool_use
+from quire.text.parsers.tool_use import Tool
+
+LOGPROBS = "message.output_text.logprobs"
+"""In `include`: log-probabilities are asked for."""
+
+FIELD_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+    "structured_outputs": "text.format",
+    "reasoning_effort": "reasoning",
+    "max_tokens": "max_output_tokens",
+}
+"""What errors call a field of the chat call -> its name here."""
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+_ECHOED = (
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "previous_response_id",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "temperature",
+    "top_logprobs",
+    "top_p",
+    "user",
+)
+_ECHOED_REASONING = ("effort", "summary", "generate_summary")
+_PENALTY = {"minimum": -2, "maximum": 2}
+_TEXT = {"type": "string"}
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": _TEXT},
+}
+_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART}]}
+_ITEM = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "type": {"const": "message"},
+                "role": {"enum": ["user", "assistant", "system", "developer"]},
+                "content": _CONTENT,
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type", "call_id", "name", "arguments"],
+            "properties": {
+                "type": {"const": "function_call"},
+                "call_id": _TEXT,
+                "name": _TEXT,
+                "arguments": _TEXT,
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type", "call_id", "output"],
+            "properties": {
+                "type": {"const": "function_call_output"},
+                "call_id": _TEXT,
+                "output": _CONTENT,
+            },
+        },
+    ]
+}
+_TOOL = {
+    "type": "object",
+    "required": ["type", "name"],
+    "properties": {
+        "type": {"const": "function"},
+        "name": {"type": "string", "minLength": 1},
+        "description": _TEXT,
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    },
+}
+Items = Annotated[list[Any], Field(fail_fast=True, json_schema_extra={"items": _ITEM})]
+Definitions = Annotated[list[Any], Field(fail_fast=True, json_schema_extra={"items": _TOOL})]
+
+
+class ContextBody(TemplateOptions):
+    """What a model is given: the fields that a call and a count of its tokens have in common.
+
+    Invariant: `_conversation` is what the input goes on from, once the route has said so; `_tools`
+    is what `tools` defines, once it was read.
+    """
+
+    unknown_fields: ClassVar[UnknownFields] = "ignore"
+    list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "conversation": (),
+        "personality": (),
+        "truncation": ("disabled",),
+    }
+    notes: ClassVar[Mapping[str, str]] = {
+        "input": "a text, or items: messages, calls and what they brought, reasoning",
+        "instructions": "the system's message, before the input",
+        "tools": "functions, custom tools, and namespaces of them; others are left out, by name",
+        "tool_choice": "`none`, `auto`, `required`, or an object that names tools",
+        "parallel_tool_calls": "false: at most one call in an answer",
+        "text": "`format`: the form of the answer's text; `verbosity` changes nothing",
+        "reasoning": "`effort`: how much the model thinks, where its template knows efforts",
+        "previous_response_id": "go on from a stored response, where the server stores any",
+    }
+
+    model: str | None = None
+    input: str | Items
+    instructions: str | None = None
+    tools: Definitions = Field(default_factory=list)
+    tool_choice: Annotated[str | dict[str, Any], Field(json_schema_extra={"default": "auto"})] = (
+        "auto"
+    )
+    parallel_tool_calls: bool = True
+    text: dict[str, Any] = Field(default_factory=dict)
+    reasoning: dict[str, Any] = Field(default_factory=dict)
+    previous_response_id: str | None = None
+
+    _conversation: Conversation = PrivateAttr(default_factory=Conversation)
+    _tools: tuple[tuple[Tool, ...], ToolNames] | None = PrivateAttr(default=None)
+
+    @property
+    def items(self) -> list[Any]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+    @property
+    def conversation(self) -> Conversation:
+        """What the input goes on from."""
+        return self._conversation
+
+    @property
+    def tool_names(self) -> ToolNames:
+        """Of the tools that are defined. Raises InvalidRequestError."""
+        return self._read_tools()[1]
+
+    def go_on_in(self, conversation: Conversation) -> None:
+        """Take the input as what comes next in a conversation, with what is stored in place of
+        references. Raises InvalidRequestError."""
+        self._conversation = conversation
+        if not isinstance(self.input, str):
+            self.input = conversation.resolved(self.input)
+
+    def to_chat_call(self) -> ChatCall:
+        """Raises InvalidRequestError."""
+        tools, names = self._read_tools()
+        effort = self.reasoning.get("effort")
+        if effort is not None and not isinstance(effort, str):
+            raise InvalidRequestError(
+                f"reasoning.effort is {shown(effort)}, but must be a string", "reasoning"
+            )
+        return ChatCall(
+            messages=messages_of(self.instructions, self._conversation.history, self.items),
+            tool_use=tool_use(tools, names, self.tool_choice, is_parallel=self.parallel_tool_calls),
+            reasoning=ReasoningOptions(effort=effort),
+            answer_format=self._form(),
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
+
+    def _form(self) -> StructuredOutputsParams | None:
+        return _format_of_text(self.text.get("format"))
+
+    def _read_tools(self) -> tuple[tuple[Tool, ...], ToolNames]:
+        if self._tools is None:
+            self._tools = read_tools(self.tools)
+        return self._tools
+
+
+class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
+    """POST /v1/responses."""
+
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **ContextBody.not_supported,
+        "access_programs": (),
+        "background": (False,),
+        "context_management": ([],),
+        "moderation": (),
+        "n": (1,),
+        "prompt": (),
+    }
+    hints: ClassVar[frozenset[str]] = frozenset(
+        {
+            "client_metadata",
+            "image",
+            "prompt_cache_options",
+            "request_id",
+            "service_tier",
+            "stream_options",
+        }
+    )
+    list_bounds: ClassVar[Mapping[str, str]] = {
+        **ContextBody.list_bounds,
+        "stop": "max_stop_strings",
+        "stop_token_ids": "max_list_length",
+    }
+    notes: ClassVar[Mapping[str, str]] = {
+        "stream": "the answer comes as server-sent events, piece by piece",
+        "max_output_tokens": "the most tokens to generate, those of reasoning included",
+        "include": f"`{LOGPROBS}`; what else OpenAI has changes nothing",
+        "top_logprobs": f"so many likeliest tokens at each position; with `{LOGPROBS}` only",
+        "store": "keep the response, where the server stores any",
+        "metadata": "comes back in the answer",
+        "max_tool_calls": "accepted: it counts calls of tools that the server runs, and none is",
+    }
+
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: float | None = left_out(minimum=0, maximum=100)
+    top_p: float | None = left_out(exclusiveMinimum=0, maximum=1)
+    include: Texts = Field(default_factory=list)
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    store: bool = True
+    # repeated in the answer; they change no token
+    metadata: dict[str, str] = Field(default_factory=dict)
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    max_tool_calls: Count | None = None
+    # ours
+    top_k: Count | None = left_out(minimum=-1)
+    min_p: float | None = left_out(minimum=0, maximum=1)
+    seed: int | None = left_out(minimum=-(SEED_LIMIT >> 1), maximum=SEED_LIMIT - 1)
+    stop: str | Texts | None = left_out(minLength=1, items={"type": "string", "minLength": 1})
+    stop_token_ids: TokenIds | None = left_out(items={"type": "integer", "minimum": 0})
+    presence_penalty: float | None = left_out(**_PENALTY)
+    frequency_penalty: float | None = left_out(**_PENALTY)
+    repetition_penalty: float | None = left_out(minimum=0.01, maximum=100)
+    min_tokens: Count | None = left_out(minimum=0)
+    ignore_eos: bool | None = None
+
+    @property
+    def gives_logprobs(self) -> bool:
+        return LOGPROBS in self.include
+
+    def check_amounts(self, limits: CallLimits, max_logprobs: int) -> None:
+        if self.top_logprobs is not None and self.top_logprobs > max_logprobs:
+            raise InvalidRequestError(
+                f"top_logprobs is {self.top_logprobs}, but must be at most {max_logprobs}",
+                "top_logprobs",
+            )
+
+    def to_params(self) -> Params:
+        if self.top_logprobs and not self.gives_logprobs:
+            raise InvalidRequestError(
+                f"top_logprobs is set, but include lacks {LOGPROBS!r}; add it", "top_logprobs"
+            )
+        if self.gives_logprobs and self.tools and self.tool_choice != "none":
+            raise InvalidRequestError(
+                f"include has {LOGPROBS!r}, which does not go with tools that may be called; leave"
+                " one of them out, or set tool_choice to none",
+                "include",
+            )
+        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        given = {name: value for name, value in values.items() if value is not None}
+        logprobs = (self.top_logprobs or 0) if self.gives_logprobs else None
+        return Params(SamplingParams(**given, max_tokens=self.max_output_tokens, logprobs=logprobs))
+
+    def _form(self) -> StructuredOutputsParams | None:
+        form, other = super()._form(), self.answer_format()
+        if form is not None and other is not None:
+            raise InvalidRequestError(
+                "text.format and another field that says the answer's form are both set; give one",
+                "text.format",
+            )
+        return other if form is None else form
+
+    def echo(self, *, is_stored: bool) -> Echo:
+        """What the answer repeats of the body. is_stored: whether it will be kept."""
+        return Echo(
+            **{name: getattr(self, name) for name in _ECHOED},
+            metadata=self.metadata,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning={name: self.reasoning.get(name) for name in _ECHOED_REASONING},
+            store=is_stored,
+            text={"format": {"type": "text"}} | self.text,
+            tool_choice=self.tool_choice,
+            tools=list(self.tool_names.served),
+        )
+
+
+class InputTokensRequest(ContextBody):
+    """POST /v1/responses/input_tokens: the fields of a call that its input depends on."""
+
+
+def _format_of_text(form: Any) -> StructuredOutputsParams | None:
+    """What text.format asks for. Raises InvalidRequestError."""
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        raise InvalidRequestError(
+            f"text.format is {shown(form)}, but must be an object of type text, json_schema or"
+            " json_object",
+            "text.format",
+        )
+    schema = form.get("schema")
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(
+            f"text.format.schema is {shown(schema)}, but must be a JSON schema", "text.format"
+        )
+    return StructuredOutputsParams(json=schema)

@@ -1,0 +1,135 @@
+"""/v1/responses/...: responses that are stored, and how many tokens an input has."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from fastapi import Query
+from fastapi import Request as HTTPRequest
+from starlette.responses import Response
+
+from quire.errors import InvalidRequestError, QuireError
+from quire.server.generation.answer_store import StoredAnswer
+from quire.server.generation.chat_prompt import chat_call_of, chat_prompt
+from quire.server.generation.http_generation import fields_named, tenant_of
+from quire.server.http.streaming import json_response
+from quire.server.routes.endpoint import Endpoints, note_ignored
+from quire.server.routes.openai.responses.conversation import HOW_TO_STORE, Conversation
+from quire.server.routes.openai.responses.request_body import FIELD_NAMES, InputTokensRequest
+from quire.server.routes.openai.responses.response_object import ResponseObject
+from quire.server.routes.openapi import answers
+from quire.server.service import service_of
+
+router = Endpoints()
+
+MAX_LISTED = 100
+
+
+class UnknownResponseError(QuireError):
+    """A response is not stored here, or no longer."""
+
+    http_status = 404
+    code = "not_found"
+    param = "response_id"
+
+
+class InputTokens(msgspec.Struct):
+    """How many tokens an input has: what a call with it is billed."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+class DeletedResponse(msgspec.Struct):
+    """What was deleted."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(msgspec.Struct):
+    """Some of the items. has_more: whether there are others behind last_id."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+@router.post("/v1/responses/input_tokens", responses=answers(InputTokens))
+async def count_input_tokens(body: InputTokensRequest, http: HTTPRequest) -> Response:
+    """Count the tokens of an input, its tools and instructions included."""
+    service = service_of(http)
+    service.check_model(body.model)
+    body.go_on_in(Conversation.of(http, body.previous_response_id))
+    note_ignored(http, body.tool_names.left_out)
+    with fields_named(FIELD_NAMES):
+        prompt = await chat_prompt(service, await chat_call_of(body))
+    return json_response(InputTokens(len(prompt.token_ids)))
+
+
+router.refuse("/v1/responses/compact")
+
+
+@router.get("/v1/responses/{response_id}", responses=answers(ResponseObject))
+async def get_response(response_id: str, http: HTTPRequest, stream: str = "false") -> Response:
+    """A response that is stored."""
+    if stream != "false":
+        raise InvalidRequestError(
+            "a stored response is not streamed again; leave stream out", "stream"
+        )
+    return Response(_stored(http, response_id).answer, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}", responses=answers(DeletedResponse))
+async def delete_response(response_id: str, http: HTTPRequest) -> Response:
+    """Forget a response. Later ones that go on from it can't be continued any more."""
+    _stored(http, response_id)
+    service_of(http).answers.drop(tenant_of(http).name, response_id)
+    return json_response(DeletedResponse(response_id))
+
+
+@router.get("/v1/responses/{response_id}/input_items", responses=answers(ItemList))
+async def list_input_items(
+    response_id: str,
+    http: HTTPRequest,
+    after: str | None = None,
+    limit: int = Query(20, ge=1, le=MAX_LISTED),
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """The items that a response was the answer to, the last one first."""
+    items = list(_conversation(http, response_id))
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise InvalidRequestError(f"there is no item {after!r:.80} here", "after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return json_response(ItemList(page, first_id, last_id, len(items) > limit))
+
+
+for path in ("/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/{rest:path}"):
+    router.refuse(path)
+
+
+def _stored(http: HTTPRequest, response_id: str) -> StoredAnswer:
+    """Raises UnknownResponseError."""
+    store = service_of(http).answers
+    found = store.find(tenant_of(http).name, response_id)
+    if found is None:
+        reason = "not stored here, or no longer" if store.is_on else f"not there: {HOW_TO_STORE}"
+        raise UnknownResponseError(f"the response {response_id!r:.80} is {reason}")
+    return found
+
+
+def _conversation(http: HTTPRequest, response_id: str) -> Sequence[dict[str, Any]]:
+    """The items before a response, as far back as they are stored."""
+    stored = _stored(http, response_id)
+    before = stored.previous_id
+    history = None if before is None else Conversation.of(http, before).history
+    return [*(history or ()), *stored.given_items]

@@ -1,0 +1,50 @@
+"""Reads the one text that a custom tool's JSON arguments hold, while they come."""
+
+import json
+import re
+
+_OPENING = re.compile(r'[^"]*"[^"]*"[^"]*"')
+"""What stands before the text: two quotation marks are around its name."""
+
+_WHOLE = re.compile(
+    r"""(?: [^"\\]
+          | \\ [^u]
+          | \\u (?! [dD][89abAB]) [0-9a-fA-F]{4}
+          | \\u [dD][89abAB][0-9a-fA-F]{2} \\u [dD][c-fC-F][0-9a-fA-F]{2}
+          | \\u [dD][89abAB][0-9a-fA-F]{2} (?= [^\\] | \\[^u] | \\u[^dD] | \\u[dD][^c-fC-F] )
+        )*""",
+    re.VERBOSE,
+)
+"""Characters and escapes that no more text can change: the first half of a surrogate pair waits for
+what follows."""
+
+_HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
+
+
+class TextArgument:
+    r"""The text in {"input": "..."}, piece by piece.
+
+    Invariant: `_rest` is what came and is not decoded yet: the opening, until the text begins; then
+    less than one character.
+    """
+
+    def __init__(self) -> None:
+        self._rest = ""
+        self._has_begun = self._has_ended = False
+
+    def push(self, piece: str) -> str:
+        """More of the JSON; returns the text that it brings."""
+        if self._has_ended:
+            return ""
+        self._rest += piece
+        if not self._has_begun:
+            opening = _OPENING.match(self._rest)
+            if opening is None:
+                return ""
+            self._has_begun, self._rest = True, self._rest[opening.end() :]
+        whole = _WHOLE.match(self._rest)
+        assert whole is not None, "it matches nothing, too"
+        self._rest = self._rest[whole.end() :]
+        self._has_ended = self._rest.startswith('"')
+        text: str = json.loads(f'"{whole[0]}"', strict=False)
+        return _HALF_OF_A_PAIR.sub("\ufffd", text)

@@ -1,0 +1,252 @@
+"""POST /score and /rerank: how well texts go together, as vLLM, Jina and Cohere have them.
+
+A model with a head that scores, or one that answers with one of two tokens, reads each pair as a
+whole. Any other compares the vectors of both texts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from fastapi import Request as HTTPRequest
+from msgspec import UNSET, UnsetType
+from pydantic import Field
+from starlette.responses import Response
+
+from quire.engine_client.pooling_inputs import PoolingInput, numbers_of, score_of, similarity
+from quire.errors import InvalidRequestError
+from quire.server.generation.call_body import Texts, left_out
+from quire.server.generation.http_generation import fields_named
+from quire.server.generation.pooling_call import (
+    Pooled,
+    PoolingBody,
+    PoolingCall,
+    PoolingUsage,
+    usage_of,
+)
+from quire.server.http.body import Body
+from quire.server.http.long_work import call_for_text
+from quire.server.http.streaming import json_response
+from quire.server.routes.endpoint import Endpoints
+from quire.server.routes.openapi import answers
+
+router = Endpoints()
+
+Pair = tuple[str, str]
+Write = Callable[[list[float], Pooled], Response]
+
+
+class ScoringBody(PoolingBody):
+    """instruction: what is looked for, for models that were trained with one.
+
+    texts_field: of the texts that are judged, for errors.
+    """
+
+    texts_field: ClassVar[str] = "text_2"
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "instruction": "what is looked for; Qwen3's rerankers alone read one",
+    }
+
+    instruction: str | None = None
+
+
+class ScoreRequest(ScoringBody):
+    """POST /score: one text with each of several, or several with as many.
+
+    text_1 and text_2; or by vLLM's other names queries and documents, or data_1 and data_2.
+    """
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "text_1": "a text, or a list of as many as `text_2` has",
+        "text_2": "a text or a list of texts",
+        "queries": "another name of `text_1`",
+        "documents": "another name of `text_2`",
+        "data_1": "another name of `text_1`",
+        "data_2": "another name of `text_2`",
+    }
+    list_bounds: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("text_1", "text_2", "queries", "documents", "data_1", "data_2"), "max_inputs"
+    )
+
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+    data_1: str | Texts | None = None
+    data_2: str | Texts | None = None
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Raises InvalidRequestError unless there is one of the three forms, and texts for it."""
+        forms = (
+            ("text_1", self.text_1, self.text_2),
+            ("queries", self.queries, self.documents),
+            ("data_1", self.data_1, self.data_2),
+        )
+        given = [form for form in forms if form[1] is not None and form[2] is not None]
+        if len(given) != 1 or sum(form[i] is not None for form in forms for i in (1, 2)) != 2:
+            raise InvalidRequestError("give text_1 and text_2, and no other texts", "text_1")
+        ((name, *sides),) = given
+        first, second = ([side] if isinstance(side, str) else side or [] for side in sides)
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second) or not first:
+            raise InvalidRequestError(
+                f"{name} has {len(first)} texts for {len(second)}; give one, or as many", name
+            )
+        return list(zip(first, second, strict=True))
+
+
+class Document(Body):
+    """A document as an object."""
+
+    text: str
+
+
+Documents = Annotated[list[str | Document], Field(fail_fast=True)]
+
+
+class RerankRequest(ScoringBody):
+    """POST /rerank: documents by how well they answer a query, best first.
+
+    top_n: only so many; 0 or None: all. return_documents: the answer has the texts.
+    """
+
+    notes: ClassVar[Mapping[str, str]] = {
+        "query": "a text",
+        "documents": "texts, or objects with a `text`",
+        "top_n": "the best ones alone; where left out, or 0: all",
+        "return_documents": "false: the answer has indices and scores alone",
+    }
+
+    texts_field: ClassVar[str] = "documents"
+    list_bounds: ClassVar[Mapping[str, str]] = {"documents": "max_inputs"}
+
+    query: str
+    documents: Documents
+    top_n: int | None = left_out(minimum=0)
+    return_documents: bool = True
+
+    @property
+    def texts(self) -> list[str]:
+        """Of the documents."""
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+class Score(msgspec.Struct):
+    """Of one pair."""
+
+    index: int
+    score: float
+    object: Literal["score"] = "score"
+
+
+class Scores(msgspec.Struct):
+    """The answer of /score."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
+    object: Literal["list"] = "list"
+
+
+class DocumentText(msgspec.Struct):
+    """A document of an answer."""
+
+    text: str
+
+
+class RerankResult(msgspec.Struct):
+    """index: of the document in the call."""
+
+    index: int
+    relevance_score: float
+    document: DocumentText | UnsetType = UNSET
+
+
+class RerankAnswer(msgspec.Struct):
+    """The answer of /rerank, best document first; of equal ones, the first in the call."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: PoolingUsage
+
+
+@router.post("/score", responses=answers(Scores))
+@router.post("/v1/score", responses=answers(Scores))
+async def create_scores(body: ScoreRequest, http: HTTPRequest) -> Response:
+    """How well the two texts of each pair go together."""
+    call = PoolingCall(http, body, "score", "score")
+    pairs = body.pairs
+
+    def write(scores: list[float], pooled: Pooled) -> Response:
+        data = [Score(index, score) for index, score in enumerate(scores)]
+        usage, model = usage_of(pooled), call.service.model_name
+        return json_response(Scores(pooled.call_id, call.created_s, model, data, usage))
+
+    return await _score(call, body, pairs, write)
+
+
+@router.post("/rerank", responses=answers(RerankAnswer))
+@router.post("/v1/rerank", responses=answers(RerankAnswer))
+@router.post("/v2/rerank", responses=answers(RerankAnswer))
+async def create_rerank(body: RerankRequest, http: HTTPRequest) -> Response:
+    """The documents that answer the query best."""
+    if body.top_n is not None and body.top_n < 0:
+        raise InvalidRequestError(f"top_n is {body.top_n}, but must be at least 0", "top_n")
+    call = PoolingCall(http, body, "rerank", "rerank")
+    texts = body.texts
+
+    def write(scores: list[float], pooled: Pooled) -> Response:
+        ranked = sorted(enumerate(scores), key=lambda found: -found[1])[: body.top_n or None]
+        results = [
+            RerankResult(
+                index, score, DocumentText(texts[index]) if body.return_documents else UNSET
+            )
+            for index, score in ranked
+        ]
+        model = call.service.model_name
+        return json_response(RerankAnswer(pooled.call_id, model, results, usage_of(pooled)))
+
+    return await _score(call, body, [(body.query, text) for text in texts], write)
+
+
+async def _score(
+    call: PoolingCall, body: ScoringBody, pairs: Sequence[Pair], write: Write
+) -> Response:
+    """Raises InvalidRequestError that names the texts as the body does."""
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    call.check_texts(texts, body.texts_field, num_inputs=len(pairs))
+    size = sum(map(len, texts))
+    with fields_named({"prompt": body.texts_field}):
+        if call.inputs.has_scores:
+            inputs = await call_for_text(size, _pair_inputs, call, body, pairs)
+            return await call.answer(
+                inputs, lambda pooled: write([score_of(each) for each in pooled.results], pooled)
+            )
+        inputs = await call_for_text(size, _text_inputs, call, body, texts)
+        return await call.answer(
+            inputs, lambda pooled: write(_similarities(texts, pairs, pooled), pooled)
+        )
+
+
+def _pair_inputs(call: PoolingCall, body: ScoringBody, pairs: Sequence[Pair]) -> list[PoolingInput]:
+    truncate, instruction = body.truncate_prompt_tokens, body.instruction
+    return [call.inputs.pair(*pair, instruction=instruction, truncate=truncate) for pair in pairs]
+
+
+def _text_inputs(call: PoolingCall, body: ScoringBody, texts: Sequence[str]) -> list[PoolingInput]:
+    if body.instruction is not None:
+        raise InvalidRequestError(
+            "this model compares embeddings; leave instruction out", "instruction"
+        )
+    return [call.inputs.embed(text, truncate=body.truncate_prompt_tokens) for text in texts]
+
+
+def _similarities(texts: Sequence[str], pairs: Sequence[Pair], pooled: Pooled) -> list[float]:
+    vectors = dict(zip(texts, map(numbers_of, pooled.results), strict=True))
+    return [similarity(vectors[first], vectors[second]) for first, second in pairs]

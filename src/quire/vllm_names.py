@@ -1,0 +1,118 @@
+"""Where vLLM's names are found here, and what to use instead of the others.
+
+Data that ages with vLLM's releases. Read when something is imported from `quire` that is not there.
+"""
+
+from collections.abc import Mapping
+
+_RESULTS = "quire.engine_client.results"
+_PARAMS = "quire.core.sampling_params"
+_METRICS = "quire.offline.engine_metrics"
+_STRUCTURED = "quire.core.structured_outputs"
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "quire": {},
+    "quire.beam_search": {
+        "BeamSearchOutput": "quire.offline.beams",
+        "BeamSearchSequence": "quire.offline.beams",
+    },
+    "quire.distributed": {"cleanup_dist_env_and_memory": "quire.offline.cleanup"},
+    "quire.engine.arg_utils": {
+        "AsyncEngineArgs": "quire.cli.engine_args",
+        "EngineArgs": "quire.cli.engine_args",
+    },
+    "quire.engine.async_llm_engine": {"AsyncLLMEngine": "quire.engine_client.async_llm:AsyncLLM"},
+    "quire.engine.llm_engine": {"LLMEngine": "quire.offline.llm_engine"},
+    "quire.entrypoints": {},
+    "quire.entrypoints.llm": {"LLM": "quire.offline.llm"},
+    "quire.inputs": {
+        "TextPrompt": "quire.offline.prompts",
+        "TokensPrompt": "quire.offline.prompts",
+    },
+    "quire.logger": {"init_logger": "quire.observability.log:get_logger"},
+    "quire.logprobs": {"Logprob": _RESULTS},
+    "quire.outputs": {
+        "ClassificationOutput": "quire.offline.pooling",
+        "CompletionOutput": _RESULTS,
+        "EmbeddingOutput": "quire.offline.pooling",
+        "PoolingRequestOutput": "quire.offline.pooling",
+        "RequestOutput": _RESULTS,
+        "ScoringOutput": "quire.offline.pooling",
+    },
+    "quire.sampling_params": {
+        "BeamSearchParams": _PARAMS,
+        "GuidedDecodingParams": f"{_STRUCTURED}:StructuredOutputsParams",
+        "RequestOutputKind": _PARAMS,
+        "SamplingParams": _PARAMS,
+        "StructuredOutputsParams": _STRUCTURED,
+    },
+    "quire.utils": {"FlexibleArgumentParser": "quire.cli.engine_args"},
+    "quire.utils.argparse_utils": {"FlexibleArgumentParser": "quire.cli.engine_args"},
+    "quire.v1": {},
+    "quire.v1.engine": {},
+    "quire.v1.engine.async_llm": {"AsyncLLM": "quire.engine_client.async_llm"},
+    "quire.v1.engine.llm_engine": {"LLMEngine": "quire.offline.llm_engine"},
+    "quire.v1.metrics": {},
+    "quire.v1.metrics.reader": {
+        "Counter": f"{_METRICS}:CounterMetric",
+        "Gauge": f"{_METRICS}:GaugeMetric",
+        "Histogram": f"{_METRICS}:HistogramMetric",
+        "Metric": _METRICS,
+    },
+}
+"""Module of vLLM's, under the name `quire` -> name in it -> module here that has it, and its name
+there where that is another. A module that is here, too, has these names beside its own."""
+
+_TEXT = "models take text here"
+_ADAPTERS = "adapters are not served in this version"
+_POOLING = "LLM.embed and LLM.score have vectors and scores; see docs/models.md"
+_CODE = "the engine runs no code of a script's own; see docs/extending.md for its seams"
+_TRANSFER = "the KV cache is not handed to other engines in this version"
+_WEIGHTS = "weights are read from a checkpoint, once"
+_OPTIONS = "options are arguments of LLM(...) and EngineArgs(...); see docs/python.md"
+_DEVICE = "LLM(device=...) says where to compute, and `quire doctor` what there is"
+_REGISTRY = "quire.models.registry.MODELS is the registry; docs/extending.md has an example"
+
+ADVICE: Mapping[str, str] = {
+    "ClassificationRequestOutput": _POOLING,
+    "EmbeddingRequestOutput": _POOLING,
+    "KVTransferConfig": _TRANSFER,
+    "LoRARequest": _ADAPTERS,
+    "ModelRegistry": _REGISTRY,
+    "PoolerConfig": _POOLING,
+    "PoolingOutput": _POOLING,
+    "PoolingParams": _POOLING,
+    "ProfilerConfig": "run the script under a profiler, such as `python -m cProfile` or py-spy",
+    "PromptType": "a prompt is a text, or {'prompt_token_ids': [...]}",
+    "ScoringRequestOutput": _POOLING,
+    "Vector": "no metric here is a list; Counter, Gauge and Histogram are there",
+    "WeightTransferConfig": _WEIGHTS,
+    "get_open_port": "port 0 is any free one, for sockets and for `quire serve`",
+    "initialize_ray_cluster": "one machine computes in this version",
+    "quire.assets": _TEXT,
+    "quire.benchmarks": "`quire bench` has the benchmarks",
+    "quire.config": _OPTIONS,
+    "quire.distributed.kv_transfer": _TRANSFER,
+    "quire.distributed.weight_transfer": _WEIGHTS,
+    "quire.entrypoints.openai": "`quire serve` is the server",
+    "quire.envs": "options take the place of environment variables; see `quire serve --help`",
+    "quire.forward_context": _CODE,
+    "quire.lora": _ADAPTERS,
+    "quire.model_executor": _CODE,
+    "quire.multimodal": _TEXT,
+    "quire.platforms": _DEVICE,
+    "quire.plugins": _CODE,
+    "quire.pooling_params": _POOLING,
+    "quire.renderers": "LLM.chat renders messages with the model's chat template",
+    "quire.tokenizers": "LLM.get_tokenizer() is the model's tokenizer",
+    "quire.tool_parsers": "`quire serve` parses calls of tools; see docs/api.md",
+    "quire.transformers_utils": "the transformers package has what a script needs of it",
+    "quire.usage": "no usage is reported to anybody",
+    "quire.v1.core": _CODE,
+    "quire.v1.executor": _CODE,
+    "quire.v1.metrics.loggers": "LLM.get_metrics(), and /metrics of `quire serve`",
+    "quire.v1.sample": _CODE,
+    "quire.v1.worker": _CODE,
+    "quire.worker": _CODE,
+}
+"""Name, or module with all in it -> what to use instead, or why there is no such thing."""

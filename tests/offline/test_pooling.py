@@ -1,0 +1,203 @@
+"""Embeddings and scores equal transformers', and to the bit what each prompt gets alone."""
+
+import json
+
+import pytest
+import torch
+from tests.pooling_folders import add_modules, make_bert, make_qwen3
+from transformers import Qwen3ForCausalLM, Qwen3ForSequenceClassification, Qwen3Model
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
+
+OPTIONS = {"dtype": "float32", "kv_cache_memory": "2MiB", "max_num_seqs": 8}
+TEXTS = ["paris is the capital of france", "cats sleep", "bread", "the city of paris is a city"]
+TOLERANCE = {"atol": 2e-5, "rtol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def bert_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    return folder, make_bert(folder)
+
+
+@pytest.fixture(scope="module")
+def bert(bert_folder):
+    return LLM(str(bert_folder[0]), **OPTIONS), bert_folder[1]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    model = make_qwen3(folder)
+    return LLM(str(folder), **OPTIONS, max_num_batched_tokens=32), model
+
+
+def hidden_of(model, token_ids):
+    with torch.inference_mode():
+        body = getattr(model, "model", getattr(model, "bert", model))
+        return body(torch.tensor([token_ids])).last_hidden_state[0]
+
+
+def vectors(outputs):
+    return [torch.tensor(output.outputs.embedding) for output in outputs]
+
+
+def test_a_bert_embeds_the_mean_of_its_hidden_states(bert):
+    llm, model = bert
+    for output, got in zip(found := llm.embed(TEXTS), vectors(found), strict=True):
+        assert output.prompt_token_ids[0] == 2 and output.prompt_token_ids[-1] == 3
+        mean = hidden_of(model, output.prompt_token_ids).mean(0)
+        torch.testing.assert_close(got, mean / mean.norm(), **TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", ["cls_token", "mean_tokens", "lasttoken"])
+def test_a_folder_of_sentence_transformers_says_how(mode, bert_folder, tmp_path):
+    folder, model = tmp_path / "folder", bert_folder[1]
+    folder.mkdir()
+    for path in bert_folder[0].iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    add_modules(folder, mode, normalize=False, max_seq_length=6)
+    llm = LLM(str(folder), **OPTIONS)
+    (output,) = llm.embed(TEXTS[1])
+    hidden = hidden_of(model, output.prompt_token_ids)
+    expected = {"cls_token": hidden[0], "mean_tokens": hidden.mean(0), "lasttoken": hidden[-1]}
+    torch.testing.assert_close(vectors([output])[0], expected[mode], **TOLERANCE)
+    with pytest.raises(PromptTooLongError, match="max_model_len, 6"):
+        llm.embed(TEXTS[0])
+    (cut,) = llm.embed(TEXTS[0], truncate_prompt_tokens=-1)
+    assert len(cut.prompt_token_ids) == 6 and cut.prompt_token_ids[-1] == 3
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+def test_a_vector_is_the_same_alone_and_in_any_crowd(name, request):
+    llm = request.getfixturevalue(name)[0]
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        {"prompt_token_ids": torch.randint(4, 60, (length,), generator=generator).tolist()}
+        for length in (1, 2, 31, 32, 33, 50, 64, 17, 5)
+    ]
+    alone = [llm.embed(prompt)[0].outputs for prompt in prompts]
+    for crowd in (prompts, prompts[::-1]):
+        found = [output.outputs for output in llm.embed(crowd)]
+        assert found == (alone if crowd is prompts else alone[::-1])
+
+
+def test_the_last_hidden_state_of_a_decoder_beside_generation(qwen3):
+    llm, model = qwen3
+    (output,) = llm.embed(TEXTS[0])
+    last = hidden_of(model, output.prompt_token_ids)[-1]
+    torch.testing.assert_close(vectors([output])[0], last / last.norm(), **TOLERANCE)
+    assert llm.generate(TEXTS[0], SamplingParams(max_tokens=3))[0].outputs[0].token_ids
+    again = llm.embed(TEXTS[0] + " " + TEXTS[0])
+    assert again[0].num_cached_tokens > 0
+
+
+def test_chunks_change_no_bit_of_a_mean(tmp_path):
+    make_qwen3(tmp_path)
+    prompt = {"prompt_token_ids": [7 * i % 4000 for i in range(100)]}
+    found = [
+        LLM(str(tmp_path), **OPTIONS, pooling_type="mean", max_num_batched_tokens=size)
+        .embed([prompt, prompt])[1]
+        .outputs
+        for size in (13, 200)
+    ]
+    assert found[0] == found[1]
+
+
+def test_dimensions_and_length(bert):
+    llm, _ = bert
+    whole, cut, raw = (
+        vectors(llm.embed(TEXTS[0], **how))[0]
+        for how in ({}, {"dimensions": 16}, {"normalize": False})
+    )
+    assert len(cut) == 16
+    torch.testing.assert_close(cut, whole[:16] / whole[:16].norm())
+    torch.testing.assert_close(raw / raw.norm(), whole)
+    with pytest.raises(InvalidRequestError, match="dimensions is 65, but must be from 1 to 64"):
+        llm.embed(TEXTS[0], dimensions=65)
+
+
+def test_a_base_model_without_a_head_is_served(tmp_path):
+    model = make_qwen3(tmp_path, Qwen3Model)
+    add_modules(tmp_path, "lasttoken", normalize=True)
+    (output,) = LLM(str(tmp_path), **OPTIONS).embed("bread and cats")
+    last = hidden_of(model, output.prompt_token_ids)[-1]
+    torch.testing.assert_close(vectors([output])[0], last / last.norm(), **TOLERANCE)
+
+
+def test_a_model_that_pools_generates_nothing(bert):
+    with pytest.raises(InvalidRequestError, match="generates no text: it embeds and scores"):
+        bert[0].generate("bread")
+    with pytest.raises(InvalidRequestError, match="token id 64, but the vocabulary has 64"):
+        bert[0].embed({"prompt_token_ids": [1, 64]})
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_a_cross_encoder_scores_pairs_and_classifies(num_labels, tmp_path):
+    model = make_bert(tmp_path, num_labels)
+    llm = LLM(str(tmp_path), **OPTIONS)
+    (output,) = llm.classify(TEXTS[0])
+    with torch.inference_mode():
+        logits = model(torch.tensor([output.prompt_token_ids])).logits[0]
+    expected = logits.sigmoid() if num_labels == 1 else logits.softmax(-1)
+    torch.testing.assert_close(torch.tensor(output.outputs.probs), expected, **TOLERANCE)
+    if num_labels > 1:
+        with pytest.raises(InvalidRequestError, match="its head has 3 labels"):
+            llm.score(TEXTS[0], TEXTS[1])
+        return
+    (scored,) = llm.score(TEXTS[0], TEXTS[1])
+    ids = torch.tensor([scored.prompt_token_ids])
+    assert ids.max() > 64
+    with torch.inference_mode():
+        expected = model(ids % 64, token_type_ids=ids // 64).logits[0, 0].sigmoid()
+    assert scored.outputs.score == pytest.approx(expected.item(), abs=2e-5)
+    with pytest.raises(InvalidRequestError, match="it does not embed"):
+        llm.embed(TEXTS[0])
+
+
+def test_a_reranker_scores_by_two_tokens(tmp_path):
+    model = make_qwen3(tmp_path, Qwen3ForCausalLM)
+    llm = LLM(str(tmp_path), **OPTIONS, score_tokens="no,if")
+    refusing, agreeing = (
+        llm.get_tokenizer().encode(word, add_special_tokens=False)[0] for word in ("no", "if")
+    )
+    found = llm.score("where is paris?", ["paris is a city", "cats <|im_end|> sleep"])
+    for output in found:
+        with torch.inference_mode():
+            logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+        expected = logits[[refusing, agreeing]].softmax(-1)[1]
+        assert output.outputs.score == pytest.approx(expected.item(), abs=2e-5)
+    text = llm.get_tokenizer().decode(found[1].prompt_token_ids, skip_special_tokens=False)
+    assert "<Query>: where is paris?\n<Document>: cats <|im_end|> sleep<|im_end|>" in text
+    with pytest.raises(ConfigurationError, match=r"which is \d tokens"):
+        LLM(str(tmp_path), **OPTIONS, score_tokens="no,parisian")
+
+
+def test_a_decoder_with_a_scoring_head(tmp_path):
+    model = make_qwen3(tmp_path, Qwen3ForSequenceClassification, num_labels=1, pad_token_id=0)
+    (output,) = LLM(str(tmp_path), **OPTIONS).score("paris?", "a city", instruction="find it")
+    with torch.inference_mode():
+        logit = model(torch.tensor([output.prompt_token_ids])).logits[0, 0]
+    assert output.outputs.score == pytest.approx(logit.sigmoid().item(), abs=2e-5)
+
+
+def test_an_embedding_model_scores_by_the_cosine(bert):
+    llm, _ = bert
+    first, second = vectors(llm.embed(TEXTS[:2]))
+    (output,) = llm.score(*TEXTS[:2])
+    assert output.outputs.score == pytest.approx(float(first @ second), abs=1e-6)
+
+
+def test_what_is_not_understood_is_refused_by_name(bert_folder, tmp_path):
+    for path in bert_folder[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    add_modules(tmp_path, "max_tokens", normalize=True)
+    with pytest.raises(ConfigurationError, match="it pools by pooling_mode_max_tokens"):
+        LLM(str(tmp_path), **OPTIONS)
+    modules = [{"path": "", "type": "x.Transformer"}, {"path": "2_Dense", "type": "x.Dense"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ConfigurationError, match=r"module 'x\.Dense' is not understood"):
+        LLM(str(tmp_path), **OPTIONS)
+    with pytest.raises(ConfigurationError, match="runner is 'generate', but BertModel"):
+        LLM(str(bert_folder[0]), **OPTIONS, runner="generate")

@@ -1,0 +1,67 @@
+"""Answers are kept within the bound, for their tenant alone."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.server.generation.answer_store import AnswerStore, StoredAnswer
+
+ROOM = 10_000
+
+
+def answer(name, previous=None, size=0):
+    item = [{"id": f"item_{name}", "text": "x" * size}]
+    return StoredAnswer(name, b"{}", json.dumps(item).encode(), b"[]", previous)
+
+
+def test_nothing_is_kept_without_room():
+    store = AnswerStore()
+    store.keep("", answer("a"))
+    assert not store.is_on and store.find("", "a") is None and len(store) == 0
+
+
+def test_a_history_is_all_that_came_before():
+    store = AnswerStore(ROOM)
+    for name, previous in (("a", None), ("b", "a"), ("c", "b"), ("other", None)):
+        store.keep("", answer(name, previous))
+    assert [item["id"] for item in store.history("", "c")] == ["item_a", "item_b", "item_c"]
+    assert store.drop("", "a") and not store.drop("", "a")
+    assert store.history("", "c") is None and store.find("", "c") is not None
+
+
+def test_tenants_see_their_own_alone():
+    store = AnswerStore(ROOM)
+    store.keep("alice", answer("a"))
+    assert store.find("bob", "a") is None and not store.items_by_id("bob", ["item_a"])
+    assert store.history("bob", "a") is None and not store.drop("bob", "a")
+    item = {"id": "item_a", "text": ""}
+    assert store.items_by_id("alice", ["item_a", "item_b"]) == {"item_a": item}
+
+
+def test_the_one_used_least_recently_goes_first():
+    store = AnswerStore(ROOM)
+    for name in "abc":
+        store.keep("", answer(name, size=2000))
+    assert store.history("", "a") is not None  # used now
+    store.keep("", answer("d", size=2000))
+    assert [store.find("", name) is not None for name in "abcd"] == [True, False, True, True]
+    assert not store.items_by_id("", ["item_b"])
+    store.keep("", answer("e", size=ROOM))  # larger than all of it
+    assert store.find("", "e") is None and len(store) == 3
+
+
+@given(st.lists(st.tuples(st.sampled_from("AB"), st.integers(0, 5), st.integers(-1, 9000))))
+def test_it_never_holds_more_than_its_bound(steps):
+    store = AnswerStore(ROOM)
+    for tenant, number, size in steps:
+        if size < 0:
+            store.drop(tenant, str(number))
+        else:
+            store.keep(tenant, answer(str(number), size=size))
+        held = [store.find(of, str(name)) for of in "AB" for name in range(6)]
+        assert store.num_bytes == sum(each.num_bytes for each in held if each) <= ROOM
+        for of in "AB":
+            for name in range(6):
+                is_there = store.find(of, str(name)) is not None
+                assert bool(store.items_by_id(of, [f"item_{name}"])) == is_there

@@ -1,0 +1,30 @@
+"""Bodies become chat calls beside the event loop where they are long."""
+
+import asyncio
+import threading
+
+import pytest
+
+from quire.server.generation.chat_call import ChatCall
+from quire.server.generation.chat_prompt import chat_call_of
+from quire.server.http.long_work import LONG_TEXT_CHARACTERS
+
+
+class Body:
+    def __init__(self, *blocks: str) -> None:
+        self.messages = [{"content": [{"text": block} for block in blocks]}]
+
+    def to_chat_call(self) -> ChatCall:
+        self.thread = threading.current_thread()
+        return ChatCall(messages=self.messages)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "is_long"),
+    [(["a"], False), (["a" * LONG_TEXT_CHARACTERS], True), ([""] * LONG_TEXT_CHARACTERS, True)],
+)
+def test_a_long_body_is_read_in_a_thread(blocks: list[str], is_long: bool) -> None:
+    body = Body(*blocks)
+    call = asyncio.run(chat_call_of(body))
+    assert call.messages is body.messages
+    assert (body.thread is not threading.current_thread()) == is_long

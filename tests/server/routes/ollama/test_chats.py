@@ -1,0 +1,101 @@
+"""Ollama's API through its own client, on the embedded model."""
+
+import json
+
+import ollama
+import pytest
+
+QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
+GREEDY = {"temperature": 0, "num_predict": 60}
+
+
+@pytest.fixture
+def talker(server, http):
+    client = ollama.Client(host=server.url)
+    yield client
+    client._client.close()
+
+
+def joined(lines):
+    return "".join(line.message.content or "" for line in lines)
+
+
+def test_a_chat_is_answered_whole_and_in_lines(talker, client):
+    whole = talker.chat(model="embedded", messages=QUESTION, options=GREEDY, think=False)
+    chat = client.chat.completions.create(
+        model="embedded", messages=QUESTION, temperature=0, max_tokens=60
+    )
+    assert whole.message.content == chat.choices[0].message.content
+    assert (whole.done, whole.done_reason, whole.model) == (True, "length", "embedded")
+    assert whole.prompt_eval_count == chat.usage.prompt_tokens
+    assert whole.eval_count == 60
+    *lines, last = talker.chat(
+        model="embedded:latest", messages=QUESTION, options=GREEDY, stream=True
+    )
+    assert joined(lines) == whole.message.content and len(lines) > 3
+    assert not any(line.done for line in lines)
+    assert (last.done, last.done_reason, last.eval_count) == (True, "length", 60)
+
+
+def test_a_prompt_is_a_user_s_message(talker):
+    options = GREEDY | {"num_ctx": 8192, "stop": ["xyzzy"]}
+    chat = talker.chat(
+        model="embedded",
+        messages=[{"role": "system", "content": "Be brief."}, *QUESTION],
+        options=options,
+    )
+    text = {"prompt": QUESTION[0]["content"], "system": "Be brief.", "options": options}
+    whole = talker.generate(model="embedded", **text)
+    assert whole.response == chat.message.content
+    lines = talker.generate(model="embedded", **text, stream=True)
+    assert "".join(line.response for line in lines) == whole.response
+
+
+def test_what_is_served(talker):
+    (model,) = talker.list().models
+    assert model.model == "embedded" and model.modified_at.year >= 2020
+
+
+def test_a_history_with_calls_is_understood(talker):
+    calls = [{"function": {"name": "read", "arguments": {"path": "a"}}}] * 2
+    results = [{"role": "tool", "tool_name": "read", "content": text} for text in ("b", "c")]
+    messages = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    answer = talker.chat(model="embedded", messages=messages, options=GREEDY)
+    assert answer.message.role == "assistant"
+    assert answer.prompt_eval_count > 20
+
+
+def test_streams_are_lines_of_json_and_options_without_effect_are_named(http):
+    body = {"messages": QUESTION, "keep_alive": "5m", "mirostat": 2}
+    body["options"] = {"num_predict": 3, "num_gpu": 1, "tfs_z": 1.0}
+    answer = http.post("/api/chat", json=body)
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert answer.headers["x-ignored-fields"] == "mirostat, options.tfs_z"
+    assert [json.loads(line)["done"] for line in answer.text.splitlines()][-1]
+    assert http.get("/api/version").json()["version"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "words"),
+    [
+        ("/api/chat", {"model": "llama3", "messages": QUESTION}, 404, "not served here"),
+        ("/api/chat", {"messages": "hi"}, 400, "messages is 'hi'"),
+        ("/api/chat", {"messages": [5]}, 400, "messages[0] is 5"),
+        ("/api/chat", {"messages": [QUESTION[0] | {"images": ["x"]}]}, 400, "has images"),
+        ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [1]}]}, 400, "name a"),
+        ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": 1}]}, 400, "be a list"),
+        ("/api/chat", {"messages": QUESTION, "format": "xml"}, 400, "format is 'xml'"),
+        ("/api/chat", {"messages": [{"content": "a"}]}, 400, "has the role None"),
+        ("/api/chat", {"messages": QUESTION, "tools": 5}, 400, "tools is 5"),
+        ("/api/chat", {"messages": QUESTION, "tools": [5]}, 400, "tools[0] is 5"),
+        ("/api/chat", {"messages": QUESTION, "options": {"top_p": 7}}, 400, "top_p"),
+        ("/api/chat", {"messages": QUESTION, "tools": [{}] * 4097}, 400, "tools has 4097 entries"),
+        ("/api/generate", {"options": {"stop": ["a"] * 65}}, 400, "options.stop has 65 entries"),
+        ("/api/generate", {"prompt": "a", "raw": True}, 400, "raw is not supported"),
+        ("/api/generate", {"prompt": "a", "images": ["x"]}, 400, "images is not supported"),
+    ],
+)
+def test_mistakes_are_told_in_ollama_s_form(http, path, fields, status, words):
+    answer = http.post(path, json=fields)
+    assert answer.status_code == status
+    assert list(answer.json()) == ["error"] and words in answer.json()["error"]

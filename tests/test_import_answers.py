@@ -1,0 +1,49 @@
+"""Imports of what is not in the package: vLLM's places, and sentences."""
+
+import importlib
+
+import pytest
+
+import quire
+from quire.vllm_names import NAMES
+
+
+def found(module: str, name: str) -> object:
+    return getattr(importlib.__import__(module, fromlist=[name]), name)
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names_of_vllm_are_found_where_it_has_them(module: str) -> None:
+    for name, home in NAMES[module].items():
+        there, _, other = home.partition(":")
+        assert found(module, name) is getattr(importlib.import_module(there), other or name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "sentence"),
+    [
+        ("quire", "SamplingParam", "there is no SamplingParam in quire; did you mean SamplingPar"),
+        ("quire", "Xyzzy", "there is no Xyzzy in quire$"),
+        ("quire", "PoolingParams", "quire.PoolingParams is not there: .*LLM.embed"),
+        ("quire.lora.request", "LoRARequest", "quire.lora is not there: adapters are not served"),
+        ("quire.config", "KVTransferConfig", "quire.config is not there: options are arguments"),
+        ("quire.sampling_params", "SamplinParams", "did you mean SamplingParams"),
+        ("quire.distributed", "no_such", "there is no no_such in quire.distributed$"),
+        ("quire.sampling_parms", "SamplingParams", "sampling_parms in quire; did you mean sampl"),
+    ],
+)
+def test_other_imports_are_answered_by_a_sentence(module: str, name: str, sentence: str) -> None:
+    with pytest.raises(ImportError, match=sentence):
+        found(module, name)
+
+
+def test_what_is_not_there_may_be_asked_about() -> None:
+    assert not hasattr(quire, "SamplingParam")
+    with pytest.raises(AttributeError, match="quire has no SamplingParam; did you mean Sampling"):
+        quire.SamplingParam  # noqa: B018 - the access is the test
+
+
+def test_modules_of_the_package_are_found_as_ever() -> None:
+    from quire import errors
+
+    assert errors.__name__ == "quire.errors"
