@@ -30,7 +30,7 @@ def child(options: dict[str, Any], started_s: float) -> dict[str, Any]:
     """Load and generate. started_s: of the process, by the monotonic clock. Returns seconds by
     phase, and bytes."""
     from quire import LLM, SamplingParams  # what it takes to import is one of the phases
-    from quire.assembly import build
+    from quire.assembly import model_kind
     from quire.assembly import rank_build as share
     from quire.text.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ def child(options: dict[str, Any], started_s: float) -> dict[str, Any]:
         setattr(owner, name, timed)
 
     time_phase("tokenizer", Tokenizer, "from_folder")
-    time_phase("config", build, "load_config")
+    time_phase("config", model_kind, "load_config")
     time_phase("weights", share, "load_model")
     time_phase("kv_cache", share, "KVCache")
     begun_s = time.monotonic()

@@ -36,9 +36,10 @@ from benchmarks.server.serving import served
 LOG = Path(tempfile.gettempdir()) / "quire_fuzz.log"
 SERVE_ARGUMENTS = ["--num-blocks", "512", "--max-num-seqs", "16", "--max-model-len", "512"]
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+POOLING = ("/v1/embeddings", "/score", "/rerank")
 WEIGHT = 8
-"""How many more cases a path that generates gets than one that only tells something."""
+"""How many more cases such a path gets than one that only tells something."""
 
 SHORTEST = 2
 CHECKS = [
@@ -47,8 +48,8 @@ CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
-REQUIRED = ("prompt", "messages")
-LENGTHS = ("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of")
+REQUIRED = ("prompt", "messages", "input", "query", "documents", "text_1", "text_2")
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n", "best_of")
 
 
 @dataclass(slots=True)
@@ -69,9 +70,16 @@ def shorten(body: Any) -> Any:
     for name in LENGTHS:
         if type(short.get(name)) is int and short[name] > SHORTEST:
             short[name] = SHORTEST
-    if not any(name in short for name in LENGTHS[:2]):
-        short["max_tokens"] = SHORTEST
+    if not any(name in short for name in LENGTHS[:3]):
+        short["max_output_tokens" if "input" in short else "max_tokens"] = SHORTEST
     return short
+
+
+def of_any_model(body: Any) -> Any:
+    """The same request without a model's name, which hardly ever is that of the one there is."""
+    if not isinstance(body, dict):
+        return body
+    return {name: value for name, value in body.items() if name != "model"}
 
 
 def thin(body: Any, choose: random.Random) -> Any:
@@ -89,7 +97,8 @@ def fuzz(url: str, num_cases: int, seed: int = 0) -> Fuzzed:
     most often. An operation that failed is not tried again."""
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
-    weights = [WEIGHT if one.path in GENERATING else 1 for one in operations]
+    heavy = (*GENERATING, *POOLING)
+    weights = [WEIGHT if one.path in heavy else 1 for one in operations]
     fuzzed, failed = Fuzzed(), set[str]()
     while fuzzed.num_cases < num_cases and len(failed) < len(operations):
         num_left = num_cases - fuzzed.num_cases
@@ -123,9 +132,9 @@ def _try(operation: Any, mode: GenerationMode, count: int, seed: int, fuzzed: Fu
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def send(case: Any) -> None:
-        if operation.path in GENERATING:
+        if operation.path in (*GENERATING, *POOLING):
             body = thin(case.body, choose) if mode is GenerationMode.POSITIVE else case.body
-            case.body = shorten(body)
+            case.body = shorten(body) if operation.path in GENERATING else of_any_model(body)
         response = case.call(timeout=60)
         fuzzed.num_cases += 1
         fuzzed.statuses[f"{operation.path} {response.status_code}"] += 1

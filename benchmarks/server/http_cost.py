@@ -44,13 +44,34 @@ LIMIT_S = 600.0
 LOG = Path(tempfile.gettempdir()) / "quire_http_cost.log"
 PROMPT = "def read_lines(path, encoding):\n    with open(path) as file:\n        return"
 MESSAGES = [{"role": "user", "content": "What does os.path.join do, and when does it fail?"}]
-CALLS = "/v1/completions"
+CALLS, CHATS = "/v1/completions", "/v1/chat/completions"
+LONG_TEXT = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 10_000}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+"""No answer of the length that is measured comes to its end."""
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": LONG_TEXT}}
+    for name in ("write_file", "send_mail", "run_command")
+]
+JSON_ANSWER = {"type": "json_schema", "json_schema": {"name": "answer", "schema": LONG_TEXT}}
 WAITING = ("EpollSelector.select", "ThreadedChildWatcher")
 """Where the front is when it has nothing to do: no part of its profile."""
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "completions, streamed": (CALLS, {"prompt": PROMPT}),
-    "chat, streamed": ("/v1/chat/completions", {"messages": MESSAGES, "prompt": None}),
+    "chat, streamed": (CHATS, {"messages": MESSAGES, "prompt": None}),
+    "chat, streamed, tools": (CHATS, {"messages": MESSAGES, "prompt": None, "tools": TOOLS}),
+    "chat, streamed, a forced call": (
+        CHATS,
+        {"messages": MESSAGES, "prompt": None, "tools": TOOLS, "tool_choice": "required"},
+    ),
+    "chat, streamed, a JSON schema": (
+        CHATS,
+        {"messages": MESSAGES, "prompt": None, "response_format": JSON_ANSWER},
+    ),
     "completions, streamed, logprobs 5": (CALLS, {"prompt": PROMPT, "logprobs": 5}),
     "completions, streamed, a stop string": (CALLS, {"prompt": PROMPT, "stop": ["\x00never"]}),
     "completions, whole": (

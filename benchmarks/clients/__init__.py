@@ -1,0 +1,1 @@
+"""Real clients of others against `quire serve`."""

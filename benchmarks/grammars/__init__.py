@@ -1,0 +1,1 @@
+"""Grammars at work: what masks cost a crowd, how schemas fare."""
