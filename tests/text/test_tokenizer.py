@@ -311,3 +311,9 @@ def test_pairs_are_joined_and_cut_at_the_end_of_the_second(most: int | None, tmp
     assert len(alone) == (6 if most is None else min(most, 6))
     with pytest.raises(InvalidRequestError):
         tokenizer.encode_pair("\ud800", second)
+
+
+def test_the_time_for_a_pair_grows_as_its_length(byte_level: Tokenizer) -> None:
+    """Minutes, if the library's lists of tokens were copied for each token."""
+    token_ids, types = byte_level.encode_pair("cats", "cats " * 60_000, 100_000)
+    assert len(token_ids) == len(types) == 100_000

@@ -118,14 +118,15 @@ class Tokenizer:
             for text in (first, second or ""):
                 _check_text(text)
             raise
-        excess = 0 if max_tokens is None else len(encoding.ids) - max_tokens
+        token_ids, types = encoding.ids, encoding.type_ids  # each access copies them all
+        excess = 0 if max_tokens is None else len(token_ids) - max_tokens
         cut: set[int] = set()
         if excess > 0:
             last = 0 if second is None else 1
             places = [i for i, text in enumerate(encoding.sequence_ids) if text == last]
             cut = set(places[-excess:])
-        kept = [i for i in range(len(encoding.ids)) if i not in cut]
-        return [encoding.ids[i] for i in kept], [encoding.type_ids[i] for i in kept]
+        kept = [i for i in range(len(token_ids)) if i not in cut]
+        return [token_ids[i] for i in kept], [types[i] for i in kept]
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
