@@ -5,9 +5,12 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from tests.server.launching import launched
+
+from quire.core.scheduling.policy import POLICIES
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -33,7 +36,8 @@ def test_beam_search_prints_the_best_first(monkeypatch, capsys):
 
 
 def test_a_policy_is_judged_beside_another(monkeypatch, capsys):
-    lines = run("scheduling_policy", monkeypatch, capsys).splitlines()
+    with patch.dict(POLICIES):  # which the program adds its own to; other tests count them
+        lines = run("scheduling_policy", monkeypatch, capsys).splitlines()
     medians = {line.split()[0]: float(line.split()[1]) for line in lines[1:]}
     assert medians["aged_shortest_prompt"] < medians["fcfs"]
 
@@ -63,7 +67,9 @@ def test_an_agent_makes_the_call_and_has_an_answer(monkeypatch, capsys):
 
 def test_streams_share_an_engine_in_a_loop_of_ones_own(monkeypatch, capsys):
     out = run("async_engine", monkeypatch, capsys)
-    assert sorted(re.findall(r"--- (story-\d): (\d+) pieces", out))[2] == ("story-2", "5")
+    # A reader that comes late finds several tokens in a piece, so there may be fewer.
+    names = sorted(re.findall(r"--- (story-\d): [1-9]\d* pieces", out))
+    assert names == ["story-0", "story-1", "story-2"]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -148,10 +148,12 @@ def assert_same_logits(load, run) -> Callable[..., CausalLM]:
             expected = reference(token_ids[None]).logits[0]
         assert expected.std() > 0.5  # large enough for the tolerance to mean something
         assert expected.argmax(-1).unique().numel() > 8
+        # Rounding errors grow with the logits, which a checkpoint's multipliers may scale.
+        atol = 1e-4 * max(1.0, expected.std().item())
         for chunks in ([num_tokens], [17, 1, 5, num_tokens - 23], [1] * num_tokens):
             logits = run(model, token_ids, chunks)
             assert logits.dtype == torch.float32
-            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
+            torch.testing.assert_close(logits, expected, atol=atol, rtol=1e-5)
             assert torch.equal(logits.argmax(-1), expected.argmax(-1))
         return model
 
