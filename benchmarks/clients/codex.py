@@ -7,8 +7,8 @@ starts `quire serve` and, before it, a proxy that does what a large model would 
 first request of the turn must call `exec_command`, with the one command that is allowed, and the
 second must answer in text. Descriptions of tools, 18,000 characters, are left out: the embedded
 model's context is shorter. Nothing else of the requests is touched. Prints what Codex sent, what it
-made of the answers, and how much of the first request was in the prefix cache for the second. The
-exit code is 1 where the loop did not end, or less than 99% of the first prompt was found again.
+made of the answers, and how much of the first request and its answer was in the prefix cache for
+the second. The exit code is 1 where the loop did not end, or less than 99% of them was found again.
 """
 
 import argparse
@@ -188,10 +188,11 @@ def report(events: Sequence[dict[str, Any]], proxy: Proxy) -> list[str]:
         return [*wrong, f"there were {len(usages)} requests instead of 2"]
     prompt, answer = (usages[0][f"{which}_tokens"] for which in ("input", "output"))
     found = usages[1]["input_tokens_details"]["cached_tokens"]
-    share = min(1, found / prompt)
+    share = found / (prompt + answer)
     print(
         f"second request: {found} tokens found in the cache, {share:.2%} of the first prompt's"
-        f" {prompt}, {found / (prompt + answer):.2%} of prompt and answer"
+        f" {prompt} and its answer's {answer} (the last of which is never in the cache);"
+        f" {min(found, prompt) / prompt:.2%} of the prompt"
     )
     return wrong + ([f"less than {LEAST_SHARE:.0%} was found again"] if share < LEAST_SHARE else [])
 

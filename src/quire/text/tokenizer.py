@@ -224,6 +224,19 @@ class Tokenizer:
                 kept.append(sequence)
         return kept
 
+    def encode_inside(self, text: str) -> list[int]:
+        """The tokens of `text` inside a longer one, none of them special; none if the tokenizer
+        splits it into no tokens that write just that."""
+        written = text.encode()
+        for encoded in (
+            self._encode_behind_text(text),
+            self.encode(text, add_special_tokens=False),
+        ):
+            is_text = self.special_token_ids.isdisjoint(encoded)
+            if is_text and b"".join(map(self.token_bytes, encoded)) == written:
+                return encoded
+        return []
+
     def _encode_behind_text(self, text: str) -> list[int]:
         """The tokens of `text` behind a line break; none if it does not begin a new token there."""
         before = self.encode("\n", add_special_tokens=False)

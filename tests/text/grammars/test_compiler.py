@@ -7,7 +7,10 @@ from tests.text.small_tokenizers import PLAIN_DECODERS, make_plain
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
 from quire.text.grammars.compiler import GrammarCompiler
+from quire.text.grammars.forcing import with_forced_tokens
 from quire.text.grammars.front import grammar_of
+from quire.text.grammars.lark import literal
+from quire.text.grammars.origin import with_origin
 from quire.text.tokenizer import Tokenizer
 
 
@@ -30,6 +33,57 @@ def test_all_tokenizations_of_a_forced_text_are_allowed(compiler: GrammarCompile
     }
     assert len(pieces) > 2
     assert allowed(compiler.compile(regex("the dog")).start()) == pieces
+
+
+@pytest.mark.parametrize("text", ["the dog", "\n\nx: é🙂 ", " a", '{"name": "f", "a": ""}'])
+def test_a_forced_text_is_written_as_the_tokenizer_splits_it(
+    compiler: GrammarCompiler, text: str
+) -> None:
+    grammar = with_forced_tokens(f"start: {literal(text)}")
+    state = compiler.compile(with_origin(grammar, "here")).start()
+    written: list[int] = []
+    while not state.can_end:
+        (token_id,) = allowed(state)
+        state.consume([token_id])
+        written.append(token_id)
+    assert written == compiler.tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("text", ["e\u0301 the dog", "the <|im_end|> dog", "a"])
+def test_what_the_tokenizer_would_split_into_other_text_is_written_in_any_tokens(
+    text: str, compiler: GrammarCompiler, sentencepiece: Tokenizer
+) -> None:
+    """Where it normalizes, or reads the name of a special token."""
+    grammar = with_forced_tokens(f"start: {literal(text)}")
+    for each in (compiler, GrammarCompiler(sentencepiece, sentencepiece.vocab_size, [2])):
+        state, written = each.compile(grammar).start(), b""
+        while not state.can_end:
+            token_id = max(allowed(state))
+            assert token_id not in each.tokenizer.special_token_ids
+            state.consume([token_id])
+            written += each.tokenizer.token_bytes(token_id)
+        assert written.decode() == text
+
+
+def test_what_is_free_behind_a_forced_text_may_join_its_last_token(
+    compiler: GrammarCompiler,
+) -> None:
+    """Else what follows could not be written as the tokenizer splits the whole."""
+    grammar = with_forced_tokens('start: "th" /[a-z]+/')
+    state = compiler.compile(grammar).start()
+    (whole,) = compiler.tokenizer.encode("the", add_special_tokens=False)
+    assert whole in allowed(state)
+
+
+def test_a_forcing_state_depends_on_tokens_alone(compiler: GrammarCompiler) -> None:
+    compiled = compiler.compile(with_forced_tokens('start: "the " /[a-z]/ " and the dog"'))
+    ids = compiler.tokenizer.encode("the x and the", add_special_tokens=False)
+    whole, single = compiled.start(), compiled.start()
+    whole.consume(ids)
+    for token_id in ids:
+        assert token_id in allowed(single)
+        single.consume([token_id])
+    assert whole.mask() == single.mask()
 
 
 def test_special_tokens_are_no_text(compiler: GrammarCompiler) -> None:

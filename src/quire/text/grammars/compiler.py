@@ -13,15 +13,12 @@ import llguidance
 from quire.errors import InvalidRequestError
 from quire.text.grammars.check import readable
 from quire.text.grammars.deep_stack import on_deep_stack
+from quire.text.grammars.forcing import with_options
 from quire.text.grammars.limits import parser_limits
 from quire.text.grammars.origin import origin_of
 from quire.text.grammars.state import GrammarState
 from quire.text.grammars.vocabulary import GrammarVocabulary
 from quire.text.tokenizer import Tokenizer
-
-_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-"""Without it, a text that the grammar leaves no choice about has to be written in the one way in
-which the tokenizer would split it."""
 
 
 class CompiledGrammar:
@@ -88,7 +85,7 @@ class GrammarCompiler:
 
         def make() -> tuple[llguidance.LLMatcher, str]:
             matcher = llguidance.LLMatcher(
-                tokenizer, grammar + _OPTIONS, log_level=0, limits=parser_limits()
+                tokenizer, with_options(grammar), log_level=0, limits=parser_limits()
             )
             if not matcher.is_error():
                 matcher.compute_bitmask()

@@ -12,6 +12,12 @@ def with_origin(grammar: str, origin: str) -> str:
     return f"{_PREFIX}{origin}\n{grammar}"
 
 
+def without_origin(grammar: str) -> str:
+    """What `with_origin` was given."""
+    line, _, rest = grammar.partition("\n")
+    return rest if line.startswith(_PREFIX) else grammar
+
+
 def origin_of(grammar: str) -> str:
     """What `with_origin` wrote; "grammar" where it did not."""
     line, _, _ = grammar.partition("\n")

@@ -1,8 +1,8 @@
 """Follows one answer through its grammar: which tokens may come next, and may it end here.
 
 A state is a pure function of the grammar and of the tokens consumed, so it is rebuilt from these
-after a crash or a preemption. Tokens are never forced: wherever several tokenizations write the
-same text, all of them are allowed. Made by `compiler`; used by the engine.
+after a crash or a preemption. Wherever several tokenizations write the same text, all of them are
+allowed, unless the grammar says otherwise (`forcing`). Made by `compiler`; used by the engine.
 """
 
 from collections.abc import Sequence

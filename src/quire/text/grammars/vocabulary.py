@@ -60,7 +60,7 @@ class GrammarVocabulary:
             ends = [self.vocab_size]
             tokens.append(b"")
             special.add(self.vocab_size)
-        wrapper = _Tokens(tokens, sorted(special), ends[0])
+        wrapper = _Tokens(tokens, sorted(special), ends[0], self._tokenizer)
         return llguidance.LLTokenizer(
             wrapper,  # type: ignore[arg-type]  # it has what is read of a TokenizerWrapper
             eos_token=ends,
@@ -69,15 +69,41 @@ class GrammarVocabulary:
 
 
 class _Tokens:
-    """What llguidance reads of a tokenizer. It never tokenizes: no tokens are forced."""
+    """What llguidance reads of a tokenizer. It tokenizes where tokens are forced."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], special_token_ids: list[int], end: int) -> None:
+    def __init__(
+        self, tokens: list[bytes], special_token_ids: list[int], end: int, tokenizer: Tokenizer
+    ) -> None:
         self.tokens = tokens
         self.special_token_ids = special_token_ids
         self.eos_token_id = end
+        self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        raise NotImplementedError("grammars force no tokens, so no text is tokenized for them")
+        return self._tokenizer.encode_inside(text) or self._split_by_length(text.encode())
+
+    def _split_by_length(self, text: bytes) -> list[int]:
+        """What the tokenizer would change or read as a special token: the longest token first."""
+        found: list[int] = []
+        while text:
+            sizes = range(min(len(text), self._longest), 0, -1)
+            size = next((size for size in sizes if text[:size] in self._ids), 0)
+            if not size:
+                return []
+            found.append(self._ids[text[:size]])
+            text = text[size:]
+        return found
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {
+            token: token_id for token_id, token in enumerate(self.tokens) if token_id not in special
+        }
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids))

@@ -56,14 +56,11 @@ class JsonForm(CallForm, frozen=True, tag="json", kw_only=True):
 
     arguments_keys: names of the member with the arguments; grammars write the first.
     is_list: grammars write an array.
-    has_fixed_spaces: grammars allow no white space in arguments beyond what they need. A model that
-        was not trained on calls may else write it without end.
     """
 
     name_key: str = "name"
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
     is_list: bool = False
-    has_fixed_spaces: bool = False
 
     @property
     def first_characters(self) -> str:

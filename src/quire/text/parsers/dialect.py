@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from quire.core.structured_outputs import StructuredOutputsParams
+from quire.text.grammars.forcing import with_forced_tokens
 from quire.text.grammars.origin import with_origin
 from quire.text.parsers.call_forms import AnyCallForm, ChannelForm, Reasoning
 from quire.text.parsers.grammars.message_rules import ChannelRules, PlainRules, wanted_of
@@ -116,8 +117,9 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             grammar = ChannelRules(rules, self.channels, written).grammar(wanted)
         else:
             grammar = PlainRules(rules, self.reasoning, self.calls).grammar(wanted)
-        origin = "tools" if wanted.tools else "response_format"
-        return None if grammar is None else with_origin(grammar, origin)
+        if grammar is None or not wanted.tools:
+            return None if grammar is None else with_origin(grammar, "response_format")
+        return with_origin(with_forced_tokens(grammar), "tools")
 
     def _has_begun(self, written: str) -> bool | None:
         """Whether the prompt has begun the reasoning; None: it has not even ended it."""

@@ -90,7 +90,7 @@ def walk(
             return written.decode(errors="replace"), True
         state.consume([token_id])
         written += tokenizer.token_bytes(token_id)
-    return written.decode(errors="replace"), False
+    return written.decode(errors="ignore"), False  # maybe in the middle of a character
 
 
 def _allows(mask: bytes, token_id: int) -> bool:

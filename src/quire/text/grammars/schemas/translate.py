@@ -29,12 +29,15 @@ _MAX_LOCATED = 64
 class JsonStyle:
     """How the JSON is written, and whether objects have properties beyond those named.
 
-    The fields are those of `StructuredOutputsParams` with the same names.
+    The fields are those of `StructuredOutputsParams` with the same names, but for `separators`:
+    what stands between two members or elements, and between a key and its value; no other white
+    space is written then. None: as the other fields say.
     """
 
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    separators: tuple[str, str] | None = None
 
 
 PLAIN_STYLE = JsonStyle()
@@ -63,7 +66,10 @@ def json_term(schema: object, origin: str, style: JsonStyle = PLAIN_STYLE) -> st
 
 def _options(style: JsonStyle, has_open_names: bool) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    if style.whitespace_pattern is not None:
+    if style.separators is not None:
+        item, key = style.separators
+        options |= {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+    elif style.whitespace_pattern is not None:
         options["whitespace_pattern"] = style.whitespace_pattern
     elif style.disable_any_whitespace:
         options["whitespace_flexible"] = False

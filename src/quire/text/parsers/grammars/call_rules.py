@@ -14,7 +14,6 @@ from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.text.grammars.lark import literal
-from quire.text.grammars.schemas.translate import PLAIN_STYLE, JsonStyle
 from quire.text.parsers.call_forms import (
     AnyCallForm,
     JsonForm,
@@ -23,7 +22,7 @@ from quire.text.parsers.call_forms import (
     PythonForm,
     TaggedForm,
 )
-from quire.text.parsers.grammars.remembered_terms import json_term
+from quire.text.parsers.grammars.remembered_terms import SPACED_STYLE, json_term
 from quire.text.parsers.grammars.rules import Rules
 from quire.text.parsers.grammars.text_values import TextValues
 from quire.text.parsers.grammars.value_rules import (
@@ -93,8 +92,7 @@ def call_term(rules: Rules, form: AnyCallForm, called: CalledTool) -> str:
         )
     if isinstance(form, JsonForm):
         head = f"{{{_json(form.name_key)}: {_json(name)}, {_json(form.arguments_keys[0])}: "
-        style = JsonStyle(disable_any_whitespace=form.has_fixed_spaces)
-        arguments = json_arguments(called, style)
+        arguments = json_arguments(called)
         return rules.add("call", f"{literal(head)} {arguments} {literal('}')}")
     if isinstance(form, NamedForm):
         head = rules.tokens.terms(form.name_prefix + name + form.name_end)
@@ -112,14 +110,14 @@ def _json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def json_arguments(called: CalledTool, style: JsonStyle = PLAIN_STYLE) -> str:
+def json_arguments(called: CalledTool) -> str:
     """A term for the arguments as a JSON object."""
     try:
-        return json_term(called.schema, called.origin, style)
+        return json_term(called.schema, called.origin, SPACED_STYLE)
     except InvalidRequestError:
         if not called.is_loose:
             raise
-        return json_term(dict(ANY_ARGUMENTS), called.origin, style)
+        return json_term(dict(ANY_ARGUMENTS), called.origin, SPACED_STYLE)
 
 
 def _tagged_call(rules: Rules, form: TaggedForm, called: CalledTool) -> str:

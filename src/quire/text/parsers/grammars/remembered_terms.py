@@ -11,6 +11,10 @@ from typing import Any
 from quire.text.grammars.schemas import translate
 from quire.text.grammars.schemas.translate import PLAIN_STYLE, JsonStyle
 
+SPACED_STYLE = JsonStyle(separators=(", ", ": "))
+"""As templates write the calls of a history, by `tojson` or `json.dumps`: what a call wrote is then
+found in the prefix cache. A model can't write white space without end, either."""
+
 _MAX_REMEMBERED_CHARACTERS = 16_000  # of one schema
 
 

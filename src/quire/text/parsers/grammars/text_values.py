@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.text.grammars.lark import literal
-from quire.text.parsers.grammars.remembered_terms import json_term
+from quire.text.parsers.grammars.remembered_terms import SPACED_STYLE, json_term
 from quire.text.parsers.grammars.rules import ANY_TEXT, Rules
 from quire.text.parsers.grammars.value_rules import SILENT_KEYWORDS, UnwritableError
 from quire.text.parsers.reading.argument_types import ArgumentTypes, Json
@@ -67,7 +67,7 @@ class TextValues:
             name: self._root[name] for name in ("$defs", "definitions") if name in self._root
         }
         try:
-            term = json_term({**definitions, **schema}, origin)
+            term = json_term({**definitions, **schema}, origin, SPACED_STYLE)
         except InvalidRequestError as error:
             raise UnwritableError(str(error)) from error
         return f"{term} {self._rules.tokens.terms(self._space + self._mark)}"
