@@ -49,6 +49,7 @@ from quire.server.tenants.tenants import TenantBook
 from quire.text.chat_template import ChatTemplate
 from quire.text.parsers.dialect import Dialect
 from quire.text.parsers.dialect_choice import find_dialect
+from quire.text.parsers.template_fit import fitted
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_config import tokenizer_fields
 from quire.version import __version__
@@ -173,6 +174,7 @@ def _load_files(options: EngineOptions, server: ServerConfig) -> _ModelFiles:
     dialect = find_dialect(
         template.source_for_tools, server.tool_call_parser, server.reasoning_parser
     )
+    dialect = fitted(dialect, template.render)
     return _ModelFiles(folder, tokenizer, template, dialect, tokenizer_fields(text_folder))
 
 

@@ -30,6 +30,8 @@ class CallForm(
     separator: between calls that stand in one pair of begin and end.
     is_repeated: several calls stand in one pair of begin and end; else each has its own.
     needs_known_name: what names no callable tool is text.
+    item_separator, key_separator: in the JSON that grammars write. sorts_keys: they write
+        arguments in the order of the alphabet. All as the model's template writes a history.
     """
 
     begin: str = ""
@@ -39,6 +41,9 @@ class CallForm(
     separator: str = ""
     is_repeated: bool = False
     needs_known_name: bool = False
+    item_separator: str = ", "
+    key_separator: str = ": "
+    sorts_keys: bool = False
 
     @property
     def marker(self) -> str:
@@ -84,6 +89,7 @@ class TaggedForm(CallForm, frozen=True, tag="tagged", kw_only=True):
     """The tool's name, and each argument between marks; strings are written as they are.
 
     value_space: what stands on both sides of a value and is not part of it: a line break, or "".
+    has_python_words: grammars write True and False.
     """
 
     name_end: str
@@ -91,6 +97,7 @@ class TaggedForm(CallForm, frozen=True, tag="tagged", kw_only=True):
     key_end: str
     parameter_end: str
     value_space: str = ""
+    has_python_words: bool = False
 
 
 class LooseForm(CallForm, frozen=True, tag="loose", kw_only=True):

@@ -8,12 +8,13 @@ Called by `message_rules`.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.text.grammars.lark import literal
+from quire.text.grammars.schemas.translate import JsonStyle
 from quire.text.parsers.call_forms import (
     AnyCallForm,
     JsonForm,
@@ -22,7 +23,7 @@ from quire.text.parsers.call_forms import (
     PythonForm,
     TaggedForm,
 )
-from quire.text.parsers.grammars.remembered_terms import SPACED_STYLE, json_term
+from quire.text.parsers.grammars.remembered_terms import json_term, style_of
 from quire.text.parsers.grammars.rules import Rules
 from quire.text.parsers.grammars.text_values import TextValues
 from quire.text.parsers.grammars.value_rules import (
@@ -71,6 +72,11 @@ class CalledTool:
             )
         return {"type": "object", **schema}
 
+    def with_sorted_keys(self) -> "CalledTool":
+        """The same tool, with the properties of all objects in the order of the alphabet."""
+        parameters = _with_sorted_properties(self.tool.parameters)
+        return replace(self, tool=replace(self.tool, parameters=parameters))
+
     def refusal(self, why: object) -> InvalidRequestError:
         """The error for a schema that can't be enforced."""
         return InvalidRequestError(
@@ -80,8 +86,21 @@ class CalledTool:
         )
 
 
+def _with_sorted_properties(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_with_sorted_properties(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    changed = {key: _with_sorted_properties(each) for key, each in schema.items()}
+    if isinstance(properties := changed.get("properties"), dict):
+        names = sorted(properties, key=str.lower)
+        changed["properties"] = {name: properties[name] for name in names}
+    return changed
+
+
 def call_term(rules: Rules, form: AnyCallForm, called: CalledTool) -> str:
     """A term for one call of a tool, without what stands around calls."""
+    called = called.with_sorted_keys() if form.sorts_keys else called
     name = called.tool.name
     pattern = PYTHON_NAME if isinstance(form, PythonForm) else NAME
     if not isinstance(form, JsonForm) and not re.fullmatch(pattern, name):
@@ -91,12 +110,14 @@ def call_term(rules: Rules, form: AnyCallForm, called: CalledTool) -> str:
             "tools",
         )
     if isinstance(form, JsonForm):
-        head = f"{{{_json(form.name_key)}: {_json(name)}, {_json(form.arguments_keys[0])}: "
-        arguments = json_arguments(called)
+        key, separator = form.key_separator, form.item_separator
+        head = f"{{{_json(form.name_key)}{key}{_json(name)}{separator}"
+        head += f"{_json(form.arguments_keys[0])}{key}"
+        arguments = json_arguments(called, style_of(form))
         return rules.add("call", f"{literal(head)} {arguments} {literal('}')}")
     if isinstance(form, NamedForm):
         head = rules.tokens.terms(form.name_prefix + name + form.name_end)
-        return rules.add("call", f"{head} {json_arguments(called)}")
+        return rules.add("call", f"{head} {json_arguments(called, style_of(form))}")
     if isinstance(form, TaggedForm):
         return _tagged_call(rules, form, called)
     if isinstance(form, LooseForm):
@@ -110,20 +131,20 @@ def _json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def json_arguments(called: CalledTool) -> str:
+def json_arguments(called: CalledTool, style: JsonStyle) -> str:
     """A term for the arguments as a JSON object."""
     try:
-        return json_term(called.schema, called.origin, SPACED_STYLE)
+        return json_term(called.schema, called.origin, style)
     except InvalidRequestError:
         if not called.is_loose:
             raise
-        return json_term(dict(ANY_ARGUMENTS), called.origin, SPACED_STYLE)
+        return json_term(dict(ANY_ARGUMENTS), called.origin, style)
 
 
 def _tagged_call(rules: Rules, form: TaggedForm, called: CalledTool) -> str:
     schema = called.schema
     mark = form.parameter_end.strip()
-    values = TextValues(rules, schema, form.value_space, mark)
+    values = TextValues(rules, schema, form)
     behind = form.parameter_end[form.parameter_end.index(mark) + len(mark) :]
 
     def parameter(key: str, value: str) -> str:

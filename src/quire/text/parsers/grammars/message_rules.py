@@ -14,6 +14,7 @@ from quire.errors import InvalidRequestError
 from quire.text.grammars.front import grammar_of
 from quire.text.parsers.call_forms import AnyCallForm, ChannelForm, JsonForm, PythonForm, Reasoning
 from quire.text.parsers.grammars.call_rules import CalledTool, call_term, json_arguments
+from quire.text.parsers.grammars.remembered_terms import SPACED_STYLE
 from quire.text.parsers.grammars.rules import Rules
 from quire.text.parsers.tool_use import ToolMode, ToolUse
 
@@ -117,7 +118,7 @@ class PlainRules:
         )
         is_list = isinstance(form, (JsonForm, PythonForm)) and form.is_list
         if form.is_repeated and wanted.is_parallel:
-            separator = ", " if is_list else form.separator
+            separator = form.item_separator if is_list else form.separator
             call = f"{call} ({self._terms(separator)} {call})*"
         if is_list:
             call = f'"[" {call} "]"'
@@ -271,4 +272,4 @@ class ChannelRules:
             f"{form.channel}{form.call_channel} {form.recipient}{form.call_prefix}"
             f"{called.tool.name} {form.constrain}json{form.message}"
         )
-        return f"{self._rules.tokens.terms(header)} {json_arguments(called)}"
+        return f"{self._rules.tokens.terms(header)} {json_arguments(called, SPACED_STYLE)}"

@@ -10,12 +10,19 @@ from typing import Any
 
 from quire.text.grammars.schemas import translate
 from quire.text.grammars.schemas.translate import PLAIN_STYLE, JsonStyle
-
-SPACED_STYLE = JsonStyle(separators=(", ", ": "))
-"""As templates write the calls of a history, by `tojson` or `json.dumps`: what a call wrote is then
-found in the prefix cache. A model can't write white space without end, either."""
+from quire.text.parsers.call_forms import CallForm
 
 _MAX_REMEMBERED_CHARACTERS = 16_000  # of one schema
+
+
+SPACED_STYLE = JsonStyle(separators=(", ", ": "))
+"""As `json.dumps` and templates' `tojson` write it."""
+
+
+def style_of(form: CallForm) -> JsonStyle:
+    """How the JSON in a form's calls is written. There is no free white space in it, which a model
+    might write without end."""
+    return JsonStyle(separators=(form.item_separator, form.key_separator))
 
 
 def json_term(schema: Mapping[str, Any], origin: str, style: JsonStyle = PLAIN_STYLE) -> str:

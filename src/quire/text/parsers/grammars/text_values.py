@@ -9,7 +9,8 @@ from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.text.grammars.lark import literal
-from quire.text.parsers.grammars.remembered_terms import SPACED_STYLE, json_term
+from quire.text.parsers.call_forms import TaggedForm
+from quire.text.parsers.grammars.remembered_terms import json_term, style_of
 from quire.text.parsers.grammars.rules import ANY_TEXT, Rules
 from quire.text.parsers.grammars.value_rules import SILENT_KEYWORDS, UnwritableError
 from quire.text.parsers.reading.argument_types import ArgumentTypes, Json
@@ -20,21 +21,27 @@ _MAX_DEPTH = 8
 
 
 class TextValues:
-    """Writes the values of one tool's arguments.
+    """Writes the values of one tool's arguments, and the mark behind each.
 
-    space, mark: stand behind each value; a value has no `mark` in it.
+    Invariant: no value has the mark in it.
     """
 
-    def __init__(self, rules: Rules, root: Mapping[str, Any], space: str, mark: str) -> None:
+    def __init__(self, rules: Rules, root: Mapping[str, Any], form: TaggedForm) -> None:
         self._rules = rules
         self._root = root
         self._types = ArgumentTypes(root)
-        self._space = space
-        self._mark = mark
+        self._style = style_of(form)
+        self._words = ("True", "False") if form.has_python_words else None
+        self._space = form.value_space
+        self._mark = form.parameter_end.strip()
 
     def value(self, key: str, schema: Json, origin: str) -> str:
         """A term for an argument's value and the mark behind it. Raises UnwritableError."""
-        if "string" not in self._types.of(key):
+        types = self._types.of(key)
+        if self._words and types == {"boolean"} and self._is_plain(schema, 0):
+            words = self._rules.any_of(map(literal, self._words))
+            return f"{words} {self._rules.tokens.terms(self._space + self._mark)}"
+        if "string" not in types:
             return self._json(schema, origin)
         if self._is_plain(schema, _MAX_DEPTH):
             return self.any_text()
@@ -67,7 +74,7 @@ class TextValues:
             name: self._root[name] for name in ("$defs", "definitions") if name in self._root
         }
         try:
-            term = json_term({**definitions, **schema}, origin, SPACED_STYLE)
+            term = json_term({**definitions, **schema}, origin, self._style)
         except InvalidRequestError as error:
             raise UnwritableError(str(error)) from error
         return f"{term} {self._rules.tokens.terms(self._space + self._mark)}"
