@@ -1,7 +1,7 @@
 """The command as a user runs it: what it prints, how it ends, how fast it is there."""
 
+import io
 import logging
-import os
 import resource
 import signal
 import subprocess
@@ -22,17 +22,6 @@ QUESTION = "What does os.path.join do?"
 ANSWER = "`os.path.join(a, *p)`\n\nJoin two or more pathname components"
 
 Capture = pytest.CaptureFixture[str]
-
-
-def _quire(*words: str, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "quire", *words],
-        input=text,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        timeout=60,
-    )
 
 
 def _processor_s(command: list[str]) -> float:
@@ -71,7 +60,9 @@ def test_importing_quire_is_light() -> None:
 
 
 def test_the_version_is_written_once() -> None:
-    assert _quire("--version").stdout == f"quire {__version__}\n"
+    command = [sys.executable, "-m", "quire", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"quire {__version__}\n"
     assert quire.__version__ == __version__
 
 
@@ -352,13 +343,52 @@ def test_bench_hands_its_words_to_the_benchmark(name: str, monkeypatch: pytest.M
     assert cli.main(["bench", name, "--num-prompts", "3"]) == 3
 
 
-# ---- as a process, with the embedded model ------------------------------------------------------
+# ---- with the embedded model ---------------------------------------------------------------------
 
 
-def test_one_question_is_answered_by_the_embedded_model(kernel_flags: list[str]) -> None:
-    run = _quire("chat", "--prompt", QUESTION, *kernel_flags)
-    assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout.startswith(ANSWER)
+def test_one_question_is_answered_by_the_embedded_model(
+    kernel_flags: list[str], capsys: Capture
+) -> None:
+    assert cli.main(["chat", "--prompt", QUESTION, *kernel_flags]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out.startswith(ANSWER)
+
+
+def _chat(monkeypatch: pytest.MonkeyPatch, lines: str, *words: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert cli.main(["chat", *words]) == 0
+
+
+def test_a_session_over_a_pipe(
+    kernel_flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    lines = f"{QUESTION}\n/reset\n{QUESTION}\n/exit\nmore\n"
+    _chat(monkeypatch, lines, "--max-tokens", "8", *kernel_flags)
+    out, err = capsys.readouterr()
+    first, second = out.split("The conversation is forgotten.\n")
+    assert err == "" and first == second
+    assert ANSWER.startswith(first.rstrip("\n"))
+
+
+def test_a_conversation_that_no_longer_fits_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    _chat(monkeypatch, f"{QUESTION}\n{QUESTION}\n/reset\nHello!\n", "--max-model-len", "32")
+    out, err = capsys.readouterr()
+    assert err.count("no longer fits") == 1
+    assert "Type /reset" in err
+    assert out.count("\n") >= 3
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path, capsys: Capture) -> None:
+    assert cli.main(["generate", "x", "--model", str(tmp_path / "nothing")]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("quire: error: ")
+    assert "nothing" in err
+    assert err.count("\n") == 1
+
+
+# ---- as a process --------------------------------------------------------------------------------
 
 
 def test_a_full_disk_is_an_error_in_one_line(kernel_flags: list[str]) -> None:
@@ -368,23 +398,6 @@ def test_a_full_disk_is_an_error_in_one_line(kernel_flags: list[str]) -> None:
         run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
     assert run.returncode == 1
     assert run.stderr.startswith("quire: error: ") and run.stderr.count("\n") == 1
-
-
-def test_a_session_over_a_pipe(kernel_flags: list[str]) -> None:
-    lines = f"{QUESTION}\n/reset\n{QUESTION}\n/exit\nmore\n"
-    run = _quire("chat", "--max-tokens", "8", *kernel_flags, text=lines)
-    assert (run.returncode, run.stderr) == (0, "")
-    first, second = run.stdout.split("The conversation is forgotten.\n")
-    assert first == second
-    assert ANSWER.startswith(first.rstrip("\n"))
-
-
-def test_a_conversation_that_no_longer_fits_is_explained() -> None:
-    run = _quire("chat", "--max-model-len", "32", text=f"{QUESTION}\n{QUESTION}\n/reset\nHello!\n")
-    assert run.returncode == 0
-    assert run.stderr.count("no longer fits") == 1
-    assert "Type /reset" in run.stderr
-    assert run.stdout.count("\n") >= 3
 
 
 @pytest.fixture
@@ -418,11 +431,3 @@ def test_a_reader_that_goes_away_is_no_error(generating: subprocess.Popen[str]) 
     generating.stdout.close()
     assert generating.stderr.read() == ""
     assert generating.wait(timeout=30) == 1
-
-
-def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
-    run = _quire("generate", "x", "--model", str(tmp_path / "nothing"))
-    assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr.startswith("quire: error: ")
-    assert "nothing" in run.stderr
-    assert run.stderr.count("\n") == 1

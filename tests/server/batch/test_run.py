@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+
+from quire.server.batch.run import Tally
 
 COMMAND = [sys.executable, "-m", "quire", "batch"]
 ENGINE = ["--num-blocks", "256", "--max-num-seqs", "4", "--max-model-len", "512"]
@@ -26,13 +30,6 @@ def written(path, calls):
     return path
 
 
-def run(*words):
-    done = subprocess.run(
-        [*COMMAND, *map(str, words), *ENGINE], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    return done
-
-
 def answers(path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     found = {line["custom_id"]: line for line in lines}
@@ -40,35 +37,14 @@ def answers(path):
     return found
 
 
-def texts(path):
-    return {
-        name: line["response"]["body"]["choices"][0]["text"] for name, line in answers(path).items()
-    }
-
-
-def test_each_call_gets_its_answer_or_its_error(tmp_path):
+def test_a_batch_that_was_killed_goes_on_where_it_was(tmp_path):
     chat = {"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 4}
-    calls = [
-        completion(0),
-        completion(1, max_tokens=-3),
-        completion(2, stream=True),
+    calls = [completion(n % 20, max_tokens=64) | {"custom_id": f"call-{n}"} for n in range(40)]
+    calls += [
+        completion(41, max_tokens=-3),
+        completion(42, stream=True),
         {"custom_id": "chat", "url": "/v1/chat/completions", "body": chat},
     ]
-    path = tmp_path / "out.jsonl"
-    done = run(written(tmp_path / "in.jsonl", calls), "-o", path)
-    assert done.returncode == 0, done.stderr
-    assert "4 calls answered, 2 of them errors" in done.stdout
-    found = answers(path)
-    assert found.keys() == {"call-0", "call-1", "call-2", "chat"}
-    assert found["call-0"]["response"]["status_code"] == 200
-    assert found["chat"]["response"]["body"]["usage"]["completion_tokens"] == 4
-    assert found["call-1"]["response"]["body"]["error"]["param"] == "max_tokens"
-    assert found["call-2"]["response"]["body"]["error"]["param"] == "stream"
-    assert all(line["error"] is None and line["id"] for line in found.values())
-
-
-def test_a_batch_that_was_killed_goes_on_where_it_was(tmp_path):
-    calls = [completion(n % 20, max_tokens=64) | {"custom_id": f"call-{n}"} for n in range(40)]
     file = written(tmp_path / "in.jsonl", calls)
     path = tmp_path / "out.jsonl"
     process = subprocess.Popen([*COMMAND, file, "-o", path, *ENGINE], stdout=subprocess.DEVNULL)
@@ -81,14 +57,28 @@ def test_a_batch_that_was_killed_goes_on_where_it_was(tmp_path):
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait(TIMEOUT_S)
-    psutil.wait_procs(children, TIMEOUT_S)  # the engine sees that its front has gone
     num_before = len(path.read_bytes().splitlines(keepends=True))
-    done = run("-i", file, "-o", path)
+    words = [*COMMAND, "-i", file, "-o", path, *ENGINE]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
-    assert "calls have an answer" in done.stdout
-    assert num_before < 40
-    found = texts(path)
-    assert [found[f"call-{n}"] for n in range(20)] == [found[f"call-{n + 20}"] for n in range(20)]
+    assert re.search(r"\d+ calls have an answer", done.stdout)
+    assert re.search(r"\d+ calls answered", done.stdout)
+    assert num_before < len(calls)
+    check_answers(answers(path), calls)
+    psutil.wait_procs(children, TIMEOUT_S)  # the engine sees that its front has gone
+
+
+def check_answers(found, calls):
+    """Each call has its answer or its error, and the same call the same answer."""
+    assert found.keys() == {call["custom_id"] for call in calls}
+    assert all(line["error"] is None and line["id"] for line in found.values())
+    bodies = {name: line["response"]["body"] for name, line in found.items()}
+    texts = [bodies[f"call-{n}"]["choices"][0]["text"] for n in range(40)]
+    assert texts[:20] == texts[20:]
+    assert found["call-0"]["response"]["status_code"] == 200
+    assert bodies["chat"]["usage"]["completion_tokens"] == 4
+    assert bodies["call-41"]["error"]["param"] == "max_tokens"
+    assert bodies["call-42"]["error"]["param"] == "stream"
 
 
 @pytest.mark.parametrize(
@@ -113,3 +103,8 @@ def test_mistakes_are_answered_before_the_model_is_loaded(
         code = error.code
     assert code in (1, 2)
     assert reason in capsys.readouterr().err
+
+
+def test_what_was_done_is_told_with_what_failed():
+    assert "4 calls answered, 2 of them errors" in Tally(4, 2).summary(Path("out"))
+    assert "4 calls answered, in" in Tally(4).summary(Path("out"))

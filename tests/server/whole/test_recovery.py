@@ -1,4 +1,4 @@
-"""kill -9 of the engine in the middle of 32 streams: no client notices more than a pause."""
+"""kill -9 of the engine under 40 calls of all endpoints: no client notices more than a pause."""
 
 import asyncio
 import itertools
@@ -11,8 +11,15 @@ import httpx
 from tests.engine_client.fake_engine_process import COMMAND as FAKE
 from tests.engine_client.fake_engine_process import HANG, SEGFAULT
 from tests.server.launching import WAIT_S, launched
+from tests.server.whole.other_endpoints import POOLING, ask_others, check_others
 
-OPTIONS = {"num_blocks": 768, "max_num_seqs": 48, "max_model_len": 512}
+# Little in a step, so that a kill comes in the middle of prompts too.
+OPTIONS = {
+    "num_blocks": 768,
+    "max_num_seqs": 48,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 128,
+}
 NUM_STREAMS = 32
 
 CODE = "import os\n\n\ndef join(folder, *names):\n"
@@ -87,18 +94,23 @@ def make_calls():
 
 
 class Progress:
-    """What all clients have got so far, and who waits for that."""
+    """What all clients have got so far; what is to happen once that is so many tokens.
 
-    def __init__(self, until=None):
-        self.num_events = self.num_keep_alives = 0
-        self.until = until
-        self.reached = asyncio.Event()
+    Counted in tokens: a client that comes late finds several in one event.
+    """
+
+    def __init__(self, until=None, then=None):
+        self.num_tokens = self.num_keep_alives = 0
+        self.until, self.then = until, then
 
     def note(self, line):
-        self.num_events += line.startswith("data:")
         self.num_keep_alives += line.startswith(":")
-        if self.until is not None and self.num_events >= self.until:
-            self.reached.set()
+        if line.startswith("data: {"):
+            choices = json.loads(line.removeprefix("data: "))["choices"]
+            self.num_tokens += sum(len(choice.get("token_ids") or ()) for choice in choices)
+        if self.until is not None and self.num_tokens >= self.until:
+            self.until = None
+            self.then()
 
 
 async def ask(client, path, body, progress):
@@ -159,37 +171,58 @@ def merge(merged, chunk):
 
 
 async def ask_all(server, progress):
-    limits = httpx.Limits(max_connections=NUM_STREAMS)
+    """The answers to all calls of OpenAI's two older endpoints, and those to all others."""
+    limits = httpx.Limits(max_connections=NUM_STREAMS + 10)
     async with httpx.AsyncClient(base_url=server.url, timeout=WAIT_S, limits=limits) as client:
+        others = [asyncio.ensure_future(other) for other in ask_others(client)]
         calls = [ask(client, path, body, progress) for path, body in make_calls()]
-        return await asyncio.gather(*calls)
+        return await asyncio.gather(*calls), await asyncio.gather(*others)
 
 
-async def ask_all_and_kill(server, until):
-    """The same; once so many events have come, the engine is killed."""
-    progress = Progress(until)
-    answers = asyncio.ensure_future(ask_all(server, progress))
-    await asyncio.wait_for(progress.reached.wait(), WAIT_S)
-    os.kill(server.current_engine().pid, signal.SIGKILL)
-    return await answers, progress
+def kill_and_compare(server, share, undisturbed, expected, *, has_same_bits):
+    """Ask all anew, kill the engine at a share of the tokens; all get what is expected.
+
+    Returns whether calls were open then: a client that is slow may see a share of the tokens when
+    all have long been computed.
+    """
+    engine = server.current_engine()
+    progress = Progress(int(share * undisturbed.num_tokens), engine.kill)
+    found, others = asyncio.run(ask_all(server, progress))
+    kept = slice(0 if has_same_bits else len(POOLING), None)
+    assert others[kept] == expected[1][kept]
+    for call, answer, wanted in zip(make_calls(), found, expected[0], strict=True):
+        if not has_same_bits:  # torch's linears don't promise the last ones
+            answer, wanted = without_logprobs(answer), without_logprobs(wanted)
+        assert answer == wanted, call
+    return progress.num_keep_alives > 0  # which bridge the gap
 
 
-def test_32_streams_outlive_the_engine_to_the_bit(why_torch):
+def wait_for_restart(server, number):
+    """The one with this number has come, and nothing of the calls is left."""
+    deadline_s = time.monotonic() + WAIT_S
+    while (health := server.http.get("/health").json())["num_restarts"] < number:
+        assert time.monotonic() < deadline_s, health
+        time.sleep(0.01)
+    assert (health["num_restarts"], health["num_open"]) == (number, 0)
+    server.wait_until(lambda stats: stats["num_held_blocks"] == 0)
+
+
+def test_calls_of_all_endpoints_outlive_the_engine_to_the_bit(why_torch):
     with launched(OPTIONS, keep_alive_s=0.1, max_engine_restarts=20) as server:
         undisturbed = Progress()
         expected = asyncio.run(ask_all(server, undisturbed))
-        assert sum(len(answer) > 2 for answer in expected) > 5, "several have n > 1"
-        for kills, share in enumerate((0.02, 0.5), start=1):
-            until = int(share * undisturbed.num_events)
-            found, progress = asyncio.run(ask_all_and_kill(server, until))
-            for call, answer, wanted in zip(make_calls(), found, expected, strict=True):
-                if why_torch is not None:  # torch's linears don't promise the last bits
-                    answer, wanted = without_logprobs(answer), without_logprobs(wanted)
-                assert answer == wanted, call
-            assert progress.num_keep_alives > 0, "keep-alives bridge the gap"
-            health = server.http.get("/health").json()
-            assert (health["num_restarts"], health["num_open"]) == (kills, 0)
-            server.wait_until(lambda stats: stats["num_held_blocks"] == 0)
+        assert sum(len(answer) > 2 for answer in expected[0]) > 5, "several have n > 1"
+        check_others(expected[1])
+        num_kills = 0
+        for share in (0.02, 0.4):
+            was_open = False
+            while not was_open:
+                was_open = kill_and_compare(
+                    server, share, undisturbed, expected, has_same_bits=why_torch is None
+                )
+                num_kills += 1
+                assert num_kills < 8, "no kill came in the middle"
+                wait_for_restart(server, num_kills)
 
 
 def without_logprobs(answer):
@@ -199,7 +232,7 @@ def without_logprobs(answer):
     }
 
 
-# ---- a request that is to blame, and a server that gives up: with a fake engine ------------------
+# ---- a request that is to blame: with a fake engine ----------------------------------------------
 
 
 def complete(server, prompt, **more):
@@ -247,25 +280,16 @@ def test_kills_from_outside_while_requests_are_on_trial_blame_nobody():
 
     prompts = [[100 * number] for number in range(1, 9)] + [[SEGFAULT, 5]]
     with launched(command=FAKE, fake={"step_s": 0.02}, max_engine_restarts=20) as server:
-        *answers, killed = asyncio.run(asyncio.wait_for(ask_and_kill(server, prompts, 4), WAIT_S))
+        *answers, killed = asyncio.run(asyncio.wait_for(ask_and_kill(server, prompts, 2), WAIT_S))
         for prompt, answer in zip(prompts, answers, strict=False):
             (choice,) = answer.json()["choices"]
             assert choice["token_ids"] == list(range(prompt[0] + 1, prompt[0] + 61))
         assert killed.json()["error"]["code"] == "request_kills_engine"
-        assert server.http.get("/health").json()["num_restarts"] >= 6
-
-
-def test_a_server_whose_engine_keeps_dying_ends_with_a_reason():
-    with launched(command=FAKE, fake={"step_s": 0.01}, max_engine_restarts=0) as server:
-        os.kill(server.current_engine().pid, signal.SIGKILL)
-        assert server.wait_for_exit() == 1
-        output = server.output()
-        assert "died more than 0 times within 300 s" in output and "SIGKILL" in output
-        assert "Traceback" not in output
+        assert server.http.get("/health").json()["num_restarts"] >= 4
 
 
 def test_while_the_engine_recovers_the_server_is_live_but_not_ready():
-    with launched(command=FAKE, fake={"hang_s": 1.0}) as server:
+    with launched(command=FAKE, fake={"hang_s": 0.5}) as server:
         assert server.http.get("/ready").status_code == 200
         os.kill(server.current_engine().pid, signal.SIGKILL)
         deadline_s = time.monotonic() + WAIT_S
