@@ -1,11 +1,11 @@
 """docs/extending.md: every example runs, in a process of its own, and does what the page says."""
 
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.forking import Forks
 from tests.test_readme import code_blocks
 
 ROOT = Path(__file__).parent.parent
@@ -88,24 +88,24 @@ def test_the_page_has_all_seams() -> None:
     }
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    forks = Forks(ROOT)
+    yield forks
+    forks.close()
+
+
 @pytest.mark.parametrize("name", SEAMS)
-def test_the_example_runs(name: str) -> None:
+def test_the_example_runs(name: str, forks: Forks) -> None:
     blocks = code_blocks(SEAMS[name], "python")
     assert blocks, "no example"
     code = "\n".join([*blocks, CHECKS.get(name, "")])
     for long, short in SHORTER.items():
         code = code.replace(long, short)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    status, printed = forks.run(code)
+    assert status == 0, printed
     for text in PRINTED.get(name, ()):
-        assert text in done.stdout
+        assert text in printed
 
 
 @pytest.mark.parametrize("name", SEAMS)

@@ -28,9 +28,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 FAMILIES = ("granite", "llama", "olmo2", "qwen3")
 CASES = [
-    *((family, number_format) for family in ("llama", "qwen3") for number_format in FORMATS),
-    ("granite", "bf16"),
-    ("olmo2", "bf16"),
+    *(("llama", number_format) for number_format in FORMATS),
+    *((family, "bf16") for family in ("granite", "olmo2", "qwen3")),
 ]
 
 ARRANGEMENTS: dict[str, dict[str, Any]] = {

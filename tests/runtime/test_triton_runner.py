@@ -92,8 +92,10 @@ def test_bits_are_the_same_in_any_arrangement(family, tmp_path) -> None:
             **(sizes | options),
         )
 
-    prompts = [{"prompt_token_ids": ids} for ids in (*PROMPTS, PROMPTS[0][:4])]
-    params = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, logprobs=1)
+    # Each grows into one more block, and two have a common prefix.
+    first = list(range(5, 19))
+    prompts = [{"prompt_token_ids": ids} for ids in (first, list(range(20, 27)), first[:6])]
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=4, ignore_eos=True, logprobs=1)
     llm = make_llm(enable_prefix_caching=False)
     alone = [bits(llm.generate(prompt, params, use_tqdm=False)[0]) for prompt in prompts]
     for name, options in ARRANGEMENTS.items():

@@ -13,7 +13,6 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 COMPLETIONS, CHAT, RESPONSES = "completions", "chat", "responses"
-MODES = ("sync", "sync-stream", "async", "async-stream")
 
 PROMPT = "import os\n"
 QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]

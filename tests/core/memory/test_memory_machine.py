@@ -116,7 +116,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 MemoryMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=100, deadline=None, database=None
+    max_examples=100, stateful_step_count=100, deadline=None, database=None
 )
 TestMemoryMachine = MemoryMachine.TestCase
 

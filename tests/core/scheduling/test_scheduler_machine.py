@@ -155,6 +155,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, database=None
+    max_examples=120, stateful_step_count=50, deadline=None, database=None
 )
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -9,7 +9,7 @@ pytest.importorskip("schemathesis", reason="pip install schemathesis")
 
 from benchmarks.server.fuzz import GENERATING, fuzz, shorten
 
-NUM_CASES = 100
+NUM_CASES = 60
 
 
 def test_no_request_that_the_document_leads_to_fails(server, http):
