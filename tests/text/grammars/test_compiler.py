@@ -65,6 +65,19 @@ def test_what_the_tokenizer_would_split_into_other_text_is_written_in_any_tokens
         assert written.decode() == text
 
 
+def test_a_vocabulary_that_lacks_bytes_forces_no_tokens() -> None:
+    """It can't write every text that a grammar may force."""
+    tokenizer = Tokenizer(make_plain(PLAIN_DECODERS[sorted(PLAIN_DECODERS)[0]]))
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [])
+    assert not compiler.vocabulary.writes_all_bytes
+    text = tokenizer.token_bytes(token(tokenizer, "hello")).decode()
+    compiled = [
+        compiler.compile(with_origin(grammar, "here"))
+        for grammar in (f'start: "{text}"', with_forced_tokens(f'start: "{text}"'))
+    ]
+    assert allowed(compiled[0].start()) == allowed(compiled[1].start()) != set()
+
+
 def test_what_is_free_behind_a_forced_text_may_join_its_last_token(
     compiler: GrammarCompiler,
 ) -> None:

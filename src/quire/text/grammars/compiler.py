@@ -81,11 +81,12 @@ class GrammarCompiler:
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
         """Compiled, and the first mask made: what can't even start is refused here."""
-        tokenizer = self.vocabulary.tokenizer
+        tokenizer, limits = self.vocabulary.tokenizer, parser_limits()
+        can_force = self.vocabulary.writes_all_bytes
 
         def make() -> tuple[llguidance.LLMatcher, str]:
             matcher = llguidance.LLMatcher(
-                tokenizer, with_options(grammar), log_level=0, limits=parser_limits()
+                tokenizer, with_options(grammar, can_force=can_force), log_level=0, limits=limits
             )
             if not matcher.is_error():
                 matcher.compute_bitmask()

@@ -23,6 +23,11 @@ def forces_tokens(grammar: str) -> bool:
     return without_origin(grammar).startswith(_FORCED)
 
 
-def with_options(grammar: str) -> str:
-    """The grammar as llguidance takes it, which by itself would force tokens in all of them."""
-    return grammar if forces_tokens(grammar) else grammar + _FREE
+def with_options(grammar: str, *, can_force: bool) -> str:
+    """The grammar as llguidance takes it, which by itself would force tokens in all of them.
+
+    can_force: whether the vocabulary can write every text; in others no tokens are forced.
+    """
+    if not forces_tokens(grammar):
+        return grammar + _FREE
+    return grammar if can_force else grammar.replace(_FORCED, "", 1) + _FREE

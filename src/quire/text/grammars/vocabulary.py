@@ -13,6 +13,9 @@ import llguidance
 
 from quire.text.tokenizer import Tokenizer
 
+_BYTES_OF_TEXTS = (*range(0xC0), *range(0xC2, 0xF5))
+"""Those of UTF-8."""
+
 
 class GrammarVocabulary:
     """The tokens of one model, made ready for grammars when the first one needs them.
@@ -43,12 +46,18 @@ class GrammarVocabulary:
         with self._lock:
             return self._built
 
+    @property
+    def writes_all_bytes(self) -> bool:
+        """Whether it has a token, not a special one, for each byte that texts have."""
+        with self._lock:
+            return self._text_tokens.has_all_bytes
+
     def make(self) -> None:
         """Build `tokenizer` now. Nothing else in this process runs meanwhile."""
         _ = self.tokenizer
 
     @cached_property
-    def _built(self) -> llguidance.LLTokenizer:
+    def _text_tokens(self) -> "_Tokens":
         known = min(self._tokenizer.vocab_size, self.vocab_size)
         tokens = [self._tokenizer.token_bytes(token_id) for token_id in range(known)]
         tokens += [b""] * (self.vocab_size - known)
@@ -60,10 +69,13 @@ class GrammarVocabulary:
             ends = [self.vocab_size]
             tokens.append(b"")
             special.add(self.vocab_size)
-        wrapper = _Tokens(tokens, sorted(special), ends[0], self._tokenizer)
+        return _Tokens(tokens, sorted(special), ends, self._tokenizer)
+
+    @cached_property
+    def _built(self) -> llguidance.LLTokenizer:
         return llguidance.LLTokenizer(
-            wrapper,  # type: ignore[arg-type]  # it has what is read of a TokenizerWrapper
-            eos_token=ends,
+            self._text_tokens,  # type: ignore[arg-type]  # has what is read of a TokenizerWrapper
+            eos_token=self._text_tokens.end_token_ids,
             slices=llguidance.LLTokenizer.json_slices(),
         )
 
@@ -75,24 +87,30 @@ class _Tokens:
     bos_token_id = None
 
     def __init__(
-        self, tokens: list[bytes], special_token_ids: list[int], end: int, tokenizer: Tokenizer
+        self,
+        tokens: list[bytes],
+        special_token_ids: list[int],
+        end_token_ids: list[int],
+        tokenizer: Tokenizer,
     ) -> None:
         self.tokens = tokens
         self.special_token_ids = special_token_ids
-        self.eos_token_id = end
+        self.end_token_ids = end_token_ids
+        self.eos_token_id = end_token_ids[0]
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode_inside(text) or self._split_by_length(text.encode())
 
     def _split_by_length(self, text: bytes) -> list[int]:
-        """What the tokenizer would change or read as a special token: the longest token first."""
+        """What the tokenizer would change or read as a special token: the longest token first.
+
+        All bytes must be tokens, as else none are forced.
+        """
         found: list[int] = []
         while text:
             sizes = range(min(len(text), self._longest), 0, -1)
-            size = next((size for size in sizes if text[:size] in self._ids), 0)
-            if not size:
-                return []
+            size = next(size for size in sizes if text[:size] in self._ids)
             found.append(self._ids[text[:size]])
             text = text[size:]
         return found
@@ -103,6 +121,16 @@ class _Tokens:
         return {
             token: token_id for token_id, token in enumerate(self.tokens) if token_id not in special
         }
+
+    @cached_property
+    def has_all_bytes(self) -> bool:
+        special = set(self.special_token_ids)
+        single = {
+            token[0]
+            for token_id, token in enumerate(self.tokens)
+            if len(token) == 1 and token_id not in special
+        }
+        return single.issuperset(_BYTES_OF_TEXTS)
 
     @cached_property
     def _longest(self) -> int:
