@@ -103,7 +103,8 @@ class ServerConfig(Options):
         Text(),
         group="chat",
         help="the dialect in which the model calls tools, as hermes, llama3, mistral",
-        doc="the dialect in which the model calls tools; None: found by its chat template.",
+        doc="the dialect in which the model calls tools; None: found by its response template or"
+        " its chat template.",
         flag=Flag(shown="by the chat template"),
     )
     reasoning_parser: str | None = option(

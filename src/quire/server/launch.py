@@ -47,9 +47,7 @@ from quire.server.telemetry.monitor import Monitor
 from quire.server.tenants.keys import load_keys
 from quire.server.tenants.tenants import TenantBook
 from quire.text.chat_template import ChatTemplate
-from quire.text.parsers.dialect import Dialect
-from quire.text.parsers.dialect_choice import find_dialect
-from quire.text.parsers.template_fit import fitted
+from quire.text.parsers.model_dialect import ModelDialect, model_dialect
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_config import tokenizer_fields
 from quire.version import __version__
@@ -103,7 +101,7 @@ class _ModelFiles:
     folder: Path
     tokenizer: Tokenizer
     chat_template: ChatTemplate
-    dialect: Dialect
+    dialect: ModelDialect
     tokenizer_fields: Mapping[str, Any]
 
 
@@ -171,11 +169,11 @@ def _load_files(options: EngineOptions, server: ServerConfig) -> _ModelFiles:
         template = ChatTemplate.from_folder(text_folder)
     else:
         template = ChatTemplate.from_option(server.chat_template_file, text_folder)
-    dialect = find_dialect(
-        template.source_for_tools, server.tool_call_parser, server.reasoning_parser
+    fields = tokenizer_fields(text_folder)
+    dialect = model_dialect(
+        template, tokenizer, fields, server.tool_call_parser, server.reasoning_parser
     )
-    dialect = fitted(dialect, template.render)
-    return _ModelFiles(folder, tokenizer, template, dialect, tokenizer_fields(text_folder))
+    return _ModelFiles(folder, tokenizer, template, dialect, fields)
 
 
 async def _serve(plan: ServerPlan, sock: socket.socket) -> int:
@@ -264,7 +262,7 @@ def make_service(plan: ServerPlan, engine: AsyncEngine, monitor: Monitor) -> Ser
         system_fingerprint=_fingerprint(engine.facts),
         answers=AnswerStore(plan.server.response_store_bytes or 0),
         grammars=GrammarChecks(compiler.compile),
-        dialect=plan.files.dialect,
+        dialect=plan.files.dialect.dialect,
         default_chat_template_kwargs=plan.server.default_chat_template_kwargs or {},
         other_names=plan.model_names[1:],
     )
@@ -353,7 +351,8 @@ class _HTTPServer(uvicorn.Server):
             raise ConfigurationError(_bind_failure(host, self._port, error)) from error
         _say(ledger(name, self._service.engine.facts))
         if self._service.chat_template.exists:
-            _say(dialect_line(self._service.dialect.name, self._plan.server.tool_call_parser))
+            found = self._plan.files.dialect
+            _say(dialect_line(found.dialect.name, found.source, found.refusal))
         text = invitation(
             name,
             _url(host, self._port),

@@ -43,10 +43,10 @@ def ledger(model_name: str, facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def dialect_line(dialect: str, asked_for: str | None) -> str:
-    """How tool calls and reasoning are read. asked_for: the name that an option gave."""
-    why = "by its chat template" if asked_for is None else f"by --tool-call-parser {asked_for}"
-    return f"  tool calls and reasoning: {dialect} ({why})"
+def dialect_line(dialect: str, source: str, refusal: str | None) -> str:
+    """How tool calls and reasoning are read, by what it was found, and what was not used."""
+    line = f"  tool calls and reasoning: {dialect} (by {source})"
+    return line if refusal is None else f"{line}; {refusal}"
 
 
 def invitation(

@@ -17,6 +17,13 @@ class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     is_ended_by_calls: bool = False
 
 
+class AnswerMarks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Marks around the text of an answer, in models that put it between such."""
+
+    begin: str
+    end: str
+
+
 class CallForm(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="syntax"
 ):

@@ -12,7 +12,7 @@ import msgspec
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.forcing import with_forced_tokens
 from quire.text.grammars.origin import with_origin
-from quire.text.parsers.call_forms import AnyCallForm, ChannelForm, Reasoning
+from quire.text.parsers.call_forms import AnswerMarks, AnyCallForm, ChannelForm, Reasoning
 from quire.text.parsers.grammars.message_rules import ChannelRules, PlainRules, wanted_of
 from quire.text.parsers.grammars.rules import MarkTokens, Rules
 from quire.text.parsers.message_parser import MessageParser
@@ -32,8 +32,9 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     aliases: further names, as other engines' flags spell them: of its calls, or of its reasoning.
     template_words: a chat template that has all words of one of these lists speaks the dialect.
-    reasoning: None: it writes none. calls: the forms of calls that are read; grammars write the
-        first. channels: in place of both, for messages made of messages.
+    reasoning: None: it writes none. answer: None: text stands between no marks.
+    calls: the forms of calls that are read; grammars write the first.
+    channels: in place of all three, for messages made of messages.
     special_tokens: those that the parser must see in the text, if the tokenizer has them.
     call_ids: "short" ones have nine letters and digits, which Mistral's templates ask for.
     """
@@ -43,6 +44,7 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     reasoning_aliases: tuple[str, ...] = ()
     template_words: tuple[tuple[str, ...], ...] = ()
     reasoning: Reasoning | None = None
+    answer: AnswerMarks | None = None
     calls: tuple[AnyCallForm, ...] = ()
     channels: ChannelForm | None = None
     special_tokens: frozenset[str] = frozenset()
@@ -59,6 +61,7 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.channels is not None or tool_use.callable_tools:
             return self.special_tokens
         marks = self.reasoning.begin + self.reasoning.end if self.reasoning is not None else ()
+        marks += (self.answer.begin, self.answer.end) if self.answer is not None else ()
         return frozenset(
             token for token in self.special_tokens if any(token in mark for mark in marks)
         )
@@ -87,7 +90,8 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         def layout(source: TextSource, writer: EventWriter) -> Reader[None]:
             if self.channels is not None:
                 return ChannelReader(self.channels, tools, source, writer).read()
-            return PlainReader(self.reasoning, self.calls, tools, source, writer).read()
+            reader = PlainReader(self.reasoning, self.calls, tools, source, writer, self.answer)
+            return reader.read()
 
         return MessageParser(layout, self._already_written(prompt_end))
 
@@ -116,7 +120,7 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.channels is not None:
             grammar = ChannelRules(rules, self.channels, written).grammar(wanted)
         else:
-            grammar = PlainRules(rules, self.reasoning, self.calls).grammar(wanted)
+            grammar = PlainRules(rules, self.reasoning, self.calls, self.answer).grammar(wanted)
         if grammar is None or not wanted.tools:
             return None if grammar is None else with_origin(grammar, "response_format")
         return with_origin(with_forced_tokens(grammar), "tools")

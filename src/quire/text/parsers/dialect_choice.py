@@ -48,19 +48,23 @@ def _names(found: Iterable[Dialect], *, for_reasoning: bool) -> tuple[str, ...]:
 
 
 def find_dialect(
-    template_source: str | None, name: str | None = None, reasoning_name: str | None = None
+    template_source: str | None,
+    name: str | None = None,
+    reasoning_name: str | None = None,
+    own: Dialect | None = None,
 ) -> Dialect:
-    """The dialect of that name, or else the one that a chat template speaks.
+    """The dialect of that name, or else the model's own, or the one that a chat template speaks.
 
     template_source: None: the model has no template.
     reasoning_name: whose marks of reasoning count instead, if it differs.
+    own: what else the model says of itself; None: nothing.
     A template that is not recognised gives the generic one: reasoning in <think>, and calls where
     they are forced. Raises ConfigurationError for an unknown name.
     """
     if name is not None:
         dialect = _named(name, for_reasoning=False)
     else:
-        dialect = _recognised(template_source or "")
+        dialect = own or _recognised(template_source or "")
     if reasoning_name is None:
         return dialect
     other = _named(reasoning_name, for_reasoning=True)

@@ -12,7 +12,14 @@ import msgspec
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
 from quire.text.grammars.front import grammar_of
-from quire.text.parsers.call_forms import AnyCallForm, ChannelForm, JsonForm, PythonForm, Reasoning
+from quire.text.parsers.call_forms import (
+    AnswerMarks,
+    AnyCallForm,
+    ChannelForm,
+    JsonForm,
+    PythonForm,
+    Reasoning,
+)
 from quire.text.parsers.grammars.call_rules import CalledTool, call_term, json_arguments
 from quire.text.parsers.grammars.remembered_terms import SPACED_STYLE
 from quire.text.parsers.grammars.rules import Rules
@@ -69,12 +76,18 @@ class PlainRules:
     """The grammar of a message that is reasoning between marks, then text with calls in it."""
 
     def __init__(
-        self, rules: Rules, reasoning: Reasoning | None, forms: Sequence[AnyCallForm]
+        self,
+        rules: Rules,
+        reasoning: Reasoning | None,
+        forms: Sequence[AnyCallForm],
+        marks: AnswerMarks | None = None,
     ) -> None:
+        """marks: around the answer's text."""
         self._rules = rules
         self._tokens = rules.tokens
         self._reasoning = reasoning
         self._forms = forms
+        self._marks = marks
 
     def grammar(self, wanted: Wanted) -> str | None:
         """None: anything goes."""
@@ -84,20 +97,34 @@ class PlainRules:
         thoughts = self._thoughts(wanted)
         if answer is None and not thoughts:
             return None
-        return self._rules.write(f"{thoughts} {answer or self._rules.text_without(())}")
+        return self._rules.write(f"{thoughts} {answer or self._between_marks(None)}")
 
     def _answer(self, wanted: Wanted) -> str | None:
         """What follows the reasoning; None: any text."""
         form = answer_term(self._rules, wanted.answer_format)
+        if form is not None:
+            form = self._between_marks(form)
         if not wanted.tools:
             return form
         if wanted.mode is ToolMode.REQUIRED:
             return self._calls(wanted)
+        if self._marks is not None:
+            form = form or self._between_marks(None)
         if form is not None:
             return f"({self._calls(wanted)} | {form})"
         if all(each.marker for each in self._forms):
             return self._text_with_calls(wanted)
         return self._text_or_calls(wanted) if wanted.has_strict_tool else None
+
+    def _between_marks(self, text: str | None) -> str:
+        """The answer's text, with its marks where it has such. None: any."""
+        marks = self._marks
+        if marks is None:
+            return text or self._rules.text_without(())
+        begin = self._terms(marks.begin)
+        if text is None:
+            return f"{begin} {self._rules.text_before(marks.end)}"
+        return f"{begin} {text} {self._terms(marks.end)}"
 
     def _calls(self, wanted: Wanted) -> str:
         """One or several calls, with their marks."""

@@ -5,7 +5,7 @@ The layout of all dialects but harmony's.
 
 from collections.abc import Sequence
 
-from quire.text.parsers.call_forms import AnyCallForm, JsonForm, PythonForm, Reasoning
+from quire.text.parsers.call_forms import AnswerMarks, AnyCallForm, JsonForm, PythonForm, Reasoning
 from quire.text.parsers.reading.call_reader import CallOutcome, CallReader
 from quire.text.parsers.reading.event_writer import EventWriter
 from quire.text.parsers.reading.text_source import SPACE, Markers, Reader, Sink, TextSource
@@ -54,7 +54,9 @@ class PlainReader:
         tools: tuple[Tool, ...],
         source: TextSource,
         writer: EventWriter,
+        answer: AnswerMarks | None = None,
     ) -> None:
+        self._answer_marks = (answer.begin, answer.end) if answer is not None else ()
         self._reasoning = reasoning
         self._forms: dict[str, list[AnyCallForm]] = {}
         for form in forms if tools else ():
@@ -69,13 +71,17 @@ class PlainReader:
         """To the end of the message."""
         if self._reasoning or "" in self._forms:
             yield from self._read_start()
-        if not any(self._forms):
+        if not any(self._forms) and not self._answer_marks:
             self._text.flush()
             yield from self._source.read_until(Markers(()), self._writer.write_text)
             return
-        markers = Markers(filter(None, self._forms))
+        markers = Markers([*filter(None, self._forms), *self._answer_marks])
         while marker := (yield from self._source.read_until(markers, self._text.write)):
-            yield from self._read_calls(marker, self._text)
+            if marker in self._answer_marks:
+                self._text.take_space()
+                yield from self._source.skip_space()
+            else:
+                yield from self._read_calls(marker, self._text)
         self._text.flush()
 
     def _read_start(self) -> Reader[None]:
