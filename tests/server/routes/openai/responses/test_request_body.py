@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from quire.core.sampling_params import SamplingDefaults
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError
 from quire.server.limits import CallLimits
@@ -89,10 +90,17 @@ def test_the_answer_repeats_the_body():
         reasoning={"effort": "high"},
         store=True,
         prompt_cache_key="k",
-    ).echo(is_stored=False)
-    assert echo.tools == [TOOL] and echo.metadata == {"a": "b"} and not echo.store
+        temperature=0,
+    ).echo(SamplingDefaults(temperature=0.6, top_p=0.9), is_stored=False)
+    assert (
+        echo.tools == [{"description": None, "strict": None} | TOOL]
+        and echo.metadata == {"a": "b"}
+        and not echo.store
+    )
     assert echo.text == {"format": {"type": "text"}, "verbosity": "low"}
     assert echo.reasoning["effort"] == "high" and echo.prompt_cache_key == "k"
+    assert (echo.temperature, echo.top_p) == (0, 0.9)
+    assert (echo.presence_penalty, echo.frequency_penalty, echo.top_logprobs) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

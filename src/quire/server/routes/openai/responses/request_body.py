@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
-from quire.core.sampling_params import SEED_LIMIT, SamplingParams
+from quire.core.sampling_params import SEED_LIMIT, SamplingDefaults, SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError, shown
 from quire.server.generation.answer_format import AnswerFormatFields
@@ -59,9 +59,6 @@ _ECHOED = (
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",
-    "temperature",
-    "top_logprobs",
-    "top_p",
     "user",
 )
 _ECHOED_REASONING = ("effort", "summary", "generate_summary")
@@ -309,10 +306,18 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
             )
         return other if form is None else form
 
-    def echo(self, *, is_stored: bool) -> Echo:
-        """What the answer repeats of the body. is_stored: whether it will be kept."""
+    def echo(self, defaults: SamplingDefaults, *, is_stored: bool) -> Echo:
+        """What the answer repeats of the body, with what held where the body says nothing.
+
+        defaults: the model's. is_stored: whether the answer will be kept.
+        """
         return Echo(
             **{name: getattr(self, name) for name in _ECHOED},
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            top_logprobs=self.top_logprobs or 0,
             metadata=self.metadata,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning={name: self.reasoning.get(name) for name in _ECHOED_REASONING},

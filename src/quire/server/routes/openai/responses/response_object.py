@@ -108,13 +108,16 @@ class ResponseError(msgspec.Struct):
 
 
 class Echo(msgspec.Struct, kw_only=True):
-    """The body's own fields, as the answer has them. store: whether the answer is kept."""
+    """The body's own fields, as the answer has them; numbers and tools are complete, as clients
+    that check an answer's schema expect. store: whether the answer is kept."""
 
     instructions: str | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     parallel_tool_calls: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -122,12 +125,12 @@ class Echo(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     service_tier: str = "default"
     store: bool = False
-    temperature: float | None = None
+    temperature: float = 1.0
     text: dict[str, Any] = msgspec.field(default_factory=dict)
     tool_choice: str | dict[str, Any] = "auto"
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    top_logprobs: int | None = None
-    top_p: float | None = None
+    top_logprobs: int = 0
+    top_p: float = 1.0
     truncation: Literal["disabled"] = "disabled"
     user: str | None = None
     background: Literal[False] = False

@@ -170,6 +170,8 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
 
     def _response(self, output: list[OutputItem]) -> ResponseObject:
         is_over = self._status in ("completed", "incomplete")
+        defaults = self._service.engine.limits.defaults
+        echo = self._body.echo(defaults, is_stored=self._is_stored)
         return ResponseObject(
             id=self._response_id,
             created_at=self._created_s,
@@ -180,7 +182,7 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
             incomplete_details=IncompleteDetails() if self._status == "incomplete" else None,
             completed_at=int(time.time()) if self._status == "completed" else None,
             usage=self._response_usage() if is_over else None,
-            **msgspec.structs.asdict(self._body.echo(is_stored=self._is_stored)),
+            **msgspec.structs.asdict(echo),
         )
 
     def _response_usage(self) -> ResponseUsage:

@@ -26,6 +26,7 @@ _CUSTOM_PARAMETERS: Mapping[str, Any] = {
     "additionalProperties": False,
 }
 _CALLABLE = ("function", "custom")
+_ECHOED_FUNCTION = {"description": None, "parameters": None, "strict": None}
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 
@@ -43,7 +44,7 @@ class ToolNames:
     """The tools that a body defines, by the names of their functions.
 
     left_out: what the client is told of tools that are not served. served: the definitions of the
-    others, as they came.
+    others, as they came, those of functions with null for what they lack.
     """
 
     by_function: Mapping[str, ToolName] = field(default_factory=dict)
@@ -75,7 +76,7 @@ def read_tools(definitions: Sequence[Any]) -> tuple[tuple[Tool, ...], ToolNames]
         if kind not in (*_CALLABLE, "namespace"):
             left_out.append(f"{where} ({kind:.60})")
             continue
-        served.append(definition)
+        served.append(_ECHOED_FUNCTION | definition if kind == "function" else definition)
         for name, tool in _functions(definition, kind, where):
             if tool.name in by_function:
                 raise _wrong(f"{where} defines {tool.name!r:.80} again; give each tool one name")
