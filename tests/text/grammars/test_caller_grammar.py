@@ -22,6 +22,19 @@ def test_words_in_texts_and_comments_mean_nothing(compiler: GrammarCompiler) -> 
 
 
 @pytest.mark.parametrize(
+    "grammar",
+    [
+        '?start: item ("+" item)*\n?item: NUMBER\nNUMBER: /[0-9]{1,3}/',
+        'root ::= item ("+" item)*\nitem ::= [0-9] | [0-9] [0-9]',
+        'sum ::= num ("+" num)*\nroot ::= sum\nnum ::= [0-9]+',
+    ],
+)
+def test_lark_and_gbnf_are_told_apart(compiler: GrammarCompiler, grammar: str) -> None:
+    params = StructuredOutputsParams(grammar=grammar)
+    assert accepts(compiler, params, "1+23") and not accepts(compiler, params, "+")
+
+
+@pytest.mark.parametrize(
     ("grammar", "says"),
     [
         ('start: %json {"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
@@ -30,6 +43,7 @@ def test_words_in_texts_and_comments_mean_nothing(compiler: GrammarCompiler) -> 
         ("start: a\na[temperature=0.5]: /a/", "temperature of a rule is not"),
         ('start: a "b"\na[stop="b"]: /.*/', "stop of a rule is not"),
         ('%llguidance {"no_forcing": false}\nstart: "a"', "%llguidance with options"),
+        ('root: "a"', "start"),
         ('%declare A\nstart: "a"', "%declare is not supported"),
     ],
 )

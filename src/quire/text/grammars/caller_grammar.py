@@ -30,13 +30,14 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _REFUSED_OPTION = re.compile(r"\b(temperature|stop|max_tokens|capture|stop_capture)\b")
 _DIRECTIVES = frozenset({"%ignore", "%import", "%regex", "%llguidance"})
 
 
 def lark_of(text: str, origin: str, style: JsonStyle) -> str:
     """The Lark grammar for `text`. Raises InvalidRequestError that names `origin`."""
-    if not is_lark_syntax(text):
+    if _GBNF_RULE.search(text) and not is_lark_syntax(text):
         text = _from_gbnf(text, origin)
     return _checked(text, origin, style)
 
