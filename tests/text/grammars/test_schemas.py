@@ -32,6 +32,18 @@ ENFORCED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ),
     ({"type": "string", "nullable": True}, ["null", '"a"'], ["1"]),
     (
+        {
+            "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+            "discriminator": {"propertyName": "kind", "mapping": {}},
+            "$defs": {
+                name: {"type": "object", "properties": {"kind": {"const": name}}}
+                for name in ("a", "b")
+            },
+        },
+        ['{"kind": "a"}', '{"kind": "b", "x": 1}'],
+        ["{}", '{"kind": "c"}', "1"],
+    ),
+    (
         {"$schema": DRAFT_7, "$ref": "#/definitions/a", "type": "null", "definitions": {"a": {}}},
         ["1"],
         [],
@@ -122,6 +134,7 @@ def test_annotations_and_values_without_effect_pass(compiler: GrammarCompiler) -
         "readOnly": True,
         "x-order": 1,
         "uniqueItems": False,
+        "propertyNames": {"type": "string"},
         "unevaluatedProperties": True,
         "$defs": {"unused": {"not": {}}},
         "type": "integer",

@@ -193,3 +193,19 @@ def test_nothing_that_repeats_is_lost(name: str, unit: str) -> None:
     events = read(name, text)
     assert parts_of(events, TextPiece) == [text]
     assert USE.tools == TOOLS
+
+
+@pytest.mark.parametrize(
+    ("value", "read_as"),
+    [
+        ('["a</parameter>", "b\\"</parameter>"]', '["a</parameter>", "b\\"</parameter>"]'),
+        ('["a", b]', '"[\\"a\\", b]"'),  # no JSON: up to the first mark, as text
+        ('["a', '"[\\"a"'),
+        ('["a"] x', '"[\\"a\\"] x"'),
+        ("['a']", "\"['a']\""),
+    ],
+)
+def test_a_mark_in_a_string_of_json_ends_no_argument(value: str, read_as: str) -> None:
+    parameter = f"<parameter=folders>\n{value}\n</parameter>\n"
+    text = f"<tool_call>\n<function=find>\n{parameter}</function>\n</tool_call>"
+    assert read("qwen3_coder", text) == call(f'{{"folders": {read_as}}}')

@@ -7,10 +7,11 @@ may rely on it; `x-` names are annotations by custom. Read by `rewriter`.
 ANNOTATIONS = frozenset(
     {"$anchor", "$comment", "$defs", "$id", "$schema", "$vocabulary", "definitions", "id"}
     | {"contentEncoding", "contentMediaType", "contentSchema", "readOnly", "writeOnly"}
-    | {"default", "deprecated", "description", "example", "examples", "title"}
+    | {"default", "deprecated", "description", "discriminator", "example", "examples", "title"}
     | {"enumDescriptions", "enumNames", "externalDocs", "markdownDescription", "options", "xml"}
 )
-"""Keywords that constrain nothing. $defs and definitions are reached through $ref alone."""
+"""Keywords that constrain nothing, but for a discriminator beside a oneOf. $defs and definitions
+are reached through $ref alone."""
 
 SCHEMA_KEYWORDS = frozenset({"items", "additionalItems", "additionalProperties"})
 """Their value is one schema (items: or a list of them)."""

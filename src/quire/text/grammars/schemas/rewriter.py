@@ -8,6 +8,7 @@ nothing refers to is not looked at. Called by `translate`.
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from quire.errors import InvalidRequestError
 from quire.text.grammars.limits import MAX_SUBSCHEMAS
 from quire.text.grammars.schemas import keywords, values
 from quire.text.grammars.schemas.bounds import SchemaBounds
@@ -24,9 +25,14 @@ _IGNORES_SIBLINGS = ("draft-04", "draft-06", "draft-07", "draft-03")
 class SchemaRewriter:
     """Rewrites one document. After `rewrite`, `subschemas` has every part, inner ones first."""
 
-    def __init__(self, root: dict[str, Any], origin: str, *, closes_objects: bool) -> None:
-        """closes_objects: an object with properties has no others, where it does not say."""
+    def __init__(
+        self, root: dict[str, Any], origin: str, *, closes_objects: bool, is_loose: bool = False
+    ) -> None:
+        """closes_objects: an object with properties has no others, where it does not say.
+        is_loose: a keyword that would be refused is left out, and oneOf is read as anyOf.
+        """
         self._root = root
+        self._is_loose = is_loose
         self._origin = origin
         self._closes_objects = closes_objects
         self._ref_stands_alone = any(
@@ -39,7 +45,7 @@ class SchemaRewriter:
         self.subschemas: list[tuple[str, dict[str, Any]]] = []
         self._bounds = SchemaBounds(origin)
         self._handlers: dict[str, Callable[[str, dict[str, Any], str], Iterator[Item]]] = {
-            **dict.fromkeys(keywords.ANNOTATIONS, self._nothing),
+            **dict.fromkeys(keywords.ANNOTATIONS, _nothing),
             **dict.fromkeys(keywords.SCHEMA_KEYWORDS, self._one_schema),
             **dict.fromkeys(keywords.LIST_KEYWORDS, self._schemas),
             **dict.fromkeys(keywords.COUNT_KEYWORDS, self._checked),
@@ -52,7 +58,8 @@ class SchemaRewriter:
             "patternProperties": self._pattern_properties,
             "pattern": self._pattern,
             "format": self._format,
-            "nullable": self._nothing,
+            "nullable": _nothing,
+            "propertyNames": self._without_effect,
             "uniqueItems": self._without_effect,
             "unevaluatedItems": self._without_effect,
             "unevaluatedProperties": self._without_effect,
@@ -87,7 +94,7 @@ class SchemaRewriter:
         keys = ["$ref"] if "$ref" in schema and self._ref_stands_alone else list(schema)
         rewritten: dict[str, Any] = {}
         for keyword in keys:
-            for name, value in self._keyword(pointer, schema, keyword):
+            for name, value in self._items(pointer, schema, keyword):
                 if name == "allOf":  # which a format may become, beside the schema's own
                     value = [*rewritten.get(name, []), *value]
                 rewritten[name] = value
@@ -100,6 +107,14 @@ class SchemaRewriter:
         self._bounds.add(pointer, rewritten)
         self.subschemas.append((pointer, rewritten))
         return rewritten
+
+    def _items(self, pointer: str, schema: dict[str, Any], keyword: str) -> "list[Item]":
+        try:
+            return list(self._keyword(pointer, schema, keyword))
+        except InvalidRequestError:
+            if not self._is_loose:
+                raise
+            return []
 
     def _keyword(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
         handler = self._handlers.get(keyword)
@@ -115,9 +130,6 @@ class SchemaRewriter:
                 f"{keyword[:100]} is no keyword that is enforced; leave it out",
             )
         raise refusal(self._origin, pointer, f"{keyword} is not supported; {advice}")
-
-    def _nothing(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
-        yield from ()
 
     def _content(self, pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
         if "draft-07" in str(self._root.get("$schema", "")):
@@ -148,7 +160,14 @@ class SchemaRewriter:
         value = schema[keyword]
         if not isinstance(value, list) or (not value and keyword != "prefixItems"):
             raise refusal(self._origin, pointer, f"{keyword} must be a list of schemas")
-        yield keyword, self._all(pointer, keyword, value)
+        rewritten = self._all(pointer, keyword, value)
+        name = _discriminator(schema)
+        if keyword == "oneOf" and name is not None:
+            rewritten = [{"allOf": [part], "required": [name]} for part in rewritten]
+        if keyword == "oneOf" and self._is_loose:
+            yield "allOf", [{"anyOf": rewritten}]
+        else:
+            yield keyword, rewritten
 
     def _all(self, pointer: str, keyword: str, value: list[Any]) -> list[Rewritten]:
         return [self._schema(at(pointer, keyword, i), part) for i, part in enumerate(value)]
@@ -207,14 +226,26 @@ class SchemaRewriter:
     def _without_effect(
         self, pointer: str, schema: dict[str, Any], keyword: str
     ) -> "Iterator[Item]":
-        """Keywords that are refused, but for the one value with which they constrain nothing."""
+        """Keywords that are refused, but for the values with which they constrain nothing."""
         is_free = schema[keyword] is (keyword != "uniqueItems")
         is_free |= keyword == "uniqueItems" and schema.get("maxItems") in (0, 1)
+        is_free |= keyword == "propertyNames" and schema[keyword] == {"type": "string"}
         if not is_free:
             raise refusal(
                 self._origin, pointer, f"{keyword} is not supported; {keywords.REFUSED[keyword]}"
             )
         yield from ()
+
+
+def _discriminator(schema: dict[str, Any]) -> str | None:
+    """The property that every object of a oneOf must have, by OpenAPI, to tell which one it is."""
+    value = schema.get("discriminator")
+    name = value.get("propertyName") if isinstance(value, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _nothing(pointer: str, schema: dict[str, Any], keyword: str) -> "Iterator[Item]":
+    yield from ()
 
 
 Item = tuple[str, Any]

@@ -43,10 +43,13 @@ class JsonStyle:
 PLAIN_STYLE = JsonStyle()
 
 
-def json_term(schema: object, origin: str, style: JsonStyle = PLAIN_STYLE) -> str:
+def json_term(
+    schema: object, origin: str, style: JsonStyle = PLAIN_STYLE, *, is_loose: bool = False
+) -> str:
     """A Lark term for what obeys `schema`: an object, true, or JSON text of these.
 
-    origin: the field of the request that has the schema, for messages.
+    origin: the field of the request that has the schema, for messages. is_loose: keywords that
+    can't be enforced are left out, instead of being refused.
     Raises InvalidRequestError that names the place in the schema and the keyword.
     """
     root = read_schema(schema, origin)
@@ -54,7 +57,9 @@ def json_term(schema: object, origin: str, style: JsonStyle = PLAIN_STYLE) -> st
         raise refusal(origin, "#", "the schema is false; nothing obeys it")
     if root is True:
         root = {}
-    rewriter = SchemaRewriter(root, origin, closes_objects=style.disable_additional_properties)
+    rewriter = SchemaRewriter(
+        root, origin, closes_objects=style.disable_additional_properties, is_loose=is_loose
+    )
     rewritten = rewriter.rewrite()
     options = _options(style, rewriter.has_open_names)
     term = _term(options, rewritten)

@@ -7,7 +7,7 @@ Called by `message_rules`.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from quire.text.parsers.call_forms import (
     PythonForm,
     TaggedForm,
 )
-from quire.text.parsers.grammars.remembered_terms import json_term, style_of
+from quire.text.parsers.grammars.remembered_terms import json_term, style_of, understood_schema
 from quire.text.parsers.grammars.rules import Rules
 from quire.text.parsers.grammars.text_values import TextValues
 from quire.text.parsers.grammars.value_rules import (
@@ -76,6 +76,16 @@ class CalledTool:
         """The same tool, with the properties of all objects in the order of the alphabet."""
         parameters = _with_sorted_properties(self.tool.parameters)
         return replace(self, tool=replace(self.tool, parameters=parameters))
+
+    @property
+    def understood(self) -> Mapping[str, Any]:
+        """The schema as far as it is understood, for forms that are not JSON."""
+        try:
+            return understood_schema(self.schema, self.origin, is_loose=self.is_loose)
+        except InvalidRequestError as error:
+            if not self.is_loose:
+                raise self.refusal(str(error).removeprefix(f"{self.origin}: ")) from error
+            return ANY_ARGUMENTS
 
     def refusal(self, why: object) -> InvalidRequestError:
         """The error for a schema that can't be enforced."""
@@ -134,15 +144,15 @@ def _json(text: str) -> str:
 def json_arguments(called: CalledTool, style: JsonStyle) -> str:
     """A term for the arguments as a JSON object."""
     try:
-        return json_term(called.schema, called.origin, style)
+        return json_term(called.schema, called.origin, style, is_loose=called.is_loose)
     except InvalidRequestError:
         if not called.is_loose:
             raise
-        return json_term(dict(ANY_ARGUMENTS), called.origin, style)
+        return json_term(ANY_ARGUMENTS, called.origin, style, is_loose=True)
 
 
 def _tagged_call(rules: Rules, form: TaggedForm, called: CalledTool) -> str:
-    schema = called.schema
+    schema = called.understood
     mark = form.parameter_end.strip()
     values = TextValues(rules, schema, form)
     behind = form.parameter_end[form.parameter_end.index(mark) + len(mark) :]
@@ -158,10 +168,12 @@ def _tagged_call(rules: Rules, form: TaggedForm, called: CalledTool) -> str:
         _refuse_unless_loose(called, f"{unknown[0]} is not supported")
     if properties is None and schema.get("additionalProperties") is not False:
         return rules.add("call", f"{parts[0]} {parameter(_ANY_KEY, values.any_text())}*")
-    required = set(schema.get("required") or ())
+    required = set(schema.get("required", ()))
+    if missing := sorted(required - set(properties or ())):
+        _refuse_unless_loose(called, f"required names {missing[0]!r}, which is no property")
     for key, each in (properties or {}).items():
         try:
-            value = rules.attempt(partial(values.value, key, each, called.origin))
+            value = rules.attempt(partial(values.value, key, each))
         except UnwritableError as error:
             _refuse_unless_loose(called, error)
             value = values.any_text()
@@ -180,28 +192,28 @@ def _refuse_unless_loose(called: CalledTool, why: object) -> None:
 
 def _members(rules: Rules, syntax: ValueSyntax, called: CalledTool) -> str:
     """The arguments as members of an object; what can't be written takes any value."""
-    schema = called.schema
+    schema = called.understood
 
-    def write(schema: Mapping[str, Any]) -> str:
-        return ValueRules(rules, syntax, called.schema).arguments(schema)
+    def write(arguments: Mapping[str, Any]) -> str:
+        return ValueRules(rules, syntax, schema).arguments(arguments)
 
     try:
         return rules.attempt(partial(write, schema))
     except UnwritableError as error:
         if not called.is_loose:
             raise called.refusal(error) from error
-    properties = {
-        key: each if _is_writable(rules, syntax, schema, each) else True
-        for key, each in (schema.get("properties") or {}).items()
-    }
-    required = [key for key in schema.get("required") or () if key in properties]
+    properties: dict[str, Any] = {}
+    for key, each in schema.get("properties", {}).items():
+        trial = ValueRules(Rules(rules.tokens), syntax, schema)
+        if _is_writable(partial(trial.arguments, {"properties": {key: True}})):
+            properties[key] = each if _is_writable(partial(trial.value, each)) else True
+    required = [key for key in schema.get("required", ()) if key in properties]
     return write({"type": "object", "properties": properties, "required": required})
 
 
-def _is_writable(rules: Rules, syntax: ValueSyntax, root: Mapping[str, Any], schema: Any) -> bool:
-    trial = Rules(rules.tokens)
+def _is_writable(write: Callable[[], str]) -> bool:
     try:
-        ValueRules(trial, syntax, root).value(schema)
+        write()
     except UnwritableError:
         return False
     return True
@@ -213,11 +225,17 @@ def _checked(name: str, pattern: re.Pattern[str]) -> str:
     return name
 
 
+def _without(text: str, mark: str) -> str:
+    if mark in text:
+        raise UnwritableError(f"the value {text!r:.80} can't be written")
+    return text
+
+
 def _loose_syntax(rules: Rules, form: LooseForm) -> ValueSyntax:
     quote = rules.tokens.terms(form.quote)
     return ValueSyntax(
         string=rules.add("string", f"{quote} {rules.text_before(form.quote)}"),
-        quoted=lambda text: f"{quote} {literal(text)} {quote}",
+        quoted=lambda text: f"{quote} {literal(_without(text, form.quote))} {quote}",
         argument=lambda name: literal(f"{_checked(name, LOOSE_KEY)}:"),
         key=lambda name: literal(f"{_checked(name, LOOSE_KEY)}:"),
         any_key=_ANY_KEY + ' ":"',

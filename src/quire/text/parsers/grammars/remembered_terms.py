@@ -1,4 +1,4 @@
-"""Terms of JSON schemas, remembered: an agent sends the same tools with every turn.
+"""What tools' JSON schemas become, remembered: an agent sends the same tools with every turn.
 
 A schema takes some milliseconds to translate and check, and agents have dozens of tools.
 """
@@ -9,6 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from quire.text.grammars.schemas import translate
+from quire.text.grammars.schemas.reader import read_schema
+from quire.text.grammars.schemas.rewriter import SchemaRewriter
 from quire.text.grammars.schemas.translate import PLAIN_STYLE, JsonStyle
 from quire.text.parsers.call_forms import CallForm
 
@@ -25,14 +27,40 @@ def style_of(form: CallForm) -> JsonStyle:
     return JsonStyle(separators=(form.item_separator, form.key_separator))
 
 
-def json_term(schema: Mapping[str, Any], origin: str, style: JsonStyle = PLAIN_STYLE) -> str:
+def json_term(
+    schema: Mapping[str, Any], origin: str, style: JsonStyle = PLAIN_STYLE, *, is_loose: bool
+) -> str:
     """As `translate.json_term`, which also says what is raised."""
     text = json.dumps(schema, ensure_ascii=False)
     if len(text) > _MAX_REMEMBERED_CHARACTERS:
-        return translate.json_term(dict(schema), origin, style)
-    return _remembered(text, origin, style)
+        return translate.json_term(dict(schema), origin, style, is_loose=is_loose)
+    return _remembered_term(text, origin, style, is_loose)
+
+
+def understood_schema(
+    schema: Mapping[str, Any], origin: str, *, is_loose: bool
+) -> Mapping[str, Any]:
+    """The schema without annotations, in which every keyword is known and has a value of its kind.
+
+    is_loose: other keywords are left out. Raises InvalidRequestError.
+    """
+    text = json.dumps(schema, ensure_ascii=False)
+    if len(text) > _MAX_REMEMBERED_CHARACTERS:
+        return _understood(text, origin, is_loose)
+    return _remembered_schema(text, origin, is_loose)
 
 
 @lru_cache(maxsize=2_048)
-def _remembered(text: str, origin: str, style: JsonStyle) -> str:
-    return translate.json_term(json.loads(text), origin, style)
+def _remembered_term(text: str, origin: str, style: JsonStyle, is_loose: bool) -> str:
+    return translate.json_term(json.loads(text), origin, style, is_loose=is_loose)
+
+
+@lru_cache(maxsize=2_048)
+def _remembered_schema(text: str, origin: str, is_loose: bool) -> Mapping[str, Any]:
+    return _understood(text, origin, is_loose)
+
+
+def _understood(text: str, origin: str, is_loose: bool) -> Mapping[str, Any]:
+    root = read_schema(text, origin)
+    assert isinstance(root, dict), "arguments are an object"
+    return SchemaRewriter(root, origin, closes_objects=False, is_loose=is_loose).rewrite()

@@ -12,8 +12,8 @@ from quire.text.grammars.lark import literal
 from quire.text.parsers.call_forms import TaggedForm
 from quire.text.parsers.grammars.remembered_terms import json_term, style_of
 from quire.text.parsers.grammars.rules import ANY_TEXT, Rules
-from quire.text.parsers.grammars.value_rules import SILENT_KEYWORDS, UnwritableError
-from quire.text.parsers.reading.argument_types import ArgumentTypes, Json
+from quire.text.parsers.grammars.value_rules import UnwritableError, check_exclusive
+from quire.text.parsers.reading.argument_types import ArgumentTypes, Json, is_of_types
 
 _LENGTHS = frozenset({"minLength", "maxLength"})
 _MAX_CHOICES = 1_000
@@ -23,7 +23,7 @@ _MAX_DEPTH = 8
 class TextValues:
     """Writes the values of one tool's arguments, and the mark behind each.
 
-    Invariant: no value has the mark in it.
+    root: the tool's schema, as far as it is understood. Invariant: no value has the mark in it.
     """
 
     def __init__(self, rules: Rules, root: Mapping[str, Any], form: TaggedForm) -> None:
@@ -35,24 +35,26 @@ class TextValues:
         self._space = form.value_space
         self._mark = form.parameter_end.strip()
 
-    def value(self, key: str, schema: Json, origin: str) -> str:
+    def value(self, key: str, schema: Json) -> str:
         """A term for an argument's value and the mark behind it. Raises UnwritableError."""
         types = self._types.of(key)
         if self._words and types == {"boolean"} and self._is_plain(schema, 0):
             words = self._rules.any_of(map(literal, self._words))
             return f"{words} {self._rules.tokens.terms(self._space + self._mark)}"
         if "string" not in types:
-            return self._json(schema, origin)
+            return self._json(schema)
         if self._is_plain(schema, _MAX_DEPTH):
             return self.any_text()
         choices = self._choices(schema, _MAX_DEPTH)
         if choices is not None:
             return self._one_of(key, choices)
-        resolved = self._types.resolved(schema)
-        if resolved.get("type") == "string" and set(resolved) <= SILENT_KEYWORDS | _LENGTHS:
+        resolved = self._resolved(schema)
+        if resolved.get("type") == "string" and set(resolved) <= _LENGTHS | {"type"}:
             least, most = resolved.get("minLength", 0), resolved.get("maxLength", "")
+            if most != "" and least > most:
+                raise UnwritableError(f"{key}: minLength is above maxLength")
             return self._text(f"/(?s:.{{{least},{most}}})/")
-        unknown = sorted(set(resolved) - SILENT_KEYWORDS - _LENGTHS - {"type"}) or ["type"]
+        unknown = sorted(set(resolved) - _LENGTHS - {"type"}) or ["type"]
         raise UnwritableError(f"{key}: {unknown[0]} is not supported for a value that may be text")
 
     def any_text(self) -> str:
@@ -69,46 +71,64 @@ class TextValues:
         text = rules.add("TEXT", f"{pattern} & {rules.without([self._mark])}")
         return rules.add("value", f"{text} {literal(self._space + self._mark)}", "lazy")
 
-    def _json(self, schema: Json, origin: str) -> str:
-        definitions = {
-            name: self._root[name] for name in ("$defs", "definitions") if name in self._root
-        }
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        definitions = {"$defs": self._root["$defs"]} if "$defs" in self._root else {}
         try:
-            term = json_term({**definitions, **schema}, origin, self._style)
+            term = json_term({**definitions, **schema}, "", self._style, is_loose=False)
         except InvalidRequestError as error:
-            raise UnwritableError(str(error)) from error
+            raise UnwritableError(str(error).removeprefix(": ")) from error
         return f"{term} {self._rules.tokens.terms(self._space + self._mark)}"
 
     def _is_plain(self, schema: Json, depth: int) -> bool:
         """Whether the schema asks for nothing but types, so that every text is valid."""
-        resolved = self._types.resolved(schema)
+        resolved = self._resolved(schema)
         for key in ("anyOf", "oneOf"):
-            branches = resolved.get(key)
-            if depth and isinstance(branches, list) and set(resolved) <= SILENT_KEYWORDS | {key}:
-                return all(self._is_plain(each, depth - 1) for each in branches)
-        return set(resolved) <= SILENT_KEYWORDS | {"type"}
+            if depth and set(resolved) == {key}:
+                if key == "oneOf":
+                    check_exclusive(self._types, resolved[key])
+                return all(self._is_plain(each, depth - 1) for each in resolved[key])
+        return set(resolved) <= {"type"}
+
+    def _resolved(self, schema: Json) -> Mapping[str, Any]:
+        """What a reference leads to. Raises UnwritableError for what stands beside one."""
+        if isinstance(schema, Mapping) and "$ref" in schema and len(schema) > 1:
+            raise UnwritableError(f"{min(set(schema) - {'$ref'})} beside $ref is not supported")
+        return self._types.resolved(schema)
 
     def _choices(self, schema: Json, depth: int) -> list[Json] | None:
         """All values, where there are few of them."""
-        resolved = self._types.resolved(schema)
-        if not set(resolved) <= SILENT_KEYWORDS | {"type", "enum", "const", "anyOf", "oneOf"}:
-            return None
+        resolved = self._resolved(schema)
+        if not set(resolved) <= {"type", "enum", "const"}:
+            return self._choices_of_branches(resolved, depth)
+        types = self._types.types_of({"type": resolved["type"]} if "type" in resolved else {})
         if "const" in resolved:
-            return [resolved["const"]]
-        if isinstance(resolved.get("enum"), list):
-            return list(resolved["enum"])
-        if resolved.get("type") == "null":
-            return [None]
-        if resolved.get("type") == "boolean":
-            return [True, False]
+            found = [resolved["const"]]
+            if "enum" in resolved:
+                raise UnwritableError("enum beside const is not supported")
+        elif "enum" in resolved:
+            found = resolved["enum"]
+        elif resolved.get("type") == "null":
+            found = [None]
+        elif resolved.get("type") == "boolean":
+            found = [True, False]
+        else:
+            return None
+        return [value for value in found if is_of_types(value, types)]
+
+    def _choices_of_branches(self, schema: Mapping[str, Any], depth: int) -> list[Json] | None:
+        """Those of all the branches of an anyOf, or of a oneOf, that stands alone."""
+        if not depth or set(schema) not in ({"anyOf"}, {"oneOf"}):
+            return None
+        (branches,) = schema.values()
+        if "oneOf" in schema:
+            check_exclusive(self._types, branches)
         found: list[Json] = []
-        branches = resolved.get("anyOf") or resolved.get("oneOf") or ()
         for each in branches:
-            choices = self._choices(each, depth - 1) if depth else None
+            choices = self._choices(each, depth - 1)
             if choices is None:
                 return None
             found += choices
-        return found or None
+        return found
 
     def _one_of(self, key: str, choices: list[Json]) -> str:
         """Those of the values that are read back as what they are."""

@@ -4,13 +4,13 @@ Called for the calls of dialects with such values: bare keys, marked strings, Py
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quire.text.grammars.lark import literal
 from quire.text.parsers.grammars.rules import Rules
-from quire.text.parsers.reading.argument_types import ArgumentTypes, Json
+from quire.text.parsers.reading.argument_types import ArgumentTypes, Json, is_of_types
 
 _NUMBER = r"/-?(?:0|[1-9][0-9]{0,15})(?:\.[0-9]{1,16})?/"
 _INTEGER = "/-?(?:0|[1-9][0-9]{0,15})/"
@@ -27,6 +27,17 @@ _MAX_RULES = 2_000
 
 class UnwritableError(Exception):
     """What in a schema has no grammar in this form of values."""
+
+
+def check_exclusive(types: ArgumentTypes, branches: Iterable[Json]) -> None:
+    """Raises UnwritableError unless no value can obey two of the branches of a oneOf."""
+    seen: set[str] = set()
+    for branch in branches:
+        found = types.types_of(branch)
+        found |= {"number"} if "integer" in found else frozenset()
+        if seen & found:
+            raise UnwritableError("oneOf is supported only where its schemas differ in type")
+        seen |= found
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +79,34 @@ class ValueRules:
             raise UnwritableError(f"{schema!r} is no schema of a value")
         if unknown := sorted(set(schema) - _KNOWN):
             raise UnwritableError(f"{unknown[0]} is not supported")
-        if "$ref" in schema:
-            return self._reference(schema)
-        if "const" in schema:
-            return self._constant(schema["const"])
-        if "enum" in schema:
-            return self._rules.any_of(self._constant(each) for each in schema["enum"])
-        for key in ("anyOf", "oneOf"):
+        for key in ("$ref", "anyOf", "oneOf", "const", "enum"):
             if key in schema:
-                return self._rules.any_of(self.value(each) for each in schema[key])
+                return self._one_of(key, schema)
         declared = schema.get("type")
         kinds = declared if isinstance(declared, list) else [declared]
         if declared is None:
             kinds = ["object"] if "properties" in schema else [None]
         return self._rules.any_of(self._of_type(kind, schema) for kind in kinds)
+
+    def _one_of(self, key: str, schema: Mapping[str, Any]) -> str:
+        """What `key` allows; what else the schema asks for is refused, but for types of values."""
+        beside = set(schema) - SILENT_KEYWORDS - {key}
+        values = [schema["const"]] if key == "const" else schema.get("enum", [])
+        if key in ("const", "enum") and "type" in schema:
+            beside.discard("type")
+            types = self._types.types_of({"type": schema["type"]})
+            values = [value for value in values if is_of_types(value, types)]
+        if beside:
+            raise UnwritableError(f"{min(beside)} beside {key} is not supported")
+        if key == "$ref":
+            return self._reference(schema)
+        if key in ("const", "enum"):
+            if not values:
+                raise UnwritableError(f"no value of {key} has the type")
+            return self._rules.any_of(map(self._constant, values))
+        if key == "oneOf":
+            check_exclusive(self._types, schema["oneOf"])
+        return self._rules.any_of(map(self.value, schema[key]))
 
     def arguments(self, schema: Mapping[str, Any]) -> str:
         """A call's arguments: as members of an object, in the syntax of arguments."""
@@ -156,6 +181,8 @@ class ValueRules:
     def _array(self, schema: Mapping[str, Any]) -> str:
         item = self._rules.add("item", self.value(schema.get("items", True)))
         least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most is not None and least > most:
+            raise UnwritableError("minItems is above maxItems")
         if most == 0:
             return literal("[]")
         more = f"({literal(self._syntax.separator)} {item})"

@@ -4,7 +4,7 @@ Called by the readers of calls whose dialect writes values without JSON's quotes
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 Json: TypeAlias = Any
@@ -46,8 +46,8 @@ class ArgumentTypes:
             return json.dumps(_WORDS[word])
         value = _parsed(stripped)
         if value is not _NOTHING:
-            is_allowed = bool(types & {_type_of(value), _wider_type_of(value)})
-            if "string" not in types or (is_allowed and not isinstance(value, str)):
+            is_text = isinstance(value, str)
+            if "string" not in types or (is_of_types(value, types) and not is_text):
                 return stripped
         return json.dumps(text, ensure_ascii=False)
 
@@ -65,8 +65,14 @@ class ArgumentTypes:
                 schema = schema.get(part) if isinstance(schema, Mapping) else None
         return {}
 
+    def types_of(self, schema: Json) -> frozenset[str]:
+        """JSON's names of the types of what obeys `schema`, a part of the tool's."""
+        return self._types(schema, _MAX_REFERENCES)
+
     def _types(self, schema: Json, depth: int) -> frozenset[str]:
         schema = self.resolved(schema)
+        if schema.get("nullable") is True:  # OpenAPI's
+            return self._types({**schema, "nullable": False}, depth) | {"null"}
         declared = schema.get("type")
         if isinstance(declared, str):
             return frozenset({declared}) & _TYPES or _TYPES
@@ -104,6 +110,11 @@ def _refuse_constant(name: str) -> None:
 def is_object(text: str) -> bool:
     """Whether it is the JSON text of an object."""
     return isinstance(_parsed(text), dict)
+
+
+def is_of_types(value: Json, types: Collection[str]) -> bool:
+    """Whether a value has one of JSON's types."""
+    return _type_of(value) in types or _wider_type_of(value) in types
 
 
 def _type_of(value: Json) -> str:

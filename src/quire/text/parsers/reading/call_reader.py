@@ -23,7 +23,7 @@ from quire.text.parsers.reading.event_writer import EventWriter
 from quire.text.parsers.reading.json_copier import copy_string, copy_value, escaped
 from quire.text.parsers.reading.loose_objects import copy_loose_object
 from quire.text.parsers.reading.python_calls import copy_python_arguments
-from quire.text.parsers.reading.text_source import Markers, Reader, TextSource
+from quire.text.parsers.reading.text_source import Markers, Reader, Sink, TextSource
 from quire.text.parsers.tool_use import Tool
 
 NAME = re.compile(r"[^\s<>{}\[\]()\"'`=|,;]+")
@@ -227,10 +227,30 @@ class CallReader:
             write('"' if is_whole else "")
             return bool(is_whole)
         pieces.clear()
-        if not (yield from source.read_until(ends, pieces.append)):
+        is_json = "string" not in types.of(key) and (
+            yield from self._read_json_before(mark, pieces.append)
+        )
+        if not is_json and not (yield from source.read_until(ends, pieces.append)):
             return False
         write(types.as_json(key, "".join(pieces)))
         return True
+
+    def _read_json_before(self, mark: str, sink: Sink) -> Reader[bool]:
+        """Read a JSON value, in whose strings the mark may stand, and the mark behind it.
+
+        False: it is something else; nothing is read.
+        """
+        source = self._source
+        source.keep()
+        is_whole = yield from copy_value(source, lambda piece: None)
+        value = source.forget()
+        source.keep()
+        if is_whole and (yield from source.read_words((mark,))):
+            source.forget()
+            sink(value)
+            return True
+        source.unread(value + source.forget())
+        return False
 
     # A name and an object with bare keys; a function of Python.
 

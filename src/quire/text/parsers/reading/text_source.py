@@ -47,6 +47,12 @@ class TextSource:
         kept, self._kept = self._kept, None
         return "".join(kept or ())
 
+    def unread(self, text: str) -> None:
+        """Put back what was read last, which is not kept any more."""
+        assert self._kept is None, "what is kept was read once"
+        self.text = text + self.text[self.at :]
+        self.at = 0
+
     def take_to(self, end: int) -> str:
         """Read up to a position in `text`."""
         piece = self.text[self.at : end]
