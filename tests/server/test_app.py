@@ -148,6 +148,7 @@ def test_allowed_pages_may_call_with_a_key(allowed):
     preflight = call(app, "/v1/completions", method="OPTIONS", headers=browser(b"POST"))
     assert preflight.status == 200  # without a key: browsers send none
     assert preflight.headers["access-control-allow-origin"] == allowed
+    assert "DELETE" in preflight.headers["access-control-allow-methods"]  # of stored responses
     assert "x-stainless-os" in preflight.headers["access-control-allow-headers"]
     refused = call(app, "/v1/completions", headers=[JSON, *browser()])
     assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")

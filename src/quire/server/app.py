@@ -95,9 +95,9 @@ def _add_middlewares(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=access.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),  # clients in browsers add headers of their own to each call
-            expose_headers=("X-Request-ID", "X-Ignored-Fields", "Retry-After"),
+            expose_headers=("X-Request-ID", "Request-ID", "X-Ignored-Fields", "Retry-After"),
         )
     app.add_middleware(RequestHead)
     probes = frozenset(path for each in endpoints for path in each.probes)

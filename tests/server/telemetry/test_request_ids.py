@@ -48,7 +48,7 @@ def call(app, headers=(), monitor=None, **scope):
 
 def id_of(sent):
     headers = dict(sent[0]["headers"])
-    assert headers[b"a"] == b"b"
+    assert headers[b"a"] == b"b" and headers[b"request-id"] == headers[b"x-request-id"]
     return headers[b"x-request-id"].decode()
 
 

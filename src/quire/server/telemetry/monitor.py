@@ -298,14 +298,15 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         call = self._begin(scope)
-        header = (b"x-request-id", call.request_id.encode())
+        # OpenAI's clients read the first of these, Anthropic's the second.
+        ids = [(name, call.request_id.encode()) for name in (b"x-request-id", b"request-id")]
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), header]
+                message["headers"] = [*message.get("headers", ()), *ids]
             await send(message)
 
         try:

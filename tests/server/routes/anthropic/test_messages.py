@@ -31,7 +31,7 @@ def events_of(answer):
 
 def test_the_embedded_model_answers(talker):
     answer = talker.messages.create(**GREEDY, messages=QUESTION)
-    assert answer.id.startswith("msg_")
+    assert answer.id.startswith("msg_") and answer._request_id.startswith("req-")
     assert (answer.type, answer.role, answer.model) == ("message", "assistant", "embedded")
     (block,) = answer.content
     assert block.type == "text" and "path" in block.text
