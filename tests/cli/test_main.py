@@ -431,3 +431,16 @@ def test_a_reader_that_goes_away_is_no_error(generating: subprocess.Popen[str]) 
     generating.stdout.close()
     assert generating.stderr.read() == ""
     assert generating.wait(timeout=30) == 1
+
+
+def test_a_batch_has_its_answers_beside_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: list[Path] = []
+
+    def run_batch(options: object, server: object, job: SimpleNamespace) -> int:
+        outputs.append(job.output)
+        return 0
+
+    monkeypatch.setattr("quire.server.batch.run.run_batch", run_batch)
+    assert cli.main(["batch", "a/calls.jsonl"]) == 0
+    assert cli.main(["batch", "-i", "a/calls.jsonl", "-o", "b.jsonl"]) == 0
+    assert outputs == [Path("a/calls_output.jsonl"), Path("b.jsonl")]

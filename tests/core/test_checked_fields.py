@@ -73,6 +73,14 @@ def test_guided_decoding_is_the_older_name_of_structured_outputs() -> None:
         SamplingParams(guided_decoding=wish, structured_outputs=wish)
 
 
+def test_the_older_names_of_each_kind_are_understood() -> None:
+    for kind, value in {"json": {"type": "null"}, "regex": "a", "choice": ["b"]}.items():
+        params = SamplingParams(**{f"guided_{kind}": value, "guided_grammar": None})
+        assert params == SamplingParams(structured_outputs=StructuredOutputsParams(**{kind: value}))
+    with pytest.raises(InvalidRequestError, match="guided_regex is given twice"):
+        SamplingParams(guided_json={}, guided_regex="a")  # type: ignore[call-arg]
+
+
 def test_wrong_arguments_and_fields_are_answered_by_a_sentence() -> None:
     with pytest.raises(InvalidRequestError, match=r"by name, as SamplingParams\(n=1\)"):
         SamplingParams(1)  # type: ignore[misc]

@@ -206,11 +206,13 @@ def _batch(args: argparse.Namespace) -> int:
     # A batch serves nobody else: no bound but that of the calls under way.
     server = ServerConfig(**server_options(args), max_queued_requests=MAX_BATCH_GENERATIONS)
     options = {**served_defaults(EngineOptions), **engine_options(args)}
-    job = BatchJob(Path(args.input), Path(args.output), args.max_open_calls)
+    calls = Path(args.input)
+    output = args.output or calls.with_name(f"{calls.stem}_output.jsonl")
+    job = BatchJob(calls, Path(output), args.max_open_calls)
     try:
         return run_batch(options, server, job)
     except KeyboardInterrupt:
-        print(f"\nquire: interrupted; what is answered is in {args.output}", file=sys.stderr)
+        print(f"\nquire: interrupted; what is answered is in {output}", file=sys.stderr)
         return INTERRUPTED
 
 

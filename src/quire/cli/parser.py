@@ -149,9 +149,9 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output-file",
         dest="output",
-        required=True,
         metavar="ANSWERS",
-        help="file for the answers, one a line; what is in it of an earlier run is not asked again",
+        help="file for the answers, one a line (FILE's name with _output.jsonl at its end); what is"
+        " in it of an earlier run is not asked again",
     )
     parser.add_argument(
         "--max-open-calls",

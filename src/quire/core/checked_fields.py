@@ -17,13 +17,15 @@ class CheckedFields:
     """Base of a dataclass with slots. Invariant: each field has a value that its check returned.
 
     checks: field -> what returns the value to keep, or raises InvalidRequestError.
-    aliases: other name -> field. foreign: name of other engines -> the values that ask for nothing,
+    aliases: other name -> field. makers: one of these -> what makes the field's value of its own,
+        None aside. foreign: name of other engines -> the values that ask for nothing,
         and what there is instead of the others; None asks for nothing, too.
     """
 
     __slots__ = ()
     checks: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
     aliases: ClassVar[Mapping[str, str]] = {}
+    makers: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
     foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -48,6 +50,10 @@ def settle_names(kind: type[CheckedFields], given: Mapping[str, Any]) -> dict[st
     found: dict[str, Any] = {}
     for name, value in given.items():
         target = kind.aliases.get(name, name)
+        if name in kind.makers:
+            if value is None:
+                continue
+            value = kind.makers[name](value)
         if target in kind.checks:
             if target in found:
                 raise InvalidRequestError(f"{name} is given twice, also as {target}", name)

@@ -37,6 +37,14 @@ MAX_TOKENS = (1 << 31) - 1
 
 T = TypeVar("T")
 
+_GUIDED: Mapping[str, Callable[[Any], StructuredOutputsParams]] = {
+    "guided_json": lambda value: StructuredOutputsParams(json=value),
+    "guided_regex": lambda value: StructuredOutputsParams(regex=value),
+    "guided_choice": lambda value: StructuredOutputsParams(choice=value),
+    "guided_grammar": lambda value: StructuredOutputsParams(grammar=value),
+}
+"""Older names for one kind of structured outputs each."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
@@ -178,7 +186,8 @@ class SamplingParams(CheckedFields):
     truncate_prompt_tokens: keep the last so many tokens of the prompt; -1: as many as leave
         room for one more.
     output_kind: what each output of the async engine has; `LLM.generate` has the final ones.
-    structured_outputs: what the text must look like; see StructuredOutputsParams.
+    structured_outputs: what the text must look like; see StructuredOutputsParams. The older names
+        guided_json, guided_regex, guided_choice and guided_grammar are understood.
 
     Numbers and lists of token ids may be NumPy's or torch's.
     Raises InvalidRequestError (a ValueError) that names the field, its value and the bound.
@@ -211,7 +220,11 @@ class SamplingParams(CheckedFields):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     checks: ClassVar[Checks] = _CHECKS
-    aliases: ClassVar[Mapping[str, str]] = {"guided_decoding": "structured_outputs"}
+    aliases: ClassVar[Mapping[str, str]] = {
+        "guided_decoding": "structured_outputs",
+        **dict.fromkeys(_GUIDED, "structured_outputs"),
+    }
+    makers: ClassVar = _GUIDED
     foreign: ClassVar = FOREIGN_SAMPLING
 
     def __post_init__(self) -> None:
