@@ -53,7 +53,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
-        output: torch.Tensor = self.down_proj(
-            functional.gelu(self.up_proj(x), approximate=self.approximate)
-        )
+        inner = self.up_proj(x)
+        # In place: memory for a new tensor of this size costs more than the GELU (2026-11-23).
+        torch.ops.aten.gelu_(inner, approximate=self.approximate)
+        output: torch.Tensor = self.down_proj(inner)
         return output

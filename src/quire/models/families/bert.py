@@ -166,7 +166,8 @@ class BertEmbeddings(nn.Module):
         """token_ids, positions [T] -> [T, H]."""
         words = self.word_embeddings(token_ids % self.vocab_size)
         types = self.token_type_embeddings(token_ids // self.vocab_size)
-        embeds: torch.Tensor = self.LayerNorm(words + types + self.position_embeddings(positions))
+        words.add_(types).add_(self.position_embeddings(positions))
+        embeds: torch.Tensor = self.LayerNorm(words)
         return embeds
 
 
@@ -199,8 +200,8 @@ class BertLayer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, attention: AttentionCall) -> torch.Tensor:
         """hidden [T, H] -> [T, H]."""
-        hidden = self.attention_norm(self.attention(hidden, None, attention) + hidden)
-        output: torch.Tensor = self.output_norm(self.mlp(hidden) + hidden)
+        hidden = self.attention_norm(self.attention(hidden, None, attention).add_(hidden))
+        output: torch.Tensor = self.output_norm(self.mlp(hidden).add_(hidden))
         return output
 
 
