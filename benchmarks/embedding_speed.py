@@ -6,9 +6,9 @@
 The texts are token ids of mixed lengths, from a quarter of `--num-tokens` to seven quarters. As in
 sentence-transformers, transformers gets them sorted by length, in batches that are padded (on the
 left, where the last token's hidden state is wanted). It is measured with each of `--peer-batches`
-and `--peer-dtypes`, the whole in turns with ours, on as many threads; of each the best round counts,
-and the ratio is that to the best of them. The vectors are compared: the largest difference of an
-element from transformers' in float32 is printed.
+and `--peer-dtypes`, in turns with ours, on as many threads; of each the best round counts, and the
+ratio is that to the best of them. The vectors are compared: the largest difference of an element
+from transformers', in float32 where that was measured, is printed.
 """
 
 import argparse
