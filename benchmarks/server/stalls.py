@@ -11,22 +11,21 @@ the front for longer than --limit-ms. Needs psutil and, for the highest memory, 
 """
 
 import argparse
-import itertools
 import json
 import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 from benchmarks.cpu.tables import table
 from benchmarks.server.serving import Server, ServingError, resident_bytes, served
+from benchmarks.server.stall_cases import CASES, completion
 
 MIB = 1 << 20
 LOG = Path(tempfile.gettempdir()) / "quire_stalls.log"
@@ -37,112 +36,6 @@ SERVER_ARGUMENTS = (
 CALL_LIMIT_S = 120.0
 QUIET_S = 1.0
 PROBE_PAUSE_S = 0.002
-
-
-def completion(**fields: Any) -> tuple[str, bytes]:
-    return "/v1/completions", _json(fields)
-
-
-def chat(messages: list[Any], **fields: Any) -> tuple[str, bytes]:
-    return "/v1/chat/completions", _json({"messages": messages, "max_tokens": 1, **fields})
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-HELLO = [{"role": "user", "content": "Hello"}]
-PROMPTS = [f"def f{index}(" for index in range(256)]
-LONG_PROMPTS = [[5 + (index + at) % 400 for at in range(180)] for index in range(256)]
-SALTS = itertools.count()
-WHOLE = {"max_tokens": 180, "ignore_eos": True}
-DIGITS = b"9" * 4300
-
-
-def new_prompts(**fields: Any) -> tuple[str, bytes]:
-    """None of them is in the prefix cache."""
-    return completion(prompt=LONG_PROMPTS, cache_salt=str(next(SALTS)), **fields)
-
-
-CASES: dict[str, tuple[int, Callable[[], tuple[str, bytes]]]] = {
-    "1,024 answers of 180 tokens with 20 logprobs": (
-        1,
-        lambda: completion(prompt=PROMPTS, n=4, logprobs=20, **WHOLE),
-    ),
-    "the same by chat, 128 answers": (
-        1,
-        lambda: chat(HELLO, n=128, logprobs=True, top_logprobs=20, **WHOLE),
-    ),
-    "256 prompts of 180 tokens": (1, lambda: new_prompts(max_tokens=1)),
-    "four such calls at once": (4, lambda: new_prompts(max_tokens=1)),
-    "256 prompts of 180 tokens, prompt_logprobs 20": (
-        1,
-        lambda: completion(prompt=LONG_PROMPTS, max_tokens=1, prompt_logprobs=20),
-    ),
-    "the same, four calls at once": (
-        4,
-        lambda: completion(prompt=LONG_PROMPTS, max_tokens=1, prompt_logprobs=20),
-    ),
-    "256 prompts of 180 tokens, echoed with 20 logprobs": (
-        1,
-        lambda: completion(prompt=LONG_PROMPTS, max_tokens=0, logprobs=20, echo=True),
-    ),
-    "1,024 answers of 180 tokens": (1, lambda: completion(prompt=PROMPTS, n=4, **WHOLE)),
-    "1,024 streamed answers with 20 logprobs": (
-        1,
-        lambda: completion(prompt=PROMPTS, n=4, logprobs=20, stream=True, **WHOLE),
-    ),
-    "190,000 prompts [1]": (1, lambda: completion(prompt=[[1]] * 190_000)),
-    "1,900,000 prompts": (1, lambda: completion(prompt=["a"] * 1_900_000)),
-    "190,000 template arguments": (
-        1,
-        lambda: chat(HELLO, chat_template_kwargs={f"a{at}": 1 for at in range(190_000)}),
-    ),
-    "1,900 integers of 4,300 digits": (
-        1,
-        lambda: ("/v1/completions", b'{"prompt":[' + b",".join([DIGITS] * 1900) + b"]}"),
-    ),
-    "numbers of 8 MB": (
-        1,
-        lambda: ("/v1/completions", b'{"prompt":[1.' + b"3" * 8_000_000 + b"]}"),
-    ),
-    "1,900,000 token ids": (1, lambda: completion(prompt=[1] * 1_900_000)),
-    "a text of 8 MB": (1, lambda: completion(prompt="a b " * 2_000_000)),
-    "60,000 messages": (1, lambda: chat([{"role": "user", "content": "a"}] * 60_000)),
-    "a message of 60,000 parts": (
-        1,
-        lambda: chat([{"role": "user", "content": [{"type": "text", "text": "a"}] * 60_000}]),
-    ),
-    "190,000 unknown fields": (
-        1,
-        lambda: ("/v1/completions", _json({f"a{at}": 1 for at in range(190_000)})),
-    ),
-    "190,000 biases": (
-        1,
-        lambda: completion(prompt="a", logit_bias={str(at): 1 for at in range(190_000)}),
-    ),
-    "1,000,000 stop strings": (1, lambda: completion(prompt="a", stop=["b"] * 1_000_000)),
-    "4,096 bad words": (
-        1,
-        lambda: completion(prompt="a", bad_words=[f"word{at}" for at in range(4096)]),
-    ),
-    "lists in lists, 190,000 deep": (
-        1,
-        lambda: ("/v1/completions", b'{"prompt":' + b"[" * 190_000 + b"]" * 190_000 + b"}"),
-    ),
-    "to tokenize: a text of 2 MB": (
-        1,
-        lambda: ("/tokenize", _json({"prompt": "def f(x): " * 200_000, "return_token_strs": True})),
-    ),
-    "to detokenize: 1,000,000 tokens": (
-        1,
-        lambda: ("/detokenize", _json({"tokens": [at % 500 for at in range(1_000_000)]})),
-    ),
-    "16 beams of 180 tokens": (
-        1,
-        lambda: completion(prompt="def f(", n=16, use_beam_search=True, max_tokens=180),
-    ),
-}
 
 
 @dataclass(slots=True)
@@ -198,14 +91,13 @@ def request(path: str, body: bytes) -> bytes:
 class Watchers:
     """The two clients that measure, each in a thread, until `end`."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: tuple[str, int], *, reads_streams: bool = True) -> None:
         self.probe = Gaps()
         self.stream = Gaps()
         self._address = address
         self._has_ended = threading.Event()
-        self._threads = [
-            threading.Thread(target=work, daemon=True) for work in (self._ask, self._read_streams)
-        ]
+        works = [self._ask, *([self._read_streams] if reads_streams else [])]
+        self._threads = [threading.Thread(target=work, daemon=True) for work in works]
 
     def start(self) -> None:
         for thread in self._threads:

@@ -1,11 +1,17 @@
 """Tool calls in a history: what is refused, and what templates get."""
 
+import json
 from typing import Any
 
 import pytest
 
 from quire.errors import InvalidRequestError
-from quire.text.tool_messages import check_tool_calls, with_calls_as_text, with_tools_as_text
+from quire.text.tool_messages import (
+    MAX_CALL_VALUES,
+    check_tool_calls,
+    with_calls_as_text,
+    with_tools_as_text,
+)
 
 FUNCTION = {"name": "f", "arguments": '{"a": 1}'}
 CALL = {"id": "1", "type": "function", "function": FUNCTION}
@@ -67,3 +73,15 @@ def test_tools_are_described_behind_what_the_system_says(role: str) -> None:
     assert '\n{"name": "f", "description": "ü"}\n' in made["content"]
     (extended, _) = with_tools_as_text([{"role": role, "content": "Be brief."}, user], tools)
     assert extended == {"role": role, "content": f"Be brief.\n\n{made['content']}"}
+
+
+@pytest.mark.parametrize("form", [lambda value: value, json.dumps])
+def test_the_arguments_of_a_call_have_a_bound(form: Any) -> None:
+    def calls(count: int) -> list[Any]:
+        function = {"name": "f", "arguments": form({"a": [1] * count})}
+        return [{"type": "function", "function": function}]
+
+    check_tool_calls(calls(MAX_CALL_VALUES - 2), "messages[1]")
+    sentence = r"messages\[1\].tool_calls\[0\] has arguments with more values, .* than the bound of"
+    with pytest.raises(InvalidRequestError, match=sentence):
+        check_tool_calls(calls(MAX_CALL_VALUES + 1), "messages[1]")

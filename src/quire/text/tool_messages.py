@@ -9,8 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequestError, shown
+from quire.text.json_values import has_more_values, text_has_more_values
 
 Message = dict[str, Any]
+
+MAX_CALL_VALUES = 20_000
+"""Of one call's arguments. To write or read so many takes some milliseconds."""
 
 _DESCRIPTION = """These functions can be called:
 
@@ -40,8 +44,22 @@ def check_tool_calls(calls: Any, where: str) -> None:
             raise _wrong(f"{place} has no function; it must be an object with name and arguments")
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise _wrong(f"{place} has no name of its function; it must be a non-empty string")
-        if not isinstance(function.get("arguments", ""), (str, dict, type(None))):
+        arguments = function.get("arguments", "")
+        if not isinstance(arguments, (str, dict, type(None))):
             raise _wrong(f"{place} has arguments that are neither an object nor its JSON text")
+        check_num_arguments(arguments, f"{place} has arguments")
+
+
+def check_num_arguments(arguments: Any, what: str) -> None:
+    """Raises InvalidRequestError where the arguments of a call, an object or its JSON text, have
+    too many values. what: begins the sentence."""
+    is_text = isinstance(arguments, str)
+    has_more = text_has_more_values if is_text else has_more_values
+    if has_more(arguments, MAX_CALL_VALUES):
+        raise _wrong(
+            f"{what} with more values, those inside of others included, than the bound of"
+            f" {MAX_CALL_VALUES}; send fewer"
+        )
 
 
 def check_id(value: Any, place: str) -> None:

@@ -2,17 +2,26 @@
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.server.working import finished
 
-from quire.server.generation.answer_store import AnswerStore, StoredAnswer
+from quire.errors import InvalidRequestError
+from quire.server.generation import answer_store
+from quire.server.generation.answer_store import AnswerStore, StoredAnswer, StoredItems
 
 ROOM = 10_000
 
 
 def answer(name, previous=None, size=0):
-    item = [{"id": f"item_{name}", "text": "x" * size}]
-    return StoredAnswer(name, b"{}", json.dumps(item).encode(), b"[]", previous)
+    items = [{"id": f"item_{name}", "text": "x" * size}]
+    kept = StoredItems(json.dumps(items).encode(), (f"item_{name}",))
+    return StoredAnswer(name, b"{}", kept, StoredItems(), previous)
+
+
+def history(store, tenant, name):
+    return finished(store.history(tenant, name))[0]
 
 
 def test_nothing_is_kept_without_room():
@@ -25,16 +34,28 @@ def test_a_history_is_all_that_came_before():
     store = AnswerStore(ROOM)
     for name, previous in (("a", None), ("b", "a"), ("c", "b"), ("other", None)):
         store.keep("", answer(name, previous))
-    assert [item["id"] for item in store.history("", "c")] == ["item_a", "item_b", "item_c"]
+    assert [item["id"] for item in history(store, "", "c")] == ["item_a", "item_b", "item_c"]
     assert store.drop("", "a") and not store.drop("", "a")
-    assert store.history("", "c") is None and store.find("", "c") is not None
+    assert history(store, "", "c") is None and store.find("", "c") is not None
+
+
+def test_a_history_is_read_in_pieces_and_has_a_bound(monkeypatch):
+    store = AnswerStore(ROOM)
+    for name, previous in (("a", None), ("b", "a"), ("c", "b")):
+        store.keep("", answer(name, previous, size=1000))
+    items, num_pauses = finished(store.history("", "c"))
+    assert len(items) == num_pauses == 3
+    monkeypatch.setattr(answer_store, "MAX_HISTORY_BYTES", 3000)
+    assert len(history(store, "", "b")) == 2
+    with pytest.raises(InvalidRequestError, match=r"the conversation up to 'c' has .* begin a new"):
+        history(store, "", "c")
 
 
 def test_tenants_see_their_own_alone():
     store = AnswerStore(ROOM)
     store.keep("alice", answer("a"))
     assert store.find("bob", "a") is None and not store.items_by_id("bob", ["item_a"])
-    assert store.history("bob", "a") is None and not store.drop("bob", "a")
+    assert history(store, "bob", "a") is None and not store.drop("bob", "a")
     item = {"id": "item_a", "text": ""}
     assert store.items_by_id("alice", ["item_a", "item_b"]) == {"item_a": item}
 
@@ -43,7 +64,7 @@ def test_the_one_used_least_recently_goes_first():
     store = AnswerStore(ROOM)
     for name in "abc":
         store.keep("", answer(name, size=2000))
-    assert store.history("", "a") is not None  # used now
+    assert history(store, "", "a") is not None  # used now
     store.keep("", answer("d", size=2000))
     assert [store.find("", name) is not None for name in "abcd"] == [True, False, True, True]
     assert not store.items_by_id("", ["item_b"])

@@ -290,9 +290,6 @@ def test_space_is_read_in_steps_too(monkeypatch):
         assert value == [1] and num_pauses >= 50
 
 
-MANY = {"MAX_VALUES": 1000, "MAX_PARTS": 100}
-
-
 @pytest.mark.parametrize(
     ("text", "is_refused"),
     [
@@ -317,14 +314,21 @@ MANY = {"MAX_VALUES": 1000, "MAX_PARTS": 100}
     ],
 )
 def test_too_many_values_are_refused_before_they_are_there(text, is_refused, monkeypatch):
-    for name, bound in MANY.items():
-        monkeypatch.setattr(json_body, name, bound)
+    monkeypatch.setattr(json_body, "MAX_PARTS", 100)
+    work = parse_in_pieces(text, 1000)
     if not is_refused:
-        assert parse_long(text) == json.loads(text)
+        assert finished(work)[0] == json.loads(text)
         return
     sentence = "more than 1000 values, or more than 100 lists, objects and fields; send less"
     with pytest.raises(InvalidRequestError, match=sentence):
-        parse_long(text)
+        finished(work)
+
+
+def test_the_bound_of_values_is_the_body_s():
+    body = b"[" + b"1," * json_body.LONG_BODY_BYTES + b"1]"
+    assert len(finished(json_body.parse(body, 70_000))[0]) == 65_537
+    with pytest.raises(InvalidRequestError, match="the body has more than 60000 values"):
+        finished(json_body.parse(body, 60_000))
 
 
 def test_numbers_are_bounded_by_their_characters():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import httpx
@@ -12,13 +13,13 @@ from tests.server.generation.test_http_generation import FakeEngine
 from tests.server.routes.upper import router
 
 from quire.core.request import FinishReason, SequenceOutput
-from quire.errors import StepFailedError
+from quire.errors import InvalidRequestError, StepFailedError
 from quire.server.app import ENDPOINTS, create_app
 from quire.server.generation.seeds import Seeds
 from quire.server.http.body import Body
 from quire.server.http.guard import AccessConfig
 from quire.server.limits import CallLimits
-from quire.server.routes.endpoint import Endpoints
+from quire.server.routes.endpoint import MAX_FIELDS, Endpoints, check_parsed
 from quire.server.service import Service
 from quire.server.tenants.keys import ApiKeys
 from quire.server.tenants.tenants import TenantBook
@@ -218,8 +219,26 @@ def test_ignored_fields_are_named_in_a_header(service):
     assert (answer.status_code, answer.json()) == (200, "a")
     named = answer.headers["x-ignored-fields"].split(", ")
     assert named == ["other", "n?me??Set-Cookie: x? y", "z" * 80, "last"]
-    many = post({"name": "a"} | {f"field{n}": n for n in range(1000)})
+    many = post({"name": "a"} | {f"field{n}": n for n in range(900)})
     assert len(many.headers["x-ignored-fields"]) == 1000
+
+
+def test_bodies_have_bounds_of_fields_and_of_values():
+    checked = partial(check_parsed, kind=Named, limits=CallLimits(), max_model_len=1)
+    checked(few := {f"field{n}": n for n in range(MAX_FIELDS)})
+    for many in (few | {"name": "a"}, {"extra_body": few | {"name": "a"}}):
+        with pytest.raises(InvalidRequestError, match="has 1001 fields, above the bound of 1000"):
+            checked(many)
+    taking_ids = {kind for kind in all_bodies(Body) if kind.max_values > Body.max_values}
+    assert {kind.__name__ for kind in taking_ids} == {
+        "CompletionRequest",
+        "DetokenizeRequest",
+        "EmbeddingRequest",
+    }
+
+
+def all_bodies(kind):
+    return {kind}.union(*map(all_bodies, kind.__subclasses__()))
 
 
 @pytest.mark.parametrize(("rule", "status"), [(None, 200), ("ignore", 200), ("refuse", 400)])

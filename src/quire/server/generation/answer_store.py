@@ -5,40 +5,65 @@ JSON values, and an answer is JSON. Called by the routes of `responses`; made by
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from quire.errors import InvalidRequestError
+
 _OVERHEAD_BYTES = 1024
 """Of each answer in memory beside its JSON: this bounds their number, too."""
 
 
+MAX_HISTORY_BYTES = 16 << 20
+"""Of the JSON of all items of a conversation that is gone on in: a call of a few bytes would have
+all of the store read, and held as long as it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItems:
+    """json: a list of items. ids: theirs, in the same order."""
+
+    json: bytes = b"[]"
+    ids: tuple[str, ...] = ()
+
+    def read(self) -> list[dict[str, Any]]:
+        """The items."""
+        found: list[dict[str, Any]] = msgspec.json.decode(self.json)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """answer: JSON. given, made: JSON lists of the items that went in and that came out, each with
-    an id. previous_id: the answer that it goes on from, whose items come before."""
+    """answer: JSON. given, made: the items that went in and that came out. previous_id: the answer
+    that it goes on from, whose items come before."""
 
     answer_id: str
     answer: bytes
-    given: bytes
-    made: bytes
+    given: StoredItems
+    made: StoredItems
     previous_id: str | None = None
-
-    @property
-    def given_items(self) -> list[dict[str, Any]]:
-        """What went in."""
-        return _decoded(self.given)
 
     @property
     def items(self) -> list[dict[str, Any]]:
         """What went in, then what came out."""
-        return _decoded(self.given) + _decoded(self.made)
+        return self.given.read() + self.made.read()
+
+    @property
+    def item_ids(self) -> tuple[str, ...]:
+        """Theirs."""
+        return self.given.ids + self.made.ids
+
+    @property
+    def num_item_bytes(self) -> int:
+        """Of the items' JSON."""
+        return len(self.given.json) + len(self.made.json)
 
     @property
     def num_bytes(self) -> int:
-        return _OVERHEAD_BYTES + len(self.answer) + len(self.given) + len(self.made)
+        return _OVERHEAD_BYTES + len(self.answer) + self.num_item_bytes
 
 
 class AnswerStore:
@@ -75,8 +100,8 @@ class AnswerStore:
         self.drop(tenant, stored.answer_id)
         self._answers[tenant, stored.answer_id] = stored
         self._num_bytes += stored.num_bytes
-        for item in stored.items:
-            self._of_item[tenant, item["id"]] = stored.answer_id
+        for item_id in stored.item_ids:
+            self._of_item[tenant, item_id] = stored.answer_id
         while self._num_bytes > self._max_bytes:
             self.drop(*next(iter(self._answers)))
 
@@ -87,8 +112,11 @@ class AnswerStore:
             self._answers.move_to_end((tenant, answer_id))
         return stored
 
-    def history(self, tenant: str, answer_id: str) -> list[dict[str, Any]] | None:
-        """All items of the conversation up to an answer; None: some of it is not kept."""
+    def history(
+        self, tenant: str, answer_id: str
+    ) -> Generator[None, None, list[dict[str, Any]] | None]:
+        """All items of the conversation up to an answer; None: some of it is not kept. May pause at
+        every yield. Raises InvalidRequestError where it is too long."""
         chain: list[StoredAnswer] = []
         next_id: str | None = answer_id
         while next_id is not None:
@@ -97,7 +125,18 @@ class AnswerStore:
                 return None
             chain.append(stored)
             next_id = stored.previous_id
-        return [item for stored in reversed(chain) for item in stored.items]
+        num_bytes = sum(stored.num_item_bytes for stored in chain)
+        if num_bytes > MAX_HISTORY_BYTES:
+            raise InvalidRequestError(
+                f"the conversation up to {answer_id!r:.80} has {num_bytes >> 20} MiB, above the"
+                f" bound of {MAX_HISTORY_BYTES >> 20} MiB; begin a new one",
+                "previous_response_id",
+            )
+        items: list[dict[str, Any]] = []
+        for stored in reversed(chain):
+            items += stored.items
+            yield
+        return items
 
     def items_by_id(self, tenant: str, item_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Those items that are in a tenant's answers, or in what went into them. Each answer is
@@ -119,12 +158,7 @@ class AnswerStore:
         if stored is None:
             return False
         self._num_bytes -= stored.num_bytes
-        for item in stored.items:
-            if self._of_item.get((tenant, item["id"])) == answer_id:
-                del self._of_item[tenant, item["id"]]
+        for item_id in stored.item_ids:
+            if self._of_item.get((tenant, item_id)) == answer_id:
+                del self._of_item[tenant, item_id]
         return True
-
-
-def _decoded(items: bytes) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = msgspec.json.decode(items)
-    return found

@@ -6,13 +6,14 @@ do: with the tenant's quota, a deadline, the metrics, and again after a crash. C
 
 import time
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from fastapi import Request as HTTPRequest
 from starlette.responses import Response
 
+from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine_client.inputs import MAX_NAME_LENGTH
 from quire.engine_client.outputs import RequestAssembler
@@ -127,7 +128,7 @@ class PoolingCall:
                 check_text(text, self.service.tokenizer, longest, param)
 
     async def answer(
-        self, given: Sequence[PoolingInput], write: Callable[["Pooled"], Response]
+        self, given: Sequence[PoolingInput], write: Callable[["Pooled"], Awaitable[Response]]
     ) -> Response:
         """What `write` makes of the results; an empty response where the client has gone.
 
@@ -137,16 +138,12 @@ class PoolingCall:
             pooled = await unless_disconnected(self._http.receive, self._run(given))
         except ClientGoneError:
             return Response(status_code=499)
-        return write(pooled)
+        return await write(pooled)
 
     async def _run(self, given: Sequence[PoolingInput]) -> "Pooled":
         """A window of the inputs at a time: a long list keeps others' calls out no longer than a
         short one."""
-        limits, call_id = self.service.engine.limits, self._caller.call_id
-        requests = [
-            each.request(f"{call_id}-{index}", limits, self._options)
-            for index, each in enumerate(given)
-        ]
+        requests = await self.service.work.run(self._requests(given))
         results: list[bytes] = []
         for first in range(0, len(requests), WINDOW):
             assemblers = [
@@ -157,7 +154,16 @@ class PoolingCall:
             results += [each.pooled for each in assemblers if each.pooled is not None]
         assert len(results) == len(requests), "a request that pools ends with its result"
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        return Pooled(call_id, results, num_tokens)
+        return Pooled(self._caller.call_id, results, num_tokens)
+
+    def _requests(self, given: Sequence[PoolingInput]) -> Generator[None, None, list[Request]]:
+        """May pause at every yield."""
+        limits, call_id = self.service.engine.limits, self._caller.call_id
+        found = []
+        for index, each in enumerate(given):
+            found.append(each.request(f"{call_id}-{index}", limits, self._options))
+            yield
+        return found
 
     async def _run_window(self, assemblers: Sequence[RequestAssembler]) -> None:
         generation = HTTPGeneration(self.service, assemblers, _NOTHING_SAMPLED, self._caller)

@@ -63,6 +63,8 @@ class Body(BaseModel):
     list_bounds: fields that may have only so many entries, by the name of the bound in CallLimits.
     unknown_fields: what happens to fields that are unknown, where the server's operator has not
         said it: "ignore" names them in a header of the answer.
+    max_values: of the JSON, of any kind and at any depth. What becomes text of a prompt is written
+        as JSON in one go, during which nothing else happens.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_describe)
@@ -72,6 +74,7 @@ class Body(BaseModel):
     notes: ClassVar[Mapping[str, str]] = {}
     list_bounds: ClassVar[Mapping[str, str]] = {}
     unknown_fields: ClassVar[UnknownFields] = "refuse"
+    max_values: ClassVar[int] = 100_000
 
     @classmethod
     def without_unknown(cls, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

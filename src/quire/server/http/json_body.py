@@ -37,7 +37,8 @@ Path = tuple["Path", str | int] | None
 
 MAX_VALUES = 2_000_000
 MAX_PARTS = 200_000
-"""Of a body: values of any kind; lists, objects and fields of objects."""
+"""Of a body: values of any kind; lists, objects and fields of objects. Bodies that hold no lists of
+token ids have a lower bound of values."""
 
 MAX_NUMBER_CHARACTERS = 400
 """As many as the largest double has when it is written out. To parse an integer takes time that
@@ -79,8 +80,10 @@ _SPACES = re.compile(r"[ \t\n\r]{0,1000000}+")
 _NUMBER = re.compile(r"[-+.0-9eE]*+")
 
 
-def parse(body: bytes) -> Generator[None, None, Any]:
+def parse(body: bytes, max_values: int = MAX_VALUES) -> Generator[None, None, Any]:
     """The JSON value in `body`; may pause at every yield. A short body has none.
+
+    max_values: of any kind; short bodies are not counted.
 
     Raises json.JSONDecodeError, UnicodeDecodeError for what is not UTF-8, and InvalidRequestError
     for two fields of one name in one object, for a text with half of a surrogate pair, and for what
@@ -88,7 +91,7 @@ def parse(body: bytes) -> Generator[None, None, Any]:
     """
     text = str(body, "utf-8-sig")
     if len(body) > LONG_BODY_BYTES or _LONG_NUMBER.search(text):
-        value = yield from parse_in_pieces(text)
+        value = yield from parse_in_pieces(text, max_values)
     else:
         value = _DECODER.decode(text)
     if isinstance(value, (dict, list)) and _HALF.search(text):
@@ -96,14 +99,14 @@ def parse(body: bytes) -> Generator[None, None, Any]:
     return value
 
 
-def parse_in_pieces(text: str) -> Generator[None, None, Any]:
+def parse_in_pieces(text: str, max_values: int = MAX_VALUES) -> Generator[None, None, Any]:
     """The JSON value in `text`; may pause at every yield, some microseconds apart (a long text is
     one step, of a millisecond per MB).
 
     Raises json.JSONDecodeError, and InvalidRequestError for what is beyond the bounds and for two
     fields of one name in one object.
     """
-    reader = _Reader(text)
+    reader = _Reader(text, max_values)
     while reader.step():
         yield
     return reader.root[0]
@@ -139,9 +142,10 @@ class _Reader:
     value. `_may_begin`: whether a value (a field) may begin: behind an opening and behind a comma.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, max_values: int) -> None:
         self.root: list[Any] = []
         self._text = text
+        self._max_values = max_values
         self._at = 0
         self._num_values = 0
         self._num_parts = 0
@@ -272,9 +276,9 @@ class _Reader:
     def _count(self, num_values: int, num_parts: int) -> None:
         self._num_values += num_values
         self._num_parts += num_parts
-        if self._num_values > MAX_VALUES or self._num_parts > MAX_PARTS:
+        if self._num_values > self._max_values or self._num_parts > MAX_PARTS:
             raise InvalidRequestError(
-                f"the body has more than {MAX_VALUES} values, or more than {MAX_PARTS} lists,"
+                f"the body has more than {self._max_values} values, or more than {MAX_PARTS} lists,"
                 " objects and fields; send less in one request"
             )
 

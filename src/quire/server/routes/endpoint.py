@@ -15,12 +15,16 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from quire.errors import InvalidRequestError
 from quire.server.http.body import Body
 from quire.server.http.errors import ErrorForm, PathForm, openai_error
-from quire.server.http.json_body import parse
+from quire.server.http.json_body import MAX_VALUES, parse
 from quire.server.limits import CallLimits
 from quire.server.routes.unsupported import METHODS, refuse
 from quire.server.service import service_of
+
+MAX_FIELDS = 1000
+"""Of a body's object, and of its extra_body: unknown ones are named one by one."""
 
 IGNORED_HEADER = b"x-ignored-fields"
 MAX_IGNORED_CHARACTERS = 1000
@@ -41,7 +45,8 @@ class JSONRequest(Request):
 
     async def json(self) -> Any:
         service = service_of(self)
-        value = await service.work.run(parse(await self.body()))
+        max_values = MAX_VALUES if self.body_class is None else self.body_class.max_values
+        value = await service.work.run(parse(await self.body(), max_values))
         if self.body_class is not None:
             max_model_len = service.engine.limits.max_model_len
             check_parsed(value, self.body_class, service.limits, max_model_len)
@@ -60,6 +65,11 @@ def check_parsed(value: Any, kind: type[Body], limits: CallLimits, max_model_len
     if isinstance(value, dict):
         for fields in (value, value.get("extra_body")):
             if isinstance(fields, dict):
+                if len(fields) > MAX_FIELDS:
+                    raise InvalidRequestError(
+                        f"the body has {len(fields)} fields, above the bound of {MAX_FIELDS}; leave"
+                        " out those that nobody knows"
+                    )
                 kind.check_fields(fields, limits, max_model_len)
 
 

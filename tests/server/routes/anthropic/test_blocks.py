@@ -4,6 +4,7 @@ import pytest
 
 from quire.errors import InvalidRequestError
 from quire.server.routes.anthropic.blocks import chat_messages, system_texts
+from quire.text.tool_messages import MAX_CALL_VALUES
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=0a1b2;"
 
@@ -189,3 +190,9 @@ def test_a_wrong_system_prompt_is_named():
         with pytest.raises(InvalidRequestError, match=words) as caught:
             chat_messages(system, [user(text("a"))])
         assert caught.value.param == "system"
+
+
+def test_the_input_of_a_call_has_a_bound():
+    many = {"a": [1] * MAX_CALL_VALUES}
+    with pytest.raises(InvalidRequestError, match=r"messages.1.content.0 has an input with more"):
+        chat_messages(None, [user(text("a")), assistant(use("t", **many)), user(result("t"))])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from quire.errors import InvalidRequestError, shown
+from quire.text.tool_messages import check_num_arguments
 
 ChatMessage: TypeAlias = dict[str, Any]
 
@@ -209,6 +210,7 @@ def _call(block: _Block, call_names: dict[str, str]) -> dict[str, Any]:
     arguments = block.fields.get("input")
     if not isinstance(arguments, dict):
         raise _wrong(f"{block.where}.input is {shown(arguments)}, but must be an object")
+    check_num_arguments(arguments, f"{block.where} has an input")
     call_names[call_id] = name
     text = json.dumps(arguments, ensure_ascii=False)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}

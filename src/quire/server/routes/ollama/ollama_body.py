@@ -20,6 +20,7 @@ from quire.server.generation.chat_call import ChatCall, ReasoningOptions
 from quire.server.http.body import UnknownFields
 from quire.server.limits import CallLimits, too_many_entries
 from quire.server.routes.openai.chat_tools import make_tool_use, openai_tools
+from quire.text.tool_messages import check_num_arguments
 
 _TAG = ":latest"
 
@@ -59,6 +60,7 @@ class OllamaBody(ChatBody):
     """What both bodies share."""
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
+    list_bounds: ClassVar[Mapping[str, str]] = {"options": "max_list_length"}
     hints: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "images": ([],),
@@ -134,7 +136,10 @@ class OllamaBody(ChatBody):
 class OllamaChatRequest(OllamaBody):
     """POST /api/chat."""
 
-    list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
+    list_bounds: ClassVar[Mapping[str, str]] = {
+        **OllamaBody.list_bounds,
+        "tools": "max_list_length",
+    }
     notes: ClassVar[Mapping[str, str]] = {
         "messages": "objects with a `role` and a `content`, calls in `tool_calls`",
         "tools": "functions that the model may call",
@@ -221,6 +226,7 @@ def _calls(calls: Any, where: str, first: int) -> Iterator[dict[str, Any]]:
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str):
             raise _wrong(f"{where}.tool_calls[{at}] is {shown(call)}, but must name a function")
+        check_num_arguments(function.get("arguments"), f"{where}.tool_calls[{at}] has arguments")
         arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
         yield {
             "id": f"call_{first + at}",

@@ -15,6 +15,7 @@ from quire.server.generation.chat_call import ChatCall, ReasoningOptions
 from quire.server.http.body import Body
 from quire.server.limits import CallLimits
 from quire.server.routes.openai.chat_tools import make_tool_use, openai_tools, read_tool_choice
+from quire.text.json_values import has_more_values
 
 _OLD_NAMES = {"functions": "tools", "function_call": "tool_choice"}
 
@@ -295,15 +296,9 @@ def _one_of(*given: tuple[str, Any]) -> Any:
 
 def check_template_arguments(value: Any) -> None:
     """Of chat_template_kwargs. Raises InvalidRequestError. Stops to count at the bound."""
-    count, rest = 0, [value]
-    while rest:
-        inner = rest.pop()
-        if isinstance(inner, (dict, list)):
-            count += len(inner)
-            if count > MAX_TEMPLATE_VALUES:
-                raise InvalidRequestError(
-                    "chat_template_kwargs has more values, those inside of others included, than"
-                    f" the bound of {MAX_TEMPLATE_VALUES}; send fewer",
-                    "chat_template_kwargs",
-                )
-            rest += inner.values() if isinstance(inner, dict) else inner
+    if has_more_values(value, MAX_TEMPLATE_VALUES):
+        raise InvalidRequestError(
+            "chat_template_kwargs has more values, those inside of others included, than the bound"
+            f" of {MAX_TEMPLATE_VALUES}; send fewer",
+            "chat_template_kwargs",
+        )

@@ -22,6 +22,7 @@ from quire.server.generation.body import NOT_FOR_BEAMS, NOT_SUPPORTED, Generatio
 from quire.server.generation.call_body import Params, Texts, TokenIds, left_out
 from quire.server.generation.http_generation import HTTPGeneration, Prompts, blamed_on
 from quire.server.http.errors import ErrorForm, openai_error
+from quire.server.http.json_body import MAX_VALUES
 from quire.server.http.long_work import call_for_text
 from quire.server.http.streaming import event
 from quire.server.limits import CallLimits, check_text, too_many_entries
@@ -67,6 +68,8 @@ class CompletionRequest(GenerationBody):
         "best_of": "only where it equals `n`",
         "add_special_tokens": "false: a text gets no beginning-of-sequence token and the like",
     }
+
+    max_values: ClassVar[int] = MAX_VALUES  # token ids
 
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     echo: bool = False

@@ -22,6 +22,7 @@ from quire.server.generation.pooling_call import (
     PoolingUsage,
     usage_of,
 )
+from quire.server.http.json_body import MAX_VALUES
 from quire.server.http.long_work import call_for_text
 from quire.server.http.streaming import PieceByPiece
 from quire.server.limits import CallLimits, too_many_entries
@@ -48,6 +49,8 @@ class EmbeddingRequest(PoolingBody):
         "dimensions": "the first elements of each vector alone, for models that were trained so",
         "normalize": "to length 1; where left out as the model's folder says, else true",
     }
+
+    max_values: ClassVar[int] = MAX_VALUES  # token ids
 
     input: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     encoding_format: Literal["float", "base64"] = "float"
@@ -102,11 +105,11 @@ async def create_embeddings(body: EmbeddingRequest, http: HTTPRequest) -> Respon
     call = PoolingCall(http, body, "embd", "embeddings")
     given = body.inputs
     call.check_texts(given, "input")
-    size = sum(len(each) for each in given if isinstance(each, str))
+    size = sum(map(len, given))
     with fields_named({"prompt": "input"}):
         inputs = await call_for_text(size, _inputs, call, body)
 
-        def write(pooled: Pooled) -> Response:
+        async def write(pooled: Pooled) -> Response:
             return PieceByPiece(call.service.work.join(_written(call, body, pooled)))
 
         return await call.answer(inputs, write)

@@ -4,7 +4,7 @@ A model with a head that scores, or one that answers with one of two tokens, rea
 whole. Any other compares the vectors of both texts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -225,13 +225,16 @@ async def _score(
     with fields_named({"prompt": body.texts_field}):
         if call.inputs.has_scores:
             inputs = await call_for_text(size, _pair_inputs, call, body, pairs)
-            return await call.answer(
-                inputs, lambda pooled: write([score_of(each) for each in pooled.results], pooled)
-            )
-        inputs = await call_for_text(size, _text_inputs, call, body, texts)
-        return await call.answer(
-            inputs, lambda pooled: write(_similarities(texts, pairs, pooled), pooled)
-        )
+        else:
+            inputs = await call_for_text(size, _text_inputs, call, body, texts)
+
+        async def write_scores(pooled: Pooled) -> Response:
+            if call.inputs.has_scores:
+                return write([score_of(each) for each in pooled.results], pooled)
+            scores = await call.service.work.run(_similarities(texts, pairs, pooled))
+            return write(scores, pooled)
+
+        return await call.answer(inputs, write_scores)
 
 
 def _pair_inputs(call: PoolingCall, body: ScoringBody, pairs: Sequence[Pair]) -> list[PoolingInput]:
@@ -247,6 +250,13 @@ def _text_inputs(call: PoolingCall, body: ScoringBody, texts: Sequence[str]) -> 
     return [call.inputs.embed(text, truncate=body.truncate_prompt_tokens) for text in texts]
 
 
-def _similarities(texts: Sequence[str], pairs: Sequence[Pair], pooled: Pooled) -> list[float]:
-    vectors = dict(zip(texts, map(numbers_of, pooled.results), strict=True))
-    return [similarity(vectors[first], vectors[second]) for first, second in pairs]
+def _similarities(
+    texts: Sequence[str], pairs: Sequence[Pair], pooled: Pooled
+) -> Generator[None, None, list[float]]:
+    """May pause at every yield: vectors are many, and long."""
+    results = dict(zip(texts, pooled.results, strict=True))
+    scores = []
+    for first, second in pairs:
+        scores.append(similarity(numbers_of(results[first]), numbers_of(results[second])))
+        yield
+    return scores

@@ -18,6 +18,7 @@ from quire.server.generation.chat_call import ChatCall
 from quire.server.generation.chat_prompt import chat_call_of, chat_prompt
 from quire.server.generation.http_generation import blamed_on
 from quire.server.http.body import Body
+from quire.server.http.json_body import MAX_VALUES
 from quire.server.http.long_work import call_for_text
 from quire.server.routes.endpoint import Endpoints
 from quire.server.routes.openai.chat_body import ChatPromptFields, Messages
@@ -96,6 +97,8 @@ class DetokenizeRequest(Body):
         "model": "the name in `/v1/models`",
         "tokens": "token ids",
     }
+
+    max_values: ClassVar[int] = MAX_VALUES  # token ids
 
     model: str | None = None
     tokens: TokenIds = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})

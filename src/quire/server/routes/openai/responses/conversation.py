@@ -11,7 +11,7 @@ import msgspec
 from fastapi import Request as HTTPRequest
 
 from quire.errors import InvalidRequestError
-from quire.server.generation.answer_store import AnswerStore, StoredAnswer
+from quire.server.generation.answer_store import AnswerStore, StoredAnswer, StoredItems
 from quire.server.generation.http_generation import tenant_of
 from quire.server.routes.openai.responses.input_items import kind_of
 from quire.server.routes.openai.responses.response_object import ResponseObject
@@ -43,12 +43,13 @@ class Conversation:
     previous_id: str | None = None
 
     @classmethod
-    def of(cls, http: HTTPRequest, previous_id: str | None) -> "Conversation":
+    async def of(cls, http: HTTPRequest, previous_id: str | None) -> "Conversation":
         """Raises InvalidRequestError where the response is not stored."""
-        store, tenant = service_of(http).answers, tenant_of(http).name
+        service = service_of(http)
+        store, tenant = service.answers, tenant_of(http).name
         if previous_id is None:
             return cls(store, tenant)
-        history = store.history(tenant, previous_id)
+        history = await service.work.run(store.history(tenant, previous_id))
         if history is None:
             reason = (
                 f"the response {previous_id!r:.80}, or one before it, is not stored here, or no"
@@ -77,16 +78,23 @@ class Conversation:
             item if (at := _reference(item)) is None else stored.get(at, item) for item in items
         ]
 
-    def keep(self, response: ResponseObject, given: Iterable[Any]) -> None:
-        """Store an answer. given: the items of its input, checked and resolved."""
-        stored = StoredAnswer(
-            response.id,
-            msgspec.json.encode(response),
-            msgspec.json.encode([_listed(item) for item in given]),
-            msgspec.json.encode(response.output),
-            self.previous_id,
+    def listed(self, given: Iterable[Any]) -> StoredItems:
+        """The items of an input, checked and resolved, as they are kept; none where nothing is.
+
+        They may be many: called where the body is read, beside the event loop."""
+        if not self.store.is_on:
+            return StoredItems()
+        items = [_listed(item) for item in given]
+        return StoredItems(msgspec.json.encode(items), tuple(item["id"] for item in items))
+
+    def keep(self, response: ResponseObject, given: StoredItems) -> None:
+        """Store an answer. given: what `listed` made of its input."""
+        output = response.output
+        made = StoredItems(msgspec.json.encode(output), tuple(item.id for item in output))
+        answer = msgspec.json.encode(response)
+        self.store.keep(
+            self.tenant, StoredAnswer(response.id, answer, given, made, self.previous_id)
         )
-        self.store.keep(self.tenant, stored)
 
 
 def _reference(item: Any) -> str | None:

@@ -13,6 +13,7 @@ from quire.core.sampling_params import SEED_LIMIT, SamplingDefaults, SamplingPar
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError, shown
 from quire.server.generation.answer_format import AnswerFormatFields
+from quire.server.generation.answer_store import StoredItems
 from quire.server.generation.call_body import ChatBody, Count, Params, Texts, TokenIds, left_out
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
 from quire.server.http.body import UnknownFields
@@ -232,6 +233,8 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
     )
     list_bounds: ClassVar[Mapping[str, str]] = {
         **ContextBody.list_bounds,
+        "include": "max_list_length",
+        "metadata": "max_list_length",
         "stop": "max_stop_strings",
         "stop_token_ids": "max_list_length",
     }
@@ -270,6 +273,13 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
     min_tokens: Count | None = left_out(minimum=0)
     ignore_eos: bool | None = None
 
+    _listed_items: StoredItems = PrivateAttr(default_factory=StoredItems)
+
+    @property
+    def listed_items(self) -> StoredItems:
+        """The input as it is kept, once `to_chat_call` has read it."""
+        return self._listed_items
+
     @property
     def gives_logprobs(self) -> bool:
         return LOGPROBS in self.include
@@ -296,6 +306,12 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
         given = {name: value for name, value in values.items() if value is not None}
         logprobs = (self.top_logprobs or 0) if self.gives_logprobs else None
         return Params(SamplingParams(**given, max_tokens=self.max_output_tokens, logprobs=logprobs))
+
+    def to_chat_call(self) -> ChatCall:
+        call = super().to_chat_call()
+        if self.store:
+            self._listed_items = self._conversation.listed(self.items)
+        return call
 
     def _form(self) -> StructuredOutputsParams | None:
         form, other = super()._form(), self.answer_format()

@@ -65,7 +65,7 @@ _encode_json = msgspec.json.Encoder().encode
 @router.post("/v1/responses", responses=answers(ResponseObject, streams=True))
 async def create_response(body: ResponsesRequest, http: HTTPRequest) -> Response:
     """Answer the input."""
-    body.go_on_in(Conversation.of(http, body.previous_response_id))
+    body.go_on_in(await Conversation.of(http, body.previous_response_id))
     note_ignored(http, body.tool_names.left_out)
     return await generate(http, body, _ResponsesAnswer)
 
@@ -205,7 +205,7 @@ class _ResponsesAnswer(ChatAnswer[ResponsesRequest]):
 
     def _keep(self, response: ResponseObject) -> None:
         if self._is_stored:
-            self._body.conversation.keep(response, self._body.items)
+            self._body.conversation.keep(response, self._body.listed_items)
 
 
 def _events_of(message: CollectedMessage) -> Iterator[MessageEvent]:

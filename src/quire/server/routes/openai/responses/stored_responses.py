@@ -1,6 +1,5 @@
 """/v1/responses/...: responses that are stored, and how many tokens an input has."""
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -63,7 +62,7 @@ async def count_input_tokens(body: InputTokensRequest, http: HTTPRequest) -> Res
     """Count the tokens of an input, its tools and instructions included."""
     service = service_of(http)
     service.check_model(body.model)
-    body.go_on_in(Conversation.of(http, body.previous_response_id))
+    body.go_on_in(await Conversation.of(http, body.previous_response_id))
     note_ignored(http, body.tool_names.left_out)
     with fields_named(FIELD_NAMES):
         prompt = await chat_prompt(service, await chat_call_of(body))
@@ -100,7 +99,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """The items that a response was the answer to, the last one first."""
-    items = list(_conversation(http, response_id))
+    items = await _conversation(http, response_id)
     if order == "desc":
         items.reverse()
     if after is not None:
@@ -127,9 +126,9 @@ def _stored(http: HTTPRequest, response_id: str) -> StoredAnswer:
     return found
 
 
-def _conversation(http: HTTPRequest, response_id: str) -> Sequence[dict[str, Any]]:
+async def _conversation(http: HTTPRequest, response_id: str) -> list[dict[str, Any]]:
     """The items before a response, as far back as they are stored."""
     stored = _stored(http, response_id)
     before = stored.previous_id
-    history = None if before is None else Conversation.of(http, before).history
-    return [*(history or ()), *stored.given_items]
+    history = () if before is None else (await Conversation.of(http, before)).history
+    return [*history, *stored.given.read()]
