@@ -11,8 +11,8 @@ from quire.server.http.long_work import LONG_TEXT_CHARACTERS
 
 
 class Body:
-    def __init__(self, *blocks: str) -> None:
-        self.messages = [{"content": [{"text": block} for block in blocks]}]
+    def __init__(self, *blocks: str, name: str = "text") -> None:
+        self.messages = [{"content": [{name: block} for block in blocks]}]
 
     def to_chat_call(self) -> ChatCall:
         self.thread = threading.current_thread()
@@ -28,3 +28,9 @@ def test_a_long_body_is_read_in_a_thread(blocks: list[str], is_long: bool) -> No
     call = asyncio.run(chat_call_of(body))
     assert call.messages is body.messages
     assert (body.thread is not threading.current_thread()) == is_long
+
+
+def test_long_names_make_a_body_long() -> None:
+    body = Body("a", name="n" * LONG_TEXT_CHARACTERS)
+    asyncio.run(chat_call_of(body))
+    assert body.thread is not threading.current_thread()

@@ -28,6 +28,8 @@ BOMBS: dict[str, tuple[dict[str, Any], str]] = {
     "circle": ({"json": {"$ref": "#"}}, "no answer can ever complete it"),
     "depth": ({"json": '{"items":' * 90_000 + "{}" + "}" * 90_000}, "deeper than"),
     "length": ({"json": json.dumps({"title": "x" * 2_000_000})}, "2000013 bytes"),
+    "length of an object": ({"json": {"title": "x" * 2_000_000}}, "more bytes than the 1048576"),
+    "many values": ({"json": {"const": [[]] * 2_000_000}}, "more bytes than the 1048576"),
     "anyOf": (
         {
             "json": {

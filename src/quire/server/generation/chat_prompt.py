@@ -7,9 +7,10 @@ into an API's own.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quire.core.structured_outputs import KINDS
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
 from quire.server.generation.http_generation import Prompts, blamed_on
 from quire.server.http.long_work import LONG_TEXT_CHARACTERS, call_for_text
@@ -61,8 +62,9 @@ async def chat_call_of(body: MakesChatCall) -> ChatCall:
 async def chat_prompt(service: Service, call: ChatCall) -> ChatPrompt:
     """Render and encode a call. Raises InvalidRequestError."""
     tools = [tool.as_openai() for tool in call.tool_use.tools]
-    wanted = None if call.answer_format is None else asdict(call.answer_format)
-    size = _num_characters([call.messages, tools, call.chat_template_kwargs, wanted])
+    wanted = call.answer_format
+    form = [getattr(wanted, kind) for kind in KINDS] if wanted is not None else ()
+    size = _num_characters([call.messages, tools, call.chat_template_kwargs, form])
     return await call_for_text(size, _chat_prompt, service, call, tools)
 
 
@@ -144,7 +146,7 @@ def _num_characters(value: Any) -> int:
             count += len(each)
         elif isinstance(each, Mapping):
             count += len(each)
-            rest.extend(each.values())
+            rest += [*each, *each.values()]
         elif isinstance(each, Sequence):
             count += len(each)
             rest.extend(each)

@@ -25,15 +25,15 @@ def read_json(schema: object, origin: str) -> Any:
     if isinstance(schema, str):
         parsed = _parsed(schema, origin)
     else:
-        parsed = schema
-        _check_depth(parsed, origin)
+        # Before it is written in one call, which would keep Python's lock for as long as it takes.
+        _check_extent(schema, origin)
         try:
-            text = json.dumps(parsed, allow_nan=False)
+            text = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise refusal(origin, "#", f"this is no JSON: {error}") from error
         _check_length(len(text), origin)
         parsed = json.loads(text)
-    _check_depth(parsed, origin)
+    _check_extent(parsed, origin)
     return parsed
 
 
@@ -62,16 +62,25 @@ def _check_length(length: int, origin: str) -> None:
         raise refusal(origin, "#", f"it has {length} bytes; it may have up to {MAX_GRAMMAR_BYTES}")
 
 
-def _check_depth(schema: object, origin: str) -> None:
-    """A level at a time, without recursion."""
+def _check_extent(schema: object, origin: str) -> None:
+    """How deep it nests, and how long it is at least: a level at a time, without recursion."""
     level: list[object] = [schema]
+    length = 0
     for _ in range(2 * MAX_NESTING):
         below: list[object] = []
         for value in level:
             if isinstance(value, Mapping):
                 below.extend(value.values())
+                length += sum(len(key) for key in value if isinstance(key, str))
             elif isinstance(value, list | tuple):
                 below.extend(value)
+            elif isinstance(value, str):
+                length += len(value)
+        length += len(below)
+        if length > MAX_GRAMMAR_BYTES:
+            raise refusal(
+                origin, "#", f"it has more bytes than the {MAX_GRAMMAR_BYTES} that it may have"
+            )
         if not below:
             return
         level = below
