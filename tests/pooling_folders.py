@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertForTokenClassification,
     BertModel,
     PreTrainedModel,
     Qwen3Config,
@@ -42,10 +43,13 @@ QWEN3 = {
 }
 
 
-def make_bert(folder: Path, num_labels: int = 0, **fields: object) -> PreTrainedModel:
-    """A BERT with a tokenizer of whole words; with labels, a cross-encoder."""
+def make_bert(
+    folder: Path, num_labels: int = 0, *, of_tokens: bool = False, **fields: object
+) -> PreTrainedModel:
+    """A BERT with a tokenizer of whole words; with labels, a cross-encoder, or of tokens."""
     config = BertConfig(**(BERT | fields), **({"num_labels": num_labels} if num_labels else {}))
-    model = _random(BertForSequenceClassification(config) if num_labels else BertModel(config))
+    labelled = BertForTokenClassification if of_tokens else BertForSequenceClassification
+    model = _random(labelled(config) if num_labels else BertModel(config))
     model.save_pretrained(folder)
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     vocabulary = {word: i for i, word in enumerate([*special, *WORDS])}

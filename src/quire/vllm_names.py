@@ -8,10 +8,11 @@ from collections.abc import Mapping
 _RESULTS = "quire.engine_client.results"
 _PARAMS = "quire.core.sampling_params"
 _METRICS = "quire.offline.engine_metrics"
+_POOLED = "quire.offline.pooling_arguments"
 _STRUCTURED = "quire.core.structured_outputs"
 
 NAMES: Mapping[str, Mapping[str, str]] = {
-    "quire": {},
+    "quire": {"PoolingParams": f"{_POOLED}:PoolingArguments"},
     "quire.beam_search": {
         "BeamSearchOutput": "quire.offline.beams",
         "BeamSearchSequence": "quire.offline.beams",
@@ -35,10 +36,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "ClassificationOutput": "quire.offline.pooling",
         "CompletionOutput": _RESULTS,
         "EmbeddingOutput": "quire.offline.pooling",
+        "PoolingOutput": "quire.offline.pooling",
         "PoolingRequestOutput": "quire.offline.pooling",
         "RequestOutput": _RESULTS,
         "ScoringOutput": "quire.offline.pooling",
     },
+    "quire.pooling_params": {"PoolingParams": f"{_POOLED}:PoolingArguments"},
     "quire.sampling_params": {
         "BeamSearchParams": _PARAMS,
         "GuidedDecodingParams": f"{_STRUCTURED}:StructuredOutputsParams",
@@ -48,6 +51,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "quire.utils": {"FlexibleArgumentParser": "quire.cli.engine_args"},
     "quire.utils.argparse_utils": {"FlexibleArgumentParser": "quire.cli.engine_args"},
+    "quire.utils.print_utils": {"print_embeddings": "quire.offline.pooling"},
     "quire.v1": {},
     "quire.v1.engine": {},
     "quire.v1.engine.async_llm": {"AsyncLLM": "quire.engine_client.async_llm"},
@@ -58,6 +62,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "Gauge": f"{_METRICS}:GaugeMetric",
         "Histogram": f"{_METRICS}:HistogramMetric",
         "Metric": _METRICS,
+        "Vector": f"{_METRICS}:VectorMetric",
     },
 }
 """Module of vLLM's, under the name `quire` -> name in it -> module here that has it, and its name
@@ -79,13 +84,11 @@ ADVICE: Mapping[str, str] = {
     "KVTransferConfig": _TRANSFER,
     "LoRARequest": _ADAPTERS,
     "ModelRegistry": _REGISTRY,
+    "LateChunkingParams": "cut a text where its chunks shall begin, and embed each",
     "PoolerConfig": _POOLING,
-    "PoolingOutput": _POOLING,
-    "PoolingParams": _POOLING,
     "ProfilerConfig": "run the script under a profiler, such as `python -m cProfile` or py-spy",
     "PromptType": "a prompt is a text, or {'prompt_token_ids': [...]}",
     "ScoringRequestOutput": _POOLING,
-    "Vector": "no metric here is a list; Counter, Gauge and Histogram are there",
     "WeightTransferConfig": _WEIGHTS,
     "get_open_port": "port 0 is any free one, for sockets and for `quire serve`",
     "initialize_ray_cluster": "one machine computes in this version",
@@ -102,7 +105,6 @@ ADVICE: Mapping[str, str] = {
     "quire.multimodal": _TEXT,
     "quire.platforms": _DEVICE,
     "quire.plugins": _CODE,
-    "quire.pooling_params": _POOLING,
     "quire.renderers": "LLM.chat renders messages with the model's chat template",
     "quire.tokenizers": "LLM.get_tokenizer() is the model's tokenizer",
     "quire.tool_parsers": "`quire serve` parses calls of tools; see docs/api.md",

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +50,18 @@ def test_special_tokens_in_messages_take_effect_only_where_that_is_allowed(llm: 
     assert decode(found.prompt_token_ids, skip_special_tokens=False) == decode(
         escaped.prompt_token_ids, skip_special_tokens=False
     )
+
+
+def test_chat_takes_another_template(llm: LLM, tmp_path: Path) -> None:
+    one, message = SamplingParams(max_tokens=1), [{"role": "user", "content": "import os"}]
+    source = "# {{ messages[0].content }}\n"
+    (tmp_path / "own.jinja").write_text(source)
+    expected = llm.generate("# import os\n", one)[0].prompt_token_ids
+    for given in (source, str(tmp_path / "own.jinja")):
+        (output,) = llm.chat(message, one, chat_template=given)
+        assert output.prompt_token_ids == expected
+    with pytest.raises(InvalidRequestError, match="chat_template is 3, but must be Jinja"):
+        llm.chat(message, one, chat_template=3)
 
 
 def test_chat_takes_several_conversations(llm: LLM) -> None:

@@ -9,6 +9,8 @@ from transformers import Qwen3ForCausalLM, Qwen3ForSequenceClassification, Qwen3
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
+from quire.offline.pooling import print_embeddings
+from quire.offline.pooling_arguments import PoolingArguments as PoolingParams
 
 OPTIONS = {"dtype": "float32", "kv_cache_memory": "2MiB", "max_num_seqs": 8}
 TEXTS = ["paris is the capital of france", "cats sleep", "bread", "the city of paris is a city"]
@@ -180,6 +182,103 @@ def test_a_decoder_with_a_scoring_head(tmp_path):
     with torch.inference_mode():
         logit = model(torch.tensor([output.prompt_token_ids])).logits[0, 0]
     assert output.outputs.score == pytest.approx(logit.sigmoid().item(), abs=2e-5)
+
+
+def test_a_template_writes_a_pair_in_the_words_of_a_model(tmp_path):
+    model = make_qwen3(tmp_path, Qwen3ForSequenceClassification, num_labels=1, pad_token_id=0)
+    llm = LLM(str(tmp_path), **OPTIONS)
+    roles = ("query", "document")
+    parts = [
+        f'{{{{ (messages | selectattr("role", "eq", "{r}") | first).content }}}}' for r in roles
+    ]
+    template = f"<|im_start|>{{{{ instruction }}}}: {parts[0]} <- {parts[1]}<|im_end|>"
+    (output,) = llm.score(
+        "paris?", "a <|im_end|>", instruction="find", chat_template=template, use_tqdm=False
+    )
+    tokenizer, token_ids = llm.get_tokenizer(), output.prompt_token_ids
+    text = tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert text == "<|im_start|>find: paris? <- a <|im_end|><|im_end|>"
+    assert token_ids.count(tokenizer.encode("<|im_end|>")[0]) == 1
+    with torch.inference_mode():
+        logit = model(torch.tensor([token_ids])).logits[0, 0]
+    assert output.outputs.score == pytest.approx(logit.sigmoid().item(), abs=2e-5)
+    (cut,) = llm.score("a", "b", chat_template=template, truncate_prompt_tokens=3)
+    assert len(cut.prompt_token_ids) == 3
+
+
+def test_tensors_of_what_other_methods_have_as_lists(bert):
+    llm, model = bert
+    for output, listed in zip(llm.encode(TEXTS), vectors(llm.embed(TEXTS)), strict=True):
+        assert torch.equal(output.outputs.data, listed) and output.finished
+    raw = PoolingParams(dimensions=8, use_activation=False)
+    (output,) = llm.encode(TEXTS[0], raw, pooling_task="token_embed")
+    hidden = hidden_of(model, output.prompt_token_ids)[:, :8]
+    torch.testing.assert_close(output.outputs.data, hidden, **TOLERANCE)
+    (unit,) = llm.encode(TEXTS[0], pooling_task="token_embed")
+    torch.testing.assert_close(unit.outputs.data.norm(dim=1), torch.ones(len(hidden)))
+    assert torch.equal(
+        *(
+            vectors(llm.embed(TEXTS[0], **how))[0]
+            for how in ({"pooling_params": raw}, {"dimensions": 8, "normalize": False})
+        )
+    )
+
+
+def test_vectors_of_tokens_are_the_same_alone_in_a_crowd_and_in_chunks(qwen3):
+    llm, model = qwen3  # 32 tokens a step
+    prompts = [{"prompt_token_ids": [7 * i % 4000 for i in range(n)]} for n in (70, 5, 33)]
+    alone = [llm.encode(each, pooling_task="token_embed")[0].outputs.data for each in prompts]
+    crowd = llm.encode(prompts, pooling_task="token_embed")
+    for single, among in zip(alone, crowd, strict=True):
+        assert torch.equal(single, among.outputs.data)
+    hidden = hidden_of(model, prompts[0]["prompt_token_ids"])
+    expected = torch.nn.functional.normalize(hidden, dim=1)
+    torch.testing.assert_close(alone[0], expected, **TOLERANCE)
+
+
+def test_heads_score_single_tokens(tmp_path):
+    model = make_bert(tmp_path, 5, of_tokens=True)
+    llm = LLM(str(tmp_path), **OPTIONS)
+    (output,) = llm.encode(TEXTS[0])
+    with torch.inference_mode():
+        logits = model(torch.tensor([output.prompt_token_ids])).logits[0]
+    torch.testing.assert_close(output.outputs.data, logits.softmax(-1), **TOLERANCE)
+    (raw,) = llm.encode(TEXTS[0], PoolingParams(use_activation=False))
+    torch.testing.assert_close(raw.outputs.data, logits, **TOLERANCE)
+    with pytest.raises(InvalidRequestError, match="classifies single tokens; use LLM"):
+        llm.classify(TEXTS[0])
+    with pytest.raises(InvalidRequestError, match="scores no pairs: it classifies single"):
+        llm.score(*TEXTS[:2])
+
+
+def test_what_pools_is_asked_for_by_its_name(bert):
+    llm, _ = bert
+    for wrong, message in (
+        ({"pooling_task": "plugin"}, "pooling_task is 'plugin', but must be one of embed, class"),
+        ({"pooling_task": "classify"}, "has no head that classifies"),
+        ({"pooling_task": "token_classify"}, "no head that scores single tokens"),
+        ({"pooling_params": {"dimensions": 3}}, "but must be a PoolingParams"),
+        ({"lora_request": object()}, "lora_request is .*: adapters are not served"),
+        ({"pooling_tsk": "embed"}, "encode has no argument pooling_tsk"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            llm.encode(TEXTS[0], **wrong)
+    with pytest.raises(InvalidRequestError, match="stands beside dimensions"):
+        llm.embed(TEXTS[0], dimensions=8, pooling_params=PoolingParams())
+    with pytest.raises(InvalidRequestError, match="dimensions is 8, but scores are not cut"):
+        llm.classify(TEXTS[0], pooling_params=PoolingParams(dimensions=8))
+    with pytest.raises(InvalidRequestError, match="late_chunking_params is 3"):
+        PoolingParams(late_chunking_params=3)
+    with pytest.raises(InvalidRequestError, match="dimensions is 0, but must be None or"):
+        PoolingParams(dimensions=0)
+
+
+def test_vectors_are_printed_short(capsys):
+    print_embeddings([1.0, 2.0], prefix="Reward")
+    print_embeddings([0.5] * 6)
+    assert capsys.readouterr().out == (
+        "Reward: [1.0, 2.0] (size=2)\nEmbeddings: [0.5, 0.5, 0.5, 0.5, ...] (size=6)\n"
+    )
 
 
 def test_an_embedding_model_scores_by_the_cosine(bert):

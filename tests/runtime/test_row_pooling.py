@@ -62,6 +62,7 @@ def test_chunks_and_neighbours(kind):
         PoolingKind.CLS: hidden[0],
         PoolingKind.LAST: hidden[-1],
         PoolingKind.MEAN: hidden.mean(0),
+        PoolingKind.ALL: hidden.flatten(),
     }
     np.testing.assert_allclose(expected, reference[kind].numpy(), rtol=1e-5, atol=1e-6)
 
@@ -85,6 +86,17 @@ def test_what_is_no_number_fails_alone():
         pooling.set_row(row, PoolingParams())
     found, failed = pooling._take(Step([0, 1], [1, 1], [0, 1]), hidden).fetch()
     assert (list(found), list(failed)) == ([0], [1])
+
+
+def test_each_token_of_many_gets_what_it_would_get_alone():
+    rows = np.random.default_rng(5).normal(size=(7, 12)).astype(np.float32)
+    for params in (
+        PoolingParams(PoolingKind.ALL, dimensions=8),
+        PoolingParams(PoolingKind.ALL, wants_scores=True, activation=Activation.SOFTMAX),
+        PoolingParams(PoolingKind.ALL, wants_scores=True, activation=Activation.SIGMOID),
+    ):
+        alone = np.stack([finish(row, params) for row in rows])
+        assert np.array_equal(finish(rows, params), alone)
 
 
 def test_activations():

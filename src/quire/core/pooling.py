@@ -11,11 +11,13 @@ from enum import StrEnum
 
 
 class PoolingKind(StrEnum):
-    """Which hidden states become one vector: of the first token, of the last, or their mean."""
+    """Which hidden states become one vector: of the first token, of the last, or their mean. ALL:
+    each becomes a vector of its own."""
 
     CLS = "cls"
     LAST = "last"
     MEAN = "mean"
+    ALL = "all"
 
 
 class Activation(StrEnum):
@@ -45,6 +47,8 @@ class PoolingParams:
     wants_scores: the result is what the model's head says of the vector, through `activation`;
         where there are score_token_ids, it is the head that predicts tokens, and its logits of
         these tokens alone.
+
+    All this is done with each vector, of a kind that has one for each token.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -67,7 +71,7 @@ class ModelPooling:
 
     kind, normalize, in_one_step, score_token_ids, activation: see `PoolingParams`.
     pair_form: of the pairs that it scores. num_dimensions: of its vectors. num_scores: of its head,
-        0 where it has none that scores.
+        0 where it has none that scores. scores_tokens: the head is one for single tokens.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -78,8 +82,10 @@ class ModelPooling:
     score_token_ids: tuple[int, ...] = ()
     activation: Activation = Activation.NONE
     pair_form: PairForm = PairForm.JOINED
+    scores_tokens: bool = False
 
     @property
     def can_score(self) -> bool:
         """Whether the model itself says how well two texts go together."""
-        return self.num_scores == 1 or bool(self.score_token_ids)
+        has_one = self.num_scores == 1 and not self.scores_tokens
+        return has_one or bool(self.score_token_ids)

@@ -9,7 +9,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from quire.core.pooling import Activation, ModelPooling, PairForm, PoolingParams
+from quire.core.pooling import (
+    Activation,
+    ModelPooling,
+    PairForm,
+    PoolingKind,
+    PoolingParams,
+)
 from quire.core.request import Request, check_prompt
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.engine_client.inputs import NO_OPTIONS, RequestOptions, check_priority
@@ -87,30 +93,60 @@ class PoolingInputs:
 
         Raises InvalidRequestError.
         """
-        pooling = self.pooling
-        if pooling.num_scores or (pooling.score_token_ids and not self._limits.generates):
-            raise InvalidRequestError(
-                "this model scores, it does not embed: use /score or /rerank (LLM.score)"
-            )
-        if dimensions is not None and not 1 <= dimensions <= pooling.num_dimensions:
-            raise InvalidRequestError(
-                f"dimensions is {dimensions}, but must be from 1 to {pooling.num_dimensions}, as"
-                " many as the model's vectors have",
-                "dimensions",
-            )
-        params = self._params(wants_scores=False)
-        normalized = pooling.normalize if normalize is None else normalize
-        params = replace(params, dimensions=dimensions, normalize=normalized)
+        params = self._vector_params(dimensions, normalize)
         return PoolingInput(self._token_ids(prompt, truncate), params)
 
-    def classify(self, prompt: str | Sequence[int], truncate: int | None = None) -> PoolingInput:
-        """Of which the scores of all labels are wanted. Raises InvalidRequestError."""
-        if not self.pooling.num_scores:
+    def embed_tokens(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: int | None = None,
+    ) -> PoolingInput:
+        """Of which the vector of each token is wanted; otherwise as `embed`."""
+        params = replace(self._vector_params(dimensions, normalize), kind=PoolingKind.ALL)
+        return PoolingInput(self._token_ids(prompt, truncate), params)
+
+    def classify(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        activates: bool | None = None,
+        truncate: int | None = None,
+    ) -> PoolingInput:
+        """Of which the scores of all labels are wanted. activates: False: as the head gives them,
+        before its activation. Raises InvalidRequestError."""
+        pooling = self.pooling
+        if not pooling.num_scores:
             raise InvalidRequestError(
                 "this model has no head that classifies (an architecture"
                 " ...ForSequenceClassification); use /v1/embeddings (LLM.embed)"
             )
-        return PoolingInput(self._token_ids(prompt, truncate), self._params(wants_scores=True))
+        if pooling.scores_tokens:
+            raise InvalidRequestError(
+                "this model classifies single tokens; use LLM.encode(...,"
+                " pooling_task='token_classify')"
+            )
+        return PoolingInput(self._token_ids(prompt, truncate), self._score_params(activates))
+
+    def classify_tokens(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        activates: bool | None = None,
+        truncate: int | None = None,
+    ) -> PoolingInput:
+        """Of which the scores of each token are wanted; otherwise as `classify`."""
+        pooling = self.pooling
+        reads_first = pooling.kind is PoolingKind.CLS and not pooling.scores_tokens
+        if not pooling.num_scores or reads_first:
+            raise InvalidRequestError(
+                "this model has no head that scores single tokens (an architecture"
+                " ...ForTokenClassification, or a decoder's ...ForSequenceClassification)"
+            )
+        params = replace(self._score_params(activates), kind=PoolingKind.ALL)
+        return PoolingInput(self._token_ids(prompt, truncate), params)
 
     def pair(
         self,
@@ -126,10 +162,7 @@ class PoolingInputs:
         Raises InvalidRequestError.
         """
         pooling, limits = self.pooling, self._limits
-        if not pooling.can_score:
-            raise InvalidRequestError(
-                f"this model scores no pairs: its head has {pooling.num_scores} labels"
-            )
+        self._check_pairs()
         most = self._most_tokens(truncate)
         params = self._params(wants_scores=True)
         if pooling.pair_form is PairForm.QWEN3:
@@ -145,6 +178,41 @@ class PoolingInputs:
                 for token_id, kind in zip(token_ids, types, strict=True)
             ]
         return PoolingInput(token_ids, params)
+
+    def written_pair(self, token_ids: list[int], truncate: int | None = None) -> PoolingInput:
+        """Two texts that the caller has made one prompt of. Raises InvalidRequestError."""
+        self._check_pairs()
+        params = self._params(wants_scores=True)
+        return PoolingInput(token_ids[: self._most_tokens(truncate)], params)
+
+    def _check_pairs(self) -> None:
+        pooling = self.pooling
+        if pooling.scores_tokens:
+            raise InvalidRequestError("this model scores no pairs: it classifies single tokens")
+        if not pooling.can_score:
+            raise InvalidRequestError(
+                f"this model scores no pairs: its head has {pooling.num_scores} labels"
+            )
+
+    def _vector_params(self, dimensions: int | None, normalize: bool | None) -> PoolingParams:
+        pooling = self.pooling
+        if pooling.num_scores or (pooling.score_token_ids and not self._limits.generates):
+            raise InvalidRequestError(
+                "this model scores, it does not embed: use /score or /rerank (LLM.score)"
+            )
+        if dimensions is not None and not 1 <= dimensions <= pooling.num_dimensions:
+            raise InvalidRequestError(
+                f"dimensions is {dimensions}, but must be from 1 to {pooling.num_dimensions}, as"
+                " many as the model's vectors have",
+                "dimensions",
+            )
+        params = self._params(wants_scores=False)
+        normalized = pooling.normalize if normalize is None else normalize
+        return replace(params, dimensions=dimensions, normalize=normalized)
+
+    def _score_params(self, activates: bool | None) -> PoolingParams:
+        params = self._params(wants_scores=True)
+        return replace(params, activation=Activation.NONE) if activates is False else params
 
     def _params(self, *, wants_scores: bool) -> PoolingParams:
         pooling = self.pooling

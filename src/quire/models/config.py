@@ -23,7 +23,8 @@ from quire.models.rope_config import read_rope, read_rotary_dim
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ROTARY_ITEM_BYTES = 4
 """Of `layers.rotary.RotaryEmbedding.table`."""
-CLASSIFIER_SUFFIX = "ForSequenceClassification"
+TOKEN_CLASSIFIER_SUFFIX = "ForTokenClassification"
+_CLASSIFIER_SUFFIXES = ("ForSequenceClassification", TOKEN_CLASSIFIER_SUFFIX)
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -306,9 +307,9 @@ def read_window_layers(fields: ConfigFields) -> tuple[int | None, ...]:
 
 
 def read_num_labels(fields: ConfigFields) -> int:
-    """Of a model that classifies sequences, as transformers has it; 0 for others."""
+    """Of a model that classifies sequences, or tokens, as transformers has it; 0 for others."""
     names = fields.value("architectures")
-    if not isinstance(names, list) or not str(names[0]).endswith(CLASSIFIER_SUFFIX):
+    if not isinstance(names, list) or not str(names[0]).endswith(_CLASSIFIER_SUFFIXES):
         return 0
     labels, count = fields.value("id2label"), fields.optional_integer("num_labels")
     if isinstance(labels, dict) and labels:

@@ -14,7 +14,7 @@ from typing import Any
 from quire.core.pooling import Activation, ModelPooling, PoolingKind
 from quire.errors import UnsupportedModelError, shown
 from quire.hub.model_files import read_json_list, read_json_object
-from quire.models.config import ModelConfig
+from quire.models.config import TOKEN_CLASSIFIER_SUFFIX, ModelConfig
 from quire.models.config_bounds import checked_integer
 
 MODULES_FILE = "modules.json"
@@ -81,6 +81,7 @@ def model_pooling(
         usual = PoolingKind.LAST if config.is_causal else PoolingKind.CLS
     kind = usual if said is None or said.kind is None else said.kind
     token_ids = () if said is None else said.score_token_ids
+    scores_tokens = config.architecture.endswith(TOKEN_CLASSIFIER_SUFFIX)
     return ModelPooling(
         kind=kind if pooling_type is None else PoolingKind(pooling_type),
         normalize=said is None or said.kind is None or said.normalize,
@@ -89,6 +90,7 @@ def model_pooling(
         num_scores=config.num_labels,
         score_token_ids=token_ids,
         activation=Activation.SOFTMAX if token_ids else _read_activation(config, raw),
+        scores_tokens=scores_tokens,
     )
 
 

@@ -19,8 +19,10 @@ from quire.models.families.bert import (
     FIRST_LAYER,
     BertConfig,
     BertForScores,
+    BertForTokenScores,
     BertModel,
     rename_with_head,
+    rename_with_token_head,
     rename_without_head,
 )
 from quire.models.families.granite import GraniteConfig
@@ -81,6 +83,7 @@ def _bert(model: type[TextModel], rename: Rename) -> ModelEntry:
 MODELS: dict[str, ModelEntry] = {
     "BertForMaskedLM": _bert(BertModel, rename_without_head),
     "BertForSequenceClassification": _bert(BertForScores, rename_with_head),
+    "BertForTokenClassification": _bert(BertForTokenScores, rename_with_token_head),
     "BertModel": _bert(BertModel, rename_without_head),
     "GraniteForCausalLM": ModelEntry(GraniteConfig, DecoderForCausalLM),
     "GraniteModel": _headless(GraniteConfig),

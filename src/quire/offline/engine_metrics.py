@@ -33,6 +33,14 @@ class GaugeMetric(Metric):
 
 
 @dataclass(frozen=True, slots=True)
+class VectorMetric(Metric):
+    """A list of numbers that only grow. Scripts that tell metrics apart ask for it; no number of
+    this engine is one."""
+
+    values: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class HistogramMetric(Metric):
     """Durations in seconds. buckets: upper bound -> how many were at most so long."""
 

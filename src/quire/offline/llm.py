@@ -19,23 +19,13 @@ from quire.core.checked_fields import check_harmless
 from quire.core.memory.kv_cache_manager import KVManagerFactory
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, sampling_params_of
 from quire.engine_client.inputs import PromptInput, read_prompt
-from quire.engine_client.pooling_inputs import PoolingInputs
 from quire.engine_client.results import RequestOutput
 from quire.errors import ConfigurationError, InvalidRequestError, did_you_mean
 from quire.observability.log import get_logger
 from quire.offline.beams import BeamSearchOutput, beam_search_output
 from quire.offline.branch_handle import BranchHandle
 from quire.offline.interrupts import deferred_interrupts
-from quire.offline.local_engine import LocalEngine
-from quire.offline.pooling import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    OfflinePooling,
-    PoolingRequestOutput,
-    ScoringOutput,
-    read_pairs,
-    read_prompts,
-)
+from quire.offline.pooling_engine import PoolingEngine
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
 from quire.text.chat_template import ChatTemplate, encode_chat
@@ -46,7 +36,6 @@ Message = Mapping[str, Any]
 logger = get_logger(__name__)
 
 FOREIGN_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "chat_template": ((), "the template of the model's folder is used"),
     "chat_template_content_format": (("auto",), "the template's own form is found out"),
     "lora_request": ((), "adapters are not served in this version"),
     "mm_processor_kwargs": (({},), "models take text here"),
@@ -86,7 +75,7 @@ class LLMArguments(EngineOptions):
         super()._check_together()
 
 
-class LLM(LocalEngine):
+class LLM(PoolingEngine):
     """A model, its KV cache and an engine.
 
     Any method may be called from any thread, several at a time. Requests of all threads are
@@ -108,10 +97,7 @@ class LLM(LocalEngine):
         """
         checked = LLMArguments.from_mapping({**options, "model": model})
         self._chat_template: ChatTemplate | None = None
-        self._allow_special_tokens = checked.allow_special_tokens
         super().__init__(checked, kv_allocator=checked.kv_allocator)
-        inputs = PoolingInputs(self._tokenizer, self.engine.limits)
-        self._pooling = OfflinePooling(self._requests, inputs)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineOptions) -> Self:
@@ -172,14 +158,19 @@ class LLM(LocalEngine):
         {"role": ..., "content": ...}.
 
         tools: functions that the template shows the model; the answer is the text as it comes, with
-        calls in the model's own form. Otherwise as `generate`; so are the errors.
+        calls in the model's own form. others: chat_template, which is Jinja in place of the
+            model's own template, or the path of a file with it; further ones as of `generate`.
+            Otherwise as `generate`; so are the errors.
         """
+        source = others.pop("chat_template", None)
         _check_others("chat", others)
+        template = None if source is None else self._template(source)
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: list[Any] = list(messages) if several else [messages]
         prompts = [
             self._render(
                 conversation,
+                template=template,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
@@ -188,55 +179,6 @@ class LLM(LocalEngine):
             for conversation in conversations
         ]
         return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
-
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        truncate_prompt_tokens: int | None = None,
-    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """The vector of each prompt, in `outputs.embedding`; results in the order of the prompts.
-
-        prompts: as of `generate`. dimensions: only so many elements, the first ones, for models
-            that were trained for it (Matryoshka). normalize: to length 1; None: as the model's
-            folder says. truncate_prompt_tokens: the most tokens of a prompt, -1: as many as the
-            model takes; None: longer ones are refused.
-
-        Raises InvalidRequestError, and StepFailedError where a prompt's computation fails.
-        """
-        return self._pooling.embed(
-            read_prompts(prompts),
-            dimensions=dimensions,
-            normalize=normalize,
-            truncate=truncate_prompt_tokens,
-        )
-
-    def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
-    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """What the head of a classifier says of each prompt, in `outputs.probs`. Otherwise as
-        `embed`; so are the errors."""
-        return self._pooling.classify(read_prompts(prompts), truncate=truncate_prompt_tokens)
-
-    def score(
-        self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
-        *,
-        instruction: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-    ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """How well the texts of data_2 go with those of data_1, or with the one, in
-        `outputs.score`: by the model's head, by its two tokens, or else the cosine of embeddings.
-
-        instruction: what is looked for, for Qwen3's rerankers. Otherwise as `embed`; so are the
-        errors.
-        """
-        return self._pooling.score(
-            read_pairs(data_1, data_2), instruction=instruction, truncate=truncate_prompt_tokens
-        )
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -305,17 +247,21 @@ class LLM(LocalEngine):
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _render(self, messages: Sequence[Message], **options: Any) -> PromptInput:
+    def _render(
+        self, messages: Sequence[Message], template: ChatTemplate | None = None, **options: Any
+    ) -> PromptInput:
         """The token ids of a conversation; its special tokens come from the template alone.
 
-        options: of `ChatTemplate.render`.
+        template: None: the model's. options: of `ChatTemplate.render`.
         """
         tokenizer = self.get_tokenizer()
-        if self._chat_template is None:
+        if template is None and self._chat_template is None:
             assert self._tokenizer_folder is not None
             self._chat_template = ChatTemplate.from_folder(self._tokenizer_folder)
+        chosen = template or self._chat_template
+        assert chosen is not None
         encoded = encode_chat(
-            self._chat_template,
+            chosen,
             tokenizer,
             messages,
             allow_special_tokens=self._allow_special_tokens,

@@ -1,11 +1,13 @@
-"""Embeddings and scores, offline: `LLM.embed`, `LLM.classify` and `LLM.score`.
+"""Embeddings and scores, offline: the work of `pooling_engine`'s methods.
 
 Results are shaped as those of vLLM's methods of the same names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from quire.engine_client.inputs import NO_OPTIONS, PromptInput, RequestOptions, read_prompt
 from quire.engine_client.pooling_inputs import (
@@ -19,6 +21,14 @@ from quire.errors import InvalidRequestError, QuireError, StepFailedError, shown
 from quire.offline.request_table import RequestTable
 
 T = TypeVar("T")
+EMBED, CLASSIFY, TOKEN_EMBED, TOKEN_CLASSIFY = TASKS = (
+    "embed",
+    "classify",
+    "token_embed",
+    "token_classify",
+)
+"""What `LLM.encode` may be asked for, as vLLM names it."""
+TOKEN_TASKS = (TOKEN_EMBED, TOKEN_CLASSIFY)
 Prompt = str | Mapping[str, Any]
 
 
@@ -43,9 +53,17 @@ class ScoringOutput:
     score: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolingOutput:
+    """What `LLM.encode` made of a prompt. data: [N], or [T, N] with a row for each token; fp32."""
+
+    data: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput(Generic[T]):
-    """A prompt's result. outputs: an EmbeddingOutput, ClassificationOutput or ScoringOutput.
+    """A prompt's result. outputs: an EmbeddingOutput, ClassificationOutput, ScoringOutput or
+    PoolingOutput.
 
     prompt_token_ids: what was computed; of a similarity, those of both texts.
     """
@@ -84,6 +102,29 @@ class OfflinePooling:
             for found in self._run(given)
         ]
 
+    def encode(self, prompts: Sequence[PromptInput], task: str, **how: Any) -> list[Any]:
+        """See `LLM.encode`. how: as of the task's method of `PoolingInputs`."""
+        makers: Mapping[str, Callable[..., PoolingInput]] = {
+            EMBED: self._inputs.embed,
+            CLASSIFY: self._inputs.classify,
+            TOKEN_EMBED: self._inputs.embed_tokens,
+            TOKEN_CLASSIFY: self._inputs.classify_tokens,
+        }
+        make = makers[task]
+        given = [(make(each.prompt, **how), each.options) for each in prompts]
+        return [
+            _replaced(found, PoolingOutput(_tensor_of(found, per_token=task in TOKEN_TASKS)))
+            for found in self._run(given)
+        ]
+
+    @property
+    def usual_task(self) -> str:
+        """What the model is for."""
+        pooling = self._inputs.pooling
+        if pooling.num_scores:
+            return TOKEN_CLASSIFY if pooling.scores_tokens else CLASSIFY
+        return EMBED
+
     def score(
         self, pairs: Sequence[tuple[str, str]], *, instruction: str | None, truncate: int | None
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
@@ -106,6 +147,16 @@ class OfflinePooling:
         results = self._run([(each, NO_OPTIONS) for each in given])
         found = dict(zip(texts, results, strict=True))
         return [_similar(found[first], found[second]) for first, second in pairs]
+
+    def score_rendered(
+        self, rendered: Sequence[list[int]], *, truncate: int | None
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """The scores of pairs that a template has written. rendered: their token ids."""
+        given = [self._inputs.written_pair(token_ids, truncate) for token_ids in rendered]
+        return [
+            _replaced(found, ScoringOutput(score_of(found.outputs)))
+            for found in self._run([(each, NO_OPTIONS) for each in given])
+        ]
 
     def _run(
         self, given: Sequence[tuple[PoolingInput, RequestOptions]]
@@ -158,6 +209,13 @@ def read_prompts(prompts: Any) -> list[PromptInput]:
     return [read_prompt(prompt) for prompt in listed]
 
 
+def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:
+    """Print the first four numbers of a vector, and how many it has."""
+    numbers = list(embeds)
+    shown_numbers = f"{str(numbers[:4])[:-1]}, ...]" if len(numbers) > 4 else str(numbers)
+    print(f"{prefix}: {shown_numbers} (size={len(numbers)})")
+
+
 def _texts(name: str, given: Any) -> list[str]:
     texts = [given] if isinstance(given, str) else given
     if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
@@ -165,6 +223,11 @@ def _texts(name: str, given: Any) -> list[str]:
     raise InvalidRequestError(
         f"{name} is {shown(given)}, but must be a text or a list of texts", name
     )
+
+
+def _tensor_of(found: PoolingRequestOutput[bytes], *, per_token: bool) -> torch.Tensor:
+    numbers = torch.frombuffer(bytearray(found.outputs), dtype=torch.float32)
+    return numbers.view(len(found.prompt_token_ids), -1) if per_token else numbers
 
 
 def _replaced(found: PoolingRequestOutput[bytes], outputs: T) -> PoolingRequestOutput[T]:

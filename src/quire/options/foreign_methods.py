@@ -16,7 +16,6 @@ FOREIGN_METHODS: Mapping[str, str] = {
     "add_lora": _ADAPTERS,
     "apply_model": _CODE,
     "collective_rpc": _CODE,
-    "encode": _POOLING,
     "enqueue": "LLM.start begins a request and steps it; the async engine has many under way",
     "enqueue_chat": "LLM.stream_chat brings text as it comes",
     "finish_weight_update": _WEIGHTS,

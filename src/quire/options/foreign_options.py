@@ -140,7 +140,7 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "task": (("auto", "generate"), _GENERATES),
     "tokenizer_mode": (("auto",), "there is one kind of tokenizer, the fast one"),
     "tokenizer_revision": ((), "revision is that of model and tokenizer"),
-    "trust_remote_code": ((False,), "code from a model's folder is never run"),
+    "trust_remote_code": ((False, True), "code from a model's folder is never run, nor needed"),
     "use_tqdm_on_load": ((False, True), "the log says what is loaded"),
     "watermark_config": ((), "texts are not watermarked"),
     "weight_transfer_config": ((), "weights are read from a checkpoint, once"),

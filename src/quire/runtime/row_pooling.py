@@ -1,4 +1,4 @@
-"""Makes one vector, or scores, of the hidden states of rows that pool.
+"""Makes vectors, or scores, of the hidden states of rows that pool.
 
 A row's result is the same to the bit whatever runs beside it and however its prompt was chunked:
 sums over tokens run in the tokens' order, in fp32, and what follows is done row by row. Called by
@@ -26,7 +26,7 @@ FAILED = "the model's result is not a number (NaN or infinite)"
 @dataclass(frozen=True, slots=True)
 class PendingPooled:
     """What a step pooled, maybe still being computed. groups: rows, their parameters, and their
-    results [R, N] so far."""
+    results [R, N] so far, or [R, T, N] where each token has one."""
 
     groups: list[tuple[list[int], list[PoolingParams], torch.Tensor]]
 
@@ -100,12 +100,14 @@ class RowPooling:
         return PendingPooled(list(self._results(found, hidden.dtype)))
 
     def _add(self, row: int, params: PoolingParams, hidden: torch.Tensor) -> torch.Tensor:
-        """The row's vector [H] with the tokens that a step has computed of it."""
+        """The row's vector [H], or vectors [T, H], with the tokens that a step has computed."""
         before, num_before = self._partial.get(row, (None, 0))
         if params.kind is PoolingKind.LAST:
             vector = hidden[-1].clone()
         elif params.kind is PoolingKind.CLS:
             vector = hidden[0].clone() if before is None else before
+        elif params.kind is PoolingKind.ALL:
+            vector = hidden.clone() if before is None else torch.cat([before, hidden])
         else:
             vector = add_in_order(before, hidden)
         count = num_before + len(hidden)
@@ -119,17 +121,26 @@ class RowPooling:
         kinds: dict[tuple[bool, tuple[int, ...]], list[tuple[int, torch.Tensor]]] = {}
         for row, vector in vectors:
             params = self._params[row]
-            kinds.setdefault((params.wants_scores, params.score_token_ids), []).append(
-                (row, vector)
-            )
-        for (wants_scores, token_ids), group in kinds.items():
+            if params.kind is PoolingKind.ALL:
+                yield [row], [params], self._scored(vector, params, dtype)[None]
+            else:
+                kind = params.wants_scores, params.score_token_ids
+                kinds.setdefault(kind, []).append((row, vector))
+        for group in kinds.values():
             rows = [row for row, _ in group]
             stacked = torch.stack([vector for _, vector in group])
-            if wants_scores and token_ids:
-                stacked = self._token_scores(stacked.to(dtype))[:, list(token_ids)]
-            elif wants_scores:
-                stacked = self._head_scores(stacked.to(dtype))
-            yield rows, [self._params[row] for row in rows], stacked
+            scored = self._scored(stacked, self._params[rows[0]], dtype)
+            yield rows, [self._params[row] for row in rows], scored
+
+    def _scored(
+        self, vectors: torch.Tensor, params: PoolingParams, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Vectors [R, H], or what the head that the parameters ask for says of them [R, N]."""
+        if not params.wants_scores:
+            return vectors
+        if params.score_token_ids:
+            return self._token_scores(vectors.to(dtype))[:, list(params.score_token_ids)]
+        return self._head_scores(vectors.to(dtype))
 
 
 def add_in_order(total: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
@@ -159,16 +170,17 @@ def without_pooling(step: StepBatch, keeps: npt.NDArray[np.bool_]) -> StepBatch:
 
 
 def finish(numbers: npt.NDArray[np.float32], params: PoolingParams) -> npt.NDArray[np.float32]:
-    """A row's result [N] cut, normalised or put through its activation."""
+    """A row's result [N] cut, normalised or put through its activation; or those of its tokens
+    [T, N], each by itself."""
     if params.wants_scores:
         scores = _activated(numbers.astype(np.float64), params.activation)
         return scores.astype(np.float32)
-    vector: npt.NDArray[np.float32] = numbers[: params.dimensions]
+    vectors: npt.NDArray[np.float32] = numbers[..., : params.dimensions]
     if not params.normalize:
-        return vector
-    length = np.sqrt(np.sum(np.square(vector, dtype=np.float64)))
-    unit: npt.NDArray[np.float32] = (vector / max(length, 1e-12)).astype(np.float32)
-    return unit
+        return vectors
+    lengths = np.sqrt(np.sum(np.square(vectors, dtype=np.float64), axis=-1, keepdims=True))
+    units: npt.NDArray[np.float32] = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
+    return units
 
 
 def _activated(scores: npt.NDArray[np.float64], activation: Activation) -> npt.NDArray[np.float64]:
@@ -178,6 +190,6 @@ def _activated(scores: npt.NDArray[np.float64], activation: Activation) -> npt.N
         # Both forms are the same; each where its exponential is at most 1.
         small = np.exp(-np.abs(scores))
         return np.where(scores >= 0, 1 / (1 + small), small / (1 + small))
-    powers = np.exp(scores - scores.max())
-    found: npt.NDArray[np.float64] = powers / powers.sum()
+    powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    found: npt.NDArray[np.float64] = powers / powers.sum(axis=-1, keepdims=True)
     return found

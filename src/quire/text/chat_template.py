@@ -101,15 +101,18 @@ class ChatTemplate:
         return cls(sources, config.special_token_texts, origin=str(folder))
 
     @classmethod
-    def from_option(cls, template: str, folder: Path) -> "ChatTemplate":
+    def from_option(
+        cls, template: str, folder: Path, origin: str = "--chat-template"
+    ) -> "ChatTemplate":
         """A template in place of the model's own. template: a path, or the Jinja source itself.
+        origin: where it comes from, for errors.
 
         Raises CheckpointError for what can't be read or compiled.
         """
         is_source = "{" in template or "\n" in template
         source = template if is_source else _read(Path(template))
         tokens = read_tokenizer_config(folder).special_token_texts
-        return cls({"default": source}, tokens, origin="--chat-template")
+        return cls({"default": source}, tokens, origin=origin)
 
     @property
     def source_for_tools(self) -> str | None:

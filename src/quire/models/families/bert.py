@@ -131,6 +131,12 @@ def rename_with_head(name: str) -> str | None:
     return name
 
 
+def rename_with_token_head(name: str) -> str | None:
+    """The same, for a head that has no layer before its scores."""
+    found = rename_with_head(name)
+    return None if found is not None and found.startswith("pooler.") else found
+
+
 def rename_without_head(name: str) -> str | None:
     """The same, for a model of which hidden states are wanted."""
     found = rename_with_head(name)
@@ -272,4 +278,25 @@ class BertForScores(BertModel):
 
     def scores(self, vectors: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.classifier(torch.tanh(self.pooler(vectors)))
+        return found.float()
+
+
+class BertForTokenScores(BertModel):
+    """With a head that scores each token by its own hidden state."""
+
+    def __init__(
+        self, config: BertConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        self.classifier = Linear(
+            config.hidden_size,
+            (config.num_labels,),
+            LinearKind.REPLICATED,
+            bias=True,
+            dtype=dtype,
+            device=device,
+        )
+
+    def scores(self, vectors: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.classifier(vectors)
         return found.float()
