@@ -148,6 +148,17 @@ def test_other_ends_and_limits_hold_beside_the_form(llm: LLM) -> None:
     assert (by_token.token_ids, by_token.stop_reason) == ([first], first)
 
 
+def test_special_tokens_that_the_form_names_are_shown_where_asked(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    ends = llm.engine.limits.end_token_ids
+    token_id = next(each for each in sorted(tokenizer.special_token_ids) if each not in ends)
+    form = {"grammar": f'start: "a" <[{token_id}]> "b"'}
+    assert generate(llm, form).text == "ab"
+    name = tokenizer.decode([token_id], skip_special_tokens=False)
+    assert generate(llm, form, skip_special_tokens=False).text == f"a{name}b"
+    assert generate(llm, {"regex": "[a-f]{7}"}, skip_special_tokens=False).text.isalpha()
+
+
 def test_logprobs_are_the_models_own(llm: LLM) -> None:
     """Not of what the form leaves: a token that it forces has its own small probability."""
     output = generate(llm, {"choice": ["zebra"]}, logprobs=1)

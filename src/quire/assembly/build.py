@@ -15,13 +15,13 @@ from typing import Any
 
 from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import MemoryPlan
-from quire.assembly.model_kind import choose_kind
+from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.assembly.rank_build import RankBuild, build_rank
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import StepPacer
-from quire.core.scheduling.policy import find_policy
+from quire.core.scheduling.policy import Policy, find_policy
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import Runner
 from quire.distributed.group import ProcessGroup
@@ -34,7 +34,7 @@ from quire.errors import InsufficientMemoryError
 from quire.hub.model_folder import resolve_model_folder
 from quire.models.checkpoints.readers import open_checkpoint
 from quire.models.config import ModelConfig
-from quire.models.generation_config import load_generation_config
+from quire.models.generation_config import GenerationConfig, load_generation_config
 from quire.models.sharding import check_split
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
@@ -65,8 +65,8 @@ def build_engine(
     """An engine that is ready to step. options: checked ones, or what was given, by name.
 
     tokenizer: for grammars; None: the options', which is read when the first grammar comes.
-    prepare_grammars: whether a large vocabulary is made ready for grammars now, as in a server,
-    where the first grammar must not hold up other requests.
+    prepare_grammars: whether a large vocabulary is made ready for grammars before the engine is, as
+    in a server, where the first grammar must not hold up other requests.
     kv_allocator: makes the manager of the KV memory, to compare with the paged one (None). It gets
     a prefix cache only where the options ask for it.
 
@@ -79,10 +79,23 @@ def build_engine(
         if kv_allocator is not None and options.get("enable_prefix_caching") is None:
             options = {**options, "enable_prefix_caching": False}
         checked = EngineOptions.from_mapping(options)
+    policy = find_policy(checked.scheduling_policy)  # before a model is fetched
     with _named_out_of_memory(checked):
-        engine = _build(checked, on_progress or _ignore_progress, kv_allocator or paged_manager)
-    if not checked.skip_tokenizer_init:
-        engine.grammars = _grammar_work(checked, engine.limits, tokenizer, prepare=prepare_grammars)
+        kind = choose_kind(checked)
+        generation = load_generation_config(kind.folder)
+        compiler = None
+        if not checked.skip_tokenizer_init:
+            compiler = _compiler(kind, generation, tokenizer)
+        if compiler is not None and prepare_grammars and kind.generates:
+            compiler.begin()  # beside the weights, which are read meanwhile
+        engine = _build(
+            policy,
+            kind,
+            generation,
+            compiler,
+            on_progress or _ignore_progress,
+            kv_allocator or paged_manager,
+        )
     return engine
 
 
@@ -108,13 +121,17 @@ def _ignore_progress(text: str, done: int, total: int) -> None:
 
 
 def _build(
-    checked: EngineOptions, on_progress: OnProgress, make_memory: KVManagerFactory
+    policy: Policy,
+    kind: ModelKind,
+    generation: GenerationConfig,
+    compiler: SharedCompiler | None,
+    on_progress: OnProgress,
+    make_memory: KVManagerFactory,
 ) -> Engine:
-    policy = find_policy(checked.scheduling_policy)
-    kind = choose_kind(checked)
     checked, folder, config = kind.options, kind.folder, kind.config
-    generation = load_generation_config(folder)
     rank, runner = _build_ranks(checked, folder, config, on_progress)
+    if compiler is not None:
+        compiler.finish()  # it would stretch the steps that are measured below
     memory_plan, layout = rank.memory_plan, rank.layout
     limits = ModelLimits(
         vocab_size=config.vocab_size,
@@ -156,20 +173,23 @@ def _build(
         logger.info("enforce_eager changes nothing here: a CPU captures no CUDA graphs")
     if not checked.disable_log_stats:
         engine.stats_log = StatsLog()
+    if compiler is not None:
+        engine.grammars = _grammar_work(compiler, limits)
     return engine
 
 
-def _grammar_work(
-    checked: EngineOptions, limits: ModelLimits, tokenizer: Tokenizer | None, *, prepare: bool
-) -> GrammarWork:
+def _compiler(
+    kind: ModelKind, generation: GenerationConfig, tokenizer: Tokenizer | None
+) -> SharedCompiler:
     def find_tokenizer() -> Tokenizer:
         if tokenizer is not None:
             return tokenizer
-        return Tokenizer.from_folder(tokenizer_folder(checked))
+        return Tokenizer.from_folder(tokenizer_folder(kind.options))
 
-    compiler = SharedCompiler(find_tokenizer, limits)
-    if prepare:
-        compiler.prepare()
+    return SharedCompiler(find_tokenizer, kind.config.vocab_size, generation.end_token_ids)
+
+
+def _grammar_work(compiler: SharedCompiler, limits: ModelLimits) -> GrammarWork:
     num_threads = max(1, min(MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2))
     return GrammarWork(compiler, limits.end_token_ids, num_threads=num_threads)
 

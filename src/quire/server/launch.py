@@ -23,6 +23,7 @@ from typing import Any, TextIO, cast
 
 import uvicorn
 
+from quire.core.sampling_params import ModelLimits
 from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.recovery import RecoveryConfig
@@ -96,10 +97,15 @@ class ServerPlan:
 
 @dataclass(frozen=True, slots=True)
 class _ModelFiles:
-    """What the front needs of a model's folder."""
+    """What the front needs of a model's folder.
+
+    grammars: of all the tokens that the tokenizer knows, with none to end an answer: only to find
+    out whether a grammar can be obeyed, before the engine has said how many tokens the model has.
+    """
 
     folder: Path
     tokenizer: Tokenizer
+    grammars: SharedCompiler
     chat_template: ChatTemplate
     dialect: ModelDialect
     tokenizer_fields: Mapping[str, Any]
@@ -173,7 +179,8 @@ def _load_files(options: EngineOptions, server: ServerConfig) -> _ModelFiles:
     dialect = model_dialect(
         template, tokenizer, fields, server.tool_call_parser, server.reasoning_parser
     )
-    return _ModelFiles(folder, tokenizer, template, dialect, fields)
+    grammars = SharedCompiler(lambda: tokenizer, tokenizer.vocab_size)
+    return _ModelFiles(folder, tokenizer, grammars, template, dialect, fields)
 
 
 async def _serve(plan: ServerPlan, sock: socket.socket) -> int:
@@ -188,6 +195,7 @@ async def _serve(plan: ServerPlan, sock: socket.socket) -> int:
 async def start_engine(plan: ServerPlan) -> AsyncEngine:
     """Load the model, shown on stderr. Raises EngineDeadError and what the engine can't be built
     with."""
+    plan.files.grammars.begin()
     log_line = logger.info if log.is_json() else None
     with contextlib.closing(LoadingProgress(sys.stderr, log_line=log_line)) as progress:
         return await AsyncEngine.start(
@@ -241,10 +249,20 @@ async def _return_memory() -> None:
         await asyncio.to_thread(trim, 0)
 
 
+def _grammars(files: _ModelFiles, limits: ModelLimits) -> SharedCompiler:
+    """What checks grammars; ready where making it later would hold up the event loop."""
+    compiler = files.grammars
+    if limits.vocab_size < files.tokenizer.vocab_size:  # grammars may name the model's tokens only
+        compiler = SharedCompiler(lambda: files.tokenizer, limits.vocab_size)
+        compiler.begin()
+    if limits.generates:
+        compiler.finish()
+    return compiler
+
+
 def make_service(plan: ServerPlan, engine: AsyncEngine, monitor: Monitor) -> Service:
     """What the application needs, for an engine that was started."""
-    compiler = SharedCompiler(lambda: plan.files.tokenizer, engine.limits)
-    compiler.prepare()
+    compiler = _grammars(plan.files, engine.limits)
     return Service(
         engine,
         plan.files.tokenizer,
