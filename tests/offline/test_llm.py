@@ -54,9 +54,9 @@ def test_special_tokens_in_messages_take_effect_only_where_that_is_allowed(llm: 
 
 def test_chat_takes_another_template(llm: LLM, tmp_path: Path) -> None:
     one, message = SamplingParams(max_tokens=1), [{"role": "user", "content": "import os"}]
-    source = "# {{ messages[0].content }}\n"
+    source = "# {{ messages[0].content }}"
     (tmp_path / "own.jinja").write_text(source)
-    expected = llm.generate("# import os\n", one)[0].prompt_token_ids
+    expected = llm.generate("# import os", one)[0].prompt_token_ids
     for given in (source, str(tmp_path / "own.jinja")):
         (output,) = llm.chat(message, one, chat_template=given)
         assert output.prompt_token_ids == expected

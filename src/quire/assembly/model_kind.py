@@ -6,11 +6,13 @@ Called by `build`, in every rank.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quire.assembly.config_overrides import settle_overrides
 from quire.core.pooling import Activation, ModelPooling, PairForm
 from quire.errors import ConfigurationError
 from quire.hub.model_folder import resolve_model_folder
 from quire.models.checkpoints.readers import find_reader
 from quire.models.config import ModelConfig
+from quire.models.config_fields import overridden
 from quire.models.pooling_config import (
     PoolingFolder,
     has_modules,
@@ -42,9 +44,11 @@ class ModelKind:
 
 def choose_kind(options: EngineOptions) -> ModelKind:
     """Of the model that the options name. Raises ConfigurationError and its kinds."""
+    options = settle_overrides(options)
+    overrides = options.hf_overrides
     folder = resolve_model_folder(options.model, options.revision)
     said = read_pooling_folder(folder) if has_modules(folder) else None
-    config = load_config(folder)
+    config = load_config(folder, overrides=overrides)
     could_generate = MODELS[config.architecture].generates
     if options.runner == GENERATE and not could_generate:
         raise ConfigurationError(
@@ -56,7 +60,7 @@ def choose_kind(options: EngineOptions) -> ModelKind:
     generates = not (is_asked_to or (is_made_to and options.runner == AUTO))
     pooling = _pooling(options, folder, config, said)
     if not generates and not pooling.score_token_ids:
-        config = load_config(folder, pools_hidden=True)
+        config = load_config(folder, pools_hidden=True, overrides=overrides)
     if not generates:
         options = _with_fitting_length(options, config, said)
     return ModelKind(options, folder, config, pooling, generates)
@@ -65,7 +69,7 @@ def choose_kind(options: EngineOptions) -> ModelKind:
 def _pooling(
     options: EngineOptions, folder: Path, config: ModelConfig, said: PoolingFolder | None
 ) -> ModelPooling:
-    raw = find_reader(folder).read_config(folder)
+    raw = overridden(find_reader(folder).read_config(folder), options.hf_overrides or {})
     pooling = model_pooling(config, said, raw, options.pooling_type)
     if options.score_tokens is not None:
         if not MODELS[config.architecture].generates:

@@ -7,7 +7,7 @@ silent difference. Called by the models' `from_hf`; knows no model.
 from collections.abc import Mapping
 from typing import Any
 
-from quire.errors import CheckpointError, UnsupportedModelError, shown
+from quire.errors import CheckpointError, ConfigurationError, UnsupportedModelError, shown
 from quire.hub.model_files import shown_name
 from quire.models.config_bounds import checked_integer, checked_number
 
@@ -90,6 +90,27 @@ _PLAIN_VALUES: dict[str, Any] = {
     "tie_encoder_decoder": False,
     "use_mrope": False,
 }
+
+
+# Of the harmless ones those that say something to someone.
+_SPEAKING = {"architectures", "dtype", "id2label", "num_labels", "torch_dtype"}
+_ROPE_FORMS = ("rope_scaling", "rope_parameters")
+
+
+def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with other fields in place of its own. Raises ConfigurationError for a field that
+    would change nothing."""
+    for name in overrides:
+        is_silent = name in HARMLESS_FIELDS or name.endswith(HARMLESS_SUFFIX)
+        if is_silent and name not in _SPEAKING:
+            raise ConfigurationError(
+                f"hf_overrides has {name}, which changes nothing that a model computes; leave it"
+                " out"
+            )
+    names = set(overrides)
+    if names & set(_ROPE_FORMS):
+        names |= set(_ROPE_FORMS)  # of transformers 4 and 5: one of them is read
+    return {**{name: raw[name] for name in raw if name not in names}, **overrides}
 
 
 class ConfigFields:

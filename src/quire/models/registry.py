@@ -7,6 +7,7 @@ Called by `models.checkpoints.loader` and `assembly`.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from quire.errors import UnsupportedModelError, shown
 from quire.models.checkpoints.quantized import refuse_quantized_config
@@ -14,6 +15,7 @@ from quire.models.checkpoints.readers import find_reader, open_checkpoint
 from quire.models.checkpoints.renamed import Rename, RenamedCheckpoint, with_prefix
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.config import ModelConfig
+from quire.models.config_fields import overridden
 from quire.models.decoder import DecoderForCausalLM, DecoderForScores, HeadlessDecoder
 from quire.models.families.bert import (
     FIRST_LAYER,
@@ -103,15 +105,18 @@ MODELS: dict[str, ModelEntry] = {
 }
 
 
-def load_config(folder: Path, *, pools_hidden: bool = False) -> ModelConfig:
+def load_config(
+    folder: Path, *, pools_hidden: bool = False, overrides: Mapping[str, Any] | None = None
+) -> ModelConfig:
     """The config of a model folder in Hugging Face's format. pools_hidden: nothing but hidden
-    states is wanted, so that the model is built without a head that predicts tokens.
+    states is wanted, so that the model is built without a head that predicts tokens. overrides:
+    fields in place of the folder's.
 
     Raises CheckpointError where config.json can't be read or lacks something, and
     UnsupportedModelError for an architecture, or a field, that is not understood.
     """
     path = folder / "config.json"
-    raw = find_reader(folder).read_config(folder)
+    raw = overridden(find_reader(folder).read_config(folder), overrides or {})
     refuse_quantized_config(str(folder), raw)
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None

@@ -19,6 +19,7 @@ from quire.kernels.options import KernelOptions
 from quire.option_fields import (
     Bytes,
     Flag,
+    JsonObject,
     OneOf,
     Options,
     Pattern,
@@ -96,6 +97,15 @@ class ModelOptions(Options):
         help="highest logprobs that a request may ask for; -1: no bound",
         doc="the highest logprobs or prompt_logprobs that a request may ask for; -1: the whole"
         " vocabulary's.",
+    )
+    hf_overrides: Mapping[str, Any] | None = option(
+        None,
+        JsonObject(),
+        group="model",
+        help="fields in place of those of the model's config.json, as JSON",
+        doc="fields in place of those of the model's config.json, such as rope_parameters for a"
+        " longer context. As in vLLM's scripts, max_model_len and classifier_from_token (two tokens"
+        " to score by) may stand here, too.",
     )
     allow_special_tokens: bool = option(
         False,

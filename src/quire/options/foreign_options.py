@@ -21,6 +21,7 @@ _HANDED = "the KV cache is not handed to other engines"
 _CODE = "no code of a script's own runs in the engine; see docs/extending.md for its seams"
 _PROFILER = "run the script under a profiler, such as python -m cProfile or py-spy"
 _SAFETENSORS = "only safetensors are read, never pickles"
+_ROPE = "hf_overrides takes rope_parameters"
 _NO_DRAFTS = "there is no speculative decoding in this version"
 _SLEEP = "LLM.sleep() needs no option"
 _LOGS = "LLM.get_metrics() has the engine's numbers"
@@ -68,7 +69,6 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "fully_sharded_loras": ((False,), _ADAPTERS),
     "generation_config": (("auto",), "the model's own generation_config.json is used"),
     "hf_config_path": ((), "a model's folder has its config"),
-    "hf_overrides": (({},), "a model's config is read as it is"),
     "hf_token": ((False,), "the environment's HF_TOKEN is read"),
     "ignore_patterns": ((), _SAFETENSORS),
     "io_processor_plugin": ((), _CODE),
@@ -127,8 +127,8 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "`quire serve` takes reasoning apart; LLM.chat has the text as it comes",
     ),
     "renderer_num_workers": ((1,), _ONE_PROCESS),
-    "rope_scaling": ((), "a model's config is read as it is"),
-    "rope_theta": ((), "a model's config is read as it is"),
+    "rope_scaling": ((), _ROPE),
+    "rope_theta": ((), _ROPE),
     "scheduler_cls": ((), "scheduling_policy names the policy; docs/extending.md adds one"),
     "served_model_name": ((), "`quire serve --served-model-name` names it for clients"),
     "skip_mm_profiling": ((False, True), _TEXT),

@@ -1,0 +1,53 @@
+"""Fields of a model's config.json in the words of the caller: the option `hf_overrides`.
+
+Some say, in vLLM's scripts, what is an option here. Called by `model_kind`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.errors import ConfigurationError, shown
+from quire.options.engine_options import EngineOptions
+
+_CLASSIFIER = "ForSequenceClassification"
+_TWO_TOKENS = "from_2_way_softmax"
+_OF_TWO_TOKENS = ("classifier_from_token", "method", "is_original_qwen3_reranker")
+
+
+def settle_overrides(options: EngineOptions) -> EngineOptions:
+    """The options with what the overrides say of them; as hf_overrides fields of config.json are
+    left. Raises ConfigurationError for what is said twice, or can't be obeyed."""
+    fields = dict(options.hf_overrides or {})
+    if "max_model_len" in fields:
+        options = _with(options, "max_model_len", fields.pop("max_model_len"))
+    said = {name: fields.pop(name) for name in _OF_TWO_TOKENS if name in fields}
+    if said:
+        options = _with(options, "score_tokens", _score_tokens(said))
+        # A head of two rows of the one that predicts tokens is how vLLM computes the same scores.
+        if str(fields.get("architectures", [""])[0]).endswith(_CLASSIFIER):
+            del fields["architectures"]
+    return replace(options, hf_overrides=fields or None)
+
+
+def _with(options: EngineOptions, name: str, value: Any) -> EngineOptions:
+    given = getattr(options, name)
+    if given is not None and given != value:
+        raise ConfigurationError(
+            f"{name} is {given!r}, and {value!r} in hf_overrides; give one of them"
+        )
+    changes: dict[str, Any] = {name: value}
+    return replace(options, **changes)
+
+
+def _score_tokens(said: Mapping[str, Any]) -> str:
+    words = said.get("classifier_from_token")
+    reads_two = said.get("is_original_qwen3_reranker") is True or said.get("method") == _TWO_TOKENS
+    is_pair = isinstance(words, list) and len(words) == 2
+    if not is_pair or not reads_two or not all(isinstance(word, str) for word in words or ()):
+        raise ConfigurationError(
+            f"hf_overrides has {shown(dict(said))}, but a score is made of two tokens: name them by"
+            " classifier_from_token, as ['no', 'yes'], with method='from_2_way_softmax', or by the"
+            " option score_tokens"
+        )
+    return ",".join(words or ())
