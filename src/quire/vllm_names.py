@@ -17,6 +17,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "BeamSearchOutput": "quire.offline.beams",
         "BeamSearchSequence": "quire.offline.beams",
     },
+    "quire.config": {"ProfilerConfig": "quire.runtime.torch_profile:ProfilerSettings"},
     "quire.distributed": {"cleanup_dist_env_and_memory": "quire.offline.cleanup"},
     "quire.engine.arg_utils": {
         "AsyncEngineArgs": "quire.cli.engine_args",
@@ -86,7 +87,6 @@ ADVICE: Mapping[str, str] = {
     "ModelRegistry": _REGISTRY,
     "LateChunkingParams": "cut a text where its chunks shall begin, and embed each",
     "PoolerConfig": _POOLING,
-    "ProfilerConfig": "run the script under a profiler, such as `python -m cProfile` or py-spy",
     "PromptType": "a prompt is a text, or {'prompt_token_ids': [...]}",
     "ScoringRequestOutput": _POOLING,
     "WeightTransferConfig": _WEIGHTS,

@@ -52,6 +52,27 @@ def test_special_tokens_in_messages_take_effect_only_where_that_is_allowed(llm: 
     )
 
 
+def test_a_profile_is_of_the_steps_that_were_made(tmp_path: Path) -> None:
+    settings = {"profiler": "torch", "torch_profiler_dir": tmp_path, "max_iterations": 2}
+    llm = LLM(dtype="float32", max_model_len=64, num_blocks=16, profiler_config=settings)
+    with pytest.raises(InvalidRequestError, match="no recording runs"):
+        llm.stop_profile()
+    llm.start_profile("first")
+    with pytest.raises(InvalidRequestError, match="a recording runs"):
+        llm.start_profile()
+    llm.generate("import os", SamplingParams(max_tokens=4), use_tqdm=False)
+    llm.stop_profile()
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("first.") and path.stat().st_size > 0
+    with pytest.raises(ConfigurationError, match="profiler_config: profiler is 'cuda'"):
+        LLM(profiler_config={"profiler": "cuda", "torch_profiler_dir": "x"})
+
+
+def test_a_profile_needs_to_know_its_folder(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="make the LLM with profiler_config="):
+        llm.start_profile()
+
+
 def test_chat_takes_another_template(llm: LLM, tmp_path: Path) -> None:
     one, message = SamplingParams(max_tokens=1), [{"role": "user", "content": "import os"}]
     source = "# {{ messages[0].content }}"

@@ -191,7 +191,11 @@ def test_every_option_has_bounds(options: Any, each: Any, declared: Any) -> None
 
 def test_every_engine_option_is_an_argument_and_has_a_row(reference: ModuleType) -> None:
     names = {each.name for each, _ in declared_options(EngineOptions)}
-    assert names == set(inspect.signature(LLM).parameters) - {"kv_allocator", *ALIASES}
+    assert names == set(inspect.signature(LLM).parameters) - {
+        "kv_allocator",
+        "profiler_config",
+        *ALIASES,
+    }
     page = reference.PAGE.read_text()
     assert [row for row in reference.option_entries(EngineOptions) if row not in page] == []
 

@@ -28,6 +28,7 @@ from quire.offline.interrupts import deferred_interrupts
 from quire.offline.pooling_engine import PoolingEngine
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
+from quire.runtime.torch_profile import ProfilerSettings, TorchProfile
 from quire.text.chat_template import ChatTemplate, encode_chat
 
 Prompt = str | Mapping[str, Any]
@@ -53,13 +54,14 @@ PROGRESS_DELAY_S = 1.0
 
 @dataclass(frozen=True)
 class LLMArguments(EngineOptions):
-    """What `LLM` is made with: the engine's options, and an allocator to compare with.
+    """What `LLM` is made with: the engine's options, an allocator to compare with, a profiler.
 
     kv_cache_memory_bytes, num_gpu_blocks_override: for type checkers; `from_mapping` reads them as
     kv_cache_memory and num_blocks.
     """
 
     kv_allocator: KVManagerFactory | None = None
+    profiler_config: ProfilerSettings | Mapping[str, Any] | None = None
     kv_cache_memory_bytes: int | str | None = None
     num_gpu_blocks_override: int | None = None
 
@@ -90,6 +92,8 @@ class LLM(PoolingEngine):
 
         kv_allocator: to compare, the factory of another manager of the KV memory, such as
         `quire.bench.baselines.contiguous.contiguous("max")`; None: pages.
+        profiler_config: what `start_profile` records, as {"torch_profiler_dir": "traces"}; see
+            `runtime.torch_profile.ProfilerSettings`.
         kv_cache_memory_bytes, num_gpu_blocks_override: vLLM's names of kv_cache_memory, num_blocks.
 
         Options: see EngineOptions. Raises ConfigurationError (a ValueError) for an option that does
@@ -97,6 +101,8 @@ class LLM(PoolingEngine):
         """
         checked = LLMArguments.from_mapping({**options, "model": model})
         self._chat_template: ChatTemplate | None = None
+        self._profiler_settings = _profiler_settings(checked.profiler_config)
+        self._profile: TorchProfile | None = None
         super().__init__(checked, kv_allocator=checked.kv_allocator)
 
     @classmethod
@@ -245,6 +251,30 @@ class LLM(PoolingEngine):
         options = replace(given.options, is_public=published)
         return self._requests.pin(PromptInput(given.prompt, options), priority, duration_s)
 
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Record the steps from now on, as `profiler_config` says. profile_prefix: of the name of
+        the trace's file. Raises InvalidRequestError without it, and while a recording runs."""
+        if self._profiler_settings is None:
+            raise InvalidRequestError(
+                "nothing says what to record: make the LLM with profiler_config={'profiler':"
+                " 'torch', 'torch_profiler_dir': 'traces'}"
+            )
+        if self._profile is not None:
+            raise InvalidRequestError("a recording runs; call stop_profile() first")
+        profile = TorchProfile(self._profiler_settings, profile_prefix or "quire")
+        self._profile = profile
+        profile.start()
+        self.engine.on_step = profile.on_step
+
+    def stop_profile(self) -> None:
+        """End the recording, and write its trace; the log says where. Raises InvalidRequestError
+        where there is none."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            raise InvalidRequestError("no recording runs; call start_profile() first")
+        self.engine.on_step = None
+        logger.info("the trace of the steps is %s", profile.stop())
+
     # ---- inside -----------------------------------------------------------------------------
 
     def _render(
@@ -307,6 +337,21 @@ class LLM(PoolingEngine):
                 yield text
         finally:  # also of a stream that was dropped, in the thread that collects it as garbage
             self._requests.abandon(group)
+
+
+def _profiler_settings(given: Any) -> ProfilerSettings | None:
+    """Raises ConfigurationError."""
+    if given is None or isinstance(given, ProfilerSettings):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f"profiler_config is {given!r:.80}, but must be a ProfilerConfig, or a mapping of its"
+            " fields"
+        )
+    try:
+        return ProfilerSettings(**given)
+    except InvalidRequestError as error:
+        raise ConfigurationError(f"profiler_config: {error}") from error
 
 
 class _ProgressBar:

@@ -267,7 +267,7 @@ class EngineOptions(
         values: dict[str, Any] = {}
         for name, value in options.items():
             target = ALIASES.get(name, name)
-            if name in FOREIGN_OPTIONS:
+            if name in FOREIGN_OPTIONS and name not in known:
                 check_foreign(name, value)
                 continue
             if target not in known:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 _ADAPTERS = "adapters are not served in this version"
 _TEXT = "models take text here"
 _CODE = "no code is run inside the engine; LLM.engine is the engine of this process"
-_PROFILE = "run the script under a profiler, such as `python -m cProfile` or py-spy"
+_PROFILE = "LLM has it; other engines run under a profiler, such as py-spy"
 _POOLING = "see docs/models.md for the models that give vectors and scores"
 _WEIGHTS = "weights are read once; make another LLM for others"
 
