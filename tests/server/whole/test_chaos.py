@@ -116,7 +116,7 @@ def open_unread(server, **wish):
 
 
 def test_a_client_that_never_reads_does_not_hold_up_the_end():
-    with launched(command=FAKE, fake={"step_s": 0.005}, drain_timeout_s=1) as server:
+    with launched(command=FAKE, fake={"step_s": 0.002}, drain_timeout_s=1) as server:
         with open_unread(server, n=16):
             server.wait_until(lambda stats: stats["num_steps"] > 300)  # buffers are full by then
             server.signal(signal.SIGTERM)
