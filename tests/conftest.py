@@ -8,9 +8,11 @@ import gc
 import os
 from collections.abc import Generator
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.forking import Forks
 from tests.turns import Turns
 
 from quire.kernels.options import KERNELS
@@ -114,3 +116,14 @@ def native_engine(why_torch: str | None) -> None:
 def kernel_flags(why_torch: str | None) -> list[str]:
     """For a command that is to say nothing of kernels that weren't built."""
     return ["--kernels", EngineOptions().kernels if why_torch is None else "torch"]
+
+
+# ---- processes of their own -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def forks() -> Generator[Forks, None, None]:
+    """Runs programs in the repository's folder."""
+    forks = Forks(Path(__file__).parent.parent)
+    yield forks
+    forks.close()

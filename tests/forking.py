@@ -60,5 +60,6 @@ class Forks:
             return int(status), output.read()
 
     def close(self) -> None:
-        """Wait for the process to end, as it does when nothing more can come."""
+        """End the process, which has nothing to put in order."""
+        self._parent.kill()
         self._parent.communicate()

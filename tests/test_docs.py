@@ -2,13 +2,12 @@
 
 import ast
 import re
-import subprocess
-import sys
 from argparse import ArgumentParser, _SubParsersAction
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.forking import Forks
 from tests.test_readme import code_blocks
 from tools.folders import FLOORS, SOURCE, with_map
 
@@ -90,11 +89,11 @@ def test_python_is_python(page: Path) -> None:
             ast.parse(block)
 
 
-def test_the_memory_page_s_example_runs() -> None:
+def test_the_memory_page_s_example_runs(forks: Forks) -> None:
     (block,) = code_blocks((ROOT / "docs" / "memory.md").read_text(), "python")
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "---" in done.stdout
+    status, printed = forks.run(block)
+    assert status == 0, printed
+    assert "---" in printed
 
 
 def test_the_map_of_the_design_is_the_tree() -> None:

@@ -1,7 +1,6 @@
 """docs/extending.md: every example runs, in a process of its own, and does what the page says."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -86,13 +85,6 @@ def test_the_page_has_all_seams() -> None:
         *("model family", "weight format", "checkpoint source", "attention backend"),
         *("engine option", "endpoint", "scheduling policy", "eviction order", "dialect"),
     }
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks(ROOT)
-    yield forks
-    forks.close()
 
 
 @pytest.mark.parametrize("name", SEAMS)
