@@ -219,7 +219,8 @@ def limited_text(rules: Rules, end: str, budget: int, others: Sequence[str] = ()
         *(rules.tokens.ids[other] for other in others if other in rules.tokens.ids),
     }
     any_token = rules.tokens.all_but(excluded)
-    return f"{any_token}{{0,{budget}}} <[{token_id}]>"
+    thoughts = f"{any_token}{{0,{budget}}}" if budget else ""
+    return f"{thoughts} <[{token_id}]>"
 
 
 def answer_term(rules: Rules, answer_format: StructuredOutputsParams | None) -> str | None:
