@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 
 import httpx
 import pytest
@@ -71,9 +72,10 @@ async def ask_all(server, kill_after=None):
 
 def test_messages_outlive_the_engine(server):
     expected = asyncio.run(ask_all(server))
-    num_restarts = server.http.get("/health").json()["num_restarts"]
-    assert asyncio.run(ask_all(server, kill_after=12)) == expected
-    assert server.http.get("/health").json()["num_restarts"] == num_restarts + 1
+    assert asyncio.run(ask_all(server, kill_after=6)) == expected
+    deadline_s = time.monotonic() + WAIT_S
+    while server.http.get("/health").json()["num_restarts"] != 1:  # counted when it is noticed
+        assert time.monotonic() < deadline_s
     assert expected[1][1].lstrip().startswith("{") and expected[1][2][1] > 40
     assert expected[2][1].lstrip().startswith('{"n') and expected[2][2][1] > 40
     thoughts, text, (_, num_tokens, num_thoughts) = expected[3]
