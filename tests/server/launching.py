@@ -122,6 +122,13 @@ class RunningServer:
     def stats(self):
         return self.http.get("/health", headers=self.operator).json()["engine"]
 
+    def wait_for_restarts(self, number):
+        """Until so many deaths of the engine have been noticed."""
+        deadline_s = time.monotonic() + WAIT_S
+        while self.http.get("/health").json()["num_restarts"] != number:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
     def wait_until(self, condition):
         """Poll the engine's numbers until `condition(stats)` holds."""
         deadline_s = time.monotonic() + WAIT_S

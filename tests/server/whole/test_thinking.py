@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 
 import httpx
 import pytest
@@ -73,9 +72,7 @@ async def ask_all(server, kill_after=None):
 def test_messages_outlive_the_engine(server):
     expected = asyncio.run(ask_all(server))
     assert asyncio.run(ask_all(server, kill_after=6)) == expected
-    deadline_s = time.monotonic() + WAIT_S
-    while server.http.get("/health").json()["num_restarts"] != 1:  # counted when it is noticed
-        assert time.monotonic() < deadline_s
+    server.wait_for_restarts(1)
     assert expected[1][1].lstrip().startswith("{") and expected[1][2][1] > 40
     assert expected[2][1].lstrip().startswith('{"n') and expected[2][2][1] > 40
     thoughts, text, (_, num_tokens, num_thoughts) = expected[3]
