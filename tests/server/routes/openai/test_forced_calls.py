@@ -103,6 +103,32 @@ def test_a_second_turn_has_the_call_and_its_result(client):
     assert second.usage.prompt_tokens > first.usage.prompt_tokens + 10
 
 
+@pytest.mark.parametrize("spaces", [(", ", ": "), (",", ":")])
+def test_a_second_turn_finds_all_of_the_first_in_the_cache(client, spaces):
+    """But for the last token, which was not computed; however a client writes arguments anew.
+
+    What the model may choose it writes in tokens of its choice, so that here it has none.
+    """
+    choices = {"mode": {"enum": ["text"]}, "why": {"enum": [f"a reason {spaces}"]}}
+    schema = {"type": "object", "properties": choices, "required": ["mode", "why"]}
+    schema["additionalProperties"] = False
+    tool = {"type": "function", "function": {"name": "set_mode", "parameters": schema}}
+    asked = GREEDY | {"tools": [tool]}
+    first = client.chat.completions.create(
+        **asked, messages=QUESTION, tool_choice="required", parallel_tool_calls=False
+    )
+    message = first.choices[0].message.model_dump()
+    (call,) = message["tool_calls"]
+    arguments = json.loads(call["function"]["arguments"])
+    call["function"]["arguments"] = json.dumps(arguments, separators=spaces)
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "done"}
+    second = client.chat.completions.create(
+        **asked, messages=[*QUESTION, message, result], tool_choice="none"
+    )
+    found = second.usage.prompt_tokens_details.cached_tokens
+    assert found >= first.usage.prompt_tokens + first.usage.completion_tokens - 1
+
+
 def test_a_call_that_is_cut_off_ends_with_length(client):
     asked = GREEDY | {"max_tokens": 30}
     answer = client.chat.completions.create(**asked, messages=QUESTION, tool_choice=NAMED)
