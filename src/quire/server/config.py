@@ -194,9 +194,9 @@ class ServerConfig(Options):
         None,
         Bytes(),
         group="limits",
-        help="memory for stored responses, such as 256MiB: previous_response_id goes on from them;"
-        " the one used least recently goes first",
-        doc="memory for responses that are kept for previous_response_id; None: none is.",
+        help="memory for each tenant's stored responses, such as 256MiB: previous_response_id goes"
+        " on from them; the one used least recently goes first",
+        doc="memory for each tenant's responses, kept for previous_response_id; None: none is.",
         flag=Flag(shown="none is stored"),
     )
     default_deadline_s: float | None = option(

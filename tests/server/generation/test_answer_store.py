@@ -72,6 +72,15 @@ def test_the_one_used_least_recently_goes_first():
     assert store.find("", "e") is None and len(store) == 3
 
 
+def test_no_tenant_pushes_out_anothers():
+    store = AnswerStore(ROOM)
+    store.keep("alice", answer("a", size=8000))
+    for name in "bcdef":
+        store.keep("bob", answer(name, size=8000))
+    assert store.find("alice", "a") is not None
+    assert [store.find("bob", name) is not None for name in "bcdef"] == [False] * 4 + [True]
+
+
 @given(st.lists(st.tuples(st.sampled_from("AB"), st.integers(0, 5), st.integers(-1, 9000))))
 def test_it_never_holds_more_than_its_bound(steps):
     store = AnswerStore(ROOM)
@@ -81,7 +90,9 @@ def test_it_never_holds_more_than_its_bound(steps):
         else:
             store.keep(tenant, answer(str(number), size=size))
         held = [store.find(of, str(name)) for of in "AB" for name in range(6)]
-        assert store.num_bytes == sum(each.num_bytes for each in held if each) <= ROOM
+        for of, first in (("A", 0), ("B", 6)):
+            kept = [each.num_bytes for each in held[first : first + 6] if each]
+            assert store.num_bytes(of) == sum(kept) <= ROOM
         for of in "AB":
             for name in range(6):
                 is_there = store.find(of, str(name)) is not None

@@ -1,6 +1,7 @@
 """Answers that were kept, so that a later call can go on from them.
 
-In memory, bounded in bytes, each tenant's apart. Knows no API: what went in and what came out are
+In memory, each tenant's apart and bounded in bytes, so that no tenant's answers push out another's.
+Knows no API: what went in and what came out are
 JSON values, and an answer is JSON. Called by the routes of `responses`; made by `launch`.
 """
 
@@ -67,17 +68,17 @@ class StoredAnswer:
 
 
 class AnswerStore:
-    """The answers that are kept, the one used least recently first.
+    """The answers that are kept, each tenant's with the one used least recently first.
 
-    Invariant: they have `_num_bytes` together, at most max_bytes; `_of_item` has every item of an
-    answer that is there, by tenant and id.
+    Invariant: a tenant's have `_num_bytes` together, at most max_bytes; `_of_item` has every item
+    of an answer that is there, by tenant and id.
     """
 
     def __init__(self, max_bytes: int = 0) -> None:
-        """max_bytes: 0: nothing is kept."""
+        """max_bytes: of each tenant's answers; 0: nothing is kept."""
         self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._answers: OrderedDict[tuple[str, str], StoredAnswer] = OrderedDict()
+        self._num_bytes: dict[str, int] = {}
+        self._answers: dict[str, OrderedDict[str, StoredAnswer]] = {}
         self._of_item: dict[tuple[str, str], str] = {}
 
     @property
@@ -85,31 +86,33 @@ class AnswerStore:
         """Whether anything is kept."""
         return self._max_bytes > 0
 
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
+    def num_bytes(self, tenant: str) -> int:
+        """Of a tenant's answers."""
+        return self._num_bytes.get(tenant, 0)
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return sum(map(len, self._answers.values()))
 
     def keep(self, tenant: str, stored: StoredAnswer) -> None:
-        """Keep one more, in place of those used least recently; not one that is larger than all of
-        the store."""
+        """Keep one more, in place of the tenant's own that were used least recently; not one that
+        is larger than all that a tenant may keep."""
         if stored.num_bytes > self._max_bytes:
             return
         self.drop(tenant, stored.answer_id)
-        self._answers[tenant, stored.answer_id] = stored
-        self._num_bytes += stored.num_bytes
+        kept = self._answers.setdefault(tenant, OrderedDict())
+        kept[stored.answer_id] = stored
+        self._num_bytes[tenant] = self.num_bytes(tenant) + stored.num_bytes
         for item_id in stored.item_ids:
             self._of_item[tenant, item_id] = stored.answer_id
-        while self._num_bytes > self._max_bytes:
-            self.drop(*next(iter(self._answers)))
+        while self._num_bytes[tenant] > self._max_bytes:
+            self.drop(tenant, next(iter(kept)))
 
     def find(self, tenant: str, answer_id: str) -> StoredAnswer | None:
         """A tenant's answer; None: it is not kept, or no longer. It counts as used."""
-        stored = self._answers.get((tenant, answer_id))
+        kept = self._answers.get(tenant, OrderedDict())
+        stored = kept.get(answer_id)
         if stored is not None:
-            self._answers.move_to_end((tenant, answer_id))
+            kept.move_to_end(answer_id)
         return stored
 
     def history(
@@ -154,10 +157,10 @@ class AnswerStore:
 
     def drop(self, tenant: str, answer_id: str) -> bool:
         """Forget an answer; says whether there was one."""
-        stored = self._answers.pop((tenant, answer_id), None)
+        stored = self._answers.get(tenant, OrderedDict()).pop(answer_id, None)
         if stored is None:
             return False
-        self._num_bytes -= stored.num_bytes
+        self._num_bytes[tenant] -= stored.num_bytes
         for item_id in stored.item_ids:
             if self._of_item.get((tenant, item_id)) == answer_id:
                 del self._of_item[tenant, item_id]

@@ -32,6 +32,19 @@ _ID_PREFIXES = {
     "custom_tool_call_output": "ctco",
 }
 
+_KEPT = {
+    "message": ("role", "content"),
+    "reasoning": ("content", "summary"),
+    "function_call": ("call_id", "name", "namespace", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "namespace", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
+}
+"""What is stored of an item, beside its id, type and status: what `input_items` reads. Whatever
+else a client sends would take memory, and be of no use."""
+
+_KEPT_OF_PARTS = ("type", "text", "refusal")
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -109,10 +122,28 @@ def _listed(item: dict[str, Any]) -> dict[str, Any]:
     """An item of the input as it is listed later: with a type, an id, a list of parts."""
     kind = kind_of(item)
     item_id = item.get("id") or new_item_id(_ID_PREFIXES[kind])
-    listed = {**item, "type": kind, "id": item_id, "status": item.get("status") or "completed"}
+    listed: dict[str, Any] = {"type": kind, "id": item_id, "status": _status(item)}
+    listed |= {name: _kept(item[name]) for name in _KEPT[kind] if name in item}
     if kind == "message" and isinstance(item["content"], str):
         part: dict[str, Any] = {"type": "input_text", "text": item["content"]}
         if item["role"] == "assistant":
             part = {"type": "output_text", "text": item["content"], "annotations": []}
         listed["content"] = [part]
     return listed
+
+
+def _status(item: dict[str, Any]) -> str:
+    status = item.get("status")
+    return status if status in ("in_progress", "incomplete") else "completed"
+
+
+def _kept(value: Any) -> Any:
+    """A text as it is; of a list's parts what is known of them."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {name: each for name, each in part.items() if name in _KEPT_OF_PARTS}
+        if isinstance(part, dict)
+        else part
+        for part in value
+    ]
