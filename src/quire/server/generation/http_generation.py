@@ -378,7 +378,7 @@ async def prepare(
     compile_grammar = service.grammars.compile_grammar
     inputs = InputProcessor(service.tokenizer, service.engine.limits, compile_grammar)
     wanted = params.sampling.structured_outputs
-    grammar = await service.grammars.grammar_for(inputs, wanted, prompts.grammar)
+    grammar = await service.grammars.grammar_for(inputs, wanted, prompts.grammar, options.tenant)
     prompts = replace(prompts, grammar=grammar)
     size = sum(len(prompt) for prompt in prompts.inputs if isinstance(prompt, str))
     size += _ENCODINGS_PER_BAD_WORD * sum(len(word) for word in words)
