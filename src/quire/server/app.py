@@ -18,7 +18,7 @@ from quire.server.http.guard import AccessConfig, AccessGuard, BodyLimit, Reques
 from quire.server.routes.admin import docs_page, health, memory, metrics, version
 from quire.server.routes.anthropic import messages
 from quire.server.routes.endpoint import Endpoints
-from quire.server.routes.ollama import chats
+from quire.server.routes.ollama import chats, served_models
 from quire.server.routes.openai import chat, completions, embeddings, models
 from quire.server.routes.openai.responses import responses, stored_responses
 from quire.server.routes.unsupported import refused_routes
@@ -33,6 +33,7 @@ ENDPOINTS: tuple[Endpoints, ...] = (
     chat.router,
     messages.router,
     chats.router,
+    served_models.router,
     responses.router,
     stored_responses.router,
     embeddings.router,

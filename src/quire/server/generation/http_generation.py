@@ -131,6 +131,9 @@ def _digest(*parts: str) -> str:
 class HTTPGeneration:
     """One HTTP call's requests. Use it with `async with`: leaving aborts what still runs.
 
+    arrival_s, first_output_s: when the call came and when its first tokens did, by time.monotonic;
+    None: none has.
+
     Invariants: a stop string that ends a branch here ends it in the engine, too; `_news` has each
     choice with output that was not taken yet, in the order in which it came.
     """
@@ -145,6 +148,8 @@ class HTTPGeneration:
         """assemblers: one for each prompt, with its request; for deltas only."""
         self.requests = requests = [assembler.request for assembler in assemblers]
         self.params = params
+        self.arrival_s = caller.arrival_s
+        self.first_output_s: float | None = None
         self._service = service
         self._caller = caller
         self._assemblers = {assembler.request.request_id: assembler for assembler in assemblers}
@@ -276,6 +281,8 @@ class HTTPGeneration:
 
     def _take_in(self, output: SequenceOutput) -> None:
         assert self._stream and self._record and self._lease, "outputs come inside `async with`"
+        if self.first_output_s is None:
+            self.first_output_s = time.monotonic()
         self._record.on_output(output)
         self._lease.count(len(output.token_ids))
         assembler = self._assemblers[output.request_id]

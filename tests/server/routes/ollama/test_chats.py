@@ -51,9 +51,28 @@ def test_a_prompt_is_a_user_s_message(talker):
     assert "".join(line.response for line in lines) == whole.response
 
 
+def test_an_answer_tells_how_long_it_took(talker):
+    whole = talker.chat(model="embedded", messages=QUESTION, options=GREEDY)
+    *lines, last = talker.generate(model="embedded", prompt="x", options=GREEDY, stream=True)
+    for end in (whole, last):
+        assert end.total_duration == pytest.approx(
+            end.prompt_eval_duration + end.eval_duration, abs=2
+        )
+        assert min(end.prompt_eval_duration, end.eval_duration) > 0 == end.load_duration
+    assert all(line.total_duration is None for line in lines)
+
+
 def test_what_is_served(talker):
     (model,) = talker.list().models
     assert model.model == "embedded" and model.modified_at.year >= 2020
+    shown = talker.show("embedded:latest")
+    assert shown.capabilities == ["completion", "tools"] and "messages" in shown.template
+    assert shown.modified_at == model.modified_at and shown.details == model.details
+    family = shown.modelinfo["general.architecture"]
+    assert shown.modelinfo[f"{family}.context_length"] == 1024
+    with pytest.raises(ollama.ResponseError, match="not served here") as caught:
+        talker.show("llama3")
+    assert caught.value.status_code == 404
 
 
 def test_a_history_with_calls_is_understood(talker):

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate, GET /api/tags and /api/version, as Ollama has them.
+"""POST /api/chat and /api/generate, as Ollama has them.
 
 A stream is a line of JSON for each piece. A tool call comes whole, in one line.
 """
@@ -6,7 +6,6 @@ A stream is a line of JSON for each piece. A tool call comes whole, in one line.
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,7 +21,7 @@ from quire.server.generation.chat_answer import ChatAnswer
 from quire.server.generation.collected_message import CallPart, CollectedMessage
 from quire.server.generation.http_generation import HTTPGeneration, Prompts
 from quire.server.http.errors import ErrorForm, error_body
-from quire.server.http.streaming import NDJSON, json_response
+from quire.server.http.streaming import NDJSON
 from quire.server.routes.anthropic.block_writer import input_of
 from quire.server.routes.endpoint import Endpoints, note_ignored
 from quire.server.routes.ollama.ollama_body import (
@@ -30,20 +29,10 @@ from quire.server.routes.ollama.ollama_body import (
     OllamaChatRequest,
     OllamaGenerateRequest,
 )
-from quire.server.routes.openapi import answers, error_responses
-from quire.server.service import Service, service_of
+from quire.server.routes.ollama.served_models import ERROR_RESPONSES, ollama_error, rfc3339
+from quire.server.routes.openapi import answers
+from quire.server.service import Service
 from quire.text.parsers.message_events import CallEnd, MessageEvent, ReasoningPiece, TextPiece
-from quire.version import __version__
-
-_ERRORS = error_responses(
-    {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
-)
-
-
-def ollama_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """The form of Ollama's API, which has a message only."""
-    return {"error": message}
-
 
 router = Endpoints(error_form=ollama_error)
 
@@ -72,81 +61,56 @@ class OllamaMessage(msgspec.Struct):
     role: str = "assistant"
 
 
-class OllamaChat(msgspec.Struct, kw_only=True):
-    """A line of a chat's answer, or all of it. What stands behind `done` is in the last line."""
+class OllamaLine(msgspec.Struct, kw_only=True):
+    """A line of an answer, or all of it. What stands behind `done` is in the last line.
+
+    Durations are in nanoseconds. prompt_eval_duration: until the first token came, waiting
+    included; eval_duration: from there to the end. load_duration: of the model, which is there
+    already.
+    """
 
     model: str
     created_at: str
-    message: OllamaMessage
     done: bool = False
     done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
 
 
-class OllamaText(msgspec.Struct, kw_only=True):
-    """A line of a completion's answer, or all of it; as OllamaChat."""
+class OllamaChat(OllamaLine, kw_only=True):
+    """A line of a chat's answer, or all of it."""
 
-    model: str
-    created_at: str
+    message: OllamaMessage
+
+
+class OllamaText(OllamaLine, kw_only=True):
+    """A line of a completion's answer, or all of it."""
+
     response: str
     thinking: str | UnsetType = UNSET
-    done: bool = False
-    done_reason: str | UnsetType = UNSET
-    prompt_eval_count: int | UnsetType = UNSET
-    eval_count: int | UnsetType = UNSET
 
 
-class OllamaModel(msgspec.Struct):
-    """A model that is served."""
-
-    name: str
-    model: str
-    modified_at: str
+def _lines(kind: type[OllamaLine]) -> dict[int | str, dict[str, Any]]:
+    """For the OpenAPI document."""
+    return answers(kind, streams=True, stream_type=NDJSON, errors=ERROR_RESPONSES)
 
 
-class OllamaModels(msgspec.Struct):
-    """All models."""
-
-    models: list[OllamaModel]
-
-
-class OllamaVersion(msgspec.Struct):
-    """The version of the server."""
-
-    version: str
-
-
-@router.post(
-    "/api/chat", responses=answers(OllamaChat, streams=True, stream_type=NDJSON, errors=_ERRORS)
-)
+@router.post("/api/chat", responses=_lines(OllamaChat))
 async def ollama_chat(body: OllamaChatRequest, http: HTTPRequest) -> Response:
     """Answer the messages, in Ollama's form."""
     note_ignored(http, body.ignored_options)
     return await generate(http, body, _ChatLines)
 
 
-@router.post(
-    "/api/generate", responses=answers(OllamaText, streams=True, stream_type=NDJSON, errors=_ERRORS)
-)
+@router.post("/api/generate", responses=_lines(OllamaText))
 async def ollama_generate(body: OllamaGenerateRequest, http: HTTPRequest) -> Response:
     """Answer one prompt, in Ollama's form."""
     note_ignored(http, body.ignored_options)
     return await generate(http, body, _TextLines)
-
-
-@router.get("/api/tags", responses=answers(OllamaModels, errors=_ERRORS))
-async def ollama_tags(http: HTTPRequest) -> Response:
-    """The one model of this server."""
-    service = service_of(http)
-    name = service.model_name
-    return json_response(OllamaModels([OllamaModel(name, name, _at(service.created_s))]))
-
-
-@router.get("/api/version", responses=answers(OllamaVersion, errors=_ERRORS))
-async def ollama_version() -> Response:
-    """The version of the server."""
-    return json_response(OllamaVersion(__version__))
 
 
 class _OllamaLines(ChatAnswer[OllamaBodyT]):
@@ -204,12 +168,17 @@ class _OllamaLines(ChatAnswer[OllamaBodyT]):
         yield msgspec.json.encode(self._line(whole, **self._end(delta)))
 
     def _end(self, delta: Delta) -> dict[str, Any]:
-        usage = self._usage()
+        usage, came_s, now_s = self._usage(), self._generation.arrival_s, time.monotonic()
+        first_s = self._generation.first_output_s or now_s
         return {
             "done": True,
             "done_reason": "length" if delta.finish_reason == FinishReason.LENGTH.value else "stop",
+            "total_duration": int((now_s - came_s) * 1e9),
+            "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": int((first_s - came_s) * 1e9),
             "eval_count": usage.completion_tokens,
+            "eval_duration": int((now_s - first_s) * 1e9),
         }
 
 
@@ -218,7 +187,7 @@ class _ChatLines(_OllamaLines[OllamaChatRequest]):
 
     def _line(self, message: OllamaMessage, **end: Any) -> OllamaChat:
         return OllamaChat(
-            model=self._service.model_name, created_at=_at(time.time()), message=message, **end
+            model=self._service.model_name, created_at=rfc3339(time.time()), message=message, **end
         )
 
 
@@ -228,7 +197,7 @@ class _TextLines(_OllamaLines[OllamaGenerateRequest]):
     def _line(self, message: OllamaMessage, **end: Any) -> OllamaText:
         return OllamaText(
             model=self._service.model_name,
-            created_at=_at(time.time()),
+            created_at=rfc3339(time.time()),
             response=message.content,
             thinking=message.thinking,
             **end,
@@ -241,8 +210,3 @@ def _encoded(line: msgspec.Struct) -> bytes:
 
 def _call(call: CallPart) -> OllamaCall:
     return OllamaCall(OllamaFunction(call.name, input_of(call)))
-
-
-def _at(time_s: float) -> str:
-    """Seconds since the epoch, as RFC 3339 has them."""
-    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="microseconds")

@@ -56,6 +56,11 @@ _MESSAGE: dict[str, Any] = {
 }
 
 
+def without_tag(name: str | None) -> str | None:
+    """A model's name as it is served here."""
+    return None if name is None else name.removesuffix(_TAG)
+
+
 class OllamaBody(ChatBody):
     """What both bodies share."""
 
@@ -97,7 +102,7 @@ class OllamaBody(ChatBody):
     @field_validator("model")
     @classmethod
     def _without_tag(cls, name: str | None) -> str | None:
-        return None if name is None else name.removesuffix(_TAG)
+        return without_tag(name)
 
     @property
     def ignored_options(self) -> list[str]:

@@ -1,0 +1,147 @@
+"""GET /api/tags and /api/version, POST /api/show: what is served, as Ollama has it."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+import msgspec
+from fastapi import Request as HTTPRequest
+from pydantic import field_validator
+from starlette.responses import Response
+
+from quire.server.generation.chat_call import ReasoningOptions
+from quire.server.generation.chat_prompt import reasoning_variables
+from quire.server.http.body import Body, UnknownFields
+from quire.server.http.streaming import json_response
+from quire.server.routes.endpoint import Endpoints
+from quire.server.routes.ollama.ollama_body import without_tag
+from quire.server.routes.openapi import answers, error_responses
+from quire.server.service import Service, service_of
+from quire.version import __version__
+
+ERROR_RESPONSES = error_responses(
+    {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+)
+
+
+def ollama_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """The form of Ollama's API, which has a message only."""
+    return {"error": message}
+
+
+router = Endpoints(error_form=ollama_error)
+
+ARCHITECTURE = "quire"
+"""In `model_info`, whose names begin with it: clients look for `<architecture>.context_length`."""
+
+
+class OllamaDetails(msgspec.Struct):
+    """What Ollama knows of a model's file. Empty: not known here, where a model is a folder."""
+
+    parent_model: str = ""
+    format: str = ""
+    family: str = ARCHITECTURE
+    families: list[str] = msgspec.field(default_factory=lambda: [ARCHITECTURE])
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class OllamaModel(msgspec.Struct):
+    """A model that is served."""
+
+    name: str
+    model: str
+    modified_at: str
+    details: OllamaDetails = msgspec.field(default_factory=OllamaDetails)
+
+
+class OllamaModels(msgspec.Struct):
+    """All models."""
+
+    models: list[OllamaModel]
+
+
+class OllamaVersion(msgspec.Struct):
+    """The version of the server."""
+
+    version: str
+
+
+class OllamaShow(msgspec.Struct):
+    """A model. capabilities: "completion", "tools", "thinking", or "embedding" alone. template: of
+    chats, in Jinja. parameters, modelfile: Ollama's files of a model, of which there are none."""
+
+    modified_at: str
+    capabilities: list[str]
+    model_info: dict[str, Any]
+    template: str
+    details: OllamaDetails = msgspec.field(default_factory=OllamaDetails)
+    parameters: str = ""
+    modelfile: str = ""
+
+
+class ShowRequest(Body):
+    """POST /api/show. name: the older name of `model`."""
+
+    unknown_fields: ClassVar[UnknownFields] = "ignore"
+    hints: ClassVar[frozenset[str]] = frozenset({"verbose"})
+    notes: ClassVar[Mapping[str, str]] = {
+        "model": "the name in `/api/tags`, with or without `:latest`",
+        "name": "older name of `model`",
+    }
+
+    model: str | None = None
+    name: str | None = None
+
+    @field_validator("model", "name")
+    @classmethod
+    def _without_tag(cls, name: str | None) -> str | None:
+        return without_tag(name)
+
+
+@router.get("/api/tags", responses=answers(OllamaModels, errors=ERROR_RESPONSES))
+async def ollama_tags(http: HTTPRequest) -> Response:
+    """The one model of this server."""
+    service = service_of(http)
+    name = service.model_name
+    return json_response(OllamaModels([OllamaModel(name, name, rfc3339(service.created_s))]))
+
+
+@router.post("/api/show", responses=answers(OllamaShow, errors=ERROR_RESPONSES))
+async def ollama_show(body: ShowRequest, http: HTTPRequest) -> Response:
+    """What is known of the model."""
+    service = service_of(http)
+    service.check_model(body.name if body.model is None else body.model)
+    limits = service.engine.limits
+    info = {
+        "general.architecture": ARCHITECTURE,
+        "general.basename": service.model_name,
+        f"{ARCHITECTURE}.context_length": limits.max_model_len,
+        f"{ARCHITECTURE}.vocab_size": limits.vocab_size,
+    }
+    template = service.chat_template.source_for_tools or ""
+    return json_response(
+        OllamaShow(rfc3339(service.created_s), _capabilities(service), info, template)
+    )
+
+
+@router.get("/api/version", responses=answers(OllamaVersion, errors=ERROR_RESPONSES))
+async def ollama_version() -> Response:
+    """The version of the server."""
+    return json_response(OllamaVersion(__version__))
+
+
+def rfc3339(time_s: float) -> str:
+    """Seconds since the epoch, as RFC 3339 has them."""
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="microseconds")
+
+
+def _capabilities(service: Service) -> list[str]:
+    if not service.engine.limits.generates:
+        return ["embedding"]
+    template = service.chat_template
+    if not template.exists:
+        return ["completion"]
+    asked = ReasoningOptions(effort="high", is_enabled=True)
+    can_think = bool(reasoning_variables(template, asked, has_tools=False))
+    return ["completion", "tools", *(["thinking"] if can_think else [])]
