@@ -82,6 +82,21 @@ def test_why_it_ends(talker):
         assert stream.get_final_message().stop_sequence == "path"
 
 
+def test_with_no_max_tokens_at_all_the_prompt_is_only_cached(talker):
+    """As Anthropic documents it: the cache is warmed, and nothing generated."""
+    asked = {"messages": QUESTION, "system": f"Warm. {RULES}"}
+    none = talker.messages.create(**GREEDY | {"max_tokens": 0}, **asked)
+    assert (none.content, none.stop_reason) == ([], "max_tokens")
+    assert none.usage.output_tokens == 0
+    assert none.usage.cache_read_input_tokens < 0.1 * none.usage.input_tokens
+    with talker.messages.stream(**GREEDY | {"max_tokens": 0}, **asked) as stream:
+        streamed = stream.get_final_message()
+    assert (streamed.content, streamed.stop_reason) == ([], "max_tokens")
+    assert streamed.usage.output_tokens == 0
+    later = talker.messages.create(**GREEDY | {"max_tokens": 1}, **asked)
+    assert later.usage.cache_read_input_tokens > 0.9 * later.usage.input_tokens
+
+
 def test_max_tokens_is_a_bound_and_no_wish(talker, http):
     long = [{"role": "user", "content": "import os\n" * 330}, {"role": "assistant", "content": "a"}]
     body = {"max_tokens": 32_000, "messages": long, "temperature": 0, "stop_sequences": None}
@@ -149,7 +164,7 @@ def test_what_changes_no_token_is_accepted_and_the_rest_is_named(http):
     [
         ({"model": "claude-opus-4"}, 404, "not_found_error", "this server has 'embedded'"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens is missing"),
-        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens is 0"),
+        ({"max_tokens": -1}, 400, "invalid_request_error", "max_tokens is -1"),
         ({"messages": None}, 400, "invalid_request_error", "messages is missing"),
         ({"messages": []}, 400, "invalid_request_error", "at least one message"),
         ({"temperature": -1}, 400, "invalid_request_error", "temperature"),

@@ -88,6 +88,9 @@ class _MessageAnswer(ChatAnswer[MessagesRequest]):
         self._writer = BlockWriter(shows_thinking=body.shows_thinking)
         self._end = MessageEnd(None, None)
 
+    def _read(self, choice: int, delta: Delta) -> Sequence[MessageEvent]:
+        return () if self._body.answers_nothing else super()._read(choice, delta)
+
     def _begin_events(self) -> Iterator[bytes]:
         yield named_event("message_start", MessageStart(self._message([])))
 
@@ -127,6 +130,8 @@ class _MessageAnswer(ChatAnswer[MessagesRequest]):
         )
 
     def _end_of(self, delta: Delta) -> MessageEnd:
+        if self._body.answers_nothing:
+            return MessageEnd("max_tokens", None)
         if isinstance(delta.stop_reason, str):
             return MessageEnd("stop_sequence", delta.stop_reason)
         reason = self._finish_reason(0, delta)

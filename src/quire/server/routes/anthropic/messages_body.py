@@ -154,7 +154,9 @@ class CountTokensRequest(PromptFields):
 class MessagesRequest(PromptFields, ChatBody):
     """POST /v1/messages.
 
-    max_tokens: a bound and no wish: a context that has room for fewer is no mistake.
+    max_tokens: a bound and no wish: a context that has room for fewer is no mistake. 0: nothing is
+        answered, but the prompt is computed and its prefix cached. The engine makes one token all
+        the same.
     """
 
     list_bounds: ClassVar[Mapping[str, str]] = {
@@ -162,7 +164,8 @@ class MessagesRequest(PromptFields, ChatBody):
         "stop_sequences": "max_stop_strings",
     }
     notes: ClassVar[Mapping[str, str]] = {
-        "max_tokens": "the most tokens to generate; the context may have room for fewer",
+        "max_tokens": "the most tokens to generate; the context may have room for fewer. 0: the "
+        "prompt is computed and cached, the answer has no content",
         "stop_sequences": "the text ends before the first of these",
         "stream": "the answer comes as server-sent events, piece by piece",
         "temperature": "0 is greedy; where left out the model's own",
@@ -175,7 +178,7 @@ class MessagesRequest(PromptFields, ChatBody):
         "deadline_s": "seconds after which the call ends with an error",
     }
 
-    max_tokens: Count = Field(json_schema_extra={"minimum": 1})
+    max_tokens: Count = Field(json_schema_extra={"minimum": 0})
     stop_sequences: Texts | None = left_out(items={"type": "string", "minLength": 1})
     temperature: float | None = left_out(minimum=0, maximum=100)
     top_p: float | None = left_out(exclusiveMinimum=0, maximum=1)
@@ -185,6 +188,11 @@ class MessagesRequest(PromptFields, ChatBody):
     min_p: float | None = left_out(minimum=0, maximum=1)
 
     @property
+    @property
+    def answers_nothing(self) -> bool:
+        """Whether the prompt is computed alone."""
+        return self.max_tokens == 0
+
     def shows_thinking(self) -> bool:
         """Whether thinking blocks have their text."""
         return shows_thinking(self.thinking)
@@ -196,6 +204,8 @@ class MessagesRequest(PromptFields, ChatBody):
         given = {name: value for name, value in values.items() if value is not None}
         with fields_named(FIELD_NAMES):
             sampling = SamplingParams(
-                **given, stop=self.stop_sequences or None, max_tokens=self.max_tokens
+                **given,
+                stop=self.stop_sequences or None,
+                max_tokens=1 if self.answers_nothing else self.max_tokens,
             )
         return Params(sampling)

@@ -1,4 +1,11 @@
-"""GET /v1/models: what is served here."""
+"""GET /v1/models: what is served here, in OpenAI's form or Anthropic's.
+
+Both have this path. Anthropic's clients are known by the header `anthropic-version`, which each of
+their calls has.
+"""
+
+from datetime import UTC, datetime
+from typing import Literal
 
 import msgspec
 from fastapi import Request as HTTPRequest
@@ -10,6 +17,8 @@ from quire.server.routes.openapi import answers
 from quire.server.service import Service, service_of
 
 router = Endpoints()
+
+ANTHROPIC_HEADER = "anthropic-version"
 
 
 class ModelCard(msgspec.Struct):
@@ -29,10 +38,33 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
+class AnthropicModel(msgspec.Struct, tag_field="type", tag="model"):
+    """A model. max_input_tokens: prompt and answer together. max_tokens: the most of an answer."""
+
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+    lifecycle: Literal["active"] = "active"
+
+
+class AnthropicModels(msgspec.Struct):
+    """All models, on one page."""
+
+    data: list[AnthropicModel]
+    first_id: str
+    last_id: str
+    has_more: Literal[False] = False
+
+
 @router.get("/v1/models", responses=answers(ModelList))
 async def list_models(http: HTTPRequest) -> Response:
     """The one model of this server, under each of its names."""
     service = service_of(http)
+    if ANTHROPIC_HEADER in http.headers:
+        found = [_anthropic_model(service, name) for name in service.model_names]
+        return json_response(AnthropicModels(found, found[0].id, found[-1].id))
     return json_response(ModelList([_card(service, name) for name in service.model_names]))
 
 
@@ -41,7 +73,15 @@ async def get_model(name: str, http: HTTPRequest) -> Response:
     """The model called `name`."""
     service = service_of(http)
     service.check_model(name)
+    if ANTHROPIC_HEADER in http.headers:
+        return json_response(_anthropic_model(service, name))
     return json_response(_card(service, name))
+
+
+def _anthropic_model(service: Service, name: str) -> AnthropicModel:
+    created_at = datetime.fromtimestamp(service.created_s, UTC).isoformat()
+    longest = service.engine.limits.max_model_len
+    return AnthropicModel(name, name, created_at, longest, longest - 1)
 
 
 def _card(service: Service, name: str) -> ModelCard:
