@@ -13,6 +13,8 @@ def make(name="mine"):
 def test_only_the_served_model_is_known_and_it_may_be_left_out():
     make().check_model("mine")
     make().check_model(None)
+    make().check_model("dummy")  # what huggingface_hub sends then
+    assert make().answered_name("dummy") == make().answered_name(None) == "mine"
     with pytest.raises(UnknownModelError, match="'other' is not served here") as caught:
         make().check_model("other")
     assert (caught.value.http_status, caught.value.param) == (404, "model")

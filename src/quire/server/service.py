@@ -31,6 +31,10 @@ DRAIN_RETRY_AFTER_S = 5.0
 may be there by then."""
 
 
+_ANY_MODEL = (None, "dummy")
+"""For the one model there is. The second is what huggingface_hub sends where none was named."""
+
+
 class UnknownModelError(QuireError):
     """The request names a model that is not served here."""
 
@@ -105,11 +109,11 @@ class Service:
 
     def answered_name(self, name: str | None) -> str:
         """The model's name in an answer to a call that asked for `name`."""
-        return self.model_name if name is None else name
+        return self.model_name if name in _ANY_MODEL else name
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is one of the served model's, or left out."""
-        if name is not None and name not in self.model_names:
+        if name not in _ANY_MODEL and name not in self.model_names:
             names = ", ".join(map(repr, self.model_names))
             raise UnknownModelError(
                 f"the model {name!r:.80} is not served here; this server has {names:.400}"

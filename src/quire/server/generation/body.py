@@ -25,6 +25,7 @@ from quire.server.generation.answer_format import FORMAT_FIELDS, AnswerFormatFie
 from quire.server.generation.call_body import (
     CallBody,
     Count,
+    HINTS,
     Params,
     Texts,
     TokenIds,
@@ -90,21 +91,6 @@ NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
 }
-
-# Fields that change no token, and on which no caller relies.
-HINTS = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "verbosity",
-    }
-)
 
 _TOKEN_IDS = {"items": {"type": "integer", "minimum": 0}}
 _WORDS = {"items": {"type": "string", "minLength": 1}}

@@ -20,6 +20,23 @@ Count = Annotated[int, Field(lt=2**31)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
+HINTS = frozenset(
+    {
+        "cache_control",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    }
+)
+"""Fields of others' APIs that change no token, and on which no caller relies. All bodies that ask
+for generated text take them; an API where one of them means something has it as a field."""
+
 # At the first wrong element: a list may have millions.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]

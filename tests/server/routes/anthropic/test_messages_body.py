@@ -35,9 +35,10 @@ def test_the_table_says_what_the_code_does():
     known = anthropics_fields()
     assert len(known) > 15
     listed = fields_of("/v1/messages")
+    fields, hints = MessagesRequest.model_fields, MessagesRequest.hints
     assert listed == {
-        name: "works" if name in known else "ours"
-        for name in (*MessagesRequest.model_fields, *MessagesRequest.hints)
+        name: "works" if name in known else "hint" if name in hints else "ours"
+        for name in (*fields, *hints)
     }
     named = sections()["/v1/messages/count_tokens"]
     assert all(f"`{name}`" in named for name in CountTokensRequest.model_fields)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from quire.core.sampling_params import SEED_LIMIT, SamplingParams
-from quire.server.generation.call_body import ChatBody, Count, Params, Texts, left_out
+from quire.server.generation.call_body import HINTS, ChatBody, Count, Params, Texts, left_out
 from quire.server.generation.chat_call import ChatCall
 from quire.server.generation.http_generation import fields_named
 from quire.server.http.body import Body, UnknownFields
@@ -95,9 +95,10 @@ class PromptFields(Body):
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     list_bounds: ClassVar[Mapping[str, str]] = {"tools": "max_list_length"}
-    hints: ClassVar[frozenset[str]] = frozenset(
-        {"betas", "cache_control", "inference_geo", "metadata", "service_tier", "speed"}
-    )
+    hints: ClassVar[frozenset[str]] = HINTS | {
+        *("betas", "inference_geo", "speed"),
+        *("parallel_tool_calls", "user"),
+    }
     notes: ClassVar[Mapping[str, str]] = {
         "model": "the name in `/v1/models`",
         "messages": "objects with a `role` and a `content`: a text, or blocks of the types `text`, "
@@ -188,11 +189,11 @@ class MessagesRequest(PromptFields, ChatBody):
     min_p: float | None = left_out(minimum=0, maximum=1)
 
     @property
-    @property
     def answers_nothing(self) -> bool:
         """Whether the prompt is computed alone."""
         return self.max_tokens == 0
 
+    @property
     def shows_thinking(self) -> bool:
         """Whether thinking blocks have their text."""
         return shows_thinking(self.thinking)

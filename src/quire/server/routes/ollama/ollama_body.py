@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError, shown
-from quire.server.generation.call_body import ChatBody, Params, left_out
+from quire.server.generation.call_body import HINTS, ChatBody, Params, left_out
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
 from quire.server.http.body import UnknownFields
 from quire.server.limits import CallLimits, too_many_entries
@@ -66,7 +66,7 @@ class OllamaBody(ChatBody):
 
     unknown_fields: ClassVar[UnknownFields] = "ignore"
     list_bounds: ClassVar[Mapping[str, str]] = {"options": "max_list_length"}
-    hints: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
+    hints: ClassVar[frozenset[str]] = HINTS | {"keep_alive", "parallel_tool_calls", "user"}
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "images": ([],),
         "logprobs": (False,),

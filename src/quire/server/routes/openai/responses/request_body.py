@@ -14,7 +14,15 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import InvalidRequestError, shown
 from quire.server.generation.answer_format import AnswerFormatFields
 from quire.server.generation.answer_store import StoredItems
-from quire.server.generation.call_body import ChatBody, Count, Params, Texts, TokenIds, left_out
+from quire.server.generation.call_body import (
+    HINTS,
+    ChatBody,
+    Count,
+    Params,
+    Texts,
+    TokenIds,
+    left_out,
+)
 from quire.server.generation.chat_call import ChatCall, ReasoningOptions
 from quire.server.http.body import UnknownFields
 from quire.server.limits import CallLimits
@@ -66,6 +74,11 @@ _ECHOED_REASONING = ("effort", "summary", "generate_summary")
 _PENALTY = {"minimum": -2, "maximum": 2}
 _TEXT = {"type": "string"}
 _PART = {
+_OWN_HINTS = frozenset(
+    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "store"}
+)
+"""Fields here: the answer repeats them, or more."""
+
     "type": "object",
     "required": ["type", "text"],
     "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": _TEXT},
@@ -221,16 +234,9 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
         "n": (1,),
         "prompt": (),
     }
-    hints: ClassVar[frozenset[str]] = frozenset(
-        {
-            "client_metadata",
-            "image",
-            "prompt_cache_options",
-            "request_id",
-            "service_tier",
-            "stream_options",
-        }
-    )
+    hints: ClassVar[frozenset[str]] = HINTS - _OWN_HINTS | {
+        *("client_metadata", "image", "stream_options"),
+    }
     list_bounds: ClassVar[Mapping[str, str]] = {
         **ContextBody.list_bounds,
         "include": "max_list_length",

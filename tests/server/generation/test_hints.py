@@ -1,0 +1,85 @@
+"""Fields on which no caller relies are taken by every body that asks for generated text."""
+
+import pytest
+
+from quire.errors import InvalidRequestError
+from quire.server.generation.call_body import HINTS
+from quire.server.routes.anthropic.messages_body import CountTokensRequest, MessagesRequest
+from quire.server.routes.ollama.ollama_body import OllamaChatRequest, OllamaGenerateRequest
+from quire.server.routes.openai.chat_body import ChatCompletionRequest
+from quire.server.routes.openai.completions import CompletionRequest
+from quire.server.routes.openai.responses.request_body import ResponsesRequest
+
+HELLO = [{"role": "user", "content": "hello"}]
+BODIES = {
+    CompletionRequest: {"prompt": "hello"},
+    ChatCompletionRequest: {"messages": HELLO},
+    ResponsesRequest: {"input": "hello"},
+    MessagesRequest: {"messages": HELLO, "max_tokens": 5},
+    CountTokensRequest: {"messages": HELLO},
+    OllamaChatRequest: {"messages": HELLO},
+    OllamaGenerateRequest: {"prompt": "hello"},
+}
+VALUES = {
+    "cache_control": {"type": "ephemeral"},
+    "metadata": {"run": "7"},
+    "parallel_tool_calls": True,
+    "prompt_cache_key": "key",
+    "prompt_cache_options": {"mode": "implicit"},
+    "prompt_cache_retention": "24h",
+    "request_id": "mine",
+    "safety_identifier": "ada",
+    "service_tier": "auto",
+    "store": True,
+    "user": "ada",
+    "verbosity": "medium",
+}
+"""As clients send them."""
+
+
+def test_there_is_a_value_of_every_hint():
+    assert set(VALUES) >= HINTS
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_hint_is_taken_and_changes_nothing(kind, name):
+    """Also where fields that nobody knows are refused: this is what `model_validate` does."""
+    plain, hinted = (
+        kind.model_validate(BODIES[kind] | more) for more in ({}, {name: VALUES[name]})
+    )
+    known, unknown = kind.without_unknown(BODIES[kind] | {name: VALUES[name]})
+    assert name in known and not unknown
+    if hasattr(plain, "to_params"):
+        assert hinted.to_params() == plain.to_params()
+    if hasattr(plain, "to_chat_call"):
+        assert hinted.to_chat_call() == plain.to_chat_call()
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_what_nobody_knows_is_refused_or_set_aside_by_name(kind):
+    body = BODIES[kind] | {"weather": "fine"}
+    with pytest.raises(ValueError, match="unknown field 'weather'") as caught:
+        kind.model_validate(body)
+    assert isinstance(caught.value.errors()[0]["ctx"]["error"], InvalidRequestError)
+    assert kind.without_unknown(body)[1] == ["weather"]
+    ignores = kind not in (CompletionRequest, ChatCompletionRequest)
+    assert kind.unknown_fields == ("ignore" if ignores else "refuse")
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (ChatCompletionRequest, {"reasoning_effort": "none"}),
+        (ChatCompletionRequest, {"top_logprobs": 0}),
+        (ChatCompletionRequest, {"early_stopping": False}),
+        (ChatCompletionRequest, {"stream": True, "stream_options": {"include_obfuscation": True}}),
+        (CompletionRequest, {"early_stopping": False, "safe_prompt": False}),
+        (ResponsesRequest, {"stream": True, "stream_options": {"include_obfuscation": True}}),
+        (ResponsesRequest, {"text": {"verbosity": "medium"}, "reasoning": {"effort": "none"}}),
+        (OllamaChatRequest, {"keep_alive": "5m", "options": {"num_ctx": 4096}}),
+    ],
+)
+def test_what_asks_for_nothing_is_taken(kind, more):
+    plain = kind.model_validate(BODIES[kind])
+    assert kind.model_validate(BODIES[kind] | more).to_params() == plain.to_params()
