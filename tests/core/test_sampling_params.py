@@ -71,6 +71,8 @@ BEAM_NUMBERS: dict[str, tuple[list[Any], list[Any], str]] = {
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
 OBJECTS = {"structured_outputs": StructuredOutputsParams, "output_kind": RequestOutputKind}
 LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias")
+LISTS += ("logprob_token_ids",)
+CHOICES = {"truncation_side": ("left", "right", None)}
 ALL_NUMBERS = {**NUMBER_FIELDS, **WHOLE_FIELDS}
 
 
@@ -88,7 +90,7 @@ def refusal(field: str, value: Any) -> str:
 
 
 def test_every_field_is_in_these_tables() -> None:
-    named = {*ALL_NUMBERS, *FLAGS, *LISTS, *OBJECTS}
+    named = {*ALL_NUMBERS, *FLAGS, *LISTS, *OBJECTS, *CHOICES}
     assert named == {field.name for field in dataclasses.fields(SamplingParams)}
 
 
@@ -149,6 +151,11 @@ def test_flags_are_true_or_false(field: str, value: Any) -> None:
         ("allowed_token_ids", [], "allowed_token_ids is empty"),
         ("allowed_token_ids", [None], "allowed_token_ids contains None"),
         ("allowed_token_ids", 7, "allowed_token_ids is 7, but must be a list of token ids"),
+        ("logprob_token_ids", [], "logprob_token_ids has 0 tokens, but must have from 1 to 128"),
+        ("logprob_token_ids", [1] * 129, "logprob_token_ids has 129 tokens"),
+        ("logprob_token_ids", ["a"], "logprob_token_ids contains 'a'"),
+        ("truncation_side", "up", "truncation_side is 'up', but must be 'left' or 'right'"),
+        ("truncation_side", 1, "truncation_side is 1, but must be"),
         ("logit_bias", [1], "logit_bias is [1], but must map token ids to numbers"),
         ("logit_bias", {"1": 1.0}, "logit_bias has the key '1', but keys must be token ids"),
         ("logit_bias", {-1: 1.0}, "logit_bias has the key -1, but keys must be token ids"),
@@ -174,6 +181,9 @@ def test_lists_are_checked_element_by_element(field: str, value: Any, message: s
         ("stop_token_ids", range(3), (0, 1, 2)),
         ("allowed_token_ids", None, None),
         ("allowed_token_ids", [4, 2], (4, 2)),
+        ("logprob_token_ids", None, None),
+        ("logprob_token_ids", [4, 4, 2], (4, 4, 2)),
+        *(("truncation_side", side, side) for side in CHOICES["truncation_side"]),
         ("logit_bias", None, {}),
         ("logit_bias", {3: -100, 4: 0.5}, {3: -100, 4: 0.5}),
     ],
@@ -188,6 +198,19 @@ def test_the_callers_lists_are_copied() -> None:
     bias[2] = 3.0
     stop.append("b")
     assert (params.logit_bias, params.stop) == ({1: 2.0}, ("a",))
+
+
+def test_listed_tokens_stand_in_place_of_the_likeliest() -> None:
+    params = SamplingParams(logprob_token_ids=[7, 3, 7], logprobs=3)
+    decoding = resolve(params, LIMITS, num_prompt_tokens=1, seed=0)
+    assert (decoding.logprobs, decoding.logprob_token_ids) == (0, (7, 3))
+    assert params.wants_logprobs and SamplingParams(logprobs=0).wants_logprobs
+    assert not SamplingParams().wants_logprobs
+    with pytest.raises(InvalidRequestError, match="logprobs is 2, but logprob_token_ids has 1"):
+        SamplingParams(logprob_token_ids=[7], logprobs=2)
+    with pytest.raises(InvalidRequestError, match="contains 100, beyond the vocabulary of 100"):
+        wide = SamplingParams(logprob_token_ids=[100])
+        resolve(wide, LIMITS, num_prompt_tokens=1, seed=0)
 
 
 def test_min_tokens_above_max_tokens_is_refused() -> None:

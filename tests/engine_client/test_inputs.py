@@ -235,6 +235,16 @@ def test_a_prompt_is_truncated_to_its_last_tokens(limit: int | None, num_kept: i
     assert list(request.prompt_token_ids) == prompt[-num_kept:]
 
 
+def test_a_prompt_may_be_truncated_to_its_first_tokens() -> None:
+    inputs = InputProcessor(None, ModelLimits(vocab_size=400, max_model_len=40))
+    for side, kept in (("right", IDS[:7]), ("left", IDS[-7:]), (None, IDS[-7:])):
+        params = SamplingParams(truncate_prompt_tokens=7, truncation_side=side)
+        request = inputs.make_request("r", IDS, params, seed=0)
+        assert list(request.prompt_token_ids) == kept
+    with pytest.raises(InvalidRequestError, match="truncation_side is 'up', but must be 'left' or"):
+        SamplingParams(truncation_side="up")
+
+
 def test_a_prompt_is_not_truncated_to_more_than_fits() -> None:
     inputs = InputProcessor(None, ModelLimits(vocab_size=400, max_model_len=40))
     with pytest.raises(InvalidRequestError, match="truncate_prompt_tokens is 41, above max_model"):

@@ -158,6 +158,29 @@ def test_logprobs(llm: LLM) -> None:
         assert entry is not None and token_id in entry and 2 <= len(entry) <= 3
 
 
+def test_logprobs_of_listed_tokens(llm: LLM) -> None:
+    """Exactly these beside the token itself, with the log-probabilities that they have among the
+    likeliest; only its own rank is known."""
+    greedy = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
+    (best,) = llm.generate("import os", SamplingParams(**greedy, logprobs=20))
+    assert best.outputs[0].logprobs is not None
+    listed = list(best.outputs[0].logprobs[0])[5:15]
+    params = SamplingParams(**greedy, logprob_token_ids=listed)
+    crowd = llm.generate(["import os", "def f("], [params, SamplingParams(**greedy, logprobs=1)])
+    branch = crowd[0].outputs[0]
+    assert branch.token_ids == best.outputs[0].token_ids and branch.logprobs is not None
+    for token_id, entry in zip(branch.token_ids, branch.logprobs, strict=True):
+        assert set(entry) == {*listed, token_id}
+        assert {found.rank for key, found in entry.items() if key != token_id} == {None}
+        assert entry[token_id].rank == 1
+    for token_id in listed:
+        expected = best.outputs[0].logprobs[0][token_id].logprob
+        assert branch.logprobs[0][token_id].logprob == pytest.approx(expected, abs=2e-6)
+    (alone,) = llm.generate("import os", params)
+    assert alone.outputs[0].logprobs == branch.logprobs
+    assert branch.cumulative_logprob == best.outputs[0].cumulative_logprob
+
+
 def test_prompt_logprobs_are_the_same_in_chunks() -> None:
     prompt = {"prompt_token_ids": list(range(50, 130))}
     params = SamplingParams(max_tokens=1, prompt_logprobs=1)

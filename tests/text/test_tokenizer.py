@@ -306,6 +306,10 @@ def test_pairs_are_joined_and_cut_at_the_end_of_the_second(most: int | None, tmp
     num_kept = max(5, len(whole["input_ids"]) if most is None else min(most, 9))
     assert token_ids == whole["input_ids"][: num_kept - 1] + whole["input_ids"][-1:]
     assert types == [0, 0, 0, 0] + [1] * (num_kept - 4)
+    end_kept, its_types = tokenizer.encode_pair(first, second, most, keeps_end=True)
+    num_cut = len(whole["input_ids"]) - num_kept
+    assert end_kept == whole["input_ids"][:4] + whole["input_ids"][4 + num_cut :]
+    assert its_types == types
     alone = tokenizer.encode_pair(second, None, most)[0]
     assert alone == [*theirs(second)["input_ids"][: len(alone) - 1], 3]
     assert len(alone) == (6 if most is None else min(most, 6))

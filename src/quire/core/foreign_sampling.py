@@ -25,7 +25,6 @@ FOREIGN_SAMPLING: Foreign = {
         "no code of a request runs in the engine; use logit_bias, bad_words, allowed_token_ids or"
         " structured_outputs",
     ),
-    "logprob_token_ids": (([],), "logprobs=N has the N likeliest tokens of each step"),
     "prompt_logprob_start": ((0,), "prompt_logprobs are those of the whole prompt"),
     "prompt_logprob_token_ids": (([],), "prompt_logprobs=N has the N likeliest of each token"),
     "repetition_detection": ((), _LOOPS),

@@ -90,6 +90,15 @@ def kind_of(name: str, kind: type, is_optional: bool, value: Any) -> Any:
     raise InvalidRequestError(f"{name} is {shown(value)}, but must be a {kind.__name__}", name)
 
 
+def one_of(name: str, known: Sequence[str], value: Any) -> str | None:
+    """One of these texts, or None."""
+    if value is None or (isinstance(value, str) and value in known):
+        return value
+    raise InvalidRequestError(
+        f"{name} is {shown(value)}, but must be {' or '.join(map(repr, known))}", name
+    )
+
+
 def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequestError(f"{name} is {shown(value)}, but must be True or False", name)

@@ -21,6 +21,7 @@ from quire.core.sampling_checks import (
     kind_of,
     logit_bias,
     number,
+    one_of,
     strings,
     token_ids,
 )
@@ -31,6 +32,7 @@ MAX_BRANCHES = 1024
 MAX_BEAM_WIDTH = 64
 MAX_LENGTH_PENALTY = 5.0
 MAX_STOP_STRINGS = 64
+MAX_LOGPROB_TOKEN_IDS = 128
 SEED_LIMIT = 1 << 64
 MAX_TOKENS = (1 << 31) - 1
 """No context is so long; a larger max_tokens or min_tokens is a mistake."""
@@ -86,6 +88,19 @@ def _allowed_token_ids(value: Any) -> tuple[int, ...] | None:
     return found
 
 
+def _logprob_token_ids(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    found = token_ids("logprob_token_ids", value)
+    if not 1 <= len(found) <= MAX_LOGPROB_TOKEN_IDS:
+        raise InvalidRequestError(
+            f"logprob_token_ids has {len(found)} tokens, but must have from 1 to"
+            f" {MAX_LOGPROB_TOKEN_IDS}",
+            "logprob_token_ids",
+        )
+    return found
+
+
 Checks = Mapping[str, Callable[[Any], Any]]
 
 
@@ -134,7 +149,9 @@ _CHECKS: Checks = {
     "stop_token_ids": partial(token_ids, "stop_token_ids"),
     "bad_words": partial(strings, "bad_words"),
     "allowed_token_ids": _allowed_token_ids,
+    "logprob_token_ids": _logprob_token_ids,
     "logit_bias": logit_bias,
+    "truncation_side": partial(one_of, "truncation_side", ("left", "right")),
     "structured_outputs": partial(kind_of, "structured_outputs", StructuredOutputsParams, True),
     "output_kind": partial(kind_of, "output_kind", RequestOutputKind, False),
 }
@@ -179,12 +196,14 @@ class SamplingParams(CheckedFields):
     logprobs, prompt_logprobs: for each generated token (each prompt token), the log-probabilities
         of this many most likely tokens and of the token itself, from the model's own distribution,
         before any other option applies. -1: of the whole vocabulary, where max_logprobs allows it.
+    logprob_token_ids: in place of the most likely tokens of each generated one, the
+        log-probabilities of exactly these, at most 128. logprobs is then their number or None.
     logit_bias: token id -> number added to its logit.
     bad_words: strings that are never generated. allowed_token_ids: only these are generated.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: False: make no text, only token ids.
     truncate_prompt_tokens: keep the last so many tokens of the prompt; -1: as many as leave
-        room for one more.
+        room for one more. truncation_side: "right": keep the first ones instead; None: as "left".
     output_kind: what each output of the async engine has; `LLM.generate` has the final ones.
     structured_outputs: what the text must look like; see StructuredOutputsParams. The older names
         guided_json, guided_regex, guided_choice and guided_grammar are understood.
@@ -210,6 +229,7 @@ class SamplingParams(CheckedFields):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -217,6 +237,7 @@ class SamplingParams(CheckedFields):
     structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     checks: ClassVar[Checks] = _CHECKS
@@ -239,12 +260,24 @@ class SamplingParams(CheckedFields):
                 " for max_model_len",
                 "truncate_prompt_tokens",
             )
+        listed = self.logprob_token_ids
+        if listed is not None and self.logprobs not in (None, len(listed)):
+            raise InvalidRequestError(
+                f"logprobs is {self.logprobs}, but logprob_token_ids has {len(listed)} tokens, in"
+                " place of the most likely ones; leave logprobs out",
+                "logprobs",
+            )
         if self.stop and not self.detokenize:
             raise InvalidRequestError(
                 "stop has strings, which are looked for in the text, but detokenize is False; use"
                 " stop_token_ids, or leave detokenize out",
                 "stop",
             )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether generated tokens come with log-probabilities."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
 
     def clone(self) -> Self:
         """A copy that shares nothing which could be changed. Raises InvalidRequestError for fields
@@ -303,6 +336,7 @@ class DecodingParams:
     What the scheduler reads: max_tokens, min_tokens, end_token_ids, stop_token_ids. The sampler
     reads the rest, and the two kinds of end tokens to suppress them before min_tokens.
 
+    logprobs: None: none; else of so many best tokens, or of logprob_token_ids, where there are any.
     seed: 64 unsigned bits. end_token_ids: the model's end tokens, empty under ignore_eos.
     bad_words: token sequences whose last token is suppressed where the others precede it.
     beam_width: above 0, the row searches beams: instead of sampling, it takes the most likely
@@ -328,6 +362,7 @@ class DecodingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
@@ -392,6 +427,8 @@ def resolve(
     vocab_size, defaults = limits.vocab_size, limits.defaults
     _check_vocabulary("stop_token_ids", params.stop_token_ids or (), vocab_size)
     _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    listed = tuple(dict.fromkeys(params.logprob_token_ids or ()))
+    _check_vocabulary("logprob_token_ids", listed, vocab_size)
     _check_vocabulary("logit_bias", tuple(params.logit_bias or {}), vocab_size)
     num_left = limits.max_model_len - num_prompt_tokens
     if params.min_tokens > max(1, num_left):
@@ -414,8 +451,9 @@ def resolve(
         min_tokens=params.min_tokens,
         end_token_ids=() if params.ignore_eos else limits.end_token_ids,
         stop_token_ids=tuple(params.stop_token_ids or ()),
-        logprobs=_num_logprobs("logprobs", params.logprobs, limits),
+        logprobs=0 if listed else _num_logprobs("logprobs", params.logprobs, limits),
         prompt_logprobs=_num_logprobs("prompt_logprobs", params.prompt_logprobs, limits),
+        logprob_token_ids=listed,
         logit_bias=tuple((params.logit_bias or {}).items()),
         bad_words=tuple(tuple(word) for word in bad_words),
         allowed_token_ids=(

@@ -163,7 +163,8 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position, of the model's distribution before any sampling option.
 
     rank: 1 for the most likely token of the vocabulary.
-    top_token_ids, top_logprobs: the k most likely tokens, best first (k as requested).
+    top_token_ids, top_logprobs: the k most likely tokens, best first (k as requested), or the
+        request's logprob_token_ids, in its order.
     """
 
     token_id: int

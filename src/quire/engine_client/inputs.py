@@ -142,7 +142,7 @@ class InputProcessor:
         check_priority(options, self._limits)
         if not self._limits.generates:
             raise InvalidRequestError(NO_GENERATION)
-        token_ids = self._truncated(self.tokenize(prompt), params.truncate_prompt_tokens)
+        token_ids = self._truncated(self.tokenize(prompt), params)
         check_prompt(token_ids, self._limits)
         decoding = self.resolve(params, len(token_ids), seed, beams, grammar)
         return Request(
@@ -194,18 +194,19 @@ class InputProcessor:
             return self._tokenizer.encode(prompt)
         return list(prompt)
 
-    def _truncated(self, token_ids: list[int], limit: int | None) -> list[int]:
-        """The last `limit` tokens; see SamplingParams."""
+    def _truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """What the params keep of a prompt; see SamplingParams."""
+        limit, longest = params.truncate_prompt_tokens, self._limits.max_model_len
         if limit is None:
             return token_ids
-        longest = self._limits.max_model_len
         if limit > longest:
             raise InvalidRequestError(
                 f"truncate_prompt_tokens is {limit}, above max_model_len, {longest}; lower it, or"
                 " give -1",
                 "truncate_prompt_tokens",
             )
-        return token_ids[-(longest - 1 if limit == -1 else limit) :]
+        num_kept = longest - 1 if limit == -1 else limit
+        return token_ids[:num_kept] if params.truncation_side == "right" else token_ids[-num_kept:]
 
     def prepare_grammar(self, wanted: StructuredOutputsParams | None) -> str | None:
         """The grammar of what is wanted, which is remembered for requests with the very same; it

@@ -56,7 +56,7 @@ class _Branch:
                 skip_special_tokens=params.skip_special_tokens,
                 kept_special_token_ids=kept_special_token_ids,
             )
-        if params.logprobs is not None:
+        if params.wants_logprobs:
             self.output.logprobs = None if deltas_only else []
             self.output.cumulative_logprob = 0.0
         # Not yet in a delta, and not yet in the output.
@@ -148,8 +148,10 @@ class _Branch:
             self._kept_texts.clear()
         if self._kept_entries:
             assert self.output.logprobs is not None
+            is_ranked = self._params.logprob_token_ids is None
             self.output.logprobs += [
-                logprob_map(entry, self._tokenizer) for entry in self._kept_entries
+                logprob_map(entry, self._tokenizer, is_ranked=is_ranked)
+                for entry in self._kept_entries
             ]
             self._kept_entries.clear()
         return self.output
@@ -282,18 +284,21 @@ class RequestAssembler:
         return branch
 
 
-def logprob_map(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """The likeliest tokens, best first, and the token itself if it is not among them."""
+def logprob_map(
+    entry: TokenLogprobs, tokenizer: Tokenizer | None, *, is_ranked: bool = True
+) -> dict[int, Logprob]:
+    """The likeliest tokens, best first, and the token itself if it is not among them. is_ranked:
+    False: it has the tokens that the request lists, whose ranks are not known but for its own."""
 
     def text(token_id: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_text(token_id)
 
     top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
     found = {
-        token_id: Logprob(logprob, rank, text(token_id))
+        token_id: Logprob(logprob, rank if is_ranked else None, text(token_id))
         for rank, (token_id, logprob) in enumerate(top, 1)
     }
-    if entry.token_id not in found:
+    if entry.token_id not in found or not is_ranked:
         found[entry.token_id] = Logprob(entry.logprob, entry.rank, text(entry.token_id))
     return found
 

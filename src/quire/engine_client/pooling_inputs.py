@@ -26,6 +26,19 @@ from quire.text.tokenizer import Tokenizer
 WHOLE_CONTEXT = -1
 """As truncate_prompt_tokens: the longest that the model takes."""
 
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How an input is cut. most: so many tokens of it are kept, or WHOLE_CONTEXT; None: all, and a
+    longer one is refused. keeps_end: the last ones are kept, not the first."""
+
+    most: int | None = None
+    keeps_end: bool = False
+
+
+WHOLE = Truncation()
+"""Nothing is cut."""
+
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """Of Qwen3's rerankers, where the caller has none."""
 
@@ -86,15 +99,15 @@ class PoolingInputs:
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
-        truncate: int | None = None,
+        truncation: Truncation = WHOLE,
     ) -> PoolingInput:
         """Of which the vector is wanted. dimensions: its first elements only (Matryoshka);
-        normalize: None: as the model's folder says. truncate: the most tokens, or WHOLE_CONTEXT.
+        normalize: None: as the model's folder says. truncation: of a longer prompt.
 
         Raises InvalidRequestError.
         """
         params = self._vector_params(dimensions, normalize)
-        return PoolingInput(self._token_ids(prompt, truncate), params)
+        return PoolingInput(self._token_ids(prompt, truncation), params)
 
     def embed_tokens(
         self,
@@ -102,18 +115,18 @@ class PoolingInputs:
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
-        truncate: int | None = None,
+        truncation: Truncation = WHOLE,
     ) -> PoolingInput:
         """Of which the vector of each token is wanted; otherwise as `embed`."""
         params = replace(self._vector_params(dimensions, normalize), kind=PoolingKind.ALL)
-        return PoolingInput(self._token_ids(prompt, truncate), params)
+        return PoolingInput(self._token_ids(prompt, truncation), params)
 
     def classify(
         self,
         prompt: str | Sequence[int],
         *,
         activates: bool | None = None,
-        truncate: int | None = None,
+        truncation: Truncation = WHOLE,
     ) -> PoolingInput:
         """Of which the scores of all labels are wanted. activates: False: as the head gives them,
         before its activation. Raises InvalidRequestError."""
@@ -128,14 +141,14 @@ class PoolingInputs:
                 "this model classifies single tokens; use LLM.encode(...,"
                 " pooling_task='token_classify')"
             )
-        return PoolingInput(self._token_ids(prompt, truncate), self._score_params(activates))
+        return PoolingInput(self._token_ids(prompt, truncation), self._score_params(activates))
 
     def classify_tokens(
         self,
         prompt: str | Sequence[int],
         *,
         activates: bool | None = None,
-        truncate: int | None = None,
+        truncation: Truncation = WHOLE,
     ) -> PoolingInput:
         """Of which the scores of each token are wanted; otherwise as `classify`."""
         pooling = self.pooling
@@ -146,7 +159,7 @@ class PoolingInputs:
                 " ...ForTokenClassification, or a decoder's ...ForSequenceClassification)"
             )
         params = replace(self._score_params(activates), kind=PoolingKind.ALL)
-        return PoolingInput(self._token_ids(prompt, truncate), params)
+        return PoolingInput(self._token_ids(prompt, truncation), params)
 
     def pair(
         self,
@@ -154,7 +167,7 @@ class PoolingInputs:
         second: str,
         *,
         instruction: str | None = None,
-        truncate: int | None = None,
+        truncation: Truncation = WHOLE,
     ) -> PoolingInput:
         """Two texts, of which one score is wanted. The second is cut where both are too long.
 
@@ -163,15 +176,17 @@ class PoolingInputs:
         """
         pooling, limits = self.pooling, self._limits
         self._check_pairs()
-        most = self._most_tokens(truncate)
+        truncation = self._checked(truncation)
         params = self._params(wants_scores=True)
         if pooling.pair_form is PairForm.QWEN3:
-            return PoolingInput(self._qwen3(first, second, instruction, most), params)
+            return PoolingInput(self._qwen3(first, second, instruction, truncation), params)
         if instruction is not None:
             raise InvalidRequestError(
                 "this model was trained with pairs alone; leave instruction out", "instruction"
             )
-        token_ids, types = self._tokens_of("the texts").encode_pair(first, second, most)
+        token_ids, types = self._tokens_of("the texts").encode_pair(
+            first, second, truncation.most, keeps_end=truncation.keeps_end
+        )
         if limits.num_token_types > 1:
             token_ids = [
                 token_id + kind * limits.vocab_size
@@ -179,11 +194,11 @@ class PoolingInputs:
             ]
         return PoolingInput(token_ids, params)
 
-    def written_pair(self, token_ids: list[int], truncate: int | None = None) -> PoolingInput:
+    def written_pair(self, token_ids: list[int], truncation: Truncation = WHOLE) -> PoolingInput:
         """Two texts that the caller has made one prompt of. Raises InvalidRequestError."""
         self._check_pairs()
         params = self._params(wants_scores=True)
-        return PoolingInput(token_ids[: self._most_tokens(truncate)], params)
+        return PoolingInput(token_ids[: self._checked(truncation).most], params)
 
     def _check_pairs(self) -> None:
         pooling = self.pooling
@@ -225,45 +240,51 @@ class PoolingInputs:
         )
 
     def _qwen3(
-        self, query: str, document: str, instruction: str | None, most: int | None
+        self, query: str, document: str, instruction: str | None, truncation: Truncation
     ) -> list[int]:
         tokenizer = self._tokens_of("the texts")
         escape = Escape(tokenizer.special_tokens)
         said, query, document = escape.mark([instruction or INSTRUCTION, query, document])
-        written = f"<Instruct>: {said}\n<Query>: {query}\n<Document>: {document}"
-        middle = escape.encode(written, add_special_tokens=False)
+        head = f"<Instruct>: {said}\n<Query>: {query}\n<Document>: "
+        middle = escape.encode(head + document, add_special_tokens=False)
         before, after = (
             tokenizer.encode(part, add_special_tokens=False)
             for part in (_QWEN3_BEFORE, _QWEN3_AFTER)
         )
-        if most is not None:
-            middle = middle[: max(0, most - len(before) - len(after))]
+        most = truncation.most
+        excess = 0 if most is None else len(before) + len(middle) + len(after) - most
+        if excess > 0:
+            first = len(middle) - excess
+            if truncation.keeps_end:
+                first = min(first, len(escape.encode(head, add_special_tokens=False)))
+            first = max(0, first)
+            middle = middle[:first] + middle[first + excess :]
         return before + middle + after
 
-    def _token_ids(self, prompt: str | Sequence[int], truncate: int | None) -> list[int]:
-        most = self._most_tokens(truncate)
+    def _token_ids(self, prompt: str | Sequence[int], truncation: Truncation) -> list[int]:
+        most, keeps_end = (truncation := self._checked(truncation)).most, truncation.keeps_end
         if isinstance(prompt, str):
-            return self._tokens_of("the input").encode_pair(prompt, None, most)[0]
+            tokenizer = self._tokens_of("the input")
+            return tokenizer.encode_pair(prompt, None, most, keeps_end=keeps_end)[0]
         token_ids = list(prompt)
+        if most is not None:
+            token_ids = token_ids[-most:] if keeps_end else token_ids[:most]
         if token_ids:
-            check_prompt(
-                token_ids[:most], replace(self._limits, num_token_types=1), generates=False
-            )
-        return token_ids[:most]
+            check_prompt(token_ids, replace(self._limits, num_token_types=1), generates=False)
+        return token_ids
 
-    def _most_tokens(self, truncate: int | None) -> int | None:
-        longest = self._limits.max_model_len
-        if truncate is None:
-            return None
-        if truncate == WHOLE_CONTEXT:
-            return longest
-        if not 1 <= truncate <= longest:
+    def _checked(self, truncation: Truncation) -> Truncation:
+        """With a number of tokens in place of WHOLE_CONTEXT."""
+        most, longest = truncation.most, self._limits.max_model_len
+        if most == WHOLE_CONTEXT:
+            return replace(truncation, most=longest)
+        if most is not None and not 1 <= most <= longest:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens is {truncate}, but must be {WHOLE_CONTEXT} (as long as the"
+                f"truncate_prompt_tokens is {most}, but must be {WHOLE_CONTEXT} (as long as the"
                 f" model takes) or from 1 to max_model_len, {longest}",
                 "truncate_prompt_tokens",
             )
-        return truncate
+        return truncation
 
     def _tokens_of(self, what: str) -> Tokenizer:
         if self._tokenizer is None:

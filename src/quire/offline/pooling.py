@@ -13,6 +13,7 @@ from quire.engine_client.inputs import NO_OPTIONS, PromptInput, RequestOptions, 
 from quire.engine_client.pooling_inputs import (
     PoolingInput,
     PoolingInputs,
+    Truncation,
     numbers_of,
     score_of,
     similarity,
@@ -126,12 +127,12 @@ class OfflinePooling:
         return EMBED
 
     def score(
-        self, pairs: Sequence[tuple[str, str]], *, instruction: str | None, truncate: int | None
+        self, pairs: Sequence[tuple[str, str]], *, instruction: str | None, truncation: Truncation
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """See `LLM.score`."""
         if self._inputs.has_scores:
             given = [
-                self._inputs.pair(*pair, instruction=instruction, truncate=truncate)
+                self._inputs.pair(*pair, instruction=instruction, truncation=truncation)
                 for pair in pairs
             ]
             return [
@@ -143,16 +144,16 @@ class OfflinePooling:
                 "this model compares embeddings; leave instruction out", "instruction"
             )
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        given = [self._inputs.embed(text, truncate=truncate) for text in texts]
+        given = [self._inputs.embed(text, truncation=truncation) for text in texts]
         results = self._run([(each, NO_OPTIONS) for each in given])
         found = dict(zip(texts, results, strict=True))
         return [_similar(found[first], found[second]) for first, second in pairs]
 
     def score_rendered(
-        self, rendered: Sequence[list[int]], *, truncate: int | None
+        self, rendered: Sequence[list[int]], *, truncation: Truncation
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """The scores of pairs that a template has written. rendered: their token ids."""
-        given = [self._inputs.written_pair(token_ids, truncate) for token_ids in rendered]
+        given = [self._inputs.written_pair(token_ids, truncation) for token_ids in rendered]
         return [
             _replaced(found, ScoringOutput(score_of(found.outputs)))
             for found in self._run([(each, NO_OPTIONS) for each in given])

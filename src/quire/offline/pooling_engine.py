@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.core.checked_fields import check_harmless
 from quire.core.memory.kv_cache_manager import KVManagerFactory
-from quire.engine_client.pooling_inputs import PoolingInputs
+from quire.engine_client.pooling_inputs import PoolingInputs, Truncation
 from quire.errors import InvalidRequestError, did_you_mean, shown
 from quire.offline.local_engine import LocalEngine
 from quire.offline.pooling import (
@@ -77,7 +77,7 @@ class PoolingEngine(LocalEngine):
             read_prompts(prompts),
             dimensions=given.dimensions,
             normalize=given.use_activation,
-            truncate=truncate_prompt_tokens,
+            truncation=Truncation(truncate_prompt_tokens),
         )
 
     def classify(
@@ -95,7 +95,7 @@ class PoolingEngine(LocalEngine):
         return self._pooling.classify(
             read_prompts(prompts),
             activates=given.use_activation,
-            truncate=truncate_prompt_tokens,
+            truncation=Truncation(truncate_prompt_tokens),
         )
 
     def encode(
@@ -121,7 +121,7 @@ class PoolingEngine(LocalEngine):
                 "pooling_task",
             )
         given = _settled(pooling_params)
-        how: dict[str, Any] = {"truncate": truncate_prompt_tokens}
+        how: dict[str, Any] = {"truncation": Truncation(truncate_prompt_tokens)}
         if task in _EMBEDS:
             how |= {"dimensions": given.dimensions, "normalize": given.use_activation}
         else:
@@ -147,12 +147,12 @@ class PoolingEngine(LocalEngine):
         """
         _check_others("score", others)
         pairs = read_pairs(data_1, data_2)
-        truncate = truncate_prompt_tokens
+        truncation = Truncation(truncate_prompt_tokens)
         if chat_template is None:
-            return self._pooling.score(pairs, instruction=instruction, truncate=truncate)
+            return self._pooling.score(pairs, instruction=instruction, truncation=truncation)
         template = self._template(chat_template)
         rendered = [self._rendered(template, pair, instruction) for pair in pairs]
-        return self._pooling.score_rendered(rendered, truncate=truncate)
+        return self._pooling.score_rendered(rendered, truncation=truncation)
 
     # ---- inside -----------------------------------------------------------------------------
 

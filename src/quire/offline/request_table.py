@@ -161,7 +161,7 @@ class RequestTable:
             parent = assembler.output.outputs[branch_index]
             if parent.finished:
                 raise InvalidRequestError("a generation that has ended can't be forked")
-            if params.logprobs is not None and parent.logprobs is None:
+            if params.wants_logprobs and parent.logprobs is None:
                 raise InvalidRequestError(
                     "logprobs is set for a fork of a branch that has none for its own tokens; ask"
                     " for them from the start",

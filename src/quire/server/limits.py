@@ -24,6 +24,9 @@ MAX_ANSWER_BYTES = 384 << 20
 """Of the log-probabilities in an answer that comes in one piece, if it grows as long as it may, as
 JSON. Until it is written the front holds a seventh to a half of it."""
 
+MAX_TRUNCATED_CHARACTERS = 1 << 20
+"""Of a text of which only some tokens are kept: half a second in a thread."""
+
 MAX_WORD_CHARACTERS = 1000
 """Of one bad word, which is tokenized in several forms."""
 
@@ -107,17 +110,29 @@ def too_many_entries(name: str, value: Any, bound: int) -> InvalidRequestError:
     )
 
 
-def check_text(text: str, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
+def check_text(
+    text: str, tokenizer: Tokenizer, max_model_len: int, param: str, *, is_truncated: bool = False
+) -> None:
     """Refuse a text that is too long whatever its tokens are, before they are looked for.
 
-    Raises PromptTooLongError.
+    is_truncated: its tokens are going to be cut to as many as a prompt may have; to find them all
+        takes time nevertheless. Raises PromptTooLongError.
     """
-    if len(text) > max_model_len * tokenizer.longest_token_bytes:
+    most = max_model_len * tokenizer.longest_token_bytes
+    if len(text) <= (max(most, MAX_TRUNCATED_CHARACTERS) if is_truncated else most):
+        return
+    if is_truncated:
         raise PromptTooLongError(
-            f"the prompt has {len(text)} characters, more than the tokens of any prompt hold"
-            f" (max_model_len is {max_model_len}); shorten the prompt",
+            f"the prompt has {len(text)} characters, above the bound of"
+            f" {max(most, MAX_TRUNCATED_CHARACTERS)} for one that is to be truncated: all of it is"
+            " tokenized before; send less of it",
             param,
         )
+    raise PromptTooLongError(
+        f"the prompt has {len(text)} characters, more than the tokens of any prompt hold"
+        f" (max_model_len is {max_model_len}); shorten the prompt",
+        param,
+    )
 
 
 def check_prompt_logprobs(requests: Sequence[Request]) -> None:
@@ -145,7 +160,8 @@ def check_whole_answer(
         params = request.params
         if params.logprobs is not None:
             room = max_model_len - len(request.prompt_token_ids)
-            count += (1 + params.logprobs) * min(params.max_tokens, room) * request.n
+            num_tokens = 1 + params.logprobs + len(params.logprob_token_ids)
+            count += num_tokens * min(params.max_tokens, room) * request.n
     num_bytes = count * bytes_per_logprob
     if num_bytes > MAX_ANSWER_BYTES:
         raise InvalidRequestError(

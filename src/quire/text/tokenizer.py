@@ -102,13 +102,19 @@ class Tokenizer:
             raise
 
     def encode_pair(
-        self, first: str, second: str | None, max_tokens: int | None = None
+        self,
+        first: str,
+        second: str | None,
+        max_tokens: int | None = None,
+        *,
+        keeps_end: bool = False,
     ) -> tuple[list[int], list[int]]:
         """The token ids of one text, or of two joined as the tokenizer joins them, and the type of
         each token, which says of which text it is.
 
         max_tokens: above so many, the last tokens of the second text, or of the only one, are left
-        out, as far as there are any; special tokens around the texts stay.
+        out, as far as there are any; special tokens around the texts stay. keeps_end: its first
+        tokens are left out, not its last.
         Raises InvalidRequestError as `encode` does.
         """
         inputs = first if second is None else (first, second)
@@ -124,7 +130,7 @@ class Tokenizer:
         if excess > 0:
             last = 0 if second is None else 1
             places = [i for i, text in enumerate(encoding.sequence_ids) if text == last]
-            cut = set(places[-excess:])
+            cut = set(places[:excess] if keeps_end else places[-excess:])
         kept = [i for i in range(len(token_ids)) if i not in cut]
         return [token_ids[i] for i in kept], [types[i] for i in kept]
 

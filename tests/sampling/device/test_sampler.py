@@ -52,6 +52,8 @@ test_tiny_vocabulary = host_tests.test_a_tiny_vocabulary_has_fewer_candidates
 test_beam_rows_and_others = host_tests.test_beam_rows_and_others_do_not_meet
 test_beam_row_samples_again = host_tests.test_a_row_that_was_a_beam_samples_again
 test_plain_numbers = host_tests.test_the_results_are_plain_numbers
+test_listed_tokens = host_tests.test_listed_tokens_have_the_models_log_probabilities
+test_listed_and_sampled = host_tests.test_a_listed_token_that_is_sampled_or_impossible
 test_no_rows = host_tests.test_no_rows
 
 

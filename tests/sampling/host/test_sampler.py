@@ -79,6 +79,7 @@ def decoding_params(draw: Any) -> DecodingParams:
     def maybe(default: Any, values: st.SearchStrategy[Any]) -> Any:
         return draw(st.one_of(st.just(default), values))
 
+    listed = maybe((), st.lists(token_ids, min_size=1, max_size=5, unique=True).map(tuple))
     return DecodingParams(
         max_tokens=99,
         temperature=maybe(0.0, st.sampled_from([0.01, 0.7, 1.0, 1.7, 30.0])),
@@ -92,7 +93,8 @@ def decoding_params(draw: Any) -> DecodingParams:
         min_tokens=maybe(0, st.integers(1, 6)),
         end_token_ids=maybe((), st.just((0, 5))),
         stop_token_ids=maybe((), st.tuples(token_ids)),
-        logprobs=maybe(None, st.integers(0, 4)),
+        logprobs=0 if listed else maybe(None, st.integers(0, 4)),
+        logprob_token_ids=listed,
         logit_bias=maybe((), st.just(((1, 3.5), (7, -100.0), (9, 0.125)))),
         bad_words=maybe(
             (), st.lists(st.lists(token_ids, min_size=1, max_size=3).map(tuple)).map(tuple)
@@ -338,6 +340,39 @@ def test_the_runners_reused_row_array_is_not_kept(make_batch: Any) -> None:
     second = batch.sampler.sample(torch.eye(2, V), rows, batch.history)
     assert list(second.logprobs) == [1]
     assert second.logprobs[1].token_id == 0
+
+
+def test_listed_tokens_have_the_models_log_probabilities(make_batch: Any) -> None:
+    """Those of torch's log_softmax, in the order asked for, before any option, whatever is asked
+    of the other rows."""
+    listed = (7, 0, V - 1, 3)
+    lines = torch.randn((4, V), generator=torch.Generator().manual_seed(1)) * 6
+    wild = sampled(seed=2, logprobs=0, logprob_token_ids=listed, logit_bias=((3, 9.0),))
+    crowd = [sampled(logprobs=3), wild, greedy(), greedy(logprobs=0, logprob_token_ids=(5,))]
+    result = make_batch(V, crowd).sample(lines)
+    entry, expected = result.logprobs[1], lines[1].log_softmax(0)
+    assert entry.top_token_ids == listed
+    assert entry.top_logprobs == pytest.approx(expected[list(listed)].tolist(), abs=4e-6)
+    assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=4e-6)
+    assert entry.rank == 1 + int((lines[1] > lines[1][entry.token_id]).sum())
+    assert result.logprobs[3].top_token_ids == (5,)
+    assert len(result.logprobs[0].top_token_ids) == 3
+    for row in (0, 1, 3):
+        assert (
+            make_batch(V, crowd).sample(lines[row : row + 1], [row]).logprobs[row]
+            == (result.logprobs[row])
+        )
+
+
+def test_a_listed_token_that_is_sampled_or_impossible(make_batch: Any) -> None:
+    line = [[0.1, 2.7, -INF, 1.3]]
+    batch = make_batch(4, [greedy(logprobs=0, logprob_token_ids=(1, 2))])
+    entry = batch.sample(line).logprobs[0]
+    assert (entry.token_id, entry.rank) == (1, 1)
+    assert entry.top_logprobs == (entry.logprob, -INF)
+    batch.sampler.rows.clear_row(0)
+    batch.sampler.rows.set_row(0, greedy(logprobs=1)[0], 0, 1)
+    assert batch.sample(line).logprobs[0].top_token_ids == (1,)
 
 
 def test_no_rows(make_batch: Any) -> None:

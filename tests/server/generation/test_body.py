@@ -177,6 +177,7 @@ UNUSUAL = {
     "allowed_token_ids": [3],
     "skip_special_tokens": False,
     "prompt_logprobs": 0,
+    "logprob_token_ids": [3],
     "response_format": {"type": "json_object"},
     "structured_outputs": {"regex": "a"},
     "guided_json": {},

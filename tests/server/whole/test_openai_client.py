@@ -197,6 +197,56 @@ def the_prompt_has_logprobs_of_its_own(ask, tokenizer):
         assert min(entry["rank"] for entry in found.values()) == 1
 
 
+@drives("logprob_token_ids")
+def certain_tokens_have_logprobs(ask, tokenizer):
+    listed = [300, 5, 42]
+    asked = {"logprobs": 1} if ask.api == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
+    answer = ask(**asked, logprob_token_ids=listed, return_tokens_as_token_ids=True)
+    names = {f"token_id:{token_id}" for token_id in listed}
+    ours = [(token, logprob) for token, logprob, _ in answer.logprobs[0]]
+    plain = ask(**asked, return_tokens_as_token_ids=True).logprobs[0]
+    assert ours == [(token, logprob) for token, logprob, _ in plain]
+    for token, logprob, top in answer.logprobs[0]:
+        own = {token} if ask.api == COMPLETIONS else set()
+        assert set(top) == names | own and max(top.values()) <= logprob
+    for wish, param in (
+        ({"logprob_token_ids": listed}, "logprob_token_ids"),
+        (asked | {"logprob_token_ids": []}, "logprob_token_ids"),
+        (asked | {"logprob_token_ids": [1] * 129}, "logprob_token_ids"),
+        (asked | {"logprob_token_ids": [10**6]}, "logprob_token_ids"),
+    ):
+        with pytest.raises(openai.BadRequestError, match="logprob_token_ids") as caught:
+            ask(**wish)
+        assert caught.value.param == param
+
+
+@drives("truncate_prompt_tokens", "truncation_side")
+def a_long_prompt_is_cut(ask, tokenizer):
+    asked = {"return_token_ids": True, "max_tokens": 2}
+    field = "prompt" if ask.api == COMPLETIONS else "messages"
+    text = "import os\n" * 3000  # more characters than the tokens of any prompt have, too
+    long = {field: text if ask.api == COMPLETIONS else [{"role": "user", "content": text}]}
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        ask(**long, **asked)
+    whole = ask(**asked).prompt_token_ids[0]
+    for side, kept in ((None, whole[-2:]), ("left", whole[-2:]), ("right", whole[:2])):
+        cut = ask(**asked, truncate_prompt_tokens=2, truncation_side=side)
+        assert (cut.prompt_token_ids[0], cut.usage.prompt_tokens) == (kept, 2)
+    cut = ask(**long | {"max_tokens": None}, truncate_prompt_tokens=-1)
+    assert (cut.usage.prompt_tokens, cut.usage.completion_tokens) == (1023, 1)
+    if ask.api == COMPLETIONS:
+        assert ask(prompt=kept, max_tokens=2).texts == (
+            ask(max_tokens=2, truncate_prompt_tokens=2, truncation_side="right").texts
+        )
+        scored = {"echo": True, "logprobs": 0, "max_tokens": 0}
+        echoed = ask(prompt=[7] * 5000, truncate_prompt_tokens=4, **scored)
+        assert echoed.texts == [tokenizer.decode([7] * 4)] and len(echoed.logprobs[0]) == 4
+    for limit in (0, -2, 1025):
+        with pytest.raises(openai.BadRequestError, match="truncate_prompt_tokens") as caught:
+            ask(truncate_prompt_tokens=limit)
+        assert caught.value.param == "truncate_prompt_tokens"
+
+
 @drives("logprobs", apis=[COMPLETIONS])
 def a_completion_has_logprobs(ask, tokenizer):
     answer = ask(logprobs=2)

@@ -42,7 +42,11 @@ FORMED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SHA
 
 KINDS = [
     ("completions", {"prompt": CODE, "temperature": 0, "logprobs": 2}),
-    ("completions", {"prompt": "class Queue:\n", "temperature": 1.0, "seed": 7, "logprobs": 1}),
+    (
+        "completions",
+        {"prompt": CODE, "truncate_prompt_tokens": 9, "seed": 7}
+        | {"logprobs": 1, "logprob_token_ids": [300, 5, 42]},
+    ),
     ("completions", {"prompt": CODE, "temperature": 0.8, "seed": 3, "n": 3, "logprobs": 0}),
     ("completions", {"prompt": CODE, "temperature": 0, "echo": True, "logprobs": 1}),
     ("completions", {"prompt": [[5, 6, 7, 8], [40, 41, 42]], "temperature": 0.5, "seed": 1}),
@@ -63,7 +67,7 @@ KINDS = [
     ("chat/completions", {"messages": QUESTION, "temperature": 0}),
     (
         "chat/completions",
-        {"messages": QUESTION, "seed": 9, "logprobs": True, "top_logprobs": 3, "n": 2},
+        {"messages": QUESTION, "seed": 9, "logprobs": True, "logprob_token_ids": [300, 5], "n": 2},
     ),
     ("chat/completions", {"messages": QUESTION, "seed": 10, "stop": ["path"], "top_p": 0.9}),
     ("chat/completions", {"messages": QUESTION, "temperature": 0.3, "seed": 5, "stream": False}),

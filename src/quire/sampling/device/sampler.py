@@ -43,6 +43,7 @@ from quire.sampling.device.processors import (
     upload_columns,
 )
 from quire.sampling.host.history import Ints
+from quire.sampling.host.logprobs import related
 from quire.sampling.host.sampler import (
     NO_LOGPROBS,
     PendingLogprobs,
@@ -80,7 +81,7 @@ class DeviceSampler:
         step = self._upload(bound)
         are_edited = bool(bound.edits.edits or masks)
         out = torch.empty(bound.parts[-1].stop, dtype=torch.int32, device=logits.device)
-        token, state, entries = (out[part] for part in bound.parts)
+        token, state, entries, differences = (out[part] for part in bound.parts)
         scan = bound.raw_scan
         scan_logits(logits, scan)
         source = None
@@ -95,6 +96,8 @@ class DeviceSampler:
         if source is not None:
             found = entries.view(bound.shape_of_entries)
             token_logprobs.token_logprobs(*source, token, found)
+            if bound.listed is not None:
+                differences.copy_(bound.listed.differences(*source).view(torch.int32))
         return _Pending(bound, self._link.download(out))
 
     @torch.inference_mode()
@@ -148,6 +151,7 @@ class DeviceSampler:
             draws,
             bind_edits(options, rows, self._counts, self._link),
             _bind_logprobs(options, rows, self._link),
+            _bind_listed(options, rows, self._link),
             Workspace(num_rows, vocab_size, device),
             Scan.empty((num_rows, vocab_size), device),
             Scan.empty((num_rows, vocab_size), device),
@@ -189,6 +193,7 @@ def warm_up(vocab_size: int, max_len: int, link: DeviceLink) -> None:
         top_p=0.5,
         min_p=0.5,
         logprobs=1,
+        logprob_token_ids=(0,),
         repetition_penalty=2.0,
         min_tokens=1,
         end_token_ids=(0,),
@@ -234,6 +239,36 @@ class _BoundLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class _BoundListed:
+    """The m tokens that requests list, one after the other.
+
+    of_row: row -> its tokens. first: row -> where they begin. query: [m] the entry of each, an
+    index into _BoundLogprobs.lines. token: [m] int64.
+    """
+
+    of_row: dict[int, Ints]
+    first: dict[int, int]
+    query: torch.Tensor
+    token: torch.Tensor
+
+    def differences(
+        self, logits: torch.Tensor, scan: Scan, queries: LogprobQueries
+    ) -> torch.Tensor:
+        """Each one's logit less the largest of its line, [m] fp32."""
+        line = queries.line.index_select(0, self.query)
+        largest = scan.tile_largest.index_select(0, line).amax(dim=1)
+        return logits[line.long(), self.token] - largest
+
+    def entry(self, entry: TokenLogprobs, row: int, differences: Int32s) -> TokenLogprobs:
+        """The entry of a row as its request wants it. differences: of all tokens, in bits."""
+        if row not in self.of_row:
+            return entry
+        token_ids, first = self.of_row[row], self.first[row]
+        own = differences[first : first + len(token_ids)].view(np.float32)
+        return related(entry, own.astype(np.float64), token_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class _BoundDeviceRows:
     """What is derived from one set of rows and their options; `row` are the rows on the device.
 
@@ -245,6 +280,7 @@ class _BoundDeviceRows:
     draws: Draws
     edits: BoundEdits
     logprobs: _BoundLogprobs | None
+    listed: _BoundListed | None
     workspace: Workspace
     raw_scan: Scan
     edited_scan: Scan
@@ -257,14 +293,18 @@ class _BoundDeviceRows:
         return len(self.logprobs.lines), _width(self.logprobs.num_top)
 
     @property
-    def parts(self) -> tuple[slice, slice, slice]:
-        """What a step sends back, in int32: R tokens, R states, and the entries."""
+    def parts(self) -> tuple[slice, slice, slice, slice]:
+        """What a step sends back, in int32: R tokens, R states, the entries, and the differences of
+        listed tokens."""
         num_rows, (num_entries, width) = len(self.rows), self.shape_of_entries
         second, third = _aligned(num_rows), 2 * _aligned(num_rows)
+        fourth = third + _aligned(num_entries * width)
+        num_listed = 0 if self.listed is None else len(self.listed.token)
         return (
             slice(0, num_rows),
             slice(second, second + num_rows),
             slice(third, third + num_entries * width),
+            slice(fourth, fourth + num_listed),
         )
 
 
@@ -286,6 +326,22 @@ def _bind_logprobs(options: SamplingRows, rows: Rows, link: DeviceLink) -> _Boun
         *(lines, num_top, line, line32, index, num_top_there),
         temperature_there if divides else None,
     )
+
+
+def _bind_listed(options: SamplingRows, rows: Rows, link: DeviceLink) -> _BoundListed | None:
+    of_row = {
+        row: options.logprob_token_ids[row]
+        for row in rows.tolist()
+        if row in options.logprob_token_ids
+    }
+    if not of_row:
+        return None
+    asking = rows[options.num_logprobs[rows] != NO_LOGPROBS].tolist()
+    counts = [len(token_ids) for token_ids in of_row.values()]
+    queries = np.repeat([asking.index(row) for row in of_row], counts).astype(np.int64)
+    starts = np.cumsum([0, *counts[:-1]]).tolist()
+    query, token = upload_columns(link, [queries, np.concatenate(list(of_row.values()))])
+    return _BoundListed(of_row, dict(zip(of_row, starts, strict=True)), query, token)
 
 
 def _aligned(count: int) -> int:
@@ -329,7 +385,7 @@ class _Pending:
     def fetch(self) -> SampledTokens:
         values: Int32s = self.download.wait()
         rows, logprobs = self.bound.rows, self.bound.logprobs
-        found, state, entries = (values[part] for part in self.bound.parts)
+        found, state, entries, differences = (values[part] for part in self.bound.parts)
         token_ids = found.astype(np.int64)
         result = sampled_tokens(rows, token_ids, state == BROKEN, state == EMPTY)
         if logprobs is not None:
@@ -338,9 +394,13 @@ class _Pending:
                 token_ids[logprobs.lines],
                 logprobs.num_top,
             )
+            listed = self.bound.listed
             for line, entry in zip(logprobs.lines.tolist(), entries_of_lines, strict=True):
                 if state[line] == SAMPLED:
-                    result.logprobs[int(rows[line])] = entry
+                    row = int(rows[line])
+                    result.logprobs[row] = (
+                        entry if listed is None else listed.entry(entry, row, differences)
+                    )
         return result
 
 

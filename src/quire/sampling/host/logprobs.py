@@ -5,6 +5,7 @@ is given, else by torch. The two differ by rounding: ranks and tokens are equal.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,28 @@ def token_logprobs(
         block = slice(start, start + lines_at_once)
         entries += _block_logprobs(logits[block], token_ids[block], num_top[block])
     return entries
+
+
+def of_listed(entry: TokenLogprobs, logits: torch.Tensor, token_ids: Ints) -> TokenLogprobs:
+    """The entry with these tokens in place of its best one. logits: the entry's line, raw."""
+    wanted = np.append(token_ids, entry.top_token_ids[0])
+    found = logits[torch.from_numpy(wanted).to(logits.device)].double().cpu().numpy()
+    return related(entry, found[:-1] - found[-1], token_ids)
+
+
+def related(
+    entry: TokenLogprobs, differences: npt.NDArray[np.floating[Any]], token_ids: Ints
+) -> TokenLogprobs:
+    """The entry with these tokens in place of its best one, from whose logit theirs differ so.
+
+    The best one's log-probability is minus the logarithm of the sum of all exponentials, each of a
+    logit less the largest: it is what has to be added.
+    """
+    values = (differences + float(entry.top_logprobs[0])).astype(np.float32)
+    values[token_ids == entry.token_id] = entry.logprob
+    return entry._replace(
+        top_token_ids=tuple(token_ids.tolist()), top_logprobs=tuple(values.tolist())
+    )
 
 
 def _native_logprobs(

@@ -58,6 +58,7 @@ class SamplingRows:
 
     `version` changes with every change, so that what was derived from a set of rows can be kept.
     `draws` are SAMPLE_ROW records, but for the position: how each row is sampled.
+    `logprob_token_ids` has the rows that list tokens in place of the best ones.
     """
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
@@ -66,6 +67,7 @@ class SamplingRows:
         self.draws = np.zeros(max_rows, dtype=SAMPLE_ROW)
         self.num_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
         self.logprob_temperature = np.ones(max_rows, dtype=np.float32)
+        self.logprob_token_ids: dict[int, Ints] = {}
         self._num_prompt_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
         self.processors = (
             AllowedTokens(),
@@ -91,6 +93,10 @@ class SamplingRows:
         draw["top_p"] = params.top_p
         count = params.num_beam_candidates if searches_beams else params.logprobs
         self.num_logprobs[row] = _or_no_logprobs(count)
+        self.logprob_token_ids.pop(row, None)
+        if params.logprob_token_ids:
+            self.logprob_token_ids[row] = np.array(params.logprob_token_ids, dtype=np.int64)
+            self.num_logprobs[row] = 1  # the best one, to which the others are related
         divides = searches_beams and params.temperature > 0.0
         self.logprob_temperature[row] = temperature if divides else 1.0
         self._num_prompt_logprobs[row] = _or_no_logprobs(params.prompt_logprobs)
@@ -100,6 +106,7 @@ class SamplingRows:
     def clear_row(self, row: int) -> None:
         """The sequence in `row` has left."""
         self.version += 1
+        self.logprob_token_ids.pop(row, None)
         for processor in self.processors:
             processor.clear_row(row)
 
@@ -291,6 +298,10 @@ class Sampler:
             lines=raw_lines,
             native=None if bound.call is None else self._native,
         )
+        listed = self.rows.logprob_token_ids
+        for at, row in enumerate(rows.tolist() if listed else ()):
+            if row in listed:
+                entries[at] = logprobs.of_listed(entries[at], raw[raw_lines[at]], listed[row])
         result.logprobs.update(zip(rows.tolist(), entries, strict=True))
 
 

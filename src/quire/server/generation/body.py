@@ -7,7 +7,8 @@ lists every field. A route's own body adds its own fields. Knows no engine.
 
 from abc import ABC
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -15,6 +16,7 @@ from quire.core.sampling_params import (
     MAX_BEAM_WIDTH,
     MAX_BRANCHES,
     MAX_LENGTH_PENALTY,
+    MAX_LOGPROB_TOKEN_IDS,
     SEED_LIMIT,
     BeamSearchParams,
     SamplingParams,
@@ -23,9 +25,9 @@ from quire.core.sampling_params import (
 from quire.errors import InvalidRequestError, shown
 from quire.server.generation.answer_format import FORMAT_FIELDS, AnswerFormatFields
 from quire.server.generation.call_body import (
+    HINTS,
     CallBody,
     Count,
-    HINTS,
     Params,
     Texts,
     TokenIds,
@@ -33,6 +35,8 @@ from quire.server.generation.call_body import (
 )
 from quire.server.http.body import Body
 from quire.server.limits import CallLimits
+
+_TRUNCATION = ("truncate_prompt_tokens", "truncation_side")
 
 _SAMPLING_FIELDS = (
     "n",
@@ -53,6 +57,7 @@ _SAMPLING_FIELDS = (
     "allowed_token_ids",
     "skip_special_tokens",
     "prompt_logprobs",
+    *_TRUNCATION,
 )
 
 # Options that a beam search has not, with the values that ask for nothing.
@@ -74,6 +79,7 @@ NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "skip_special_tokens": (True,),
     "prompt_logprobs": (),
+    "logprob_token_ids": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -89,7 +95,6 @@ NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "safe_prompt": (False,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
 }
 
 _TOKEN_IDS = {"items": {"type": "integer", "minimum": 0}}
@@ -131,6 +136,7 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
         "bad_words": "max_list_length",
         "allowed_token_ids": "max_list_length",
         "logit_bias": "max_list_length",
+        "logprob_token_ids": "max_list_length",
     }
     notes: ClassVar[Mapping[str, str]] = {
         "model": "the name in `/v1/models`",
@@ -160,11 +166,15 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
         "skip_special_tokens": "leave special tokens out of the text; true where left out",
         "prompt_logprobs": "log-probabilities of the prompt's tokens, and so many likeliest "
         "ones at each position; not streamed",
+        "logprob_token_ids": "with `logprobs`: of exactly these tokens, in place of the likeliest",
         "return_tokens_as_token_ids": "log-probabilities name tokens as `token_id:42`",
         "return_token_ids": "the answer has the token ids of prompt and choices",
         "priority": "smaller goes first, under the policy `priority`",
         "cache_salt": "cached prefixes are shared only with calls that have the same salt and key",
         "deadline_s": "seconds after which the call ends with an error",
+        "truncate_prompt_tokens": "a longer prompt is cut to its last so many tokens; -1: to as "
+        "many as leave room for one more",
+        "truncation_side": "`right`: the first tokens are kept instead",
         "use_beam_search": "the choices are the results of a beam search of width `n`, best first",
         "length_penalty": "with `use_beam_search`: exponent of the length by which scores "
         "are divided",
@@ -197,6 +207,11 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
     allowed_token_ids: TokenIds | None = left_out(minItems=1, **_TOKEN_IDS)
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = left_out(minimum=-1)
+    logprob_token_ids: TokenIds | None = left_out(
+        minItems=1, maxItems=MAX_LOGPROB_TOKEN_IDS, **_TOKEN_IDS
+    )
+    truncate_prompt_tokens: Count | None = left_out(minimum=-1)
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     use_beam_search: bool = False
@@ -210,6 +225,11 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
                 "stream_options",
             )
         return self
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether prompts that are too long are cut."""
+        return self.truncate_prompt_tokens is not None
 
     @property
     def format_field(self) -> str:
@@ -244,7 +264,8 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
             )
         if self.use_beam_search:
             beams = self._beam_search_params(max_tokens)
-            return Params(sampling_params_of(beams), beams)
+            kept = {name: getattr(self, name) for name in _TRUNCATION}
+            return Params(replace(sampling_params_of(beams), **kept), beams)
         if self.length_penalty is not None:
             raise InvalidRequestError(
                 "length_penalty is set, but use_beam_search is not; set it to true, or leave"
@@ -259,6 +280,14 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
                     "seed and random_seed are both set; give one", "random_seed"
                 )
             values["seed"] = self.random_seed
+        if self.logprob_token_ids is not None:
+            if logprobs is None:
+                raise InvalidRequestError(
+                    "logprob_token_ids is set, but logprobs of generated tokens are not asked for;"
+                    " set logprobs, or leave it out",
+                    "logprob_token_ids",
+                )
+            values["logprob_token_ids"], logprobs = self.logprob_token_ids, None
         given = {name: value for name, value in values.items() if value is not None}
         return Params(
             SamplingParams(

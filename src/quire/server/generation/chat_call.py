@@ -30,7 +30,7 @@ class ChatCall:
 
     answer_format: what the answer's text obeys, where it calls no tool.
     chat_template_kwargs, add_generation_prompt, continue_final_message, add_special_tokens: as in
-    the chat API.
+    the chat API. is_truncated: a prompt that is too long is cut, when its request is made.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -41,3 +41,4 @@ class ChatCall:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    is_truncated: bool = False

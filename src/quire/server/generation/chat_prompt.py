@@ -72,8 +72,13 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
     begins_message = call.add_generation_prompt
     if begins_message is None:
         begins_message = not call.continue_final_message
-    template, max_model_len = service.chat_template, service.engine.limits.max_model_len
+    template = service.chat_template
     variables = reasoning_variables(template, call.reasoning, has_tools=bool(tools))
+
+    def check(text: str) -> None:
+        longest = service.engine.limits.max_model_len
+        check_text(text, service.tokenizer, longest, "messages", is_truncated=call.is_truncated)
+
     with blamed_on("messages"):
         encoded = encode_chat(
             template,
@@ -81,7 +86,7 @@ def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) 
             call.messages,
             allow_special_tokens=service.allow_special_tokens,
             add_special_tokens=call.add_special_tokens,
-            check_text=lambda text: check_text(text, service.tokenizer, max_model_len, "messages"),
+            check_text=check,
             add_generation_prompt=begins_message,
             continue_final_message=call.continue_final_message,
             tools=tools or None,

@@ -7,7 +7,7 @@ do: with the tenant's quota, a deadline, the metrics, and again after a crash. C
 import time
 from abc import ABC
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 from fastapi import Request as HTTPRequest
@@ -17,7 +17,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine_client.inputs import MAX_NAME_LENGTH
 from quire.engine_client.outputs import RequestAssembler
-from quire.engine_client.pooling_inputs import PoolingInput, PoolingInputs
+from quire.engine_client.pooling_inputs import PoolingInput, PoolingInputs, Truncation
 from quire.errors import InvalidRequestError
 from quire.server.generation.call_body import Priority, Seconds, left_out
 from quire.server.generation.http_generation import (
@@ -43,14 +43,15 @@ _NOTHING_SAMPLED = SamplingParams(max_tokens=1)
 class PoolingBody(Body, ABC):
     """What the bodies of all routes that embed or score share.
 
-    truncate_prompt_tokens: the most tokens of an input; its last ones are cut. -1: as many as the
-        model takes. None: a longer one is refused.
+    truncate_prompt_tokens: the most tokens of an input; its last ones are cut, or the first, where
+        truncation_side is "left". -1: as many as the model takes. None: a longer one is refused.
     """
 
     notes: ClassVar[Mapping[str, str]] = {
         "model": "the name in `/v1/models`",
         "truncate_prompt_tokens": "longer inputs are cut to so many tokens; -1: to as many as the"
         " model takes; where left out they are refused",
+        "truncation_side": "`left`: the last tokens are kept, not the first",
         "priority": "smaller goes first, under the priority policy",
         "cache_salt": "prefixes are shared only among calls with the same",
         "deadline_s": "seconds after which the call is ended with an error",
@@ -60,10 +61,16 @@ class PoolingBody(Body, ABC):
 
     model: str | None = None
     truncate_prompt_tokens: int | None = left_out(minimum=-1)
+    truncation_side: Literal["left", "right"] | None = None
     # ours
     priority: Priority = 0
     cache_salt: str | None = left_out(maxLength=MAX_NAME_LENGTH)
     deadline_s: Seconds | None = None
+
+    @property
+    def truncation(self) -> Truncation:
+        """How longer inputs are cut."""
+        return Truncation(self.truncate_prompt_tokens, keeps_end=self.truncation_side == "left")
 
 
 class Pooled(NamedTuple):
@@ -98,6 +105,7 @@ class PoolingCall:
         self.service.check_model(body.model)
         self.service.check_accepting()
         self.inputs = PoolingInputs(self.service.tokenizer, self.service.engine.limits)
+        self._is_truncated = body.truncate_prompt_tokens is not None
         self._http = http
         self._options = options_of(http, body, self.service.default_deadline_s)
         self._created_s = int(time.time())
@@ -125,7 +133,8 @@ class PoolingCall:
         longest = self.service.engine.limits.max_model_len
         for text in texts:
             if isinstance(text, str):
-                check_text(text, self.service.tokenizer, longest, param)
+                is_cut = self._is_truncated
+                check_text(text, self.service.tokenizer, longest, param, is_truncated=is_cut)
 
     async def answer(
         self, given: Sequence[PoolingInput], write: Callable[["Pooled"], Awaitable[Response]]

@@ -62,6 +62,10 @@ def test_long_inputs_are_cut_where_that_is_asked_for(http, tokenizer):
     cut = embed(http, input=text, truncate_prompt_tokens=9).json()["data"][0]
     ids = tokenizer.encode(text)[:9]
     assert cut["embedding"] == embed(http, input=ids).json()["data"][0]["embedding"]
+    for given in (text, tokenizer.encode(text)):
+        end = embed(http, input=given, truncate_prompt_tokens=9, truncation_side="left").json()
+        ids = tokenizer.encode(text)[-9:]
+        assert end["data"] == embed(http, input=ids).json()["data"]
 
 
 def test_a_prompt_may_fill_the_context(http):

@@ -282,6 +282,7 @@ class ChatCompletionRequest(GenerationBody, ChatPromptFields, ChatBody):
             continue_final_message=self.continue_final_message,
             add_special_tokens=self.add_special_tokens,
             answer_format=self.answer_format(),
+            is_truncated=self.is_truncated,
         )
 
 

@@ -104,7 +104,7 @@ class CompletionRequest(GenerationBody):
         if not isinstance(prompt[0], int):
             if len(prompt) > limits.max_prompts:
                 raise too_many_entries("prompt", prompt, limits.max_prompts)
-        elif len(prompt) >= max_model_len:
+        elif len(prompt) >= max_model_len and fields.get("truncate_prompt_tokens") is None:
             raise prompt_too_long(len(prompt), max_model_len)
 
     @property
@@ -186,9 +186,10 @@ class _CompletionAnswer(Answer[CompletionRequest]):
 
     @classmethod
     async def prompts(cls, service: Service, body: CompletionRequest) -> Prompts:
+        longest, is_cut = service.engine.limits.max_model_len, body.is_truncated
         for prompt in body.prompts:
             if isinstance(prompt, str):
-                check_text(prompt, service.tokenizer, service.engine.limits.max_model_len, "prompt")
+                check_text(prompt, service.tokenizer, longest, "prompt", is_truncated=is_cut)
         if body.add_special_tokens:
             return Prompts(body.prompts)
         num_characters = sum(len(prompt) for prompt in body.prompts)
@@ -289,8 +290,9 @@ class _CompletionAnswer(Answer[CompletionRequest]):
             yield writer.write_first(result.prompt_token_ids[0])
             for chunk in self._generation.prompt_entries(choice).chunks():
                 yield writer.write(chunk)
+        are_listed = self._body.logprob_token_ids is not None
         for chunk in delta.logprobs.chunks():
-            yield writer.write(chunk)
+            yield writer.write(chunk, are_listed=are_listed)
 
     def _make_writers(self, num_top: int | None) -> list[CompletionLogprobsWriter]:
         """One for each choice, none where no logprobs are wanted."""
@@ -312,11 +314,13 @@ class _CompletionAnswer(Answer[CompletionRequest]):
         ]
 
     def _prompt_text(self, choice: int) -> str:
-        prompt = self._body.prompts[choice // self._generation.params.n]
-        if isinstance(prompt, str):
+        index = choice // self._generation.params.n
+        prompt = self._body.prompts[index]
+        if isinstance(prompt, str) and not self._body.is_truncated:
             return prompt
         return self._service.tokenizer.decode(
-            prompt, skip_special_tokens=self._generation.params.skip_special_tokens
+            self._results[index].prompt_token_ids,
+            skip_special_tokens=self._generation.params.skip_special_tokens,
         )
 
     def _answer(

@@ -125,7 +125,7 @@ def _inputs(call: PoolingCall, body: EmbeddingRequest) -> list[PoolingInput]:
                 each,
                 dimensions=body.dimensions,
                 normalize=body.normalize,
-                truncate=body.truncate_prompt_tokens,
+                truncation=body.truncation,
             )
         )
     return found

@@ -95,12 +95,16 @@ class CompletionLogprobsWriter:
         self._write(written, token_id, None, None)
         return written
 
-    def write(self, entries: Iterable[TokenLogprobs]) -> CompletionLogprobs:
-        """Of the next tokens, of an echoed prompt or generated."""
+    def write(
+        self, entries: Iterable[TokenLogprobs], *, are_listed: bool = False
+    ) -> CompletionLogprobs:
+        """Of the next tokens, of an echoed prompt or generated. are_listed: they come with the
+        tokens that the request lists, not with the likeliest ones."""
+        num_top = None if are_listed else self._num_top
         written = CompletionLogprobs([], [], [], [])
         for entry in entries:
             likeliest = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-            top = dict(islice(likeliest, self._num_top))
+            top = dict(islice(likeliest, num_top))
             top.setdefault(entry.token_id, entry.logprob)
             self._write(written, entry.token_id, entry.logprob, top)
         return written
@@ -121,7 +125,8 @@ class CompletionLogprobsWriter:
     def _named(self, top: Mapping[int, float]) -> dict[str, float]:
         named: dict[str, float] = {}
         for token_id, logprob in top.items():  # of two tokens that read alike, the likelier one
-            named.setdefault(self._name(token_id), max(logprob, LEAST_LOGPROB))
+            name = self._name(token_id)
+            named[name] = max(logprob, named.get(name, LEAST_LOGPROB))
         return named
 
 

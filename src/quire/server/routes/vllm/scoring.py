@@ -238,8 +238,8 @@ async def _score(
 
 
 def _pair_inputs(call: PoolingCall, body: ScoringBody, pairs: Sequence[Pair]) -> list[PoolingInput]:
-    truncate, instruction = body.truncate_prompt_tokens, body.instruction
-    return [call.inputs.pair(*pair, instruction=instruction, truncate=truncate) for pair in pairs]
+    cut, instruction = body.truncation, body.instruction
+    return [call.inputs.pair(*pair, instruction=instruction, truncation=cut) for pair in pairs]
 
 
 def _text_inputs(call: PoolingCall, body: ScoringBody, texts: Sequence[str]) -> list[PoolingInput]:
@@ -247,7 +247,7 @@ def _text_inputs(call: PoolingCall, body: ScoringBody, texts: Sequence[str]) -> 
         raise InvalidRequestError(
             "this model compares embeddings; leave instruction out", "instruction"
         )
-    return [call.inputs.embed(text, truncate=body.truncate_prompt_tokens) for text in texts]
+    return [call.inputs.embed(text, truncation=body.truncation) for text in texts]
 
 
 def _similarities(

@@ -109,7 +109,6 @@ def test_the_answer_repeats_the_body():
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
         ({"n": 2}, "n"),
     ],
 )
@@ -121,7 +120,7 @@ def test_what_a_caller_relies_on_is_refused(fields, param):
 
 def test_hints_and_what_asks_for_nothing_is_taken():
     body(
-        **{"background": False, "truncation": "disabled", "conversation": None, "n": 1},
+        **{"background": False, "truncation": "auto", "conversation": None, "n": 1},
         **{"user": "u", "safety_identifier": "s", "service_tier": "auto", "max_tool_calls": 3},
         prompt_cache_options={"mode": "implicit"},
         stream_options={"include_obfuscation": True},

@@ -217,3 +217,15 @@ def test_the_second_turn_finds_the_first(client):
     second = client.responses.create(**GREEDY | {"input": items, "max_output_tokens": 2})
     cached = second.usage.input_tokens_details.cached_tokens
     assert cached >= first.usage.total_tokens - 16
+
+
+def test_an_input_that_is_too_long_is_cut_where_that_is_asked_for(client):
+    long = {"model": "embedded", "input": "import os\n" * 3000, "max_output_tokens": 1}
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        client.responses.create(**long)
+    answer = client.responses.create(**long, truncation="auto")
+    assert (answer.usage.input_tokens, answer.truncation) == (1023, "auto")
+    counted = client.responses.input_tokens.count(
+        model="embedded", input=long["input"], truncation="auto"
+    )
+    assert counted.input_tokens == 1023

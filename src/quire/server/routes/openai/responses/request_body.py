@@ -5,7 +5,7 @@ keep) is refused by name. Fields that nobody knows are ignored, and named in a h
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
@@ -35,6 +35,9 @@ from quire.text.parsers.tool_use import Tool
 
 LOGPROBS = "message.output_text.logprobs"
 """In `include`: log-probabilities are asked for."""
+
+WHOLE_CONTEXT = -1
+"""As truncate_prompt_tokens: what leaves room for one token more."""
 
 FIELD_NAMES: Mapping[str, str] = {
     "messages": "input",
@@ -68,17 +71,18 @@ _ECHOED = (
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",
+    "truncation",
     "user",
 )
-_ECHOED_REASONING = ("effort", "summary", "generate_summary")
-_PENALTY = {"minimum": -2, "maximum": 2}
-_TEXT = {"type": "string"}
-_PART = {
 _OWN_HINTS = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "store"}
 )
 """Fields here: the answer repeats them, or more."""
 
+_ECHOED_REASONING = ("effort", "summary", "generate_summary")
+_PENALTY = {"minimum": -2, "maximum": 2}
+_TEXT = {"type": "string"}
+_PART = {
     "type": "object",
     "required": ["type", "text"],
     "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": _TEXT},
@@ -143,7 +147,6 @@ class ContextBody(TemplateOptions):
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "conversation": (),
         "personality": (),
-        "truncation": ("disabled",),
     }
     notes: ClassVar[Mapping[str, str]] = {
         "input": "a text, or items: messages, calls and what they brought, reasoning",
@@ -153,6 +156,7 @@ class ContextBody(TemplateOptions):
         "parallel_tool_calls": "false: at most one call in an answer",
         "text": "`format`: the form of the answer's text; `verbosity` changes nothing",
         "reasoning": "`effort`: how much the model thinks, where its template knows efforts",
+        "truncation": "`auto`: a prompt that is too long loses its first tokens",
         "previous_response_id": "go on from a stored response, where the server stores any",
     }
 
@@ -167,6 +171,7 @@ class ContextBody(TemplateOptions):
     text: dict[str, Any] = Field(default_factory=dict)
     reasoning: dict[str, Any] = Field(default_factory=dict)
     previous_response_id: str | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
 
     _conversation: Conversation = PrivateAttr(default_factory=Conversation)
     _tools: tuple[tuple[Tool, ...], ToolNames] | None = PrivateAttr(default=None)
@@ -211,6 +216,7 @@ class ContextBody(TemplateOptions):
             chat_template_kwargs=self.chat_template_kwargs,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
+            is_truncated=self.truncation == "auto",
         )
 
     def _form(self) -> StructuredOutputsParams | None:
@@ -310,6 +316,8 @@ class ResponsesRequest(AnswerFormatFields, ContextBody, ChatBody):
             )
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         given = {name: value for name, value in values.items() if value is not None}
+        if self.truncation == "auto":
+            given["truncate_prompt_tokens"] = WHOLE_CONTEXT
         logprobs = (self.top_logprobs or 0) if self.gives_logprobs else None
         return Params(SamplingParams(**given, max_tokens=self.max_output_tokens, logprobs=logprobs))
 

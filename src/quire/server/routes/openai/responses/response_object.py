@@ -131,7 +131,7 @@ class Echo(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     top_logprobs: int = 0
     top_p: float = 1.0
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     user: str | None = None
     background: Literal[False] = False
 
