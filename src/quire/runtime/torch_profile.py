@@ -124,7 +124,7 @@ class TorchProfile:
             self._pause()
         if self._is_recording:
             self._step = profiler.record_function(f"step {self._num_steps}")
-            self._step.__enter__()
+            self._step.__enter__()  # type: ignore[no-untyped-call]  # torch has no type for it
         self._num_steps += 1
 
     def stop(self) -> Path:

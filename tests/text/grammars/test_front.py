@@ -59,7 +59,7 @@ def test_choice_accepts_exactly_its_text(compiler: GrammarCompiler, text: str) -
         ({"choice": [1]}, "structured_outputs.choice", "int"),
         ({"grammar": "start: x"}, "structured_outputs.grammar", "unknown name"),
         ({"grammar": "root ::= ("}, "structured_outputs.grammar", "GBNF"),
-        ({"grammar": ""}, "structured_outputs.grammar", "GBNF: No 'root' rule"),
+        ({"grammar": ""}, "structured_outputs.grammar", "Empty grammar"),
         ({"grammar": "root ::= a"}, "structured_outputs.grammar", "GBNF: Rule 'a' not found"),
         ({"json": "{"}, "structured_outputs.json", "no JSON"),
         ({"json": '{"minimum": NaN}'}, "structured_outputs.json", "NaN"),

@@ -63,14 +63,15 @@ def check_parsed(value: Any, kind: type[Body], limits: CallLimits, max_model_len
     Raises InvalidRequestError, PromptTooLongError.
     """
     if isinstance(value, dict):
-        # A field that is in both is refused later, whatever it is.
         more = value.get("extra_body")
-        fields = value | more if isinstance(more, dict) else value
-        if len(fields) > MAX_FIELDS:
+        inner = more if isinstance(more, dict) else {}
+        if (most := max(len(value), len(inner))) > MAX_FIELDS:
             raise InvalidRequestError(
-                f"the body has {len(fields)} fields, above the bound of {MAX_FIELDS}; leave out"
-                " those that nobody knows"
+                f"the body has {most} fields, above the bound of {MAX_FIELDS}; leave out those that"
+                " nobody knows"
             )
+        # A field that is in both is refused later, whatever it is.
+        fields = value | inner
         kind.check_fields(fields, limits, max_model_len)
 
 
