@@ -104,21 +104,23 @@ class GrammarWork:
         """Raises InvalidRequestError. Any thread may call."""
         return self._find_compiler().compile(grammar)
 
-    def begin(self, scheduler: Scheduler, groups: list[list[Sequence]], arrival_s: float) -> None:
-        """A new request's sequences enter the scheduler, at once or when their grammar is there.
+    def begin(
+        self, scheduler: Scheduler, groups: list[list[Sequence]], arrival_s: float
+    ) -> list[list[Sequence]]:
+        """Of a new request's sequences: those that enter the scheduler at once, by the caller. The
+        others enter it when their grammar is there.
 
         Raises RequestNeverFitsError; then none was taken in.
         """
         first = groups[0][0]
         if first.params.grammar is None:
-            for group in groups:  # all of one size at their end: the first is refused, or none
-                scheduler.add(group, arrival_s)
-            return
+            return groups
         scheduler.memory.check_fits(first)
         compiler = self._find_compiler()
         is_prepared = self._slow.submit(self._prepare, compiler, groups)
         self._preparing.append(_Preparing(groups, arrival_s, is_prepared))
         self.let_in(scheduler)
+        return []
 
     def let_in(self, scheduler: Scheduler) -> None:
         """Requests whose grammars are compiled enter the scheduler; failed ones are refused."""
