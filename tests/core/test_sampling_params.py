@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.core.sampling_checks import MAX_STOP_STRINGS
 from quire.core.sampling_params import (
     MAX_BEAM_WIDTH,
     MAX_BRANCHES,
-    MAX_STOP_STRINGS,
     SEED_LIMIT,
     BeamSearchParams,
     DecodingParams,

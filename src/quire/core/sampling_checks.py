@@ -11,6 +11,9 @@ from typing import Any
 
 from quire.errors import InvalidRequestError, check_characters, shown
 
+MAX_STOP_STRINGS = 64
+MAX_LOGPROB_TOKEN_IDS = 128
+
 
 def _bounds(low: float | None, high: float | None, above_low: bool) -> str:
     parts = []
@@ -119,6 +122,15 @@ def strings(name: str, values: Any) -> tuple[str, ...]:
     return tuple(values)
 
 
+def stop_strings(value: Any) -> tuple[str, ...]:
+    found = strings("stop", (value,) if isinstance(value, str) else value)
+    if len(found) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            f"stop has {len(found)} strings, above the bound of {MAX_STOP_STRINGS}", "stop"
+        )
+    return found
+
+
 def token_ids(name: str, values: Any) -> tuple[int, ...]:
     listed = () if values is None else as_python(values)
     if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence):
@@ -132,6 +144,32 @@ def token_ids(name: str, values: Any) -> tuple[int, ...]:
             )
         found.append(token_id)
     return tuple(found)
+
+
+def allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    found = token_ids("allowed_token_ids", value)
+    if not found:
+        raise InvalidRequestError(
+            "allowed_token_ids is empty, so no token could be generated; name at least one",
+            "allowed_token_ids",
+        )
+    return found
+
+
+def logprob_token_ids(value: Any) -> tuple[int, ...] | None:
+    """Their log-probabilities are wanted; None: of the likeliest. Raises InvalidRequestError."""
+    if value is None:
+        return None
+    found = token_ids("logprob_token_ids", value)
+    if not 1 <= len(found) <= MAX_LOGPROB_TOKEN_IDS:
+        raise InvalidRequestError(
+            f"logprob_token_ids has {len(found)} tokens, but must have from 1 to"
+            f" {MAX_LOGPROB_TOKEN_IDS}",
+            "logprob_token_ids",
+        )
+    return found
 
 
 def logit_bias(values: Any) -> Mapping[int, float]:

@@ -16,12 +16,15 @@ from quire.core.checked_fields import CheckedFields, answers_mistakes
 from quire.core.foreign_sampling import FOREIGN_BEAMS, FOREIGN_SAMPLING
 from quire.core.pooling import ModelPooling, PoolingParams
 from quire.core.sampling_checks import (
+    allowed_token_ids,
     flag,
     integer,
     kind_of,
     logit_bias,
+    logprob_token_ids,
     number,
     one_of,
+    stop_strings,
     strings,
     token_ids,
 )
@@ -31,8 +34,6 @@ from quire.errors import InvalidRequestError
 MAX_BRANCHES = 1024
 MAX_BEAM_WIDTH = 64
 MAX_LENGTH_PENALTY = 5.0
-MAX_STOP_STRINGS = 64
-MAX_LOGPROB_TOKEN_IDS = 128
 SEED_LIMIT = 1 << 64
 MAX_TOKENS = (1 << 31) - 1
 """No context is so long; a larger max_tokens or min_tokens is a mistake."""
@@ -65,40 +66,6 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
-
-
-def _stop_strings(value: Any) -> tuple[str, ...]:
-    found = strings("stop", (value,) if isinstance(value, str) else value)
-    if len(found) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            f"stop has {len(found)} strings, above the bound of {MAX_STOP_STRINGS}", "stop"
-        )
-    return found
-
-
-def _allowed_token_ids(value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    found = token_ids("allowed_token_ids", value)
-    if not found:
-        raise InvalidRequestError(
-            "allowed_token_ids is empty, so no token could be generated; name at least one",
-            "allowed_token_ids",
-        )
-    return found
-
-
-def _logprob_token_ids(value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    found = token_ids("logprob_token_ids", value)
-    if not 1 <= len(found) <= MAX_LOGPROB_TOKEN_IDS:
-        raise InvalidRequestError(
-            f"logprob_token_ids has {len(found)} tokens, but must have from 1 to"
-            f" {MAX_LOGPROB_TOKEN_IDS}",
-            "logprob_token_ids",
-        )
-    return found
 
 
 Checks = Mapping[str, Callable[[Any], Any]]
@@ -145,11 +112,11 @@ _CHECKS: Checks = {
         repetition_penalty=(0.01, 100.0, True),
     ),
     **_flags("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"),
-    "stop": _stop_strings,
+    "stop": stop_strings,
     "stop_token_ids": partial(token_ids, "stop_token_ids"),
     "bad_words": partial(strings, "bad_words"),
-    "allowed_token_ids": _allowed_token_ids,
-    "logprob_token_ids": _logprob_token_ids,
+    "allowed_token_ids": allowed_token_ids,
+    "logprob_token_ids": logprob_token_ids,
     "logit_bias": logit_bias,
     "truncation_side": partial(one_of, "truncation_side", ("left", "right")),
     "structured_outputs": partial(kind_of, "structured_outputs", StructuredOutputsParams, True),

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from quire.core.request import Request
-from quire.core.sampling_params import MAX_BRANCHES, MAX_STOP_STRINGS
+from quire.core.sampling_checks import MAX_STOP_STRINGS
+from quire.core.sampling_params import MAX_BRANCHES
 from quire.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
 from quire.text.tokenizer import Tokenizer
 

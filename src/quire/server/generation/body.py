@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
+from quire.core.sampling_checks import MAX_LOGPROB_TOKEN_IDS
 from quire.core.sampling_params import (
     MAX_BEAM_WIDTH,
     MAX_BRANCHES,
     MAX_LENGTH_PENALTY,
-    MAX_LOGPROB_TOKEN_IDS,
     SEED_LIMIT,
     BeamSearchParams,
     SamplingParams,
