@@ -123,7 +123,9 @@ class NativeLibrary:
         self._loaded = loaded
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A function that was not called before; from now on it is an attribute."""
         function: Callable[..., Any] = getattr(self._loaded, f"quire_{name}")
+        setattr(self, name, function)
         return function
 
     def isas(self) -> dict[str, int]:
