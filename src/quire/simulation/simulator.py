@@ -149,13 +149,9 @@ class Simulator:
 
     def _enter(self, request: Request, branches: list[Sequence]) -> list[Sequence]:
         """Have a request taken in; returns its sequences, `branches` or others like them."""
-        self._let_in([branches])
-        return branches
-
-    def _let_in(self, groups: list[list[Sequence]]) -> None:
-        """As the engine has the sequences of a request enter."""
-        for group in self.grammars.begin(self.scheduler, groups, self.now_s):
+        for group in self.grammars.begin(self.scheduler, [branches], self.now_s):
             self.scheduler.add(group, self.now_s)
+        return branches
 
     def _fork(self, parent: Sequence, branch_index: int, params: DecodingParams) -> Sequence:
         constraint = self.grammars.fork(parent, params)
@@ -261,7 +257,8 @@ class Simulator:
             made = {sequence.branch_index: sequence for group in groups for sequence in group}
             for client in clients:  # a beam search has one sequence at its beginning
                 client.sequence = made.get(client.branch_index, groups[0][0])
-            self._let_in(groups)
+            for group in self.grammars.begin(self.scheduler, groups, self.now_s):
+                self.scheduler.add(group, self.now_s)
             self.report.num_resumed += len(clients)
         self._check()
 
