@@ -48,7 +48,7 @@ ARROWS = {
     "option_fields": "",
     "errors": "",
     "version": "",
-    "vllm_names": "",
+    "vllm_names": "options",
     "import_answers": "vllm_names",
     "quire": "offline engine_client cli core version import_answers",
 }
@@ -72,7 +72,16 @@ CONTRACT_READERS = ("text", "models", "layers", "attention", "speculation", "sam
 NEEDS_EXTRA = {"httptools_protocol": "httptools"}
 """Modules of the front, by their last name, that load only where another package is installed."""
 
-OPTION_READERS = ("cli", "server", "bench", "offline", "engine_client", "assembly", "options")
+OPTION_READERS = (
+    "cli",
+    "server",
+    "bench",
+    "offline",
+    "engine_client",
+    "assembly",
+    "options",
+    "vllm_names",
+)
 """Areas that may read all of an engine's options together."""
 
 NOT_IN_CORE = {

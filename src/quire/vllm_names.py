@@ -5,6 +5,8 @@ Data that ages with vLLM's releases. Read when something is imported from `quire
 
 from collections.abc import Mapping
 
+from quire.options.not_served import ADAPTERS, TEXT_ONLY, TRANSFER
+
 _RESULTS = "quire.engine_client.results"
 _PARAMS = "quire.core.sampling_params"
 _METRICS = "quire.offline.engine_metrics"
@@ -69,11 +71,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 """Module of vLLM's, under the name `quire` -> name in it -> module here that has it, and its name
 there where that is another. A module that is here, too, has these names beside its own."""
 
-_TEXT = "models take text here"
-_ADAPTERS = "adapters are not served in this version"
 _POOLING = "LLM.embed and LLM.score have vectors and scores; see docs/models.md"
 _CODE = "the engine runs no code of a script's own; see docs/extending.md for its seams"
-_TRANSFER = "the KV cache is not handed to other engines in this version"
 _WEIGHTS = "weights are read from a checkpoint, once"
 _OPTIONS = "options are arguments of LLM(...) and EngineArgs(...); see docs/python.md"
 _DEVICE = "LLM(device=...) says where to compute, and `quire doctor` what there is"
@@ -82,8 +81,8 @@ _REGISTRY = "quire.models.registry.MODELS is the registry; docs/extending.md has
 ADVICE: Mapping[str, str] = {
     "ClassificationRequestOutput": _POOLING,
     "EmbeddingRequestOutput": _POOLING,
-    "KVTransferConfig": _TRANSFER,
-    "LoRARequest": _ADAPTERS,
+    "KVTransferConfig": TRANSFER,
+    "LoRARequest": ADAPTERS,
     "ModelRegistry": _REGISTRY,
     "LateChunkingParams": "cut a text where its chunks shall begin, and embed each",
     "PoolerConfig": _POOLING,
@@ -92,17 +91,17 @@ ADVICE: Mapping[str, str] = {
     "WeightTransferConfig": _WEIGHTS,
     "get_open_port": "port 0 is any free one, for sockets and for `quire serve`",
     "initialize_ray_cluster": "one machine computes in this version",
-    "quire.assets": _TEXT,
+    "quire.assets": TEXT_ONLY,
     "quire.benchmarks": "`quire bench` has the benchmarks",
     "quire.config": _OPTIONS,
-    "quire.distributed.kv_transfer": _TRANSFER,
+    "quire.distributed.kv_transfer": TRANSFER,
     "quire.distributed.weight_transfer": _WEIGHTS,
     "quire.entrypoints.openai": "`quire serve` is the server",
     "quire.envs": "options take the place of environment variables; see `quire serve --help`",
     "quire.forward_context": _CODE,
-    "quire.lora": _ADAPTERS,
+    "quire.lora": ADAPTERS,
     "quire.model_executor": _CODE,
-    "quire.multimodal": _TEXT,
+    "quire.multimodal": TEXT_ONLY,
     "quire.platforms": _DEVICE,
     "quire.plugins": _CODE,
     "quire.renderers": "LLM.chat renders messages with the model's chat template",

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from quire.options.foreign_options import FOREIGN_OPTIONS
+from quire.options.not_served import ADAPTERS, EXPERTS, TEXT_ONLY
 
 SAME: Mapping[str, str] = {
     "--alias": "--served-model-name",
@@ -95,15 +96,12 @@ FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 _WHOLE = "--device says where the whole model computes; no layer is split off"
 _TLS = "put a reverse proxy that speaks TLS in front"
-_LORA = "adapters are not served in this version"
 _LOG = "--log-level sets how much is logged, HTTP calls included"
 _CTX = (
     "--max-model-len bounds one sequence; --kv-cache-memory or --num-blocks bound all of them"
     " together"
 )
 
-_EXPERTS = "no model here has experts"
-_TEXT = "models take text here"
 _ONE = "one engine computes here; --tensor-parallel-size splits its layers"
 _PARTS = "parts are chosen by what the machine has; --attention-backend names one of them"
 _MEMORY = "weights and keys and values are in the memory that computes"
@@ -120,7 +118,7 @@ REFUSED: Mapping[str, str] = {
     "--enable-log-deltas": "answers are never logged",
     "--enable-server-load-tracking": "/metrics has the load",
     "--headless": "`LLM` in Python is the engine without a server",
-    "--io-processor-plugin": _TEXT,
+    "--io-processor-plugin": TEXT_ONLY,
     "--log-error-stack": "--debug shows the traceback of an error",
     "--long-prefill-token-threshold-adaptive": "--max-num-batched-tokens bounds a step's tokens",
     "--performance-mode": "--max-itl-ratio says how much a step may delay other answers",
@@ -141,11 +139,11 @@ REFUSED: Mapping[str, str] = {
     "--disable-access-log": _LOG,
     "--disable-uvicorn-access-log": _LOG,
     "--enable-log-requests": "prompts are never logged; calls are, at --log-level info",
-    "--enable-lora": _LORA,
+    "--enable-lora": ADAPTERS,
     "--gpu-layers": _WHOLE,
     "--hf-token": "the environment's HF_TOKEN is read, where other processes can't see it",
     "--log-disable": "--log-level error logs errors only",
-    "--lora-modules": _LORA,
+    "--lora-modules": ADAPTERS,
     "--max-input-length": _CTX,
     "--max-input-tokens": _CTX,
     "--max-total-tokens": _CTX,
@@ -171,16 +169,16 @@ FAMILIES: Mapping[str, str] = {
     "--cudagraph-": "--enforce-eager is what there is to say of CUDA graphs",
     "--custom-histogram-buckets": _NUMBERS,
     "--data-parallel-": _ONE,
-    "--dbo-": _EXPERTS,
+    "--dbo-": EXPERTS,
     "--dcp-": _ONE,
     "--dp-": _ONE,
     "--enable-layerwise-nvtx-tracing": _NUMBERS,
     "--enable-mamba-": _STATES,
     "--enable-mfu-metrics": _NUMBERS,
-    "--enable-moe-": _LORA,
+    "--enable-moe-": ADAPTERS,
     "--enable-ssl-": _TLS,
-    "--enable-tower-connector-lora": _LORA,
-    "--expert-": _EXPERTS,
+    "--enable-tower-connector-lora": ADAPTERS,
+    "--expert-": EXPERTS,
     "--gdn-": _STATES,
     "--grpc": "HTTP is what is spoken here",
     "--jit-monitor-": _NUMBERS,
@@ -190,17 +188,17 @@ FAMILIES: Mapping[str, str] = {
     "--kv-offloading-": _MEMORY,
     "--log-config-file": _LOG,
     "--logging-config": _LOG,
-    "--lora-": _LORA,
+    "--lora-": ADAPTERS,
     "--mamba-": _STATES,
     "--master-": "one machine computes in this version",
     "--max-log-len": "prompts are never logged",
-    "--max-lora-": _LORA,
+    "--max-lora-": ADAPTERS,
     "--max-num-active-seqs": "--max-num-seqs bounds the sequences of a step",
     "--max-num-queued-reqs": "--max-queued-requests bounds the generations that are open",
     "--max-num-queued-tokens": "--max-queued-requests bounds the generations that are open",
-    "--media-io-": _TEXT,
+    "--media-io-": TEXT_ONLY,
     "--middleware": "a reverse proxy in front can change calls and answers",
-    "--mm-": _TEXT,
+    "--mm-": TEXT_ONLY,
     "--numa-": "the system's numactl binds a process",
     "--offload-": _MEMORY,
     "--prefix-": "prefixes are found by a keyed hash of each block, and evicted as --eviction says",
@@ -210,7 +208,7 @@ FAMILIES: Mapping[str, str] = {
     "--sleep-mode-": "the Python API's LLM.sleep() gives the KV cache's memory back",
     "--spec-": "there is no speculative decoding in this version",
     "--ssl-": _TLS,
-    "--video-": _TEXT,
+    "--video-": TEXT_ONLY,
     "--watermark": "texts are not watermarked",
 }
 """What flags begin with -> the sentence for all of them that no other table has."""

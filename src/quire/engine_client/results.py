@@ -8,12 +8,13 @@ from typing import ClassVar, NoReturn
 
 from quire.engine_client.logprob_entries import LogprobEntries
 from quire.errors import unknown_name
+from quire.options.not_served import TEXT_ONLY, TRANSFER
 
 _ADVICE = {
     "encoder_prompt": "models here have a decoder only",
     "encoder_prompt_token_ids": "models here have a decoder only",
-    "kv_transfer_params": "the KV cache is not handed to other engines",
-    "multi_modal_placeholders": "models take text here",
+    "kv_transfer_params": TRANSFER,
+    "multi_modal_placeholders": TEXT_ONLY,
     "routed_experts": "which experts a token went to is not returned",
 }
 

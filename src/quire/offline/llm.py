@@ -28,6 +28,7 @@ from quire.offline.interrupts import deferred_interrupts
 from quire.offline.pooling_engine import PoolingEngine
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
+from quire.options.not_served import ADAPTERS, TEXT_ONLY
 from quire.runtime.torch_profile import ProfilerSettings, TorchProfile
 from quire.text.chat_template import ChatTemplate, encode_chat
 
@@ -38,8 +39,8 @@ logger = get_logger(__name__)
 
 FOREIGN_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "chat_template_content_format": (("auto",), "the template's own form is found out"),
-    "lora_request": ((), "adapters are not served in this version"),
-    "mm_processor_kwargs": (({},), "models take text here"),
+    "lora_request": ((), ADAPTERS),
+    "mm_processor_kwargs": (({},), TEXT_ONLY),
     "priority": ((), "it stands in each prompt, as in {'prompt': ..., 'priority': 1}"),
     "prompt_token_ids": ((), "prompts takes it, as in [{'prompt_token_ids': [...]}]"),
     "reasoning_effort": ((), "chat_template_kwargs has what the model's template reads"),

@@ -5,15 +5,15 @@ Data that ages with vLLM's releases.
 
 from collections.abc import Mapping
 
-_ADAPTERS = "adapters are not served in this version"
-_TEXT = "models take text here"
+from quire.options.not_served import ADAPTERS, TEXT_ONLY
+
 _CODE = "no code is run inside the engine; LLM.engine is the engine of this process"
 _PROFILE = "LLM has it; other engines run under a profiler, such as py-spy"
 _POOLING = "see docs/models.md for the models that give vectors and scores"
 _WEIGHTS = "weights are read once; make another LLM for others"
 
 FOREIGN_METHODS: Mapping[str, str] = {
-    "add_lora": _ADAPTERS,
+    "add_lora": ADAPTERS,
     "apply_model": _CODE,
     "collective_rpc": _CODE,
     "enqueue": "LLM.start begins a request and steps it; the async engine has many under way",
@@ -22,17 +22,17 @@ FOREIGN_METHODS: Mapping[str, str] = {
     "get_world_size": "it is the option tensor_parallel_size",
     "init_weight_transfer_engine": _WEIGHTS,
     "input_processor": "prompts are texts, or {'prompt_token_ids': [...]}",
-    "list_loras": _ADAPTERS,
+    "list_loras": ADAPTERS,
     "llm_engine": "LLM.engine is the engine; LLMEngine has add_request and step",
     "model_config": "LLM.engine.limits and LLM.engine.facts say what the model is",
     "pause_generation": "BranchHandle.step, of LLM.start, goes on only when it is called",
-    "pin_lora": _ADAPTERS,
+    "pin_lora": ADAPTERS,
     "preprocess_chat": "get_tokenizer() and the model's chat template make a prompt's tokens",
     "release_kv_cache_memory": "use sleep()",
-    "remove_lora": _ADAPTERS,
+    "remove_lora": ADAPTERS,
     "renderer": "LLM.chat renders messages with the model's chat template",
-    "reset_encoder_cache": _TEXT,
-    "reset_mm_cache": _TEXT,
+    "reset_encoder_cache": TEXT_ONLY,
+    "reset_mm_cache": TEXT_ONLY,
     "resume_generation": "BranchHandle.step, of LLM.start, goes on when it is called",
     "reward": _POOLING,
     "set_tokenizer": "LLM(tokenizer=...) says which it is",

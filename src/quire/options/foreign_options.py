@@ -8,16 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ConfigurationError
+from quire.options.not_served import ADAPTERS, EXPERTS, TEXT_ONLY, TRANSFER
 
 _GENERATES = "what a model is for is said by runner, and by its folder"
 _ONE_PROCESS = "one engine computes here; tensor_parallel_size splits its layers"
-_ADAPTERS = "adapters are not served in this version"
-_TEXT = "models take text here"
-_EXPERTS = "no model here has experts"
 _GRAPHS = "enforce_eager is what there is to say of CUDA graphs"
 _HERE = "weights and keys and values are in the memory that computes"
 _PARTS = "parts are chosen by what the machine has; attention_backend names one of them"
-_HANDED = "the KV cache is not handed to other engines"
 _CODE = "no code of a script's own runs in the engine; see docs/extending.md for its seams"
 _PROFILER = "LLM takes it; other engines run under a profiler, such as py-spy"
 _SAFETENSORS = "only safetensors are read, never pickles"
@@ -28,9 +25,9 @@ _LOGS = "LLM.get_metrics() has the engine's numbers"
 FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "additional_config": (({},), _CODE),
     "aggregate_engine_logging": ((False,), _LOGS),
-    "all2all_backend": ((), _EXPERTS),
-    "allowed_local_media_path": (("",), _TEXT),
-    "allowed_media_domains": ((), _TEXT),
+    "all2all_backend": ((), EXPERTS),
+    "allowed_local_media_path": (("",), TEXT_ONLY),
+    "allowed_media_domains": ((), TEXT_ONLY),
     "attention_config": (({},), "attention_backend names the backend"),
     "code_revision": ((), "code from a model's folder is never run"),
     "compilation_config": ((0, {}), _GRAPHS),
@@ -46,9 +43,9 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "data_parallel_size": ((1,), _ONE_PROCESS),
     "data_parallel_size_local": ((1,), _ONE_PROCESS),
     "decode_context_parallel_size": ((1,), _ONE_PROCESS),
-    "default_mm_loras": ((), _ADAPTERS),
+    "default_mm_loras": ((), ADAPTERS),
     "disable_cascade_attn": ((), _PARTS),
-    "disable_chunked_mm_input": ((False, True), _TEXT),
+    "disable_chunked_mm_input": ((False, True), TEXT_ONLY),
     "disable_custom_all_reduce": ((False, True), "ranks reduce through torch.distributed"),
     "disable_hybrid_kv_cache_manager": ((False,), "layers of each kind have a group of their own"),
     "disable_sliding_window": ((False,), "a model's windows are what it was trained with"),
@@ -56,17 +53,17 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "download_dir": ((), "models are kept where HF_HOME says"),
     "enable_chunked_prefill": ((True,), "a prompt is always computed in chunks"),
     "enable_cumem_allocator": ((False,), _SLEEP),
-    "enable_dbo": ((False,), _EXPERTS),
-    "enable_eplb": ((False,), _EXPERTS),
-    "enable_expert_parallel": ((False,), _EXPERTS),
+    "enable_dbo": ((False,), EXPERTS),
+    "enable_eplb": ((False,), EXPERTS),
+    "enable_expert_parallel": ((False,), EXPERTS),
     "enable_log_requests": ((False,), "prompts are never logged"),
-    "enable_lora": ((False,), _ADAPTERS),
-    "enable_mm_embeds": ((False,), _TEXT),
+    "enable_lora": ((False,), ADAPTERS),
+    "enable_mm_embeds": ((False,), TEXT_ONLY),
     "enable_prompt_embeds": ((False,), "a prompt is text or token ids"),
-    "enable_return_routed_experts": ((False,), _EXPERTS),
+    "enable_return_routed_experts": ((False,), EXPERTS),
     "enable_sleep_mode": ((False, True), _SLEEP),
     "enable_trace_replay": ((False,), "generated tokens can't be prescribed"),
-    "fully_sharded_loras": ((False,), _ADAPTERS),
+    "fully_sharded_loras": ((False,), ADAPTERS),
     "generation_config": (("auto",), "the model's own generation_config.json is used"),
     "hf_config_path": ((), "a model's folder has its config"),
     "hf_token": ((False,), "the environment's HF_TOKEN is read"),
@@ -75,12 +72,12 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kernel_config": (({},), _PARTS),
     "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),
     "kv_cache_metrics": ((False, True), _LOGS),
-    "kv_events_config": ((), _HANDED),
+    "kv_events_config": ((), TRANSFER),
     "kv_offloading_size": ((), _HERE),
     "kv_sharing_fast_prefill": ((False,), _PARTS),
-    "kv_transfer_config": ((), _HANDED),
-    "language_model_only": ((False, True), _TEXT),
-    "limit_mm_per_prompt": (({},), _TEXT),
+    "kv_transfer_config": ((), TRANSFER),
+    "language_model_only": ((False, True), TEXT_ONLY),
+    "limit_mm_per_prompt": (({},), TEXT_ONLY),
     "linear_backend": (("auto",), _PARTS),
     "load_format": (("auto", "safetensors"), _SAFETENSORS),
     "logits_processors": (([],), _CODE),
@@ -89,19 +86,19 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "log-probabilities are of the model's own distribution, before any option applies",
     ),
     "long_prefill_token_threshold": ((0,), "max_num_batched_tokens bounds a step's tokens"),
-    "lora_dtype": (("auto",), _ADAPTERS),
-    "max_cpu_loras": ((), _ADAPTERS),
+    "lora_dtype": (("auto",), ADAPTERS),
+    "max_cpu_loras": ((), ADAPTERS),
     "max_cudagraph_capture_size": ((), _GRAPHS),
-    "max_lora_rank": ((), _ADAPTERS),
-    "max_loras": ((), _ADAPTERS),
+    "max_lora_rank": ((), ADAPTERS),
+    "max_loras": ((), ADAPTERS),
     "max_num_scheduled_tokens": ((), "max_num_batched_tokens bounds a step's tokens"),
     "max_parallel_loading_workers": ((), "num_threads says how many threads load"),
     "max_seq_len_to_capture": ((), _GRAPHS),
-    "mm_processor_cache_gb": ((0,), _TEXT),
-    "mm_processor_kwargs": (({},), _TEXT),
+    "mm_processor_cache_gb": ((0,), TEXT_ONLY),
+    "mm_processor_kwargs": (({},), TEXT_ONLY),
     "model_impl": (("auto", "vllm"), "docs/models.md has the models that are understood"),
     "model_loader_extra_config": (({},), _SAFETENSORS),
-    "moe_backend": (("auto",), _EXPERTS),
+    "moe_backend": (("auto",), EXPERTS),
     "nnodes": ((1,), "one machine computes in this version"),
     "node_rank": ((0,), "one machine computes in this version"),
     "num_lookahead_slots": ((0,), _NO_DRAFTS),
@@ -131,7 +128,7 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "rope_theta": ((), _ROPE),
     "scheduler_cls": ((), "scheduling_policy names the policy; docs/extending.md adds one"),
     "served_model_name": ((), "`quire serve --served-model-name` names it for clients"),
-    "skip_mm_profiling": ((False, True), _TEXT),
+    "skip_mm_profiling": ((False, True), TEXT_ONLY),
     "speculative_config": ((), _NO_DRAFTS),
     "speculative_model": ((), _NO_DRAFTS),
     "stream_interval": ((1,), "a stream brings each token as it comes"),

@@ -1,0 +1,9 @@
+"""What this version does not serve, in the words of all that are asked for it.
+
+Data; imported by the tables of names, options, methods and flags of other engines.
+"""
+
+ADAPTERS = "adapters are not served in this version"
+EXPERTS = "no model here has experts"
+TEXT_ONLY = "models take text here"
+TRANSFER = "the KV cache is not handed to other engines"
