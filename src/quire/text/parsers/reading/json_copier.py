@@ -6,6 +6,7 @@ Called by the readers of calls.
 """
 
 import re
+from collections.abc import Callable
 
 from quire.text.parsers.reading.text_source import Reader, Sink, TextSource
 
@@ -17,7 +18,7 @@ _SCALAR = re.compile(r"[-+.0-9a-zA-Z]+")
 _WHOLE_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _CONTROL_NAMES = {"\n": r"\n", "\t": r"\t", "\r": r"\r", "\b": r"\b", "\f": r"\f"}
 _MAX_SCALAR_CHARACTERS = 4_300  # of a number; more digits Python refuses, too
-MAX_DEPTH = 200
+_MAX_DEPTH = 200
 
 
 def escaped(text: str) -> str:
@@ -84,54 +85,73 @@ def _copy_scalar(source: TextSource, sink: Sink) -> Reader[bool]:
 def copy_value(source: TextSource, sink: Sink) -> Reader[bool]:
     """Copy a value without the white space before it. False: as `copy_string`."""
     yield from source.skip_space()
+
+    def copy_scalar(character: str) -> Reader[bool]:
+        return (copy_string if character == '"' else _copy_scalar)(source, sink)
+
+    return (
+        yield from copy_nested(
+            source,
+            sink,
+            next_character=lambda: _copy_space(source, sink),
+            copy_key=lambda: _copy_key(source, sink),
+            copy_scalar=copy_scalar,
+        )
+    )
+
+
+def copy_nested(
+    source: TextSource,
+    sink: Sink,
+    *,
+    next_character: Callable[[], Reader[str]],
+    copy_key: Callable[[], Reader[bool]],
+    copy_scalar: Callable[[str], Reader[bool]],
+) -> Reader[bool]:
+    """Copy a value of objects, arrays and scalars. False: something else stands in it, or it is
+    cut.
+
+    next_character: the one behind white space, unread. copy_key: a member's name and its colon.
+    copy_scalar: what begins with a character and is no object and no array.
+    """
     closers: list[str] = []  # of the objects and arrays that are open
     is_opened = False  # just now: it may be closed without a member
     while True:
-        character = yield from _copy_space(source, sink)
-        if is_opened and character == closers[-1]:
-            pass
-        else:
-            if closers and closers[-1] == "}" and not (yield from _copy_key(source, sink)):
-                return False
-            character = yield from source.next_character()
+        character = yield from next_character()
+        if not is_opened or character != closers[-1]:
+            if closers and closers[-1] == "}":
+                if not (yield from copy_key()):
+                    return False
+                character = yield from next_character()
             if character in ("{", "["):
                 sink(source.take_to(source.at + 1))
                 closers.append("}" if character == "{" else "]")
-                if len(closers) > MAX_DEPTH:
+                if len(closers) > _MAX_DEPTH:
                     return False
                 is_opened = True
                 continue
-            copy = copy_string if character == '"' else _copy_scalar
-            if not (yield from copy(source, sink)):
+            if not (yield from copy_scalar(character)):
                 return False
-        if not (yield from _copy_closers(source, sink, closers)):
-            return False
-        if not closers:
-            return True
         is_opened = False
+        while closers:
+            character = yield from next_character()
+            if not character or character not in (",", closers[-1]):
+                return False
+            sink(source.take_to(source.at + 1))
+            if character == ",":
+                break
+            closers.pop()
+        else:
+            return True
 
 
 def _copy_key(source: TextSource, sink: Sink) -> Reader[bool]:
-    """Copy a member's name, its colon and the white space behind that."""
+    """Copy a member's name and its colon."""
     if not (yield from copy_string(source, sink)):
         return False
     if (yield from _copy_space(source, sink)) != ":":
         return False
     sink(source.take_to(source.at + 1))
-    yield from _copy_space(source, sink)
-    return True
-
-
-def _copy_closers(source: TextSource, sink: Sink, closers: list[str]) -> Reader[bool]:
-    """Behind a value: copy what closes, up to a comma, which is copied, or to the outer end."""
-    while closers:
-        character = yield from _copy_space(source, sink)
-        if character not in (",", closers[-1]) or not character:
-            return False
-        sink(source.take_to(source.at + 1))
-        if character == ",":
-            return True
-        closers.pop()
     return True
 
 
