@@ -18,6 +18,7 @@ from quire.server.generation.collected_message import CollectedMessage
 from quire.server.generation.http_generation import HTTPGeneration, Prompts
 from quire.server.http.errors import ErrorForm, openai_error
 from quire.server.service import Service
+from quire.text.parsers.dialect import MessageParser
 from quire.text.parsers.message_events import (
     CallArguments,
     CallEnd,
@@ -26,7 +27,6 @@ from quire.text.parsers.message_events import (
     ReasoningPiece,
     TextPiece,
 )
-from quire.text.parsers.message_parser import MessageParser
 from quire.text.tokenizer import Tokenizer
 
 ChatBodyT = TypeVar("ChatBodyT", bound=ChatBody)

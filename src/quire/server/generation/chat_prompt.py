@@ -17,8 +17,7 @@ from quire.server.http.long_work import LONG_TEXT_CHARACTERS, call_for_text
 from quire.server.limits import check_text
 from quire.server.service import Service
 from quire.text.chat_template import ChatTemplate, encode_chat
-from quire.text.parsers.dialect import Dialect
-from quire.text.parsers.message_parser import MessageParser
+from quire.text.parsers.dialect import Dialect, MessageParser
 from quire.text.parsers.tool_use import NO_TOOLS, ToolUse
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")

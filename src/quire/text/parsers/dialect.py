@@ -5,7 +5,8 @@ A dialect is data (`dialects/*.toml`). `dialect_choice` finds the one of a model
 
 import secrets
 import string
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -15,16 +16,54 @@ from quire.text.grammars.origin import with_origin
 from quire.text.parsers.call_forms import AnswerMarks, AnyCallForm, ChannelForm, Reasoning
 from quire.text.parsers.grammars.message_rules import ChannelRules, PlainRules, wanted_of
 from quire.text.parsers.grammars.rules import MarkTokens, Rules
-from quire.text.parsers.message_parser import MessageParser
+from quire.text.parsers.message_events import MessageEvent
 from quire.text.parsers.reading.channel_layout import ChannelReader
 from quire.text.parsers.reading.event_writer import EventWriter
 from quire.text.parsers.reading.plain_layout import PlainReader
-from quire.text.parsers.reading.text_source import Reader, TextSource
+from quire.text.parsers.reading.text_source import NO_MARKERS, Reader, TextSource
 from quire.text.parsers.tool_use import ToolUse
 from quire.text.tokenizer import Tokenizer
 
 _SHORT_ID_CHARACTERS = string.ascii_letters + string.digits
 _NUM_SHORT_ID_CHARACTERS = 9
+
+Layout: TypeAlias = Callable[[TextSource, EventWriter], Reader[None]]
+
+
+class MessageParser:
+    """The parser of one message. It holds back no more than may turn out to be a mark.
+
+    Law: the events of a text, adjacent pieces of one kind joined, do not depend on how it was cut
+    into pieces. What is no call and no mark comes out as text (or reasoning, where it stood in
+    that), character by character, white space beside marks aside.
+    """
+
+    __slots__ = ("_is_ended", "_reader", "_source", "_writer")
+
+    def __init__(self, layout: Layout, already_written: str = "") -> None:
+        """already_written: what the prompt has of the message; it makes no events."""
+        self._source = TextSource()
+        self._writer = EventWriter()
+        self._reader = layout(self._source, self._writer)
+        self._is_ended = False
+        next(self._reader)
+        if already_written:
+            self.push(already_written)
+
+    def push(self, text: str) -> list[MessageEvent]:
+        """The events of more text."""
+        assert not self._is_ended, "text was pushed behind the end"
+        if text:
+            self._source.push(text)
+            next(self._reader)
+        return self._writer.take()
+
+    def finish(self) -> list[MessageEvent]:
+        """The events of what was held back; the message ends here."""
+        assert not self._is_ended, "a message ends once"
+        self._is_ended = self._source.is_ended = True
+        next(self._reader, None)
+        return self._writer.take()
 
 
 class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -86,10 +125,13 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         Calls are read only where tools may be called; else they are text.
         """
         tools = tool_use.callable_tools
+        is_text = self.reasoning is None and self.answer is None and not tools
 
         def layout(source: TextSource, writer: EventWriter) -> Reader[None]:
             if self.channels is not None:
                 return ChannelReader(self.channels, tools, source, writer).read()
+            if is_text:
+                return source.read_until(NO_MARKERS, writer.write_text)
             reader = PlainReader(self.reasoning, self.calls, tools, source, writer, self.answer)
             return reader.read()
 
@@ -114,6 +156,8 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         tokenizer: the model's, to know which marks are tokens.
         Raises InvalidRequestError.
         """
+        if answer_format is None and reasoning_budget is None and not tool_use.callable_tools:
+            return None
         rules = Rules(MarkTokens.of(tokenizer))
         written = self._already_written(prompt_end)
         wanted = wanted_of(tool_use, answer_format, reasoning_budget, self._has_begun(written))
