@@ -65,7 +65,9 @@ def test_what_is_so_anyway_may_be_asked_for() -> None:
     words = (
         "serve --enable-chunked-prefill --data-parallel-size 1 -pp=1 --swap-space 0 --metrics"
         " --disable-log-requests --load-format safetensors --kv-cache-dtype auto"
-        " --distributed-executor-backend mp --trust-remote-code"
+        " --distributed-executor-backend mp --trust-remote-code --response-role assistant"
+        " --enable-prompt-tokens-details --enable-tokenizer-info-endpoint"
+        " --guided-decoding-backend xgrammar --enable-reasoning"
     )
     args = build_parser().parse_args(words.split())
     assert (engine_options(args), server_options(args)) == ({}, {})
@@ -95,6 +97,8 @@ def test_what_is_so_anyway_may_be_asked_for() -> None:
         ("serve --enable-chunked-prefill=yes", "--enable-chunked-prefill takes no value"),
         ("serve --ctx-size 8192", "there is no option --ctx-size: --max-model-len bounds one"),
         ("serve --ssl-keyfile k", "there is no option --ssl-keyfile: put a reverse proxy"),
+        ("serve --tool-parser-plugin x.py", "there is no option --tool-parser-plugin: a dialect"),
+        ("serve --h11-max-header-count 9", "there is no option --h11-max-header-count: a call's"),
         ("serve --api-server-count 2", "--api-server-count is '2', but must be 1"),
         # Where the command lacks ours, theirs is as unknown as any other.
         ("chat --alias x", "there is no option --alias"),

@@ -71,7 +71,10 @@ ALWAYS = frozenset(
         "--disable-log-requests",
         "--enable-auto-tool-choice",
         "--enable-metrics",
+        "--enable-prompt-tokens-details",
+        "--enable-reasoning",
         "--enable-request-id-headers",
+        "--enable-tokenizer-info-endpoint",
         "--jinja",
         "--metrics",
         "--no-enable-log-requests",
@@ -90,6 +93,11 @@ FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "--api-server-count": (("1",), "one process serves HTTP"),
     "--chat-template-content-format": (("auto",), "the template's own form is found out"),
     "-dp": _FLAGS_WITH_VALUES["--data-parallel-size"],
+    "--guided-decoding-backend": (
+        ("auto", "guidance", "lm-format-enforcer", "outlines", "xgrammar"),
+        "llguidance makes all masks",
+    ),
+    "--response-role": (("assistant",), "answers are the assistant's"),
     "-pp": _FLAGS_WITH_VALUES["--pipeline-parallel-size"],
 }
 """Flag with a value -> the values that describe what quire does, and why there are no others."""
@@ -106,6 +114,7 @@ _ONE = "one engine computes here; --tensor-parallel-size splits its layers"
 _PARTS = "parts are chosen by what the machine has; --attention-backend names one of them"
 _MEMORY = "weights and keys and values are in the memory that computes"
 _NUMBERS = "/metrics has the server's numbers, and --otlp-endpoint takes spans"
+_PLUGIN = "a dialect is a file of data: see docs/extending.md"
 _STATES = "no model here has a recurrent state"
 _ORIGIN = "--allowed-origins says whose pages may call; their methods and headers are known"
 
@@ -117,14 +126,21 @@ REFUSED: Mapping[str, str] = {
     "--enable-log-outputs": "answers are never logged",
     "--enable-log-deltas": "answers are never logged",
     "--enable-server-load-tracking": "/metrics has the load",
+    "--disable-frontend-multiprocessing": "the engine has a process of its own, so that it can be"
+    " replaced",
     "--headless": "`LLM` in Python is the engine without a server",
     "--io-processor-plugin": TEXT_ONLY,
     "--log-error-stack": "--debug shows the traceback of an error",
     "--long-prefill-token-threshold-adaptive": "--max-num-batched-tokens bounds a step's tokens",
+    "--override-pooler-config": "--pooling-type says how a model's vectors are made",
     "--performance-mode": "--max-itl-ratio says how much a step may delay other answers",
     "--shutdown-timeout": "--drain-timeout-s is the time for open answers",
     "--skip-tokenizer-init": "the server takes and gives text; `LLM` has skip_tokenizer_init",
     "--sse-keep-alive-interval": "--keep-alive-s is the interval",
+    "--reasoning-parser-plugin": _PLUGIN,
+    "--tool-parser-plugin": _PLUGIN,
+    "--trust-request-chat-template": "--chat-template sets the server's; a call's chat_template is"
+    " refused, since a template is a program",
     "--tokens-only": "/tokenize and prompts as lists of token ids are always there",
     **{flag: why for flag, (harmless, why) in _NAMED.items() if not harmless},
     **{flag: why for flag, (is_taken, why) in _SWITCHES.items() if not is_taken},
@@ -179,6 +195,8 @@ FAMILIES: Mapping[str, str] = {
     "--enable-ssl-": _TLS,
     "--enable-tower-connector-lora": ADAPTERS,
     "--expert-": EXPERTS,
+    "--h11-max-": "a call's head has up to 32 KiB; --max-body-bytes bounds its body",
+    "--show-hidden-metrics": _NUMBERS,
     "--gdn-": _STATES,
     "--grpc": "HTTP is what is spoken here",
     "--jit-monitor-": _NUMBERS,

@@ -16,6 +16,7 @@ from quire.option_fields import (
     OneOf,
     Options,
     Seconds,
+    Switch,
     Text,
     Texts,
     Whole,
@@ -129,6 +130,24 @@ class ServerConfig(Options):
         help='variables of the chat template, such as {"enable_thinking": false}; a call\'s own'
         " chat_template_kwargs go before them",
         flag=Flag(shown="none"),
+    )
+    exclude_tools_when_tool_choice_none: bool = option(
+        False,
+        Switch(),
+        group="chat",
+        help="tools are not shown to the model in calls whose tool_choice is none",
+    )
+    enable_force_include_usage: bool = option(
+        False,
+        Switch(),
+        group="chat",
+        help="every stream of a completion or chat ends with its usage, asked for or not",
+    )
+    return_tokens_as_token_ids: bool = option(
+        False,
+        Switch(),
+        group="chat",
+        help="log-probabilities name tokens as token_id:42, where a call does not say otherwise",
     )
     api_keys: tuple[str, ...] = option(
         (),

@@ -34,6 +34,7 @@ from quire.observability.spans import Spans, open_spans
 from quire.options.engine_options import EngineOptions
 from quire.server.app import SECURITY_HEADERS, create_app
 from quire.server.config import ServerConfig
+from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.answer_store import AnswerStore
 from quire.server.generation.grammar_checks import GrammarChecks
 from quire.server.generation.seeds import Seeds
@@ -283,6 +284,11 @@ def make_service(plan: ServerPlan, engine: AsyncEngine, monitor: Monitor) -> Ser
         dialect=plan.files.dialect.dialect,
         default_chat_template_kwargs=plan.server.default_chat_template_kwargs or {},
         other_names=plan.model_names[1:],
+        answer_defaults=AnswerDefaults(
+            includes_usage=plan.server.enable_force_include_usage,
+            names_token_ids=plan.server.return_tokens_as_token_ids,
+            hides_unused_tools=plan.server.exclude_tools_when_tool_choice_none,
+        ),
     )
 
 

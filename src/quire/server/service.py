@@ -13,6 +13,7 @@ from fastapi import Request as HTTPRequest
 from quire.engine_client.async_engine import AsyncEngine
 from quire.errors import QuireError, ServerDrainingError
 from quire.server.config import KEEP_ALIVE_S
+from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.answer_store import AnswerStore
 from quire.server.generation.grammar_checks import GrammarChecks
 from quire.server.generation.seeds import Seeds
@@ -76,7 +77,7 @@ class Service:
     what takes long because a call is large. grammars: compiles what answers must obey. answers:
     those that are kept for later calls.
     dialect: what the model writes around reasoning and tool calls. default_chat_template_kwargs:
-    of calls that have no others.
+    of calls that have no others. answer_defaults: what every answer has.
     """
 
     engine: AsyncEngine
@@ -101,6 +102,7 @@ class Service:
     dialect: Dialect = field(default_factory=lambda: find_dialect(None))
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     other_names: tuple[str, ...] = ()
+    answer_defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from quire.core.sampling_params import MAX_BEAM_WIDTH, BeamSearchParams, SamplingParams
 from quire.errors import InvalidRequestError
+from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.routes.openai.chat_body import ChatCompletionRequest
 from quire.server.routes.openai.completions import CompletionRequest
 
@@ -30,6 +31,17 @@ def mistake(make, **fields):
 def test_defaults_are_openais():
     assert completion().to_params().sampling == SamplingParams(max_tokens=16)
     assert chat().to_params().sampling == SamplingParams(max_tokens=None)
+
+
+def test_what_the_server_has_every_answer_have():
+    defaults = AnswerDefaults(includes_usage=True, names_token_ids=True)
+    asked = chat(stream=True, stream_options={"continuous_usage_stats": True})
+    plain, contrary = completion(), completion(return_tokens_as_token_ids=False, stream=True)
+    for body in (asked, plain, contrary):
+        body.adopt(defaults)
+    assert asked.include_usage and asked.continuous_usage and asked.return_tokens_as_token_ids
+    assert plain.return_tokens_as_token_ids and not plain.include_usage
+    assert contrary.include_usage and not contrary.return_tokens_as_token_ids
 
 
 FIELDS = {

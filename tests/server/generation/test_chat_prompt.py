@@ -6,8 +6,9 @@ import threading
 import pytest
 
 from quire.server.generation.chat_call import ChatCall
-from quire.server.generation.chat_prompt import chat_call_of
+from quire.server.generation.chat_prompt import chat_call_of, shown_tools
 from quire.server.http.long_work import LONG_TEXT_CHARACTERS
+from quire.text.parsers.tool_use import Tool, ToolMode, ToolUse
 
 
 class Body:
@@ -34,3 +35,10 @@ def test_long_names_make_a_body_long() -> None:
     body = Body("a", name="n" * LONG_TEXT_CHARACTERS)
     asyncio.run(chat_call_of(body))
     assert body.thread is not threading.current_thread()
+
+
+def test_tools_that_may_not_be_called_are_shown_unless_the_server_hides_them() -> None:
+    unused, used = (ToolUse((Tool("f"),), mode) for mode in (ToolMode.NONE, ToolMode.AUTO))
+    for hides_unused, num_shown in ((False, 1), (True, 0)):
+        assert len(shown_tools(unused, hides_unused=hides_unused)) == num_shown
+        assert len(shown_tools(used, hides_unused=hides_unused)) == 1

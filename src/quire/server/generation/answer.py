@@ -264,6 +264,7 @@ async def generate(http: HTTPRequest, body: BodyT, kind: type[Answer[BodyT]]) ->
     """
     service = service_of(http)
     service.check_model(body.model)
+    body.adopt(service.answer_defaults)
     body.check_amounts(service.limits, service.engine.limits.max_logprobs)
     params = body.to_params()
     options = options_of(http, body, service.default_deadline_s)

@@ -23,6 +23,7 @@ from quire.core.sampling_params import (
     sampling_params_of,
 )
 from quire.errors import InvalidRequestError, shown
+from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.answer_format import FORMAT_FIELDS, AnswerFormatFields
 from quire.server.generation.call_body import (
     HINTS,
@@ -247,6 +248,13 @@ class GenerationBody(AnswerFormatFields, CallBody, ABC):
     @property
     def gives_token_ids(self) -> bool:
         return self.return_token_ids
+
+    def adopt(self, defaults: AnswerDefaults) -> None:
+        if defaults.names_token_ids and "return_tokens_as_token_ids" not in self.model_fields_set:
+            self.return_tokens_as_token_ids = True
+        if defaults.includes_usage and self.stream:
+            self.stream_options = self.stream_options or StreamOptions()
+            self.stream_options.include_usage = True
 
     def check_amounts(self, limits: CallLimits, max_logprobs: int) -> None:
         limits.check_n(self.n)

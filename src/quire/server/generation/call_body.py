@@ -11,6 +11,7 @@ from pydantic import Field
 
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.engine_client.inputs import MAX_NAME_LENGTH
+from quire.server.generation.answer_defaults import AnswerDefaults
 from quire.server.generation.chat_call import ChatCall
 from quire.server.http.body import Body
 from quire.server.limits import CallLimits
@@ -93,6 +94,9 @@ class CallBody(Body, ABC):
     def gives_token_ids(self) -> bool:
         """Whether the answer has the token ids of prompts and choices."""
         return False
+
+    def adopt(self, defaults: AnswerDefaults) -> None:
+        """Ask for what the server has every answer have."""
 
     def check_amounts(self, limits: CallLimits, max_logprobs: int) -> None:
         """Check how much is asked for. max_logprobs: the engine's bound.

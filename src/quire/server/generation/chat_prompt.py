@@ -18,7 +18,7 @@ from quire.server.limits import check_text
 from quire.server.service import Service
 from quire.text.chat_template import ChatTemplate, encode_chat
 from quire.text.parsers.dialect import Dialect, MessageParser
-from quire.text.parsers.tool_use import NO_TOOLS, ToolUse
+from quire.text.parsers.tool_use import NO_TOOLS, ToolMode, ToolUse
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Template variables that turn reasoning on and off."""
@@ -60,11 +60,18 @@ async def chat_call_of(body: MakesChatCall) -> ChatCall:
 
 async def chat_prompt(service: Service, call: ChatCall) -> ChatPrompt:
     """Render and encode a call. Raises InvalidRequestError."""
-    tools = [tool.as_openai() for tool in call.tool_use.tools]
+    tools = shown_tools(call.tool_use, hides_unused=service.answer_defaults.hides_unused_tools)
     wanted = call.answer_format
     form = [getattr(wanted, kind) for kind in KINDS] if wanted is not None else ()
     size = _num_characters([call.messages, tools, call.chat_template_kwargs, form])
     return await call_for_text(size, _chat_prompt, service, call, tools)
+
+
+def shown_tools(tool_use: ToolUse, *, hides_unused: bool) -> list[dict[str, Any]]:
+    """As the template takes them. hides_unused: none where none may be called."""
+    if hides_unused and tool_use.mode is ToolMode.NONE:
+        return []
+    return [tool.as_openai() for tool in tool_use.tools]
 
 
 def _chat_prompt(service: Service, call: ChatCall, tools: list[dict[str, Any]]) -> ChatPrompt:
