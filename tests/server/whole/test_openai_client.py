@@ -428,11 +428,13 @@ def a_call_can_be_forced(ask, tokenizer):
     assert json.loads(call.function.arguments)["unit"] in "CF"
 
 
-@drives("reasoning", "reasoning_effort", "include_reasoning", apis=[CHAT])
+@drives("reasoning", "reasoning_effort", "enable_thinking", "include_reasoning", apis=[CHAT])
 def a_model_that_does_not_think_answers_all_the_same(ask, tokenizer):
     plain = ask().texts
     assert ask(reasoning_effort="low", include_reasoning=False).texts == plain
-    assert ask(reasoning={"effort": "high"}).texts == plain
+    assert ask(reasoning={"effort": "high"}, enable_thinking=False).texts == plain
+    with pytest.raises(openai.BadRequestError, match="enable_thinking and reasoning.enabled"):
+        ask(reasoning={"enabled": True}, enable_thinking=False)
     with pytest.raises(openai.BadRequestError, match="reasoning_effort") as caught:
         ask(reasoning_effort="enormous")
     assert caught.value.param == "reasoning_effort"

@@ -129,12 +129,14 @@ class ChatPromptFields(TemplateOptions):
         " arguments",
         "reasoning_effort": "handed to the model's template; `none` turns reasoning off",
         "reasoning": "`effort`, `max_tokens`, `enabled` and `exclude` together",
+        "enable_thinking": "the same as `reasoning.enabled`",
     }
 
     tools: Tools | None = None
     reasoning_effort: Effort | None = None
     # ours
     reasoning: ReasoningFields | None = None
+    enable_thinking: bool | None = None
 
     def reasoning_options(self, budget_tokens: int | None = None) -> ReasoningOptions:
         """The fields that say how the model thinks. Raises InvalidRequestError.
@@ -146,7 +148,9 @@ class ChatPromptFields(TemplateOptions):
             effort=_one_of(
                 ("reasoning_effort", self.reasoning_effort), ("reasoning.effort", given.effort)
             ),
-            is_enabled=given.enabled,
+            is_enabled=_one_of(
+                ("enable_thinking", self.enable_thinking), ("reasoning.enabled", given.enabled)
+            ),
             budget_tokens=_one_of(
                 ("thinking_token_budget", budget_tokens), ("reasoning.max_tokens", given.max_tokens)
             ),
