@@ -433,7 +433,7 @@ def a_model_that_does_not_think_answers_all_the_same(ask, tokenizer):
     plain = ask().texts
     assert ask(reasoning_effort="low", include_reasoning=False).texts == plain
     assert ask(reasoning={"effort": "high"}, enable_thinking=False).texts == plain
-    with pytest.raises(openai.BadRequestError, match="enable_thinking and reasoning.enabled"):
+    with pytest.raises(openai.BadRequestError, match="enable_thinking and reasoning"):
         ask(reasoning={"enabled": True}, enable_thinking=False)
     with pytest.raises(openai.BadRequestError, match="reasoning_effort") as caught:
         ask(reasoning_effort="enormous")
