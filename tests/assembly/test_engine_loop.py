@@ -19,6 +19,7 @@ from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
     BlocksReply,
+    ClearPrefixes,
     Fatal,
     GetBlocks,
     GetMemory,
@@ -30,6 +31,7 @@ from quire.engine_client.messages import (
     Progress,
     Ready,
     RequestFailed,
+    SetPaused,
     Shutdown,
     Start,
     StatsReply,
@@ -144,6 +146,21 @@ def test_a_ping_is_answered_between_two_steps():
         answers = [message for message in received if not isinstance(message, Outputs)]
         assert [type(message) for message in answers] == [Pong, StatsReply, Pong]
         front.send(Shutdown(drain=False))
+
+
+def test_no_step_is_made_while_it_is_paused():
+    with served() as (front, codes):
+        front.receive()
+        front.send(SetPaused(True), AddRequest(request("a")), ClearPrefixes(), GetStats())
+        reply = front.receive()
+        assert (reply.stats["num_running"], reply.stats["num_steps"]) == (1, 0)
+        assert reply.stats["aborted"] == ["prefixes"]
+        front.send(SetPaused(False))
+        assert tokens_of([front.receive()], "a") == [11]
+        front.send(SetPaused(True), AddRequest(request("b")), Shutdown(drain=True))
+        received = front.receive_all()
+    assert tokens_of(received, "a")[-1:] == [13] and tokens_of(received, "b") == [11, 12, 13]
+    assert codes == [0]
 
 
 def test_one_message_a_step_carries_all_sequences():

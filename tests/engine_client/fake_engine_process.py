@@ -71,6 +71,9 @@ class FakeEngine:
                 del self.running[key]
                 self.aborted.append(list(key))
 
+    def clear_prefixes(self):
+        self.aborted.append("prefixes")
+
     def has_work(self):
         return bool(self.running)
 

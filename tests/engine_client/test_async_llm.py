@@ -46,9 +46,43 @@ async def use(engine: AsyncLLM) -> dict[str, list]:
     return dict(zip(wishes, found, strict=True))
 
 
+async def pause(engine: AsyncLLM) -> None:
+    """Requests under way stand still, wait or end; what comes meanwhile begins afterwards."""
+    endless = params(RequestOutputKind.CUMULATIVE, max_tokens=None)
+    whole = [
+        each async for each in engine.generate("import os", params(RequestOutputKind.FINAL_ONLY))
+    ]
+    kept = engine.generate("x", endless)
+    await anext(kept)
+    await engine.pause_generation(mode="keep")
+    assert await engine.is_paused()
+    num_steps = (await engine.stats())["num_steps"]
+    wish = params(RequestOutputKind.FINAL_ONLY)
+    late = asyncio.ensure_future(anext(engine.generate("import os", wish)))
+    await asyncio.sleep(0.05)
+    assert (await engine.stats())["num_steps"] == num_steps and not late.done()
+    await engine.resume_generation()
+    assert (await late).outputs[0].token_ids == whole[0].outputs[0].token_ids
+    await engine.pause_generation(mode="abort", clear_cache=False)
+    last = [each async for each in kept][-1]
+    assert last.outputs[0].finish_reason in ("abort", "length")  # or it had ended by itself
+    await engine.resume_generation()
+    waited = engine.generate("import os", params(RequestOutputKind.CUMULATIVE))
+    await anext(waited)
+    await engine.pause_generation(mode="wait")
+    assert [each async for each in waited][-1].finished
+    await engine.resume_generation()
+    again = await anext(engine.generate("import os", wish))
+    assert again.num_cached_tokens == 0 and not await engine.is_paused()
+    assert await engine.reset_prefix_cache()
+    with pytest.raises(InvalidRequestError, match="mode is 'stop', but must be one of abort"):
+        await engine.pause_generation(mode="stop")
+
+
 async def run() -> dict[str, list]:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**OPTIONS))
     try:
+        await pause(engine)
         return await use(engine)
     finally:
         await engine.shutdown()

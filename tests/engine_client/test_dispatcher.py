@@ -15,8 +15,10 @@ from quire.engine_client.async_engine import Dispatcher
 from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
+    ClearPrefixes,
     Outputs,
     RequestFailed,
+    SetPaused,
     ToEngine,
     decode_to_engine,
 )
@@ -128,6 +130,22 @@ def test_requests_are_sent_at_once_and_their_outputs_go_to_their_streams() -> No
     ]
     world.bring("c", end=FinishReason.STOP, branch=1)
     assert world.dispatcher.num_open == 0 and len(drain(other)) == 3
+
+
+def test_each_new_process_is_told_of_a_pause() -> None:
+    world = World()
+    world.dispatcher.tell(SetPaused(True))
+    world.dispatcher.tell(ClearPrefixes())  # there is nothing to forget yet
+    wire = world.start_process()
+    world.open("a")
+    assert [type(message) for message in wire.sent] == [SetPaused, AddRequest]
+    world.die()
+    assert [type(message) for message in world.start_process().sent] == [SetPaused, AddRequest]
+    world.dispatcher.tell(SetPaused(False))
+    world.dispatcher.tell(ClearPrefixes())
+    assert world.wire.sent[-2:] == [SetPaused(False), ClearPrefixes()]
+    world.die()
+    assert [type(message) for message in world.start_process().sent] == [AddRequest]
 
 
 def test_requests_that_come_before_a_process_wait_for_it() -> None:

@@ -30,6 +30,7 @@ from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
     BlocksReply,
+    ClearPrefixes,
     Fatal,
     GetBlocks,
     GetMemory,
@@ -44,6 +45,7 @@ from quire.engine_client.messages import (
     Ready,
     Reply,
     RequestFailed,
+    SetPaused,
     Shutdown,
     Start,
     StatsReply,
@@ -82,6 +84,8 @@ class EngineLike(Protocol):
     def add(self, request: Request) -> None: ...
 
     def abort(self, request_id: str, branch_index: int | None = None) -> None: ...
+
+    def clear_prefixes(self) -> None: ...
 
     def step(self) -> list[SequenceOutput]: ...
 
@@ -205,17 +209,19 @@ class EngineLoop:
         engine.on_step = self._record.compute
         self._is_draining = False
         self._is_ending = False
+        self._is_paused = False
 
     def drain(self) -> None:
         """Take no more requests and end after the open ones. Safe in a signal handler."""
         self._is_draining = True
+        self._is_paused = False
 
     def run(self) -> None:
         """Serve until the end. Raises PeerGoneError, or what the engine raised."""
         self._channel.send(Ready(self._engine.limits, dict(self._engine.facts)))
         while True:
             is_clogged = self._channel.num_backlog_bytes > MAX_BACKLOG_BYTES
-            can_step = self._engine.has_work() and not is_clogged
+            can_step = self._engine.has_work() and not is_clogged and not self._is_paused
             if not can_step and not self._inbox:
                 if self._is_draining and not self._engine.has_work():
                     return
@@ -225,7 +231,7 @@ class EngineLoop:
             self._take_in(TAKE_IN_S if can_step else math.inf)
             if self._is_ending:
                 return
-            if can_step and self._engine.has_work():
+            if can_step and self._engine.has_work() and not self._is_paused:
                 self._record.plan()
                 self._send_outputs(self._engine.step())
 
@@ -245,11 +251,16 @@ class EngineLoop:
             case AbortRequest(request_id, branch_index):
                 self._record.take_in(request_id)
                 self._engine.abort(request_id, branch_index)
+            case SetPaused(paused):
+                self._is_paused = paused
+            case ClearPrefixes():
+                self._engine.clear_prefixes()
             case Ping() | GetStats() | GetMemory() | GetBlocks():
                 self._channel.send(self._reply(message))
             case Shutdown(drain):
                 self._is_draining = True
                 self._is_ending = not drain
+                self._is_paused = False  # what is open shall end
             case Start():
                 raise MessageError("the front sent its options twice")
 

@@ -92,6 +92,11 @@ class Engine:
         self._misses: dict[str, PrefixMiss] = {}  # of the last requests that ended, oldest first
         self._num_traced_preemptions = 0
 
+    def clear_prefixes(self) -> None:
+        """Forget all cached prefixes, pinned and published ones too. Sequences under way go on with
+        what they have, which no other finds any more."""
+        self.scheduler.memory.prefixes.clear()
+
     def has_work(self) -> bool:
         """Whether `step` would do anything, if only fetch a result."""
         return self.scheduler.has_unfinished or len(self._in_flight) > 0 or self.grammars.has_work
@@ -261,15 +266,11 @@ class Engine:
 
     def memory_report(self) -> MemoryReport:
         """Where every byte of the KV memory is. Costs O(held blocks): not for every step."""
-        return memory_report(self.scheduler.memory, self._holders())
+        return memory_report(self.scheduler.memory, _holders(self.scheduler))
 
     def block_map(self, first_block: int = 0, max_num_blocks: int | None = None) -> BlockMap:
         """What each block is doing, from first_block on; see `block_map`. O(held blocks)."""
-        return block_map(self.scheduler.memory, self._holders(), first_block, max_num_blocks)
-
-    def _holders(self) -> list[Sequence]:
-        """All sequences that may hold blocks."""
-        return [*self.scheduler.running, *self.scheduler.waiting]
+        return block_map(self.scheduler.memory, _holders(self.scheduler), first_block, max_num_blocks)
 
     def _launch(self, plan: StepPlan, began_s: float, planned_s: float) -> None:
         scheduler = self.scheduler
@@ -352,6 +353,11 @@ class Engine:
                 self._misses[request_id] = branches[0].miss
                 if len(self._misses) > NUM_REMEMBERED_MISSES:
                     del self._misses[next(iter(self._misses))]
+
+
+def _holders(scheduler: Scheduler) -> list[Sequence]:
+    """All sequences that may hold blocks."""
+    return [*scheduler.running, *scheduler.waiting]
 
 
 class RequestTimes:

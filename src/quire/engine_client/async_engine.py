@@ -23,11 +23,14 @@ from quire.core.sampling_params import ModelLimits
 from quire.engine_client.messages import (
     AbortRequest,
     AddRequest,
+    Control,
     GetStats,
     OnProgress,
     Outputs,
+    Ping,
     Question,
     RequestFailed,
+    SetPaused,
     error_from,
 )
 from quire.engine_client.recovery import (
@@ -177,6 +180,15 @@ class AsyncEngine:
         """
         self._dispatcher.abort(request_id, branch_index)
 
+    async def tell(self, message: Control) -> None:
+        """Change how the engine runs; when this returns, it has read the message. A process that
+        takes the place of a dead one is told of a pause, too. Raises EngineDeadError."""
+        self._check_alive()
+        self._dispatcher.tell(message)
+        link = self._supervisor.link
+        if link is not None:  # else a new process begins, and is told
+            await link.ask(Ping())
+
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
         """The engine's EngineStats by field name; otherwise as `ask`."""
         return await self.ask(GetStats(), timeout_s)
@@ -300,6 +312,7 @@ class Dispatcher:
         self._clock = clock
         self._wire: Wire | None = None
         self._queue = ResumeQueue()
+        self._is_paused = False
         self._open: dict[str, tuple[OpenRequest, RequestStream]] = {}
 
     # ---- for clients ------------------------------------------------------------------------
@@ -365,9 +378,18 @@ class Dispatcher:
 
     # ---- for the supervisor and its link ----------------------------------------------------
 
+    def tell(self, message: Control) -> None:
+        """Send it; of a pause each new process learns, which has no prefixes to forget."""
+        if isinstance(message, SetPaused):
+            self._is_paused = message.paused
+        if self._wire is not None:
+            self._wire.send(encode(message))
+
     def on_ready(self, wire: Wire) -> None:
         """See `EngineListener`: open requests go on, and those that came meanwhile begin."""
         self._wire = wire
+        if self._is_paused:
+            wire.send(encode(SetPaused(True)))
         self._send_next()
 
     def on_message(self, wire: Wire, message: Outputs | RequestFailed) -> None:

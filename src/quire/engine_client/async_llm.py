@@ -18,6 +18,7 @@ from quire.core.request import SequenceOutput
 from quire.core.sampling_params import SamplingParams
 from quire.engine_client.async_engine import AsyncEngine, RequestStream
 from quire.engine_client.inputs import InputProcessor, PromptInput, read_prompt
+from quire.engine_client.messages import ClearPrefixes, SetPaused
 from quire.engine_client.outputs import OutputSnapshots, RequestAssembler
 from quire.engine_client.results import RequestMetrics, RequestOutput
 from quire.errors import EngineDeadError, InvalidRequestError, QuireError, unknown_name
@@ -26,6 +27,8 @@ from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
 from quire.options.foreign_methods import FOREIGN_METHODS
 from quire.text.tokenizer import Tokenizer
+
+PAUSE_MODES = ("abort", "wait", "keep")
 
 
 class _OpenRequest:
@@ -36,7 +39,7 @@ class _OpenRequest:
         self._assembler = assembler
         self._snapshots = snapshots
         self._news = asyncio.Event()
-        self._has_ended = False
+        self._ended = asyncio.Event()
         self._error: QuireError | None = None
 
     def on_output(self, output: SequenceOutput) -> None:
@@ -48,8 +51,13 @@ class _OpenRequest:
         self._news.set()
 
     def on_end(self, error: QuireError | None) -> None:
-        self._has_ended, self._error = True, error
+        self._error = error
+        self._ended.set()
         self._news.set()
+
+    async def wait_ended(self) -> None:
+        """Until all of it has come, whether it was read or not."""
+        await self._ended.wait()
 
     def abandon(self) -> None:
         """Its branches end where they are; the reader gets what there is."""
@@ -66,7 +74,7 @@ class _OpenRequest:
             found = self._snapshots.take()
             if found is not None:
                 return found
-            if self._has_ended:
+            if self._ended.is_set():
                 if self._error is not None:
                     raise self._error.with_traceback(None)
                 return None
@@ -92,6 +100,8 @@ class AsyncLLM:
             self._tokenizer = Tokenizer.from_folder(resolve_model_folder(source, revision))
         self._seeds = random.Random(self.options.seed)
         self._open: dict[str, _OpenRequest] = {}
+        self._may_begin = asyncio.Event()
+        self._may_begin.set()
         self._starting: asyncio.Task[AsyncEngine] | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -138,6 +148,7 @@ class AsyncLLM:
             raise InvalidRequestError(
                 "lora_request is given, but adapters are not served in this version", "lora_request"
             )
+        await self._may_begin.wait()
         engine = await self._started()
         params = SamplingParams() if sampling_params is None else sampling_params.clone()
         given = read_prompt(prompt if priority is None else _with_priority(prompt, priority))
@@ -158,6 +169,42 @@ class AsyncLLM:
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             if name in self._open:
                 self._open[name].abandon()
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Begin no requests until `resume_generation`; when it returns, no step is made.
+
+        mode: what becomes of those under way: "abort": they end, with finish_reason "abort";
+            "wait": they are waited for; "keep": they stand still, and go on afterwards.
+        clear_cache: forget all cached prefixes. Raises InvalidRequestError, EngineDeadError.
+        """
+        if mode not in PAUSE_MODES:
+            raise InvalidRequestError(
+                f"mode is {mode!r:.80}, but must be one of {', '.join(PAUSE_MODES)}", "mode"
+            )
+        self._may_begin.clear()
+        engine = await self._started()
+        if mode == "abort":
+            await self.abort(self._open)
+        elif mode == "wait":
+            await asyncio.gather(*(each.wait_ended() for each in self._open.values()))
+        await engine.tell(SetPaused(True))
+        if clear_cache:
+            await engine.tell(ClearPrefixes())
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`. Nothing happens where nothing is paused."""
+        if not self._may_begin.is_set():
+            await (await self._started()).tell(SetPaused(False))
+            self._may_begin.set()
+
+    async def is_paused(self) -> bool:
+        """Whether `pause_generation` was called, and not `resume_generation` since."""
+        return not self._may_begin.is_set()
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; as `LLM.reset_prefix_cache`."""
+        await (await self._started()).tell(ClearPrefixes())
+        return True
 
     async def stats(self) -> dict[str, Any]:
         """The engine's numbers by name; see `engine.stats`."""
@@ -187,6 +234,7 @@ class AsyncLLM:
         """
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._shut_down())
+            self._may_begin.set()  # what waits to begin is told
         return self._ending
 
     async def __aenter__(self) -> Self:

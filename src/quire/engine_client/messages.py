@@ -1,9 +1,9 @@
 """The messages between the front and the engine process.
 
-The front sends Start once, then AddRequest, AbortRequest, questions (Ping, GetStats, GetMemory,
-GetBlocks) and Shutdown. The engine sends Progress while it loads, Ready once, then Outputs (one
-message a step), RequestFailed, one reply to each question in the order of the questions and, before
-it dies of something, Fatal. `ipc` says how they are put on the wire.
+The front sends Start once, then AddRequest, AbortRequest, SetPaused, ClearPrefixes, questions
+(Ping, GetStats, GetMemory, GetBlocks) and Shutdown. The engine sends Progress while it loads, Ready
+once, then Outputs (one message a step), RequestFailed, one reply to each question in the order of
+the questions and, before it dies of something, Fatal. `ipc` says how they are put on the wire.
 
 Knows no sockets, no processes and no asyncio. Called by `engine_main` and `link`.
 """
@@ -69,6 +69,16 @@ class GetBlocks(msgspec.Struct, tag="get_blocks", array_like=True, frozen=True):
 
     first_block: int
     max_num_blocks: int
+
+
+class SetPaused(msgspec.Struct, tag="set_paused", array_like=True, frozen=True):
+    """Make no steps, though there is work, until it is said otherwise. Not answered."""
+
+    paused: bool
+
+
+class ClearPrefixes(msgspec.Struct, tag="clear_prefixes", array_like=True, frozen=True):
+    """Forget all cached prefixes, pinned and published ones too. Not answered."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
@@ -142,7 +152,8 @@ class Fatal(msgspec.Struct, tag="fatal", array_like=True, frozen=True):
 
 Question: TypeAlias = Ping | GetStats | GetMemory | GetBlocks
 Reply: TypeAlias = Pong | StatsReply | MemoryReply | BlocksReply
-ToEngine: TypeAlias = Start | AddRequest | AbortRequest | Question | Shutdown
+Control: TypeAlias = SetPaused | ClearPrefixes
+ToEngine: TypeAlias = Start | AddRequest | AbortRequest | Control | Question | Shutdown
 ToFront: TypeAlias = Progress | Ready | Outputs | RequestFailed | Reply | Fatal
 
 decode_to_engine: Callable[[bytes], ToEngine] = decoder(ToEngine, "the front")

@@ -86,7 +86,7 @@ class LocalEngine:
         reset_running_requests: of vLLM, which can't forget what running requests use unless they
         begin anew; here it changes nothing. Returns True, as all is forgotten.
         """
-        self._requests.between_steps(lambda engine: engine.scheduler.memory.prefixes.clear())
+        self._requests.between_steps(Engine.clear_prefixes)
         return True
 
     def sleep(self, level: int = 1) -> None:

@@ -123,8 +123,9 @@ class TorchProfile:
         if settings.max_iterations and self._num_recorded >= settings.max_iterations:
             self._pause()
         if self._is_recording:
-            self._step = profiler.record_function(f"step {self._num_steps}")
-            self._step.__enter__()  # type: ignore[no-untyped-call]  # torch has no type for it
+            step: AbstractContextManager[Any] = profiler.record_function(f"step {self._num_steps}")
+            step.__enter__()
+            self._step = step
         self._num_steps += 1
 
     def stop(self) -> Path:
