@@ -140,7 +140,7 @@ def test_streams_outlive_a_rank(tmp_path: Path) -> None:
             stream = pull(engine, Request("r", prompt, params))
             reader = asyncio.ensure_future(collect(stream))
             await until(lambda: engine.num_open == 1)
-            await until_steps(engine, 30)
+            await until_steps(engine, 10)
             assert engine.pid is not None
             (worker,) = psutil.Process(engine.pid).children()
             os.kill(worker.pid, signal.SIGKILL)

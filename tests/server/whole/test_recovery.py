@@ -212,7 +212,9 @@ def wait_for_restart(server, number):
 
 
 def test_calls_of_all_endpoints_outlive_the_engine_to_the_bit(why_torch):
-    with launched(OPTIONS, keep_alive_s=0.1, max_engine_restarts=20) as server:
+    # In bf16 the last bits of torch's linears, which depend on the batch, can change a token.
+    options = OPTIONS if why_torch is None else OPTIONS | {"dtype": "float32"}
+    with launched(options, keep_alive_s=0.1, max_engine_restarts=20) as server:
         undisturbed = Progress()
         expected = asyncio.run(ask_all(server, undisturbed))
         assert sum(len(answer) > 2 for answer in expected[0]) > 5, "several have n > 1"
