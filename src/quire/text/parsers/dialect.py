@@ -20,7 +20,7 @@ from quire.text.parsers.message_events import MessageEvent
 from quire.text.parsers.reading.channel_layout import ChannelReader
 from quire.text.parsers.reading.event_writer import EventWriter
 from quire.text.parsers.reading.plain_layout import PlainReader
-from quire.text.parsers.reading.text_source import NO_MARKERS, Reader, TextSource
+from quire.text.parsers.reading.text_source import Reader, TextSource
 from quire.text.parsers.tool_use import ToolUse
 from quire.text.tokenizer import Tokenizer
 
@@ -125,13 +125,10 @@ class Dialect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         Calls are read only where tools may be called; else they are text.
         """
         tools = tool_use.callable_tools
-        is_text = self.reasoning is None and self.answer is None and not tools
 
         def layout(source: TextSource, writer: EventWriter) -> Reader[None]:
             if self.channels is not None:
                 return ChannelReader(self.channels, tools, source, writer).read()
-            if is_text:
-                return source.read_until(NO_MARKERS, writer.write_text)
             reader = PlainReader(self.reasoning, self.calls, tools, source, writer, self.answer)
             return reader.read()
 

@@ -9,7 +9,6 @@ from quire.text.parsers.call_forms import AnswerMarks, AnyCallForm, JsonForm, Py
 from quire.text.parsers.reading.call_reader import CallOutcome, CallReader
 from quire.text.parsers.reading.event_writer import EventWriter
 from quire.text.parsers.reading.text_source import (
-    NO_MARKERS,
     SPACE,
     Markers,
     Reader,
@@ -80,7 +79,7 @@ class PlainReader:
             yield from self._read_start()
         if not any(self._forms) and not self._answer_marks:
             self._text.flush()
-            yield from self._source.read_until(NO_MARKERS, self._writer.write_text)
+            yield from self._source.read_until(Markers(()), self._writer.write_text)
             return
         markers = Markers([*filter(None, self._forms), *self._answer_marks])
         while marker := (yield from self._source.read_until(markers, self._text.write)):

@@ -185,6 +185,3 @@ class Markers:
             return len(text)
         found = self._partial.search(text, begin)
         return len(text) if found is None else found.start()
-
-
-NO_MARKERS = Markers(())
