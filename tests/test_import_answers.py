@@ -24,7 +24,7 @@ def test_names_of_vllm_are_found_where_it_has_them(module: str) -> None:
     [
         ("quire", "SamplingParam", "there is no SamplingParam in quire; did you mean SamplingPar"),
         ("quire", "Xyzzy", "there is no Xyzzy in quire$"),
-        ("quire", "PoolerConfig", "quire.PoolerConfig is not there: .*LLM.embed"),
+        ("quire", "PoolingRequest", "there is no PoolingRequest in quire"),
         ("quire.lora.request", "LoRARequest", "quire.lora is not there: adapters are not served"),
         ("quire.config", "VllmConfig", "quire.config.VllmConfig is not there: options are arg"),
         ("quire.config", "KVTransferConfig", "quire.config.KVTransferConfig is not there: the KV"),

@@ -19,7 +19,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "BeamSearchOutput": "quire.offline.beams",
         "BeamSearchSequence": "quire.offline.beams",
     },
-    "quire.config": {"ProfilerConfig": "quire.runtime.torch_profile:ProfilerSettings"},
+    "quire.config": {
+        "PoolerConfig": f"{_POOLED}:PoolerSettings",
+        "ProfilerConfig": "quire.runtime.torch_profile:ProfilerSettings",
+    },
     "quire.distributed": {"cleanup_dist_env_and_memory": "quire.offline.cleanup"},
     "quire.engine.arg_utils": {
         "AsyncEngineArgs": "quire.cli.engine_args",
@@ -85,7 +88,6 @@ ADVICE: Mapping[str, str] = {
     "LoRARequest": ADAPTERS,
     "ModelRegistry": _REGISTRY,
     "LateChunkingParams": "cut a text where its chunks shall begin, and embed each",
-    "PoolerConfig": _POOLING,
     "PromptType": "a prompt is a text, or {'prompt_token_ids': [...]}",
     "ScoringRequestOutput": _POOLING,
     "WeightTransferConfig": _WEIGHTS,

@@ -288,6 +288,26 @@ def test_an_embedding_model_scores_by_the_cosine(bert):
     assert output.outputs.score == pytest.approx(float(first @ second), abs=1e-6)
 
 
+def test_vectors_of_all_tokens_are_compared_where_that_is_the_task(bert_folder):
+    settings = {"task": "token_embed", "pooling_type": "CLS"}
+    llm = LLM(str(bert_folder[0]), **OPTIONS, pooler_config=settings)
+    first, second = (each.outputs.data for each in llm.encode(TEXTS[:2]))
+    expected = sum(max(float(a @ b) for b in second) for a in first)
+    (output,) = llm.score(*TEXTS[:2])
+    assert output.outputs.score == pytest.approx(expected, abs=1e-5)
+    for wrong, message in (
+        ({"task": "plugin"}, "pooler_config: task is 'plugin', but must be None or one of embed"),
+        ({"pooling_type": "ALL"}, "pooling_type is 'ALL', but must be None or one of cls"),
+        ({"dimensions": 3}, "dimensions is 3, .*PoolingParams says it"),
+        (3, "pooler_config is 3, but must be a PoolerConfig"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            LLM(str(bert_folder[0]), **OPTIONS, pooler_config=wrong)
+    both = {"pooler_config": settings, "pooling_type": "mean"}
+    with pytest.raises(ConfigurationError, match="pooling_type is 'mean', and 'cls' in pooler"):
+        LLM(str(bert_folder[0]), **OPTIONS, **both)
+
+
 def test_what_is_not_understood_is_refused_by_name(bert_folder, tmp_path):
     for path in bert_folder[0].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

@@ -193,6 +193,7 @@ def test_every_engine_option_is_an_argument_and_has_a_row(reference: ModuleType)
     names = {each.name for each, _ in declared_options(EngineOptions)}
     assert names == set(inspect.signature(LLM).parameters) - {
         "kv_allocator",
+        "pooler_config",
         "profiler_config",
         *ALIASES,
     }

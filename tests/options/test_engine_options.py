@@ -42,10 +42,10 @@ def test_parse_bytes_refuses(text: object) -> None:
 
 
 def test_the_arguments_of_llm_are_the_options() -> None:
-    """And a factory of another manager of the memory, for comparisons, a profiler's settings, and
-    other names."""
+    """And a factory of another manager of the memory, for comparisons, settings of a profiler and
+    of pooling, and other names."""
     taken = dict(inspect.signature(LLM).parameters)
-    del taken["kv_allocator"], taken["profiler_config"]
+    del taken["kv_allocator"], taken["profiler_config"], taken["pooler_config"]
     for alias, name in ALIASES.items():
         assert taken.pop(alias).annotation == taken[name].annotation
     assert taken == inspect.signature(EngineOptions).parameters

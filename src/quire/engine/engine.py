@@ -270,9 +270,8 @@ class Engine:
 
     def block_map(self, first_block: int = 0, max_num_blocks: int | None = None) -> BlockMap:
         """What each block is doing, from first_block on; see `block_map`. O(held blocks)."""
-        return block_map(
-            self.scheduler.memory, _holders(self.scheduler), first_block, max_num_blocks
-        )
+        holders = _holders(self.scheduler)
+        return block_map(self.scheduler.memory, holders, first_block, max_num_blocks)
 
     def _launch(self, plan: StepPlan, began_s: float, planned_s: float) -> None:
         scheduler = self.scheduler

@@ -25,6 +25,7 @@ from quire.observability.log import get_logger
 from quire.offline.beams import BeamSearchOutput, beam_search_output
 from quire.offline.branch_handle import BranchHandle
 from quire.offline.interrupts import deferred_interrupts
+from quire.offline.pooling_arguments import PoolerSettings, pooler_settings
 from quire.offline.pooling_engine import PoolingEngine
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
@@ -63,6 +64,7 @@ class LLMArguments(EngineOptions):
 
     kv_allocator: KVManagerFactory | None = None
     profiler_config: ProfilerSettings | Mapping[str, Any] | None = None
+    pooler_config: PoolerSettings | Mapping[str, Any] | None = None
     kv_cache_memory_bytes: int | str | None = None
     num_gpu_blocks_override: int | None = None
 
@@ -95,16 +97,20 @@ class LLM(PoolingEngine):
         `quire.bench.baselines.contiguous.contiguous("max")`; None: pages.
         profiler_config: what `start_profile` records, as {"torch_profiler_dir": "traces"}; see
             `runtime.torch_profile.ProfilerSettings`.
+        pooler_config: what `encode` and `score` do, as {"task": "token_embed"}; see
+            `offline.pooling_arguments.PoolerSettings`.
         kv_cache_memory_bytes, num_gpu_blocks_override: vLLM's names of kv_cache_memory, num_blocks.
 
         Options: see EngineOptions. Raises ConfigurationError (a ValueError) for an option that does
         not exist or can't be obeyed and for a model that can't be loaded.
         """
+        pooler = pooler_settings(options.get("pooler_config"))
+        options = pooler.joined(options)
         checked = LLMArguments.from_mapping({**options, "model": model})
         self._chat_template: ChatTemplate | None = None
         self._profiler_settings = _profiler_settings(checked.profiler_config)
         self._profile: TorchProfile | None = None
-        super().__init__(checked, kv_allocator=checked.kv_allocator)
+        super().__init__(checked, kv_allocator=checked.kv_allocator, pooling_task=pooler.task)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineOptions) -> Self:

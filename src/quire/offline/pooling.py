@@ -5,7 +5,7 @@ Results are shaped as those of vLLM's methods of the same names.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -19,17 +19,16 @@ from quire.engine_client.pooling_inputs import (
     similarity,
 )
 from quire.errors import InvalidRequestError, QuireError, StepFailedError, shown
+from quire.offline.pooling_arguments import (
+    CLASSIFY,
+    EMBED,
+    TOKEN_CLASSIFY,
+    TOKEN_EMBED,
+    TOKEN_TASKS,
+)
 from quire.offline.request_table import RequestTable
 
 T = TypeVar("T")
-EMBED, CLASSIFY, TOKEN_EMBED, TOKEN_CLASSIFY = TASKS = (
-    "embed",
-    "classify",
-    "token_embed",
-    "token_classify",
-)
-"""What `LLM.encode` may be asked for, as vLLM names it."""
-TOKEN_TASKS = (TOKEN_EMBED, TOKEN_CLASSIFY)
 Prompt = str | Mapping[str, Any]
 
 
@@ -80,10 +79,17 @@ class PoolingRequestOutput(Generic[T]):
         return True
 
 
+Pooled: TypeAlias = PoolingRequestOutput[bytes]
+
+
 class OfflinePooling:
     """The calls of one `LLM`; any number of threads may make them."""
 
-    def __init__(self, requests: RequestTable, inputs: PoolingInputs) -> None:
+    def __init__(
+        self, requests: RequestTable, inputs: PoolingInputs, task: str | None = None
+    ) -> None:
+        """task: what the caller wants of the model; None: what it is for."""
+        self._task = task
         self._requests = requests
         self._inputs = inputs
 
@@ -120,7 +126,9 @@ class OfflinePooling:
 
     @property
     def usual_task(self) -> str:
-        """What the model is for."""
+        """What is done where a call does not say it."""
+        if self._task is not None:
+            return self._task
         pooling = self._inputs.pooling
         if pooling.num_scores:
             return TOKEN_CLASSIFY if pooling.scores_tokens else CLASSIFY
@@ -144,10 +152,13 @@ class OfflinePooling:
                 "this model compares embeddings; leave instruction out", "instruction"
             )
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        given = [self._inputs.embed(text, truncation=truncation) for text in texts]
+        is_late = self._task == TOKEN_EMBED
+        make = self._inputs.embed_tokens if is_late else self._inputs.embed
+        given = [make(text, truncation=truncation) for text in texts]
         results = self._run([(each, NO_OPTIONS) for each in given])
         found = dict(zip(texts, results, strict=True))
-        return [_similar(found[first], found[second]) for first, second in pairs]
+        compare = _late_interaction if is_late else _cosine
+        return [_compared(found[first], found[second], compare) for first, second in pairs]
 
     def score_rendered(
         self, rendered: Sequence[list[int]], *, truncation: Truncation
@@ -237,13 +248,22 @@ def _replaced(found: PoolingRequestOutput[bytes], outputs: T) -> PoolingRequestO
     )
 
 
-def _similar(
-    first: PoolingRequestOutput[bytes], second: PoolingRequestOutput[bytes]
+def _cosine(first: Pooled, second: Pooled) -> float:
+    return similarity(numbers_of(first.outputs), numbers_of(second.outputs))
+
+
+def _late_interaction(first: Pooled, second: Pooled) -> float:
+    """As in ColBERT (arXiv:2004.12832), 3.3: of each token of the first, its best of the second."""
+    tokens, others = (_tensor_of(each, per_token=True) for each in (first, second))
+    return float((tokens @ others.T).amax(dim=1).sum())
+
+
+def _compared(
+    first: Pooled, second: Pooled, compare: Callable[[Pooled, Pooled], float]
 ) -> PoolingRequestOutput[ScoringOutput]:
-    score = similarity(numbers_of(first.outputs), numbers_of(second.outputs))
     return PoolingRequestOutput(
         f"{first.request_id}_{second.request_id}",
-        ScoringOutput(score),
+        ScoringOutput(compare(first, second)),
         first.prompt_token_ids + second.prompt_token_ids,
         first.num_cached_tokens + second.num_cached_tokens,
     )

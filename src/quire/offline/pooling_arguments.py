@@ -9,10 +9,21 @@ from typing import Any, ClassVar
 
 from quire.core.checked_fields import CheckedFields, answers_mistakes
 from quire.core.foreign_sampling import Foreign
-from quire.errors import InvalidRequestError, shown
+from quire.errors import ConfigurationError, InvalidRequestError, shown
+from quire.options.pooling_options import POOLING_TYPES
 
+_CALL = "PoolingParams says it, call by call"
 _TOKENS = "LLM.encode(pooling_task='token_embed') has the vectors of all tokens"
 _CHUNKS = "cut a text where its chunks shall begin, and embed each"
+
+EMBED, CLASSIFY, TOKEN_EMBED, TOKEN_CLASSIFY = TASKS = (
+    "embed",
+    "classify",
+    "token_embed",
+    "token_classify",
+)
+"""What `LLM.encode` may be asked for, as vLLM names it."""
+TOKEN_TASKS = (TOKEN_EMBED, TOKEN_CLASSIFY)
 
 
 def _dimensions(value: Any) -> int | None:
@@ -29,6 +40,63 @@ def _use_activation(value: Any) -> bool | None:
     raise InvalidRequestError(
         f"use_activation is {shown(value)}, but must be True, False or None", "use_activation"
     )
+
+
+def _task(value: Any) -> str | None:
+    if value is None or value in TASKS:
+        return None if value is None else str(value)
+    raise InvalidRequestError(
+        f"task is {shown(value)}, but must be None or one of {', '.join(TASKS)}", "task"
+    )
+
+
+def _pooling_type(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value.lower() in POOLING_TYPES):
+        return None if value is None else value.lower()
+    raise InvalidRequestError(
+        f"pooling_type is {shown(value)}, but must be None or one of {', '.join(POOLING_TYPES)}",
+        "pooling_type",
+    )
+
+
+@answers_mistakes
+@dataclass(slots=True, kw_only=True)
+class PoolerSettings(CheckedFields):
+    """vLLM's PoolerConfig.
+
+    task: what `LLM.encode` does where a call does not say it; with "token_embed" `LLM.score`
+        compares the vectors of all tokens (late interaction, as ColBERT): the sum, over the tokens
+        of data_1, of the largest product with one of data_2; None: what the model is for.
+    pooling_type: the option of this name.
+    """
+
+    checks: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        "task": _task,
+        "pooling_type": _pooling_type,
+    }
+    aliases: ClassVar[Mapping[str, str]] = {"seq_pooling_type": "pooling_type"}
+    foreign: ClassVar[Foreign] = {
+        "dimensions": ((), _CALL),
+        "enable_chunked_processing": ((False,), "truncate_prompt_tokens shortens a prompt"),
+        "enable_flash_late_interaction": ((False, True), "vectors are compared by the caller"),
+        "max_embed_len": ((), "max_model_len is the longest prompt"),
+        "tok_pooling_type": (("ALL",), "each token has a vector"),
+        "use_activation": ((), _CALL),
+    }
+
+    task: str | None = None
+    pooling_type: str | None = None
+
+    def joined(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """An engine's options with these. Raises ConfigurationError for what is said twice."""
+        own, given = self.pooling_type, options.get("pooling_type")
+        if own is None:
+            return dict(options)
+        if given is not None and str(given).lower() != own:
+            raise ConfigurationError(
+                f"pooling_type is {given!r}, and {own!r} in pooler_config; give one of them"
+            )
+        return {**options, "pooling_type": own}
 
 
 @answers_mistakes
@@ -62,3 +130,18 @@ class PoolingArguments(CheckedFields):
 
     dimensions: int | None = None
     use_activation: bool | None = None
+
+
+def pooler_settings(given: Any) -> PoolerSettings:
+    """Of the argument pooler_config. Raises ConfigurationError."""
+    if isinstance(given, PoolerSettings):
+        return given
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f"pooler_config is {given!r:.80}, but must be a PoolerConfig, or a mapping of its"
+            " fields"
+        )
+    try:
+        return PoolerSettings(**(given or {}))
+    except InvalidRequestError as error:
+        raise ConfigurationError(f"pooler_config: {error}") from error

@@ -12,7 +12,6 @@ from quire.engine_client.pooling_inputs import PoolingInputs, Truncation
 from quire.errors import InvalidRequestError, did_you_mean, shown
 from quire.offline.local_engine import LocalEngine
 from quire.offline.pooling import (
-    TASKS,
     ClassificationOutput,
     EmbeddingOutput,
     OfflinePooling,
@@ -22,7 +21,7 @@ from quire.offline.pooling import (
     read_pairs,
     read_prompts,
 )
-from quire.offline.pooling_arguments import PoolingArguments
+from quire.offline.pooling_arguments import TASKS, PoolingArguments
 from quire.options.engine_options import EngineOptions
 from quire.options.not_served import ADAPTERS, TEXT_ONLY
 from quire.text.chat_template import ChatTemplate, encode_chat
@@ -43,12 +42,17 @@ class PoolingEngine(LocalEngine):
     any thread."""
 
     def __init__(
-        self, options: EngineOptions, *, kv_allocator: KVManagerFactory | None = None
+        self,
+        options: EngineOptions,
+        *,
+        kv_allocator: KVManagerFactory | None = None,
+        pooling_task: str | None = None,
     ) -> None:
-        """Load the model. Raises ConfigurationError and its kinds."""
+        """Load the model. pooling_task: see `PoolerSettings`. Raises ConfigurationError and its
+        kinds."""
         super().__init__(options, kv_allocator=kv_allocator)
         inputs = PoolingInputs(self._tokenizer, self.engine.limits)
-        self._pooling = OfflinePooling(self._requests, inputs)
+        self._pooling = OfflinePooling(self._requests, inputs, pooling_task)
         self._allow_special_tokens = options.allow_special_tokens
 
     def embed(
@@ -140,7 +144,8 @@ class PoolingEngine(LocalEngine):
         **others: Any,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """How well the texts of data_2 go with those of data_1, or with the one, in
-        `outputs.score`: by the model's head, by its two tokens, or else the cosine of embeddings.
+        `outputs.score`: by the model's head, by its two tokens, or else the cosine of embeddings;
+        where pooler_config has the task "token_embed", by the vectors of all tokens.
 
         instruction: what is looked for, for Qwen3's rerankers. chat_template: Jinja that writes a
             pair as the model was trained with it, from messages with the roles "query" and

@@ -113,7 +113,7 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "SamplingParams says what a request wants; get_default_sampling_params() is the model's",
     ),
     "pipeline_parallel_size": ((1,), _ONE_PROCESS),
-    "pooler_config": ((), "a model's folder says how it pools"),
+    "pooler_config": ((), "LLM takes it; else pooling_type and the model's folder say it"),
     "preemption_mode": (("recompute",), "preempted sequences are computed anew"),
     "prefill_context_parallel_size": ((1,), _ONE_PROCESS),
     "profiler_config": ((), _PROFILER),
