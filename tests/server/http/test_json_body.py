@@ -189,7 +189,9 @@ def test_what_is_no_json_is_found_out_as_python_does(value, data):
     sign = data.draw(st.sampled_from([*'[]{},:"\\1-.e \n', "", "\x00", "true"]))
     text = text[:at] + sign + text[at + cut :]
     python = json.JSONDecoder(object_pairs_hook=unique_fields).decode
-    assert outcome(parse_long, text) == outcome(python, text)
+    ours, theirs = outcome(parse_long, text), outcome(python, text)
+    # A field is twice there before the end is seen, which Python sees first.
+    assert ours == theirs or (theirs == "no JSON" and "twice in one object" in str(ours))
 
 
 @pytest.mark.parametrize(

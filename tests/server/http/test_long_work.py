@@ -48,14 +48,14 @@ class Log:
         return ["".join(turn) for turn in "".join(self.seen).split("|") if turn]
 
 
-def play(log, *works):
+def play(log, *works, is_long=False):
     """Run each work beside the others and a task that only counts turns of the loop."""
 
     async def run():
         pieces = WorkPieces(StepClock())
         marks = asyncio.create_task(log.mark_turns())
         try:
-            return await asyncio.gather(*(pieces.run(work) for work in works))
+            return await asyncio.gather(*(pieces.run(work, is_long=is_long) for work in works))
         finally:
             marks.cancel()
 
@@ -87,6 +87,14 @@ def test_however_many_work_there_is_one_piece_in_a_turn_and_each_gets_its_own():
     order = [turn[0] for turn in later]
     for at in range(len(names), 3 * len(names)):  # none twice before all have had a turn
         assert len(set(order[at - len(names) : at])) == len(names)
+
+
+def test_work_that_is_known_to_be_long_waits_for_its_first_turn():
+    log = Log()
+    names = "abcdef"
+    found = play(log, *(log.work(name, 2) for name in names), is_long=True)
+    assert found == [f"{name} is done" for name in names]
+    assert all(len(turn) <= STEPS_OF_PIECE for turn in log.turns) and len(log.turns) == len(names)
 
 
 def test_what_work_raises_comes_out():

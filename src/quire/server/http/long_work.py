@@ -29,7 +29,8 @@ class WorkPieces:
     """Does the long work of many calls: in each turn of the event loop one piece for one of them.
 
     They take turns in the order in which they asked. Invariant: between two turns of the loop, all
-    work takes PIECE_S together, and FIRST_PIECE_S for each that has just begun.
+    work takes PIECE_S together, and FIRST_PIECE_S for each that has just begun, unless it was known
+    to be long.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -37,15 +38,18 @@ class WorkPieces:
         self._clock = clock
         self._turn = asyncio.Lock()
 
-    async def run(self, work: Generator[None, None, T]) -> T:
-        """What `work` returns, or raises. It is closed when this is cancelled."""
+    async def run(self, work: Generator[None, None, T], *, is_long: bool = False) -> T:
+        """What `work` returns, or raises. It is closed when this is cancelled.
+
+        is_long: it waits for a turn already before its first piece: many such may begin at once.
+        """
         results: list[T] = []
 
         def keep_result() -> Generator[None, None, None]:
             results.append((yield from work))
 
         with closing(keep_result()) as pieces:
-            has_more = self._advance(pieces, FIRST_PIECE_S, [])
+            has_more = is_long or self._advance(pieces, FIRST_PIECE_S, [])
             while has_more:
                 has_more = await self._take_turn(pieces, [])
         return results[0]

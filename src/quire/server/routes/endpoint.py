@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quire.errors import InvalidRequestError
 from quire.server.http.body import Body
 from quire.server.http.errors import ErrorForm, PathForm, openai_error
-from quire.server.http.json_body import MAX_VALUES, parse
+from quire.server.http.json_body import LONG_BODY_BYTES, MAX_VALUES, parse
 from quire.server.limits import CallLimits
 from quire.server.routes.unsupported import METHODS, refuse
 from quire.server.service import service_of
@@ -46,7 +46,9 @@ class JSONRequest(Request):
     async def json(self) -> Any:
         service = service_of(self)
         max_values = MAX_VALUES if self.body_class is None else self.body_class.max_values
-        value = await service.work.run(parse(await self.body(), max_values))
+        content = await self.body()
+        is_long = len(content) > LONG_BODY_BYTES
+        value = await service.work.run(parse(content, max_values), is_long=is_long)
         if self.body_class is not None:
             max_model_len = service.engine.limits.max_model_len
             check_parsed(value, self.body_class, service.limits, max_model_len)
