@@ -1,25 +1,29 @@
-"""schemathesis over the served OpenAPI document: thousands of requests, none answered with 5xx.
+"""schemathesis over the served OpenAPI document, and damaged bodies: none is answered with 5xx.
 
-    python -m benchmarks.server.fuzz --cases 5000 --out fuzz.json
+    python -m benchmarks.server.fuzz --cases 5000 --damaged 20000 --out fuzz.json
 
 starts `quire serve` (the embedded model, short contexts) and sends bodies that fit the document and
 bodies that do not, drawn by Hypothesis from a seed. Every answer must have a status and a content
 type that the document knows for that path, and a body of that shape; none may be the server's
-fault. Afterwards the engine must hold no block. Also used by the tests of the server, with fewer
-cases. Needs schemathesis.
+fault. The damaged bodies, from `mutations`, go to every route of the application that takes one,
+and to the paths of stored responses; none may hold up other calls for longer than --limit-ms, three
+times in a row. Afterwards the engine must hold no block. Also used by the tests of the server, with
+fewer cases. Needs schemathesis.
 """
 
 import argparse
+import itertools
 import json
 import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as with_seed
@@ -31,10 +35,13 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from benchmarks.server.mutations import damaged, fault_of, routes
 from benchmarks.server.serving import served
+from benchmarks.server.stalls import Watchers
 
 LOG = Path(tempfile.gettempdir()) / "quire_fuzz.log"
 SERVE_ARGUMENTS = ["--num-blocks", "512", "--max-num-seqs", "16", "--max-model-len", "512"]
+SERVE_ARGUMENTS += ["--response-store-bytes", "1MiB"]
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 POOLING = ("/v1/embeddings", "/score", "/rerank")
@@ -143,10 +150,67 @@ def _try(operation: Any, mode: GenerationMode, count: int, seed: int, fuzzed: Fu
     send()
 
 
+# ---- damaged bodies -----------------------------------------------------------------------------
+
+PATHS = ("/v1/responses/{}", "/v1/responses/{}/input_items", "/v1/responses/{}/cancel")
+NAMES = ("resp_1", "%00", "..%2f", "a" * 3000, "%ff", "é", "?stream=true", "?after=x&limit=0")
+
+Send = Callable[[], httpx.Response]
+
+
+def damaged_calls(client: httpx.Client, seed: int) -> Iterator[tuple[str, bytes, Send]]:
+    """(the path, the body, what sends it), route by route, without an end."""
+    choose = random.Random(seed)
+    for path in itertools.cycle(routes()):
+        body = json.dumps(damaged(path, choose)).encode()
+        yield path, body, _sends(client, "POST", path, body)
+        if choose.random() < 0.1:
+            method = choose.choice(("GET", "DELETE", "POST"))
+            name = choose.choice(PATHS).format(choose.choice(NAMES))
+            yield f"{method} {name:.60}", b"", _sends(client, method, name, b"{}")
+
+
+def _sends(client: httpx.Client, method: str, path: str, body: bytes) -> Send:
+    head = {"Content-Type": "application/json"}
+    return lambda: client.request(method, path, content=body, headers=head)
+
+
+def fuzz_damaged(url: str, num_cases: int, seed: int, limit_s: float, fuzzed: Fuzzed) -> None:
+    """Adds to what was sent and answered, and to the failures."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    watchers = Watchers((host, int(port)), reads_streams=False)
+    watchers.start()
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for path, body, send in itertools.islice(damaged_calls(client, seed), num_cases):
+            try:
+                fault = _fault_or_stall(send, watchers, limit_s, path, fuzzed)
+            except (httpx.HTTPError, ValueError) as error:
+                fault = f"{type(error).__name__}: {error}"
+            fuzzed.num_cases += 1
+            if fault is not None:
+                fuzzed.failures.append(f"{path}: {fault}\n    {body[:2000]!r}")
+    watchers.end()
+
+
+def _fault_or_stall(
+    send: Send, watchers: Watchers, limit_s: float, path: str, fuzzed: Fuzzed
+) -> str | None:
+    for _ in range(3):  # what another process did to this machine does not come three times
+        watchers.clear()
+        answer = send()
+        longest_s = watchers.probe.longest_s()
+        fuzzed.statuses[f"{path} {answer.status_code}"] += 1
+        if longest_s <= limit_s:
+            return fault_of(answer)
+    return f"others waited for {longest_s * 1e3:.0f} ms"
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--cases", type=int, default=5000)
+    add("--cases", type=int, default=5000, help="of schemathesis (%(default)s)")
+    add("--damaged", type=int, default=5000, help="damaged bodies (%(default)s)")
+    add("--limit-ms", type=float, default=100.0, help="for others to wait (%(default)s)")
     add("--seed", type=int, default=0)
     add("--out", type=Path)
     add("--log", type=Path, default=LOG, help="the server's error output (%(default)s)")
@@ -157,7 +221,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     with served([*SERVE_ARGUMENTS, *args.serve_arguments], args.log) as server:
-        fuzzed = fuzz(f"http://{server.host}:{server.port}", args.cases, args.seed)
+        url = f"http://{server.host}:{server.port}"
+        fuzzed = fuzz(url, args.cases, args.seed)
+        fuzz_damaged(url, args.damaged, args.seed, args.limit_ms / 1e3, fuzzed)
         after = server.wait_until_quiet()
     found = {
         "num_cases": fuzzed.num_cases,

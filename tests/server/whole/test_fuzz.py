@@ -1,79 +1,36 @@
-"""Whatever JSON comes in: an answer or an error in OpenAI's shape, and never a failed server."""
+"""Whatever JSON comes in: an answer or an error in the API's form, and never a failed server.
+
+A few of the damaged bodies that `benchmarks/server/fuzz.py` sends, to every route that takes one.
+"""
 
 import json
+import random
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+import pytest
+from benchmarks.server.mutations import BODIES, damaged, fault_of, routes
 
-from quire.server.routes.openai.chat_body import ChatCompletionRequest
-from quire.server.routes.openai.completions import CompletionRequest
+NUM_BODIES = 12
+"""Of each route."""
 
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(-3, 30)
-    | st.floats()
-    | st.floats(0, 2)
-    | st.text(max_size=8)
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(max_size=6) | st.just("7"), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-PROMPTS = st.sampled_from(["hello", [5, 6], ["a", "b"], [[1], [2, 3]]]) | VALUES
-MESSAGES = VALUES | st.lists(
-    st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "system", "assistant", "tool"]) | SCALARS},
-        optional={"content": st.text(max_size=8) | VALUES, "name": VALUES, "tool_calls": VALUES},
-    ),
-    max_size=3,
-)
-OPENAI_NAMES = [*ChatCompletionRequest.not_supported, "best_of", "suffix", "nonsense"]
-FIXED_NAMES = ["deadline_s", "max_tokens", "model", "n"]
+HEADERS = {"Content-Type": "application/json"}
 
 
-def bodies(model, first_name, first_value):
-    """Bodies with a few fields of any value, and short answers where nothing else is said."""
-    names = sorted({*model.model_fields, *OPENAI_NAMES} - {first_name, *FIXED_NAMES})
-    return st.builds(
-        lambda value, fields: {"max_tokens": 2} | fields | {first_name: value},
-        first_value,
-        st.dictionaries(st.sampled_from(names), VALUES, max_size=3),
-    )
+@pytest.mark.parametrize("path", routes())
+def test_bodies_are_answered_and_damaged_ones_do_no_harm(http, path):
+    for body in BODIES[path]:
+        answer = http.post(path, json=body)
+        assert answer.status_code == 200, (body, answer.text)
+        assert fault_of(answer) is None
+    choose = random.Random(path)
+    for _ in range(NUM_BODIES):
+        body = json.dumps(damaged(path, choose))  # with NaN and lone surrogates, as Python has them
+        answer = http.post(path, content=body, headers=HEADERS)
+        assert answer.status_code in (200, 400, 404, 408, 413, 422), (body, answer.text)
+        assert fault_of(answer) is None, body
 
 
-def check(server, path, body):
-    content = json.dumps(body)  # with NaN and lone surrogates, as Python's clients send them
-    headers = {"Content-Type": "application/json"}
-    answer = server.http.post(path, content=content, headers=headers)
-    if answer.status_code == 200:
-        if answer.headers["content-type"].startswith("text/event-stream"):
-            assert answer.text.endswith("data: [DONE]\n\n")
-            assert '"error"' not in answer.text
-        else:
-            assert answer.json()["usage"]["completion_tokens"] >= 1
-        return
-    assert answer.status_code in (400, 422), answer.text
-    assert answer.json()["error"]["message"]
-
-
-SETTINGS = settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-
-
-@SETTINGS
-@given(body=bodies(CompletionRequest, "prompt", PROMPTS) | VALUES)
-def test_completions(server, body):
-    check(server, "/v1/completions", body)
-
-
-@SETTINGS
-@given(body=bodies(ChatCompletionRequest, "messages", MESSAGES) | VALUES)
-def test_chat_completions(server, body):
-    check(server, "/v1/chat/completions", body)
+@pytest.mark.parametrize("value", [None, True, 1, 1.5, "a", [], [{}], {}])
+def test_what_is_no_body_is_refused(http, value):
+    for path in routes():
+        answer = http.post(path, json=value)
+        assert answer.status_code == (200 if value == {} and path == "/api/generate" else 400)
