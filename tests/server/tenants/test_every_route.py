@@ -1,0 +1,75 @@
+"""Quotas and deadlines hold on every route that has work done by the engine."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from benchmarks.server.mutations import routes
+from tests.server.generation.test_http_generation import FakeEngine
+from tests.server.routes.test_new_endpoint import ALICE, send
+from tests.server.whole.test_who_sees_what import EXAMPLES
+
+from quire.hub.model_folder import EMBEDDED_MODEL
+from quire.server.app import create_app
+from quire.server.http.guard import AccessConfig
+from quire.server.service import Service
+from quire.server.tenants.keys import ApiKeys
+from quire.server.tenants.tenants import Tenant, TenantBook
+from quire.text.chat_template import ChatTemplate
+
+PATHS = sorted(path for path, kind in routes().items() if "deadline_s" in kind.model_fields)
+TENANT = Tenant("alice")
+
+
+@pytest.fixture(scope="module")
+def template():
+    return ChatTemplate.from_folder(EMBEDDED_MODEL)
+
+
+@pytest.fixture
+def post(tokenizer, template):
+    engine = FakeEngine()
+    engine.limits = replace(engine.limits, max_model_len=1024)
+
+    def ask(path, book, **fields):
+        service = Service(engine, tokenizer, template, "embedded", tenants=book)
+        app = create_app(service, AccessConfig(keys=ApiKeys(["alice:alice-key-1"])))
+        body = EXAMPLES["POST", path] | fields
+        answer = asyncio.run(send(app, "POST", path, body, ALICE))
+        assert not engine.requests, "the engine has heard nothing of it"
+        return answer
+
+    return ask
+
+
+def test_only_what_the_front_does_alone_has_no_deadline():
+    assert {*routes()} - {*PATHS} == {
+        "/detokenize",
+        "/tokenize",
+        "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
+    }
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_tenant_has_only_so_much_open(post, path):
+    book = TenantBook(max_requests=3)
+    book.open(TENANT, 3, 0)
+    answer = post(path, book)
+    assert answer.status_code == 429 and "3 generations open" in answer.text
+    assert book.num_open() == {"alice": 3}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_tenant_has_only_so_many_tokens_a_minute(post, path):
+    book = TenantBook(max_tokens_per_minute=100)
+    book.open(TENANT, 1, 90).count(500)
+    answer = post(path, book)
+    assert answer.status_code == 429 and "tokens per minute" in answer.text
+    assert int(answer.headers["retry-after"]) > 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_call_ends_at_its_deadline(post, path):
+    answer = post(path, TenantBook(), deadline_s=1e-9)
+    assert answer.status_code == 408 and "deadline" in answer.text
