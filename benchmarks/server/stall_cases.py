@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 
@@ -290,3 +291,38 @@ CASES |= {
     ),
 }
 """Of the routes of agents, and of those that embed."""
+
+NUM_CROWD = 50
+WIDE = ["x" * 75] * 95_000
+DEEP = ("[" * 850 + "1" + "]" * 850).encode()
+
+
+def deep(path: str, name: str) -> tuple[str, bytes]:
+    """Many lists in lists in a message, and a long text."""
+    value = {name: [USER | {"junk": "@"}]}
+    body = _json(PATHS[path] | value | {"user": "x" * 7_500_000})
+    return path, body.replace(b'"@"', b"[" + b",".join([DEEP] * 100) + b"]")
+
+
+CASES |= {
+    f"{NUM_CROWD} wide bodies of 7.5 MB to {path}": (
+        NUM_CROWD,
+        post(path, **PATHS[path] | {name: [USER | {"junk": WIDE}]}),
+    )
+    for path, name in MESSAGE_FIELDS.items()
+}
+CASES |= {
+    f"{NUM_CROWD} deep bodies of 7.5 MB to {path}": (NUM_CROWD, partial(deep, path, name))
+    for path, name in MESSAGE_FIELDS.items()
+}
+CASES |= {
+    f"{NUM_CROWD} bodies of 7.5 MB to {path}": (
+        NUM_CROWD,
+        post(path, **{name: ["ab " * 1200] * 2048}, **rest),
+    )
+    for path, name, rest in (
+        ("/v1/embeddings", "input", {}),
+        ("/rerank", "documents", {"query": "a"}),
+    )
+}
+"""Many at once, of the greatest size: what they need of memory, and whether others wait."""
