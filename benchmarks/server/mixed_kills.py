@@ -3,7 +3,8 @@
     python -m benchmarks.server.mixed_kills --rounds 8 --streams 32 --seed 0
 
 A server on the embedded model serves all streams at once: chats, completions, Responses, Messages
-and Ollama's chats, plain, with a form, and with forced calls. The first run is undisturbed. In each
+and Ollama's chats, plain, with a form, with forced calls, one or several, and with reasoning, which
+a template begins that is the model's own otherwise. The first run is undisturbed. In each
 round after it the engine is killed up to --kills times, each time once a random share of the
 events has come. What a client has in the end must be the same: texts, arguments, token ids, finish
 reasons, usage, and the order of the kinds of events. Only ids, which are numbered as they come,
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,16 @@ import httpx
 import psutil
 
 from benchmarks.server.serving import Server, served
+from quire.hub.model_folder import EMBEDDED_MODEL
 
 ARGUMENTS = (
     *("--num-blocks", "768", "--max-num-seqs", "48", "--max-model-len", "512"),
     *("--max-engine-restarts", "1000000", "--keep-alive-s", "0.2", "--log-level", "error"),
 )
+REASONING = ("--reasoning-parser", "hermes", "--chat-template")
+THINK = r"{%- if add_generation_prompt and enable_thinking %}{{- '<think>\n' }}{%- endif %}"
+"""At the end of the template: the model is thinking already."""
+
 LIMIT_S = 120.0
 
 # ---- the calls ----------------------------------------------------------------------------------
@@ -55,7 +62,9 @@ ANSWER = {
 }
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 FUNCTION = {"type": "function", "function": {"name": "write", "parameters": WRITE}}
-LISTING = {"type": "function", "function": {"name": "list_files"}}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+LISTING = {"type": "function", "function": {"name": "list_files", "parameters": NO_ARGUMENTS}}
+NOTHING = {"type": "function", "function": {"name": "wait", "parameters": NO_ARGUMENTS}}
 CHAT_TOOLS = {"tools": [FUNCTION, LISTING]}
 FORM = {"type": "json_schema", "name": "answer", "schema": ANSWER}
 CHAT_FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
@@ -84,6 +93,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         MESSAGES,
         {"output_config": {"format": {"type": "json_schema", "schema": ANSWER}}},
     ),
+    "chat, several calls": (
+        CHAT,
+        {"tools": [LISTING, NOTHING], "tool_choice": "required", "parallel_tool_calls": True},
+    ),
+    "chat, reasoning": (CHAT, {"reasoning": {"enabled": True}}),
+    "chat, reasoning, a call": (
+        CHAT,
+        CHAT_TOOLS | {"tool_choice": "required", "reasoning": {"enabled": True}},
+    ),
+    "message, thinking": (MESSAGES, {"thinking": {"type": "adaptive"}}),
+    "message, thinking, any tool": (
+        MESSAGES,
+        BLOCK_TOOLS | {"tool_choice": {"type": "any"}, "thinking": {"type": "adaptive"}},
+    ),
+    "response, reasoning": (RESPONSES, {"chat_template_kwargs": {"enable_thinking": True}}),
+    "Ollama, thinking": ("/api/chat", {"think": True}),
     "Ollama": ("/api/chat", {}),
     "Ollama, a schema": ("/api/chat", {"format": ANSWER}),
 }
@@ -121,7 +146,7 @@ IDS = re.compile(r"(^|\.)(id|\w+_id|request_id)$")
 PIECES = (  # paths whose values are one after another a whole
     re.compile(r"^choices\.\d+\.(text|token_ids|delta\.(content|reasoning(_content)?))$"),
     re.compile(r"^choices\.\d+\.delta\.tool_calls\.\d+\.function\.arguments$"),
-    re.compile(r"^(delta|delta\.(text|thinking|partial_json)|message\.content)$"),
+    re.compile(r"^(delta|delta\.(text|thinking|partial_json)|message\.(content|thinking))$"),
 )
 PLACES = ("output_index", "content_index")
 
@@ -286,6 +311,16 @@ def end_of(joined: Joined) -> str:
     return reasons[-1] if reasons else "-"
 
 
+@contextmanager
+def reasoning_server(folder: Path) -> Iterator[Server]:
+    """folder: gets the server's log and its template."""
+    config = json.loads((EMBEDDED_MODEL / "tokenizer_config.json").read_text())
+    template = folder / "template.jinja"
+    template.write_text(config["chat_template"] + THINK)
+    with served([*ARGUMENTS, *REASONING, str(template)], folder / "log") as server:
+        yield server
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
@@ -297,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     calls = [make_call(index) for index in range(wish.streams)]
     wrong: Counter[str] = Counter()
     total: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder, served(ARGUMENTS, Path(folder) / "log") as server:
+    with tempfile.TemporaryDirectory() as folder, reasoning_server(Path(folder)) as server:
         expected, _, _ = asyncio.run(run(server, calls, "undisturbed"))
         num_events = sum(one.num_events for one in expected)
         for number in range(wish.rounds):
