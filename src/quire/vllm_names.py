@@ -79,6 +79,7 @@ _CODE = "the engine runs no code of a script's own; see docs/extending.md for it
 _WEIGHTS = "weights are read from a checkpoint, once"
 _OPTIONS = "options are arguments of LLM(...) and EngineArgs(...); see docs/python.md"
 _DEVICE = "LLM(device=...) says where to compute, and `quire doctor` what there is"
+_ENCODED = "/v1/embeddings answers in numbers, or in base64 of little-endian fp32"
 _REGISTRY = "quire.models.registry.MODELS is the registry; docs/extending.md has an example"
 
 ADVICE: Mapping[str, str] = {
@@ -96,9 +97,11 @@ ADVICE: Mapping[str, str] = {
     "quire.assets": TEXT_ONLY,
     "quire.benchmarks": "`quire bench` has the benchmarks",
     "quire.config": _OPTIONS,
+    "quire.config.kv_transfer": TRANSFER,
     "quire.distributed.kv_transfer": TRANSFER,
     "quire.distributed.weight_transfer": _WEIGHTS,
     "quire.entrypoints.openai": "`quire serve` is the server",
+    "quire.entrypoints.pooling": _ENCODED,
     "quire.envs": "options take the place of environment variables; see `quire serve --help`",
     "quire.forward_context": _CODE,
     "quire.lora": ADAPTERS,
@@ -111,6 +114,9 @@ ADVICE: Mapping[str, str] = {
     "quire.tool_parsers": "`quire serve` parses calls of tools; see docs/api.md",
     "quire.transformers_utils": "the transformers package has what a script needs of it",
     "quire.usage": "no usage is reported to anybody",
+    "quire.utils.gpu_sync_debug": _CODE,
+    "quire.utils.network_utils": "port 0 is any free one, for sockets and for `quire serve`",
+    "quire.utils.serial_utils": _ENCODED,
     "quire.v1.core": _CODE,
     "quire.v1.executor": _CODE,
     "quire.v1.metrics.loggers": "LLM.get_metrics(), and /metrics of `quire serve`",
