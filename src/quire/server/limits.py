@@ -26,7 +26,7 @@ MAX_ANSWER_BYTES = 384 << 20
 JSON. Until it is written the front holds a seventh to a half of it."""
 
 MAX_TRUNCATED_CHARACTERS = 1 << 20
-"""Of a text of which only some tokens are kept: half a second in a thread."""
+"""Of a text of which only some tokens are kept: to find all takes a thread one to three seconds."""
 
 MAX_WORD_CHARACTERS = 1000
 """Of one bad word, which is tokenized in several forms."""
