@@ -119,7 +119,7 @@ class LLM(PoolingEngine):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         **others: Any,
@@ -127,7 +127,8 @@ class LLM(PoolingEngine):
         """Continue each prompt; results in the order of the prompts.
 
         prompts: text, {"prompt_token_ids": [...]}, or a list of these; such a mapping may also say
-            priority, tenant, cache_salt and deadline_s (see `engine.inputs.RequestOptions`).
+            priority, tenant, cache_salt and deadline_s (see `engine.inputs.RequestOptions`). They
+            have to be given.
         sampling_params: one for all, or one each; None: the model's defaults.
         use_tqdm: a progress bar, if it takes long.
         others: vLLM's further arguments (lora_request and the like), where they ask for nothing.
@@ -410,7 +411,7 @@ def _check_others(method: str, others: Mapping[str, object]) -> None:
         check_harmless(name, value, *FOREIGN_ARGUMENTS[name])
 
 
-def _read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptInput]:
+def _read_prompts(prompts: Prompt | Sequence[Prompt] | None) -> list[PromptInput]:
     if not isinstance(prompts, (str, Mapping, Sequence)):
         raise InvalidRequestError(
             f"prompts is {prompts!r:.80}, but must be a text, a mapping with prompt_token_ids, or a"
