@@ -19,6 +19,8 @@ WORDS = (
     " --log-level debug --log-format json --otlp-endpoint http://127.0.0.1:4318"
     " --tool-call-parser hermes --reasoning-parser granite --chat-template t.jinja"
     ' --default-chat-template-kwargs {"enable_thinking":false} --unknown-fields ignore'
+    " --return-tokens-as-token-ids --enable-force-include-usage"
+    " --exclude-tools-when-tool-choice-none"
 )
 
 

@@ -41,6 +41,7 @@ def test_the_paths_are_openais_and_a_few_of_ours():
         "/v1/chat/completions",
         "/api/chat",
         "/api/generate",
+        "/api/show",
         "/api/tags",
         "/api/version",
         "/v1/messages",
