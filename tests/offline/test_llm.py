@@ -316,7 +316,7 @@ def test_what_asks_for_nothing_is_taken(llm: LLM) -> None:
     for wrong in (None, 17):
         with pytest.raises(InvalidRequestError, match=f"prompts is {wrong}, but must be a text"):
             llm.generate(wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="prompt_token_ids is .* prompts takes it"):
+    with pytest.raises(InvalidRequestError, match=r"prompt_token_ids is .* prompts takes it"):
         llm.generate(prompt_token_ids=[[1, 2]])
 
 
