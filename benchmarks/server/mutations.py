@@ -157,6 +157,7 @@ BODIES: dict[str, tuple[dict[str, Value], ...]] = {
         {"prompt": "a", "system": "Be brief.", "options": OPTIONS, "stream": False, "think": "low"},
         {"prompt": "a", "format": SCHEMA, "options": OPTIONS, "stream": True},
     ),
+    "/api/show": ({"model": "embedded", "verbose": True},),
     "/v1/embeddings": (
         {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 4, "normalize": True},
         {"input": [[5, 6], [7]], "truncate_prompt_tokens": 1, "deadline_s": 20, "priority": 0},

@@ -53,7 +53,7 @@ async def pause(engine: AsyncLLM) -> None:
         each async for each in engine.generate("import os", params(RequestOutputKind.FINAL_ONLY))
     ]
     kept = engine.generate("x", endless)
-    await anext(kept)
+    so_far = [await anext(kept)]
     await engine.pause_generation(mode="keep")
     assert await engine.is_paused()
     num_steps = (await engine.stats())["num_steps"]
@@ -64,13 +64,14 @@ async def pause(engine: AsyncLLM) -> None:
     await engine.resume_generation()
     assert (await late).outputs[0].token_ids == whole[0].outputs[0].token_ids
     await engine.pause_generation(mode="abort", clear_cache=False)
-    last = [each async for each in kept][-1]
-    assert last.outputs[0].finish_reason in ("abort", "length")  # or it had ended by itself
+    so_far += [each async for each in kept]
+    assert so_far[-1].outputs[0].finish_reason in ("abort", "length")  # or it had ended by itself
     await engine.resume_generation()
     waited = engine.generate("import os", params(RequestOutputKind.CUMULATIVE))
-    await anext(waited)
+    so_far = [await anext(waited)]
     await engine.pause_generation(mode="wait")
-    assert [each async for each in waited][-1].finished
+    so_far += [each async for each in waited]  # none, where all of it came at once
+    assert so_far[-1].finished
     await engine.resume_generation()
     again = await anext(engine.generate("import os", wish))
     assert again.num_cached_tokens == 0 and not await engine.is_paused()

@@ -130,9 +130,9 @@ class RunningServer:
             time.sleep(0.01)
 
     def wait_until(self, condition):
-        """Poll the engine's numbers until `condition(stats)` holds."""
+        """Poll the engine's numbers until there are some and `condition(stats)` holds."""
         deadline_s = time.monotonic() + WAIT_S
-        while not condition(stats := self.stats()):
+        while (stats := self.stats()) is None or not condition(stats):
             assert time.monotonic() < deadline_s, stats
             time.sleep(0.01)
         return stats

@@ -44,6 +44,7 @@ def post(tokenizer, template):
 
 def test_only_what_the_front_does_alone_has_no_deadline():
     assert {*routes()} - {*PATHS} == {
+        "/api/show",
         "/detokenize",
         "/tokenize",
         "/v1/messages/count_tokens",
