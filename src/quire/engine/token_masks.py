@@ -8,8 +8,10 @@ its next one is there (`Constraint.is_ready`). Knows no text and no scheduler. U
 """
 
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Executor, Future
+from itertools import chain
 from typing import Protocol
 
 from quire.core.sampling_params import DecodingParams
@@ -133,17 +135,18 @@ class GrammarConstraint:
         Under ignore_eos the params have no end tokens, and the model's own come last.
         """
         params = self._params
-        put_off: set[int] = set()
+        put_off: Iterable[int] = ()
         if self._num_tokens < params.min_tokens:
-            put_off.update(self._ends, params.stop_token_ids)
+            put_off = chain(self._ends, params.stop_token_ids)
         elif not params.end_token_ids:
-            put_off.update(self._ends)
-        if not put_off:
+            put_off = self._ends
+        size = 8 * len(mask)
+        allowed = [each for each in put_off if each < size and mask[each // 8] >> each % 8 & 1]
+        if not allowed:
             return mask
         edited = bytearray(mask)
-        for token_id in put_off:
-            if token_id < 8 * len(edited):
-                edited[token_id // 8] &= ~(1 << token_id % 8)
+        for token_id in allowed:
+            edited[token_id // 8] &= ~(1 << token_id % 8)
         return bytes(edited) if any(edited) else mask
 
 

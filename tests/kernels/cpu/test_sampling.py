@@ -213,3 +213,33 @@ def test_tokens_are_forbidden_whose_bit_is_not_set(
     expected[lines] = np.where(bits, logits[lines], -INF)
     sampling.forbid(torch.from_numpy(logits), lines, words)
     assert (logits == expected).all()
+
+
+@pytest.mark.parametrize("num_lines", [1, 2, 7])
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 1000, 16385, 40007])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_sampled_of_the_allowed_is_what_is_sampled_after_forbidding(
+    sampling: NativeSampling, num_lines: int, vocab_size: int, seed: int
+) -> None:
+    rng = np.random.default_rng([seed, vocab_size, num_lines])
+    logits = random_logits(rng, num_lines, vocab_size)
+    logits[rng.random(num_lines) < 0.2, rng.integers(vocab_size)] = rng.choice([np.nan, INF])
+    lines = np.sort(rng.permutation(num_lines)[: rng.integers(1, num_lines + 1)])
+    words = rng.integers(0, 1 << 32, (len(lines), -(-vocab_size // 32))).astype(np.uint32)
+    words[rng.random(words.shape) < rng.choice([0.1, 0.9])] = rng.choice([0, 0xFFFFFFFF])
+    rows = random_rows(rng, num_lines, vocab_size)
+    call = sampling.bind(rows)
+    before = sampling.largest(torch.from_numpy(logits))
+
+    edited = torch.from_numpy(logits.copy())
+    sampling.forbid(edited, lines, words)
+    expected_ids, largest = call.run(edited, rows["position"])
+    expected_largest = largest.copy()
+    given = torch.from_numpy(logits.copy())
+    token_ids, largest, raw_largest = call.run_allowed(given, rows["position"], lines, words)
+
+    assert np.array_equal(raw_largest, before, equal_nan=True)
+    assert np.array_equal(given, edited, equal_nan=True)
+    whole = np.isfinite(before)
+    assert np.array_equal(token_ids[whole], expected_ids[whole])
+    assert np.array_equal(largest[whole], expected_largest[whole])

@@ -78,6 +78,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         None,
         [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p],
     ),
+    "quire_sample_allowed": (
+        None,
+        [
+            *(c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
+            *(c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p),
+        ],
+    ),
     "quire_forbid": (
         None,
         [

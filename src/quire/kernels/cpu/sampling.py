@@ -57,9 +57,8 @@ class NativeSampling:
     def forbid(self, logits: torch.Tensor, lines: Int64s, words: Uint32s) -> None:
         """Make impossible, in place, the tokens of lines [n], all different, of logits [L, V] fp32
         whose bit is not set in words [n, ceil(V / 32)]: bit t % 32 of word t // 32 is token t's."""
-        num_lines, vocab_size = logits.shape
-        assert words.shape == (len(lines), -(-vocab_size // 32)) and words.flags.c_contiguous
-        assert lines.flags.c_contiguous and ((lines >= 0) & (lines < num_lines)).all()
+        vocab_size = logits.shape[1]
+        _check_masks(logits, lines, words)
         self.kernels.library.forbid(
             self.kernels.context,
             logits.data_ptr(),
@@ -115,6 +114,7 @@ class SamplingCall:
         self._positions = self._rows["position"]
         self._token_ids = np.empty(len(rows), np.int64)
         self._largest = np.empty(len(rows), np.float32)
+        self._raw_largest = np.empty(len(rows), np.float32)
         self._rows_address = self._rows.ctypes.data
         self._results = (len(rows), self._token_ids.ctypes.data, self._largest.ctypes.data)
 
@@ -140,6 +140,43 @@ class SamplingCall:
             *self._results,
         )
         return self._token_ids.copy(), self._largest
+
+    def run_allowed(
+        self,
+        logits: torch.Tensor,
+        positions: npt.NDArray[np.integer[Any]] | None,
+        lines: Int64s,
+        words: Uint32s,
+    ) -> tuple[Int64s, Float32s, Float32s]:
+        """As `NativeSampling.forbid`, which says what lines and words are, and then `run`, line by
+        line. The third result [R] is the largest of each line before; it is valid until the next
+        run, as the second."""
+        num_lines, vocab_size = logits.shape
+        assert num_lines == self._results[0], "logits are not of the rows that were bound"
+        _check_masks(logits, lines, words)
+        if positions is not None:
+            self._positions[:] = positions
+        masks = np.full(num_lines, -1, np.int64)
+        masks[lines] = np.arange(len(lines))
+        self._kernels.library.sample_allowed(
+            self._kernels.context,
+            logits.data_ptr(),
+            _line_stride(logits),
+            vocab_size,
+            self._rows_address,
+            masks.ctypes.data,
+            words.ctypes.data,
+            words.shape[1],
+            *self._results,
+            self._raw_largest.ctypes.data,
+        )
+        return self._token_ids.copy(), self._largest, self._raw_largest
+
+
+def _check_masks(logits: torch.Tensor, lines: Int64s, words: Uint32s) -> None:
+    num_lines, vocab_size = logits.shape
+    assert words.shape == (len(lines), -(-vocab_size // 32)) and words.flags.c_contiguous
+    assert lines.flags.c_contiguous and ((lines >= 0) & (lines < num_lines)).all()
 
 
 def _line_stride(logits: torch.Tensor) -> int:

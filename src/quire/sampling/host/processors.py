@@ -399,23 +399,32 @@ def apply_token_masks(
     Rows of `masks` that are not among `rows` are left alone. native: does it, in logits that lie in
     main memory; None: torch.
     """
-    lines = [line for line, row in enumerate(rows.tolist()) if row in masks]
-    if not lines:
-        return
     vocab_size = logits.shape[1]
-    words = np.zeros((len(lines), -(-vocab_size // 32)), dtype="<u4")
-    packed = words.view(np.uint8)
-    for index, line in enumerate(lines):
-        mask = np.frombuffer(masks[int(rows[line])], dtype=np.uint8)
-        assert len(mask) <= packed.shape[1], "a token mask is longer than the vocabulary"
-        packed[index, : len(mask)] = mask
-    if native is not None:
-        native.forbid(logits, np.array(lines, dtype=np.int64), words)
+    lines, words = mask_words(rows, masks, vocab_size)
+    if not len(lines):
         return
-    bits = np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little")
+    if native is not None:
+        native.forbid(logits, lines, words)
+        return
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
     forbidden = torch.from_numpy(bits == 0).to(logits.device)
-    index_tensor = torch.tensor(lines, device=logits.device)
+    index_tensor = torch.from_numpy(lines).to(logits.device)
     logits[index_tensor] = logits[index_tensor].masked_fill_(forbidden, NEVER)
+
+
+def mask_words(
+    rows: Rows, masks: TokenMasks, vocab_size: int
+) -> tuple[Rows, npt.NDArray[np.uint32]]:
+    """The masks of those of `rows` that have one: their lines, indices into `rows` [n], and their
+    bits in words [n, ceil(vocab_size / 32)], those of tokens that a mask lacks 0."""
+    wanted = rows.tolist()
+    lines = [line for line, row in enumerate(wanted) if row in masks]
+    width = 4 * -(-vocab_size // 32)
+    found = [masks[wanted[line]] for line in lines]
+    assert all(len(mask) <= width for mask in found), "a token mask is longer than the vocabulary"
+    packed = b"".join(mask.ljust(width, b"\0") for mask in found)
+    words = np.frombuffer(packed, dtype="<u4").reshape(len(lines), width // 4)
+    return np.array(lines, dtype=np.int64), words
 
 
 def _pairs(

@@ -40,6 +40,7 @@ from quire.sampling.host.processors import (
     MinTokens,
     Penalties,
     apply_token_masks,
+    mask_words,
 )
 
 Rows = npt.NDArray[np.int64]
@@ -221,12 +222,20 @@ class Sampler:
     ) -> SampledTokens:
         """By the native library, where options change logits before."""
         assert self._native is not None
-        broken = ~np.isfinite(self._native.largest(logits))
-        raw = _take_lines(logits, bound.logprob_lines)
-        _edit(logits, bound, tokens, masks, self._native)
-        token_ids, largest = call.run(logits, self._positions(bound, tokens))
+        has_logprobs = len(bound.logprob_lines) > 0
+        raw = _take_lines(logits, bound.logprob_lines) if has_logprobs else None
+        positions = self._positions(bound, tokens)
+        if masks and not bound.processors:
+            lines, words = mask_words(bound.rows, masks, logits.shape[1])
+            token_ids, largest, before = call.run_allowed(logits, positions, lines, words)
+        else:
+            before = self._native.largest(logits)
+            _edit(logits, bound, tokens, masks, self._native)
+            token_ids, largest = call.run(logits, positions)
+        broken = ~np.isfinite(before)
         result = sampled_tokens(bound.rows, token_ids, broken, ~np.isfinite(largest))
-        self._add_logprobs(result, raw, np.arange(len(raw)), bound)
+        if raw is not None:
+            self._add_logprobs(result, raw, np.arange(len(raw)), bound)
         return result
 
     @torch.inference_mode()

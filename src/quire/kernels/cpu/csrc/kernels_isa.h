@@ -26,6 +26,9 @@ void argmax(Pool&, const float* logits, int64_t ld, int64_t R, int64_t V, int64_
             float* largest);
 void sample(Pool&, const float* logits, int64_t ld, int64_t V, const SampleRow*, int64_t R,
             int64_t* token_ids, float* largest);
+void sample_allowed(Pool&, float* logits, int64_t ld, int64_t V, const SampleRow*,
+                    const int64_t* masks, const uint32_t* words, int64_t width, int64_t R,
+                    int64_t* token_ids, float* largest, float* raw_largest);
 void forbid(Pool&, float* logits, int64_t ld, int64_t V, const int64_t* lines,
             const uint32_t* words, int64_t width, int64_t N);
 void token_logprobs(Pool&, const float* logits, int64_t ld, int64_t V, const LogprobRow*, int64_t R,

@@ -22,6 +22,7 @@ const Kernels QUIRE_JOIN(kernels_, QUIRE_ISA) = {
     QUIRE_ISA::embed,
     QUIRE_ISA::argmax,
     QUIRE_ISA::sample,
+    QUIRE_ISA::sample_allowed,
     QUIRE_ISA::forbid,
     QUIRE_ISA::token_logprobs,
 };

@@ -157,6 +157,15 @@ void quire_sample(void* context, const float* logits, int64_t ld, int64_t V, con
   kernels->sample(pool, logits, ld, V, rows, R, token_ids, largest);
 }
 
+void quire_sample_allowed(void* context, float* logits, int64_t ld, int64_t V,
+                          const SampleRow* rows, const int64_t* masks, const uint32_t* words,
+                          int64_t width, int64_t R, int64_t* token_ids, float* largest,
+                          float* raw_largest) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->sample_allowed(pool, logits, ld, V, rows, masks, words, width, R, token_ids, largest,
+                          raw_largest);
+}
+
 void quire_forbid(void* context, float* logits, int64_t ld, int64_t V, const int64_t* lines,
                   const uint32_t* words, int64_t width, int64_t N) {
   auto& [kernels, pool] = *static_cast<Context*>(context);

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 4
+#define QUIRE_ABI_VERSION 5
 
 namespace quire {
 struct AttentionLayer;
@@ -54,6 +54,10 @@ void quire_argmax(void* context, const float* logits, int64_t ld, int64_t R, int
                   int64_t* index, float* largest);
 void quire_sample(void* context, const float* logits, int64_t ld, int64_t V,
                   const quire::SampleRow* rows, int64_t R, int64_t* token_ids, float* largest);
+void quire_sample_allowed(void* context, float* logits, int64_t ld, int64_t V,
+                          const quire::SampleRow* rows, const int64_t* masks,
+                          const uint32_t* words, int64_t width, int64_t R, int64_t* token_ids,
+                          float* largest, float* raw_largest);
 void quire_forbid(void* context, float* logits, int64_t ld, int64_t V, const int64_t* lines,
                   const uint32_t* words, int64_t width, int64_t N);
 void quire_token_logprobs(void* context, const float* logits, int64_t ld, int64_t V,

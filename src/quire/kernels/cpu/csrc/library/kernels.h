@@ -57,6 +57,11 @@ struct Kernels {
   // the one that has it.
   void (*sample)(Pool&, const float* logits, int64_t ld, int64_t V, const SampleRow*, int64_t R,
                  int64_t* token_ids, float* largest);
+  // The same under masks, which are applied to the logits in place as `forbid` does: that of line
+  // i is words[masks[i]], -1: it has none. raw_largest: of the lines as they were before.
+  void (*sample_allowed)(Pool&, float* logits, int64_t ld, int64_t V, const SampleRow*,
+                         const int64_t* masks, const uint32_t* words, int64_t width, int64_t R,
+                         int64_t* token_ids, float* largest, float* raw_largest);
 
   // forbid.cpp: of N different lines of logits [ld], the tokens whose bit is not set in its mask,
   // words [N, width], become impossible; bit t % 32 of word t / 32 is token t's.

@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "sampling/scan_logits.h"
+#include "sampling/token_mask.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -45,6 +46,7 @@ inline part_u64 mix_high(part_u64 z) {
 // One line that samples.
 struct Race {
   const float* line;
+  const uint32_t* words;  // of the line's mask, which was applied to it; or none
   float largest;
   float temperature;
   uint64_t key;
@@ -87,6 +89,7 @@ Winner race_range(const Race& race, float lowest, int64_t first, int64_t end, Wi
   const part scale = part{} + float(kLog2e / double(race.temperature));
   part floor = to_beat(winner.score);
   for (int64_t t = first; t < end; t += kPartLanes, even += kPartLanes * kIncrement) {
+    if (race.words && race.words[t / kWordTokens] == 0) continue;
     // The high halves of even tokens' hashes move below those of odd ones: lane i is token t + i.
     const part_u64 odd_high = mix_high(even + kIncrement) & 0xffffffff00000000u;
     const auto bits = (part_u32)(mix_high(even) >> 32 | odd_high);
@@ -200,17 +203,16 @@ inline float next_up(float x) {
   return x;
 }
 
+// Of a line whose largest logit and best tokens were found.
 template <typename Division>
-void sample_line(const Division& division, const SampleRow& row, const float* line,
-                 int64_t* token_id, float* largest) {
-  const bool is_greedy = row.temperature == 0.0f;
-  const LineMemory<Division> memory(division, is_greedy ? 0 : min_of(row.top_k, division.V));
-  const Scan found = scan(division, memory, line);
+void sample_scanned(const Division& division, const LineMemory<Division>& memory,
+                    const SampleRow& row, const float* line, const uint32_t* words,
+                    const Scan& found, int64_t* token_id, float* largest) {
   *token_id = found.largest.token;
   *largest = found.largest.value;
-  if (is_greedy || !is_finite(*largest)) return;
+  if (row.temperature == 0.0f || !is_finite(*largest)) return;
   const uint64_t key = mix(row.stream + uint64_t(row.position + 1) * kIncrement);
-  Race race{line, *largest, row.temperature, key, row.log_min_p};
+  Race race{line, words, *largest, row.temperature, key, row.log_min_p};
   if (row.top_k > 0) {
     const float last = (found.best.worst() - *largest) / row.temperature;
     race.left = last > race.left ? last : race.left;
@@ -225,6 +227,31 @@ void sample_line(const Division& division, const SampleRow& row, const float* li
       winner = run_race(division, memory, race, next_up(won), best);
     }
   *token_id = winner.token;
+}
+
+template <typename Division>
+LineMemory<Division> memory_of(const Division& division, const SampleRow& row) {
+  const bool is_greedy = row.temperature == 0.0f;
+  return LineMemory<Division>(division, is_greedy ? 0 : min_of(row.top_k, division.V));
+}
+
+template <typename Division>
+void sample_line(const Division& division, const SampleRow& row, const float* line,
+                 int64_t* token_id, float* largest) {
+  const LineMemory<Division> memory = memory_of(division, row);
+  const Scan found = scan(division, memory, line);
+  sample_scanned(division, memory, row, line, nullptr, found, token_id, largest);
+}
+
+template <typename Division>
+void sample_masked_line(const Division& division, const SampleRow& row, float* line,
+                        const uint32_t* words, int64_t* token_id, float* largest,
+                        float* raw_largest) {
+  const LineMemory<Division> memory = memory_of(division, row);
+  const Largest left = forbid_line(division, memory, line, words, raw_largest);
+  const bool has_best = memory.k() > 0;
+  const Scan found = has_best ? scan(division, memory, line) : Scan{left, {nullptr, 0}};
+  sample_scanned(division, memory, row, line, words, found, token_id, largest);
 }
 
 }  // namespace
@@ -243,6 +270,21 @@ void sample(Pool& pool, const float* logits, int64_t ld, int64_t V, const Sample
             int64_t R, int64_t* token_ids, float* largest) {
   for_lines(pool, R, V, [=](int64_t i, const auto& division) {
     sample_line(division, rows[i], logits + i * ld, token_ids + i, largest + i);
+  });
+}
+
+void sample_allowed(Pool& pool, float* logits, int64_t ld, int64_t V, const SampleRow* rows,
+                    const int64_t* masks, const uint32_t* words, int64_t width, int64_t R,
+                    int64_t* token_ids, float* largest, float* raw_largest) {
+  for_lines(pool, R, V, [=](int64_t i, const auto& division) {
+    float* line = logits + i * ld;
+    if (masks[i] >= 0) {
+      sample_masked_line(division, rows[i], line, words + masks[i] * width, token_ids + i,
+                         largest + i, raw_largest + i);
+    } else {
+      sample_line(division, rows[i], line, token_ids + i, largest + i);
+      raw_largest[i] = largest[i];
+    }
   });
 }
 
