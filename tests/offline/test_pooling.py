@@ -269,7 +269,7 @@ def test_what_pools_is_asked_for_by_its_name(bert):
         llm.classify(TEXTS[0], pooling_params=PoolingParams(dimensions=8))
     with pytest.raises(InvalidRequestError, match="late_chunking_params is 3"):
         PoolingParams(late_chunking_params=3)
-    with pytest.raises(InvalidRequestError, match="dimensions is 0, but must be None or"):
+    with pytest.raises(InvalidRequestError, match="dimensions is 0, but must be at least 1"):
         PoolingParams(dimensions=0)
 
 

@@ -5,10 +5,12 @@ Knows no model: `PoolingInputs` checks the bounds. Called by `pooling_engine`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from quire.core.checked_fields import CheckedFields, answers_mistakes
 from quire.core.foreign_sampling import Foreign
+from quire.core.sampling_checks import flag, integer
 from quire.errors import ConfigurationError, InvalidRequestError, shown
 from quire.options.pooling_options import POOLING_TYPES
 
@@ -26,20 +28,8 @@ EMBED, CLASSIFY, TOKEN_EMBED, TOKEN_CLASSIFY = TASKS = (
 TOKEN_TASKS = (TOKEN_EMBED, TOKEN_CLASSIFY)
 
 
-def _dimensions(value: Any) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
-    raise InvalidRequestError(
-        f"dimensions is {shown(value)}, but must be None or a number above 0", "dimensions"
-    )
-
-
 def _use_activation(value: Any) -> bool | None:
-    if value is None or isinstance(value, bool):
-        return value
-    raise InvalidRequestError(
-        f"use_activation is {shown(value)}, but must be True, False or None", "use_activation"
-    )
+    return None if value is None else flag("use_activation", value)
 
 
 def _task(value: Any) -> str | None:
@@ -110,7 +100,7 @@ class PoolingArguments(CheckedFields):
     """
 
     checks: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
-        "dimensions": _dimensions,
+        "dimensions": partial(integer, "dimensions", low=1, high=None),
         "use_activation": _use_activation,
     }
     aliases: ClassVar[Mapping[str, str]] = {

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,27 +16,10 @@ import torch
 from torch import profiler
 
 from quire.core.checked_fields import CheckedFields, answers_mistakes
+from quire.core.sampling_checks import flag, integer
 from quire.errors import InvalidRequestError, shown
 
 _ONE = "one profiler is there, torch's"
-
-
-def _switch(name: str) -> Callable[[Any], bool]:
-    def check(value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise InvalidRequestError(f"{name} is {shown(value)}, but must be True or False", name)
-        return value
-
-    return check
-
-
-def _count(name: str) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise InvalidRequestError(f"{name} is {shown(value)}, but must be at least 0", name)
-        return value
-
-    return check
 
 
 def _torch_alone(value: Any) -> str:
@@ -70,9 +54,11 @@ class ProfilerSettings(CheckedFields):
     checks: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
         "torch_profiler_dir": _folder,
         "profiler": _torch_alone,
-        **{f"torch_profiler_{each}": _switch(f"torch_profiler_{each}") for each in _SWITCHES},
-        "delay_iterations": _count("delay_iterations"),
-        "max_iterations": _count("max_iterations"),
+        **{f"torch_profiler_{each}": partial(flag, f"torch_profiler_{each}") for each in _SWITCHES},
+        "delay_iterations": partial(
+            integer, "delay_iterations", low=0, high=None, is_optional=False
+        ),
+        "max_iterations": partial(integer, "max_iterations", low=0, high=None, is_optional=False),
     }
     foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "ignore_frontend": ((False, True), "engine and caller are one process here"),
