@@ -17,6 +17,17 @@ token ids of decoding rows never travel.
     a step computes              positions from num_computed_tokens on, num_new_tokens of them
     a row samples                if and only if that reaches num_tokens: the gap is closed
 
+A group's table names, by its kind (`kv_groups.KVKind`):
+
+    full, latent     a block for each block of tokens, in their order
+    window           the same, but HOLE_BLOCK for those that the window has passed
+    state            the blocks of the row's one state, as many as a state takes; from admission on
+
+The state in a row's blocks is that after its computed tokens: a step reads it, and writes what it
+is after the step's tokens in its place. That of a row without computed tokens is zeros, whatever
+its blocks hold. A state that others hold too, or that is to be found later, is copied first: a
+REPLACE of the table's entries and a copy of each block.
+
 A plan is carried out in this order: release, admit, forks, token_edits, table_edits, moves, copies,
 the forward pass. Moves stand before copies, so that a block can be moved out and be a copy's target
 in one step. A row's tokens and results belong to the sequence in it when the step was planned.
