@@ -1,0 +1,195 @@
+"""What compact KV formats keep of K and V, and attention over it, in torch.
+
+A format is a rounding of each token's vector in each head, by itself: what the pages of that format
+give back is a pure function of what was written. So its price in quality is measured without pages:
+`RoundedAttention` attends a whole sequence with K and V rounded, `KeyProbe` with them exact while
+it measures what rounded keys would do to each layer's attention. Called by `quire bench perplexity`
+for formats that this machine's kernels don't store, and by `runtime.kv_format_check`.
+
+Shapes: T tokens of one sequence from its start, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head
+size, m queries that are attended at once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quire.attention.interface import AttentionSpec
+from quire.attention.reference import visible_keys
+from quire.kernels.rotary import Rotation, rotate
+
+PIECE_QUERIES = 256
+"""Attended at once: scores take memory for each pair of query and key."""
+
+_SCALE_BYTES = 2
+_INT8_LEVELS, _FP8_LARGEST, _INT4_LEVELS = 127.0, 448.0, 15.0
+_INT4_GROUP = 32
+# A vector of zeros has a scale, too.
+_SMALLEST = 1e-30
+
+
+def round_int8(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] fp32 -> the nearest of 255 levels, one bfloat16 scale = max |x| / 127 a vector."""
+    scale = _scale(x.abs().amax(-1, keepdim=True), _INT8_LEVELS)
+    return (x / scale).round_().clamp_(-_INT8_LEVELS, _INT8_LEVELS).mul_(scale)
+
+
+def round_fp8(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] fp32 -> the nearest float8_e4m3fn, one bfloat16 scale = max |x| / 448 a vector."""
+    scale = _scale(x.abs().amax(-1, keepdim=True), _FP8_LARGEST)
+    levels = (x / scale).clamp_(-_FP8_LARGEST, _FP8_LARGEST)
+    return levels.to(torch.float8_e4m3fn).float() * scale
+
+
+def round_int4(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] fp32 -> the nearest of 16 levels from the least to the largest of each 32 elements
+    (of the whole vector where D is no multiple), a bfloat16 scale and a bfloat16 offset each."""
+    size = x.shape[-1]
+    group = _INT4_GROUP if size % _INT4_GROUP == 0 else size
+    groups = x.reshape(*x.shape[:-1], -1, group)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale, offset = _scale(high - low, _INT4_LEVELS), low.bfloat16().float()
+    levels = ((groups - offset) / scale).round_().clamp_(0.0, _INT4_LEVELS)
+    return levels.mul_(scale).add_(offset).flatten(-2)
+
+
+def _scale(largest: torch.Tensor, levels: float) -> torch.Tensor:
+    return (largest / levels).clamp_min(_SMALLEST).bfloat16().float()
+
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+"""What a format gives back for fp32 vectors [..., D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVRounding:
+    """A compact format. bits: of an element. group: elements that share num_factors numbers of 2
+    bytes; None: all of a vector."""
+
+    apply: Rounding
+    bits: int
+    num_factors: int = 1
+    group: int | None = None
+
+    def vector_bytes(self, head_dim: int) -> int:
+        """Of one head's K or V of a token."""
+        num_groups = 1 if self.group is None else max(1, head_dim // self.group)
+        return head_dim * self.bits // 8 + num_groups * self.num_factors * _SCALE_BYTES
+
+
+KV_ROUNDINGS: Mapping[str, KVRounding] = {
+    "int8": KVRounding(round_int8, 8),
+    "fp8": KVRounding(round_fp8, 8),
+    "int4": KVRounding(round_int4, 4, num_factors=2, group=_INT4_GROUP),
+}
+"""By the name of the option `kv_cache_dtype`."""
+
+
+def _log_weights(
+    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None
+) -> Iterator[torch.Tensor]:
+    """Of all queries in pieces: log-probabilities [Hkv, G, m, T] fp32 over the keys, and one more
+    column for sinks. q [T, Hq, D], k [T, Hkv, D]."""
+    visible = visible_keys(spec, len(q), len(k)).to(q.device)
+    heads = q.float().reshape(len(q), spec.num_kv_heads, -1, spec.head_dim).permute(1, 2, 0, 3)
+    keys = k.float().permute(1, 2, 0).unsqueeze(1)
+    for first in range(0, len(q), PIECE_QUERIES):
+        part = slice(first, first + PIECE_QUERIES)
+        scores = torch.matmul(heads[:, :, part], keys).mul_(spec.scale)
+        if spec.soft_cap is not None:
+            scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
+        scores.masked_fill_(~visible[part], float("-inf"))
+        if sinks is not None:
+            column = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, column), dim=-1)
+        yield torch.log_softmax(scores, dim=-1)
+
+
+class _WholeSequence(ABC):
+    """An `AttentionCall` over one sequence that is computed at once and stored nowhere."""
+
+    def __init__(self, specs: tuple[AttentionSpec, ...], rounding: Rounding) -> None:
+        self._specs = specs
+        self._rounding = rounding
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        if rotation is not None:
+            q, k = rotate(q, k, rotation)
+        return self._attend(layer, q, k.float(), v.float(), sinks).to(q.dtype)
+
+    @abstractmethod
+    def _attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, Hq, D] fp32."""
+
+    def _mixed(self, log_weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """One piece's outputs, [m, Hq, D]."""
+        values = v.transpose(0, 1).unsqueeze(1)
+        out = torch.matmul(log_weights[..., : len(v)].exp(), values)
+        return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+class RoundedAttention(_WholeSequence):
+    """Attends what a compact format gives back for K and V."""
+
+    def _attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        k, v = self._rounding(k), self._rounding(v)
+        pieces = _log_weights(self._specs[layer], q, k, sinks)
+        return torch.cat([self._mixed(piece, v) for piece in pieces])
+
+
+class KeyProbe(_WholeSequence):
+    """Attends K and V as they are. divergence: by layer, the mean Kullback-Leibler divergence, in
+    nats, of a query's attention over rounded keys from that over exact ones."""
+
+    def __init__(self, specs: tuple[AttentionSpec, ...], rounding: Rounding) -> None:
+        super().__init__(specs, rounding)
+        self.divergence: dict[int, float] = {}
+
+    def _attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        spec = self._specs[layer]
+        outputs: list[torch.Tensor] = []
+        total = 0.0
+        rounded_pieces = _log_weights(spec, q, self._rounding(k), sinks)
+        for exact, rounded in zip(_log_weights(spec, q, k, sinks), rounded_pieces, strict=True):
+            total += divergence(exact, rounded).sum().item()
+            outputs.append(self._mixed(exact, v))
+        self.divergence[layer] = total / (len(q) * spec.num_heads)
+        return torch.cat(outputs)
+
+
+def divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """KL(exact || other) in nats over the last dimension of log-probabilities, where -inf in both
+    adds nothing."""
+    terms = exact.exp() * (exact - other)
+    return terms.masked_fill_(exact == float("-inf"), 0.0).sum(-1)

@@ -1,0 +1,98 @@
+"""What compact formats keep, and whole-sequence attention against the float64 reference."""
+
+import pytest
+import torch
+
+from quire.attention.interface import AttentionSpec
+from quire.attention.kv_rounding import (
+    KV_ROUNDINGS,
+    PIECE_QUERIES,
+    KeyProbe,
+    RoundedAttention,
+    divergence,
+)
+from quire.attention.reference import attend_dense
+
+SPECS = [
+    AttentionSpec(4, 2, 32, 0.2),
+    AttentionSpec(4, 2, 32, 0.2, window=9),
+    AttentionSpec(6, 2, 32, 0.2, soft_cap=2.0, has_sinks=True),
+    AttentionSpec(2, 2, 32, 0.2, causal=False),
+]
+
+
+def _exact(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _qkv(spec: AttentionSpec, num_tokens: int):
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(num_tokens, heads, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads)]
+    q, k, v = (torch.randn(shape, generator=generator) for shape in (*shapes, shapes[1]))
+    sinks = torch.randn(spec.num_heads, generator=generator) if spec.has_sinks else None
+    return q, k, v, sinks
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("num_tokens", [1, 19, PIECE_QUERIES + 5])
+def test_it_is_dense_attention_over_what_the_format_gives_back(spec, num_tokens):
+    q, k, v, sinks = _qkv(spec, num_tokens)
+    rounding = KV_ROUNDINGS["int8"].apply
+    expected, _ = attend_dense(spec, q, rounding(k), rounding(v), sinks)
+    found = RoundedAttention((spec,), rounding)(0, q, k, v, sinks)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_probe_changes_nothing_and_finds_no_error_where_none_is(spec):
+    q, k, v, sinks = _qkv(spec, PIECE_QUERIES + 5)
+    probe = KeyProbe((spec,), _exact)
+    expected, _ = attend_dense(spec, q, k, v, sinks)
+    found = probe(0, q, k, v, sinks)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert probe.divergence == {0: 0.0}
+
+
+def test_the_probe_finds_the_mean_divergence_of_the_weights():
+    spec = AttentionSpec(4, 2, 32, 0.2)
+    q, k, v, _ = _qkv(spec, 12)
+    rounding = KV_ROUNDINGS["int4"].apply
+    probe = KeyProbe((spec,), rounding)
+    probe(0, q, k, v)
+    total = 0.0
+    for token in range(12):
+        for head in range(4):
+            weights = [
+                torch.softmax(
+                    keys[: token + 1, head // 2].double() @ q[token, head].double() * 0.2, 0
+                )
+                for keys in (k, rounding(k))
+            ]
+            total += (weights[0] * (weights[0] / weights[1]).log()).sum().item()
+    assert probe.divergence[0] == pytest.approx(total / 48, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"), [("int8", 0.5 / 127), ("fp8", 1 / 16), ("int4", 0.5 * 2 / 15)]
+)
+@pytest.mark.parametrize("factor", [1e-6, 1.0, 300.0])
+def test_each_vector_is_rounded_by_itself_and_within_its_bound(name, bound, factor):
+    x = torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(1)) * factor
+    rounding = KV_ROUNDINGS[name].apply
+    rounded = rounding(x)
+    largest = x.abs().amax(-1, keepdim=True)
+    assert ((rounded - x).abs() <= 1.02 * bound * largest + 0.004 * largest).all()
+    assert torch.equal(rounding(x[7:8, 1:2]), rounded[7:8, 1:2])
+    assert not rounding(torch.zeros(1, 1, 64)).any()
+
+
+def test_bytes_of_a_vector():
+    sizes = {name: form.vector_bytes(64) for name, form in KV_ROUNDINGS.items()}
+    assert sizes == {"int8": 66, "fp8": 66, "int4": 40}
+
+
+def test_a_divergence_counts_what_is_possible_only():
+    exact = torch.tensor([0.5, 0.5, 0.0]).log()
+    assert divergence(exact, torch.tensor([0.25, 0.75, 0.0]).log()).item() == pytest.approx(
+        0.5 * torch.tensor([2.0, 2 / 3]).log().sum().item()
+    )

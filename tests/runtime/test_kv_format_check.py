@@ -1,0 +1,67 @@
+"""The check of a model's keys at the start: it warns of outliers, and of nothing else."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from tests.outlier_model import make_outlier_model
+
+from quire.hub.model_folder import resolve_model_folder
+from quire.models.checkpoints.loader import load_model
+from quire.models.interface import TextModel
+from quire.models.registry import load_config
+from quire.runtime.kv_format_check import MOST_DIVERGENCE, check_keys, measure_keys
+
+
+def _model(folder: Path) -> TextModel:
+    return load_model(
+        folder,
+        load_config(folder),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        max_model_len=256,
+    )
+
+
+@pytest.fixture(scope="module")
+def embedded() -> TextModel:
+    return _model(resolve_model_folder(None, None))
+
+
+@pytest.fixture(scope="module")
+def outliers(tmp_path_factory) -> TextModel:
+    return _model(make_outlier_model(tmp_path_factory.mktemp("model") / "x32", 32))
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_the_embedded_model_is_not_warned_of(embedded, name, caplog):
+    with caplog.at_level(logging.INFO):
+        check_keys(embedded, name)
+    (record,) = caplog.records
+    assert record.levelname == "INFO" and f"kv_cache_dtype={name}" in record.getMessage()
+
+
+def test_outlier_keys_are_warned_of(outliers, caplog):
+    check_keys(outliers, "int8")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "kv_cache_dtype=int8 is bad for this model" in record.getMessage()
+    assert "use kv_cache_dtype=auto" in record.getMessage()
+
+
+def test_a_floating_format_bears_the_same_outliers(outliers):
+    assert not measure_keys(outliers, "fp8").is_bad
+
+
+def test_outliers_make_int8_worse_by_far(embedded, outliers):
+    before, after = measure_keys(embedded, "int8").mean, measure_keys(outliers, "int8").mean
+    assert before < MOST_DIVERGENCE / 10 < MOST_DIVERGENCE < after
+
+
+def test_keys_that_are_no_numbers_are_bad():
+    model = _model(resolve_model_folder(None, None))
+    with torch.inference_mode():
+        model.get_parameter("model.layers.2.self_attn.k_norm.weight")[5] = float("nan")
+    found = measure_keys(model, "int8")
+    assert found.is_bad and found.layer >= 2
