@@ -57,6 +57,7 @@ OUR_KEYS = {
     "trace",
     "mean_kv_useful_bytes",
     "mean_kv_unfilled_bytes",
+    "mean_kv_unused_bytes",
     "mean_kv_reserved_bytes",
     "mean_kv_in_flight_bytes",
     "mean_kv_cached_bytes",

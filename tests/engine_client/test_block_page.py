@@ -2,6 +2,7 @@
 
 import json
 
+from quire.core.kv_groups import KVKind
 from quire.core.memory.memory_report import BlockMap, BlockState, BlockUse
 from quire.engine_client.block_page import block_page
 
@@ -10,8 +11,8 @@ OWNERS = (("a", 0), ("a", 1), ("b", 0))
 
 def block(index: int, *owners: tuple[str, int]) -> BlockUse:
     state = BlockState.HELD if owners else BlockState.FREE
-    group, fill = (0, index) if owners else (None, None)
-    return BlockUse(index, state, group, len(owners), owners, index % 3, fill)
+    group, fill, kind = (0, index, KVKind.WINDOW) if owners else (None, None, None)
+    return BlockUse(index, state, group, len(owners), owners, index % 3, fill, kind)
 
 
 def test_a_page_names_each_sequence_once() -> None:
@@ -24,6 +25,7 @@ def test_a_page_names_each_sequence_once() -> None:
         "block": 4,
         "state": "held",
         "group": 0,
+        "kind": "window",
         "ref_count": 2,
         "owners": [0, 1],
         "heat": 1,
@@ -31,6 +33,7 @@ def test_a_page_names_each_sequence_once() -> None:
     }
     assert page["blocks"][1]["state"] == "free"
     assert page["blocks"][1]["group"] is None and page["blocks"][1]["fill"] is None
+    assert page["blocks"][1]["kind"] is None
     bounds = {name: page[name] for name in ("num_blocks", "block_size", "first_block")}
     assert bounds == {"num_blocks": 9, "block_size": 16, "first_block": 4}
     assert page["next_block"] == 7

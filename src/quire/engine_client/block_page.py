@@ -45,6 +45,7 @@ def _entry(use: BlockUse, places: dict[Owner, int]) -> dict[str, Any]:
         "block": use.block,
         "state": use.state.value,
         "group": use.group,
+        "kind": None if use.kind is None else use.kind.value,
         "ref_count": use.ref_count,
         "owners": [places.setdefault(owner, len(places)) for owner in use.owners],
         "heat": use.heat,

@@ -9,7 +9,8 @@ from tests.core.harness import make_memory, make_sequence
 from tests.core.memory.memory_world import World
 from tests.core.memory.test_memory_machine import act
 
-from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.memory_report import (
     PARTS,
     BlockState,
@@ -23,6 +24,7 @@ from quire.core.memory.memory_report import (
     useful_share,
 )
 from quire.core.sequence import Sequence
+from quire.core.step import HOLE_BLOCK
 
 BLOCK = 64  # bytes of a block in `make_groups`
 
@@ -38,8 +40,9 @@ def admitted(
 
 
 def parts(report: MemoryReport) -> tuple[int, ...]:
-    """In blocks' bytes: useful, unfilled, reserved, in flight, cached, free."""
-    return tuple(report.parts.values())
+    """In blocks' bytes: useful, unfilled, reserved, in flight, cached, free; nothing is unused."""
+    assert report.unused_bytes == 0
+    return tuple(size for name, size in report.parts.items() if name != "unused")
 
 
 def test_an_empty_memory_is_free() -> None:
@@ -83,6 +86,89 @@ def test_bytes_that_slots_do_not_divide_add_up_all_the_same() -> None:
     assert report.useful_bytes == 16 * BLOCK // 7
     assert report.useful_bytes + report.unfilled_bytes == 3 * BLOCK
     assert report.total_bytes == 5 * BLOCK
+
+
+def make_hybrid(num_blocks: int = 32) -> KVCacheManager:
+    """Blocks of 4 tokens and 64 bytes: full, of a window of 6 (8 of a block unused), and states of
+    three blocks (40 of all of them unused)."""
+    groups = (
+        KVGroup((0, 1), KVKind.FULL, BLOCK),
+        KVGroup((2,), KVKind.WINDOW, BLOCK, window=6, unused_bytes=8),
+        KVGroup((0, 1, 2), KVKind.STATE, BLOCK, num_state_blocks=3, unused_bytes=40),
+    )
+    return KVCacheManager(KVCacheConfig(groups, num_blocks, 4, enable_prefix_caching=False))
+
+
+def holding(
+    memory: KVCacheManager, *tables: list[int], num_computed: int, tenant: str = "", index: int = 0
+) -> Sequence:
+    """A sequence of 14 tokens with these tables, which were taken from the pool by hand."""
+    sequence = make_sequence(memory, range(1, 15), name=f"{tenant}{index}")
+    sequence.block_tables = tables
+    sequence.num_computed_tokens = num_computed
+    sequence.tenant = tenant
+    return sequence
+
+
+def test_each_group_counts_by_its_own_rule() -> None:
+    """14 tokens, 13 of them computed: the window has passed the first block."""
+    memory = make_hybrid()
+    full, window, state = (memory.pool.take(count)[0] for count in (4, 3, 3))
+    window = [HOLE_BLOCK, *window]
+    sequence = holding(memory, full, window, state, num_computed=13)
+    report = memory_report(memory, [sequence])
+    slot = 56 // 4  # of a block of the window's
+    assert report.useful_bytes == 13 * 16 + (2 * 4 + 1) * slot + 3 * BLOCK - 40
+    assert report.unfilled_bytes == 3 * 16 + 3 * slot
+    assert report.unused_bytes == 3 * 8 + 40
+    assert report.reserved_bytes == report.lookahead_bytes == 0
+    assert report.free_bytes == 22 * BLOCK and report.total_bytes == 32 * BLOCK
+    tenant = report.tenants[""]
+    assert tenant.unused_bytes == pytest.approx(report.unused_bytes)
+    assert tenant.useful_bytes == pytest.approx(report.useful_bytes)
+
+
+def test_a_state_is_reserved_until_it_is_that_after_a_token() -> None:
+    memory = make_hybrid()
+    full, window, state = (memory.pool.take(count)[0] for count in (4, 4, 3))
+    sequence = holding(memory, full, window, state, num_computed=0)
+    report = memory_report(memory, [sequence])
+    assert (report.useful_bytes, report.unfilled_bytes) == (0, 0)
+    assert report.reserved_bytes == 4 * BLOCK + 4 * (BLOCK - 8) + 3 * BLOCK - 40
+    assert report.unused_bytes == 4 * 8 + 40 and report.lookahead_bytes == 0
+
+
+def test_shared_states_count_once_with_what_is_unused_of_them() -> None:
+    memory = make_hybrid()
+    full, window, state = (memory.pool.take(count)[0] for count in (4, 4, 3))
+    live = [
+        holding(memory, list(full), list(window), list(state), num_computed=14, tenant=name)
+        for name in ("a", "b")
+    ]
+    report = memory_report(memory, live)
+    assert report.unused_bytes == 4 * 8 + 40
+    assert report.saved_bytes == 11 * BLOCK
+    for name in ("useful_bytes", "unfilled_bytes", "unused_bytes", "reserved_bytes"):
+        parts = [getattr(use, name) for use in report.tenants.values()]
+        assert parts[0] == parts[1] and sum(parts) == pytest.approx(getattr(report, name))
+
+
+def test_the_map_says_what_kind_of_memory_a_block_is() -> None:
+    memory = make_hybrid(12)
+    full, window, state = (memory.pool.take(count)[0] for count in (2, 1, 3))
+    sequence = holding(memory, full, [HOLE_BLOCK, *window], state, num_computed=7, tenant="t")
+    for block in [*full, *window, *state]:
+        assert memory.pool.ref_count[block] == 1
+    uses = block_map(memory, [sequence]).blocks
+    assert [(uses[b].group, uses[b].kind, uses[b].fill) for b in full] == [
+        (0, KVKind.FULL, 4),
+        (0, KVKind.FULL, 3),
+    ]
+    assert (uses[window[0]].kind, uses[window[0]].fill) == (KVKind.WINDOW, 3)
+    for block in state:
+        assert (uses[block].group, uses[block].kind, uses[block].fill) == (2, KVKind.STATE, None)
+        assert uses[block].owners == (("t0", 0),)
+    assert {use.kind for use in uses} == {None, KVKind.FULL, KVKind.WINDOW, KVKind.STATE}
 
 
 def fork(memory: KVCacheManager, parent: Sequence, index: int) -> Sequence:
@@ -202,7 +288,7 @@ def check(world: World) -> MemoryReport:
     tables = [table for sequence in world.live for table in sequence.block_tables]
     num_entries, num_held = sum(map(len, tables)), len(set().union(*tables))
     assert report.saved_bytes == (num_entries - num_held) * BLOCK
-    for name in ("useful_bytes", "unfilled_bytes", "reserved_bytes"):
+    for name in ("useful_bytes", "unfilled_bytes", "unused_bytes", "reserved_bytes"):
         of_tenants = sum(getattr(use, name) for use in report.tenants.values())
         assert of_tenants == pytest.approx(getattr(report, name))
     holders = [sequence for sequence in world.live if sequence.block_tables]
@@ -221,7 +307,7 @@ def test_the_parts_are_the_whole_under_random_operations() -> None:
             report = check(world)
             seen |= {name for name, value in report.as_dict().items() if value}
         world.finish()
-    assert seen >= {f"{part}_bytes" for part in (*PARTS, "saved", "lookahead")}
+    assert seen >= {f"{part}_bytes" for part in (*PARTS, "saved", "lookahead")} - {"unused_bytes"}
 
 
 # ---- how it is shown --------------------------------------------------------------------------
@@ -229,6 +315,7 @@ def test_the_parts_are_the_whole_under_random_operations() -> None:
 REPORT = MemoryReport(
     useful_bytes=700 << 20,
     unfilled_bytes=20 << 20,
+    unused_bytes=0,
     reserved_bytes=0,
     in_flight_bytes=0,
     cached_bytes=204 << 20,
@@ -243,14 +330,15 @@ def test_the_table_has_a_line_for_each_part_with_its_bar() -> None:
     assert str(REPORT).splitlines() == [
         "useful       700.0 MiB   68.4%  ###########################",
         "unfilled      20.0 MiB    2.0%  #",
+        "unused             0 B    0.0%",
         "reserved           0 B    0.0%",
         "in flight          0 B    0.0%",
         "cached       204.0 MiB   19.9%  ########",
         "free         100.0 MiB    9.8%  ####",
         "total          1.0 GiB",
         "97.2% of what is held is useful; sharing saves 80.0 MiB",
-        "(no tenant): 2 sequences, useful 100 B, unfilled 28 B, reserved 0 B",
-        "team: 1 sequences, useful 2.0 KiB, unfilled 0 B, reserved 512 B",
+        "(no tenant): 2 sequences, useful 100 B, unfilled 28 B, unused 0 B, reserved 0 B",
+        "team: 1 sequences, useful 2.0 KiB, unfilled 0 B, unused 0 B, reserved 512 B",
     ]
 
 
@@ -277,6 +365,7 @@ def test_as_dict_tells_every_field() -> None:
         "useful_bytes": 2048.0,
         "unfilled_bytes": 0.0,
         "reserved_bytes": 512.0,
+        "unused_bytes": 0.0,
     }
 
 
@@ -298,6 +387,7 @@ def test_sizes_for_people(num_bytes: int, text: str) -> None:
 # ---- the block map ------------------------------------------------------------------------------
 
 
+FULL = KVKind.FULL
 HELD, CACHED, FREE = BlockState.HELD, BlockState.CACHED, BlockState.FREE
 
 
@@ -316,9 +406,9 @@ def test_each_block_of_two_groups_with_two_branches() -> None:
     assert list(uses) == list(range(8))
     both = (("a", 0), ("a", 3))
     for group, (full, partial, empty) in enumerate(parent.block_tables):
-        assert uses[full] == BlockUse(full, HELD, group, 2, both, 0, 4)
-        assert uses[partial] == BlockUse(partial, HELD, group, 2, both, 0, 2)
-        assert uses[empty] == BlockUse(empty, HELD, group, 1, (("a", 0),), 0, 0)
+        assert uses[full] == BlockUse(full, HELD, group, 2, both, 0, 4, FULL)
+        assert uses[partial] == BlockUse(partial, HELD, group, 2, both, 0, 2, FULL)
+        assert uses[empty] == BlockUse(empty, HELD, group, 1, (("a", 0),), 0, 0, FULL)
     rest = set(range(8)) - {block for table in parent.block_tables for block in table}
     for block in rest:
         assert uses[block] == BlockUse(block, FREE, None, 0, (), 0, None)

@@ -2,8 +2,10 @@
 
 Every block of the pool counts once, however many hold it:
 
-    useful      slots with keys and values of computed tokens
+    useful      slots with keys and values of computed tokens; states of sequences that have some
     unfilled    the empty slots of partly filled blocks
+    unused      what no layer uses of the blocks that tables hold: all are of one size, though the
+                layers of KV groups need different amounts
     reserved    blocks that a table holds without a computed token in them
     in flight   blocks that only steps in flight hold, which may still read or copy them
     cached      free blocks whose content a prompt may find
@@ -20,12 +22,13 @@ from enum import Enum
 from itertools import chain
 from typing import Any
 
+from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.sequence import Sequence
 from quire.core.step import HOLE_BLOCK
 
-PARTS = ("useful", "unfilled", "reserved", "in_flight", "cached", "free")
-HELD_PARTS = PARTS[:4]
+PARTS = ("useful", "unfilled", "unused", "reserved", "in_flight", "cached", "free")
+HELD_PARTS = PARTS[:5]
 
 _BAR_WIDTH = 40
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -43,6 +46,7 @@ class TenantMemory:
     useful_bytes: float
     unfilled_bytes: float
     reserved_bytes: float
+    unused_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class MemoryReport:
 
     useful_bytes: int
     unfilled_bytes: int
+    unused_bytes: int
     reserved_bytes: int
     in_flight_bytes: int
     cached_bytes: int
@@ -84,7 +89,8 @@ class MemoryReport:
     @property
     def saved_share(self) -> float:
         """Saved bytes of those that tables would take without sharing; 0 where they take none."""
-        alone = self.useful_bytes + self.unfilled_bytes + self.reserved_bytes + self.saved_bytes
+        held = self.useful_bytes + self.unfilled_bytes + self.unused_bytes + self.reserved_bytes
+        alone = held + self.saved_bytes
         return self.saved_bytes / alone if alone else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,6 +108,7 @@ class MemoryReport:
                     "useful_bytes": use.useful_bytes,
                     "unfilled_bytes": use.unfilled_bytes,
                     "reserved_bytes": use.reserved_bytes,
+                    "unused_bytes": use.unused_bytes,
                 }
                 for name, use in self.tenants.items()
             },
@@ -114,65 +121,127 @@ class MemoryReport:
                 f"{name or '(no tenant)'}: {use.num_sequences} sequences,"
                 f" useful {format_bytes(use.useful_bytes)},"
                 f" unfilled {format_bytes(use.unfilled_bytes)},"
+                f" unused {format_bytes(use.unused_bytes)},"
                 f" reserved {format_bytes(use.reserved_bytes)}"
                 for name, use in sorted(self.tenants.items())
             ]
         return "\n".join(lines)
 
 
-class Holdings:
-    """What tables hold: an intermediate of the report and of the block map.
+class _GroupHoldings:
+    """What the tables of one KV group hold.
 
     num_entries: block -> table entries that name it. fill: block -> computed tokens in it, of the
-    holder that has most; blocks without any are not in it. lookahead: blocks for unknown tokens.
+    holder that has most; blocks without any are not in it. A state's blocks are full as soon as it
+    is that after some token. by_tenant: as num_entries, of the tenant's sequences.
     """
 
-    def __init__(self, memory: KVCacheManager, live: Iterable[Sequence]) -> None:
+    def __init__(self, group: KVGroup, block_size: int) -> None:
         self.num_entries: Counter[int] = Counter()
         self.fill: dict[int, int] = {}
-        self.lookahead: set[int] = set()
         self.by_tenant: dict[str, Counter[int]] = {}
-        self.num_sequences: Counter[str] = Counter()
-        self.num_padding_blocks: Counter[str] = Counter()
-        self._size = memory.block_size
-        for sequence in live:
-            if sequence.block_tables:
-                self._add(sequence)
-                self.num_padding_blocks[sequence.tenant] += memory.padding.get(sequence, 0)
+        self._group = group
+        self._size = block_size
+
+    def add(self, table: list[int], num_computed: int, tenant: str) -> None:
+        """A table of the group, of a sequence with so many computed tokens."""
+        size, fill = self._size, self.fill
+        self.num_entries.update(table)
+        self.by_tenant.setdefault(tenant, Counter()).update(table)
+        if self._group.kind is KVKind.STATE:
+            if num_computed:
+                fill.update(dict.fromkeys(table, size))
+            return
+        num_full, offset = divmod(num_computed, size)
+        fill.update(dict.fromkeys(table[:num_full], size))
+        if offset:
+            fill[table[num_full]] = max(offset, fill.get(table[num_full], 0))
+
+    def drop_holes(self) -> None:
+        """Holes are no blocks."""
         for counts in (self.num_entries, self.fill, *self.by_tenant.values()):
             counts.pop(HOLE_BLOCK, None)
-        self.lookahead -= self.fill.keys()
 
-    def _add(self, sequence: Sequence) -> None:
-        size, fill = self._size, self.fill
-        num_full, offset = divmod(sequence.num_computed_tokens, size)
-        num_known = -(-sequence.num_tokens // size)
-        counts = self.by_tenant.setdefault(sequence.tenant, Counter())
-        self.num_sequences[sequence.tenant] += 1
-        for table in sequence.block_tables:
-            self.num_entries.update(table)
-            counts.update(table)
-            fill.update(dict.fromkeys(table[:num_full], size))
-            if offset:
-                fill[table[num_full]] = max(offset, fill.get(table[num_full], 0))
-            self.lookahead.update(table[num_known:])
+    def held_bytes(self) -> tuple[int, int, int, int]:
+        """Useful, unfilled, unused and reserved bytes, which add up to those of the blocks held."""
+        block_bytes, num_held = self._group.bytes_per_block, len(self.num_entries)
+        per_state = max(1, self._group.num_state_blocks)
+        unused = num_held * self._group.unused_bytes // per_state
+        unused_of_filled = len(self.fill) * self._group.unused_bytes // per_state
+        filled = len(self.fill) * block_bytes - unused_of_filled
+        num_slots = len(self.fill) * self._size
+        useful = sum(self.fill.values()) * filled // num_slots if num_slots else 0
+        return useful, filled - useful, unused, num_held * block_bytes - unused - filled
 
-    def tenant_slots(self, tenant: str) -> tuple[float, float, float]:
-        """Its useful, unfilled and reserved slots, each block split evenly among its entries."""
-        size, counts = self._size, self.by_tenant[tenant]
-        useful = unfilled = reserved = 0.0
+    def tenant_bytes(self, tenant: str) -> tuple[float, float, float, float]:
+        """Its part of `held_bytes`, each block split evenly among its entries."""
+        size, counts = self._size, self.by_tenant.get(tenant, Counter())
+        unused_bytes = self._group.unused_bytes / max(1, self._group.num_state_blocks)
+        slot_bytes = (self._group.bytes_per_block - unused_bytes) / size
+        useful = unfilled = unused = reserved = 0.0
         # Alike blocks are counted first, without a Python step for each: there may be 100,000s.
         fills, num_entries = map(self.fill.get, counts), map(self.num_entries.get, counts)
         alike = Counter(zip(counts.values(), num_entries, fills, strict=True))
         for (count, num_all, num_filled), num_blocks in alike.items():
             assert num_all is not None, "a tenant's entries are among all entries"
             part = num_blocks * count / num_all
+            unused += part * unused_bytes
             if num_filled:
-                useful += part * num_filled
-                unfilled += part * (size - num_filled)
+                useful += part * num_filled * slot_bytes
+                unfilled += part * (size - num_filled) * slot_bytes
             else:
-                reserved += part * size
-        return useful, unfilled, reserved + self.num_padding_blocks[tenant] * size
+                reserved += part * size * slot_bytes
+        return useful, unfilled, unused, reserved
+
+
+class Holdings:
+    """What tables hold: an intermediate of the report and of the block map.
+
+    groups: by KV group. lookahead: blocks for unknown tokens.
+    """
+
+    def __init__(self, memory: KVCacheManager, live: Iterable[Sequence]) -> None:
+        size = memory.block_size
+        self.groups = [_GroupHoldings(group, size) for group in memory.config.groups]
+        self.lookahead: set[int] = set()
+        self.num_sequences: Counter[str] = Counter()
+        self.num_padding_blocks: Counter[str] = Counter()
+        self._kinds = [group.kind for group in memory.config.groups]
+        self._size = size
+        for sequence in live:
+            if sequence.block_tables:
+                self._add(sequence)
+                self.num_padding_blocks[sequence.tenant] += memory.padding.get(sequence, 0)
+        for group in self.groups:
+            group.drop_holes()
+            self.lookahead -= group.fill.keys()
+        self.lookahead.discard(HOLE_BLOCK)
+
+    def blocks(self) -> set[int]:
+        """All that a table names."""
+        found: set[int] = set()
+        return found.union(*(group.num_entries for group in self.groups))
+
+    def _add(self, sequence: Sequence) -> None:
+        num_known = -(-sequence.num_tokens // self._size)
+        self.num_sequences[sequence.tenant] += 1
+        tables = zip(self._kinds, self.groups, sequence.block_tables, strict=True)
+        for kind, group, table in tables:
+            group.add(table, sequence.num_computed_tokens, sequence.tenant)
+            if kind is not KVKind.STATE:
+                self.lookahead.update(table[num_known:])
+
+    def tenant_memory(self, tenant: str, block_bytes: int) -> TenantMemory:
+        """The part of one tenant."""
+        parts = zip(*(group.tenant_bytes(tenant) for group in self.groups), strict=True)
+        useful, unfilled, unused, reserved = map(sum, parts)
+        return TenantMemory(
+            num_sequences=self.num_sequences[tenant],
+            useful_bytes=useful,
+            unfilled_bytes=unfilled,
+            reserved_bytes=reserved + self.num_padding_blocks[tenant] * block_bytes,
+            unused_bytes=unused,
+        )
 
 
 def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryReport:
@@ -181,31 +250,28 @@ def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryRep
     Padding (see `KVCacheManager`) is free to the pool, but counts as reserved.
     """
     holdings = Holdings(memory, live)
-    pool, size = memory.pool, memory.block_size
+    pool, held_blocks = memory.pool, holdings.blocks()
     block_bytes = memory.config.groups[0].bytes_per_block
-    in_flight = set(memory.deferred.blocks()) - holdings.num_entries.keys()
-    contents = map(pool.content.__getitem__, chain(in_flight, holdings.num_entries))
+    in_flight = set(memory.deferred.blocks()) - held_blocks
+    contents = map(pool.content.__getitem__, chain(in_flight, held_blocks))
     num_cached = len(memory.cache) - sum(content is not None for content in contents)
     num_padding = holdings.num_padding_blocks.total()
     num_padding_leaving = memory.num_padding_blocks - num_padding
-    num_filled_blocks, num_held = len(holdings.fill), len(holdings.num_entries)
-    num_lookahead = len(holdings.lookahead) + num_padding
-    useful_bytes = sum(holdings.fill.values()) * block_bytes // size
+    num_entries = sum(group.num_entries.total() for group in holdings.groups)
+    by_group = zip(*(group.held_bytes() for group in holdings.groups), strict=True)
+    useful_bytes, unfilled_bytes, unused_bytes, reserved_bytes = map(sum, by_group)
     return MemoryReport(
         useful_bytes=useful_bytes,
-        unfilled_bytes=num_filled_blocks * block_bytes - useful_bytes,
-        reserved_bytes=(num_held - num_filled_blocks + num_padding) * block_bytes,
+        unfilled_bytes=unfilled_bytes,
+        unused_bytes=unused_bytes,
+        reserved_bytes=reserved_bytes + num_padding * block_bytes,
         in_flight_bytes=(len(in_flight) + num_padding_leaving) * block_bytes,
         cached_bytes=num_cached * block_bytes,
         free_bytes=(pool.num_free - num_cached - num_padding - num_padding_leaving) * block_bytes,
-        lookahead_bytes=num_lookahead * block_bytes,
-        saved_bytes=(holdings.num_entries.total() - num_held) * block_bytes,
+        lookahead_bytes=(len(holdings.lookahead) + num_padding) * block_bytes,
+        saved_bytes=(num_entries - len(held_blocks)) * block_bytes,
         tenants={
-            name: TenantMemory(
-                holdings.num_sequences[name],
-                *(slots * block_bytes / size for slots in holdings.tenant_slots(name)),
-            )
-            for name in holdings.by_tenant
+            name: holdings.tenant_memory(name, block_bytes) for name in holdings.num_sequences
         },
     )
 
@@ -258,11 +324,13 @@ class BlockState(Enum):
 class BlockUse:
     """One block.
 
-    group: the KV group whose tokens it holds; None where it has no owner and no content.
+    group: the KV group whose tokens, or state, it holds; None where it has no owner and no content.
+    kind: of that group.
     ref_count: table entries that name it, and steps in flight that may still read or copy it.
     heat: how often its content was used since it was computed; 0 without findable content.
     fill: computed tokens in it, of the owner that has most; without an owner, tokens of its
-        content; None where neither is known.
+        content; None where neither is known, and where it holds a part of a state: that is of
+        one size however many tokens led to it.
     """
 
     block: int
@@ -272,6 +340,7 @@ class BlockUse:
     owners: tuple[Owner, ...]
     heat: int
     fill: int | None
+    kind: KVKind | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,11 +369,8 @@ def block_map(
     num_wanted = num_blocks if max_num_blocks is None else max_num_blocks
     shown = range(first_block, min(num_blocks, first_block + num_wanted))
     owners, groups = _owners(live, shown)
-    fill = Holdings(memory, live).fill
-    blocks = tuple(
-        _use(memory, block, owners.get(block, []), groups.get(block), fill.get(block, 0))
-        for block in shown
-    )
+    fills = [group.fill for group in Holdings(memory, live).groups]
+    blocks = tuple(_use(memory, block, owners, groups, fills) for block in shown)
     return BlockMap(num_blocks, memory.block_size, first_block, blocks)
 
 
@@ -324,23 +390,29 @@ def _owners(
 
 
 def _use(
-    memory: KVCacheManager, block: int, owners: list[Owner], group: int | None, fill: int
+    memory: KVCacheManager,
+    block: int,
+    owners: Mapping[int, list[Owner]],
+    groups: Mapping[int, int],
+    fills: list[dict[int, int]],
 ) -> BlockUse:
     pool = memory.pool
-    content = pool.content[block]
+    content, group = pool.content[block], groups.get(block)
     if pool.ref_count[block]:
         state = BlockState.HELD
     else:
         state = BlockState.FREE if content is None else BlockState.CACHED
-    num_filled: int | None = fill if owners else None
-    if not owners and content is not None:
+    num_filled: int | None = None if group is None else fills[group].get(block, 0)
+    if group is None and content is not None:
         group, num_filled = content[0], memory.cache.num_tokens(content[1])
+    kind = None if group is None else memory.config.groups[group].kind
     return BlockUse(
         block=block,
         state=state,
         group=group,
         ref_count=pool.ref_count[block],
-        owners=tuple(owners),
+        owners=tuple(owners.get(block, ())),
         heat=pool.heat(block),
-        fill=num_filled,
+        fill=None if kind is KVKind.STATE else num_filled,
+        kind=kind,
     )

@@ -7,7 +7,7 @@ import pytest
 NUM_BLOCKS = 512
 BODY = {"prompt": "def f(" + "a, " * 40, "max_tokens": 400, "n": 2, "temperature": 1.0}
 BODY |= {"ignore_eos": True, "stream": True}
-NUMBERS = ("useful", "unfilled", "reserved", "in_flight", "cached", "free")
+NUMBERS = ("useful", "unfilled", "unused", "reserved", "in_flight", "cached", "free")
 
 
 def parts(report):
@@ -47,6 +47,7 @@ def test_what_a_running_request_holds_is_told_by_tenant_and_by_block(http):
     for block in shared:
         assert (block["state"], block["ref_count"]) == ("held", 2)
         assert block["fill"] == page["block_size"]
+        assert block["kind"] == "full"
 
 
 def test_blocks_come_in_pages(http):
