@@ -50,8 +50,9 @@ from quire.observability.step_trace import StepRecord
 from quire.runtime.batch import RowBatch
 from quire.runtime.device_rows import DeviceRows
 from quire.runtime.graphs import graph_sizes
-from quire.runtime.kv_cache import KVCache, plan_layout
+from quire.runtime.kv_cache import KVCache
 from quire.runtime.model_runner import ModelRunner
+from quire.runtime.page_layout import plan_layout
 from quire.sampling.host.history import Ints
 from quire.sampling.host.sampler import (
     PendingLogprobs,

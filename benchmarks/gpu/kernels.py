@@ -25,7 +25,8 @@ from quire.kernels.transfers import DeviceLink
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 from quire.kernels.triton.operators import TritonOperators
 from quire.layers.linear import Linear, LinearKind
-from quire.runtime.kv_cache import KVCache, plan_layout
+from quire.runtime.kv_cache import KVCache
+from quire.runtime.page_layout import plan_layout
 from quire.sampling.device.history import DeviceHistory
 from quire.sampling.device.sampler import DeviceSampler
 from quire.sampling.host.history import TokenHistory

@@ -19,7 +19,7 @@ from quire.attention.torch_paged import TorchPagedAttention
 from quire.core.step import Runner, StepPlan, StepResult, TokenMasks
 from quire.errors import InsufficientMemoryError
 from quire.options.engine_options import EngineOptions
-from quire.runtime.kv_cache import plan_layout
+from quire.runtime.page_layout import plan_layout
 
 MIB = 2**20
 SPEC = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)

@@ -317,7 +317,7 @@ def test_prompt_logprob_spans_cover_each_prompt_token_but_the_first_once() -> No
                 forks=(fork(1, 0, True),),
                 table_edits=(TableEdit(1, 0, EditKind.TRUNCATE, 0),),
             ),
-            "table ends before the step does",
+            "a table ends before the step does",
         ),
         (StepPlan(1, 1, 1, token_edits=(TokenEdit(1, 0, (5,)),)), "a row that is not live"),
         (StepPlan(1, 1, 1, token_edits=(TokenEdit(0, 1, (5, 6)),)), "does not begin in"),

@@ -75,3 +75,30 @@ def test_slots_of_one_row_and_of_many(tables: BlockTables) -> None:
 def test_views_are_of_the_same_memory(tables: BlockTables) -> None:
     tables.edit(TableEdit(1, 1, EditKind.APPEND, 2, (9,)))
     assert tables.views[1][1, :3].tolist() == [7, 8, 9]
+
+
+@pytest.fixture
+def hybrid() -> BlockTables:
+    """One group of tokens and one of states of seven blocks: more than a row has of the others."""
+    made = BlockTables(1, num_rows=3, max_blocks=5, block_size=BLOCK_SIZE, state_sizes=(7,))
+    made.put(1, [(4, HOLE_BLOCK, 6), (20, 21, 22, 23, 24, 25, 26)])
+    return made
+
+
+def test_states_have_tables_but_no_slots(hybrid: BlockTables) -> None:
+    assert table(hybrid, 1, 1) == [20, 21, 22, 23, 24, 25, 26]
+    slots = [np.full(2, -1)]
+    hybrid.fill_slots(slots, slice(2), hybrid.base(np.array([1])), np.array([16, 17]))
+    assert slots[0].tolist() == [6 * 8, 6 * 8 + 1]
+
+
+def test_a_row_holds_tokens_whatever_its_states_take(hybrid: BlockTables) -> None:
+    assert hybrid.holds_tokens(1, 3 * BLOCK_SIZE) and not hybrid.holds_tokens(1, 3 * BLOCK_SIZE + 1)
+
+
+def test_a_fork_has_the_states_until_they_are_replaced(hybrid: BlockTables) -> None:
+    hybrid.fork(2, 1)
+    assert hybrid.have_same_states(2, 1)
+    hybrid.edit(TableEdit(2, 1, EditKind.REPLACE, 0, tuple(range(30, 37))))
+    assert not hybrid.have_same_states(2, 1)
+    assert table(hybrid, 1, 2) == list(range(30, 37)) and table(hybrid, 0, 2) == [4, -1, 6]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire.assembly.build import build_engine
+from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.invariants import check_idle
@@ -27,7 +28,7 @@ SHAPE = RunnerShape(
     num_rows=12,
     max_num_tokens=256,
     max_model_len=2048,
-    num_groups=2,
+    groups=(KVGroup((0,), KVKind.FULL, 64), KVGroup((0,), KVKind.STATE, 64, num_state_blocks=3)),
     num_blocks=600,
     block_size=16,
     vocab_size=100,
@@ -60,8 +61,8 @@ class TimedRunner(Runner):
             chunk = next((c.num_new_tokens for c in plan.chunks if c.row == new.row), 1)
             reached = new.num_computed_tokens + chunk
             assert reached <= len(new.token_ids) <= SHAPE.max_model_len
-            assert all(len(table) * SHAPE.block_size >= reached for table in new.block_tables)
-            assert len(new.block_tables) == SHAPE.num_groups
+            tokens, states = new.block_tables
+            assert len(tokens) * SHAPE.block_size >= reached and len(states) == 3
         self.plans.append(plan)
         self.now_s += self._base_s + TOKEN_S * plan.num_tokens
 
@@ -191,7 +192,7 @@ def test_rows_are_dropped_when_a_probe_fails() -> None:
     [
         ({"num_rows": 1}, Probe(1, 8)),
         ({"max_model_len": 20}, Probe(1, 64)),
-        ({"num_blocks": 3}, Probe(2)),
+        ({"num_blocks": 7}, Probe(2)),
         ({"max_num_tokens": 12}, Probe(1, 16)),
     ],
 )

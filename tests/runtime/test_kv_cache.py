@@ -7,17 +7,10 @@ import torch
 
 from quire.attention.interface import AttentionSpec
 from quire.attention.torch_paged import TorchPagedAttention
-from quire.core.kv_groups import KVKind
 from quire.core.step import BlockCopy
 from quire.errors import InsufficientMemoryError
-from quire.runtime.kv_cache import (
-    KVCache,
-    KVCacheLayout,
-    choose_width,
-    copy_at_once,
-    copy_in_turn,
-    plan_layout,
-)
+from quire.runtime.kv_cache import KVCache, copy_at_once, copy_in_turn
+from quire.runtime.page_layout import KVCacheLayout, plan_layout
 
 CPU = torch.device("cpu")
 
@@ -28,57 +21,6 @@ def spec(window: int | None = None, num_kv_heads: int = 2) -> AttentionSpec:
 
 def layout(*specs: AttentionSpec, block_size: int = 16) -> KVCacheLayout:
     return plan_layout(specs, TorchPagedAttention, block_size, torch.float32)
-
-
-def test_one_kind_of_layer_is_one_group() -> None:
-    found = layout(*[spec()] * 3)
-    assert [(group.layers, group.kind) for group in found.groups] == [((0, 1, 2), KVKind.FULL)]
-    bytes_per_layer = 2 * 16 * 2 * 16 * 4
-    assert found.bytes_per_block == 3 * bytes_per_layer
-    assert found.layer_places == ((0, 0), (0, bytes_per_layer), (0, 2 * bytes_per_layer))
-
-
-def test_several_kinds_share_pages_of_equal_size() -> None:
-    found = layout(spec(), *[spec(window=64)] * 5, spec())
-    assert [group.layers for group in found.groups] == [(0, 6), (1, 2), (3, 4), (5,)]
-    assert [group.window for group in found.groups] == [None, 64, 64, 64]
-    assert {group.bytes_per_block for group in found.groups} == {found.bytes_per_block}
-    assert found.layer_places[6] == (0, found.bytes_per_block // 2)
-
-
-@pytest.mark.parametrize(
-    ("kind_sizes", "width"),
-    [
-        ([1], 1),
-        ([80], 80),
-        ([1, 2], 1),  # 3 groups: 15%; with 2 layers each one place of 3 is lost, and 2 groups
-        ([2, 5], 2),
-        ([6, 30], 6),
-        ([1, 27], 9),  # 4 groups and 8 of 28 places lost; the rarest kind's width has 28 groups
-        ([27, 1], 9),
-        ([20, 20], 20),
-        ([2, 3], 1),
-        ([2, 18], 6),  # 40%, as with 3: the wider one
-    ],
-)
-def test_the_width_weighs_lost_places_against_groups(kind_sizes: list[int], width: int) -> None:
-    assert choose_width(kind_sizes) == width
-
-
-@pytest.mark.parametrize("kinds", [(1, 27), (27, 1)])
-def test_a_lone_layer_of_its_kind_does_not_split_the_others_into_groups_of_one(
-    kinds: tuple[int, int],
-) -> None:
-    found = layout(*[spec()] * kinds[0], *[spec(window=64)] * kinds[1])
-    assert sorted(len(group.layers) for group in found.groups) == [1, 9, 9, 9]
-    assert found.bytes_per_block == 9 * found.formats[0].bytes_per_layer
-    assert len(set(found.layer_places)) == 28
-
-
-def test_layers_of_other_sizes_are_another_kind() -> None:
-    found = layout(spec(num_kv_heads=1), spec(num_kv_heads=4))
-    assert [group.layers for group in found.groups] == [(0,), (1,)]
-    assert found.bytes_per_block == found.formats[1].bytes_per_layer
 
 
 def test_layers_of_a_block_lie_side_by_side_and_do_not_overlap() -> None:

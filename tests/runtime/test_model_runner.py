@@ -23,8 +23,9 @@ from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.models.checkpoints.loader import load_model
 from quire.models.registry import load_config
 from quire.runtime.batch import RowBatch
-from quire.runtime.kv_cache import KVCache, plan_layout
+from quire.runtime.kv_cache import KVCache
 from quire.runtime.model_runner import ModelRunner
+from quire.runtime.page_layout import plan_layout
 from quire.sampling.host.sampler import HostStepSampler, Sampler, SamplingRows
 
 PROMPT = [1, 600, 700, 800, 900, 1000, 1100, 1200, 1300, 1400]

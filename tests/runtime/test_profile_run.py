@@ -6,15 +6,18 @@ import pytest
 from tests.pooling_folders import make_bert
 
 from quire.assembly.build import build_engine
+from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import Chunk, Runner, StepPlan, StepResult, TokenMasks
 from quire.runtime.calibration import RunnerShape
 from quire.runtime.profile_run import ProfileRun
 
+FULL = KVGroup((0,), KVKind.FULL, 64)
+STATE = KVGroup((0,), KVKind.STATE, 64, num_state_blocks=3)
 SHAPE = RunnerShape(
     num_rows=6,
     max_num_tokens=50,
     max_model_len=100,
-    num_groups=2,
+    groups=(FULL, FULL),
     num_blocks=0,
     block_size=16,
     vocab_size=30,
@@ -25,7 +28,8 @@ SHAPE = RunnerShape(
     ("changes", "chunks", "num_blocks"),
     [
         ({}, [45, 1, 1, 1, 1, 1], 8),
-        ({"num_groups": 1}, [45, 1, 1, 1, 1, 1], 4),
+        ({"groups": (FULL,)}, [45, 1, 1, 1, 1, 1], 4),
+        ({"groups": (FULL, STATE)}, [45, 1, 1, 1, 1, 1], 4 + 3),
         ({"max_num_tokens": 6}, [1] * 6, 4),
         ({"max_num_tokens": 300}, [99, 99, 99, 1, 1, 1], 14),
         ({"max_num_tokens": 10_000}, [99] * 6, 14),
@@ -59,9 +63,12 @@ def check_rows(plan: StepPlan, shape: RunnerShape, num_blocks: int, sizes: list[
     for row, size in zip(plan.admit, sizes, strict=True):
         assert len(row.token_ids) == shape.max_model_len - 1 == row.num_computed_tokens + size
         assert max(row.token_ids) < shape.vocab_size
-        assert len(row.block_tables) == shape.num_groups
         own: set[int] = set()
-        for table in row.block_tables:
+        for table, group in zip(row.block_tables, shape.groups, strict=True):
+            if group is STATE:
+                assert len(set(table)) == len(table) == 3 and own.isdisjoint(table)
+                assert set(table) <= set(range(num_blocks))
+                continue
             assert len(table) * shape.block_size >= shape.max_model_len
             assert set(table) <= set(range(num_blocks)) and own.isdisjoint(table)
             own |= set(table)
@@ -122,7 +129,7 @@ def test_a_real_runner_carries_them_out() -> None:
     )
     runner = engine._runner
     shape = dataclasses.replace(SHAPE, num_rows=3, max_num_tokens=40, max_model_len=96)
-    steps = ProfileRun(dataclasses.replace(shape, num_groups=1, vocab_size=4096), max_logprobs=3)
+    steps = ProfileRun(dataclasses.replace(shape, groups=(FULL,), vocab_size=4096), max_logprobs=3)
     results: list[StepResult] = []
     for plan in steps.plans():
         runner.execute(plan)
@@ -139,7 +146,7 @@ def test_a_model_that_predicts_no_tokens_is_asked_for_vectors(tmp_path) -> None:
     make_bert(tmp_path)
     engine = build_engine({"model": str(tmp_path), "num_blocks": 16, "max_num_seqs": 2})
     shape = dataclasses.replace(
-        SHAPE, num_rows=2, max_num_tokens=64, max_model_len=64, num_groups=1
+        SHAPE, num_rows=2, max_num_tokens=64, max_model_len=64, groups=(FULL,)
     )
     steps = ProfileRun(shape, max_logprobs=4, generates=False)
     results: list[StepResult] = []

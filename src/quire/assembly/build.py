@@ -42,7 +42,7 @@ from quire.options.pooling_options import GENERATE, POOLING
 from quire.runtime.calibration import RunnerShape, calibrated_pacer
 from quire.runtime.device_memory import is_out_of_memory
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
-from quire.runtime.kv_cache import KVCacheLayout
+from quire.runtime.page_layout import KVCacheLayout
 from quire.runtime.worker import Join
 from quire.text.tokenizer import Tokenizer
 
@@ -265,7 +265,7 @@ def _build_pacer(
         num_rows=options.max_num_seqs,
         max_num_tokens=options.max_num_batched_tokens,
         max_model_len=memory_plan.max_model_len,
-        num_groups=len(layout.groups),
+        groups=layout.groups,
         num_blocks=memory_plan.num_blocks,
         block_size=options.block_size,
         vocab_size=vocab_size,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from quire.assembly.host_memory_plan import MemoryPlan, blocks_for
+from quire.assembly.host_memory_plan import MemoryPlan, blocks_for, fitting_tokens
 from quire.core.memory.memory_report import format_bytes
 from quire.core.step import Runner
 from quire.engine_client.device_ledger import DeviceLedger
@@ -22,7 +22,7 @@ from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 from quire.runtime.calibration import RunnerShape
 from quire.runtime.device_memory import DeviceMemory, is_out_of_memory
-from quire.runtime.kv_cache import KVCacheLayout
+from quire.runtime.page_layout import KVCacheLayout
 from quire.runtime.profile_run import ProfileRun
 
 DEFAULT_UTILIZATION = 0.9
@@ -66,7 +66,7 @@ class DeviceNeeds:
             num_rows=num_rows,
             max_num_tokens=num_tokens,
             max_model_len=memory_plan.max_model_len,
-            num_groups=len(self.layout.groups),
+            groups=self.layout.groups,
             num_blocks=memory_plan.num_blocks,
             block_size=self.options.block_size,
             vocab_size=self.vocab_size,
@@ -188,8 +188,7 @@ def _too_large_a_step(
 
 def _choose(needs: DeviceNeeds, measured: _Measured, agree: Callable[[int], int]) -> MemoryPlan:
     num_blocks = agree(_num_blocks(needs, measured))
-    num_groups, block_size = len(needs.layout.groups), needs.options.block_size
-    fitting_len = num_blocks // num_groups * block_size
+    fitting_len = fitting_tokens(num_blocks, needs.model_len, needs.options, needs.layout)
     if fitting_len >= needs.model_len:
         return MemoryPlan(num_blocks, needs.model_len)
     if needs.options.max_model_len is not None or fitting_len < 2:

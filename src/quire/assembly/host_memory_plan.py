@@ -12,7 +12,7 @@ from quire.models.config import ModelConfig
 from quire.observability.log import get_logger
 from quire.observability.machine_memory import available_memory_bytes, total_memory_bytes
 from quire.options.engine_options import EngineOptions
-from quire.runtime.kv_cache import KVCacheLayout
+from quire.runtime.page_layout import KVCacheLayout, most_blocks
 
 # With no size given, the KV cache takes at most this share of the memory that is free.
 DEFAULT_FREE_SHARE = 0.3
@@ -40,7 +40,7 @@ def plan_memory(
     if options.max_model_len is None:
         wanted_len = _with_small_table(wanted_len, config)
     num_blocks = _choose_num_blocks(options, layout, wanted_len, weight_bytes, config.is_causal)
-    fitting_len = num_blocks // len(layout.groups) * options.block_size
+    fitting_len = fitting_tokens(num_blocks, wanted_len, options, layout)
     if fitting_len >= wanted_len:
         return MemoryPlan(num_blocks, wanted_len)
     there = (
@@ -91,8 +91,24 @@ def _with_small_table(model_len: int, config: ModelConfig) -> int:
 
 
 def blocks_for(num_tokens: int, options: EngineOptions, layout: KVCacheLayout) -> int:
-    """KV blocks of one sequence of so many tokens, over all groups."""
-    return -(-num_tokens // options.block_size) * len(layout.groups)
+    """The most KV blocks of one sequence of so many tokens, over all groups, at any time."""
+    chunk = options.max_num_batched_tokens
+    return sum(most_blocks(group, num_tokens, options.block_size, chunk) for group in layout.groups)
+
+
+def fitting_tokens(
+    num_blocks: int, num_wanted_tokens: int, options: EngineOptions, layout: KVCacheLayout
+) -> int:
+    """Tokens of the longest sequence that so many blocks hold, in whole blocks; no more than are
+    wanted need be counted: windows and states hold any number."""
+    low, high = 0, -(-num_wanted_tokens // options.block_size)  # in blocks of tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_for(middle * options.block_size, options, layout) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low * options.block_size
 
 
 def _choose_num_blocks(
@@ -128,9 +144,9 @@ def _choose_num_blocks(
             f" {available / 2**30:.1f} GiB available now of {total / 2**30:.1f} GiB in all; lower"
             " num_blocks, kv_cache_memory or gpu_memory_utilization, or free memory"
         )
-    if num_blocks < len(layout.groups):
+    if num_blocks < (least := blocks_for(1, options, layout)):
         raise InsufficientMemoryError(
-            f"{source} leaves no room for one KV block of each of the model's"
-            f" {len(layout.groups)} KV groups ({page} bytes each); give the KV cache more memory"
+            f"{source} leaves no room for the {least} KV blocks ({page} bytes each) of one token in"
+            f" the model's {len(layout.groups)} KV groups; give the KV cache more memory"
         )
     return num_blocks

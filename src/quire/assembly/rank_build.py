@@ -36,8 +36,9 @@ from quire.runtime.batch import RowBatch
 from quire.runtime.device_memory import CudaMemory
 from quire.runtime.device_rows import DeviceRows
 from quire.runtime.graphs import CudaGraphCapture, GraphCapture, RepeatedCalls, graph_sizes
-from quire.runtime.kv_cache import KVCache, KVCacheLayout, plan_layout
+from quire.runtime.kv_cache import KVCache
 from quire.runtime.model_runner import ModelRunner, StepRows
+from quire.runtime.page_layout import KVCacheLayout, plan_layout
 from quire.sampling.host.sampler import HostStepSampler, Sampler, SamplingRows, StepSampler
 
 MOST_LOADING_THREADS = 8
@@ -76,7 +77,13 @@ def build_rank(
         specs = split_config(config, group.rank, group.size).attention_specs
         setup = replace(setup, methods=methods)
     backend = setup.new_backend()
-    layout = plan_layout(specs, type(backend), options.block_size, setup.dtype)
+    layout = plan_layout(
+        specs,
+        type(backend),
+        options.block_size,
+        setup.dtype,
+        typical_tokens=max(1, wanted_model_len(options, config) // 2),
+    )
     num_weight_bytes = weight_bytes(folder, config, setup.dtype, methods)
     builder = _Builder(options, folder, config, group, setup, layout, on_progress)
     if setup.device.type == "cuda":
@@ -194,14 +201,15 @@ class _Builder:
     def _rows(
         self, model: TextModel, memory_plan: MemoryPlan, backend: AttentionBackend
     ) -> tuple[StepRows, StepSampler]:
-        options = self.options
+        options, state_sizes = self.options, self.layout.state_sizes
         try:
             rows = RowBatch(
                 num_rows=options.max_num_seqs,
                 max_model_len=memory_plan.max_model_len,
                 max_num_tokens=options.max_num_batched_tokens,
-                num_groups=len(self.layout.groups),
+                num_groups=len(self.layout.groups) - len(state_sizes),
                 block_size=options.block_size,
+                state_sizes=state_sizes,
             )
         except MemoryError as error:
             raise InsufficientMemoryError(

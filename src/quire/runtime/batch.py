@@ -5,7 +5,7 @@ block tables; a plan edits them and names the rows that compute other than one t
 row is a numpy operation over all rows: the only Python loops run over what changed in this step.
 Knows no requests, no text and no model.
 
-Legend: R rows, S sequences of the step, T tokens of the step, G KV groups, B block size.
+Legend: R rows, S sequences of the step, T tokens of the step, G KV groups of tokens, B block size.
 """
 
 from collections.abc import Sequence
@@ -73,8 +73,8 @@ class RowBatch:
     """The permanent rows.
 
     Invariant: for a live row, token_ids[row, :num_tokens[row]] are its tokens, K and V of the first
-    num_computed[row] of them are in the blocks of its tables, and every entry of these is a block
-    id or a hole.
+    num_computed[row] of them, and the states after these, are in the blocks of its tables, and
+    every entry of these is a block id or a hole.
     """
 
     def __init__(
@@ -85,8 +85,10 @@ class RowBatch:
         max_num_tokens: int,
         num_groups: int,
         block_size: int,
+        state_sizes: Sequence[int] = (),
     ) -> None:
-        """max_num_tokens: the most that one step computes."""
+        """max_num_tokens: the most that one step computes. num_groups: KV groups of tokens.
+        state_sizes: of each group of states, which follow them, the blocks of a state."""
         self.max_num_tokens = max_num_tokens
         # One column more than max_model_len: the last sampled token is stored, never computed.
         self.token_ids: Int32 = np.zeros((num_rows, max_model_len + 1), np.int32)
@@ -99,7 +101,7 @@ class RowBatch:
         self.is_live = np.zeros(num_rows, np.bool_)
         self.wants_prompt_logprobs = np.zeros(num_rows, np.bool_)
         max_blocks = -(-max_model_len // block_size)
-        self.tables = BlockTables(num_groups, num_rows, max_blocks, block_size)
+        self.tables = BlockTables(num_groups, num_rows, max_blocks, block_size, state_sizes)
         self._block_size = block_size
         self._input_ids: Int64 = np.zeros(max_num_tokens, np.int64)
         self._positions: Int64 = np.zeros(max_num_tokens, np.int64)
@@ -168,6 +170,8 @@ class RowBatch:
         self.num_tokens[row] = last
 
     def _edit_table(self, edit: TableEdit) -> None:
+        is_state = edit.group >= self.tables.num_token_groups
+        assert not is_state or edit.kind is EditKind.REPLACE, f"{edit} is for the blocks of a state"
         self.tables.edit(edit)
         limit, computed = edit.first_logical_block * self._block_size, self.num_computed[edit.row]
         if edit.kind is EditKind.TRUNCATE and limit < computed:
@@ -299,8 +303,14 @@ class RowBatch:
         assert (self.num_tokens[rows] == computed).all(), (
             "a joining row's tokens are not its source's"
         )
-        reached = self.tables.lengths[:, rows] * self._block_size
-        assert (reached >= computed).all(), "a joining row's table ends before the step does"
+        for row, source, reached in zip(rows, sources, computed.tolist(), strict=True):
+            assert self.tables.holds_tokens(row, reached), (
+                f"row {row} joins row {source}, but a table ends before the step does"
+            )
+            # In a block of its own there would be the state before the step.
+            assert self.tables.have_same_states(row, source), (
+                f"row {row} joins row {source} without its states"
+            )
         self.num_computed[rows] = computed
         return torch.tensor([line_of[source] for source in sources], dtype=torch.int64)
 
@@ -348,7 +358,7 @@ class RowBatch:
                 block_tables=table,
                 slot_mapping=torch.from_numpy(slots[:num_tokens]),
             )
-            for table, slots in zip(self.tables.views, self._slots, strict=True)
+            for table, slots in zip(self.tables.views[: len(self._slots)], self._slots, strict=True)
         )
         return AttentionBatch(
             query_start=torch.from_numpy(query_start),

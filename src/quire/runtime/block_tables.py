@@ -1,8 +1,9 @@
 """The block tables of all rows and KV groups, in one array.
 
-Part of `batch.RowBatch`.
+Part of `batch.RowBatch`. The groups of tokens come first; those of states follow, whose tables name
+the blocks of a row's one state and lead to no slots.
 
-Legend: R rows, G KV groups, M most blocks of a sequence.
+Legend: R rows, G KV groups, M most blocks of a sequence in a group.
 """
 
 from collections.abc import Sequence
@@ -19,15 +20,28 @@ Int64 = npt.NDArray[np.int64]
 
 class BlockTables:
     """entries: [G, R, M], the same memory always. views: of each group, [R, M], as tensors.
+    num_token_groups: the first so many are of tokens.
 
     Invariant: entries[group, row, :lengths[group, row]] is the row's table; beyond, anything.
     """
 
-    def __init__(self, num_groups: int, num_rows: int, max_blocks: int, block_size: int) -> None:
-        self.entries: Int32 = np.zeros((num_groups, num_rows, max_blocks), np.int32)
+    def __init__(
+        self,
+        num_groups: int,
+        num_rows: int,
+        max_blocks: int,
+        block_size: int,
+        state_sizes: Sequence[int] = (),
+    ) -> None:
+        """num_groups: of tokens, each with up to max_blocks blocks of a row. state_sizes: blocks of
+        a state, for each group of states."""
+        self.num_token_groups = num_groups
+        num_groups += len(state_sizes)
+        most = max(max_blocks, *state_sizes) if state_sizes else max_blocks
+        self.entries: Int32 = np.zeros((num_groups, num_rows, most), np.int32)
         self.views = list(torch.from_numpy(self.entries))
         self.lengths: Int64 = np.zeros((num_groups, num_rows), np.int64)
-        self._flat = [table.reshape(-1) for table in self.entries]
+        self._flat = [table.reshape(-1) for table in self.entries[: self.num_token_groups]]
         self._shift = block_size.bit_length() - 1
         self._mask = block_size - 1
 
@@ -61,11 +75,25 @@ class BlockTables:
         found: Int64 = rows * self.entries.shape[2]
         return found
 
+    def holds_tokens(self, row: int, num_tokens: int) -> bool:
+        """Whether the row's tables of tokens reach so far."""
+        lengths = self.lengths[: self.num_token_groups, row]
+        return bool((lengths << self._shift >= num_tokens).all())
+
+    def have_same_states(self, row: int, other: int) -> bool:
+        """Whether two rows name the same blocks for their states."""
+        states = self.entries[self.num_token_groups :]
+        lengths = self.lengths[self.num_token_groups :]
+        return bool((lengths[:, row] == lengths[:, other]).all()) and all(
+            (table[row, :length] == table[other, :length]).all()
+            for table, length in zip(states, lengths[:, row].tolist(), strict=True)
+        )
+
     def fill_slots(
         self, slots: Sequence[Int64], span: slice, base: Int64 | int, positions: Int64
     ) -> None:
-        """Write into each group's slots[span] where the tokens at `positions` of the rows that
-        begin at `base` have K and V."""
+        """Write into slots[span] of each group of tokens where the tokens at `positions` of the
+        rows that begin at `base` have K and V."""
         places = base + (positions >> self._shift)
         offsets = positions & self._mask
         for target, table in zip(slots, self._flat, strict=True):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.core.kv_groups import KVGroup
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.pacing import (
     PacingConfig,
@@ -43,10 +44,14 @@ class RunnerShape:
     num_rows: int
     max_num_tokens: int
     max_model_len: int
-    num_groups: int
+    groups: tuple[KVGroup, ...]
     num_blocks: int
     block_size: int
     vocab_size: int
+
+    def table_length(self, group: KVGroup, num_tokens: int) -> int:
+        """Entries of the group's table for a row of so many tokens, of which none was passed."""
+        return group.num_state_blocks or -(-num_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +185,9 @@ def _has_room(probe: Probe, shape: RunnerShape) -> bool:
 
 
 def _num_blocks(probe: Probe, shape: RunnerShape) -> int:
-    return sum(-(-length // shape.block_size) for length in probe.lengths) * shape.num_groups
+    return sum(
+        shape.table_length(group, length) for group in shape.groups for length in probe.lengths
+    )
 
 
 class _Bench:
@@ -218,8 +225,8 @@ class _Bench:
         next_block = 0
         for row, length in enumerate(lengths):
             tables: list[tuple[int, ...]] = []
-            for _ in range(self._shape.num_groups):
-                end = next_block - -length // self._shape.block_size
+            for group in self._shape.groups:
+                end = next_block + self._shape.table_length(group, length)
                 tables.append(tuple(range(next_block, end)))
                 next_block = end
             admissions.append(self._admission(row, probe, length, tuple(tables)))

@@ -251,11 +251,12 @@ class DeviceRows:
         return self._places[size]
 
     def _make_place(self, num_tokens: int, num_seqs: int) -> _Place:
-        layout = _Layout(num_tokens, num_seqs, len(self._tables))
+        layout = _Layout(num_tokens, num_seqs, self._host.tables.num_token_groups)
         device = self._link.device
         buffer = torch.empty(layout.num_words, dtype=torch.int64, device=device)
         numbers = layout.open(buffer, torch.int32)
-        groups = tuple(map(GroupBatch, self._tables, numbers.slots))
+        tables = self._tables[: len(numbers.slots)]
+        groups = tuple(map(GroupBatch, tables, numbers.slots))
         token_ids = torch.empty(num_tokens, dtype=torch.int64, device=device)
         return _Place(layout, buffer, numbers, groups, token_ids)
 

@@ -4,12 +4,14 @@ One computes as many prompt tokens as a step may, one decodes with all rows; in 
 row ends at the longest context and samples with every option that takes memory. A third, where
 there is room for it, has the shortest chunk beside decodes: it takes little, but has kernels
 compiled that the first request would wait for. All rows hold the same tokens and the same few
-blocks, again and again, so that they write the same bytes to the same places and the pool may be
-tiny. What they sample is dropped. Called by `assembly/device_memory_plan.py`.
+blocks, again and again, so that the pool may be tiny: they write the same K and V to the same
+places, and spoil each other's states. What they sample is dropped. Called by
+`assembly/device_memory_plan.py`.
 """
 
 from dataclasses import dataclass
 
+from quire.core.kv_groups import KVGroup
 from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import Chunk, RowAdmission, Runner, StepPlan
@@ -27,8 +29,8 @@ class ProfileRun:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that the steps use: those that the longest chunk lies in."""
-        return self._num_cycled * self.shape.num_groups
+        """KV blocks that the steps use: those that the longest chunk lies in, and one state."""
+        return sum(map(self._num_used, self.shape.groups))
 
     def run(self, runner: Runner) -> None:
         """All of them. The runner must have no rows, and has none afterwards."""
@@ -63,15 +65,12 @@ class ProfileRun:
         """Tokens of a row before it samples."""
         return self.shape.max_model_len - 1
 
-    @property
-    def _num_cycled(self) -> int:
+    def _num_used(self, group: KVGroup) -> int:
+        """Blocks of the group's tables, which name them in turn."""
         # One more than whole blocks: the chunk may begin in the middle of one.
         longest = -(-self._chunks()[0] // self.shape.block_size) + 1
-        return min(longest, self._num_logical)
-
-    @property
-    def _num_logical(self) -> int:
-        return -(-self.shape.max_model_len // self.shape.block_size)
+        length = self.shape.table_length(group, self.shape.max_model_len)
+        return length if group.num_state_blocks else min(longest, length)
 
     def _chunks(self) -> list[int]:
         """Prompt tokens of each row: most of them the first one's, for prompt log-probabilities
@@ -86,20 +85,20 @@ class ProfileRun:
 
     def _admissions(self, chunks: list[int]) -> tuple[RowAdmission, ...]:
         token_ids = [place % self.shape.vocab_size for place in range(self._length)]
-        tables = tuple(
-            tuple(
-                group * self._num_cycled + logical % self._num_cycled
-                for logical in range(self._num_logical)
-            )
-            for group in range(self.shape.num_groups)
-        )
+        tables: list[tuple[int, ...]] = []
+        first = 0
+        for group in self.shape.groups:
+            length = self.shape.table_length(group, self.shape.max_model_len)
+            num_used = self._num_used(group)
+            tables.append(tuple(first + logical % num_used for logical in range(length)))
+            first += num_used
         return tuple(
             RowAdmission(
                 row,
                 token_ids,
                 self._length,
                 self._length - size,
-                tables,
+                tuple(tables),
                 self._params(prompt_logprobs=row == 0 and size > 1),
             )
             for row, size in enumerate(chunks)

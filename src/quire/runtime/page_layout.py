@@ -1,0 +1,258 @@
+"""Which layers share a page, how large pages are, and where layers lie in them.
+
+All groups of a model take pages of equal bytes from one pool, though their layers need different
+amounts. What a page has beyond its layers is lost, as often as a sequence holds such a page. Here
+the page's size is chosen so that little is lost, with few groups. Called by `assembly.rank_build`.
+
+    token group    block of B tokens:  | K and V of layer a | of layer b | ... | unused |
+    state group    all of one state:   | unit | unit | ... | unused |   in each of its pages
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Protocol
+
+import torch
+
+from quire.attention.interface import AttentionBackend, AttentionSpec, KVPageFormat
+from quire.core.kv_groups import KVGroup, KVKind
+
+PAGE_ALIGNMENT_BYTES = 64
+
+GROUP_COST = 0.0025
+"""A group more must save at least this share of what sequences hold: each has a block table per
+sequence, an allocation and a hash per block."""
+
+LENGTH_PARTS = (1, 8, 64)
+"""Pages are chosen for sequences of the typical length and for those of these parts of it."""
+
+MAX_STATE_PAGES = 64
+"""The smallest page that is considered for the sake of a state is this part of it."""
+
+
+class StateUnits(Protocol):
+    """What a layout asks of a recurrent layer: its state is so many units of so many bytes."""
+
+    @property
+    def num_units(self) -> int: ...
+
+    @property
+    def unit_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """Where a recurrent layer's units lie in the pages of its group.
+
+    Unit u of the layer is in entry (first_unit + u) // units_per_page of a row's table, at byte
+    ((first_unit + u) % units_per_page) * unit_bytes of that page.
+    """
+
+    group: int
+    first_unit: int
+    units_per_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheLayout:
+    """Where each layer's part of a block lies.
+
+    groups: those of tokens first, then those of states.
+    bytes_per_block: of a page; equal for all groups.
+    layer_places: for each attention layer, (group, first byte in the page).
+    formats: for each attention layer, what the backend puts there.
+    state_places: for each recurrent layer.
+    """
+
+    groups: tuple[KVGroup, ...]
+    bytes_per_block: int
+    layer_places: tuple[tuple[int, int], ...]
+    formats: tuple[KVPageFormat, ...]
+    state_places: tuple[StatePlace, ...] = ()
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Blocks of a state, for each group of states."""
+        return tuple(g.num_state_blocks for g in self.groups if g.kind is KVKind.STATE)
+
+    def over_ranks(self, num_ranks: int) -> "KVCacheLayout":
+        """The same blocks, each with its pages on so many ranks: what all of them take."""
+        groups = tuple(
+            replace(
+                group,
+                bytes_per_block=group.bytes_per_block * num_ranks,
+                unused_bytes=group.unused_bytes * num_ranks,
+            )
+            for group in self.groups
+        )
+        return replace(self, groups=groups, bytes_per_block=self.bytes_per_block * num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class PageNeeds:
+    """What a layout is planned for: bytes, without tensors.
+
+    layers: of each token rule (kind, window) its layers' bytes in a block, by layer.
+    states: of each size of a unit its layers' numbers of units, by layer.
+    """
+
+    layers: Mapping[tuple[KVKind, int | None], Mapping[int, int]]
+    states: Mapping[int, Mapping[int, int]]
+
+
+def plan_layout(
+    specs: Sequence[AttentionSpec],
+    backend: type[AttentionBackend],
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    recurrent_specs: Sequence[StateUnits] = (),
+    typical_tokens: int = 4096,
+) -> KVCacheLayout:
+    """Form KV groups of layers that grow and forget alike, and choose the size of all pages.
+
+    typical_tokens: of a sequence, for which little of its pages should be unused.
+    Raises ConfigurationError for layers that the backend can't serve.
+    """
+    formats = tuple(backend.page_format(spec, block_size, dtype) for spec in specs)
+    layers: dict[tuple[KVKind, int | None], dict[int, int]] = {}
+    for layer, spec in enumerate(specs):
+        layers.setdefault(_rule(spec), {})[layer] = formats[layer].bytes_per_layer
+    states: dict[int, dict[int, int]] = {}
+    for layer, recurrent in enumerate(recurrent_specs):
+        states.setdefault(recurrent.unit_bytes, {})[layer] = recurrent.num_units
+    needs = PageNeeds(layers, states)
+    groups = plan_groups(needs, block_size, typical_tokens)
+    layer_places: dict[int, tuple[int, int]] = {}
+    state_places: dict[int, StatePlace] = {}
+    for index, group in enumerate(groups):
+        if group.kind is KVKind.STATE:
+            state_places |= _places_of_state(index, group, needs)
+            continue
+        first = 0
+        for layer in group.layers:
+            layer_places[layer] = (index, first)
+            first += formats[layer].bytes_per_layer
+    return KVCacheLayout(
+        groups,
+        groups[0].bytes_per_block,
+        tuple(layer_places[layer] for layer in range(len(specs))),
+        formats,
+        tuple(state_places[layer] for layer in range(len(recurrent_specs))),
+    )
+
+
+def _rule(spec: AttentionSpec) -> tuple[KVKind, int | None]:
+    """How the layer's memory grows and may be forgotten."""
+    if spec.window is not None:
+        return KVKind.WINDOW, spec.window
+    return KVKind.FULL, None
+
+
+def _places_of_state(index: int, group: KVGroup, needs: PageNeeds) -> dict[int, StatePlace]:
+    layers = set(group.layers)
+    unit_bytes = next(size for size, counts in needs.states.items() if counts.keys() == layers)
+    places: dict[int, StatePlace] = {}
+    first_unit = 0
+    for layer, num_units in needs.states[unit_bytes].items():
+        places[layer] = StatePlace(index, first_unit, group.bytes_per_block // unit_bytes)
+        first_unit += num_units
+    return places
+
+
+def plan_groups(needs: PageNeeds, block_size: int, typical_tokens: int) -> tuple[KVGroup, ...]:
+    """The groups with pages of the best size.
+
+    Least is what is unused of the pages of a sequence, in the mean of several lengths, and
+    GROUP_COST for each group; of equals the larger page.
+    """
+    lengths = [-(-typical_tokens // part) for part in LENGTH_PARTS]
+
+    def cost(groups: tuple[KVGroup, ...]) -> tuple[float, int]:
+        unused = fmean(unused_share(groups, block_size, length) for length in lengths)
+        return round(unused + GROUP_COST * len(groups), 6), -groups[0].bytes_per_block
+
+    return min((_groups(needs, page) for page in sorted(_page_sizes(needs))), key=cost)
+
+
+def blocks_held(group: KVGroup, num_tokens: int, block_size: int) -> int:
+    """Pages of the group that a sequence of so many computed tokens holds."""
+    if group.kind is KVKind.STATE:
+        return group.num_state_blocks
+    num_blocks = -(-num_tokens // block_size)
+    if group.window is None:
+        return num_blocks
+    return min(num_blocks, -(-group.window // block_size) + 1)
+
+
+def most_blocks(group: KVGroup, num_tokens: int, block_size: int, chunk_tokens: int) -> int:
+    """The most pages of the group that a sequence of so many tokens holds at any time, where a step
+    computes at most chunk_tokens of them."""
+    if group.kind is KVKind.STATE:
+        return group.num_state_blocks
+    num_blocks = -(-num_tokens // block_size)
+    if group.window is None:
+        return num_blocks
+    return min(num_blocks, -(-group.window // block_size) + 2 + -(-chunk_tokens // block_size))
+
+
+def unused_share(groups: Iterable[KVGroup], block_size: int, num_tokens: int) -> float:
+    """Of the pages that a sequence of so many tokens holds, the share that no layer uses."""
+    unused = held = 0
+    for group in groups:
+        num_blocks = blocks_held(group, num_tokens, block_size)
+        held += num_blocks * group.bytes_per_block
+        is_state = group.kind is KVKind.STATE
+        unused += group.unused_bytes * (1 if is_state else num_blocks)
+    return unused / held
+
+
+def _page_sizes(needs: PageNeeds) -> set[int]:
+    """Those worth a look: with so many layers of a kind, or a part of a state, and not a byte more;
+    and rounded up to whole units. Each has room for a layer of every kind."""
+    least = [size for sizes in needs.layers.values() for size in sizes.values()]
+    least += needs.states
+    found: set[int] = set()
+    for sizes in needs.layers.values():
+        ordered = sorted(sizes.values(), reverse=True)
+        found.update(sum(ordered[:count]) for count in range(1, len(ordered) + 1))
+    for unit_bytes, counts in needs.states.items():
+        num_units = sum(counts.values())
+        found.update(
+            -(-num_units // parts) * unit_bytes
+            for parts in range(1, min(num_units, MAX_STATE_PAGES) + 1)
+        )
+    for unit_bytes in needs.states:
+        found |= {size + -size % unit_bytes for size in found}
+    aligned = {size + -size % PAGE_ALIGNMENT_BYTES for size in found}
+    return {size for size in aligned if size >= max(least)}
+
+
+def _groups(needs: PageNeeds, page: int) -> tuple[KVGroup, ...]:
+    """With pages of so many bytes."""
+    groups: list[KVGroup] = []
+    for (kind, window), sizes in needs.layers.items():
+        for layers in _packed(sizes, page):
+            unused = page - sum(sizes[layer] for layer in layers)
+            groups.append(KVGroup(layers, kind, page, window, unused_bytes=unused))
+    for unit_bytes, counts in needs.states.items():
+        num_units = sum(counts.values())
+        num_pages = -(-num_units // (page // unit_bytes))
+        unused = num_pages * page - num_units * unit_bytes
+        groups.append(KVGroup(tuple(counts), KVKind.STATE, page, None, num_pages, unused))
+    return tuple(groups)
+
+
+def _packed(sizes: Mapping[int, int], page: int) -> list[tuple[int, ...]]:
+    """Layers in pages: the largest first, each into the first page that has room."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for layer in sorted(sizes, key=lambda layer: (-sizes[layer], layer)):
+        place = next((at for at, left in enumerate(room) if left >= sizes[layer]), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(page)
+        bins[place].append(layer)
+        room[place] -= sizes[layer]
+    return [tuple(sorted(layers)) for layers in bins]
