@@ -12,6 +12,7 @@ from quire.attention.kv_rounding import (
     divergence,
 )
 from quire.attention.reference import attend_dense
+from quire.errors import ConfigurationError
 
 SPECS = [
     AttentionSpec(4, 2, 32, 0.2),
@@ -73,7 +74,7 @@ def test_the_probe_finds_the_mean_divergence_of_the_weights():
 
 
 @pytest.mark.parametrize(
-    ("name", "bound"), [("int8", 0.5 / 127), ("fp8", 1 / 16), ("int4", 0.5 * 2 / 15)]
+    ("name", "bound"), [("int8", 0.5 / 127), ("fp8", 1 / 16), ("int4", 8 / 15)]
 )
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 300.0])
 def test_each_vector_is_rounded_by_itself_and_within_its_bound(name, bound, factor):
@@ -84,6 +85,15 @@ def test_each_vector_is_rounded_by_itself_and_within_its_bound(name, bound, fact
     assert ((rounded - x).abs() <= 1.02 * bound * largest + 0.004 * largest).all()
     assert torch.equal(rounding(x[7:8, 1:2]), rounded[7:8, 1:2])
     assert not rounding(torch.zeros(1, 1, 64)).any()
+
+
+def test_int4_spreads_an_outlier_before_it_rounds():
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(2))
+    x[:, 5] = 60.0
+    error = (KV_ROUNDINGS["int4"].apply(x) - x).abs()
+    assert error.max() < 0.5 * 2 * 60 / 15 / 2  # in place, elements beside it would be off by this
+    with pytest.raises(ConfigurationError, match="this model's is 80"):
+        KV_ROUNDINGS["int4"].apply(torch.ones(1, 80))
 
 
 def test_bytes_of_a_vector():

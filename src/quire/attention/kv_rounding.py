@@ -4,12 +4,13 @@ A format is a rounding of each token's vector in each head, by itself: what the 
 give back is a pure function of what was written. So its price in quality is measured without pages:
 `RoundedAttention` attends a whole sequence with K and V rounded, `KeyProbe` with them exact while
 it measures what rounded keys would do to each layer's attention. Called by `quire bench perplexity`
-for formats that this machine's kernels don't store, and by `runtime.kv_format_check`.
+for formats that this machine's kernels don't store, and by `assembly.kv_format_check`.
 
 Shapes: T tokens of one sequence from its start, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head
 size, m queries that are attended at once.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 
 from quire.attention.interface import AttentionSpec
 from quire.attention.reference import visible_keys
+from quire.errors import ConfigurationError
 from quire.kernels.rotary import Rotation, rotate
 
 PIECE_QUERIES = 256
@@ -44,15 +46,32 @@ def round_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_int4(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] fp32 -> the nearest of 16 levels from the least to the largest of each 32 elements
-    (of the whole vector where D is no multiple), a bfloat16 scale and a bfloat16 offset each."""
-    size = x.shape[-1]
-    group = _INT4_GROUP if size % _INT4_GROUP == 0 else size
-    groups = x.reshape(*x.shape[:-1], -1, group)
+    """x [..., D] fp32 -> rotated by a Hadamard matrix, which spreads outliers (arXiv:2404.00456),
+    to the nearest of 16 levels from the least to the largest of each 32 elements, a bfloat16 scale
+    and a bfloat16 offset each, and rotated back. D: a power of two and at least 32.
+
+    Of 16 formats of 4 bits (symmetric, with offsets, NF4, FP4; groups of 16, 32 and D; rotated or
+    not) the one with the least loss but for groups of 16, which take 0.75 bytes an element."""
+    rotation = _hadamard(x.shape[-1], x.device)
+    rotated = x @ rotation
+    groups = rotated.reshape(*x.shape[:-1], -1, _INT4_GROUP)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale, offset = _scale(high - low, _INT4_LEVELS), low.bfloat16().float()
     levels = ((groups - offset) / scale).round_().clamp_(0.0, _INT4_LEVELS)
-    return levels.mul_(scale).add_(offset).flatten(-2)
+    return levels.mul_(scale).add_(offset).flatten(-2) @ rotation.T
+
+
+def _hadamard(size: int, device: torch.device) -> torch.Tensor:
+    """[size, size], orthogonal: Sylvester's construction."""
+    if size < _INT4_GROUP or size & (size - 1):
+        raise ConfigurationError(
+            f"int4 is simulated for head sizes that are a power of two from {_INT4_GROUP} on, but"
+            f" this model's is {size}"
+        )
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat((matrix.repeat(1, 2), torch.cat((matrix, -matrix), dim=1)))
+    return matrix / math.sqrt(size)
 
 
 def _scale(largest: torch.Tensor, levels: float) -> torch.Tensor:
@@ -75,7 +94,7 @@ class KVRounding:
 
     def vector_bytes(self, head_dim: int) -> int:
         """Of one head's K or V of a token."""
-        num_groups = 1 if self.group is None else max(1, head_dim // self.group)
+        num_groups = 1 if self.group is None else head_dim // self.group
         return head_dim * self.bits // 8 + num_groups * self.num_factors * _SCALE_BYTES
 
 

@@ -6,7 +6,7 @@ queue: the rows' tokens stay there (`device_rows.py`), and `result` is the one p
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -124,6 +124,8 @@ class ModelRunner:
         made with; None: torch computes, or Triton. capture: how steps of a static size are captured
         that `rows` may build; None: they are not."""
         self.timing = StepTiming()
+        # Is given the hidden states [T, H] of each step, which the next one overwrites.
+        self.on_hidden: Callable[[torch.Tensor], None] | None = None
         self._backend = backend
         self._kv_cache = kv_cache
         self._device = kv_cache.storage.device
@@ -171,7 +173,10 @@ class ModelRunner:
             built_s = perf_counter()
             self._forward.plan(step)
             planned_s = perf_counter()
-            self._executed = (plan, step, self._forward(step)[: plan.num_tokens])
+            hidden = self._forward(step)[: plan.num_tokens]
+            self._executed = (plan, step, hidden)
+            if self.on_hidden is not None:
+                self.on_hidden(hidden)
         self.timing.build_s = built_s - started_s
         self.timing.plan_s = planned_s - built_s
         self.timing.forward_s = perf_counter() - planned_s
@@ -198,6 +203,13 @@ class ModelRunner:
         assert self._sampled, "there is no sampled step"
         with current(self._device):
             return self._sampled.popleft().fetch()
+
+    @torch.inference_mode()
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H], as `on_hidden` got it, at most PROMPT_LOGPROB_ROWS -> [R, V] fp32, which
+        the next call may overwrite."""
+        with current(self._device):
+            return self._forward.logits(hidden)
 
     def reset(self) -> None:
         """See `core.step.Runner`. Raises what the device raises if it can't go on."""

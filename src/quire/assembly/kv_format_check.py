@@ -4,7 +4,7 @@ Some models have keys of which a few elements are a hundred times the others (Qw
 such): a scale for the whole vector then leaves little of the rest, and what is served is garbage.
 So, before the KV cache is there, the model reads a prompt of fixed token ids once, with K and V as
 they are, and each layer's attention is compared with what it would be over rounded keys.
-Called by `assembly/rank_build.py`.
+Called by `rank_build`.
 """
 
 from dataclasses import dataclass
