@@ -7,11 +7,11 @@ import pytest
 import torch
 from tests.outlier_model import make_outlier_model
 
+from quire.assembly.kv_format_check import MOST_DIVERGENCE, check_keys, measure_keys
 from quire.hub.model_folder import resolve_model_folder
 from quire.models.checkpoints.loader import load_model
 from quire.models.interface import TextModel
 from quire.models.registry import load_config
-from quire.assembly.kv_format_check import MOST_DIVERGENCE, check_keys, measure_keys
 
 
 def _model(folder: Path) -> TextModel:
