@@ -13,6 +13,9 @@ from quire.models.checkpoints.loader import load_model
 from quire.models.interface import TextModel
 from quire.models.registry import load_config
 
+MODEL_LEN = 40
+"""Shorter than the prompt would be."""
+
 
 def _model(folder: Path) -> TextModel:
     return load_model(
@@ -20,7 +23,7 @@ def _model(folder: Path) -> TextModel:
         load_config(folder),
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
-        max_model_len=256,
+        max_model_len=MODEL_LEN,
     )
 
 
@@ -37,13 +40,13 @@ def outliers(tmp_path_factory) -> TextModel:
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_the_embedded_model_is_not_warned_of(embedded, name, caplog):
     with caplog.at_level(logging.INFO):
-        check_keys(embedded, name)
+        check_keys(embedded, name, MODEL_LEN)
     (record,) = caplog.records
     assert record.levelname == "INFO" and f"kv_cache_dtype={name}" in record.getMessage()
 
 
 def test_outlier_keys_are_warned_of(outliers, caplog):
-    check_keys(outliers, "int8")
+    check_keys(outliers, "int8", MODEL_LEN)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "kv_cache_dtype=int8 is bad for this model" in record.getMessage()
@@ -51,11 +54,14 @@ def test_outlier_keys_are_warned_of(outliers, caplog):
 
 
 def test_a_floating_format_bears_the_same_outliers(outliers):
-    assert not measure_keys(outliers, "fp8").is_bad
+    assert not measure_keys(outliers, "fp8", MODEL_LEN).is_bad
 
 
 def test_outliers_make_int8_worse_by_far(embedded, outliers):
-    before, after = measure_keys(embedded, "int8").mean, measure_keys(outliers, "int8").mean
+    before, after = (
+        measure_keys(embedded, "int8", MODEL_LEN).mean,
+        measure_keys(outliers, "int8", MODEL_LEN).mean,
+    )
     assert before < MOST_DIVERGENCE / 10 < MOST_DIVERGENCE < after
 
 
@@ -63,5 +69,5 @@ def test_keys_that_are_no_numbers_are_bad():
     model = _model(resolve_model_folder(None, None))
     with torch.inference_mode():
         model.get_parameter("model.layers.2.self_attn.k_norm.weight")[5] = float("nan")
-    found = measure_keys(model, "int8")
+    found = measure_keys(model, "int8", MODEL_LEN)
     assert found.is_bad and found.layer >= 2
