@@ -55,7 +55,7 @@ class _Scripted:
 
 
 def test_it_is_what_the_definitions_say():
-    window = [0, 2, 1]
+    window = [0, 2, 1]  # the last position predicts nothing
     exact = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.7, 0.1], [1.0, 0.0, 0.0]]).log()
     found = torch.tensor([[0.25, 0.25, 0.5], [0.1, 0.8, 0.1], [0.0, 1.0, 0.0]]).log()
     result = compare(_Scripted(found), [window], [exact])
@@ -65,6 +65,7 @@ def test_it_is_what_the_definitions_say():
     first = 0.5 * math.log(2) + 0.25 * math.log(0.5)
     second = 0.2 * math.log(2) + 0.7 * math.log(0.7 / 0.8)
     assert result.divergence == pytest.approx((first + second) / 2)
+    assert result.deep_divergence == pytest.approx(second)
     assert (result.token_bytes, result.is_simulated) == (7, True)
 
 
@@ -107,7 +108,7 @@ def test_the_command_prints_a_line_for_each_format(tmp_path, capsys):
     exact_line, fp8_line = capsys.readouterr().out.splitlines()
     assert exact_line.startswith("auto ") and "KLD" not in exact_line
     assert fp8_line.startswith("fp8 ") and "1056 bytes a token" in fp8_line
-    assert fp8_line.endswith("simulated")
+    assert fp8_line.endswith(" tokens, simulated)")
     written = json.loads(output.read_text())
     assert written["window_tokens"] == 4095, "the model's full context"
     result = written["results"]["fp8"]

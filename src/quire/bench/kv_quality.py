@@ -32,14 +32,17 @@ STORED_FORMATS: tuple[str, ...] = ()
 
 @dataclass(frozen=True, slots=True)
 class KVQuality:
-    """Of one format. loss: mean negative log-likelihood in nats of the num_tokens predicted.
-    divergence: mean Kullback-Leibler divergence, in nats, from the distributions over exact K and
-    V. agreement: share of positions whose likeliest token is the same. token_bytes: of K and V of
-    one token in all layers. is_simulated: not stored by this engine."""
+    """Of one format, over the num_tokens predicted.
+
+    loss: mean negative log-likelihood in nats. divergence: mean Kullback-Leibler divergence, in
+    nats, from the distributions over exact K and V. deep_divergence: the same of each window's last
+    quarter alone. agreement: share of positions whose likeliest token is the same. token_bytes: of
+    K and V of one token in all layers. is_simulated: not stored by this engine."""
 
     num_tokens: int
     loss: float
     divergence: float
+    deep_divergence: float
     agreement: float
     token_bytes: int
     is_simulated: bool
@@ -161,16 +164,28 @@ def compare(
 ) -> KVQuality:
     """exact: of each window, the hidden states over exact K and V, of a model with equal weights.
     Windows have two tokens or more."""
-    totals = torch.zeros(3, dtype=torch.float64)
-    num_tokens = 0
+    found: list[torch.Tensor] = []
+    deep: list[torch.Tensor] = []
     for window, exact_hidden in zip(windows, exact, strict=True):
         hidden = reader.hidden(window)
         following = torch.tensor(window[1:], device=hidden.device)
-        for part in _pieces(len(following)):
-            totals += _compare_piece(reader, hidden[part], exact_hidden[part], following[part])
-        num_tokens += len(following)
-    loss, diverged, agreed = (totals / num_tokens).tolist()
-    return KVQuality(num_tokens, loss, diverged, agreed, reader.token_bytes, reader.is_simulated)
+        pieces = [
+            _compare_positions(reader, hidden[part], exact_hidden[part], following[part])
+            for part in _pieces(len(following))
+        ]
+        found.append(torch.cat(pieces, dim=1))
+        deep.append(found[-1][1, 3 * len(following) // 4 :])
+    figures = torch.cat(found, dim=1)
+    loss, diverged, agreed = figures.mean(1).tolist()
+    return KVQuality(
+        figures.shape[1],
+        loss,
+        diverged,
+        torch.cat(deep).mean().item(),
+        agreed,
+        reader.token_bytes,
+        reader.is_simulated,
+    )
 
 
 def _pieces(count: int) -> Iterator[slice]:
@@ -178,13 +193,12 @@ def _pieces(count: int) -> Iterator[slice]:
         yield slice(first, min(first + PROMPT_LOGPROB_ROWS, count))
 
 
-def _compare_piece(
+def _compare_positions(
     reader: Reader, hidden: torch.Tensor, exact_hidden: torch.Tensor, following: torch.Tensor
 ) -> torch.Tensor:
-    """Sums over positions: loss, divergence, how many agree."""
+    """Of each position its loss, its divergence, and 1 where both agree: [3, R] fp64 on the CPU."""
     exact = torch.log_softmax(reader.logits(exact_hidden), dim=-1)
     found = torch.log_softmax(reader.logits(hidden), dim=-1)
-    loss = -found.gather(1, following[:, None]).double().sum()
-    diverged = divergence(exact, found).double().sum()
-    agreed = (exact.argmax(-1) == found.argmax(-1)).double().sum()
-    return torch.stack((loss, diverged, agreed)).cpu()
+    loss = -found.gather(1, following[:, None])[:, 0]
+    agrees = exact.argmax(-1) == found.argmax(-1)
+    return torch.stack((loss, divergence(exact, found), agrees)).double().cpu()

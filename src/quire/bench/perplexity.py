@@ -209,17 +209,14 @@ def _line(name: str, found: dict[str, Perplexity]) -> str:
 
 def _kv_line(name: str, found: "dict[str, KVQuality]") -> str:
     result, first = found[name], found[AUTO]
-    line = (
-        f"{name:6} perplexity {result.perplexity:10.4f}  {result.token_bytes:7} bytes a token"
-        f"  ({result.num_tokens} tokens)"
-    )
-    if result is first:
-        return line
-    change = 100 * (result.perplexity / first.perplexity - 1)
-    return (
-        f"{line}  {change:+.3f} %  mean KLD {result.divergence:.6f}"
-        f"  top-1 {100 * result.agreement:.2f} %{'  simulated' if result.is_simulated else ''}"
-    )
+    line = f"{name:6} perplexity {result.perplexity:10.4f}"
+    if result is not first:
+        change = 100 * (result.perplexity / first.perplexity - 1)
+        line += f"  {change:+.3f} %  mean KLD {result.divergence:.6f}"
+        line += f" (last quarter {result.deep_divergence:.6f})"
+        line += f"  top-1 {100 * result.agreement:.2f} %"
+    note = ", simulated" if result.is_simulated else ""
+    return f"{line}  {result.token_bytes} bytes a token ({result.num_tokens} tokens{note})"
 
 
 def _write(args: argparse.Namespace, found: "Mapping[str, Perplexity | KVQuality]") -> None:
