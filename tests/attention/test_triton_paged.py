@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 from tests.attention.paged import POISON, make_spec
-from tests.attention.triton_step import TritonStep
+from tests.attention.triton_step import TritonStep, torch_write
 
 from quire.attention.interface import AttentionBatch, GroupBatch
 from quire.core.step import HOLE_BLOCK
@@ -39,21 +39,9 @@ MIXED = [1, 17, 260, 33, 90]
 MIXED_LENS = [1, 1, 1, 33, 7]
 
 
-def write(q, k, v, rotation, pages, slot_mapping):
-    """What the kernel of `test_rotary_kv_write.py` does, here without 10 ms a token."""
-    if rotation is not None:
-        q, k = rotate(q, k, rotation)
-    written = slot_mapping >= 0
-    slots = slot_mapping[written]
-    block, offset = slots // pages.shape[3], slots % pages.shape[3]
-    pages[block, 0, :, offset] = k[written].to(pages.dtype)
-    pages[block, 1, :, offset] = v[written].to(pages.dtype)
-    return q
-
-
 @pytest.fixture(autouse=True)
 def torch_writes(monkeypatch):
-    monkeypatch.setattr(triton_paged, "rotate_and_write", write)
+    monkeypatch.setattr(triton_paged, "rotate_and_write", torch_write)
 
 
 def make_step(specs, contexts, batch_invariant=False, **options):
@@ -282,5 +270,5 @@ def test_head_sizes_that_the_kernels_lack_are_refused(head_dim):
 def test_what_no_backend_serves_is_refused():
     with pytest.raises(ConfigurationError, match="block_size=12 is not a power of two"):
         TritonPagedAttention.page_format(make_spec(), 12, torch.float32)
-    with pytest.raises(ConfigurationError, match=r"KV dtype torch.int8 can't be served"):
-        TritonPagedAttention.page_format(make_spec(), 16, torch.int8)
+    with pytest.raises(ConfigurationError, match=r"KV dtype torch.int16 can't be served"):
+        TritonPagedAttention.page_format(make_spec(), 16, torch.int16)

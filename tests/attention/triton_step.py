@@ -1,10 +1,41 @@
 """Steps for the Triton backend: as `paged.py`, with its page layout."""
 
+from dataclasses import dataclass
+
+import torch
 from tests.attention.paged import PagedStep
+
+from quire.attention.triton_paged import kv_pages
+from quire.kernels.rotary import rotate
+from quire.kernels.triton.attention.compact import quantize_tokens
+
+CODE_FORMATS = (torch.int8, torch.float8_e4m3fn)
+
+
+def torch_write(q, k, v, rotation, pages, slot_mapping, *, scales=None):
+    """What the kernel of `test_rotary_kv_write.py` does, here without 10 ms a token."""
+    if rotation is not None:
+        q, k = rotate(q, k, rotation)
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    store(pages, scales, (slots // pages.shape[3], slots % pages.shape[3]), k[written], v[written])
+    return q
+
+
+def store(pages, scales, places, k, v):
+    """k, v [count, Hkv, D] to (blocks, offsets) of pages; as codes where these have scales."""
+    block, offset = places
+    for half, x in enumerate((k, v)):
+        codes = x.to(pages.dtype) if scales is None else x
+        if scales is not None:
+            kind = torch.int8 if pages.dtype == torch.int8 else torch.float8_e4m3fn
+            codes, of_tokens = quantize_tokens(x, kind)
+            scales.view(torch.bfloat16).unflatten(-1, (-1, 2))[block, :, offset, half] = of_tokens
+        pages[block, half, :, offset] = codes.view(pages.dtype)
 
 
 class TritonStep(PagedStep):
-    """Pages are [2, Hkv, B, D]."""
+    """Pages are [2, Hkv, B, D], and scales behind codes."""
 
     def fill(self, contexts):
         for layer, spec, k, v in zip(self.layers, self.specs, self.k, self.v, strict=True):
@@ -17,3 +48,34 @@ class TritonStep(PagedStep):
                     count = min(self.block_size, context - first)
                     page[0, :, :count] = k[i][first : first + count].transpose(0, 1)
                     page[1, :, :count] = v[i][first : first + count].transpose(0, 1)
+
+
+@dataclass
+class CompactStep(TritonStep):
+    """`dtype` is of the pages, `q_dtype` of q, k and v. The oracle attends what the reference
+    quantizer leaves of K and V: what is compared is attention, not the format."""
+
+    def _random(self, generator, *shape):
+        sizes = torch.randn(*shape[:-1], 1, generator=generator).mul(0.5).exp()
+        return (torch.randn(*shape, generator=generator) * sizes).to(self.q_dtype)
+
+    def fill(self, contexts):
+        for layer, spec, k, v in zip(self.layers, self.specs, self.k, self.v, strict=True):
+            pages = kv_pages(spec, layer)
+            for i, context in enumerate(contexts):
+                tokens = torch.arange(context)
+                blocks = torch.tensor(self.tables[layer.group][i])[tokens // self.block_size]
+                places = blocks, tokens % self.block_size
+                store(pages.numbers, pages.scales, places, k[i][:context], v[i][:context])
+
+    def expected(self, layer, query_lens, contexts=None):
+        stored = self.k, self.v
+        self.k, self.v = ([[self._left(x) for x in xs] for xs in part] for part in stored)
+        try:
+            return super().expected(layer, query_lens, contexts)
+        finally:
+            self.k, self.v = stored
+
+    def _left(self, x):
+        codes, scales = quantize_tokens(x, self.dtype)
+        return codes.double() * scales.double()[..., None]

@@ -14,7 +14,8 @@ prompt in whatever chunks: all rows are attended by one kernel of one shape (`un
 Built by `backends.py`. Shapes as in `interface.py`.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,12 +40,18 @@ from quire.attention.triton_plan import (
 from quire.errors import ConfigurationError
 from quire.kernels.rotary import Rotation
 from quire.kernels.transfers import DeviceLink
+from quire.kernels.triton.attention.compact import CODE_DTYPES
 from quire.kernels.triton.attention.decode_work import decode_work
 from quire.kernels.triton.attention.merge_parts import merge_parts
-from quire.kernels.triton.attention.paged_attention import AttendShape, AttendWork, paged_attention
+from quire.kernels.triton.attention.paged_attention import (
+    AttendShape,
+    AttendWork,
+    KVPages,
+    paged_attention,
+)
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *CODE_DTYPES)
 
 MAX_HEAD_DIM = 256
 """Of which a tile of queries, its output and a tile of K and V fit a program."""
@@ -52,11 +59,11 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class _BoundLayer:
-    """pages: [N, 2, Hkv, B, D]. mixed: by rows, ascending. key: of what layers share."""
+    """mixed: by rows, ascending. key: of what layers share."""
 
     spec: AttentionSpec
     group: int
-    pages: torch.Tensor
+    pages: KVPages
     decode: AttendShape
     mixed: tuple[AttendShape, ...]
 
@@ -67,7 +74,7 @@ class _BoundLayer:
             (spec.num_heads, spec.num_kv_heads, spec.head_dim),
             spec.window,
             spec.causal,
-            self.pages.dtype,
+            self.pages.numbers.dtype,
         )
 
 
@@ -117,7 +124,11 @@ class TritonPagedAttention(AttentionBackend):
                 f"head_dim={spec.head_dim} can't be served by the Triton kernels, which need a "
                 f"multiple of 8 up to {MAX_HEAD_DIM}; device='cpu' with kernels='auto' computes it"
             )
-        return plain_page_format(spec, block_size, dtype, KV_DTYPES)
+        form = plain_page_format(spec, block_size, dtype, KV_DTYPES)
+        if dtype in CODE_DTYPES:
+            scales_bytes = 4 * block_size * spec.num_kv_heads
+            form = replace(form, bytes_per_layer=form.bytes_per_layer + scales_bytes)
+        return form
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
         device = layers[0].pages.device
@@ -127,8 +138,8 @@ class TritonPagedAttention(AttentionBackend):
 
     def _bound(self, spec: AttentionSpec, layer: LayerKV) -> _BoundLayer:
         block_size, dtype = layer.format.block_size, layer.format.dtype
-        page = (2, spec.num_kv_heads, block_size, spec.head_dim)
-        pages = layer.pages.view(dtype).view(-1, *page)
+        pages = kv_pages(spec, layer)
+        dtype = torch.bfloat16 if pages.scales is not None else dtype
         if self.is_batch_invariant:
             shape = uniform_shape(spec, block_size, dtype, self._limits)
             return _BoundLayer(spec, layer.group, pages, shape, (shape,))
@@ -151,7 +162,7 @@ class TritonPagedAttention(AttentionBackend):
         rule = chunk_rule(shape, self._max_context(bound, batch))
         items, count, merges = decode_work(batch.query_start, batch.context_lens, batch.rows, rule)
         most = items.shape[0] * shape.num_kv_heads
-        num_programs = min(most, num_resident(shape, bound.pages.dtype, self._limits))
+        num_programs = min(most, num_resident(shape, bound.pages.numbers.dtype, self._limits))
         parts, scales = self._parts(bound, items.shape[0])
         work = AttendWork(
             items, count, num_programs, parts, scales, rule.parts_per_token, rule.chunk_tokens
@@ -175,10 +186,10 @@ class TritonPagedAttention(AttentionBackend):
         return _StepWork(shape.rows, work, merges if len(host.merges) else None)
 
     def _max_context(self, bound: _BoundLayer, batch: AttentionBatch) -> int:
-        return batch.groups[bound.group].block_tables.shape[1] * bound.pages.shape[3]
+        return batch.groups[bound.group].block_tables.shape[1] * bound.decode.block_size
 
     def _parts(self, bound: _BoundLayer, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        num_heads, device = bound.spec.num_heads, bound.pages.device
+        num_heads, device = bound.spec.num_heads, bound.pages.numbers.device
         shape = (num_parts, num_heads, bound.spec.head_dim)
         parts = torch.empty(shape, dtype=torch.float32, device=device)
         return parts, torch.empty((num_parts, num_heads, 2), dtype=torch.float32, device=device)
@@ -197,7 +208,9 @@ class TritonPagedAttention(AttentionBackend):
         assert (sinks is not None) == bound.spec.has_sinks
         group = batch.groups[bound.group]
         assert q.shape[0] == group.slot_mapping.shape[0], "run serves the planned step"
-        q = rotate_and_write(q, k, v, rotation, bound.pages, group.slot_mapping)
+        pages = bound.pages
+        slots = group.slot_mapping
+        q = rotate_and_write(q, k, v, rotation, pages.numbers, slots, scales=pages.scales)
         if q.stride(1) != q.shape[2]:
             q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -205,7 +218,19 @@ class TritonPagedAttention(AttentionBackend):
         shape = bound.decode
         if step.rows is not None:
             shape = next(s for s in bound.mixed if s.rows == step.rows)
-        paged_attention(q, bound.pages, group.block_tables, step.work, sinks, out, None, shape)
+        paged_attention(q, pages, group.block_tables, step.work, sinks, out, None, shape)
         if step.merges is not None:
             merge_parts(step.merges, step.work.parts, step.work.scales, sinks, out, None)
         return out
+
+
+def kv_pages(spec: AttentionSpec, layer: LayerKV) -> KVPages:
+    """The views of a layer's bytes: K then V, and behind codes their scales."""
+    block_size, dtype = layer.format.block_size, layer.format.dtype
+    page = (2, spec.num_kv_heads, block_size, spec.head_dim)
+    if dtype not in CODE_DTYPES:
+        return KVPages(layer.pages.view(dtype).view(-1, *page))
+    num_codes = math.prod(page)
+    codes = layer.pages[:, :num_codes].view(CODE_DTYPES[dtype])
+    scales = layer.pages[:, num_codes:].view(torch.int32)
+    return KVPages(codes.view(-1, *page), scales.view(-1, spec.num_kv_heads, block_size))

@@ -15,7 +15,7 @@ from quire.attention.reference import attend_dense
 pytest.importorskip("triton")
 
 from quire.attention.triton_plan import decode_shape
-from quire.kernels.triton.attention.paged_attention import AttendWork, paged_attention
+from quire.kernels.triton.attention.paged_attention import AttendWork, KVPages, paged_attention
 
 SPEC = make_spec(4, 2, 16)
 SHAPE = decode_shape(SPEC, 8, torch.float32, H200)
@@ -57,7 +57,7 @@ def test_any_number_of_programs_does_all_items(num_programs):
         (0, 1, 1, 19, 0, 20, -1, 20), (0, 0, 1, 18, 0, 19, -1, 19), num_programs=num_programs
     )
     out, lse = torch.full_like(q, torch.nan), torch.full((2, 4), torch.nan)
-    paged_attention(q, pages, TABLE, work, None, out, lse, SHAPE)
+    paged_attention(q, KVPages(pages), TABLE, work, None, out, lse, SHAPE)
     expected, expected_lse = attend_dense(SPEC, q, k, v)
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(lse.double(), expected_lse, atol=5e-6, rtol=5e-6)
@@ -67,7 +67,7 @@ def test_only_the_tokens_of_items_are_written():
     q, _, _, pages = make_inputs()
     out = torch.full_like(q, 7.0)
     work = make_work((0, 1, 1, 19, 0, 20, -1, 20))
-    paged_attention(q, pages, TABLE, work, None, out, None, SHAPE)
+    paged_attention(q, KVPages(pages), TABLE, work, None, out, None, SHAPE)
     assert (out[0] == 7.0).all()
     assert (out[1] != 7.0).all()
 
@@ -77,14 +77,14 @@ def test_queries_that_do_not_lie_side_by_side_are_refused():
     work = make_work((0, 1, 1, 19, 0, 20, -1, 20))
     apart = q.repeat(1, 2, 1)[:, ::2]
     with pytest.raises(ValueError, match=r"q is \(2, 4, 16\), strides .* side by side"):
-        paged_attention(apart, pages, TABLE, work, None, q, None, SHAPE)
+        paged_attention(apart, KVPages(pages), TABLE, work, None, q, None, SHAPE)
     with pytest.raises(ValueError, match=r"must be \[T, 8, 16\]"):
         shape = replace(SHAPE, num_heads=8)
-        paged_attention(q, pages, TABLE, work, None, q, None, shape)
+        paged_attention(q, KVPages(pages), TABLE, work, None, q, None, shape)
 
 
 def test_pages_of_another_layout_are_refused():
     q, _, _, pages = make_inputs()
     work = make_work((0, 1, 1, 19, 0, 20, -1, 20))
     with pytest.raises(ValueError, match=r"each must be \(2, 2, 8, 16\)"):
-        paged_attention(q, pages.transpose(2, 3), TABLE, work, None, q, None, SHAPE)
+        paged_attention(q, KVPages(pages.transpose(2, 3)), TABLE, work, None, q, None, SHAPE)

@@ -6,6 +6,7 @@ from quire.kernels.triton.attention.copy_blocks import copy_blocks_kernel
 from quire.kernels.triton.attention.rotary_kv_write import rotary_kv_write_kernel
 from quire.kernels.triton.rms_norm import rms_norm_kernel
 from quire.kernels.triton.silu_mul import silu_mul_kernel
+from quire.kernels.triton.support import next_power_of_two
 
 
 def _rms_norm(
@@ -37,12 +38,15 @@ def _silu_mul(dtype: str, size: int) -> KernelSpec:
 
 
 def _rotary(
-    dtype: str, num_heads: int, num_kv_heads: int, size: int, half: int, *, normed: bool = False
+    dtype: str, heads: tuple[int, int], size: int, *, normed: bool = False, codes: str = ""
 ) -> KernelSpec:
-    """Of a fused qkv projection with pages in the same dtype."""
+    """Of a fused qkv projection. codes: of the pages; none: they are of the same dtype."""
+    num_heads, num_kv_heads = heads
+    half = next_power_of_two(size // 2)
     tile = 1024 // (2 * half)
-    tensors = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "kv_ptr")
-    arguments = {name: f"*{dtype}" for name in tensors}
+    arguments = {name: f"*{dtype}" for name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr")}
+    arguments |= {"kv_ptr": f"*{codes or dtype}", "scale_stride": "i64:16"}
+    scales = {"kv_scales_ptr": "*i32"}
     arguments |= {"slots_ptr": "*i64", "positions_ptr": "*i64", "table_ptr": "*fp32", "eps": "fp32"}
     for tensor in ("q", "k", "v", "out"):
         arguments |= {f"{tensor}_{stride}_stride": "i32:16" for stride in ("token", "head")}
@@ -59,9 +63,13 @@ def _rotary(
     }
     return KernelSpec(
         rotary_kv_write_kernel,
-        f"{dtype} {num_heads}/{num_kv_heads} heads of {size}" + " normed" * normed,
-        {**arguments, "page_stride": "i64:16"} | (norms if normed else {}),
-        constants | ({} if normed else dict.fromkeys(norms)),
+        f"{dtype}{codes} {num_heads}/{num_kv_heads} heads of {size}" + " normed" * normed,
+        {**arguments, "page_stride": "i64:16"}
+        | (norms if normed else {})
+        | (scales if codes else {}),
+        constants
+        | ({} if normed else dict.fromkeys(norms))
+        | ({} if codes else dict.fromkeys(scales)),
         num_warps=2,
         options={"enable_fp_fusion": False},
     )
@@ -71,8 +79,10 @@ SPECS = [
     _rms_norm("bf16", 4096, 4096, 16, with_residual=True),
     _rms_norm("fp32", 80, 128, 4, with_residual=False),
     _silu_mul("bf16", 14336),
-    _rotary("bf16", 32, 8, 128, 64),
-    _rotary("fp32", 14, 2, 80, 64, normed=True),
+    _rotary("bf16", (32, 8), 128),
+    _rotary("fp32", (14, 2), 80, normed=True),
+    _rotary("bf16", (32, 8), 128, codes="i8"),
+    _rotary("bf16", (32, 8), 128, codes="u8"),
     KernelSpec(
         copy_blocks_kernel,
         "",
@@ -93,7 +103,13 @@ MORE = [
     _rms_norm("fp32", 16384, 16384, 32, with_residual=True),
     _silu_mul("fp32", 3072),
     _silu_mul("fp16", 1013),
-    _rotary("bf16", 16, 8, 128, 64, normed=True),
-    _rotary("fp16", 32, 32, 80, 64),
-    _rotary("fp32", 32, 8, 256, 128),
+    _rotary("bf16", (16, 8), 128, normed=True),
+    _rotary("fp16", (32, 32), 80),
+    _rotary("fp32", (32, 8), 256),
+    *(
+        _rotary(dtype, heads, size, normed=True, codes=codes)
+        for dtype in ("bf16", "fp16", "fp32")
+        for heads, size in (((64, 8), 64), ((32, 8), 128), ((8, 4), 256))
+        for codes in ("i8", "u8")
+    ),
 ]

@@ -19,14 +19,17 @@ LIMITS = {
     80: DeviceLimits(108, 164 << 10, 163 << 10, is_wide=False),
 }
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+CODES = {torch.int8: "*i8", torch.float8_e4m3fn: "*u8"}
 
 
-def attend(shape, dtype, target, *, with_all=False):
-    """with_all: sinks and log-sum-exps too."""
+def attend(shape, dtype, target, *, codes=None, with_all=False):
+    """dtype: of queries. codes: of the pages, where they are of codes. with_all: sinks and
+    log-sum-exps too."""
     kind = TYPES[dtype]
+    pages = kind if codes is None else CODES[codes]
     arguments = {
         "q_ptr": kind,
-        "pages_ptr": kind,
+        "pages_ptr": pages,
         "tables_ptr": "*i32",
         "items_ptr": "*i32",
         "num_items_ptr": "*i32",
@@ -39,14 +42,21 @@ def attend(shape, dtype, target, *, with_all=False):
         "parts_per_token": "i32",
         "chunk_tokens": "i32:16",
     }
+    scales = {"kv_scales_ptr": "*i32", "kv_scale_stride": "i32:16"}
     others = {"sinks_ptr": kind, "lse_ptr": "*fp32"}
+    given = (scales if codes is not None else {}) | (others if with_all else {})
+    missing = dict.fromkeys(set(others) - set(given))
+    if codes is None:
+        missing |= {"kv_scales_ptr": None}
+        arguments |= {"kv_scale_stride": "i32:16"}
     name = "uniform" if shape.uniform else "attend"
+    kinds = kind[1:] + ("" if codes is None else f" {pages[1:]}")
     return KernelSpec(
         paged_attention_kernel,
-        f"{name} {kind[1:]} {shape.rows}x{shape.tile} D{shape.head_dim} B{shape.block_size} "
+        f"{name} {kinds} {shape.rows}x{shape.tile} D{shape.head_dim} B{shape.block_size} "
         f"G{shape.group} W{shape.window}{' all' if with_all else ''}",
-        arguments=arguments | (others if with_all else {}),
-        constants={"S": shape} | ({} if with_all else dict.fromkeys(others)),
+        arguments=arguments | given,
+        constants={"S": shape} | missing,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         targets=(target,),
@@ -111,10 +121,22 @@ _MODELS = [
     (make_spec(32, 1, 128, causal=False, window=64), 2048),
     (make_spec(64, 1, 128), 16),
 ]
-MORE = [
-    attend(shape, dtype, target, with_all=spec.has_sinks)
+COMPACT = [
+    attend(shape, dtype, target, codes=codes, with_all=spec.has_sinks)
     for target in LIMITS
-    for dtype in TYPES
+    for codes in CODES
+    for dtype in (torch.bfloat16, torch.float16)
     for spec, block_size in _MODELS
-    for shape in shapes(spec, block_size, dtype, target)
-] + [merge(torch.float32, 80), merge(torch.float16, 128), work(1, ChunkRule(3, 1024, 32, None))]
+    for shape in shapes(spec, block_size, torch.bfloat16, target)
+]
+MORE = (
+    COMPACT
+    + [
+        attend(shape, dtype, target, with_all=spec.has_sinks)
+        for target in LIMITS
+        for dtype in TYPES
+        for spec, block_size in _MODELS
+        for shape in shapes(spec, block_size, dtype, target)
+    ]
+    + [merge(torch.float32, 80), merge(torch.float16, 128), work(1, ChunkRule(3, 1024, 32, None))]
+)

@@ -26,6 +26,10 @@ function. A tile or chunk that a row doesn't see changes none of its bits.
 
 Memory that no query of the tile sees is not read: neither pages nor tables.
 
+Pages of codes (`compact.py`) are widened where they are multiplied, to bf16, or to fp16 for queries
+of fp16; queries of fp32 are rounded to bf16 beside them. A key's scale multiplies its scores, that
+of its value the probabilities: out = sum_j (p_j scale_j) code_j.
+
 Cost, of a tile of K and V of 64 keys of 128 bf16 numbers, 32 KiB, as compiled for sm_90 (nothing
 spilled): 16 rows, for decoding, are 361 instructions a warp of four, and 146 registers, so that
 three programs share a processor and 192 KiB are under way on it; reading them at 4.3 TB/s over 132
@@ -46,6 +50,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.attention.compact import check_scales, unpack_scales, widen
 from quire.kernels.triton.attention.online_softmax import LOG2_E, finish, finite_or_zero, fold
 from quire.kernels.triton.support import next_power_of_two
 
@@ -114,9 +119,22 @@ class AttendWork:
     chunk_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """A layer's K and V of all blocks.
+
+    numbers: [N, 2, Hkv, B, D], any page stride; K then V, of the model's dtype or codes (int8, or
+    uint8: e4m3). scales: [N, Hkv, B] int32 of codes, any page stride, each token's two as
+    `compact.py` packs them; None: numbers are not codes.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor | None = None
+
+
 def paged_attention(
     q: torch.Tensor,
-    pages: torch.Tensor,
+    pages: KVPages,
     tables: torch.Tensor,
     work: AttendWork,
     sinks: torch.Tensor | None,
@@ -124,9 +142,8 @@ def paged_attention(
     lse: torch.Tensor | None,
     shape: AttendShape,
 ) -> None:
-    """q [T, Hq, D], any token stride; pages [N, 2, Hkv, B, D], any page stride; tables [R, most
-    blocks] int32; sinks [Hq]. Writes out [T, Hq, D] and lse [T, Hq] fp32, both contiguous, or
-    parts, for the tokens of the items."""
+    """q [T, Hq, D], any token stride; tables [R, most blocks] int32; sinks [Hq]. Writes out
+    [T, Hq, D] and lse [T, Hq] fp32, both contiguous, or parts, for the tokens of the items."""
     heads = (shape.num_heads, shape.head_dim)
     if q.shape[1:] != heads or q.stride()[1:] != (shape.head_dim, 1):
         raise ValueError(
@@ -134,14 +151,17 @@ def paged_attention(
             "with each token's heads side by side"
         )
     page = (2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    if pages.shape[1:] != page or not pages[0].is_contiguous():
+    numbers, kv_scales = pages.numbers, pages.scales
+    if numbers.shape[1:] != page or not numbers[0].is_contiguous():
         raise ValueError(
-            f"pages are {tuple(pages.shape)}, strides {pages.stride()}, but each must be {page}, "
-            "contiguous"
+            f"pages are {tuple(numbers.shape)}, strides {numbers.stride()}, but each must be "
+            f"{page}, contiguous"
         )
+    check_scales(numbers, kv_scales)
     paged_attention_kernel[(work.num_programs,)](
         q,
-        pages,
+        numbers,
+        kv_scales,
         tables,
         work.items,
         work.count,
@@ -151,7 +171,8 @@ def paged_attention(
         work.parts,
         work.scales,
         q.stride(0),
-        pages.stride(0),
+        numbers.stride(0),
+        0 if kv_scales is None else kv_scales.stride(0),
         tables.stride(0),
         work.parts_per_token,
         work.chunk_tokens,
@@ -162,9 +183,11 @@ def paged_attention(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scores(q, k, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, TILE] fp32, which times `S.to_log2` are in units of log2."""
+def _scores(q, k, k_scales, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, TILE] fp32, which times `S.to_log2` are in units of log2. k_scales: [TILE] or None."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if k_scales is not None:
+        scores = scores * k_scales[None, :]
     if S.soft_cap is not None:
         # tanh(x) = 1 - 2 / (e^2x + 1), with e^2x in powers of two.
         powers = tl.exp2(scores * (2.0 * S.scale / S.soft_cap * LOG2_E))
@@ -190,14 +213,15 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     part,  # (m, sums, acc) so far
     q,  # [rows, D]
     positions,  # [rows]
-    memory,  # (pages at the KV head, elements from page to page, the sequence's row of the table)
+    memory,  # (pages at the KV head, elements from page to page, the sequence's row of the table,
+    # scales at the KV head or None, scales from page to page)
     keys_range,  # (first tile, end): of this loop
     seen,  # (first, end): keys that some row sees
     MASKED: tl.constexpr,
     S: tl.constexpr,
 ):
     m, sums, acc = part
-    pages, page_stride, table = memory
+    pages, page_stride, table, scales, scale_stride = memory
     TILE: tl.constexpr = S.tile
     columns = tl.arange(0, TILE)
     dims = tl.arange(0, S.padded_dim)
@@ -207,11 +231,15 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         start = tl.multiple_of(start, TILE)
         keys = start + columns
         is_seen = (keys >= seen[0]) & (keys < seen[1])
-        places = blocks.to(tl.int64) * page_stride
-        if S.block_size >= TILE:
-            places = places + (start % S.block_size + columns) * S.head_dim
-        else:
-            places = places + (columns % S.block_size) * S.head_dim
+        offsets = (
+            (start % S.block_size + columns) if S.block_size >= TILE else columns % S.block_size
+        )
+        places = blocks.to(tl.int64) * page_stride + offsets * S.head_dim
+        k_scales, v_scales = None, None
+        if scales is not None:
+            pair_places = scales + (blocks.to(tl.int64) * scale_stride + offsets)
+            pairs = tl.load(pair_places, is_seen, other=0) if MASKED else tl.load(pair_places)
+            k_scales, v_scales = unpack_scales(pairs)
         blocks = _load_blocks(table, start + TILE, (seen[0], keys_range[1]), S)
         k_places = pages + places[:, None] + dims[None, :]
         v_places = k_places + S.num_kv_heads * S.block_size * S.head_dim
@@ -224,7 +252,9 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         else:
             k = tl.load(k_places)
             v = tl.load(v_places)
-        scores = _scores(q, k, S)
+        # Codes of V meet probabilities of bf16: what these are scaled by may have any magnitude.
+        k, v = widen(k, q.dtype), widen(v, tl.bfloat16)
+        scores = _scores(q, k, k_scales, S)
         if MASKED:
             visible = is_seen[None, :]
             if S.causal:
@@ -242,6 +272,8 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         scale = tl.exp2(m - base)
         sums = sums * scale + tl.sum(probs, axis=1)
         acc = acc * scale[:, None]
+        if v_scales is not None:
+            probs = probs * v_scales[None, :]
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
         m = new_m
     return m, sums, acc
@@ -329,6 +361,7 @@ def _store(item, kv_head, result, sinks_ptr, outputs, part_outputs, S: tl.conste
 def paged_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr,  # [T, Hq, D], tokens q_stride apart
     pages_ptr,  # [N, 2, Hkv, B, D], pages page_stride apart
+    kv_scales_ptr,  # [N, Hkv, B] int32, pages kv_scale_stride apart; None: pages are not of codes
     tables_ptr,  # [R, most blocks] int32, rows table_stride apart
     items_ptr,  # [items, ITEM_FIELDS] int32
     num_items_ptr,  # [1] int32
@@ -339,6 +372,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     scales_ptr,  # [parts, Hq, 2] fp32: m and sums
     q_stride,
     page_stride,
+    kv_scale_stride,
     table_stride,
     parts_per_token,
     chunk_tokens,
@@ -372,8 +406,15 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         tokens = (token + offsets).to(tl.int64)
         q_places = tokens[:, None] * q_stride + heads[:, None] * S.head_dim + dims[None, :]
         pages = pages_ptr + kv_head * (S.block_size * S.head_dim)
-        q = tl.load(q_ptr + q_places, mask, other=0.0).to(pages_ptr.dtype.element_ty)
-        memory = (pages, page_stride, table)
+        q = tl.load(q_ptr + q_places, mask, other=0.0)
+        kv_scales = None
+        if kv_scales_ptr is None:
+            q = q.to(pages_ptr.dtype.element_ty)
+        else:
+            kv_scales = kv_scales_ptr + kv_head * S.block_size
+            if q.dtype != tl.float16:
+                q = q.to(tl.bfloat16)
+        memory = (pages, page_stride, table, kv_scales, kv_scale_stride)
         seen, ends = (seen_first, seen_end), (position, last)
         m, sums, acc = _attend_chunks(
             q, position + offsets, memory, (first, end), seen, ends, chunk_tokens, S

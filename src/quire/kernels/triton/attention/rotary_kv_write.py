@@ -28,7 +28,9 @@ then the rest, cut in two; if all rotate, the head's halves.
 
 Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), R elements of a head that rotate
 (even, in most models D), N blocks, B block size.
-dtypes: q, k, v fp32, bf16 or fp16, all alike; kv one of these. Called by `attention/triton_paged`.
+dtypes: q, k, v fp32, bf16 or fp16, all alike; kv one of these, or codes, whose scales
+`compact.py` defines: what is quantized are the numbers that would else be stored. Called by
+`attention/triton_paged`.
 """
 
 import torch
@@ -36,6 +38,12 @@ import triton
 import triton.language as tl
 
 from quire.kernels.rotary import Rotation
+from quire.kernels.triton.attention.compact import (
+    check_scales,
+    pack_scales,
+    quantize,
+    scales_of,
+)
 from quire.kernels.triton.support import check_same, next_power_of_two
 
 _PROGRAM_ELEMENTS = 1024
@@ -50,16 +58,19 @@ def rotate_and_write(
     slot_mapping: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norm and rotate q [T, Hq, D] and k [T, Hkv, D], write k and v [T, Hkv, D] to their slots.
 
     rotation: None: q and k come as they are to be compared and stored.
     kv: [N, 2, Hkv, B, D], pages any distance apart. slot_mapping: [T] int64, block * B + offset; -1
         is a token of padding, which is not written. No two others are equal.
+    scales: [N, Hkv, B] int32, where kv is of codes, int8 or uint8 (e4m3): each token's scales of K
+        and V, as `compact.py` packs them.
     out: like q, where it goes to; None: q itself is overwritten. k and v are left as they are.
     Returns q as it is to be attended with. All may be views whose last dimension is contiguous.
     """
-    _check(q, k, v, kv, slot_mapping)
+    _check(q, k, v, (kv, scales), slot_mapping)
     if rotation is not None:
         _check_rotation(q, rotation)
     is_moved = rotation is not None or out is not None
@@ -83,6 +94,7 @@ def rotate_and_write(
         v,
         out,
         kv,
+        scales,
         slot_mapping,
         None if angles is None else angles.table,
         None if angles is None else angles.positions,
@@ -94,6 +106,7 @@ def rotate_and_write(
         *v.stride()[:2],
         *out.stride()[:2],
         kv.stride(0),
+        0 if scales is None else scales.stride(0),
         HQ=num_heads,
         HKV=num_kv_heads,
         D=size,
@@ -109,8 +122,14 @@ def rotate_and_write(
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: tuple[torch.Tensor, torch.Tensor | None],
+    slots: torch.Tensor,
 ) -> None:
+    kv, scales = pages
+    check_scales(kv, scales)
     check_same("k", k, "q", q)
     check_same("v", v, "q", q)
     num_tokens, _, size = q.shape
@@ -168,6 +187,7 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     v_ptr,
     out_ptr,
     kv_ptr,
+    kv_scales_ptr,  # [N, Hkv, B] int32, pages scale_stride apart; None: kv is not of codes
     slots_ptr,
     table_ptr,  # [any, R] fp32: R/2 cosines, then R/2 sines; None: nothing is rotated
     positions_ptr,
@@ -183,6 +203,7 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     out_token_stride,
     out_head_stride,
     page_stride,
+    scale_stride,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -201,35 +222,60 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
         heads = tile * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (heads < HQ)[:, None] & (lanes < D // 2)[None, :]
         source = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride
-        low = tl.load(source + low_at[None, :], mask, other=0.0)
-        high = tl.load(source + high_at[None, :], mask, other=0.0)
+        low, high = _load(source, (low_at, high_at), mask)
         low, high = _norm_and_rotate(
             low, high, lanes, q_norm_ptr, eps, table_ptr, positions_ptr, token, D, R
         )
         target = out_ptr + token * out_token_stride + heads[:, None] * out_head_stride
-        tl.store(target + low_at[None, :], low, mask)
-        tl.store(target + high_at[None, :], high, mask)
+        _store(target, (low, high), (low_at, high_at), mask)
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
             heads = (tile - NUM_Q_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
             mask = (heads < HKV)[:, None] & (lanes < D // 2)[None, :]
             source = v_ptr + token * v_token_stride + heads[:, None] * v_head_stride
-            v_low = tl.load(source + low_at[None, :], mask, other=0.0)
-            v_high = tl.load(source + high_at[None, :], mask, other=0.0)
+            v_low, v_high = _load(source, (low_at, high_at), mask)
             source = k_ptr + token * k_token_stride + heads[:, None] * k_head_stride
-            k_low = tl.load(source + low_at[None, :], mask, other=0.0)
-            k_high = tl.load(source + high_at[None, :], mask, other=0.0)
+            k_low, k_high = _load(source, (low_at, high_at), mask)
             k_low, k_high = _norm_and_rotate(
                 k_low, k_high, lanes, k_norm_ptr, eps, table_ptr, positions_ptr, token, D, R
             )
-            stored = kv_ptr.dtype.element_ty
+            if kv_scales_ptr is not None:
+                pairs_at = kv_scales_ptr + slot // B * scale_stride + slot % B + heads * B
+                k_low, k_high, v_low, v_high = _quantize_pair(
+                    k_low, k_high, v_low, v_high, pairs_at, heads < HKV, kv_ptr.dtype.element_ty
+                )
             target = kv_ptr + slot // B * page_stride + slot % B * D + heads[:, None] * (B * D)
-            tl.store(target + low_at[None, :], k_low.to(stored), mask)
-            tl.store(target + high_at[None, :], k_high.to(stored), mask)
+            _store(target, (k_low, k_high), (low_at, high_at), mask)
             target += HKV * B * D
-            tl.store(target + low_at[None, :], v_low.to(stored), mask)
-            tl.store(target + high_at[None, :], v_high.to(stored), mask)
+            _store(target, (v_low, v_high), (low_at, high_at), mask)
+
+
+@triton.jit
+def _load(source, places, mask):  # type: ignore[no-untyped-def]
+    """The two parts of heads; 0 where the mask is not set."""
+    low = tl.load(source + places[0][None, :], mask, other=0.0)
+    high = tl.load(source + places[1][None, :], mask, other=0.0)
+    return low, high
+
+
+@triton.jit
+def _store(target, parts, places, mask):  # type: ignore[no-untyped-def]
+    stored = target.dtype.element_ty
+    tl.store(target + places[0][None, :], parts[0].to(stored), mask)
+    tl.store(target + places[1][None, :], parts[1].to(stored), mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantize_pair(  # type: ignore[no-untyped-def]
+    k_low, k_high, v_low, v_high, pairs_at, is_head, kind: tl.constexpr
+):
+    """Heads' parts -> their codes; the scales are stored."""
+    k_scales, v_scales = scales_of(k_low, k_high, kind), scales_of(v_low, v_high, kind)
+    tl.store(pairs_at, pack_scales(k_scales, v_scales), is_head)
+    k_low, k_high = quantize(k_low, k_scales, kind), quantize(k_high, k_scales, kind)
+    v_low, v_high = quantize(v_low, v_scales, kind), quantize(v_high, v_scales, kind)
+    return k_low, k_high, v_low, v_high
 
 
 @triton.jit  # type: ignore[untyped-decorator]

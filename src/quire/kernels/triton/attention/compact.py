@@ -1,0 +1,146 @@
+"""Compact K and V in Triton: vectors as bytes with a scale, written and widened.
+
+A token's K of one KV head is stored as one code a number, and one scale; V alike. With x such a
+vector and `most` the largest code (127 for int8, 448 for e4m3):
+
+    scale = bf16(max |x| / most),   code = nearest(x / scale)        number = code * scale
+
+Both are functions of x alone: nothing is rewritten when a block fills, and a prompt leaves the same
+bytes however it was chunked. A scale of 0 has codes of 0. A vector with an infinity or a NaN has a
+scale of NaN, so that what reads it says so. Roundings are to nearest, ties to even; codes saturate.
+
+int8: codes from -127 to 127. e4m3: 8-bit floats of 4 exponent and 3 mantissa bits (OCP 8-bit
+Floating Point Specification; e4m3fn, without infinities), as bytes of uint8: conversions are
+integer arithmetic, since GPUs before sm_89 have none. Every code is exact in bf16 and fp16.
+
+The reference is `quantize_tokens` below, in torch. Called by `rotary_kv_write.py` (which quantizes)
+and `paged_attention.py` (which widens).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+CODE_DTYPES = {torch.int8: torch.int8, torch.float8_e4m3fn: torch.uint8}
+"""The dtype of the kernels' pages by that of the KV format."""
+
+
+def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., D] -> (codes [..., D] in dtype, int8 or float8_e4m3fn; scales [...] bf16)."""
+    wide = x.float()
+    most = 127.0 if dtype == torch.int8 else 448.0
+    top = wide.abs().amax(-1)
+    is_sound = wide.isfinite().all(-1)
+    scales = torch.where(is_sound, top / most, torch.nan).bfloat16()
+    divisor = scales.float()[..., None]
+    quotients = torch.where(divisor > 0, wide / divisor, 0.0).clamp(-most, most)
+    return (quotients.round() if dtype == torch.int8 else quotients).to(dtype), scales
+
+
+def check_scales(pages: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """pages [N, 2, Hkv, B, D]. Raises ValueError unless codes have scales [N, Hkv, B] int32, each
+    page contiguous, and numbers have none."""
+    if (scales is not None) != (pages.dtype in CODE_DTYPES.values()):
+        kind = "none" if scales is None else "some"
+        raise ValueError(
+            f"pages of {pages.dtype} came with scales: {kind}, but codes need them, "
+            "and numbers have none"
+        )
+    if scales is None:
+        return
+    expected = (pages.shape[0], *pages.shape[2:4])
+    is_page = scales.shape == expected and scales[0].is_contiguous()
+    if not is_page or scales.dtype != torch.int32 or scales.device != pages.device:
+        raise ValueError(
+            f"scales are {tuple(scales.shape)} {scales.dtype} on {scales.device}, but must be "
+            f"{expected} torch.int32 on {pages.device}, each page contiguous"
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes as numbers of dtype, exact; what has no codes as it is."""
+    if codes.dtype == tl.uint8:
+        bits = codes.to(tl.uint16)
+        sign = (bits & 0x80) << 8
+        # Exponents are biased by 7 there, by 15 in fp16, by 127 else. Subnormal ones are exact too.
+        if dtype == tl.float16:
+            wide = (sign | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+        else:
+            narrow = (sign | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
+            power = tl.full(codes.shape, 0x7B80, tl.uint16).to(tl.bfloat16, bitcast=True)  # 2^120
+            wide = (narrow * power).to(dtype)
+    elif codes.dtype == tl.int8:
+        # Written out: Triton's own conversion leaves V's loads narrow, and spills (3.7, sm_90).
+        bits = codes.to(tl.uint8, bitcast=True).to(tl.uint16)
+        if dtype == tl.float16:
+            wide = (0x6400 | (bits ^ 0x80)).to(tl.float16, bitcast=True) - 1152.0  # 1024 + 128
+        else:
+            low = (0x4300 | (bits & 0x7F)).to(tl.bfloat16, bitcast=True)  # 128 and seven bits
+            bias = (0x4300 | (bits & 0x80)).to(tl.bfloat16, bitcast=True)  # 128, or 256 below 0
+            wide = (low - bias).to(dtype)
+    else:
+        wide = codes
+    return wide
+
+
+@triton.jit
+def nearest_e4m3(x):  # type: ignore[no-untyped-def]
+    """x, fp32 and not NaN -> the bytes of the nearest e4m3 numbers, ties to even, at most 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 steps are of 2^-9: those of fp32 from 2^14 on.
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(size < 0x3C800000, small, tl.minimum(normal, 0x7E))
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scales_of(low, high, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Vectors as two parts [n, D/2] -> their scales [n], bf16 as fp32. kind: of codes."""
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    unsound = tl.maximum(_unsound(low), _unsound(high))
+    top = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=1)
+    is_sound = tl.max(unsound, axis=1) == 0
+    top = tl.where(is_sound, top, 0.0)
+    most: tl.constexpr = 127.0 if kind == tl.int8 else 448.0
+    scales = tl.div_rn(top, tl.full(top.shape, most, tl.float32)).to(tl.bfloat16).to(tl.float32)
+    return tl.where(is_sound, scales, float("nan"))
+
+
+@triton.jit
+def _unsound(x):  # type: ignore[no-untyped-def]
+    return tl.where(tl.abs(x) < float("inf"), 0, 1)  # a NaN is not below
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quantize(x, scales, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x [n, *] over its scales [n] -> codes."""
+    is_usable = (scales > 0.0)[:, None]
+    divisor = tl.broadcast_to(tl.where(is_usable, scales[:, None], 1.0), x.shape)
+    quotient = tl.where(is_usable, tl.div_rn(x.to(tl.float32), divisor), 0.0)
+    if kind == tl.int8:
+        bounded = tl.minimum(tl.maximum(quotient, -127.0), 127.0)
+        # Adding 1.5 * 2^23 leaves no bits for a fraction: to the nearest integer, ties to even.
+        codes = ((bounded + 12582912.0) - 12582912.0).to(tl.int8)
+    else:
+        codes = nearest_e4m3(quotient)
+    return codes
+
+
+@triton.jit
+def pack_scales(k_scales, v_scales):  # type: ignore[no-untyped-def]
+    """Two scales as one number of 32 bits: bf16 of K in the lower half, of V in the upper one."""
+    k_bits = k_scales.to(tl.uint32, bitcast=True) >> 16
+    v_bits = v_scales.to(tl.uint32, bitcast=True) & 0xFFFF0000
+    return (k_bits | v_bits).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def unpack_scales(pairs):  # type: ignore[no-untyped-def]
+    """-> (scales of K, scales of V), fp32."""
+    bits = pairs.to(tl.uint32, bitcast=True)
+    k_scales = (bits << 16).to(tl.float32, bitcast=True)
+    v_scales = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return k_scales, v_scales
