@@ -7,7 +7,9 @@ import pytest
 import torch
 from tests.outlier_model import make_outlier_model
 
+from quire.assembly.build import build_engine
 from quire.assembly.kv_format_check import MOST_DIVERGENCE, check_keys, measure_keys
+from quire.errors import ConfigurationError
 from quire.hub.model_folder import resolve_model_folder
 from quire.models.checkpoints.loader import load_model
 from quire.models.interface import TextModel
@@ -71,3 +73,21 @@ def test_keys_that_are_no_numbers_are_bad():
         model.get_parameter("model.layers.2.self_attn.k_norm.weight")[5] = float("nan")
     found = measure_keys(model, "int8", MODEL_LEN)
     assert found.is_bad and found.layer >= 2
+
+
+@pytest.mark.parametrize(("factor", "num_warnings"), [(1, 0), (32, 1)])
+def test_the_start_says_so(tmp_path, caplog, factor, num_warnings):
+    model = make_outlier_model(tmp_path / "model", factor)
+    options = {"kernels": "triton", "kv_cache_dtype": "int8", "max_model_len": 64, "num_blocks": 8}
+    build_engine({"model": str(model), **options})
+    warnings = [record for record in caplog.records if "is bad for this" in record.getMessage()]
+    assert len(warnings) == num_warnings
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [("int4", "3% to 25% on keys with outliers"), ("fp8", "'int8' takes as many")],
+)
+def test_what_cannot_be_had_is_refused_by_name(name, match):
+    with pytest.raises(ConfigurationError, match=match):
+        build_engine({"kv_cache_dtype": name, "device": "cpu", "max_model_len": 64})

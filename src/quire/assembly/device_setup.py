@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from quire.attention.backends import select
+from quire.attention.backends import AUTO, FP8, INT8, select
 from quire.attention.interface import AttentionBackend
 from quire.errors import ConfigurationError
 from quire.formats.registry import load_weight_format
@@ -24,7 +24,7 @@ from quire.models.config import ModelConfig
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 
-TRITON, TORCH, AUTO = "triton", "torch", "auto"
+TRITON, TORCH = "triton", "torch"
 
 BFLOAT16_CAPABILITY = (8, 0)
 """Of the first GPUs that multiply bfloat16."""
@@ -41,6 +41,7 @@ class DeviceSetup:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     kernels: NativeKernels | None
     is_triton: bool
     operators: Operators
@@ -123,6 +124,7 @@ def choose_setup(
     return DeviceSetup(
         device=device,
         dtype=dtype,
+        kv_dtype=_choose_kv_dtype(options, dtype, is_triton),
         kernels=kernels,
         is_triton=is_triton,
         operators=TORCH_OPERATORS if linears is None else linears.operators,
@@ -130,6 +132,16 @@ def choose_setup(
         attention_backend=options.attention_backend,
         batch_invariant=options.batch_invariant,
     )
+
+
+def _choose_kv_dtype(options: EngineOptions, dtype: torch.dtype, is_triton: bool) -> torch.dtype:
+    name = options.kv_cache_dtype
+    if name == FP8 and not is_triton:
+        raise ConfigurationError(
+            "kv_cache_dtype is 'fp8', which only GPUs compute with; 'int8' takes as many bytes and"
+            " is more exact"
+        )
+    return {AUTO: dtype, INT8: torch.int8, FP8: torch.float8_e4m3fn}[name]
 
 
 def _check_triton(options: EngineOptions, device: torch.device) -> None:

@@ -18,6 +18,8 @@ from quire.assembly.device_memory_plan import (
 )
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
 from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_model_len
+from quire.assembly.kv_format_check import check_keys
+from quire.attention.backends import AUTO
 from quire.attention.interface import AttentionBackend
 from quire.distributed.group import ProcessGroup
 from quire.engine_client.messages import OnProgress
@@ -81,7 +83,7 @@ def build_rank(
         specs,
         type(backend),
         options.block_size,
-        setup.dtype,
+        setup.kv_dtype,
         typical_tokens=max(1, wanted_model_len(options, config) // 2),
     )
     num_weight_bytes = weight_bytes(folder, config, setup.dtype, methods)
@@ -179,6 +181,8 @@ class _Builder:
             on_progress=partial(self.on_progress, "loading the weights"),
         )
         use_operators(model, setup.operators)
+        if self.options.kv_cache_dtype != AUTO:
+            check_keys(model, self.options.kv_cache_dtype, model_len)
         return model
 
     def _runner(self, model: TextModel, memory_plan: MemoryPlan) -> ModelRunner:

@@ -17,6 +17,7 @@ import torch
 from quire.assembly.device_setup import choose_device, choose_setup
 from quire.assembly.host_memory_plan import wanted_model_len
 from quire.assembly.model_kind import choose_kind
+from quire.attention.backends import AUTO, FP8, INT8
 from quire.attention.kv_rounding import KV_ROUNDINGS, RoundedAttention, divergence
 from quire.core.sampling_params import SamplingParams
 from quire.layers.operator_module import use_operators
@@ -25,9 +26,6 @@ from quire.models.interface import CausalLM
 from quire.offline.llm import LLM
 from quire.options.engine_options import EngineOptions
 from quire.runtime.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
-
-STORED_FORMATS: tuple[str, ...] = ()
-"""That the engine stores on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,8 @@ class SimulatedReader:
 
 def open_reader(options: Mapping[str, Any], name: str) -> Reader:
     """Of the KV format of this name: the engine where it stores the format, else simulated."""
-    if name in STORED_FORMATS:
+    device = choose_device(str(options.get("device", AUTO)))
+    if name == INT8 or (name == FP8 and device.type == "cuda"):
         return EngineReader({**options, "kv_cache_dtype": name})
     return SimulatedReader(options, name)
 

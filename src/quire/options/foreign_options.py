@@ -70,7 +70,6 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "ignore_patterns": ((), _SAFETENSORS),
     "io_processor_plugin": ((), _CODE),
     "kernel_config": (({},), _PARTS),
-    "kv_cache_dtype": (("auto",), "keys and values have the model's dtype"),
     "kv_cache_metrics": ((False, True), _LOGS),
     "kv_events_config": ((), TRANSFER),
     "kv_offloading_size": ((), _HERE),
