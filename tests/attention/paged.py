@@ -102,7 +102,7 @@ class PagedStep:
             self.q.append([self._random(generator, c, *q) for c in self.contexts])
             pairs = [self._random(generator, c, *kv) for c in self.contexts]
             self.k.append([p[:, 0] for p in pairs])
-            self.v.append([p[:, 1] for p in pairs])
+            self.v.append([None if spec.value_dim else p[:, 1] for p in pairs])
             sinks = torch.randn(spec.num_heads, generator=generator)
             self.sinks.append(sinks if spec.has_sinks else None)
 
@@ -113,7 +113,8 @@ class PagedStep:
         first, *others = sequences
         for i in others:
             for stored in (*self.k, *self.v):
-                stored[i][:num_tokens] = stored[first][:num_tokens]
+                if stored[i] is not None:
+                    stored[i][:num_tokens] = stored[first][:num_tokens]
             for tables in self.tables if in_blocks else ():
                 num_blocks = num_tokens // self.block_size
                 tables[i][:num_blocks] = tables[first][:num_blocks]
@@ -157,17 +158,20 @@ class PagedStep:
         return rows, GroupBatch(block_tables, torch.tensor(slots))
 
     def inputs(self, layer, query_lens, contexts=None, order=None):
-        """q, k, v of the step's tokens, and the layer's sinks."""
+        """q, k, v of the step's tokens, and the layer's sinks; v is None where it is latent."""
         contexts = contexts or self.contexts
         order = order if order is not None else range(len(contexts))
         spans = [(i, slice(contexts[i] - query_lens[i], contexts[i])) for i in order]
-        q, k, v = (torch.cat([x[layer][i][s] for i, s in spans]) for x in (self.q, self.k, self.v))
+        q, k = (torch.cat([x[layer][i][s] for i, s in spans]) for x in (self.q, self.k))
+        is_latent = self.specs[layer].value_dim is not None
+        v = None if is_latent else torch.cat([self.v[layer][i][s] for i, s in spans])
         return q, k, v, self.sinks[layer]
 
     def fill(self, contexts):
         """Store the first contexts[i] tokens of each sequence, by the documented page layout."""
         for layer, spec, k, v in zip(self.layers, self.specs, self.k, self.v, strict=True):
-            shape = (2, self.block_size, spec.num_kv_heads, spec.head_dim)
+            num_parts = 1 if spec.value_dim else 2
+            shape = (num_parts, self.block_size, spec.num_kv_heads, spec.head_dim)
             for i, context in enumerate(contexts):
                 for number in range(-(-context // self.block_size)):
                     block = self.tables[layer.group][i][number]
@@ -175,7 +179,8 @@ class PagedStep:
                     first = number * self.block_size
                     count = min(self.block_size, context - first)
                     page[0, :count] = k[i][first : first + count]
-                    page[1, :count] = v[i][first : first + count]
+                    if v[i] is not None:
+                        page[1, :count] = v[i][first : first + count]
 
     def run_all(self, query_lens, contexts=None, order=None):
         """Plan once and run every layer: the list of their outputs."""
@@ -193,7 +198,7 @@ class PagedStep:
             self.specs[layer],
             [self.q[layer][i][contexts[i] - query_lens[i] : contexts[i]] for i in rows],
             [self.k[layer][i][: contexts[i]] for i in rows],
-            [self.v[layer][i][: contexts[i]] for i in rows],
+            [v if v is None else v[: contexts[i]] for i, v in enumerate(self.v[layer])],
             self.sinks[layer],
         )[0]
 

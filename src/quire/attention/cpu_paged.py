@@ -67,6 +67,11 @@ class CpuPagedAttention(AttentionBackend):
 
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
+        if spec.value_dim is not None:
+            raise ConfigurationError(
+                f"value_dim={spec.value_dim}: the native kernels have no latent layers; choose "
+                "attention_backend='torch'"
+            )
         if spec.head_dim % 2:
             raise ConfigurationError(f"head_dim={spec.head_dim} is odd; the kernels need even ones")
         return plain_page_format(spec, block_size, dtype, abi.DTYPES)
@@ -133,12 +138,13 @@ class CpuPagedAttention(AttentionBackend):
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
         if rotation is not None:
             q, k = rotate(q, k, rotation)
+        assert v is not None, "no layer here is latent"
         bound, kernels = self._layers[layer], self._kernels
         q, k, v = (_with_adjacent_heads(part) for part in (q, k, v))
         assert len(q) == self._step.num_tokens, "run serves the step that was planned"

@@ -5,9 +5,9 @@ own kernel's; FlashInfer's wrapper for paged prefill attends, decoding rows bein
 token, which is how it serves grouped heads itself. A page is [2, Hkv, B, D], which it calls HND,
 and pages may lie apart. Built by `backends.py`.
 
-What it lacks is refused when the memory is laid out: fp32, sinks, head sizes other than HEAD_DIMS,
-windows that look ahead. Its plan is made on the host for every step, so no step is captured, and
-its split of long contexts depends on the batch, so batch_invariant is refused as well.
+What it lacks is refused when the memory is laid out: fp32, sinks, latent layers, head sizes other
+than HEAD_DIMS, windows that look ahead. Its plan is made on the host for every step, so no step is
+captured, and its split of long contexts depends on the batch, so batch_invariant is refused too.
 """
 
 import importlib.util
@@ -93,6 +93,8 @@ class FlashInferAttention(AttentionBackend):
         lacking = None
         if spec.has_sinks:
             lacking = "attention sinks"
+        elif spec.value_dim is not None:
+            lacking = "pages of latent layers"
         elif spec.head_dim not in HEAD_DIMS:
             lacking = f"heads of {spec.head_dim} (of {', '.join(map(str, HEAD_DIMS))} it has)"
         elif spec.window is not None and not spec.causal:
@@ -178,10 +180,11 @@ class FlashInferAttention(AttentionBackend):
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
+        assert v is not None, "no layer here is latent"
         q, pages, wrapper = self._write(layer, q, k, v, sinks, rotation)
         out: torch.Tensor = wrapper.run(q, pages, out=torch.empty_like(q))
         return out

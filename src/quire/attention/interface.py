@@ -6,8 +6,14 @@ was chunked. Only the backend knows the layout inside of a page.
 
 To add a backend: one file here that implements `AttentionBackend`, one line in `backends.py`.
 
+A latent layer (multi-head latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1) stores one
+vector a token, which all query heads read as their key, and its first elements as their value. The
+projections from the latent to each head's keys and values are absorbed by the model into its
+queries and its output, in prefill as in decode: so a token's result does not depend on whether it
+was computed in a prompt or alone.
+
 Shapes: T tokens of the step, S sequences of the step, R rows of the block tables, Hq query heads,
-Hkv KV heads, D head size, N blocks, B block size.
+Hkv KV heads, D head size, Dv value size (D but in latent layers), N blocks, B block size.
 """
 
 import ctypes
@@ -32,6 +38,9 @@ class AttentionSpec:
     window: how many keys a query sees, itself included; None: all before it.
     has_sinks: a learned logit per query head joins the softmax and its value is zero.
     causal: False lets each query see all tokens of its sequence (encoders).
+    value_dim: set, the layer is latent: there is one KV head, whose vector of head_dim elements a
+        token is the key, and its first value_dim elements are the value; no V is stored. None: V
+        is stored beside K, of the same size.
     """
 
     num_heads: int
@@ -42,6 +51,12 @@ class AttentionSpec:
     soft_cap: float | None = None
     has_sinks: bool = False
     causal: bool = True
+    value_dim: int | None = None
+
+    @property
+    def output_dim(self) -> int:
+        """Dv: elements of a head's result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(slots=True)
@@ -123,9 +138,10 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 2048
 def plain_page_format(
     spec: AttentionSpec, block_size: int, dtype: torch.dtype, served: Collection[torch.dtype]
 ) -> KVPageFormat:
-    """K and V in a dtype of `served`, without scales or padding.
+    """K and V, or a latent layer's vectors, in a dtype of `served`, without scales or padding.
 
-    Raises ConfigurationError for another dtype, a block size or head counts that can't be.
+    Raises ConfigurationError for another dtype, a block size, head counts or a value size that
+    can't be.
     """
     is_power_of_two = block_size > 0 and block_size & (block_size - 1) == 0
     if not is_power_of_two or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
@@ -142,7 +158,19 @@ def plain_page_format(
             f"{spec.num_kv_heads}; every KV head must serve as many query heads"
         )
     num_elements = 2 * block_size * spec.num_kv_heads * spec.head_dim
+    if spec.value_dim is not None:
+        _check_latent(spec, spec.value_dim)
+        num_elements = block_size * spec.head_dim
     return KVPageFormat(block_size, dtype, num_elements * dtype.itemsize)
+
+
+def _check_latent(spec: AttentionSpec, value_dim: int) -> None:
+    if spec.num_kv_heads != 1:
+        raise ConfigurationError(
+            f"num_kv_heads={spec.num_kv_heads} of a latent layer; all of its heads read one vector"
+        )
+    if not 0 < value_dim <= spec.head_dim:
+        raise ConfigurationError(f"value_dim={value_dim} is not from 1 to head_dim={spec.head_dim}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +239,19 @@ class AttentionBackend(ABC):
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
         """Write k, v [T, Hkv, D] into the blocks, then attend with q [T, Hq, D].
 
+        v: None in latent layers, whose vectors are k; one that is given to them is ignored.
         sinks: [Hq], for specs with has_sinks. rotation: what is done to q and k first; None: they
-        come as they are to be stored and compared. q, k and v may be overwritten.
-        Returns [T, Hq, D] in q's dtype.
+        come as they are to be stored and compared, as always in latent layers: a rotation turns
+        the first elements of a head, which there are the value. Their models turn the part behind
+        it themselves: q = [q absorbed, turned q], k = [latent, turned k]. q, k and v may be
+        overwritten.
+        Returns [T, Hq, Dv] in q's dtype.
         """
 
 
@@ -231,7 +263,7 @@ class AttentionCall(Protocol):
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor: ...

@@ -31,15 +31,19 @@ def attend_dense(
     spec: AttentionSpec,
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence: q [Tq, Hq, D], k and v [Tk, Hkv, D] -> out [Tq, Hq, D], lse [Tq, Hq], float64.
+    """One sequence: q [Tq, Hq, D], k and v [Tk, Hkv, D] -> out [Tq, Hq, Dv], lse [Tq, Hq], float64.
 
+    v: None in latent layers: the first Dv elements of k.
     lse is the natural log of the sum of exp(score) over visible keys, and sink where there is one.
     """
     group_size = spec.num_heads // spec.num_kv_heads
-    k = k.double().repeat_interleave(group_size, dim=1)
+    stored, k = k, k.double().repeat_interleave(group_size, dim=1)
+    if spec.value_dim is not None:
+        v = stored[..., : spec.value_dim]
+    assert v is not None, "a layer that is not latent is called with values"
     v = v.double().repeat_interleave(group_size, dim=1)
     scores = torch.einsum("qhd,khd->qhk", q.double(), k) * spec.scale
     if spec.soft_cap is not None:
@@ -59,9 +63,9 @@ def attend_sequences(
     spec: AttentionSpec,
     qs: Sequence[torch.Tensor],
     ks: Sequence[torch.Tensor],
-    vs: Sequence[torch.Tensor],
+    vs: Sequence[torch.Tensor | None],
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend_dense` for each sequence, results one after the other: [T, Hq, D] and [T, Hq]."""
+    """`attend_dense` for each sequence, results one after the other: [T, Hq, Dv] and [T, Hq]."""
     parts = [attend_dense(spec, q, k, v, sinks) for q, k, v in zip(qs, ks, vs, strict=True)]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])

@@ -1,11 +1,14 @@
 """Attention over the paged KV cache in plain torch: the fallback.
 
 Serves where there are no native kernels, and as a check of the others. A layer's page is [2, B,
-Hkv, D], K then V, in the KV dtype. A step is a list of calls: each gathers blocks and attends them
-by torch's fused attention in fp32. Decoding sequences are cut into tiles, many of which make one
-call, whatever sequences they belong to; blocks that several of them share (`shared_prefix.py`) are
-attended in one call for all. A chunk takes two calls: what precedes it, and itself. Results over
-parts of the keys are merged by their log-sum-exps:
+Hkv, D], K then V, in the KV dtype. A latent layer's is [B, D]: torch's attention, which knows one
+head size, is given all of it as values, and the first Dv elements of their means count.
+
+A step is a list of calls: each gathers blocks and attends them by torch's fused attention in fp32.
+Decoding sequences are cut into tiles, many of which make one call, whatever sequences they belong
+to; blocks that several of them share (`shared_prefix.py`) are attended in one call for all. A chunk
+takes two calls: what precedes it, and itself. Results over parts of the keys are merged by their
+log-sum-exps:
 out = sum(out_i * exp(lse_i - lse)), lse = log(sum(exp(lse_i))).
 
 A sequence that decodes and shares no block gets the same bits alone and beside others. Otherwise
@@ -223,7 +226,8 @@ def _own_ranges(
 
 
 class _LayerMemory:
-    """A layer with its memory. keys, values: [N, B, Hkv, D], views of the pages."""
+    """A layer with its memory. keys, values: [N, B, Hkv, D], views of the pages; values: None in
+    latent layers."""
 
     def __init__(self, spec: AttentionSpec, layer: LayerKV) -> None:
         assert layer.pages.dtype == torch.uint8
@@ -231,8 +235,10 @@ class _LayerMemory:
         self.spec = spec
         self.group = layer.group
         self.block_size = layer.format.block_size
-        shape = (-1, 2, self.block_size, spec.num_kv_heads, spec.head_dim)
-        self.keys, self.values = layer.pages.view(layer.format.dtype).view(shape).unbind(1)
+        stored = (self.block_size, spec.num_kv_heads, spec.head_dim)
+        pages = layer.pages.view(layer.format.dtype)
+        parts = pages.view(-1, 1 if spec.value_dim else 2, *stored).unbind(1)
+        self.keys, self.values = parts[0], None if spec.value_dim else parts[1]
         token_bytes = 2 * torch.float32.itemsize * self.keys[0, 0].numel()
         has_cap = spec.soft_cap is not None
         self.view = _View(
@@ -240,11 +246,26 @@ class _LayerMemory:
         )
 
     def attend(self, q: torch.Tensor, call: _Call) -> Part:
-        """q of the step -> [n * m, Hq, D], [n * m, Hq]."""
+        """q of the step -> [n * m, Hq, Dv], [n * m, Hq]."""
+        out, lse = self._attend_call(q, call)
+        return out[..., : self.spec.output_dim], lse
+
+    def store(
+        self, slots: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor | None
+    ) -> None:
+        """Write the step's k and v; slots: the block and the offset of each token."""
+        self.keys[slots] = k.to(self.keys.dtype)
+        if self.values is not None:
+            assert v is not None, "a layer that is not latent is called with values"
+            self.values[slots] = v.to(self.values.dtype)
+
+    def _attend_call(self, q: torch.Tensor, call: _Call) -> Part:
+        """As `attend`, with all of D in the outputs."""
         count, m = call.tokens.numel(), call.tokens.shape[1]
         queries = q.index_select(0, call.tokens.flatten())
         grouped = queries.view(count, self.spec.num_kv_heads, -1, self.spec.head_dim)
-        k, v = self._gathered(self.keys, call), self._gathered(self.values, call)
+        k = self._gathered(self.keys, call)
+        v = k if self.values is None else self._gathered(self.values, call)
         if m == 1:
             # How torch sums depends on how its buffers are aligned; each thread has its own, one
             # behind the other, of m * (l + D + 2) floats: with m a multiple of ALIGNED_ROWS all
@@ -339,7 +360,7 @@ class TorchPagedAttention(AttentionBackend):
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
@@ -347,10 +368,10 @@ class TorchPagedAttention(AttentionBackend):
         assert q.shape[0] == self._num_tokens, "run serves the step that was planned"
         assert (sinks is not None) == bound.spec.has_sinks
         if rotation is not None:
+            assert bound.spec.value_dim is None, "models of latent layers turn q and k themselves"
             q, k = rotate(q, k, rotation)
         slots = self._slots[bound.group, bound.block_size]
-        bound.keys[slots] = k.to(bound.keys.dtype)
-        bound.values[slots] = v.to(bound.values.dtype)
+        bound.store(slots, k, v)
         plan, wide_q = self._plans[bound.view], q.float().contiguous()
         parts = [bound.attend(wide_q, call) for call in plan.calls]
         out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))

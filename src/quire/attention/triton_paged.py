@@ -119,6 +119,11 @@ class TritonPagedAttention(AttentionBackend):
 
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
+        if spec.value_dim is not None:
+            raise ConfigurationError(
+                f"value_dim={spec.value_dim}: the Triton kernels have no latent layers; "
+                "device='cpu' computes them"
+            )
         if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
             raise ConfigurationError(
                 f"head_dim={spec.head_dim} can't be served by the Triton kernels, which need a "
@@ -199,13 +204,14 @@ class TritonPagedAttention(AttentionBackend):
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
         bound, batch = self._layers[layer], self._batch
         assert batch is not None, "a step is planned before it is run"
         assert (sinks is not None) == bound.spec.has_sinks
+        assert v is not None, "no layer here is latent"
         group = batch.groups[bound.group]
         assert q.shape[0] == group.slot_mapping.shape[0], "run serves the planned step"
         pages = bound.pages

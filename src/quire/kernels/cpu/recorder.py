@@ -239,11 +239,13 @@ class Recorder:
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
         """See `attention.interface.AttentionCall`; q, k and v must be the parts of one product."""
+        if v is None:
+            raise UnrecordableError("attention is latent")
         if sinks is not None:
             raise UnrecordableError("attention has sinks")
         if rotation is None or rotation.angles.positions is not self._values.positions:
