@@ -4,6 +4,8 @@ A page of block size B, U = min(B, 16), of one KV head: K in B/U units, then V i
 
     bf16    K unit [D/2][U][2]    V unit [U/2][D][2]
     fp32    K unit [D][U]         V unit [U][D]
+
+A latent layer's page is [B][D] in either dtype.
 """
 
 from dataclasses import dataclass
@@ -43,10 +45,14 @@ class NativeStep(PagedStep):
         super().__post_init__()
 
     def fill(self, contexts):
-        for layer, k, v in zip(self.layers, self.k, self.v, strict=True):
+        for layer, spec, k, v in zip(self.layers, self.specs, self.k, self.v, strict=True):
             for i, context in enumerate(contexts):
                 for number in range(-(-context // self.block_size)):
                     first = number * self.block_size
                     tokens = slice(first, min(first + self.block_size, context))
                     page = layer.pages[self.tables[layer.group][i][number]].view(self.dtype)
-                    store_tokens(page, self.block_size, k[i][tokens], v[i][tokens])
+                    if spec.value_dim is None:
+                        store_tokens(page, self.block_size, k[i][tokens], v[i][tokens])
+                    else:
+                        stored = k[i][tokens].flatten()
+                        page[: len(stored)] = stored

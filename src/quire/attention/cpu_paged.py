@@ -67,11 +67,6 @@ class CpuPagedAttention(AttentionBackend):
 
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
-        if spec.value_dim is not None:
-            raise ConfigurationError(
-                f"value_dim={spec.value_dim}: the native kernels have no latent layers; choose "
-                "attention_backend='torch'"
-            )
         if spec.head_dim % 2:
             raise ConfigurationError(f"head_dim={spec.head_dim} is odd; the kernels need even ones")
         return plain_page_format(spec, block_size, dtype, abi.DTYPES)
@@ -143,20 +138,17 @@ class CpuPagedAttention(AttentionBackend):
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
         if rotation is not None:
+            assert not self._layers[layer].value_dim, "models of latent layers turn q, k themselves"
             q, k = rotate(q, k, rotation)
-        assert v is not None, "no layer here is latent"
         bound, kernels = self._layers[layer], self._kernels
-        q, k, v = (_with_adjacent_heads(part) for part in (q, k, v))
+        q, k = _with_adjacent_heads(q), _with_adjacent_heads(k)
         assert len(q) == self._step.num_tokens, "run serves the step that was planned"
         assert abi.DTYPES[q.dtype] == bound.dtype
         if sinks is not None:
             self._sinks[layer] = sinks.float().contiguous()
             bound.sinks = self._sinks[layer].data_ptr()
-        if k.stride(0) != v.stride(0):
-            k, v = k.contiguous(), v.contiguous()
-        addresses = k.data_ptr(), v.data_ptr()
-        kernels.library.write_kv(kernels.context, bound, self._step, *addresses, k.stride(0))
-        out = torch.empty(q.shape, dtype=q.dtype)
+        self._write(bound, k, v)
+        out = q.new_empty(*q.shape[:2], bound.value_dim or bound.head_dim)
         kernels.library.attention(
             kernels.context,
             bound,
@@ -168,6 +160,18 @@ class CpuPagedAttention(AttentionBackend):
             None,
         )
         return out
+
+    def _write(self, bound: abi.AttentionLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        kernels, address = self._kernels, None
+        if not bound.value_dim:
+            assert v is not None, "a layer that is not latent is called with values"
+            v = _with_adjacent_heads(v)
+            if k.stride(0) != v.stride(0):
+                k, v = k.contiguous(), v.contiguous()
+            address = v.data_ptr()
+        kernels.library.write_kv(
+            kernels.context, bound, self._step, k.data_ptr(), address, k.stride(0)
+        )
 
 
 def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
@@ -186,6 +190,7 @@ def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
         soft_cap=spec.soft_cap or 0.0,
         pages=layer.pages.data_ptr(),
         page_stride=layer.pages.stride(0),
+        value_dim=spec.value_dim or 0,
     )
 
 

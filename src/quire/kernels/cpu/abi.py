@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 
 class DType(IntEnum):
@@ -88,6 +88,7 @@ class AttentionLayer(ctypes.Structure):
         ("sinks", c_void_p),
         ("pages", c_void_p),
         ("page_stride", c_int64),
+        ("value_dim", c_int32),
     )
 
 

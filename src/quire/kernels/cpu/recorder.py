@@ -244,13 +244,13 @@ class Recorder:
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
         """See `attention.interface.AttentionCall`; q, k and v must be the parts of one product."""
-        if v is None:
-            raise UnrecordableError("attention is latent")
         if sinks is not None:
             raise UnrecordableError("attention has sinks")
         if rotation is None or rotation.angles.positions is not self._values.positions:
             raise UnrecordableError("q and k are not rotated by the step's positions")
         spec = self._attention_layers[layer]
+        if v is None or spec.value_dim:
+            raise UnrecordableError("attention is latent")
         qkv = self._joined(spec, q, k, v)
         rotary, attention = self._rotary(rotation), {"layer": _address(spec)}
         kept = (self._attention_layers, rotary, rotation)

@@ -11,6 +11,7 @@
 // threads (decoding a long context) or for many rows at once (a shared prefix), to the bit. And
 // heads that share a KV head are rows of one product: keys are read once for all of them.
 #include "attention/attention_tasks.h"
+#include "attention/latent.h"
 #include "kernels_isa.h"
 
 namespace quire::QUIRE_ISA {
@@ -226,7 +227,8 @@ void write_all(Pool& pool, const AttentionLayer& layer, const Step& step, const 
 
 void attention(Pool& pool, const AttentionLayer& layer, const Step& step, const void* q,
                int64_t ldq, void* out, int64_t ldo, float* lse) {
-  if (layer.dtype == kBF16)
+  if (layer.value_dim) latent_attention(pool, layer, step, q, ldq, out, ldo, lse);
+  else if (layer.dtype == kBF16)
     Attention<BF16Mode>(pool, layer, step, q, ldq, out, ldo, lse).run();
   else
     Attention<FullMode>(pool, layer, step, q, ldq, out, ldo, lse).run();
@@ -234,7 +236,8 @@ void attention(Pool& pool, const AttentionLayer& layer, const Step& step, const 
 
 void write_kv(Pool& pool, const AttentionLayer& layer, const Step& step, const void* k,
               const void* v, int64_t ld) {
-  if (layer.dtype == kBF16)
+  if (layer.value_dim) write_latents(pool, layer, step, k, ld);
+  else if (layer.dtype == kBF16)
     write_all(pool, layer, step, static_cast<const uint16_t*>(k),
               static_cast<const uint16_t*>(v), ld);
   else

@@ -49,6 +49,7 @@ struct AttentionLayer {
   const float* sinks;    // [Hq], or null
   uint8_t* pages;        // first byte of this layer's part of block 0
   int64_t page_stride;   // bytes from a block to the next
+  int32_t value_dim;     // of a latent layer, whose V is a part of K; 0: V is stored
 };
 
 // Where one KV group's memory lies in a step.

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 5
+#define QUIRE_ABI_VERSION 6
 
 namespace quire {
 struct AttentionLayer;

@@ -19,11 +19,12 @@ struct Kernels {
   void (*linear)(Pool&, const Weights&, DType, const void* x, int64_t ldx, int64_t M, void* out,
                  DType out_dtype, int64_t ldo, Epilogue);
 
-  // attention.cpp: q [T, ldq] with Hq * D elements a token (rotated) -> out [T, ldo]. K and V of the
-  // step's tokens are in the pages already. lse: [T, Hq] natural log-sum-exp, or null.
+  // attention.cpp: q [T, ldq] with Hq * D elements a token (rotated) -> out [T, ldo], in latent
+  // layers with Hq * value_dim. K and V of the step's tokens are in the pages already. lse: [T, Hq]
+  // natural log-sum-exp, or null.
   void (*attention)(Pool&, const AttentionLayer&, const Step&, const void* q, int64_t ldq,
                     void* out, int64_t ldo, float* lse);
-  // Stores k, v [T, ld] (Hkv * D elements a token) at the step's slots.
+  // Stores k, v [T, ld] (Hkv * D elements a token) at the step's slots. v: null in latent layers.
   void (*write_kv)(Pool&, const AttentionLayer&, const Step&, const void* k, const void* v,
                    int64_t ld);
 
