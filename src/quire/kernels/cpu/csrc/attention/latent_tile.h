@@ -98,8 +98,8 @@ inline const float* unit_factors(const uint16_t* unit, int head_dim, float* room
   return room;
 }
 
-// Prepares dimensions [at, at + count) of a unit as values, [16 / kDepth][kSliceDims][kDepth]; those
-// behind the last, up to a multiple of sixteen, are 0.
+// Prepares dimensions [at, at + count) of a unit as values, [16 / kDepth][kSliceDims][kDepth];
+// those behind the last, up to a multiple of sixteen, are 0.
 template <typename T>
 inline void fill_slice(FullMode, const T* unit, int head_dim, int at, int count, float* slice) {
   for (int token = 0; token < 16; ++token, slice += kSliceDims<FullMode>) {
