@@ -19,6 +19,7 @@ Page memory that belongs to no visible token is never multiplied: it may hold Na
 Shapes as in `interface.py`; n tiles, each of m query tokens and l keys, G = Hq / Hkv.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.attention.compact_kv import SCALE_DTYPE, quantize_vectors, widen_codes, with_scales
 from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
@@ -42,7 +44,7 @@ from quire.kernels.rotary import Rotation, rotate
 
 Table = npt.NDArray[np.int32]
 
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 TILE_TOKENS = 64
 """Keys of a decoding sequence that are one tile, or a block if that is more: on average half of a
@@ -225,9 +227,47 @@ def _own_ranges(
     return rows[chosen], first[chosen], last[chosen]
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """K or V of a layer. vectors: [N, B, Hkv, D], a view of the pages; scales: [N, B, Hkv] where
+    these are codes."""
+
+    vectors: torch.Tensor
+    scales: torch.Tensor | None
+
+    def write(self, slots: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> None:
+        """x [T, Hkv, D] goes to the blocks and offsets of slots."""
+        if self.scales is None:
+            self.vectors[slots] = x.to(self.vectors.dtype)
+        else:
+            self.vectors[slots], self.scales[slots] = quantize_vectors(x)
+
+    def gather(self, call: _Call) -> torch.Tensor:
+        """The call's keys or values, [n, Hkv, l, D] fp32."""
+        stored = self.vectors.index_select(0, call.blocks).flatten(0, 1)
+        if self.scales is not None:
+            stored = widen_codes(stored, self.scales.index_select(0, call.blocks).flatten(0, 1))
+        if call.hidden is not None:
+            stored.index_fill_(0, call.hidden, 0)
+        tiles = stored.view(len(call.tokens), -1, *stored.shape[1:])
+        return tiles[:, call.first : call.end].float().transpose(1, 2)
+
+
+def _stored_parts(spec: AttentionSpec, layer: LayerKV) -> list[_Stored]:
+    """K, and V where it is stored."""
+    num_parts = 1 if spec.value_dim else 2
+    heads = (num_parts, layer.format.block_size, spec.num_kv_heads)
+    if layer.format.dtype != torch.int8:
+        vectors = layer.pages.view(layer.format.dtype).view(-1, *heads, spec.head_dim)
+        return [_Stored(part, None) for part in vectors.unbind(1)]
+    num_codes = math.prod(heads) * spec.head_dim
+    codes = layer.pages[:, :num_codes].view(torch.int8).view(-1, *heads, spec.head_dim)
+    scales = layer.pages[:, num_codes:].view(SCALE_DTYPE).view(-1, *heads)
+    return list(map(_Stored, codes.unbind(1), scales.unbind(1)))
+
+
 class _LayerMemory:
-    """A layer with its memory. keys, values: [N, B, Hkv, D], views of the pages; values: None in
-    latent layers."""
+    """A layer with its memory. values: None in latent layers."""
 
     def __init__(self, spec: AttentionSpec, layer: LayerKV) -> None:
         assert layer.pages.dtype == torch.uint8
@@ -235,11 +275,9 @@ class _LayerMemory:
         self.spec = spec
         self.group = layer.group
         self.block_size = layer.format.block_size
-        stored = (self.block_size, spec.num_kv_heads, spec.head_dim)
-        pages = layer.pages.view(layer.format.dtype)
-        parts = pages.view(-1, 1 if spec.value_dim else 2, *stored).unbind(1)
+        parts = _stored_parts(spec, layer)
         self.keys, self.values = parts[0], None if spec.value_dim else parts[1]
-        token_bytes = 2 * torch.float32.itemsize * self.keys[0, 0].numel()
+        token_bytes = 2 * torch.float32.itemsize * spec.num_kv_heads * spec.head_dim
         has_cap = spec.soft_cap is not None
         self.view = _View(
             self.group, self.block_size, spec.window, spec.causal, has_cap, token_bytes
@@ -254,18 +292,18 @@ class _LayerMemory:
         self, slots: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor | None
     ) -> None:
         """Write the step's k and v; slots: the block and the offset of each token."""
-        self.keys[slots] = k.to(self.keys.dtype)
+        self.keys.write(slots, k)
         if self.values is not None:
             assert v is not None, "a layer that is not latent is called with values"
-            self.values[slots] = v.to(self.values.dtype)
+            self.values.write(slots, v)
 
     def _attend_call(self, q: torch.Tensor, call: _Call) -> Part:
         """As `attend`, with all of D in the outputs."""
         count, m = call.tokens.numel(), call.tokens.shape[1]
         queries = q.index_select(0, call.tokens.flatten())
         grouped = queries.view(count, self.spec.num_kv_heads, -1, self.spec.head_dim)
-        k = self._gathered(self.keys, call)
-        v = k if self.values is None else self._gathered(self.values, call)
+        k = self.keys.gather(call)
+        v = k if self.values is None else self.values.gather(call)
         if m == 1:
             # How torch sums depends on how its buffers are aligned; each thread has its own, one
             # behind the other, of m * (l + D + 2) floats: with m a multiple of ALIGNED_ROWS all
@@ -281,14 +319,6 @@ class _LayerMemory:
         out, lse = self._attend(grouped.permute(1, 2, 0, 3), k, v, call)
         out, lse = out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
         return out.reshape(queries.shape), lse.reshape(queries.shape[:2])
-
-    def _gathered(self, memory: torch.Tensor, call: _Call) -> torch.Tensor:
-        """The call's keys or values, [n, Hkv, l, D] fp32."""
-        stored = memory.index_select(0, call.blocks).flatten(0, 1)
-        if call.hidden is not None:
-            stored.index_fill_(0, call.hidden, 0)
-        tiles = stored.view(len(call.tokens), -1, *stored.shape[1:])
-        return tiles[:, call.first : call.end].float().transpose(1, 2)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> Part:
         """q [b, h, m, D], k and v [b, h, l, D] -> [b, h, m, D], [b, h, m]."""
@@ -341,7 +371,8 @@ class TorchPagedAttention(AttentionBackend):
 
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
-        return plain_page_format(spec, block_size, dtype, KV_DTYPES)
+        form = plain_page_format(spec, block_size, dtype, KV_DTYPES)
+        return with_scales(spec, form) if dtype == torch.int8 else form
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
         self._layers = tuple(map(_LayerMemory, specs, layers))
