@@ -194,10 +194,11 @@ def test_a_block_size_that_cannot_be_served_is_refused(block_size):
         CpuPagedAttention.page_format(make_spec(), block_size, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float16, torch.float8_e4m3fn])
 def test_a_dtype_that_cannot_be_served_is_refused(dtype):
     with pytest.raises(
-        ConfigurationError, match=r"KV dtype .* can't be served; choose one of float32, bfloat16$"
+        ConfigurationError,
+        match=r"KV dtype .* can't be served; choose one of float32, bfloat16, int8$",
     ):
         CpuPagedAttention.page_format(make_spec(), 16, dtype)
 

@@ -10,10 +10,12 @@ Shapes as in `interface.py`.
 """
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from quire.attention.compact_kv import with_scales
 from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
@@ -32,6 +34,9 @@ from quire.kernels.rotary import Rotation, rotate
 
 TILE_TOKENS = 256
 """As in csrc/attention/attention_kernels.h."""
+
+MAX_COMPACT_DIM = 512
+"""As kMostCompactDim in csrc/attention/compact/compact_page.h."""
 
 MIN_SAVED_TILES = 1
 """That a shared run must save: one costs its readers less than reading a tile."""
@@ -69,7 +74,8 @@ class CpuPagedAttention(AttentionBackend):
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
         if spec.head_dim % 2:
             raise ConfigurationError(f"head_dim={spec.head_dim} is odd; the kernels need even ones")
-        return plain_page_format(spec, block_size, dtype, abi.DTYPES)
+        form = plain_page_format(spec, block_size, dtype, (*abi.DTYPES, torch.int8))
+        return _compact_format(spec, form) if dtype == torch.int8 else form
 
     def bind(self, specs: tuple[AttentionSpec, ...], layers: tuple[LayerKV, ...]) -> None:
         bound = [_bound(spec, layer) for spec, layer in zip(specs, layers, strict=True)]
@@ -143,6 +149,8 @@ class CpuPagedAttention(AttentionBackend):
         bound, kernels = self._layers[layer], self._kernels
         q, k = _with_adjacent_heads(q), _with_adjacent_heads(k)
         assert len(q) == self._step.num_tokens, "run serves the step that was planned"
+        if bound.kv_format == abi.KVFormat.INT8:
+            bound.dtype = abi.DTYPES[q.dtype]
         assert abi.DTYPES[q.dtype] == bound.dtype
         if sinks is not None:
             self._sinks[layer] = sinks.float().contiguous()
@@ -174,15 +182,32 @@ class CpuPagedAttention(AttentionBackend):
         )
 
 
+def _compact_format(spec: AttentionSpec, form: KVPageFormat) -> KVPageFormat:
+    if spec.value_dim is not None:
+        raise ConfigurationError(
+            "the native kernels have no int8 pages for latent layers; choose kv_cache_dtype='auto'"
+        )
+    if spec.head_dim > MAX_COMPACT_DIM:
+        raise ConfigurationError(
+            f"head_dim={spec.head_dim} is more than {MAX_COMPACT_DIM}, to which the native kernels'"
+            " sums over int8 pages are exact; choose kv_cache_dtype='auto'"
+        )
+    # Four dimensions stand side by side (csrc/attention/compact/compact_page.h).
+    num_bytes = 2 * form.block_size * spec.num_kv_heads * (spec.head_dim + spec.head_dim % 4)
+    return with_scales(spec, replace(form, bytes_per_layer=num_bytes))
+
+
 def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
     assert layer.pages.dtype == torch.uint8
     assert layer.pages.shape[1] == layer.format.bytes_per_layer
+    is_compact = layer.format.dtype == torch.int8
     return abi.AttentionLayer(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_size=layer.format.block_size,
-        dtype=abi.DTYPES[layer.format.dtype],
+        # What is beside compact pages, they don't say: `run` does, or a program's recorder.
+        dtype=abi.DTYPES.get(layer.format.dtype, abi.DType.F32),
         group=layer.group,
         window=spec.window or 0,
         causal=spec.causal,
@@ -191,6 +216,7 @@ def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
         pages=layer.pages.data_ptr(),
         page_stride=layer.pages.stride(0),
         value_dim=spec.value_dim or 0,
+        kv_format=abi.KVFormat.INT8 if is_compact else abi.KVFormat.PLAIN,
     )
 
 

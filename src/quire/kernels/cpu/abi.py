@@ -24,6 +24,13 @@ DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16}
 """The dtypes that the library computes with."""
 
 
+class KVFormat(IntEnum):
+    """How K and V are stored in pages."""
+
+    PLAIN = 0
+    INT8 = 1
+
+
 class WeightLayout(IntEnum):
     """How a linear's weights are stored."""
 
@@ -89,6 +96,7 @@ class AttentionLayer(ctypes.Structure):
         ("pages", c_void_p),
         ("page_stride", c_int64),
         ("value_dim", c_int32),
+        ("kv_format", c_int32),
     )
 
 

@@ -251,6 +251,7 @@ class Recorder:
         spec = self._attention_layers[layer]
         if v is None or spec.value_dim:
             raise UnrecordableError("attention is latent")
+        spec.dtype = abi.DTYPES[self._dtype]
         qkv = self._joined(spec, q, k, v)
         rotary, attention = self._rotary(rotation), {"layer": _address(spec)}
         kept = (self._attention_layers, rotary, rotation)

@@ -6,7 +6,7 @@
 // would store it; products and sums are rounded one by one (no fused multiply-add), so that all
 // instruction sets compute the same bits. Legend: see abi.h.
 #include "kernels_isa.h"
-#include "attention/kv_page.h"
+#include "attention/compact/compact_page.h"
 #include "simd.h"
 
 namespace quire::QUIRE_ISA {
@@ -153,12 +153,12 @@ inline void rotate_head(T* x, const T* norm, float eps, const float* cos, const 
   }
 }
 
-template <typename T>
+template <typename T, typename Stored>
 struct Rotation {
   const AttentionLayer& layer;
   const Rotary& rotary;
   const Step& step;
-  KVPages<T> pages;
+  KVPages<Stored> pages;
   T* qkv;
   int64_t ld;
 
@@ -182,10 +182,10 @@ struct Rotation {
   }
 };
 
-template <typename T>
+template <typename Stored, typename T>
 void rotate_and_write_kv_as(Pool& pool, const AttentionLayer& layer, const Rotary& rotary,
                             const Step& step, T* qkv, int64_t ld) {
-  const Rotation<T> rotation{layer, rotary, step, KVPages<T>(layer), qkv, ld};
+  const Rotation<T, Stored> rotation{layer, rotary, step, KVPages<Stored>(layer), qkv, ld};
   const int64_t T_ = step.num_tokens;
   const int64_t width = int64_t(layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim;
   int64_t chunk = min_of(kUnitTokens, T_ / 8 + 1);
@@ -233,10 +233,16 @@ void gelu_mul(Pool& pool, DType dtype, const void* x, int64_t ldx, void* out, in
 
 void rotate_and_write_kv(Pool& pool, const AttentionLayer& layer, const Rotary& rotary,
                          const Step& step, void* qkv, int64_t ld) {
-  if (layer.dtype == kBF16)
-    rotate_and_write_kv_as(pool, layer, rotary, step, static_cast<uint16_t*>(qkv), ld);
-  else
-    rotate_and_write_kv_as(pool, layer, rotary, step, static_cast<float*>(qkv), ld);
+  const bool is_compact = layer.kv_format == kInt8KV;
+  if (layer.dtype == kBF16) {
+    const auto run = is_compact ? rotate_and_write_kv_as<uint8_t, uint16_t>
+                                : rotate_and_write_kv_as<uint16_t, uint16_t>;
+    run(pool, layer, rotary, step, static_cast<uint16_t*>(qkv), ld);
+  } else {
+    const auto run =
+        is_compact ? rotate_and_write_kv_as<uint8_t, float> : rotate_and_write_kv_as<float, float>;
+    run(pool, layer, rotary, step, static_cast<float*>(qkv), ld);
+  }
 }
 
 void embed(Pool& pool, DType dtype, const void* table, const int64_t* token_ids, void* out,

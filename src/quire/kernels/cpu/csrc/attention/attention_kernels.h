@@ -6,7 +6,9 @@
 // grouped changes no bit.
 //
 // A "mode" says how elements are multiplied:
-//   Element    stored in pages, queries and outputs
+//   Element    of queries and outputs
+//   Stored     in pages
+//   QueryScale what is known of a packed query beside its factors
 //   Factor     what queries and probabilities are packed as
 //   kDepth     elements that one step adds up: the pairs of the bf16 layouts (kv_page.h), or one
 #pragma once
@@ -73,8 +75,13 @@ inline V load_part_n(const void* p, int n) {
   return x;
 }
 
+struct NoScale {};
+
 struct FullMode {  // fp32
   using Element = float;
+  using Stored = float;
+  using QueryScale = NoScale;
+  static constexpr bool kIsCompact = false;
   using Factor = float;
   using Left = part;
   using Right = part;
@@ -95,6 +102,9 @@ struct FullMode {  // fp32
 
 struct WideMode {  // bf16, computed in fp32
   using Element = uint16_t;
+  using Stored = uint16_t;
+  using QueryScale = NoScale;
+  static constexpr bool kIsCompact = false;
   using Factor = float;
   struct Left {
     part even, odd;
@@ -120,6 +130,9 @@ struct WideMode {  // bf16, computed in fp32
 #if defined(__AVX512BF16__)
 struct DotMode {  // bf16, by the processor's dot products of pairs; probabilities too are bf16
   using Element = uint16_t;
+  using Stored = uint16_t;
+  using QueryScale = NoScale;
+  static constexpr bool kIsCompact = false;
   using Factor = uint16_t;
   using Left = __m512bh;
   using Right = __m512bh;

@@ -142,6 +142,7 @@ struct RowBlock {
   int num_rows;
   bool running;
   const typename M::Factor* queries;  // by groups of rows: [D / kDepth][rows of the group][kDepth]
+  const typename M::QueryScale* query_scales;  // [num_rows]
   const Range* ranges;                // [num_rows]
   float* const* records;              // [num_rows]
 };
@@ -155,7 +156,8 @@ inline int rows_at_once(int num_rows) {
 
 // Rows [row, row + R) of a block against a tile.
 template <typename M, int R>
-void attend_rows(const RowBlock<M>& block, int row, Tile<typename M::Element>& tile,
+  requires(!M::kIsCompact)
+void attend_rows(const RowBlock<M>& block, int row, Tile<typename M::Stored>& tile,
                  const Softmax& softmax, int head_dim, RowScratch<M>& scratch) {
   constexpr int kColumns = R > kFewRows ? kScoreColumns / 2 : kScoreColumns;
   const RecordShape shape(head_dim);
@@ -213,7 +215,7 @@ void attend_rows(const RowBlock<M>& block, int row, Tile<typename M::Element>& t
 }
 
 template <typename M>
-void attend_tile(const RowBlock<M>& block, Tile<typename M::Element>& tile, const Softmax& softmax,
+void attend_tile(const RowBlock<M>& block, Tile<typename M::Stored>& tile, const Softmax& softmax,
                  int head_dim, RowScratch<M>& scratch) {
   for (int row = 0; row < block.num_rows;) {
     const int count = rows_at_once(block.num_rows - row);
@@ -235,11 +237,13 @@ void attend_tile(const RowBlock<M>& block, Tile<typename M::Element>& tile, cons
 
 // Packs the query of row `index` of a group of `num_rows` that begins at `group`.
 template <typename M>
-void pack_query(const typename M::Element* q, int head_dim, int index, int num_rows,
-                typename M::Factor* group) {
+  requires(!M::kIsCompact)
+NoScale pack_query(const typename M::Element* q, int head_dim, int index, int num_rows,
+                   typename M::Factor* group) {
   typename M::Factor* to = group + index * M::kDepth;
   for (int d = 0; d < head_dim; d += M::kDepth, to += num_rows * M::kDepth)
     for (int i = 0; i < M::kDepth; ++i) to[i] = M::factor(q[d + i]);
+  return {};
 }
 
 // A record becomes the result: out [D], and the natural log of the sum of exp(score). A sink is one

@@ -27,6 +27,12 @@ struct KVSource {
     const int offset = position & ((1 << kv.block_shift) - 1);
     return kv.key_unit(blocks[position >> kv.block_shift], head, offset);
   }
+
+  // Of compact pages: the scale of K of `position`; that of V is block_size further.
+  const uint16_t* scales_at(int position) const {
+    const int offset = position & ((1 << kv.block_shift) - 1);
+    return kv.key_scales(blocks[position >> kv.block_shift], head, offset);
+  }
 };
 
 // keys, values: of units [first_unit, end_unit), sixteen tokens each. Entries of keys outside of
@@ -40,7 +46,8 @@ template <typename T>
 struct Tile {
   static constexpr int kAhead = 16;   // units; two or four KiB each
   static constexpr int kBetween = 4;  // units
-  static constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
+  static constexpr bool kIsCompact = sizeof(T) == 1;
+  static constexpr int kPair = sizeof(T) == 4 ? 1 : sizeof(T) == 2 ? 2 : 4;
 
   int position;
   int first_unit, end_unit;
@@ -52,6 +59,10 @@ struct Tile {
   const T* between[kBetween];
   T* edges;     // room for the values of 2 units; for K and V of a tile where pages' units are 8
   bool joined;  // out of units of 8
+  // Of compact pages: the scales of each unit's sixteen tokens, and room for those of joined units.
+  const uint16_t* key_scales[kIsCompact ? kTileUnits : 1];
+  const uint16_t* value_scales[kIsCompact ? kTileUnits : 1];
+  uint16_t joined_scales[kIsCompact ? kTileUnits : 1][2][16];
 
   static int64_t edge_elements(int unit, int head_dim) {
     return int64_t(16) * head_dim * (unit < 16 ? 2 * kTileUnits : 2);
@@ -77,6 +88,7 @@ struct Tile {
     if (first_unit == end_unit) return;
     for (int u = 0; u < first_unit; ++u) keys[u] = keys[first_unit];
     for (int u = end_unit; u < kTileUnits; ++u) keys[u] = keys[end_unit - 1];
+    if constexpr (kIsCompact) find_scales(source);
   }
 
   // Let this tile's reads fetch what follows, up to the values of `next`, or to its own if null.
@@ -111,14 +123,48 @@ struct Tile {
   }
 
   // Values of keys that no row sees may be anything, NaN too, which a probability of 0 does not
-  // cancel: put 0 there. Only the first and the last unit can have such keys.
+  // cancel: put 0 there. Only the first and the last unit can have such keys. Codes are numbers.
   void clear_edges(int head_dim) {
-    if (joined || first_unit == end_unit) return;
+    if (kIsCompact || joined || first_unit == end_unit) return;
     clear_edge(first_unit, head_dim, edges);
     if (end_unit - 1 != first_unit) clear_edge(end_unit - 1, head_dim, edges + 16 * head_dim);
   }
 
  private:
+  // Scales come in while the tile before this one is computed.
+  void find_scales(const KVSource<T>& source) {
+    for (int u = first_unit; u < end_unit; ++u) {
+      if (joined) {
+        join_scales(source, u);
+        continue;
+      }
+      key_scales[u] = source.scales_at(position + 16 * u);
+      value_scales[u] = key_scales[u] + source.kv.block_size;
+      prefetch(key_scales[u]);
+      prefetch(value_scales[u]);
+    }
+    for (int u = 0; u < kTileUnits; ++u) {
+      const int known = smaller(larger(u, first_unit), end_unit - 1);
+      key_scales[u] = key_scales[known];
+      value_scales[u] = value_scales[known];
+    }
+  }
+
+  void join_scales(const KVSource<T>& source, int u) {
+    for (int half = 0; half < 2; ++half) {
+      const int start = position + 16 * u + 8 * half;
+      const bool is_seen = start + 8 > visible.low && start < visible.high;
+      const uint16_t* from = is_seen ? source.scales_at(start) : nullptr;
+      for (int part = 0; part < 2; ++part) {
+        uint16_t* to = joined_scales[u][part] + 8 * half;
+        if (from) std::memcpy(to, from + part * source.kv.block_size, 8 * sizeof(uint16_t));
+        else std::memset(to, 0, 8 * sizeof(uint16_t));
+      }
+    }
+    key_scales[u] = joined_scales[u][0];
+    value_scales[u] = joined_scales[u][1];
+  }
+
   void clear_edge(int u, int head_dim, T* room) {
     const int start = position + 16 * u;
     const int first = larger(visible.low - start, 0), end = smaller(visible.high - start, 16);
@@ -133,7 +179,9 @@ struct Tile {
       const int64_t row = int64_t(token) * head_dim;
       const bool even = token >= first && token < end;
       const bool odd = token + 1 >= first && token + 1 < end;
-      if constexpr (kPair == 1) {
+      if constexpr (kIsCompact) {
+        std::memcpy(to + row, from + row, int64_t(kPair) * head_dim);
+      } else if constexpr (kPair == 1) {
         if (even) std::memcpy(to + row, from + row, head_dim * sizeof(T));
         else std::memset(to + row, 0, head_dim * sizeof(T));
       } else {

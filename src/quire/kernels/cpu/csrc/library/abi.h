@@ -11,6 +11,9 @@ namespace quire {
 
 enum DType : int32_t { kF32 = 0, kBF16 = 1 };
 
+// How K and V are stored: in the model's dtype, or as codes with a scale for each token and head.
+enum KVFormat : int32_t { kPlainKV = 0, kInt8KV = 1 };
+
 enum WeightLayout : int32_t { kDenseF32 = 0, kDenseBF16 = 1, kInt8 = 2, kInt4 = 3 };
 
 // What becomes of a linear's result before it is stored.
@@ -40,7 +43,7 @@ struct AttentionLayer {
   int32_t num_kv_heads;
   int32_t head_dim;
   int32_t block_size;
-  int32_t dtype;   // DType of q, k, v, of the pages and of the output
+  int32_t dtype;   // DType of q, k, v and of the output, and of pages that are not compact
   int32_t group;   // index of the layer's KV group in Step::groups
   int32_t window;  // keys that a query sees, itself included; 0: all before it
   int32_t causal;
@@ -50,6 +53,7 @@ struct AttentionLayer {
   uint8_t* pages;        // first byte of this layer's part of block 0
   int64_t page_stride;   // bytes from a block to the next
   int32_t value_dim;     // of a latent layer, whose V is a part of K; 0: V is stored
+  int32_t kv_format;     // KVFormat of the pages
 };
 
 // Where one KV group's memory lies in a step.
