@@ -20,7 +20,9 @@ from quire.attention.interface import (
     LayerKV,
 )
 from quire.attention.reference import attend_sequences
+from quire.attention.triton_paged import kv_pages
 from quire.errors import ConfigurationError
+from quire.kernels.triton.attention.compact import CODE_DTYPES, quantize_tokens
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
 # ||out - reference|| / ||reference||: the kernels accumulate in fp32 and round once, to the dtype.
@@ -34,7 +36,10 @@ LEAST_LEFT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Sequences with so many tokens written before, and so many queries each in the step."""
+    """Sequences with so many tokens written before, and so many queries each in the step.
+
+    kv_dtype: of the pages, int8 or float8_e4m3fn; None: the model's.
+    """
 
     name: str
     spec: AttentionSpec
@@ -42,6 +47,12 @@ class Case:
     block_size: int
     befores: tuple[int, ...]
     queries: tuple[int, ...]
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def kv(self) -> torch.dtype:
+        """What K and V are kept in."""
+        return self.kv_dtype or self.dtype
 
 
 def heads(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionSpec:
@@ -63,7 +74,7 @@ class PagedSequences:
             bench.device.type, backend, batch_invariant=batch_invariant
         )
         spec, size = case.spec, case.block_size
-        form = self.backend.page_format(spec, size, case.dtype)
+        form = self.backend.page_format(spec, size, case.kv)
         counts = [
             -(-(before + count) // size)
             for before, count in zip(case.befores, case.queries, strict=True)
@@ -73,7 +84,8 @@ class PagedSequences:
             (num_blocks, form.bytes_per_layer), 255, dtype=torch.uint8, device=self._device
         )
         self.storage = storage
-        self.backend.bind((spec,), (LayerKV(storage, 0, form),))
+        self.layer = LayerKV(storage, 0, form)
+        self.backend.bind((spec,), (self.layer,))
         ids = torch.randperm(num_blocks)[: sum(counts)].to(torch.int32)
         self._tables = torch.zeros((len(counts), max(counts)), dtype=torch.int32)
         for row, own in enumerate(ids.split(counts)):
@@ -140,7 +152,7 @@ def attention_error(bench: Bench, case: Case) -> float:
         out, (q, k, v) = paged.run(befores, queries)
         parts = zip(written, k.split(list(queries)), v.split(list(queries)), strict=True)
         for own, keys, values in parts:
-            own.append((keys, values))
+            own.append((stored(keys, case.kv), stored(values, case.kv)))
         expected, _ = attend_sequences(
             case.spec,
             q.split(list(queries)),
@@ -149,6 +161,14 @@ def attention_error(bench: Bench, case: Case) -> float:
         )
         worst = max(worst, relative_error(out, expected))
     return worst
+
+
+def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What pages of a dtype hold of K or V [*, Hkv, D]."""
+    if dtype not in CODE_DTYPES:
+        return x
+    codes, scales = quantize_tokens(x, dtype)
+    return codes.double() * scales.double()[..., None]
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -191,12 +211,18 @@ def cases(bench: Bench) -> list[Case]:
         label = f"mixed, blocks of {block_size}"
         found.append(Case(label, plain, bf16, block_size, befores, mixed))
     found.append(Case("decode, fp16", plain, fp16, 16, befores, (1,) * len(befores)))
+    for name, spec in specs.items():
+        for kv in CODE_DTYPES:
+            label = f"{name}, {str(kv)[6:]} pages"
+            decode = (1,) * len(befores)
+            found.append(Case(f"decode, {label}", spec, bf16, 16, befores, decode, kv))
+            found.append(Case(f"mixed, {label}", spec, bf16, 64, befores, mixed, kv))
     return found
 
 
 def check_attention(bench: Bench) -> None:
-    """All cases; a row for each dtype says the worst."""
-    worst: dict[torch.dtype, tuple[float, str]] = {}
+    """All cases; a row for each dtype of model and pages says the worst."""
+    worst: dict[tuple[torch.dtype, torch.dtype], tuple[float, str]] = {}
     torch.manual_seed(torch.seed())
     for case in cases(bench):
         if bench.left_s < LEAST_LEFT_S:  # most of the time is compiling, for the first run
@@ -207,10 +233,12 @@ def check_attention(bench: Bench) -> None:
         except ConfigurationError as refused:
             bench.check(f"attention: {case.name}", False, f"refused: {refused}")
             continue
-        if not error <= worst.get(case.dtype, (-1.0, ""))[0]:
-            worst[case.dtype] = (error, case.name)
-    for dtype, (error, name) in worst.items():
-        label = f"attention against float64, {str(dtype)[6:]}"
+        kind = (case.dtype, case.kv)
+        if not error <= worst.get(kind, (-1.0, ""))[0]:
+            worst[kind] = (error, case.name)
+    for (dtype, kv), (error, name) in worst.items():
+        pages = "" if kv == dtype else f", {str(kv)[6:]} pages"
+        label = f"attention against float64, {str(dtype)[6:]}{pages}"
         bench.at_most(label, error, BOUNDS[dtype], note=f"worst: {name}", is_time=False)
 
 
@@ -227,7 +255,12 @@ def measure_attention(bench: Bench) -> None:
         for block_size in (16, 64)[: 1 if index else 2]:
             _measure_decode(bench, spec, num, context, block_size, is_goal=index == 0)
         _measure_prefill(bench, spec, context, is_goal=index == 0)
+    for kv in CODE_DTYPES:
+        for spec in shapes[:1] if bench.small else (shapes[0], heads(64, 8, 64)):
+            _measure_decode(bench, spec, num, context, 16, is_goal=False, kv=kv)
+        _measure_prefill(bench, shapes[0], context, is_goal=False, kv=kv)
     if not bench.small:
+        _measure_decode(bench, shapes[0], 1, 32_768, 16, is_goal=False, kv=torch.int8)
         _measure_decode(bench, shapes[0], 1, 32_768, 16, is_goal=False)
         _measure_decode(bench, shapes[0], 256, 600, 16, is_goal=False)
 
@@ -237,17 +270,27 @@ def _label(spec: AttentionSpec) -> str:
 
 
 def _measure_decode(
-    bench: Bench, spec: AttentionSpec, num: int, context: int, block_size: int, *, is_goal: bool
+    bench: Bench,
+    spec: AttentionSpec,
+    num: int,
+    context: int,
+    block_size: int,
+    *,
+    is_goal: bool,
+    kv: torch.dtype | None = None,
 ) -> None:
     befores, queries = (context - 1,) * num, (1,) * num
-    paged = PagedSequences(bench, Case("", spec, bench.dtype, block_size, befores, queries))
+    paged = PagedSequences(bench, Case("", spec, bench.dtype, block_size, befores, queries, kv))
     _fill(paged, befores)
     q, k, v = paged.qkv(num)
     paged.backend.plan(paged.batch(befores, queries))
     seconds = bench.time_graph_s(lambda: paged.backend.run(0, q, k, v))
-    num_bytes = 2 * num * context * spec.num_kv_heads * spec.head_dim * bench.dtype.itemsize
+    # Scales included: a block has as many bytes for each of its tokens.
+    num_bytes = num * context * paged.layer.format.bytes_per_layer // block_size
     share = num_bytes / seconds / bench.roofline().read_bytes_s
-    name = f"decode attention, {num} x {context}, {_label(spec)}, blocks of {block_size}"
+    name = (
+        f"decode attention, {num} x {context}, {_label(spec)}, blocks of {block_size}{_pages(kv)}"
+    )
     note = f"{seconds * 1e6:.0f} us, {num_bytes / seconds / 1e9:.0f} GB/s"
     if is_goal and block_size == 16:
         bench.at_least(name, share, DECODE_GOAL, "of copy bandwidth", note)
@@ -257,26 +300,38 @@ def _measure_decode(
 
 def _fill(paged: PagedSequences, befores: Sequence[int]) -> None:
     """Write the contexts, a few tokens of each sequence at a time."""
-    spec, storage = paged.case.spec, paged.storage.view(paged.case.dtype)
-    pages = storage.view(-1, 2, spec.num_kv_heads, paged.case.block_size, spec.head_dim)
+    spec = paged.case.spec
+    pages = kv_pages(spec, paged.layer)
     size = max(1, 65_536 // len(befores))
     for first in range(0, befores[0], size):
         count = min(size, befores[0] - first)
         _, k, v = paged.qkv(count * len(befores))
         batch = paged.batch([first] * len(befores), [count] * len(befores))
         q = k.new_empty((len(k), spec.num_heads, spec.head_dim))
-        rotate_and_write(q, k, v, None, pages, batch.groups[0].slot_mapping)
+        slots = batch.groups[0].slot_mapping
+        rotate_and_write(q, k, v, None, pages.numbers, slots, scales=pages.scales)
 
 
-def _measure_prefill(bench: Bench, spec: AttentionSpec, num_tokens: int, *, is_goal: bool) -> None:
-    paged = PagedSequences(bench, Case("", spec, bench.dtype, 16, (0,), (num_tokens,)))
+def _pages(kv: torch.dtype | None) -> str:
+    return "" if kv is None else f", {str(kv)[6:]} pages"
+
+
+def _measure_prefill(
+    bench: Bench,
+    spec: AttentionSpec,
+    num_tokens: int,
+    *,
+    is_goal: bool,
+    kv: torch.dtype | None = None,
+) -> None:
+    paged = PagedSequences(bench, Case("", spec, bench.dtype, 16, (0,), (num_tokens,), kv))
     q, k, v = paged.qkv(num_tokens)
     paged.backend.plan(paged.batch((0,), (num_tokens,)))
     seconds = bench.time_s(lambda: paged.backend.run(0, q, k, v))
     ops = 4 * spec.num_heads * spec.head_dim * num_tokens * (num_tokens + 1) / 2
     rate = ops / seconds
     share = rate / bench.roofline().ops_s["bf16"]
-    name = f"prefill attention, {num_tokens} tokens, {_label(spec)}"
+    name = f"prefill attention, {num_tokens} tokens, {_label(spec)}{_pages(kv)}"
     note = f"{seconds * 1e6:.0f} us, {rate / 1e12:.0f} TFLOP/s; aim {PREFILL_AIM:.0%}"
     if is_goal:
         bench.at_least(name, share, PREFILL_GOAL, "of the matrix rate", note)

@@ -207,3 +207,9 @@ def test_the_package_where_it_is_has_the_arguments_of_the_stand_in():
     for method in ("__init__", "run"):
         wanted = inspect.signature(getattr(StandIn, method)).parameters
         assert set(wanted) <= set(inspect.signature(getattr(real, method)).parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_compact_pages_are_refused_by_name(dtype):
+    with pytest.raises(ConfigurationError, match=f"flashinfer.* can't read pages of {dtype}"):
+        FlashInferAttention.page_format(make_spec(8, 2, 128), 16, dtype)

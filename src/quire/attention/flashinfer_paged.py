@@ -5,9 +5,11 @@ own kernel's; FlashInfer's wrapper for paged prefill attends, decoding rows bein
 token, which is how it serves grouped heads itself. A page is [2, Hkv, B, D], which it calls HND,
 and pages may lie apart. Built by `backends.py`.
 
-What it lacks is refused when the memory is laid out: fp32, sinks, latent layers, head sizes other
-than HEAD_DIMS, windows that look ahead. Its plan is made on the host for every step, so no step is
-captured, and its split of long contexts depends on the batch, so batch_invariant is refused too.
+What it lacks is refused when the memory is laid out: fp32, int8 and fp8 pages, sinks, latent
+layers, head sizes other than HEAD_DIMS, windows that look ahead. Its plan is made on the host for
+every step, so no
+step is captured, and its split of long contexts depends on the batch, so batch_invariant is refused
+as well.
 """
 
 import importlib.util
@@ -99,6 +101,11 @@ class FlashInferAttention(AttentionBackend):
             lacking = f"heads of {spec.head_dim} (of {', '.join(map(str, HEAD_DIMS))} it has)"
         elif spec.window is not None and not spec.causal:
             lacking = "windows that look ahead"
+        elif dtype.itemsize == 1:
+            raise ConfigurationError(
+                f"attention_backend='flashinfer' can't read pages of {dtype} with a scale for each "
+                "token and head; choose attention_backend='triton', or K and V of the model's dtype"
+            )
         if lacking is not None:
             raise ConfigurationError(
                 f"attention_backend='flashinfer' has no {lacking}, which this model needs; "

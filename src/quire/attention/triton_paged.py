@@ -144,7 +144,6 @@ class TritonPagedAttention(AttentionBackend):
     def _bound(self, spec: AttentionSpec, layer: LayerKV) -> _BoundLayer:
         block_size, dtype = layer.format.block_size, layer.format.dtype
         pages = kv_pages(spec, layer)
-        dtype = torch.bfloat16 if pages.scales is not None else dtype
         if self.is_batch_invariant:
             shape = uniform_shape(spec, block_size, dtype, self._limits)
             return _BoundLayer(spec, layer.group, pages, shape, (shape,))

@@ -70,14 +70,17 @@ def decode_shape(
 
     A stage of K and V is 32 KiB, two are under way while one is computed: with three programs a
     processor 192 KiB are requested at any time, several times what latency times bandwidth of an
-    H200 needs (4.3 TB/s / 132 x 0.8 us = 26 KiB). Elsewhere, and for fp32, tiles are half as
-    large, for the sake of registers.
+    H200 needs (4.3 TB/s / 132 x 0.8 us = 26 KiB). Elsewhere, and for fp32 and codes, tiles have
+    half as many keys, for the sake of registers.
     """
-    row_bytes = max(16, next_power_of_two(spec.head_dim)) * dtype.itemsize
+    row_bytes = max(16, next_power_of_two(spec.head_dim)) * max(2, dtype.itemsize)
     tile = max(16, min(128, 16_384 // row_bytes))
+    if dtype.itemsize == 1 and limits.is_wide:
+        tile = max(16, tile // 2)
     if dtype == torch.float32 or not limits.is_wide:
         tile = max(16, tile // 2)
-    return _shape(spec, block_size, dtype, limits, _TileSizes(16, tile, 4))
+    num_warps = 8 if dtype.itemsize == 1 and limits.is_wide and spec.head_dim > 64 else 4
+    return _shape(spec, block_size, dtype, limits, _TileSizes(16, tile, num_warps))
 
 
 def mixed_shapes(
@@ -91,11 +94,22 @@ def mixed_shapes(
     tile = 64 if spec.head_dim <= 128 else 32
     if dtype == torch.float32:
         tiles = [_TileSizes(32, 16, 8)]
+    elif dtype.itemsize == 1:
+        tiles = _compact_tiles(tile, limits)
     elif limits.is_wide:
         tiles = [_TileSizes(64, tile, 4), _TileSizes(128, tile, 8)]
     else:
         tiles = [_TileSizes(64, tile // 2, 8)]
     return tuple(_shape(spec, block_size, dtype, limits, t) for t in tiles)
+
+
+def _compact_tiles(tile: int, limits: DeviceLimits) -> list["_TileSizes"]:
+    """Codes are widened between loads and products: two copies of a tile in registers."""
+    if not limits.is_wide:
+        return [_TileSizes(32, tile // 2, 8)]
+    if tile < 64:
+        return [_TileSizes(64, 16, 8)]
+    return [_TileSizes(64, 32, 4), _TileSizes(128, 32, 8)]
 
 
 def uniform_shape(
@@ -108,7 +122,9 @@ def uniform_shape(
     the registers, which is what bounds the tile.
     """
     is_large = spec.head_dim > 128
-    if dtype == torch.float32:
+    if is_large and dtype.itemsize == 1:
+        tiles = _TileSizes(32 if limits.is_wide else 16, 16, 8)
+    elif dtype == torch.float32:
         tiles = _TileSizes(16, 16, 4)
     elif limits.is_wide and spec.head_dim <= 64:
         tiles = _TileSizes(64, 64, 4)
@@ -138,7 +154,8 @@ def _shape(
 ) -> AttendShape:
     assert spec.scale > 0, "the greatest product is to be the greatest score"
     rows = max(tiles.rows, next_power_of_two(spec.num_heads // spec.num_kv_heads))
-    row_bytes = max(16, next_power_of_two(spec.head_dim)) * dtype.itemsize
+    # Codes are widened to 16 bits in shared memory.
+    row_bytes = max(16, next_power_of_two(spec.head_dim)) * max(2, dtype.itemsize)
     queries_bytes = rows * row_bytes if rows >= 64 else 0
     room = limits.program_shared_bytes - queries_bytes - OTHER_SHARED_BYTES
     return AttendShape(

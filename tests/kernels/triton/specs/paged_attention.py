@@ -102,11 +102,13 @@ def shapes(spec, block_size, dtype, target):
 
 
 LLAMA = make_spec(32, 8, 128)
-_BF16 = torch.bfloat16
+_BF16, _E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SPECS = [
     attend(decode_shape(LLAMA, 16, _BF16, LIMITS[90]), _BF16, 90),
     attend(mixed_shapes(LLAMA, 16, _BF16, LIMITS[90])[-1], _BF16, 90),
     attend(uniform_shape(LLAMA, 16, _BF16, LIMITS[90]), _BF16, 90),
+    attend(decode_shape(LLAMA, 16, torch.int8, LIMITS[90]), _BF16, 90, codes=torch.int8),
+    attend(uniform_shape(LLAMA, 16, _E4M3, LIMITS[80]), _BF16, 80, codes=_E4M3),
     merge(_BF16, 128),
     work(256, ChunkRule(17, 0, 64, 4096)),
 ]
@@ -127,7 +129,7 @@ COMPACT = [
     for codes in CODES
     for dtype in (torch.bfloat16, torch.float16)
     for spec, block_size in _MODELS
-    for shape in shapes(spec, block_size, torch.bfloat16, target)
+    for shape in shapes(spec, block_size, codes, target)
 ]
 MORE = (
     COMPACT

@@ -71,14 +71,16 @@ def widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
             power = tl.full(codes.shape, 0x7B80, tl.uint16).to(tl.bfloat16, bitcast=True)  # 2^120
             wide = (narrow * power).to(dtype)
     elif codes.dtype == tl.int8:
-        # Written out: Triton's own conversion leaves V's loads narrow, and spills (3.7, sm_90).
+        # Triton's own conversion, and this without a product, would be moved behind the change of
+        # layout: loads of V are narrow then, and registers spill (as compiled for sm_90).
         bits = codes.to(tl.uint8, bitcast=True).to(tl.uint16)
         if dtype == tl.float16:
             wide = (0x6400 | (bits ^ 0x80)).to(tl.float16, bitcast=True) - 1152.0  # 1024 + 128
         else:
             low = (0x4300 | (bits & 0x7F)).to(tl.bfloat16, bitcast=True)  # 128 and seven bits
             bias = (0x4300 | (bits & 0x80)).to(tl.bfloat16, bitcast=True)  # 128, or 256 below 0
-            wide = (low - bias).to(dtype)
+            one = tl.full(codes.shape, 0x3F80, tl.uint16).to(tl.bfloat16, bitcast=True)
+            wide = ((low - bias) * one).to(dtype)
     else:
         wide = codes
     return wide

@@ -214,14 +214,14 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     q,  # [rows, D]
     positions,  # [rows]
     memory,  # (pages at the KV head, elements from page to page, the sequence's row of the table,
-    # scales at the KV head or None, scales from page to page)
+    # scales or None, the KV head, scales from page to page)
     keys_range,  # (first tile, end): of this loop
     seen,  # (first, end): keys that some row sees
     MASKED: tl.constexpr,
     S: tl.constexpr,
 ):
     m, sums, acc = part
-    pages, page_stride, table, scales, scale_stride = memory
+    pages, page_stride, table, scales, kv_head, scale_stride = memory
     TILE: tl.constexpr = S.tile
     columns = tl.arange(0, TILE)
     dims = tl.arange(0, S.padded_dim)
@@ -238,6 +238,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         k_scales, v_scales = None, None
         if scales is not None:
             pair_places = scales + (blocks.to(tl.int64) * scale_stride + offsets)
+            pair_places += kv_head * S.block_size
             pairs = tl.load(pair_places, is_seen, other=0) if MASKED else tl.load(pair_places)
             k_scales, v_scales = unpack_scales(pairs)
         blocks = _load_blocks(table, start + TILE, (seen[0], keys_range[1]), S)
@@ -407,14 +408,12 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         q_places = tokens[:, None] * q_stride + heads[:, None] * S.head_dim + dims[None, :]
         pages = pages_ptr + kv_head * (S.block_size * S.head_dim)
         q = tl.load(q_ptr + q_places, mask, other=0.0)
-        kv_scales = None
         if kv_scales_ptr is None:
             q = q.to(pages_ptr.dtype.element_ty)
-        else:
-            kv_scales = kv_scales_ptr + kv_head * S.block_size
-            if q.dtype != tl.float16:
-                q = q.to(tl.bfloat16)
-        memory = (pages, page_stride, table, kv_scales, kv_scale_stride)
+        elif q.dtype != tl.float16:
+            q = q.to(tl.bfloat16)
+        # The pointer as it came: a tuple takes None only from an argument.
+        memory = (pages, page_stride, table, kv_scales_ptr, kv_head, kv_scale_stride)
         seen, ends = (seen_first, seen_end), (position, last)
         m, sums, acc = _attend_chunks(
             q, position + offsets, memory, (first, end), seen, ends, chunk_tokens, S

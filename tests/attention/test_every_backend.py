@@ -1,0 +1,82 @@
+"""Windows, sinks, soft caps, grouped heads and holes together: every backend against float64.
+
+A sequence is computed in chunks and then token by token, beside another that only decodes; K and V
+are written by the backend itself. Before each step all table entries that no query's window
+reaches are filled with ids that can't be read: holes (-1), and 2^30.
+
+Tolerances: fp32, as in the backends' own tests: 2e-6 for outputs that are means of normals, 5e-6
+where exponentials are powers of two (Triton).
+"""
+
+import itertools
+import random
+
+import pytest
+import torch
+from tests.attention.native import NativeStep
+from tests.attention.paged import PagedStep, make_spec
+
+from quire.attention.cpu_paged import CpuPagedAttention
+from quire.attention.torch_paged import TorchPagedAttention
+from quire.core.step import HOLE_BLOCK
+
+UNREADABLE = (HOLE_BLOCK, 2**30)
+WINDOWS, SINKS, CAPS, GROUPS = (None, 1, 7, 40), (False, True), (None, 4.0), (1, 3, 8)
+COMBINATIONS = list(itertools.product(WINDOWS, SINKS, CAPS, GROUPS))
+CHUNKS = (21, 1, 33, 1, 9)
+
+
+def drive(make_step, combination, seed):
+    """Yields (output, expected) of each step, both [T, Hq, D]."""
+    window, has_sinks, cap, group = combination
+    rng = random.Random(seed)
+    size, num_kv_heads, dim = rng.choice([8, 16, 64]), rng.choice([1, 2]), rng.choice([16, 24, 40])
+    spec = make_spec(
+        group * num_kv_heads, num_kv_heads, dim, window=window, has_sinks=has_sinks, soft_cap=cap
+    )
+    start, other = rng.randint(1, 70), rng.randint(50, 90)
+    last = start + sum(CHUNKS)
+    step = make_step((spec,), [other + len(CHUNKS), last], block_size=size, seed=seed)
+    step.fill([other, start])
+    for number, count in enumerate(CHUNKS):
+        query_lens, contexts = [1, count], [other + number + 1, start + count]
+        batch = step.batch(query_lens, contexts)
+        tables = batch.groups[0].block_tables
+        for row, context, queries in zip(batch.rows_list, contexts, query_lens, strict=True):
+            passed = 0 if window is None else max(0, context - queries - window + 1) // size
+            tables[row, :passed] = UNREADABLE[number % 2]
+        step.backend.plan(batch)
+        out = step.backend.run(0, *step.inputs(0, query_lens, contexts))
+        yield out.double(), step.expected(0, query_lens, contexts)
+        start += count
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_on_the_cpu(best, name, combination):
+    def make_step(*arguments, **options):
+        if name == "torch":
+            return PagedStep(TorchPagedAttention(), *arguments, **options)
+        return NativeStep(CpuPagedAttention(best), *arguments, **options)
+
+    for out, expected in drive(make_step, combination, COMBINATIONS.index(combination)):
+        torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("combination", COMBINATIONS[1::5])
+def test_triton(combination, batch_invariant, monkeypatch):
+    """Fewer: the interpreter is slow."""
+    pytest.importorskip("triton")
+    from tests.attention.triton_step import TritonStep, torch_write
+
+    from quire.attention import triton_paged
+
+    monkeypatch.setattr(triton_paged, "rotate_and_write", torch_write)
+
+    def make_step(*arguments, **options):
+        backend = triton_paged.TritonPagedAttention(batch_invariant=batch_invariant)
+        return TritonStep(backend, *arguments, **options)
+
+    for out, expected in drive(make_step, combination, COMBINATIONS.index(combination)):
+        torch.testing.assert_close(out, expected, atol=5e-6, rtol=5e-6)
