@@ -11,6 +11,7 @@ memory's measured speed, and the operations that must be done at the rate of lar
 """
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -24,6 +25,7 @@ from quire.attention.cpu_paged import CpuPagedAttention
 from quire.attention.interface import AttentionBatch, AttentionSpec, GroupBatch, LayerKV
 from quire.bench.machine import NoiseMeter
 from quire.kernels.cpu.library import NativeKernels, load_library
+from quire.kernels.cpu.memory import allocate
 
 UNCACHED_BYTES = 160 << 20
 """Of all layers together: several times the last cache of this class of machine."""
@@ -32,6 +34,12 @@ HEADER = (
     "  context  chunk  rows    quire ms    torch ms  ratio     GB/s  GFLOP/s   floor ms"
     "  of the floor"
 )
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    """Numbers in bf16, in huge pages where the system has them."""
+    memory = allocate(2 * math.prod(shape)).view(torch.bfloat16)
+    return memory.normal_().view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +97,8 @@ class Case:
         page = backend.page_format(self.spec, self.block_size, torch.bfloat16)
         batch = self.batch()
         num_blocks = batch.groups[0].block_tables.numel()
-        stored = torch.randn(num_blocks, self.num_layers, page.bytes_per_layer // 2)
-        pages = stored.bfloat16().view(torch.uint8)
+        stored = drawn(num_blocks, self.num_layers, page.bytes_per_layer // 2)
+        pages = stored.view(torch.uint8)
         layers = tuple(LayerKV(pages[:, i], 0, page) for i in range(self.num_layers))
         backend.bind((self.spec,) * self.num_layers, layers)
         backend.plan(batch)
@@ -102,7 +110,7 @@ class Case:
     def peers(self) -> list[Callable[[], torch.Tensor]]:
         """torch's products of each layer: scores, softmax in fp32, values."""
         size = (self.rows, self.context, self.spec.head_dim)
-        stored = [torch.randn(size).bfloat16() for _ in range(self.num_layers)]
+        stored = [drawn(*size) for _ in range(self.num_layers)]
         q = torch.randn(self.rows, self.chunk * self.spec.num_heads, self.spec.head_dim).bfloat16()
         hidden = torch.full((self.chunk, self.context), float("-inf"))
         hidden.triu_(self.context - self.chunk + 1)

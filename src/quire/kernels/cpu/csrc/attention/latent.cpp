@@ -14,13 +14,17 @@
 // (latent_kernels.h), and the lines of the next tile are fetched meanwhile.
 #include "attention/latent.h"
 
+#include <utility>
+
 #include "attention/attention_tasks.h"
 #include "attention/latent_tile.h"
+#include "threads/work_stealing.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kTokensPerWrite = 16;
+constexpr int kSharesSlot = 2;  // of the pool's memory; tasks have 0, records 1
 
 template <typename T>
 T* take(char*& at, int64_t count) {
@@ -47,7 +51,6 @@ struct SliceWork {
   const typename M::Factor* slice;
   int at, width;
   Fetcher& fetcher;
-  int period;
 };
 
 template <typename M, int R>
@@ -57,10 +60,10 @@ void add_columns(const SliceWork<M>& work, const typename M::Factor* probs, int 
   int d = 0;
   for (; d + 16 * C <= work.width; d += 16 * C)
     add_slice<M, R, C>(probs, work.slice + d * M::kDepth, first, end, work.at + d, out,
-                       work.fetcher, work.period);
+                       work.fetcher);
   for (; C > 1 && d < work.width; d += 16)
     add_slice<M, R, 1>(probs, work.slice + d * M::kDepth, first, end, work.at + d, out,
-                       work.fetcher, work.period);
+                       work.fetcher);
 }
 
 // Up to sixteen rows of a group.
@@ -117,9 +120,16 @@ struct LatentAttention {
         pool.shared(1, tasks.num_records * shape.size * int64_t(sizeof(float))));
   }
 
+  // Threads take tasks in their order, so that the tile that comes next is known.
   void run() {
-    pool.parallel(tasks.num_tasks, [this](int64_t task, int thread) {
-      run_task(tasks.task_starts[task], tasks.task_starts[task + 1], thread);
+    Shares shares(pool, kSharesSlot, tasks.num_tasks);
+    const int64_t count = tasks.num_tasks;
+    pool.parallel(count < pool.num_threads() ? count : pool.num_threads(), [&](int64_t, int thread) {
+      Worker worker{allocate(thread), {}, -1};
+      shares.work(thread, [&](int64_t task) {
+        for (int i = tasks.task_starts[task]; i < tasks.task_starts[task + 1]; ++i)
+          attend_piece(i, worker);
+      });
     });
   }
 
@@ -145,6 +155,13 @@ struct LatentAttention {
     T* tile_room;       // [256][D]
   };
 
+  // fetched: the piece of which tiles[0] is the first, and was fetched; or -1.
+  struct Worker {
+    Rows rows;
+    LatentTile<T> tiles[2];
+    int fetched;
+  };
+
   Rows allocate(int thread) {
     const int64_t count = (tasks.most_rows + 15) / 16, rows = 16 * count, D = head_dim;
     const int64_t tile = kTileTokens;
@@ -167,27 +184,25 @@ struct LatentAttention {
     return all;
   }
 
-  // Pieces [first, end) one after the other. The tile that comes next is always found already, be
-  // it another piece's.
-  void run_task(int first, int end, int thread) {
-    Rows rows = allocate(thread);
-    LatentTile<T> tiles[2];
-    LatentTile<T>*tile = &tiles[0], *next = &tiles[1];
-    find_tile(tasks.pieces[first], tasks.pieces[first].first_tile, *tile);
-    for (int i = first; i < end; ++i) {
-      const Piece& piece = tasks.pieces[i];
-      set_rows(piece, rows);
-      for (int index = piece.first_tile; index < piece.end_tile; ++index) {
-        const bool is_last = index + 1 == piece.end_tile, has_next = !is_last || i + 1 < end;
-        if (!is_last) find_tile(piece, index + 1, *next);
-        else if (has_next) find_tile(tasks.pieces[i + 1], tasks.pieces[i + 1].first_tile, *next);
-        attend(rows, *tile, has_next ? next : nullptr);
-        LatentTile<T>* done = tile;
-        tile = next;
-        next = done;
-      }
-      finish_piece(piece, rows);
+  // While a tile is computed the next one is fetched, be it the following piece's.
+  void attend_piece(int index, Worker& worker) {
+    const Piece& piece = tasks.pieces[index];
+    auto& [rows, tiles, fetched] = worker;
+    if (fetched != index) {
+      find_tile(piece, piece.first_tile, tiles[0]);
+      tiles[0].fetcher(pages).fetch_all();
     }
+    set_rows(piece, rows);
+    const bool is_last = index + 1 == tasks.num_pieces;
+    for (int number = piece.first_tile; number < piece.end_tile; ++number) {
+      const bool is_end = number + 1 == piece.end_tile;
+      const Piece& then = tasks.pieces[is_end && !is_last ? index + 1 : index];
+      if (!is_end || !is_last) find_tile(then, is_end ? then.first_tile : number + 1, tiles[1]);
+      attend(rows, tiles[0], is_end && is_last ? nullptr : &tiles[1]);
+      std::swap(tiles[0], tiles[1]);
+    }
+    fetched = is_last ? -1 : index + 1;
+    finish_piece(piece, rows);
   }
 
   void find_tile(const Piece& piece, int index, LatentTile<T>& tile) const {
@@ -255,26 +270,20 @@ struct LatentAttention {
       is_seen |= !seen.is_empty();
     }
     Fetcher fetcher = next ? next->fetcher(pages) : Fetcher{};
-    const int64_t num_lines = int64_t(fetcher.num_runs) * fetcher.run_bytes / 64;
-    if (is_seen) score(rows, tile, fetcher, num_lines);
+    const int64_t num_lines = fetcher.num_lines();
+    if (is_seen) score(rows, tile, fetcher, num_lines * head_dim / (head_dim + value_dim));
     for (int g = 0; g < rows.num_groups; ++g) find_probs_of(rows, g);
-    if (is_seen) add(rows, tile, fetcher, num_lines);
+    if (is_seen) add(rows, tile, fetcher, num_lines * value_dim / (head_dim + value_dim));
     for (int row = 0; !rows.is_whole && row < rows.num_rows; ++row)
       rows.records[row] += int64_t(num_heads) * shape.size;
   }
 
   static int rows_of(const Rows& rows, int g) { return smaller(rows.num_rows - 16 * g, 16); }
 
-  // So many steps of a product follow each other between two lines that are fetched.
-  static int period(int64_t num_steps, int64_t num_lines) {
-    if (num_lines == 0) return 0;
-    return num_steps > num_lines ? int(num_steps / num_lines) : 1;
-  }
-
   void score(Rows& rows, const LatentTile<T>& tile, Fetcher& fetcher, int64_t num_lines) const {
     const int num_units = tile.end_unit - tile.first_unit;
     const int64_t calls = int64_t(num_units) * (16 / kLatentTokens) * rows.num_groups;
-    const int every = period(calls * num_steps, num_lines * head_dim / (head_dim + value_dim));
+    fetcher.spread(num_lines, calls * num_steps);
     for (int u = tile.first_unit; u < tile.end_unit; ++u) {
       const Factor* vectors = unit_factors(tile.units[u], head_dim, rows.unit_room);
       for (int g = 0; g < rows.num_groups;) {
@@ -284,15 +293,15 @@ struct LatentAttention {
           const SeenLanes& seen = rows.groups[i].seen;
           is_seen |= seen.begin < 16 * (u + 1) && seen.end > 16 * u;
         }
-        if (is_seen) score_unit(rows, vectors, u, g, count, fetcher, every);
+        if (is_seen) score_unit(rows, vectors, u, g, count, fetcher);
         g += count;
       }
     }
   }
 
   // `count` groups from g on.
-  void score_unit(Rows& rows, const Factor* vectors, int u, int g, int count, Fetcher& fetcher,
-                  int every) const {
+  void score_unit(Rows& rows, const Factor* vectors, int u, int g, int count,
+                  Fetcher& fetcher) const {
     const int64_t stride = int64_t(head_dim) * sizeof(Factor);
     const char* from = reinterpret_cast<const char*>(vectors);
     const Factor* queries = rows.queries + int64_t(g) * 16 * head_dim;
@@ -300,10 +309,10 @@ struct LatentAttention {
     const int at_once = count > 1 ? kLatentTokens / kLatentGroups : kLatentTokens;
     for (int t = 0; t < 16; t += at_once, from += at_once * stride, to += 16 * at_once) {
       if (count == 1)
-        score_tokens<M, kLatentTokens, 1>(from, stride, queries, num_steps, to, fetcher, every);
+        score_tokens<M, kLatentTokens, 1>(from, stride, queries, num_steps, to, fetcher);
       else
         score_tokens<M, kLatentTokens / kLatentGroups, kLatentGroups>(
-            from, stride, queries, num_steps, to, fetcher, every);
+            from, stride, queries, num_steps, to, fetcher);
     }
   }
 
@@ -338,13 +347,12 @@ struct LatentAttention {
     const int num_slices = (value_dim + kSliceDims<M> - 1) / kSliceDims<M>;
     const int64_t calls = int64_t(num_slices) * rows.num_groups * (16 / kLatentValueRows) *
                           (kSliceDims<M> / (16 * columns<kLatentValueRows>()));
-    const int every = period(calls * 16 * (tile.end_unit - tile.first_unit) / M::kDepth,
-                             num_lines * value_dim / (head_dim + value_dim));
+    fetcher.spread(num_lines, calls * 16 * (tile.end_unit - tile.first_unit) / M::kDepth);
     for (int at = 0; at < value_dim; at += kSliceDims<M>) {
       const int count = smaller(value_dim - at, kSliceDims<M>);
       for (int u = tile.first_unit; u < tile.end_unit; ++u)
         fill_slice(M{}, tile.units[u], head_dim, at, count, rows.slice + 16 * u * kSliceDims<M>);
-      const SliceWork<M> work{rows.slice, at, (count + 15) / 16 * 16, fetcher, every};
+      const SliceWork<M> work{rows.slice, at, (count + 15) / 16 * 16, fetcher};
       for (int g = 0; g < rows.num_groups; ++g) {
         const auto& [seen, factors] = rows.groups[g];
         if (seen.is_empty()) continue;

@@ -28,15 +28,30 @@ constexpr int kLatentTokens = 4, kLatentGroups = 1, kLatentValueRows = 4;
 constexpr int kLatentTokens = 2, kLatentGroups = 1, kLatentValueRows = 2;
 #endif
 
-// What the next tile needs, fetched line by line while the processor computes.
+// What the next tile needs, fetched line by line while the processor computes: `rate` 256ths of a
+// line with each step of a product.
 struct Fetcher {
   const char* const* runs = nullptr;
   int num_runs = 0;
   int64_t run_bytes = 0;
   const char* at = nullptr;
   int64_t left = 0;
+  int rate = 0, credit = 0;
 
-  void fetch() {
+  int64_t num_lines() const { return num_runs * run_bytes / 64; }
+
+  void fetch_all() const {
+    for (int i = 0; i < num_runs; ++i)
+      for (int64_t byte = 0; byte < run_bytes; byte += 64) prefetch(runs[i] + byte);
+  }
+
+  // From now on so many lines are spread over so many steps.
+  void spread(int64_t lines, int64_t steps) { rate = int(lines * 256 / steps); }
+
+  void step() {
+    credit += rate;
+    if (credit < 256) return;
+    credit -= 256;
     if (left <= 0) {
       if (num_runs == 0) return;
       at = *runs++;
@@ -50,11 +65,10 @@ struct Fetcher {
 };
 
 // scores[(c * kTileTokens + r) * 16 + lane] = sum over steps of token r's elements by those of the
-// queries [C][num_steps][16][kDepth]. Tokens are `stride` bytes apart. Fetches a line a `period` of
-// steps; 0: none.
+// queries [C][num_steps][16][kDepth]. Tokens are `stride` bytes apart.
 template <typename M, int R, int C>
 inline void score_tokens(const char* tokens, int64_t stride, const typename M::Factor* queries,
-                         int num_steps, float* scores, Fetcher& fetcher, int period) {
+                         int num_steps, float* scores, Fetcher& shared_fetcher) {
   using Factor = typename M::Factor;
   constexpr int kParts = C * kNumParts, kStepBytes = M::kDepth * sizeof(Factor);
   constexpr int kBases = (R + 3) / 4;
@@ -63,7 +77,7 @@ inline void score_tokens(const char* tokens, int64_t stride, const typename M::F
   for (int i = 0; i < kBases; ++i) bases[i] = tokens + 4 * i * stride;
   const int64_t thrice = 3 * stride, group = int64_t(num_steps) * 16 * M::kDepth;
   part sums[R][kParts] = {};
-  int until_fetch = period;
+  Fetcher fetcher = shared_fetcher;
   for (int step = 0; step < num_steps; ++step, queries += 16 * M::kDepth) {
     typename M::Right q[kParts];
 #pragma GCC unroll 2
@@ -71,10 +85,7 @@ inline void score_tokens(const char* tokens, int64_t stride, const typename M::F
 #pragma GCC unroll 4
       for (int p = 0; p < kNumParts; ++p)
         q[c * kNumParts + p] = M::load_right(queries + c * group + p * kPartLanes * M::kDepth);
-    if (--until_fetch == 0) {
-      fetcher.fetch();
-      until_fetch = period;
-    }
+    fetcher.step();
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const char* base = bases[r / 4];
@@ -86,6 +97,7 @@ inline void score_tokens(const char* tokens, int64_t stride, const typename M::F
 #pragma GCC unroll 4
     for (int i = 0; i < kBases; ++i) bases[i] += kStepBytes;
   }
+  shared_fetcher = fetcher;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
@@ -104,20 +116,17 @@ constexpr int kSliceDims = 32 * M::kDepth;
 // slice [steps][kSliceDims][kDepth], as ValueRows says.
 template <typename M, int R, int C>
 inline void add_slice(const typename M::Factor* probs, const typename M::Factor* slice, int first,
-                      int end, int at, const ValueRows& out, Fetcher& fetcher, int period) {
+                      int end, int at, const ValueRows& out, Fetcher& shared_fetcher) {
   constexpr int kParts = C * kNumParts, kRow = kSliceDims<M> * M::kDepth;
   part sums[R][kParts] = {};
-  int until_fetch = period;
+  Fetcher fetcher = shared_fetcher;
   const typename M::Factor* p = probs + int64_t(first) * 16 * M::kDepth;
   const typename M::Factor* v = slice + int64_t(first) * kRow;
   for (int step = first; step < end; ++step, p += 16 * M::kDepth, v += kRow) {
     typename M::Right values[kParts];
 #pragma GCC unroll 8
     for (int c = 0; c < kParts; ++c) values[c] = M::load_right(v + c * kPartLanes * M::kDepth);
-    if (--until_fetch == 0) {
-      fetcher.fetch();
-      until_fetch = period;
-    }
+    fetcher.step();
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const typename M::Left x = M::broadcast(p + r * M::kDepth);
@@ -125,6 +134,7 @@ inline void add_slice(const typename M::Factor* probs, const typename M::Factor*
       for (int c = 0; c < kParts; ++c) sums[r][c] = M::multiply(x, values[c], sums[r][c]);
     }
   }
+  shared_fetcher = fetcher;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8

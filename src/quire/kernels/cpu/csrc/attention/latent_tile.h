@@ -85,7 +85,7 @@ struct LatentTile {
 
   Fetcher fetcher(const LatentPages<T>& pages) const {
     return {runs, num_runs, int64_t(pages.run_tokens) * pages.head_dim * int64_t(sizeof(T)),
-            nullptr, 0};
+            nullptr, 0, 0, 0};
   }
 };
 
