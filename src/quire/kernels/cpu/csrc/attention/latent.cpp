@@ -124,13 +124,15 @@ struct LatentAttention {
   void run() {
     Shares shares(pool, kSharesSlot, tasks.num_tasks);
     const int64_t count = tasks.num_tasks;
-    pool.parallel(count < pool.num_threads() ? count : pool.num_threads(), [&](int64_t, int thread) {
+    const int64_t most = pool.num_threads();
+    pool.parallel(count < most ? count : most, [&](int64_t, int thread) {
       Worker worker{allocate(thread), {}, -1};
       shares.work(thread, [&](int64_t task) {
         for (int i = tasks.task_starts[task]; i < tasks.task_starts[task + 1]; ++i)
           attend_piece(i, worker);
       });
     });
+    if (tasks.num_records) merge_all();
   }
 
   // Sixteen rows, and what is known of them in the tile at hand.
@@ -142,6 +144,7 @@ struct LatentAttention {
   // What a piece works with; the memory is a thread's. G: groups of sixteen rows.
   struct Rows {
     int num_rows, num_groups;
+    int packed;         // the segment of which the queries are, or -1
     bool is_whole;
     Range* ranges;      // [16 G]
     float** records;    // [16 G]
@@ -171,6 +174,7 @@ struct LatentAttention {
         (tile * kSliceDims<M> + 16 * D) * sizeof(Factor) + tile * D * sizeof(T) + 1024;
     char* at = static_cast<char*>(pool.scratch(thread, num_bytes));
     Rows all{};
+    all.packed = -1;
     all.ranges = take<Range>(at, rows);
     all.records = take<float*>(at, rows);
     all.own_records = take<float>(at, rows * shape.size);
@@ -202,7 +206,9 @@ struct LatentAttention {
       std::swap(tiles[0], tiles[1]);
     }
     fetched = is_last ? -1 : index + 1;
-    finish_piece(piece, rows);
+    const Segment& segment = tasks.segments[piece.segment];
+    for (int row = 0; segment.is_whole && row < rows.num_rows; ++row)
+      finish_row(segment.first_token + row / num_heads, row % num_heads, rows.records[row]);
   }
 
   void find_tile(const Piece& piece, int index, LatentTile<T>& tile) const {
@@ -222,7 +228,10 @@ struct LatentAttention {
       if (segment.run) set_token(rows, i, segment.run[i], step.query_start[segment.run[i]], piece);
       else set_token(rows, i, segment.sequence, segment.first_token + i, piece);
     }
-    for (int row = rows.num_rows; row < 16 * rows.num_groups; ++row) pack(rows, row, nullptr);
+    const int num_lanes = 16 * rows.num_groups;
+    for (int row = rows.num_rows; row < num_lanes && rows.packed != piece.segment; ++row)
+      pack(rows, row, nullptr);
+    rows.packed = piece.segment;
   }
 
   // Token `index` of a piece: `token` of the step, of sequence s.
@@ -234,7 +243,7 @@ struct LatentAttention {
       rows.records[row] = rows.own_records + int64_t(row) * shape.size;
       if (rows.is_whole) shape.clear(rows.records[row]);
       else rows.records[row] = record(s, token, piece.first_tile, head);
-      pack(rows, row, q + token * ldq + int64_t(head) * head_dim);
+      if (rows.packed != piece.segment) pack(rows, row, q + token * ldq + int64_t(head) * head_dim);
     }
   }
 
@@ -364,29 +373,25 @@ struct LatentAttention {
     }
   }
 
-  void finish_piece(const Piece& piece, const Rows& rows) {
-    const Segment& segment = tasks.segments[piece.segment];
-    for (int row = 0; segment.is_whole && row < rows.num_rows; ++row)
-      finish_row(segment.first_token + row / num_heads, row % num_heads,
-                 rows.own_records + int64_t(row) * shape.size);
-    if (segment.is_whole) return;
-    for (int i = 0; i < segment.num_run; ++i) give_back(segment.run[i], piece, rows.own_records);
-    if (!segment.run) give_back(segment.sequence, piece, rows.own_records);
+  // Merges the tiles of a split sequence's row, in ascending order, from records of their own.
+  void merge(int s, int token, int head, float* merged) const {
+    const SequenceTiles& tiles = tasks.sequences[s];
+    shape.clear(merged);
+    for (int tile = tiles.first_tile; tile < tiles.end_tile; ++tile)
+      merge_record(merged, record(s, token, tile, head), softmax.factor, shape);
+    finish_row(token, head, merged);
   }
 
-  // A piece of a split sequence is done; the thread that finishes the last one merges its tiles, in
-  // memory for a record.
-  void give_back(int s, const Piece& piece, float* merged) {
-    const int32_t count = piece.end_tile - piece.first_tile;
-    if (__atomic_sub_fetch(tasks.tiles_left + s, count, __ATOMIC_ACQ_REL) > 0) return;
-    const SequenceTiles& tiles = tasks.sequences[s];
-    for (int token = step.query_start[s]; token < step.query_start[s + 1]; ++token)
-      for (int head = 0; head < num_heads; ++head) {
-        shape.clear(merged);
-        for (int tile = tiles.first_tile; tile < tiles.end_tile; ++tile)
-          merge_record(merged, record(s, token, tile, head), softmax.factor, shape);
-        finish_row(token, head, merged);
-      }
+  // All rows of split sequences, by threads: there may be many heads and many tiles.
+  void merge_all() {
+    const int64_t num_items = int64_t(step.num_sequences) * num_heads;
+    share(pool, kSharesSlot, num_items, [this](int64_t item, int thread) {
+      const int s = int(item / num_heads);
+      if (!tasks.sequences[s].is_split) return;
+      auto* merged = static_cast<float*>(pool.scratch(thread, shape.size * int64_t(sizeof(float))));
+      for (int token = step.query_start[s]; token < step.query_start[s + 1]; ++token)
+        merge(s, token, int(item % num_heads), merged);
+    });
   }
 
   void finish_row(int token, int head, float* record) const {
