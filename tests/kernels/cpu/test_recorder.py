@@ -115,7 +115,7 @@ def attend(recorder: Recorder, change=lambda parts: parts, **options: object) ->
     q, k, v = (part.unflatten(-1, (-1, 8)) for part in parts)
     angles = Angles(random(9, 8), recorder.inputs[1], torch.float32)
     given = {"rotation": Rotation(angles)} | options
-    return recorder.attend(0, q, k, v, **given).flatten(-2)
+    return recorder.attend(0, q, k, **{"v": v} | given).flatten(-2)
 
 
 def test_attention_reads_the_product_that_was_rotated_in_place(recorder: Recorder) -> None:
@@ -141,6 +141,7 @@ def test_parts_may_be_normed_where_they_lie(recorder: Recorder) -> None:
 
 ATTENDED_OTHERWISE = {
     "sinks": lambda recorder: attend(recorder, sinks=torch.zeros(4)),
+    "latent": lambda recorder: attend(recorder, v=None),
     "not rotated": lambda recorder: attend(recorder, rotation=None),
     "in another order": lambda recorder: attend(recorder, lambda parts: (parts[0], *parts[:0:-1])),
     "not in place": lambda recorder: attend(
