@@ -47,8 +47,11 @@ struct SequenceTiles {
 
 class Tasks {
  public:
-  Tasks(Pool& pool, const AttentionLayer& layer, const Step& step)
-      : layer_(layer), step_(step), group_size_(layer.num_heads / layer.num_kv_heads) {
+  // tasks_per_thread: of narrow segments, about so many. Sequences are split where they are fewer.
+  Tasks(Pool& pool, const AttentionLayer& layer, const Step& step,
+        int tasks_per_thread = kTasksPerThread)
+      : layer_(layer), step_(step), group_size_(layer.num_heads / layer.num_kv_heads),
+        tasks_per_thread_(tasks_per_thread) {
     block_tokens_ = larger(1, kBlockRows / group_size_);
     allocate(pool);
     for (int s = 0; s < step.num_sequences; ++s) sequences[s] = tiles_of(s);
@@ -95,7 +98,7 @@ class Tasks {
  private:
   const AttentionLayer& layer_;
   const Step& step_;
-  int group_size_, block_tokens_;
+  int group_size_, tasks_per_thread_, block_tokens_;
   int64_t narrow_cost_ = 0;
 
   int stack_size() const { return larger(1, kBlockRows / group_size_); }
@@ -107,7 +110,8 @@ class Tasks {
     for (int i = 0; i < step_.num_shared_runs; ++i)
       most_segments += step_.shared_runs[i].num_sequences / stack_size() + 1;
     const int64_t heads = layer_.num_kv_heads, num_sequences = step_.num_sequences;
-    const int64_t most_pieces = (most_segments + kTasksPerThread * pool.num_threads() + 1) * heads;
+    const int64_t most_parts = most_segments + tasks_per_thread_ * pool.num_threads() + 1;
+    const int64_t most_pieces = most_parts * heads;
     const int64_t num_bytes = num_sequences * sizeof(SequenceTiles) +
                               most_segments * sizeof(Segment) + most_pieces * sizeof(Piece) +
                               (most_pieces + 1 + num_sequences * heads) * sizeof(int32_t);
@@ -223,7 +227,7 @@ class Tasks {
         task_starts[num_tasks++] = num_pieces;
         pieces[num_pieces++] = {i, head, segments[i].first_tile, segments[i].end_tile};
       }
-    const int64_t wanted = narrow_cost_ * layer_.num_kv_heads / (kTasksPerThread * num_threads);
+    const int64_t wanted = narrow_cost_ * layer_.num_kv_heads / (tasks_per_thread_ * num_threads);
     const int64_t task_cost = wanted > kLeastTaskCost ? wanted : kLeastTaskCost;
     int64_t room = 0;
     for (int i = num_wide; i < num_segments; ++i) cut_narrow(i, task_cost, room);

@@ -24,6 +24,7 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 constexpr int64_t kTokensPerWrite = 16;
+constexpr int kLatentTasksPerThread = 8;  // few: a split sequence's records are as large as values
 constexpr int kSharesSlot = 2;  // of the pool's memory; tasks have 0, records 1
 
 template <typename T>
@@ -113,8 +114,8 @@ struct LatentAttention {
   LatentAttention(Pool& pool, const AttentionLayer& layer, const Step& step, const void* q,
                   int64_t ldq, void* out, int64_t ldo, float* lse)
       : layer(layer), step(step), q(static_cast<const T*>(q)), ldq(ldq), out(static_cast<T*>(out)),
-        ldo(ldo), lse(lse), pool(pool), tasks(pool, layer, step), pages(layer),
-        shape(layer.value_dim), softmax(layer), num_heads(layer.num_heads),
+        ldo(ldo), lse(lse), pool(pool), tasks(pool, layer, step, kLatentTasksPerThread),
+        pages(layer), shape(layer.value_dim), softmax(layer), num_heads(layer.num_heads),
         head_dim(layer.head_dim), value_dim(layer.value_dim), num_steps(head_dim / M::kDepth) {
     records = static_cast<float*>(
         pool.shared(1, tasks.num_records * shape.size * int64_t(sizeof(float))));
