@@ -34,6 +34,7 @@ from quire.models.config import ModelConfig
 from quire.models.interface import CausalLM, TextModel
 from quire.models.sharding import split_config
 from quire.options.engine_options import EngineOptions
+from quire.recurrence.backends import select as select_recurrence
 from quire.runtime.batch import RowBatch
 from quire.runtime.device_memory import CudaMemory
 from quire.runtime.device_rows import DeviceRows
@@ -73,17 +74,18 @@ def build_rank(
     Raises ConfigurationError and its kinds, and what the device raises when it runs out of memory.
     """
     setup = _choose_setup(options, config, group)
-    methods, specs = setup.methods, config.attention_specs
+    methods, share = setup.methods, config
     if group is not None:
         methods = replace(methods, sharding=Sharding(group, config.vocab_size))
-        specs = split_config(config, group.rank, group.size).attention_specs
+        share = split_config(config, group.rank, group.size)
         setup = replace(setup, methods=methods)
     backend = setup.new_backend()
     layout = plan_layout(
-        specs,
+        share.attention_specs,
         type(backend),
         options.block_size,
         setup.kv_dtype,
+        recurrent_specs=share.recurrent_specs,
         typical_tokens=max(1, wanted_model_len(options, config) // 2),
     )
     num_weight_bytes = weight_bytes(folder, config, setup.dtype, methods)
@@ -181,7 +183,9 @@ class _Builder:
             on_progress=partial(self.on_progress, "loading the weights"),
         )
         use_operators(model, setup.operators)
-        if self.options.kv_cache_dtype != AUTO:
+        if model.recurrent_specs:
+            model.use_states(select_recurrence(setup.device.type, setup.kernels))
+        elif self.options.kv_cache_dtype != AUTO:  # the prompt below goes without bound states
             check_keys(model, self.options.kv_cache_dtype, model_len)
         return model
 

@@ -7,9 +7,8 @@ and pages may lie apart. Built by `backends.py`.
 
 What it lacks is refused when the memory is laid out: fp32, int8 and fp8 pages, sinks, latent
 layers, head sizes other than HEAD_DIMS, windows that look ahead. Its plan is made on the host for
-every step, so no
-step is captured, and its split of long contexts depends on the batch, so batch_invariant is refused
-as well.
+every step, so no step is captured, and its split of long contexts depends on the batch, so
+batch_invariant is refused as well.
 """
 
 import importlib.util

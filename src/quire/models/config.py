@@ -19,6 +19,7 @@ from quire.layers.sharded import vocab_share
 from quire.models.config_bounds import MAX_WEIGHTS, checked_integer
 from quire.models.config_fields import ConfigFields
 from quire.models.rope_config import read_rope, read_rotary_dim
+from quire.recurrence.state_backend import RecurrentSpec
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ROTARY_ITEM_BYTES = 4
@@ -58,7 +59,12 @@ class ModelConfig(ABC):
     @property
     @abstractmethod
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """One for each layer, in order."""
+        """One for each attention layer, in order."""
+
+    @property
+    def recurrent_specs(self) -> tuple[RecurrentSpec, ...]:
+        """One for each recurrent layer, in order."""
+        return ()
 
     @property
     def is_causal(self) -> bool:

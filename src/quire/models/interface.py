@@ -12,7 +12,9 @@ import torch
 
 from quire.attention.interface import AttentionCall, AttentionSpec
 from quire.layers.operator_module import OperatorModule
+from quire.layers.recurrent import RecurrentModule
 from quire.models.config import ModelConfig
+from quire.recurrence.state_backend import RecurrentBackend, RecurrentSpec
 
 
 @dataclass(slots=True)
@@ -28,7 +30,8 @@ class TextModel(OperatorModule, ABC):
     """A model of tokens, from their ids to their hidden states.
 
     vocab_size: of the tokens that it is given. attention_specs: one for each attention layer, in
-    the order of attention's `layer` argument.
+    the order of attention's `layer` argument. recurrent_specs: one for each `RecurrentModule`, by
+    its `layer`; recurrence: what moves their states, None where there are none.
 
     What is computed between linears and attention is computed by `operators`, and there is no other
     form of the model: on the CPU `forward`, and `logits`, are recorded once as native operations
@@ -38,6 +41,8 @@ class TextModel(OperatorModule, ABC):
     vocab_size: int
     hidden_size: int
     attention_specs: tuple[AttentionSpec, ...]
+    recurrent_specs: tuple[RecurrentSpec, ...] = ()
+    recurrence: RecurrentBackend | None = None
 
     @abstractmethod
     def __init__(
@@ -63,6 +68,13 @@ class TextModel(OperatorModule, ABC):
         is there. capture_layers: EAGLE-3 drafts from the hidden states of three of them
         (arXiv:2503.01840).
         """
+
+    def use_states(self, recurrence: RecurrentBackend) -> None:
+        """Let `recurrence` move the states of all recurrent layers, before the first step."""
+        self.recurrence = recurrence
+        for module in self.modules():
+            if isinstance(module, RecurrentModule):
+                module.states = recurrence
 
     def scores(self, vectors: torch.Tensor) -> torch.Tensor:
         """vectors [R, hidden_size], one of each sequence -> [R, num_labels] fp32, what the model's

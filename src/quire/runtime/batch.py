@@ -17,6 +17,7 @@ import torch
 
 from quire.attention.interface import AttentionBatch, GroupBatch
 from quire.core.step import EditKind, RowAdmission, RowFork, StepPlan, TableEdit, TokenEdit
+from quire.recurrence.state_backend import StateBatch
 from quire.runtime.block_tables import BlockTables, Int32, Int64
 from quire.sampling.host.history import TokenHistory
 from quire.sampling.host.sampler import PendingSample
@@ -43,6 +44,7 @@ class StepBatch:
     token_ids: torch.Tensor
     positions: torch.Tensor
     attention: AttentionBatch
+    states: StateBatch
     rows: Int64
     num_new_tokens: Int64
     sample_rows: Int64
@@ -102,6 +104,8 @@ class RowBatch:
         self.wants_prompt_logprobs = np.zeros(num_rows, np.bool_)
         max_blocks = -(-max_model_len // block_size)
         self.tables = BlockTables(num_groups, num_rows, max_blocks, block_size, state_sizes)
+        self._token_tables = self.tables.views[:num_groups]
+        self._state_tables = tuple(self.tables.views[num_groups:])
         self._block_size = block_size
         self._input_ids: Int64 = np.zeros(max_num_tokens, np.int64)
         self._positions: Int64 = np.zeros(max_num_tokens, np.int64)
@@ -214,12 +218,14 @@ class RowBatch:
             joined_lines = self._join(joins, sample_rows)
             sample_rows = np.append(sample_rows, [fork.row for fork in joins])
             sample_index = np.append(sample_index, sample_index[joined_lines.numpy()])
+        attention = self._attention_batch(
+            rows, query_start, counts, computed.astype(np.int32), num_decodes
+        )
         return StepBatch(
             token_ids=torch.from_numpy(self._input_ids[:num_tokens]),
             positions=torch.from_numpy(self._positions[:num_tokens]),
-            attention=self._attention_batch(
-                rows, query_start, counts, computed.astype(np.int32), num_decodes
-            ),
+            attention=attention,
+            states=state_batch(attention, self._state_tables),
             rows=rows,
             num_new_tokens=counts,
             sample_rows=sample_rows,
@@ -245,7 +251,9 @@ class RowBatch:
         self.tables.fill_slots(self._slots, slice(count), decodes.table_base, positions)
         decodes.context_lens[:] = computed
         self.num_computed[rows] = computed
-        decodes.step.attention.context_lens_list = computed.tolist()
+        lens_list = computed.tolist()
+        decodes.step.attention.context_lens_list = lens_list
+        decodes.step.states.context_lens_list = lens_list
         return decodes.step
 
     def _make_decodes(self, paused: tuple[int, ...]) -> _Decodes:
@@ -253,10 +261,12 @@ class RowBatch:
         count = len(rows)
         counts, context_lens = np.ones(count, np.int64), np.zeros(count, np.int32)
         query_start = np.arange(count + 1, dtype=np.int32)
+        attention = self._attention_batch(rows, query_start, counts, context_lens, count)
         step = StepBatch(
             token_ids=torch.from_numpy(self._input_ids[:count]),
             positions=torch.from_numpy(self._positions[:count]),
-            attention=self._attention_batch(rows, query_start, counts, context_lens, count),
+            attention=attention,
+            states=state_batch(attention, self._state_tables),
             rows=rows,
             num_new_tokens=counts,
             sample_rows=rows,
@@ -358,7 +368,7 @@ class RowBatch:
                 block_tables=table,
                 slot_mapping=torch.from_numpy(slots[:num_tokens]),
             )
-            for table, slots in zip(self.tables.views[: len(self._slots)], self._slots, strict=True)
+            for table, slots in zip(self._token_tables, self._slots, strict=True)
         )
         return AttentionBatch(
             query_start=torch.from_numpy(query_start),
@@ -385,6 +395,20 @@ class RowBatch:
             if count > 0:
                 spans.append((row, int(query_start[index]), count, first + 1))
         return spans
+
+
+def state_batch(attention: AttentionBatch, tables: tuple[torch.Tensor, ...]) -> StateBatch:
+    """The same step for recurrent layers. tables: of the state groups."""
+    return StateBatch(
+        query_start=attention.query_start,
+        context_lens=attention.context_lens,
+        rows=attention.rows,
+        query_lens_list=attention.query_lens_list,
+        context_lens_list=attention.context_lens_list,
+        rows_list=attention.rows_list,
+        num_decodes=attention.num_decodes,
+        tables=tables,
+    )
 
 
 def _rows_without(is_live: npt.NDArray[np.bool_], named: Sequence[int]) -> Int64:

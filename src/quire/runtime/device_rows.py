@@ -23,7 +23,7 @@ import torch
 from quire.attention.interface import AttentionBatch, GroupBatch
 from quire.core.step import EditKind, StepPlan
 from quire.kernels.transfers import DeviceLink
-from quire.runtime.batch import NO_LINES, RowBatch, StepBatch
+from quire.runtime.batch import NO_LINES, RowBatch, StepBatch, state_batch
 from quire.runtime.block_tables import Int32, Int64
 from quire.sampling.device.history import DeviceHistory
 from quire.sampling.host.sampler import PendingSample
@@ -128,6 +128,7 @@ class DeviceRows:
         self._token_ids = token_ids.view(-1)
         self.history = DeviceHistory(token_ids, host.num_tokens)
         self._tables = torch.zeros(host.tables.entries.shape, dtype=torch.int32, device=link.device)
+        self._state_tables = tuple(self._tables[host.tables.num_token_groups :])
 
     # ---- the plan's changes -----------------------------------------------------------------
 
@@ -228,10 +229,12 @@ class DeviceRows:
         _fill_query_start(numbers.query_start, np.zeros(1, np.int32))
         self._fill(place, words)
         none = np.zeros(0, np.int64)
+        attention = _attention_batch(place, ([], [], []), 0)
         return StepBatch(
             token_ids=place.token_ids,
             positions=place.numbers.positions,
-            attention=_attention_batch(place, ([], [], []), 0),
+            attention=attention,
+            states=state_batch(attention, self._state_tables),
             rows=none,
             num_new_tokens=none,
             sample_rows=none,
@@ -273,10 +276,12 @@ class DeviceRows:
         joined_lines = NO_LINES
         if len(step.joined_lines):
             joined_lines = self._link.upload(step.joined_lines.numpy())
+        attention = _attention_batch(place, lists, num_decodes)
         return StepBatch(
             token_ids=place.token_ids,
             positions=numbers.positions,
-            attention=_attention_batch(place, lists, num_decodes),
+            attention=attention,
+            states=state_batch(attention, self._state_tables),
             rows=step.rows,
             num_new_tokens=step.num_new_tokens,
             sample_rows=step.sample_rows,

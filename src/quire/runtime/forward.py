@@ -52,7 +52,10 @@ class ModuleForward:
         self._backend = backend
 
     def plan(self, step: StepBatch) -> None:
-        self._backend.plan(step.attention)
+        if self._model.attention_specs:
+            self._backend.plan(step.attention)
+        if self._model.recurrence is not None:
+            self._model.recurrence.plan(step.states)
 
     def __call__(self, step: StepBatch) -> torch.Tensor:
         hidden: torch.Tensor = self._model(step.token_ids, step.positions, self._backend.run).hidden
@@ -87,12 +90,13 @@ def make_forward(
     kernels: NativeKernels | None,
     max_num_tokens: int,
 ) -> Forward:
-    """A native program where there are operations for all of it, else module by module.
+    """A native program where there are operations for all of it, else module by module: a model
+    with recurrent layers always.
 
     backend: bound. max_num_tokens: the most that a step computes.
     """
     attention = backend.native
-    if kernels is None or attention is None:
+    if kernels is None or attention is None or model.recurrent_specs:
         return ModuleForward(model, backend)
     dtype = next(model.parameters()).dtype
 

@@ -19,6 +19,7 @@ from quire.core.step import BlockCopy
 from quire.errors import InsufficientMemoryError
 from quire.kernels.cpu.memory import allocate, give_back
 from quire.kernels.transfers import DeviceLink
+from quire.recurrence.state_backend import LayerStates
 from quire.runtime.page_layout import KVCacheLayout
 
 
@@ -74,6 +75,16 @@ class KVCache:
             for (group, first), form in zip(
                 self.layout.layer_places, self.layout.formats, strict=True
             )
+        )
+
+    def states(self) -> tuple[LayerStates, ...]:
+        """Where each recurrent layer's states lie, for `RecurrentBackend.bind`."""
+        num_token_groups = len(self.layout.groups) - len(self.layout.state_sizes)
+        return tuple(
+            LayerStates(
+                self.storage, place.group - num_token_groups, place.first_unit, place.units_per_page
+            )
+            for place in self.layout.state_places
         )
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

@@ -119,7 +119,8 @@ class ModelRunner:
         kernels: NativeKernels | None = None,
         capture: GraphCapture | None = None,
     ) -> None:
-        """backend: it is given kv_cache's memory here, for as long as this runner is used.
+        """backend: it is given kv_cache's memory here, for as long as this runner is used, as is
+        what moves the model's states.
         sampler: reads the history of `rows`. kernels: those that the model and the backend were
         made with; None: torch computes, or Triton. capture: how steps of a static size are captured
         that `rows` may build; None: they are not."""
@@ -133,7 +134,11 @@ class ModelRunner:
         self._sampler = sampler
         self._executed: tuple[StepPlan, StepBatch, torch.Tensor] | None = None
         self._sampled: deque[_SampledStep] = deque()
-        backend.bind(model.attention_specs, kv_cache.layers())
+        if model.attention_specs:
+            backend.bind(model.attention_specs, kv_cache.layers())
+        if model.recurrent_specs:
+            assert model.recurrence is not None, "use_states comes before the runner"
+            model.recurrence.bind(model.recurrent_specs, kv_cache.states())
         self._forward = make_forward(model, backend, kernels, rows.max_num_tokens)
         self._pooling = RowPooling(self._forward.logits, model.scores)
         self.graphs: GraphForward | None = None

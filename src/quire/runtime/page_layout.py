@@ -27,6 +27,9 @@ sequence, an allocation and a hash per block."""
 LENGTH_PARTS = (1, 8, 64)
 """Pages are chosen for sequences of the typical length and for those of these parts of it."""
 
+ORDER = (KVKind.FULL, KVKind.LATENT, KVKind.WINDOW, KVKind.STATE)
+"""Of a layout's groups."""
+
 MAX_STATE_PAGES = 64
 """The smallest page that is considered for the sake of a state is this part of it."""
 
@@ -58,7 +61,7 @@ class StatePlace:
 class KVCacheLayout:
     """Where each layer's part of a block lies.
 
-    groups: those of tokens first, then those of states.
+    groups: those of tokens first, then those of states; see ORDER.
     bytes_per_block: of a page; equal for all groups.
     layer_places: for each attention layer, (group, first byte in the page).
     formats: for each attention layer, what the backend puts there.
@@ -122,7 +125,8 @@ def plan_layout(
     states: dict[int, dict[int, int]] = {}
     for layer, recurrent in enumerate(recurrent_specs):
         states.setdefault(recurrent.unit_bytes, {})[layer] = recurrent.num_units
-    needs = PageNeeds(layers, states)
+    ordered = sorted(layers.items(), key=lambda item: ORDER.index(item[0][0]))
+    needs = PageNeeds(dict(ordered), states)
     groups = plan_groups(needs, block_size, typical_tokens)
     layer_places: dict[int, tuple[int, int]] = {}
     state_places: dict[int, StatePlace] = {}

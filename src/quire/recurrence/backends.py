@@ -1,0 +1,59 @@
+"""Recurrent backends by name; each is imported when it is chosen.
+
+To add one: its file, and a line in `_BACKENDS`; outside of this package, `register`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from quire.errors import ConfigurationError
+from quire.kernels.cpu.library import NativeKernels
+from quire.recurrence.state_backend import RecurrentBackend
+
+Make = Callable[[NativeKernels | None], RecurrentBackend]
+"""Makes a backend that is not bound yet, with the engine's native kernels, where there are any."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentEntry:
+    """Where a backend is, and where it may be used.
+
+    path: "module:name" of a `Make`; imported when it is first needed. device_types: torch's names
+    of the devices that it serves. needs_kernels: it computes with the engine's native kernels.
+    """
+
+    path: str
+    device_types: frozenset[str]
+    needs_kernels: bool = False
+
+
+_BACKENDS: dict[str, RecurrentEntry] = {}
+"""By name; the first that serves a device is chosen."""
+
+
+def register(name: str, entry: RecurrentEntry) -> None:
+    """Make another backend known under `name`, in this process, before all others.
+
+    Raises ConfigurationError for a name that is taken.
+    """
+    if name in _BACKENDS:
+        raise ConfigurationError(f"there is a recurrent backend {name!r} already; choose a name")
+    others = dict(_BACKENDS)
+    _BACKENDS.clear()
+    _BACKENDS[name] = entry
+    _BACKENDS.update(others)
+
+
+def select(device_type: str, kernels: NativeKernels | None) -> RecurrentBackend:
+    """A new backend for a device. Raises ConfigurationError where none serves it."""
+    for entry in _BACKENDS.values():
+        if device_type in entry.device_types and (kernels is not None or not entry.needs_kernels):
+            module, _, name = entry.path.partition(":")
+            make: Make = getattr(import_module(module), name)
+            return make(kernels)
+    raise ConfigurationError(
+        f"the model has layers with recurrent states, which nothing here computes on device"
+        f" {device_type!r}{'' if kernels is None else ' with native kernels'}; for these there is:"
+        f" {', '.join(_BACKENDS) or 'none'}"
+    )

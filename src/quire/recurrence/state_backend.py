@@ -1,0 +1,81 @@
+"""The interface of recurrent backends: planned each step, run each layer.
+
+A recurrent layer keeps one state of a fixed size for each sequence, cut in units that are computed
+independently of each other. The states lie in blocks of the pool that a row's table names, all
+layers of a group one after the other:
+
+    unit u of a layer   in entry (first_unit + u) // units_per_page of the row's table,
+                        at byte ((first_unit + u) % units_per_page) * unit_bytes of that block
+
+The state there is that after the row's computed tokens. A run reads it, computes the step's tokens
+in their order, and writes the state after them to the same place. What a sequence's first token
+finds there may be anything: it begins with zeros.
+
+Shapes: T tokens of the step, S sequences of the step, R rows of the tables, N blocks.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class RecurrentSpec(Protocol):
+    """What is asked of the spec of every kind of recurrent layer.
+
+    num_units: of one state. unit_bytes: of each, a multiple of 64.
+    """
+
+    @property
+    def num_units(self) -> int: ...
+
+    @property
+    def unit_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """Where one layer's states lie. pages: [N, bytes of a block] uint8, the pool. group: of
+    `StateBatch.tables`. The others: see the module's text."""
+
+    pages: torch.Tensor
+    group: int
+    first_unit: int
+    units_per_page: int
+
+
+@dataclass(slots=True)
+class StateBatch:
+    """One step as recurrent layers see it. Decoding sequences (one token each) come first.
+
+    query_start: [S + 1] int32, first token of each sequence in the step; query_start[S] == T.
+    context_lens: [S] int32, tokens of each sequence after this step. One that is as long as the
+        sequence's tokens in this step begins with zeros; one of 0 tokens is padding of a captured
+        step, whose state isn't touched and whose output isn't read.
+    rows: [S] int64, each sequence's row of the tables; no two are equal.
+    query_lens_list, context_lens_list, rows_list: the same as Python numbers, without padding.
+    num_decodes: the first so many sequences have exactly one token.
+    tables: of each state group, [R, most blocks] int32, the same memory every step. No block is
+        named by two of a step's sequences.
+    """
+
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    rows: torch.Tensor
+    query_lens_list: list[int]
+    context_lens_list: list[int]
+    rows_list: list[int]
+    num_decodes: int
+    tables: tuple[torch.Tensor, ...]
+
+
+class RecurrentBackend(Protocol):
+    """Moves states. One object serves all recurrent layers of a model, which call its methods."""
+
+    def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
+        """Attach the memory, once, after it was allocated. `layers[i]` belongs to `specs[i]`."""
+        ...
+
+    def plan(self, batch: StateBatch) -> None:
+        """Prepare for a step: all work that does not depend on the layers' inputs."""
+        ...

@@ -1,0 +1,58 @@
+"""The registry of recurrent backends: what is chosen, and what is refused by name."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from quire.errors import ConfigurationError
+from quire.recurrence import backends
+from quire.recurrence.backends import RecurrentEntry, register, select
+from quire.recurrence.state_backend import StateBatch
+
+CPU = frozenset({"cpu"})
+
+
+class First:
+    """Binds nothing, plans nothing."""
+
+    def __init__(self, kernels: object) -> None:
+        self.kernels = kernels
+
+    def bind(self, specs: tuple, layers: tuple) -> None:
+        raise AssertionError("not bound here")
+
+    def plan(self, batch: StateBatch) -> None:
+        raise AssertionError("not planned here")
+
+
+class Second(First):
+    """Another."""
+
+
+@pytest.fixture(autouse=True)
+def empty_registry() -> Iterator[None]:
+    before = dict(backends._BACKENDS)
+    backends._BACKENDS.clear()
+    yield
+    backends._BACKENDS.clear()
+    backends._BACKENDS.update(before)
+
+
+def test_the_last_that_was_registered_and_serves_the_device_is_chosen() -> None:
+    register("first", RecurrentEntry(f"{__name__}:First", CPU))
+    register("second", RecurrentEntry(f"{__name__}:Second", CPU, needs_kernels=True))
+    register("third", RecurrentEntry("nowhere:Third", frozenset({"cuda"})))
+    kernels = object()
+    assert type(select("cpu", None)) is First
+    chosen = select("cpu", kernels)
+    assert type(chosen) is Second and chosen.kernels is kernels
+
+
+def test_what_nothing_serves_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"recurrent states.*'cpu'; .* there is: none"):
+        select("cpu", None)
+    register("first", RecurrentEntry(f"{__name__}:First", CPU))
+    with pytest.raises(ConfigurationError, match="device 'cuda'; for these there is: first"):
+        select("cuda", None)
+    with pytest.raises(ConfigurationError, match="'first' already"):
+        register("first", RecurrentEntry(f"{__name__}:First", CPU))
