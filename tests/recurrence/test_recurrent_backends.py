@@ -18,6 +18,10 @@ class First:
     def __init__(self, kernels: object) -> None:
         self.kernels = kernels
 
+    @classmethod
+    def create(cls, kernels: object) -> "First":
+        return cls(kernels)
+
     def bind(self, specs: tuple, layers: tuple) -> None:
         raise AssertionError("not bound here")
 

@@ -231,6 +231,10 @@ class HybridForCausalLM(CausalLM):
 class UnitStates:
     """Reads and writes states unit by unit, as the layout has them, and token by token."""
 
+    @classmethod
+    def create(cls, kernels: object) -> "UnitStates":
+        return cls()
+
     def bind(self, specs: tuple[Any, ...], layers: tuple[LayerStates, ...]) -> None:
         self._layers = list(zip(specs, layers, strict=True))
 
@@ -293,10 +297,6 @@ class UnitStates:
                 view.copy_(unit.view(torch.uint8))
 
 
-def make_states(kernels: object) -> UnitStates:
-    return UnitStates()
-
-
 @contextmanager
 def registered() -> Iterator[None]:
     """The family is known, and what moves its states, until the end of the `with`."""
@@ -306,7 +306,7 @@ def registered() -> Iterator[None]:
         embedding="embed_tokens.weight",
         first_layer="no layer stands for the others",
     )
-    register("units", RecurrentEntry(f"{__name__}:make_states", frozenset({"cpu"})))
+    register("units", RecurrentEntry(f"{__name__}:UnitStates", frozenset({"cpu"})))
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ share one pool. Blocks that tables gave up hold NaN.
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,10 +34,17 @@ SAMPLED = DecodingParams(max_tokens=40, temperature=1.0, seed=5, logprobs=0)
 MakeCore = Callable[..., HandCore]
 
 
+Made = tuple[TextModel, DeviceSetup]
+
+
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[TextModel, DeviceSetup]:
-    """The model, and what it is computed with: kernels to whose bits nothing else matters."""
-    folder = save_hybrid(tmp_path_factory.mktemp("hybrid"))
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The model with all kinds of layers."""
+    return make_model(save_hybrid(tmp_path_factory.mktemp("hybrid")))
+
+
+def make_model(folder: Path) -> Made:
+    """And what it is computed with: kernels to whose bits nothing else matters."""
     with registered():
         config = load_config(folder)
         options = EngineOptions.from_mapping({"model": str(folder), "dtype": "float32"})
@@ -48,9 +56,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[TextModel, DeviceSet
 
 
 @pytest.fixture
-def make_core(made: tuple[TextModel, DeviceSetup]) -> MakeCore:
-    model, setup = made
+def make_core(made: Made) -> MakeCore:
+    return core_maker(*made)
 
+
+def core_maker(model: TextModel, setup: DeviceSetup) -> MakeCore:
     def make(block_size: int = 8) -> HandCore:
         backend = setup.new_backend()
         layout = plan_layout(
@@ -221,6 +231,18 @@ def test_what_was_preempted_goes_on_as_if_it_had_not_been(
     expected = alone(make_core, prompt(40), len(again.sampled))
     assert again.sampled == expected.sampled
     assert held.logprobs + again.logprobs == expected.logprobs
+
+
+def test_a_model_of_states_alone_is_served_as_well(tmp_path: Path) -> None:
+    make_core = core_maker(*make_model(save_hybrid(tmp_path, layer_types=["conv", "delta"])))
+    core = make_core()
+    assert {group.kind for group in core.groups} == {KVKind.STATE}
+    held = core.admit(prompt(30), SAMPLED)
+    core.step({held.row: 11})
+    beside = core.admit(prompt(5, seed=8), SAMPLED)
+    decode(core, NUM_SAMPLED)
+    assert same(held, alone(make_core, prompt(30), len(held.sampled)))
+    assert same(beside, alone(make_core, prompt(5, seed=8), len(beside.sampled)))
 
 
 @pytest.mark.parametrize("broken", ["stale state", "no zeros", "hole too early"])

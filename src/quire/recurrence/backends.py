@@ -3,7 +3,6 @@
 To add one: its file, and a line in `_BACKENDS`; outside of this package, `register`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -11,16 +10,14 @@ from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels
 from quire.recurrence.state_backend import RecurrentBackend
 
-Make = Callable[[NativeKernels | None], RecurrentBackend]
-"""Makes a backend that is not bound yet, with the engine's native kernels, where there are any."""
-
 
 @dataclass(frozen=True, slots=True)
 class RecurrentEntry:
     """Where a backend is, and where it may be used.
 
-    path: "module:name" of a `Make`; imported when it is first needed. device_types: torch's names
-    of the devices that it serves. needs_kernels: it computes with the engine's native kernels.
+    path: "module:Class", a `state_backend.RecurrentBackend`; imported when it is first needed.
+    device_types: torch's names of the devices that it serves. needs_kernels: it computes with the
+    engine's native kernels.
     """
 
     path: str
@@ -50,8 +47,8 @@ def select(device_type: str, kernels: NativeKernels | None) -> RecurrentBackend:
     for entry in _BACKENDS.values():
         if device_type in entry.device_types and (kernels is not None or not entry.needs_kernels):
             module, _, name = entry.path.partition(":")
-            make: Make = getattr(import_module(module), name)
-            return make(kernels)
+            backend: type[RecurrentBackend] = getattr(import_module(module), name)
+            return backend.create(kernels)
     raise ConfigurationError(
         f"the model has layers with recurrent states, which nothing here computes on device"
         f" {device_type!r}{'' if kernels is None else ' with native kernels'}; for these there is:"
