@@ -15,9 +15,10 @@ from quire.recurrence.state_backend import RecurrentBackend
 class RecurrentEntry:
     """Where a backend is, and where it may be used.
 
-    path: "module:Class", a `state_backend.RecurrentBackend`; imported when it is first needed.
+    path: "module:Class", a `state_backend.RecurrentBackend`; imported when it is first needed, and
+    made by its class method `create`, which is given the engine's native kernels, or None.
     device_types: torch's names of the devices that it serves. needs_kernels: it computes with the
-    engine's native kernels.
+    native kernels.
     """
 
     path: str
@@ -47,8 +48,8 @@ def select(device_type: str, kernels: NativeKernels | None) -> RecurrentBackend:
     for entry in _BACKENDS.values():
         if device_type in entry.device_types and (kernels is not None or not entry.needs_kernels):
             module, _, name = entry.path.partition(":")
-            backend: type[RecurrentBackend] = getattr(import_module(module), name)
-            return backend.create(kernels)
+            backend: RecurrentBackend = getattr(import_module(module), name).create(kernels)
+            return backend
     raise ConfigurationError(
         f"the model has layers with recurrent states, which nothing here computes on device"
         f" {device_type!r}{'' if kernels is None else ' with native kernels'}; for these there is:"

@@ -19,8 +19,6 @@ from typing import Protocol
 
 import torch
 
-from quire.kernels.cpu.library import NativeKernels
-
 
 class RecurrentSpec(Protocol):
     """What is asked of the spec of every kind of recurrent layer.
@@ -73,14 +71,6 @@ class StateBatch:
 
 class RecurrentBackend(Protocol):
     """Moves states. One object serves all recurrent layers of a model, which call its methods."""
-
-    @classmethod
-    def create(cls, kernels: NativeKernels | None) -> "RecurrentBackend":
-        """A backend that is not bound yet. kernels: the engine's native ones, where there are any.
-
-        Raises ConfigurationError where it can't run.
-        """
-        ...
 
     def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
         """Attach the memory, once, after it was allocated. `layers[i]` belongs to `specs[i]`."""
