@@ -297,6 +297,7 @@ def test_an_engine_tells_what_it_was_built_of_and_how_far_that_is() -> None:
     assert facts["kv_cache_bytes"] == facts["num_blocks"] * ELEMENTS_PER_BLOCK * 4
     assert facts["num_blocks"] == engine.stats().num_blocks
     assert (facts["block_size"], facts["num_kv_groups"]) == (16, 1)
+    assert facts["num_request_blocks"] == -(-min(2048, facts["max_model_len"]) // 16)
     assert facts["max_model_len"] == engine.limits.max_model_len
     assert facts["num_threads"] >= 1 and isinstance(facts["kernels"], str)
     assert told[-1] == ("measuring what steps take", 0, 0)

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from quire.engine_client.device_ledger import DeviceLedger
-from quire.server.start_message import invitation, ledger, num_concurrent
+from quire.server.start_message import invitation, ledger
 from quire.version import __version__
 
 FACTS = {
@@ -20,7 +20,7 @@ FACTS = {
     "kv_cache_bytes": 1 << 30,
     "num_blocks": 640,
     "block_size": 16,
-    "num_kv_groups": 1,
+    "num_request_blocks": 128,
     "max_num_seqs": 64,
     "max_model_len": 40960,
 }
@@ -71,16 +71,16 @@ def test_what_the_engine_does_not_tell_is_left_out():
 
 def test_short_models_and_few_rows_bound_what_the_memory_means():
     assert ": 1 concurrent request of 2048 tokens" in ledger("m", FACTS | {"num_blocks": 128})
-    short = ledger("m", FACTS | {"max_model_len": 100})
+    short = ledger("m", FACTS | {"max_model_len": 100, "num_request_blocks": 7})
     assert "64 concurrent requests of 100 tokens (max_num_seqs; there is memory for 91)" in short
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "num_groups", "expected"), [(640, 1, 5), (640, 2, 2), (639, 1, 4), (1, 1, 0)]
+    ("num_blocks", "blocks_each", "expected"), [(640, 128, 5), (640, 256, 2), (639, 128, 4)]
 )
-def test_requests_at_once_are_whole_blocks_of_all_groups(num_blocks, num_groups, expected):
-    facts = {"num_blocks": num_blocks, "block_size": 16, "num_kv_groups": num_groups}
-    assert num_concurrent(facts, 2048) == expected
+def test_requests_at_once_have_all_their_blocks(num_blocks, blocks_each, expected):
+    facts = FACTS | {"num_blocks": num_blocks, "num_request_blocks": blocks_each}
+    assert f": {expected} concurrent requests of 2048 tokens" in ledger("m", facts)
 
 
 PLAIN = {"has_chat": True, "needs_key": False, "is_exposed": False, "has_operator": True}

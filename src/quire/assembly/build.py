@@ -28,6 +28,7 @@ from quire.distributed.group import ProcessGroup
 from quire.engine.engine import Engine
 from quire.engine.grammar_work import GrammarWork
 from quire.engine.stats import StatsLog
+from quire.engine_client.device_ledger import TYPICAL_REQUEST_TOKENS
 from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.messages import OnProgress
 from quire.errors import InsufficientMemoryError
@@ -42,7 +43,7 @@ from quire.options.pooling_options import GENERATE, POOLING
 from quire.runtime.calibration import RunnerShape, calibrated_pacer
 from quire.runtime.device_memory import is_out_of_memory
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
-from quire.runtime.page_layout import KVCacheLayout
+from quire.runtime.page_layout import KVCacheLayout, blocks_held
 from quire.runtime.worker import Join
 from quire.text.tokenizer import Tokenizer
 
@@ -235,12 +236,15 @@ def _named_out_of_memory(options: EngineOptions) -> Iterator[None]:
 def _size_facts(
     options: EngineOptions, layout: KVCacheLayout, memory_plan: MemoryPlan
 ) -> dict[str, int | str | None]:
+    num_tokens = min(TYPICAL_REQUEST_TOKENS, memory_plan.max_model_len)
+    held = [blocks_held(group, num_tokens, options.block_size) for group in layout.groups]
     return {
         "quantization": options.quantization,
         "kv_cache_bytes": memory_plan.num_blocks * layout.bytes_per_block,
         "num_blocks": memory_plan.num_blocks,
         "block_size": options.block_size,
         "num_kv_groups": len(layout.groups),
+        "num_request_blocks": sum(held),
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_model_len": memory_plan.max_model_len,

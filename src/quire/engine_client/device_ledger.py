@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+TYPICAL_REQUEST_TOKENS = 2048
+"""Of requests by which people are told how many fit. The engine's fact num_request_blocks says how
+many KV blocks such a one holds at its end, or one of max_model_len tokens where that is less."""
+
 PARTS = ("weight", "activation", "graph", "kv_cache", "other", "unused")
 
 

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.core.memory.memory_report import format_bytes
-from quire.engine_client.device_ledger import ledger_parts
+from quire.engine_client.device_ledger import TYPICAL_REQUEST_TOKENS, ledger_parts
 from quire.version import __version__
-
-TYPICAL_REQUEST_TOKENS = 2048
 
 EXPOSED = "Whoever reaches this machine may use the server; --api-key-file would say who may.\n"
 NO_OPERATOR = (
@@ -77,12 +75,6 @@ def invitation(
     )
 
 
-def num_concurrent(facts: Mapping[str, Any], num_tokens: int) -> int:
-    """How many sequences of so many tokens the KV blocks hold at once, sharing nothing."""
-    blocks_each = -(-num_tokens // facts["block_size"]) * facts.get("num_kv_groups", 1)
-    return int(facts["num_blocks"] // blocks_each)
-
-
 def _loaded(model_name: str, facts: Mapping[str, Any]) -> list[str]:
     described = [
         facts[key] if key == "architecture" else f"{_count(facts[key])} parameters"
@@ -107,11 +99,11 @@ def _loaded(model_name: str, facts: Mapping[str, Any]) -> list[str]:
 
 
 def _capacity(facts: Mapping[str, Any]) -> str:
-    """What the KV cache means to people: how many requests at once."""
-    if not {"num_blocks", "block_size", "max_model_len"} <= facts.keys():
+    """What the KV cache means to people: how many requests at once, that share nothing."""
+    if not {"num_blocks", "block_size", "max_model_len", "num_request_blocks"} <= facts.keys():
         return ""
     num_tokens = min(TYPICAL_REQUEST_TOKENS, facts["max_model_len"])
-    fitting = num_concurrent(facts, num_tokens)
+    fitting = facts["num_blocks"] // facts["num_request_blocks"]
     blocks = f"{facts['num_blocks']} blocks of {facts['block_size']} tokens"
     bound = facts.get("max_num_seqs")
     if bound is not None and bound < fitting:
