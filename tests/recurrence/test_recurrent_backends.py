@@ -15,6 +15,8 @@ CPU = frozenset({"cpu"})
 class First:
     """Binds nothing, plans nothing."""
 
+    serves_graphs = False
+
     def __init__(self, kernels: object) -> None:
         self.kernels = kernels
 

@@ -231,6 +231,8 @@ class HybridForCausalLM(CausalLM):
 class UnitStates:
     """Reads and writes states unit by unit, as the layout has them, and token by token."""
 
+    serves_graphs = False
+
     @classmethod
     def create(cls, kernels: object) -> "UnitStates":
         return cls()

@@ -194,7 +194,8 @@ class _Builder:
         backend = setup.new_backend()
         rows, sampler = self._rows(model, memory_plan, backend)
         # Attention alone by Triton, on the CPU, leaves the rows on the host.
-        captures = setup.is_triton and backend.serves_graphs and not options.enforce_eager
+        serves_graphs = _serves_graphs(model, backend)
+        captures = setup.is_triton and serves_graphs and not options.enforce_eager
         return ModelRunner(
             model,
             backend,
@@ -234,7 +235,7 @@ class _Builder:
         from quire.sampling.device.sampler import DeviceSampler, warm_up
 
         link = DeviceLink(self.setup.device)
-        static_sizes = self._graph_sizes() if backend.serves_graphs else ()
+        static_sizes = self._graph_sizes() if _serves_graphs(model, backend) else ()
         device_rows = DeviceRows(rows, link, static_sizes)
         if link.device.type == "cuda":  # else the first request with an option would compile it
             warm_up(self.config.vocab_size, device_rows.history.token_ids.shape[1], link)
@@ -247,3 +248,8 @@ class _Builder:
         if self.setup.device.type == "cuda":
             return CudaGraphCapture(self.setup.device)
         return RepeatedCalls()
+
+
+def _serves_graphs(model: TextModel, backend: AttentionBackend) -> bool:
+    """Whether decode steps may be captured, by what attends and what moves states."""
+    return backend.serves_graphs and (model.recurrence is None or model.recurrence.serves_graphs)

@@ -70,7 +70,13 @@ class StateBatch:
 
 
 class RecurrentBackend(Protocol):
-    """Moves states. One object serves all recurrent layers of a model, which call its methods."""
+    """Moves states. One object serves all recurrent layers of a model, which call its methods.
+
+    serves_graphs: as `AttentionBackend` has it: of steps in which all sequences decode it reads
+    nothing but tensors, so that they may be captured once and replayed.
+    """
+
+    serves_graphs: bool
 
     def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
         """Attach the memory, once, after it was allocated. `layers[i]` belongs to `specs[i]`."""
