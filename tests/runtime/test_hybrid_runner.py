@@ -6,6 +6,8 @@ share one pool. Blocks that tables gave up hold NaN.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.runtime.hybrid_family import WINDOW, UnitStates, registered, save_hyb
 from quire.assembly.device_setup import DeviceSetup, choose_setup
 from quire.core.kv_groups import KVKind
 from quire.core.sampling_params import DecodingParams
+from quire.core.step import HOLE_BLOCK
 from quire.models.checkpoints.loader import load_model
 from quire.models.interface import TextModel
 from quire.models.registry import load_config
@@ -231,6 +234,23 @@ def test_what_was_preempted_goes_on_as_if_it_had_not_been(
     expected = alone(make_core, prompt(40), len(again.sampled))
     assert again.sampled == expected.sampled
     assert held.logprobs + again.logprobs == expected.logprobs
+
+
+def test_no_backend_reads_what_a_window_has_passed(made: Made) -> None:
+    """Blocks that became holes hold NaN. Backends agree to fp32 rounding."""
+    model, setup = made
+    names = ["native", "torch"] + ["triton"] * (find_spec("triton") is not None)
+    found: list[Held] = []
+    for name in names:
+        core = core_maker(model, replace(setup, attention_backend=name))()
+        found.append(core.admit(prompt(50), SAMPLED))
+        for _ in range(5):
+            core.step({found[-1].row: 10})
+        decode(core, 4)
+        assert any(HOLE_BLOCK in table for table in found[-1].tables)
+    for held in found[1:]:
+        assert held.sampled == found[0].sampled
+        assert held.logprobs == pytest.approx(found[0].logprobs, abs=1e-3)
 
 
 def test_a_model_of_states_alone_is_served_as_well(tmp_path: Path) -> None:

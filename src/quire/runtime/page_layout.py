@@ -192,13 +192,14 @@ def blocks_held(group: KVGroup, num_tokens: int, block_size: int) -> int:
 
 def most_blocks(group: KVGroup, num_tokens: int, block_size: int, chunk_tokens: int) -> int:
     """The most pages of the group that a sequence of so many tokens holds at any time, where a step
-    computes at most chunk_tokens of them."""
+    computes at most chunk_tokens of them, and two may be in flight."""
     if group.kind is KVKind.STATE:
         return group.num_state_blocks
     num_blocks = -(-num_tokens // block_size)
     if group.window is None:
         return num_blocks
-    return min(num_blocks, -(-group.window // block_size) + 2 + -(-chunk_tokens // block_size))
+    most = -(-group.window // block_size) + 2 + 2 * -(-chunk_tokens // block_size)
+    return min(num_blocks, most)
 
 
 def unused_share(groups: Iterable[KVGroup], block_size: int, num_tokens: int) -> float:
