@@ -1,5 +1,6 @@
-"""The layers of real hybrids, as their configs on the Hugging Face hub give them.
+"""The layers of hybrids that people run: the shapes of their memory, after their configs.
 
+What begins with "like" has the proportions of a family, not the numbers of one checkpoint.
 Attention is (how many layers, KV heads, head size, window), latent (how many, size of the vector),
 states (how many layers, units of a layer, bytes of a unit). What a layer caches is in bfloat16,
 states of linear attention and of Mamba-2 in float32 units of 16 columns (rows), convolutions in
