@@ -1,0 +1,87 @@
+"""Recurrent layers token by token in plain torch, in the dtype of the state.
+
+What backends are tested against, in float64; `torch_states.py` runs them in float32.
+
+Shapes as in `interface.py`; all tokens are of one sequence. States: [Hv, dk, dv], [H, N, P] and
+[W - 1, C]. Each function returns its result and the state after the last token.
+"""
+
+import torch
+from torch.nn.functional import silu, softplus
+
+from quire.recurrence.interface import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
+
+NORM_EPS = 1e-6
+"""Added to the sum of squares of q and of k."""
+
+Moved = tuple[torch.Tensor, torch.Tensor]
+
+
+def gated_delta(
+    spec: GatedDeltaSpec,
+    state: torch.Tensor,
+    qk: tuple[torch.Tensor, torch.Tensor],
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+) -> Moved:
+    """See GatedDeltaSpec; `torch_recurrent_gated_delta_rule` of transformers computes the same."""
+    q, k = (part.to(state.dtype) for part in qk)
+    if spec.normalizes:
+        q, k = (x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for x in (q, k))
+    q = q * spec.key_dim**-0.5
+    repeats = spec.num_v_heads // spec.num_k_heads
+    q, k = (x.repeat_interleave(repeats, 1) for x in (q, k))
+    v, decay, beta = v.to(state.dtype), g.to(state.dtype).exp(), beta.to(state.dtype)
+    out = torch.empty_like(v)
+    for t in range(len(v)):
+        state = state * decay[t, :, None, None]
+        read = (state * k[t, :, :, None]).sum(1)
+        delta = beta[t, :, None] * (v[t] - read)
+        state = state + k[t, :, :, None] * delta[:, None]
+        out[t] = (state * q[t, :, :, None]).sum(1)
+    return out, state
+
+
+def mamba2(
+    spec: Mamba2Spec,
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    bc: tuple[torch.Tensor, torch.Tensor],
+    weights: Mamba2Weights,
+) -> Moved:
+    """See Mamba2Spec; `mamba2_selective_state_update` of transformers computes the same."""
+    x, dt = x.to(state.dtype), dt.to(state.dtype)
+    if weights.dt_bias is not None:
+        dt = dt + weights.dt_bias.to(state.dtype)
+    dt = softplus(dt).clamp(spec.min_step, spec.max_step)
+    decay = (dt * weights.a.to(state.dtype)).exp()
+    repeats = spec.num_heads // spec.num_groups
+    b, c = (part.to(state.dtype).repeat_interleave(repeats, 1) for part in bc)
+    out = torch.empty_like(x)
+    for t in range(len(x)):
+        step = dt[t, :, None] * x[t]
+        state = state * decay[t, :, None, None] + b[t, :, :, None] * step[:, None]
+        out[t] = (state * c[t, :, :, None]).sum(1)
+    if weights.d is not None:
+        out += weights.d.to(state.dtype)[:, None] * x
+    return out, state
+
+
+def short_conv(
+    spec: ShortConvSpec,
+    state: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> Moved:
+    """See ShortConvSpec."""
+    inputs = torch.cat([state, x.to(state.dtype)])
+    taps = weight.to(state.dtype)
+    out = torch.zeros(x.shape, dtype=state.dtype, device=x.device)
+    if bias is not None:
+        out += bias.to(state.dtype)
+    for i in range(spec.width):
+        out += taps[:, i] * inputs[i : i + len(x)]
+    return silu(out) if spec.has_silu else out, inputs[len(x) :]
