@@ -7,7 +7,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from quire.errors import ConfigurationError
 from quire.recurrence import reference
-from quire.recurrence.interface import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
+from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:

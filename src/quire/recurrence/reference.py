@@ -2,14 +2,14 @@
 
 What backends are tested against, in float64; `torch_states.py` runs them in float32.
 
-Shapes as in `interface.py`; all tokens are of one sequence. States: [Hv, dk, dv], [H, N, P] and
+Shapes as in `state_specs.py`; all tokens are of one sequence. States: [Hv, dk, dv], [H, N, P] and
 [W - 1, C]. Each function returns its result and the state after the last token.
 """
 
 import torch
 from torch.nn.functional import silu, softplus
 
-from quire.recurrence.interface import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
+from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
 
 NORM_EPS = 1e-6
 """Added to the sum of squares of q and of k."""

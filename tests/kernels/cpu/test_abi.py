@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from quire.kernels.cpu import abi, build, library
+from quire.kernels.cpu import abi, build, library, state_abi
 
 STRUCTURES = [
     value
-    for value in vars(abi).values()
+    for value in (*vars(abi).values(), *vars(state_abi).values())
     if isinstance(value, type) and issubclass(value, ctypes.Structure)
 ]
 ENUMERATIONS = {"DType": "k", "WeightLayout": "k", "Epilogue": "k", "OpKind": "kOp"}
@@ -35,12 +35,15 @@ KINDS = {
     c_void_p: "p8",
 }
 
+HEADERS = ("abi", "program", "state_abi")
+
 PROGRAM = """
 #include <cstddef>
 #include <cstdio>
 #include <type_traits>
 #include "library/abi.h"
 #include "library/program.h"
+#include "library/state_abi.h"
 using namespace quire;
 template <typename T> const char* kind() {
   return std::is_pointer_v<T> ? "p" : std::is_floating_point_v<T> ? "f"
@@ -119,7 +122,7 @@ def test_no_field_of_the_headers_is_missing() -> None:
     found = {
         name: re.findall(r"\b(\w+);", body)
         for name, body in re.findall(
-            r"struct (\w+) \{(.*?)\};", header("library/abi.h", "library/program.h"), re.S
+            r"struct (\w+) \{(.*?)\};", header(*(f"library/{name}.h" for name in HEADERS)), re.S
         )
     }
     assert found == {

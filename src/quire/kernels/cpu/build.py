@@ -34,7 +34,7 @@ COMMON_FLAGS = (
     "-Wno-psabi",
     # GCC 12 takes the undefined operand of its own AVX-512 intrinsics for a mistake of ours; Clang
     # does not know that warning.
-    *("-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"),
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"),
     # What is computed must not depend on where the compiler finds a multiplication to fuse.
     *("-ffp-contract=off", "-fno-math-errno"),
 )

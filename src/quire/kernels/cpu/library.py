@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigurationError
-from quire.kernels.cpu import abi, build
+from quire.kernels.cpu import abi, build, state_abi
 
 _LINEAR = POINTER(abi.Weights)
 _LAYER, _STEP = POINTER(abi.AttentionLayer), POINTER(abi.Step)
+_STATES = [c_void_p, POINTER(state_abi.StateLayer), POINTER(state_abi.StateStep)]
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "quire_abi_version": (c_int32, []),
@@ -99,6 +100,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
             *(c_int64, c_int64, c_void_p, c_void_p),
         ],
     ),
+    "quire_gated_delta": (None, [*_STATES, POINTER(state_abi.GatedDelta)]),
+    "quire_mamba2": (None, [*_STATES, POINTER(state_abi.Mamba2)]),
+    "quire_short_conv": (None, [*_STATES, POINTER(state_abi.ShortConv)]),
 }
 
 

@@ -3,6 +3,7 @@
 // Signatures are those of kernels.h.
 #pragma once
 #include "library/abi.h"
+#include "library/state_abi.h"
 #include "threads/pool.h"
 
 namespace quire::QUIRE_ISA {
@@ -33,5 +34,8 @@ void forbid(Pool&, float* logits, int64_t ld, int64_t V, const int64_t* lines,
             const uint32_t* words, int64_t width, int64_t N);
 void token_logprobs(Pool&, const float* logits, int64_t ld, int64_t V, const LogprobRow*, int64_t R,
                     int64_t width, float* logprobs, int64_t* tokens);
+void gated_delta(Pool&, const StateLayer&, const StateStep&, const GatedDelta&);
+void mamba2(Pool&, const StateLayer&, const StateStep&, const Mamba2&);
+void short_conv(Pool&, const StateLayer&, const StateStep&, const ShortConv&);
 
 }  // namespace quire::QUIRE_ISA

@@ -25,6 +25,9 @@ const Kernels QUIRE_JOIN(kernels_, QUIRE_ISA) = {
     QUIRE_ISA::sample_allowed,
     QUIRE_ISA::forbid,
     QUIRE_ISA::token_logprobs,
+    QUIRE_ISA::gated_delta,
+    QUIRE_ISA::mamba2,
+    QUIRE_ISA::short_conv,
 };
 
 }  // namespace quire

@@ -179,4 +179,21 @@ void quire_token_logprobs(void* context, const float* logits, int64_t ld, int64_
   kernels->token_logprobs(pool, logits, ld, V, rows, R, width, logprobs, tokens);
 }
 
+void quire_gated_delta(void* context, const StateLayer* layer, const StateStep* step,
+                       const GatedDelta* call) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->gated_delta(pool, *layer, *step, *call);
+}
+
+void quire_mamba2(void* context, const StateLayer* layer, const StateStep* step, const Mamba2* call) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->mamba2(pool, *layer, *step, *call);
+}
+
+void quire_short_conv(void* context, const StateLayer* layer, const StateStep* step,
+                      const ShortConv* call) {
+  auto& [kernels, pool] = *static_cast<Context*>(context);
+  kernels->short_conv(pool, *layer, *step, *call);
+}
+
 }  // extern "C"

@@ -6,6 +6,11 @@
 
 namespace quire {
 struct AttentionLayer;
+struct GatedDelta;
+struct Mamba2;
+struct ShortConv;
+struct StateLayer;
+struct StateStep;
 struct Weights;
 struct LogprobRow;
 struct Op;
@@ -63,5 +68,11 @@ void quire_forbid(void* context, float* logits, int64_t ld, int64_t V, const int
 void quire_token_logprobs(void* context, const float* logits, int64_t ld, int64_t V,
                           const quire::LogprobRow* rows, int64_t R, int64_t width, float* logprobs,
                           int64_t* tokens);
+void quire_gated_delta(void* context, const quire::StateLayer* layer,
+                       const quire::StateStep* step, const quire::GatedDelta* call);
+void quire_mamba2(void* context, const quire::StateLayer* layer, const quire::StateStep* step,
+                  const quire::Mamba2* call);
+void quire_short_conv(void* context, const quire::StateLayer* layer, const quire::StateStep* step,
+                      const quire::ShortConv* call);
 }
 #pragma GCC visibility pop

@@ -7,6 +7,7 @@
 // "T" below is the model's dtype, fp32 or bf16 (DType). Strides ("ld") count elements.
 #pragma once
 #include "library/abi.h"
+#include "library/state_abi.h"
 #include "threads/pool.h"
 
 namespace quire {
@@ -74,6 +75,12 @@ struct Kernels {
   // is NaN, and only then, where the largest logit is not finite.
   void (*token_logprobs)(Pool&, const float* logits, int64_t ld, int64_t V, const LogprobRow*,
                          int64_t R, int64_t width, float* logprobs, int64_t* tokens);
+
+  // gated_delta.cpp, mamba2.cpp, short_conv.cpp: the step's tokens through one layer's states, which
+  // are read from their pages and written back. Tokens behind the last sequence's are left out.
+  void (*gated_delta)(Pool&, const StateLayer&, const StateStep&, const GatedDelta&);
+  void (*mamba2)(Pool&, const StateLayer&, const StateStep&, const Mamba2&);
+  void (*short_conv)(Pool&, const StateLayer&, const StateStep&, const ShortConv&);
 };
 
 }  // namespace quire

@@ -161,7 +161,11 @@ class StateBackend(ABC):
 
     `layer` is an index into the specs that were bound. Of tokens of padding, behind those of the
     batch's sequences, nothing is read; their results may be anything.
+
+    serves_graphs: as `AttentionBackend` has it.
     """
+
+    serves_graphs = False
 
     @classmethod
     def create(cls, kernels: NativeKernels | None) -> "StateBackend":

@@ -1,0 +1,149 @@
+"""Recurrent layers in plain torch, on any device: one token of one sequence after the other.
+
+For devices without kernels of their own. Each sequence's state is read from its pages, moved by
+`reference.py` in fp32, and written back. Tokens go one by one, since torch rounds some functions of
+more numbers at once in another way, and results may not depend on chunks.
+"""
+
+import torch
+
+from quire.errors import ConfigurationError
+from quire.recurrence import reference
+from quire.recurrence.state_backend import LayerStates, RecurrentSpec, StateBatch
+from quire.recurrence.state_specs import (
+    UNIT_CHANNELS,
+    UNIT_COLUMNS,
+    GatedDeltaSpec,
+    Mamba2Spec,
+    Mamba2Weights,
+    ShortConvSpec,
+    StateBackend,
+)
+
+KINDS = GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+
+
+def check_kinds(specs: tuple[RecurrentSpec, ...]) -> None:
+    """Raises ConfigurationError for a spec that is none of KINDS."""
+    for spec in specs:
+        if not isinstance(spec, KINDS):
+            names = ", ".join(kind.__name__ for kind in KINDS)
+            raise ConfigurationError(f"{spec} can't be computed here; there is: {names}")
+
+
+class TorchStates(StateBackend):
+    """Between `plan` and the step's last layer the batch stays unchanged."""
+
+    def __init__(self) -> None:
+        self._specs: tuple[RecurrentSpec, ...] = ()
+        self._layers: tuple[LayerStates, ...] = ()
+        self._batch: StateBatch | None = None
+
+    def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
+        check_kinds(specs)
+        self._specs, self._layers = specs, layers
+
+    def plan(self, batch: StateBatch) -> None:
+        self._batch = batch
+
+    def gated_delta(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        spec = self._specs[layer]
+        assert isinstance(spec, GatedDeltaSpec)
+        out = torch.empty_like(v)
+        for s, tokens in self._sequences():
+            state = _joined(self._read(layer, s), spec.num_v_heads, spec.key_dim)
+            for at in tokens:
+                qk = q[at], k[at]
+                out[at], state = reference.gated_delta(spec, state, qk, v[at], g[at], beta[at])
+            self._write(layer, s, _cut(state))
+        return out
+
+    def mamba2(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        weights: Mamba2Weights,
+    ) -> torch.Tensor:
+        spec = self._specs[layer]
+        assert isinstance(spec, Mamba2Spec)
+        out = torch.empty_like(x)
+        for s, tokens in self._sequences():
+            state = _joined(self._read(layer, s), spec.num_heads, spec.state_size)
+            for at in tokens:
+                bc = b[at], c[at]
+                out[at], state = reference.mamba2(spec, state, x[at], dt[at], bc, weights)
+            self._write(layer, s, _cut(state))
+        return out
+
+    def short_conv(
+        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        spec = self._specs[layer]
+        assert isinstance(spec, ShortConvSpec)
+        out = torch.empty_like(x)
+        for s, tokens in self._sequences():
+            units = self._read(layer, s).view(spec.num_units, spec.width - 1, UNIT_CHANNELS)
+            kept = units.transpose(0, 1).flatten(1)
+            state = kept[:, : spec.num_channels]
+            for at in tokens:
+                out[at], state = reference.short_conv(spec, state, x[at], weight, bias)
+            kept[:, : spec.num_channels] = state
+            shape = spec.width - 1, spec.num_units, UNIT_CHANNELS
+            self._write(layer, s, kept.reshape(shape).transpose(0, 1))
+        return out
+
+    def _sequences(self) -> list[tuple[int, list[slice]]]:
+        """Each sequence with its tokens of the step, one by one."""
+        assert self._batch is not None, "plan comes before a layer"
+        found, first = [], 0
+        for s, length in enumerate(self._batch.query_lens_list):
+            found.append((s, [slice(t, t + 1) for t in range(first, first + length)]))
+            first += length
+        return found
+
+    def _places(self, layer: int, s: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The page of each unit of a sequence's state, and its bytes there: [U], [U, bytes]."""
+        batch, where, spec = self._batch, self._layers[layer], self._specs[layer]
+        assert batch is not None
+        device = where.pages.device
+        units = torch.arange(spec.num_units, device=device) + where.first_unit
+        blocks = batch.tables[where.group][batch.rows_list[s]]
+        pages = blocks[units // where.units_per_page].long()
+        first = units % where.units_per_page * spec.unit_bytes
+        return pages, first[:, None] + torch.arange(spec.unit_bytes, device=device)
+
+    def _read(self, layer: int, s: int) -> torch.Tensor:
+        """[U, bytes / 4] fp32; zeros before the sequence's first token."""
+        assert self._batch is not None
+        pages, at = self._places(layer, s)
+        units = self._layers[layer].pages[pages[:, None], at].view(torch.float32)
+        is_fresh = self._batch.context_lens_list[s] == self._batch.query_lens_list[s]
+        return torch.zeros_like(units) if is_fresh else units
+
+    def _write(self, layer: int, s: int, units: torch.Tensor) -> None:
+        pages, at = self._places(layer, s)
+        data = units.flatten(1).contiguous().view(torch.uint8)
+        self._layers[layer].pages[pages[:, None], at] = data
+
+
+def _joined(units: torch.Tensor, num_heads: int, num_rows: int) -> torch.Tensor:
+    """Units [U, rows * 16] as states [heads, rows, columns]."""
+    return units.view(num_heads, -1, num_rows, UNIT_COLUMNS).transpose(1, 2).flatten(2)
+
+
+def _cut(state: torch.Tensor) -> torch.Tensor:
+    """States [heads, rows, columns] as units [U, rows, 16]."""
+    num_heads, num_rows, _ = state.shape
+    cut = state.reshape(num_heads, num_rows, -1, UNIT_COLUMNS).transpose(1, 2)
+    return cut.flatten(0, 1)

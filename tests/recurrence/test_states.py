@@ -1,0 +1,114 @@
+"""Backends of states against float64, and bitwise against themselves in other steps and places.
+
+fp32 sums over at most 300 tokens: relative errors of some 1e-6 of the largest term; results in bf16
+are rounded once, by half a unit in the last place (2^-9).
+"""
+
+import pytest
+import torch
+from tests.recurrence.state_steps import (
+    SPECS,
+    Spec,
+    World,
+    conv_weights,
+    cut,
+    inputs,
+    mamba_weights,
+)
+
+from quire.errors import ConfigurationError
+from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
+from quire.kernels.options import NATIVE_KERNELS
+from quire.recurrence import reference
+from quire.recurrence.cpu_states import CpuStates
+from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, StateBackend
+from quire.recurrence.torch_states import TorchStates
+
+
+def native(isa: str, num_threads: int = 2) -> StateBackend:
+    try:
+        library = load_library()
+    except NativeUnavailableError as error:
+        pytest.skip(f"no native kernels: {error}")
+    if isa not in library.isas():
+        pytest.skip(f"this processor has no {isa}")
+    return CpuStates.create(NativeKernels(library, isa, num_threads))
+
+
+@pytest.fixture(params=[*NATIVE_KERNELS, "torch"])
+def backend(request: pytest.FixtureRequest) -> StateBackend:
+    return TorchStates.create(None) if request.param == "torch" else native(request.param)
+
+
+@pytest.fixture(params=NATIVE_KERNELS)
+def isa(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def exact(spec: Spec, given: list[torch.Tensor]) -> torch.Tensor:
+    """The results of a sequence from its first token on, in float64."""
+    if isinstance(spec, GatedDeltaSpec):
+        state = torch.zeros(spec.num_v_heads, spec.key_dim, spec.value_dim, dtype=torch.double)
+        q, k, *rest = given
+        return reference.gated_delta(spec, state, (q, k), *rest)[0]
+    if isinstance(spec, Mamba2Spec):
+        state = torch.zeros(spec.num_heads, spec.state_size, spec.head_dim, dtype=torch.double)
+        x, dt, b, c = given
+        return reference.mamba2(spec, state, x, dt, (b, c), mamba_weights(spec))[0]
+    state = torch.zeros(spec.width - 1, spec.num_channels, dtype=torch.double)
+    return reference.short_conv(spec, state, given[0], *conv_weights(spec))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", SPECS)
+def test_results(backend: StateBackend, spec: Spec, dtype: torch.dtype) -> None:
+    given = inputs(spec, 41, 10, dtype)
+    world = World(backend, spec, units_per_page=3, first_unit=2)
+    parts = [world.step({1: part})[1] for part in cut(given, 30, 1, 1, 9)]
+    expected = exact(spec, given)
+    bound = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}[dtype]
+    assert parts[0].dtype == dtype
+    torch.testing.assert_close(torch.cat(parts).double(), expected, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_chunks_company_places_and_threads_change_no_bit(isa: str, spec: Spec) -> None:
+    """300 tokens are more than the kernels prepare at once."""
+    given, others = inputs(spec, 300, 20, torch.bfloat16), inputs(spec, 120, 40, torch.bfloat16)
+    alone = World(native(isa, 1), spec).step({0: given})[0]
+    crowd = World(native(isa, 3), spec, units_per_page=5, first_unit=4)
+    found = []
+    pieces = zip(cut(given, 1, 2, 90, 200, 1, 6), cut(others, 50, 1, 1, 3, 60, 5), strict=True)
+    for ours, theirs in pieces:
+        found.append(crowd.step({3: ours, 1: theirs})[3])
+    assert torch.equal(torch.cat(found), alone)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_copied_state_goes_on_as_the_first(backend: StateBackend, spec: Spec) -> None:
+    world = World(backend, spec)
+    start, rest = cut(inputs(spec, 20, 30, torch.float32), 12, 8)
+    world.step({0: start})
+    world.copy(0, 4)
+    first = world.step({0: rest})[0]
+    again = [world.step({4: part})[4] for part in cut(rest, 3, 5)]
+    assert torch.equal(torch.cat(again), first)
+
+
+def test_units_of_other_layers_stay_as_they_are(backend: StateBackend) -> None:
+    spec = SPECS[0]
+    world = World(backend, spec, units_per_page=1000, first_unit=7)
+    world.step({2: inputs(spec, 5, 1, torch.float32)})
+    ours = slice(7 * spec.unit_bytes, (7 + spec.num_units) * spec.unit_bytes)
+    page = world.pages[int(world.table[2, 0])]
+    assert page[ours].ne(0xFF).any()
+    page[ours] = 0xFF
+    assert bool(world.pages.eq(0xFF).all())
+
+
+def test_another_kind_is_refused(backend: StateBackend) -> None:
+    class Other:
+        num_units, unit_bytes = 1, 64
+
+    with pytest.raises(ConfigurationError, match="GatedDeltaSpec, Mamba2Spec, ShortConvSpec"):
+        backend.bind((Other(),), ())  # type: ignore[arg-type]
