@@ -227,7 +227,8 @@ def report(args: argparse.Namespace, sides: list[Side]) -> None:
         floors = [side.step_bytes(case) / bandwidth for side in sides]
         shares = [floor / one for floor, one in zip(floors, ours, strict=True)]
         print(
-            f"  {case.num_seqs:3d} x {case.context:6,d}  {ours[0] * 1e3:10.2f} {ours[1] * 1e3:10.2f}"
+            f"  {case.num_seqs:3d} x {case.context:6,d}  {ours[0] * 1e3:10.2f}"
+            f" {ours[1] * 1e3:10.2f}"
             f" {ours[0] / ours[1]:7.3f} {floors[0] * 1e3:12.2f} {floors[1] * 1e3:12.2f}"
             f"      {shares[0]:4.0%}, {shares[1]:4.0%} {floors[0] / floors[1]:17.2f}",
             flush=True,

@@ -1,4 +1,4 @@
-"""The int8 form of K and V: what is stored of a token's vector, as all backends define it.
+"""The int8 form of K and V: what all backends store of a vector.
 
 Of a vector x, a token's K or V of one KV head, a byte an element is stored, and one scale:
 

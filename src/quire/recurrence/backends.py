@@ -26,7 +26,14 @@ class RecurrentEntry:
     needs_kernels: bool = False
 
 
-_BACKENDS: dict[str, RecurrentEntry] = {}
+_BACKENDS: dict[str, RecurrentEntry] = {
+    "cpu": RecurrentEntry(
+        "quire.recurrence.cpu_states:CpuStates", frozenset({"cpu"}), needs_kernels=True
+    ),
+    "torch": RecurrentEntry(
+        "quire.recurrence.torch_states:TorchStates", frozenset({"cpu", "cuda"})
+    ),
+}
 """By name; the first that serves a device is chosen."""
 
 

@@ -149,6 +149,8 @@ def plan_layout(
 
 def _rule(spec: AttentionSpec) -> tuple[KVKind, int | None]:
     """How the layer's memory grows and may be forgotten."""
+    if spec.value_dim is not None and spec.window is None:
+        return KVKind.LATENT, None
     if spec.window is not None:
         return KVKind.WINDOW, spec.window
     return KVKind.FULL, None
