@@ -26,6 +26,7 @@ FLOORS = (
         "kernels",
         "formats",
         "attention",
+        "recurrence",
         "options",
         "distributed",
         "layers",

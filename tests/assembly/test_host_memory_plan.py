@@ -23,7 +23,7 @@ def layout(*groups: KVGroup) -> KVCacheLayout:
         ((FULL,), 33, 3),
         ((FULL, FULL), 33, 6),
         ((FULL, WINDOW, STATE), 33, 3 + 3 + 5),
-        ((FULL, WINDOW, STATE), 1600, 100 + (7 + 2 + 2 * 4) + 5),
+        ((FULL, WINDOW, STATE), 1600, 100 + 100 + 5),
         ((STATE,), 1600, 5),
     ],
 )
@@ -40,9 +40,9 @@ def test_a_sequence_holds_of_each_group_what_its_kind_says(
         ((FULL, FULL), 11, 80),
         ((FULL, STATE), 10, 80),
         ((FULL, STATE), 5, 0),
-        ((FULL, WINDOW), 20, 160),  # ten blocks of each: the window is not passed yet
-        ((FULL, WINDOW), 40, 23 * 16),  # of the window never more than 17
-        ((WINDOW, STATE), 22, 4096),
+        ((FULL, WINDOW), 20, 160),
+        ((FULL, WINDOW), 40, 320),  # also those blocks that the window has passed
+        ((WINDOW, STATE), 22, 17 * 16),
         ((WINDOW, STATE), 21, 16 * 16),
         ((STATE,), 5, 4096),
         ((STATE,), 4, 0),

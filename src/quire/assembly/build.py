@@ -43,7 +43,7 @@ from quire.options.pooling_options import GENERATE, POOLING
 from quire.runtime.calibration import RunnerShape, calibrated_pacer
 from quire.runtime.device_memory import is_out_of_memory
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
-from quire.runtime.page_layout import KVCacheLayout, blocks_held
+from quire.runtime.page_layout import KVCacheLayout, most_blocks
 from quire.runtime.worker import Join
 from quire.text.tokenizer import Tokenizer
 
@@ -237,7 +237,7 @@ def _size_facts(
     options: EngineOptions, layout: KVCacheLayout, memory_plan: MemoryPlan
 ) -> dict[str, int | str | None]:
     num_tokens = min(TYPICAL_REQUEST_TOKENS, memory_plan.max_model_len)
-    held = [blocks_held(group, num_tokens, options.block_size) for group in layout.groups]
+    held = [most_blocks(group, num_tokens, options.block_size) for group in layout.groups]
     return {
         "quantization": options.quantization,
         "kv_cache_bytes": memory_plan.num_blocks * layout.bytes_per_block,

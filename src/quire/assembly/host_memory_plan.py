@@ -92,15 +92,14 @@ def _with_small_table(model_len: int, config: ModelConfig) -> int:
 
 def blocks_for(num_tokens: int, options: EngineOptions, layout: KVCacheLayout) -> int:
     """The most KV blocks of one sequence of so many tokens, over all groups, at any time."""
-    chunk = options.max_num_batched_tokens
-    return sum(most_blocks(group, num_tokens, options.block_size, chunk) for group in layout.groups)
+    return sum(most_blocks(group, num_tokens, options.block_size) for group in layout.groups)
 
 
 def fitting_tokens(
     num_blocks: int, num_wanted_tokens: int, options: EngineOptions, layout: KVCacheLayout
 ) -> int:
     """Tokens of the longest sequence that so many blocks hold, in whole blocks; no more than are
-    wanted need be counted: windows and states hold any number."""
+    wanted need be counted: states hold any number."""
     low, high = 0, -(-num_wanted_tokens // options.block_size)  # in blocks of tokens
     while low < high:
         middle = (low + high + 1) // 2

@@ -98,7 +98,7 @@ AUTO, INT8, FP8 = "auto", "int8", "fp8"
 KV_FORMATS = (AUTO, INT8, FP8)
 
 _REFUSED_KV_FORMATS = {
-    "int4": "of 16 formats of 4 bits none keeps the quality: the best of 5 bits an element costs"
+    "int4": "of 14 formats of 4 bits none keeps the quality: the best of 5 bits an element costs"
     " 0.9% of perplexity on ordinary keys, 3% to 25% on keys with outliers, such as biases make;"
     " int8 costs 0.02% (`quire bench perplexity --kv-cache-dtype int8 int4` measures your text)",
 }

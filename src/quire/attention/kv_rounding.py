@@ -50,7 +50,7 @@ def round_int4(x: torch.Tensor) -> torch.Tensor:
     to the nearest of 16 levels from the least to the largest of each 32 elements, a bfloat16 scale
     and a bfloat16 offset each, and rotated back. D: a power of two and at least 32.
 
-    Of 16 formats of 4 bits (symmetric, with offsets, NF4, FP4; groups of 16, 32 and D; rotated or
+    Of 14 formats of 4 bits (symmetric, with offsets, NF4, FP4; groups of 16, 32 and D; rotated or
     not) the one with the least loss but for groups of 16, which take 0.75 bytes an element."""
     rotation = _hadamard(x.shape[-1], x.device)
     rotated = x @ rotation

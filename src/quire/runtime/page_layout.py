@@ -183,25 +183,19 @@ def plan_groups(needs: PageNeeds, block_size: int, typical_tokens: int) -> tuple
 
 
 def blocks_held(group: KVGroup, num_tokens: int, block_size: int) -> int:
-    """Pages of the group that a sequence of so many computed tokens holds."""
-    if group.kind is KVKind.STATE:
-        return group.num_state_blocks
-    num_blocks = -(-num_tokens // block_size)
+    """Pages of the group that a sequence of so many computed tokens reads."""
+    num_blocks = most_blocks(group, num_tokens, block_size)
     if group.window is None:
         return num_blocks
     return min(num_blocks, -(-group.window // block_size) + 1)
 
 
-def most_blocks(group: KVGroup, num_tokens: int, block_size: int, chunk_tokens: int) -> int:
-    """The most pages of the group that a sequence of so many tokens holds at any time, where a step
-    computes at most chunk_tokens of them, and two may be in flight."""
+def most_blocks(group: KVGroup, num_tokens: int, block_size: int) -> int:
+    """Pages of the group that a sequence of so many tokens is given: of a window also those that it
+    has passed, which stay with the sequence until it ends."""
     if group.kind is KVKind.STATE:
         return group.num_state_blocks
-    num_blocks = -(-num_tokens // block_size)
-    if group.window is None:
-        return num_blocks
-    most = -(-group.window // block_size) + 2 + 2 * -(-chunk_tokens // block_size)
-    return min(num_blocks, most)
+    return -(-num_tokens // block_size)
 
 
 def unused_share(groups: Iterable[KVGroup], block_size: int, num_tokens: int) -> float:
