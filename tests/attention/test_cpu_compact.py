@@ -3,7 +3,7 @@
 Stored bytes are those that `compact_kv.py` defines. Results are compared with float64 attention
 over what the codes stand for. What the kernels round beside that (compact/compact_rows.h): queries
 by at most half of max |q| / 32639 an element, weights by half of the greatest / 32767. With
-standard normals, of up to 128 dimensions, scores move by less than 2^-10, outputs by less than 2^-9;
+standard normals of up to 128 dimensions, scores move by less than 2^-10, outputs by less than 2^-9;
 bf16 outputs are rounded beside it, by 2^-9 of the value.
 """
 
