@@ -64,7 +64,7 @@ def test_flags_of_equal_meaning_become_ours() -> None:
 def test_what_is_so_anyway_may_be_asked_for() -> None:
     words = (
         "serve --enable-chunked-prefill --data-parallel-size 1 -pp=1 --swap-space 0 --metrics"
-        " --disable-log-requests --load-format safetensors --kv-cache-dtype auto"
+        " --disable-log-requests --load-format safetensors"
         " --distributed-executor-backend mp --trust-remote-code --response-role assistant"
         " --enable-prompt-tokens-details --enable-tokenizer-info-endpoint"
         " --guided-decoding-backend xgrammar --enable-reasoning"
