@@ -24,12 +24,15 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "int8 KV, fp32": {"dtype": "float32", "kv_cache_dtype": "int8"},
 }
 
 FAMILIES = ("granite", "llama", "olmo2", "qwen3")
 CASES = [
     *(("llama", number_format) for number_format in FORMATS),
     *((family, "bf16") for family in ("granite", "olmo2", "qwen3")),
+    ("qwen3", "int8 KV"),
 ]
 
 ARRANGEMENTS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@
 // A "mode" says how elements are multiplied:
 //   Element    of queries and outputs
 //   Stored     in pages
-//   QueryScale what is known of a packed query beside its factors
+//   QueryScale what is known of a packed query beside its factors, of which it has query_size
 //   Factor     what queries and probabilities are packed as
 //   kDepth     elements that one step adds up: the pairs of the bf16 layouts (kv_page.h), or one
 #pragma once
@@ -82,6 +82,7 @@ struct FullMode {  // fp32
   using Stored = float;
   using QueryScale = NoScale;
   static constexpr bool kIsCompact = false;
+  static int64_t query_size(int head_dim) { return head_dim; }
   using Factor = float;
   using Left = part;
   using Right = part;
@@ -105,6 +106,7 @@ struct WideMode {  // bf16, computed in fp32
   using Stored = uint16_t;
   using QueryScale = NoScale;
   static constexpr bool kIsCompact = false;
+  static int64_t query_size(int head_dim) { return head_dim; }
   using Factor = float;
   struct Left {
     part even, odd;
@@ -133,6 +135,7 @@ struct DotMode {  // bf16, by the processor's dot products of pairs; probabiliti
   using Stored = uint16_t;
   using QueryScale = NoScale;
   static constexpr bool kIsCompact = false;
+  static int64_t query_size(int head_dim) { return head_dim; }
   using Factor = uint16_t;
   using Left = __m512bh;
   using Right = __m512bh;

@@ -72,15 +72,15 @@ struct Attention {
   // Pieces [first, end) one after the other. The tile that comes next is always found already, be
   // it another piece's.
   void run_task(int first, int end, int thread) {
-    const int64_t num_rows = tasks.most_rows;
+    const int64_t num_rows = tasks.most_rows, query_size = M::query_size(layer.head_dim);
     const int64_t edge_elements = Tile<Stored>::edge_elements(kv.unit, kv.head_dim);
     const int64_t num_bytes =
-        num_rows * (kv.head_dim * sizeof(Factor) + sizeof(typename M::QueryScale) + sizeof(Range) +
+        num_rows * (query_size * sizeof(Factor) + sizeof(typename M::QueryScale) + sizeof(Range) +
                     sizeof(float*) + shape.size * sizeof(float)) +
         2 * edge_elements * sizeof(Stored) + 1024;
     Arena arena(pool.scratch(thread, num_bytes));
     Rows rows{0,
-              arena.take<Factor>(num_rows * kv.head_dim),
+              arena.take<Factor>(num_rows * query_size),
               arena.take<typename M::QueryScale>(num_rows),
               arena.take<Range>(num_rows),
               arena.take<float*>(num_rows),
@@ -143,7 +143,7 @@ struct Attention {
       const int64_t query_head = piece.head * group_size + g;
       const Element* query = q + token * ldq + query_head * layer.head_dim;
       rows.query_scales[row] = pack_query<M>(query, layer.head_dim, row - first, count,
-                                             rows.queries + int64_t(first) * kv.head_dim);
+                                             rows.queries + first * M::query_size(layer.head_dim));
     }
   }
 

@@ -38,7 +38,22 @@ inline vi larger(vi a, vi b) {
 #if defined(__AVX512F__)
   return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
 #else
-  return a > b ? a : b;
+  union IntParts { vi whole; DotInts parts[kNumParts]; } x{a}, y{b};
+  for (int i = 0; i < kNumParts; ++i)
+    x.parts[i] = x.parts[i] > y.parts[i] ? x.parts[i] : y.parts[i];
+  return x.whole;
+#endif
+}
+
+inline int32_t greatest_lane(vi x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)x);
+#else
+  int32_t v[kLanes];
+  std::memcpy(v, &x, sizeof x);
+  for (int width = kLanes / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) v[i] = v[i] > v[i + width] ? v[i] : v[i + width];
+  return v[0];
 #endif
 }
 
@@ -50,12 +65,9 @@ inline float largest_magnitude(const T* x, int64_t K) {
 #pragma GCC unroll 4
   for (; k + kLanes <= K; k += kLanes) largest = larger(largest, (vi)load(x + k) & 0x7fffffff);
   if (k < K) largest = larger(largest, (vi)load_n(x + k, int(K - k)) & 0x7fffffff);
-  int32_t v[kLanes];
-  std::memcpy(v, &largest, sizeof largest);
-  for (int width = kLanes / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) v[i] = v[i] > v[i + width] ? v[i] : v[i + width];
+  const int32_t bits = greatest_lane(largest);
   float result;
-  std::memcpy(&result, v, sizeof result);
+  std::memcpy(&result, &bits, sizeof result);
   return result;
 }
 

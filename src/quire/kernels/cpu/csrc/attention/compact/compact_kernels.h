@@ -18,11 +18,17 @@ namespace quire::QUIRE_ISA {
 
 constexpr float kMostQuery = 32639.0f, kMostWeight = 32767.0f;
 
-// Numbers for the packed queries and weights: two bytes each, in fours.
+// Numbers of queries and weights: two bytes each, in fours.
 //
-//   VNNI   planes: all high digits, then all low ones      [2][...][4] bytes
-//   else   as dot.h has pairs, first and third, second and fourth
+//   VNNI      a query: bytes, all low digits, then, from kMostCompactDim on, all high ones; weights
+//             of 32 tokens: [4][2][2][4] bytes, a four of the first sixteen, one of the others, and
+//             so on, low digits before high ones
+//   else      as dot.h has pairs, first and third, second and fourth
 typedef int16_t Packed;
+
+// From a query to the next; 17 lines, so that they don't meet in few sets of the L1 cache.
+constexpr int kQueryStride = kMostCompactDim + 32;
+constexpr int kQueryBytes = kQueryStride * int(sizeof(Packed));
 
 // Sums of rows times columns that are held beside what they are made of.
 #if defined(__AVX512VNNI__)
@@ -31,9 +37,17 @@ constexpr int kMostPairs = 12;
 
 typedef uint32_t SumBits __attribute__((vector_size(kIntLanes * 4)));
 
-inline DotInts minus(DotInts a, int32_t b) { return (DotInts)((SumBits)a - uint32_t(b)); }
+// factor: what a packed query's whole numbers stand for. offset: 128 * their sum.
+struct PackedScale {
+  float factor;
+  int32_t offset;
+};
 
-inline void store_sum(float* to, DotInts x) { std::memcpy(to, &x, sizeof x); }
+// The sums of a row against a unit become scores: raw products, or close to them.
+__attribute__((always_inline)) inline void put_scores(float* to, DotInts sum, const PackedScale& scale, part key_scales) {
+  const auto exact = (DotInts)((SumBits)sum - uint32_t(scale.offset));
+  store_part(to, (part)to_floats(exact) * broadcast_part(scale.factor) * key_scales);
+}
 
 #if defined(__AVX512VNNI__)
 
@@ -56,7 +70,7 @@ inline DotInts dot_bytes(DotInts acc, DotInts unsigned_bytes, DotInts signed_byt
 template <int R, int C, bool kFetch>
 inline void add_scores(const uint8_t* digits, const uint8_t* const* units,
                        const uint8_t* const* ahead, int num_steps, DotInts (&sums)[R][C]) {
-  for (int64_t step = 0; step < num_steps; ++step, digits += R * 4) {
+  for (int64_t step = 0; step < num_steps; ++step, digits += 4) {
     DotInts keys[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
@@ -65,7 +79,7 @@ inline void add_scores(const uint8_t* digits, const uint8_t* const* units,
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const DotInts x = all_lanes(digits + r * 4);
+      const DotInts x = all_lanes(digits + r * kQueryBytes);
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[r][c] = dot_bytes(sums[r][c], keys[c], x);
     }
@@ -74,16 +88,15 @@ inline void add_scores(const uint8_t* digits, const uint8_t* const* units,
 
 #endif
 
-// scores[r, 16 c + lane] = sum over dimensions of q [D/4][R][4] times units[c] [D/4][16][4], as
-// integers. offsets[r]: 128 * sum of q. Fetches the lines of ahead[c] meanwhile, where the rows are
-// few and memory is what they wait for.
+// Sums of R rows against C units: over dimensions of q [R][kQueryStride] times units[c] [D/4][16][4],
+// as integers. Fetches the lines of ahead[c] meanwhile, where the rows are few and memory is what they
+// wait for.
 template <int R, int C>
-inline void score_codes(const Packed* q, const uint8_t* const* units, const uint8_t* const* ahead,
-                        int num_steps, const int32_t* offsets, float* scores) {
+inline void sum_codes(const Packed* q, const uint8_t* const* units, const uint8_t* const* ahead,
+                      int num_steps, DotInts (&sums)[R][C * kNumParts]) {
 #if defined(__AVX512VNNI__)
-  const auto* high_digits = reinterpret_cast<const uint8_t*>(q);
-  const uint8_t* low_digits = high_digits + int64_t(num_steps) * R * 4;
-  DotInts sums[R][C] = {};
+  const auto* low_digits = reinterpret_cast<const uint8_t*>(q);
+  const uint8_t* high_digits = low_digits + kMostCompactDim;
   if constexpr (R * C <= kMostPairs) {
     DotInts lows[R][C] = {};
     for (int64_t step = 0; step < num_steps; ++step) {
@@ -95,7 +108,7 @@ inline void score_codes(const Packed* q, const uint8_t* const* units, const uint
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const int64_t at = (step * R + r) * 4;
+        const int64_t at = step * 4 + r * kQueryBytes;
         const DotInts high = all_lanes(high_digits + at), low = all_lanes(low_digits + at);
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) {
@@ -104,7 +117,9 @@ inline void score_codes(const Packed* q, const uint8_t* const* units, const uint
         }
       }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[r][c] = joined_digits(sums[r][c], lows[r][c]);
   } else {
     add_scores<R, C, (R <= kFewRows)>(high_digits, units, ahead, num_steps, sums);
@@ -114,15 +129,9 @@ inline void score_codes(const Packed* q, const uint8_t* const* units, const uint
       for (int c = 0; c < C; ++c) sums[r][c] = joined_digits(sums[r][c], DotInts{});
     add_scores<R, C, false>(low_digits, units, ahead, num_steps, sums);
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; ++c)
-      store_sum(scores + r * kScoreStride + 16 * c, minus(sums[r][c], offsets[r]));
 #else
   constexpr int kParts = C * kNumParts;
-  DotInts sums[R][kParts] = {};
-  for (int64_t step = 0; step < num_steps; ++step, q += R * 4) {
+  for (int64_t step = 0; step < num_steps; ++step, q += 4) {
     DotInts even[kParts], odd[kParts];
 #pragma GCC unroll 8
     for (int c = 0; c < kParts; ++c) {
@@ -136,19 +145,33 @@ inline void score_codes(const Packed* q, const uint8_t* const* units, const uint
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const DotInts first = DotInts{} + load_as<int32_t>(q + r * 4);
-      const DotInts second = DotInts{} + load_as<int32_t>(q + r * 4 + 2);
+      const DotInts first = DotInts{} + load_as<int32_t>(q + r * kQueryStride);
+      const DotInts second = DotInts{} + load_as<int32_t>(q + r * kQueryStride + 2);
 #pragma GCC unroll 8
       for (int c = 0; c < kParts; ++c)
         sums[r][c] = dot_pairs(dot_pairs(sums[r][c], even[c], first), odd[c], second);
     }
   }
+#endif
+}
+
+// scores[r, 16 c + lane] = q·k of R rows, C units of keys and what they are scaled by.
+template <int R, int C>
+inline void score_codes(const Packed* q, const PackedScale* query_scales, const Tile<uint8_t>& tile,
+                        int unit, int num_steps, float* scores) {
+  DotInts sums[R][C * kNumParts] = {};
+  sum_codes<R, C>(q, tile.keys + unit, tile.next_keys + unit, num_steps, sums);
+  Parts key_scales[C];
+#pragma GCC unroll 4
+  for (int c = 0; c < C; ++c) key_scales[c].whole = load(tile.key_scales[unit + c]);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int c = 0; c < kParts; ++c)
-      store_sum(scores + r * kScoreStride + c * kPartLanes, minus(sums[r][c], offsets[r]));
-#endif
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+      for (int p = 0; p < kNumParts; ++p)
+        put_scores(scores + r * kScoreStride + 16 * c + p * kPartLanes, sums[r][c * kNumParts + p],
+                   query_scales[r], key_scales[c].parts[p]);
 }
 
 // Where attended values go, as ValueRows says; sums of integers are multiplied by factors[r] first.
@@ -156,7 +179,7 @@ struct CodeRows {
   ValueRows to;
   const float* factors;
 
-  void put(int r, int at, DotInts sum) const {
+  __attribute__((always_inline)) void put(int r, int at, DotInts sum) const {
     float* row = to.rows[r] + at;
     part x = (part)to_floats(sum) * broadcast_part(factors[r]);
     if (to.keep)
@@ -178,7 +201,8 @@ inline DotInts load_codes(const uint8_t* from, int n) {
 // units[u] [4][D][4]; kTail and ahead as for add_values.
 #if defined(__AVX512VNNI__)
 
-template <int R, int C, bool kTail, bool kFetch, int kDigits>
+// The digits from kFirst on; 0: low, 1: high.
+template <int R, int C, bool kTail, bool kFetch, int kFirst, int kDigits>
 inline void add_codes_pass(const uint8_t* weights, const uint8_t* const* units,
                            const uint8_t* const* ahead, int first, int end, int head_dim, int at,
                            DotInts (&sums)[kDigits][R][C]) {
@@ -186,9 +210,9 @@ inline void add_codes_pass(const uint8_t* weights, const uint8_t* const* units,
   for (int u = first; u < end; ++u) {
     const uint8_t* unit = units[u] + at * 4;
     int64_t next = ((u % 4) * 16 * head_dim + at * 4) / 4;
-    const uint8_t* w = weights + 16 * u;
+    const uint8_t* w = weights + 64 * (u / 2) + 8 * (u % 2) + 4 * kFirst;
 #pragma GCC unroll 1
-    for (int quad = 0; quad < 4; ++quad, w += 4, unit += head_dim * 4, next += head_dim) {
+    for (int quad = 0; quad < 4; ++quad, w += 16, unit += head_dim * 4, next += head_dim) {
       DotInts values[C];
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
@@ -199,8 +223,7 @@ inline void add_codes_pass(const uint8_t* weights, const uint8_t* const* units,
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
         for (int digit = 0; digit < kDigits; ++digit) {
-          const DotInts x =
-              all_lanes(w + r * kProbStride * int64_t(sizeof(Packed)) + digit * kTileTokens);
+          const DotInts x = all_lanes(w + r * kProbStride * int64_t(sizeof(Packed)) + digit * 4);
 #pragma GCC unroll 4
           for (int c = 0; c < C; ++c)
             sums[digit][r][c] = dot_bytes(sums[digit][r][c], x, values[c]);
@@ -217,21 +240,20 @@ inline void add_codes(const Packed* weights, const uint8_t* const* units,
   constexpr bool kFetch = R <= kFewRows;
   if constexpr (R * C <= kMostPairs) {
     DotInts sums[2][R][C] = {};
-    add_codes_pass<R, C, kTail, kFetch, 2>(digits, units, ahead, first, end, head_dim, at, sums);
+    add_codes_pass<R, C, kTail, kFetch, 0, 2>(digits, units, ahead, first, end, head_dim, at, sums);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c)
-        out.put(r, at + 16 * c, joined_digits(sums[0][r][c], sums[1][r][c]));
+        out.put(r, at + 16 * c, joined_digits(sums[1][r][c], sums[0][r][c]));
   } else {
     DotInts sums[1][R][C] = {};
-    add_codes_pass<R, C, kTail, kFetch, 1>(digits, units, ahead, first, end, head_dim, at, sums);
+    add_codes_pass<R, C, kTail, kFetch, 1, 1>(digits, units, ahead, first, end, head_dim, at, sums);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[0][r][c] = joined_digits(sums[0][r][c], DotInts{});
-    add_codes_pass<R, C, kTail, false, 1>(digits + kTileTokens, units, ahead, first, end, head_dim,
-                                          at, sums);
+    add_codes_pass<R, C, kTail, false, 0, 1>(digits, units, ahead, first, end, head_dim, at, sums);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4

@@ -60,6 +60,20 @@ struct KVPages<uint8_t> {
   }
 };
 
+// Sixteen numbers from -128 to 127, as bytes.
+inline void store_codes(int8_t* to, vi x) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(__SSE2__)
+  union { vi whole; __m128i parts[4]; } wide{x};
+  const __m128i low = _mm_packs_epi32(wide.parts[0], wide.parts[1]);
+  const __m128i high = _mm_packs_epi32(wide.parts[2], wide.parts[3]);
+  _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(low, high));
+#else
+  for (int i = 0; i < kLanes; ++i) to[i] = int8_t(x[i]);
+#endif
+}
+
 // A head's vector as codes, [D] with zeros from the head size on. Returns the scale, in bf16.
 template <typename T>
 inline uint16_t find_codes(const T* x, int real_dim, int head_dim, int8_t* codes) {
@@ -80,13 +94,7 @@ inline uint16_t find_codes(const T* x, int real_dim, int head_dim, int8_t* codes
     const vf near = min(splat(127.0f), max(splat(-127.0f), y)) + splat(12582912.0f);
     const vi code = (vi)near - 0x4b400000;
     int8_t narrow[kLanes];
-#if defined(__AVX512F__)
-    _mm_storeu_si128((__m128i*)narrow, _mm512_cvtepi32_epi8((__m512i)code));
-#else
-    int32_t wide[kLanes];
-    std::memcpy(wide, &code, sizeof wide);
-    for (int i = 0; i < kLanes; ++i) narrow[i] = int8_t(wide[i]);
-#endif
+    store_codes(narrow, code);
     std::memcpy(codes + d, narrow, head_dim - d < kLanes ? head_dim - d : kLanes);
   }
   return bits;
@@ -119,7 +127,17 @@ inline void store_v(const KVPages<uint8_t>& kv, int64_t slot, int head, const T*
   const int token = offset & (kv.unit - 1);
   uint8_t* to = kv.key_unit(block, head, offset) + kv.half_elements +
                 int64_t(token >> 2) * 4 * kv.head_dim + (token & 3);
-  for (int d = 0; d < kv.head_dim; ++d) to[4 * d] = uint8_t(codes[d]);
+  int d = 0;
+#if defined(__AVX512BW__)
+  // A byte of each lane, sixteen dimensions at once; the others may be written meanwhile.
+  const __mmask64 byte = 0x1111111111111111u << (token & 3);
+  for (; d + kLanes <= kv.head_dim; d += kLanes) {
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(codes + d)));
+    const __m512i shifted = _mm512_sllv_epi32(wide, _mm512_set1_epi32(8 * (token & 3)));
+    _mm512_mask_storeu_epi8(to - (token & 3) + 4 * d, byte, shifted);
+  }
+#endif
+  for (; d < kv.head_dim; ++d) to[4 * d] = uint8_t(codes[d]);
 }
 
 }  // namespace quire::QUIRE_ISA

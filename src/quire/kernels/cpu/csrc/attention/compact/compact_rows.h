@@ -15,12 +15,6 @@
 
 namespace quire::QUIRE_ISA {
 
-// factor: what a packed query's whole numbers stand for. offset: see score_codes.
-struct PackedScale {
-  float factor;
-  int32_t offset;
-};
-
 // Queries and outputs of type T over codes.
 template <typename T>
 struct CompactMode {
@@ -31,6 +25,7 @@ struct CompactMode {
   static constexpr bool kIsCompact = true;
   static constexpr int kDepth = 4;
   static constexpr bool kFine = sizeof(T) == 4;
+  static int64_t query_size(int) { return kQueryStride; }
 };
 
 // Below, what numbers are divided by would have no inverse; next to a model's this is nothing.
@@ -38,73 +33,42 @@ constexpr float kLeastFactor = 1e-30f;
 
 inline vi nearest(vf x) { return (vi)(x + splat(12582912.0f)) - 0x4b400000; }
 
-// Packs the query of row `index` of a group of `num_rows` that begins at `group`.
+// Sixteen numbers of a query, of dimensions d .. d + 15.
+inline void put_query(Packed* query, int d, vi x) {
+#if defined(__AVX512VNNI__)
+  auto* low = reinterpret_cast<int8_t*>(query) + d;
+  store_elements(low, x);
+  store_elements(low + kMostCompactDim, (x + 128) >> 8);
+#else
+  store_elements(query + d, x);
+#endif
+}
+
+// Packs the query of row `index` of the rows that begin at `group`.
 template <typename M>
   requires(M::kIsCompact)
-PackedScale pack_query(const typename M::Element* q, int head_dim, int index, int num_rows,
-                       Packed* group) {
-  const int padded = (head_dim + 3) / 4 * 4;
-  int32_t numbers[kMostCompactDim + kLanes];
+PackedScale pack_query(const typename M::Element* q, int head_dim, int index, int, Packed* group) {
+  Packed* query = group + int64_t(index) * kQueryStride;
   const float largest = largest_magnitude(q, head_dim);
   const bool is_finite = largest <= __FLT_MAX__, is_zero = largest < kLeastFactor;
   const vf inverse = splat(is_finite && !is_zero ? kMostQuery / largest : 0.0f);
   vi total{};
-  for (int d = 0; d < padded; d += kLanes) {
+  for (int d = 0; d < head_dim; d += kLanes) {
     const int left = head_dim - d;
     vi x = nearest((left >= kLanes ? load(q + d) : load_n(q + d, left)) * inverse);
     if (!is_finite) x = vi{};
     total += x;
-    std::memcpy(numbers + d, &x, sizeof x);
+    put_query(query, d, x);
   }
-#if defined(__AVX512VNNI__)
-  auto* high = reinterpret_cast<int8_t*>(group) + index * 4;
-  int8_t* low = high + int64_t(padded) * num_rows;
-  for (int d = 0; d < padded; d += 4, high += num_rows * 4, low += num_rows * 4)
-    for (int i = 0; i < 4; ++i) {
-      high[i] = int8_t((numbers[d + i] + 128) >> 8);
-      low[i] = int8_t(numbers[d + i]);
-    }
-#else
-  Packed* to = group + index * 4;
-  for (int d = 0; d < padded; d += 4, to += num_rows * 4) {
-    to[0] = Packed(numbers[d]);
-    to[1] = Packed(numbers[d + 2]);
-    to[2] = Packed(numbers[d + 1]);
-    to[3] = Packed(numbers[d + 3]);
-  }
-#endif
   const float factor = is_zero ? 0.0f : largest / kMostQuery;
   return {is_finite ? factor : __builtin_nanf(""), 128 * sum_of(total)};
 }
 
-inline vf int_lanes_to_floats(const float* p) {
-  vi x;
-  std::memcpy(&x, p, sizeof x);
-#if defined(__AVX512F__)
-  return (vf)_mm512_cvtepi32_ps((__m512i)x);
-#else
-  union { vi whole; DotInts parts[kNumParts]; } from{x};
-  Parts to;
-  for (int i = 0; i < kNumParts; ++i) to.parts[i] = (part)to_floats(from.parts[i]);
-  return to.whole;
-#endif
-}
-
-// Sums of integers become scores, in place.
-inline void finish_scores(float* scores, int first, int end, float factor,
-                          const uint16_t* const* scales, const Softmax& softmax) {
-  for (int u = first; u < end; ++u) {
-    vf x = int_lanes_to_floats(scores + 16 * u) * splat(factor) * load(scales[u]);
-    if (!softmax.is_plain) x = softmax.score(x);
-    store(scores + 16 * u, x);
-  }
-}
-
-// Of the keys seen, probabilities times the scales of V take the place of scores. Returns the sum
-// of the probabilities, by lanes; `greatest` of the products orders NaN above all numbers.
+// Of the keys seen, probabilities times `scales`, those of V, take the place of scores. Returns the
+// sum of the probabilities, by lanes; `greatest` of the products is NaN where a scale is.
 template <bool kFine>
-inline vf find_products(float* scores, const SeenPairs& seen, const uint16_t* const* scales,
-                        float peak, float factor, float& greatest) {
+inline vf find_products(float* scores, const SeenPairs& seen, const float* scales, float peak,
+                        float factor, float& greatest) {
   const vf origin = max(splat(-__FLT_MAX__), splat(peak)), scale = splat(factor);
   vf sum{};
   vi most{};
@@ -114,44 +78,55 @@ inline vf find_products(float* scores, const SeenPairs& seen, const uint16_t* co
     vf b = exp2_below_one<kFine>((load(at + 16) - origin) * scale);
     seen.hide_others(i, a, b, 0.0f);
     sum = sum + a + b;
-    a = a * load(scales[2 * i]);
-    b = b * load(scales[2 * i + 1]);
-    seen.hide_others(i, a, b, 0.0f);
+    a = a * load(scales + 32 * i);
+    b = b * load(scales + 32 * i + 16);
+    seen.hide_others(i, a, b, 0.0f);  // where scales may be anything
     store(at, a);
     store(at + 16, b);
-    most = larger(larger(most, (vi)a & 0x7fffffff), (vi)b & 0x7fffffff);
+    // As whole numbers, positive floats have their own order, and NaN is above them.
+    most = larger(larger(most, (vi)a), (vi)b);
   }
-  int32_t lanes[kLanes];
-  std::memcpy(lanes, &most, sizeof most);
-  int32_t bits = 0;
-  for (int lane : lanes) bits = lane > bits ? lane : bits;
+  const int32_t bits = greatest_lane(most);
   std::memcpy(&greatest, &bits, sizeof greatest);
   return sum;
 }
 
-// Sixteen weights, of tokens token .. token + 15 of a tile.
-inline void put_weights(Packed* row, int token, vi w) {
+// What weights of up to sixteen rows stand for, and what products are multiplied by for them.
+struct WeightScales {
+  alignas(64) float inverse[16];
+  alignas(64) float factor[16];
+
+  explicit WeightScales(const float* greatest) {
+    const vf most = load(greatest);
+    const vi is_zero = greater(splat(kLeastFactor), most);
+    store(inverse, (vf)(~is_zero & (vi)(splat(kMostWeight) / most)));
+    store(factor, (vf)(~is_zero & (vi)(most / splat(kMostWeight))));
+  }
+};
+
+// Weights of tokens 0 .. 15 and 16 .. 31 of a pair of units, as floats above 1.5 * 2^23.
+inline void put_weights(Packed* pair, vf first, vf second) {
 #if defined(__AVX512VNNI__)
-  auto* high = reinterpret_cast<int8_t*>(row) + token;
-  store_elements(high, w >> 8);
-  store_elements(high + kTileTokens, w);
+  const __m512i order = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, -1, -1, -1, -1, -1, -1, -1, -1));
+  const __m512i low = _mm512_shuffle_epi8((__m512i)first, order);
+  const __m512i high = _mm512_shuffle_epi8((__m512i)second, order);
+  _mm512_storeu_si512(pair, _mm512_unpacklo_epi64(low, high));
 #else
-  store_elements(row + token, w);
+  store_elements(pair, (vi)first - 0x4b400000);
+  store_elements(pair + 16, (vi)second - 0x4b400000);
 #endif
 }
 
 // Products of the keys seen become weights; of the others, in all pairs of units [first, end), 0.
-// Returns what a weight of one stands for.
-inline float find_weights(const float* products, const SeenPairs& seen, int first, int end,
-                          float greatest, Packed* row) {
-  const bool is_zero = greatest < kLeastFactor;
-  const vf inverse = splat(is_zero ? 0.0f : kMostWeight / greatest);
-  for (int i = first / 2; i < (end + 1) / 2; ++i) {
-    const bool is_seen = i >= seen.begin && i < seen.end;
-    for (int at = 32 * i; at < 32 * i + 32; at += 16)
-      put_weights(row, at, is_seen ? nearest(load(products + at) * inverse) : vi{});
-  }
-  return is_zero ? 0.0f : greatest / kMostWeight;
+inline void find_weights(const float* products, const SeenPairs& seen, int first, int end,
+                         float inverse, Packed* row) {
+  const vf factor = splat(inverse), zero = splat(12582912.0f);
+  for (int i = first / 2; i < seen.begin; ++i) put_weights(row + 32 * i, zero, zero);
+  for (int i = seen.begin; i < seen.end; ++i)
+    put_weights(row + 32 * i, fma(load(products + 32 * i), factor, zero),
+                fma(load(products + 32 * i + 16), factor, zero));
+  for (int i = seen.end; i < (end + 1) / 2; ++i) put_weights(row + 32 * i, zero, zero);
 }
 
 // Rows [row, row + R) of a block against a tile.
@@ -173,33 +148,35 @@ void attend_rows(const RowBlock<M>& block, int row, Tile<uint8_t>& tile, const S
     return;
   }
   const int first = low / 16, end = (high + 15) / 16;
-  const Packed* queries = block.queries + int64_t(row) * padded;
-  int32_t offsets[R];
-  for (int r = 0; r < R; ++r) offsets[r] = block.query_scales[row + r].offset;
+  const Packed* queries = block.queries + int64_t(row) * kQueryStride;
   for (int u = first / kColumns * kColumns; u < end; u += kColumns)
-    score_codes<R, kColumns>(queries, tile.keys + u, tile.next_keys + u, padded / 4, offsets,
+    score_codes<R, kColumns>(queries, block.query_scales + row, tile, u, padded / 4,
                              scratch.scores + 16 * u);
   alignas(64) float old_peaks[16] = {}, new_peaks[16] = {};
-  alignas(64) float sums[R][16];
-  float factors[R];
+  alignas(64) float sums[R][16], value_scales[kTileTokens], greatest[16] = {};
+  SeenPairs seen[R];
   for (int r = 0; r < R; ++r) {
     float* scores = scratch.scores + r * kScoreStride;
-    finish_scores(scores, first, end, block.query_scales[row + r].factor, tile.key_scales, softmax);
+    if (!softmax.is_plain)
+      for (int i = first * 16; i < end * 16; i += 16)
+        store(scores + i, softmax.score(load(scores + i)));
     if constexpr (R <= kFewRows) tile.fetch_between(padded, r, 2 * R);
-    const SeenPairs seen = SeenPairs::of(block.ranges[row + r], tile.position, first);
-    new_peaks[r] = greatest_score(scores, seen);
+    seen[r] = SeenPairs::of(block.ranges[row + r], tile.position, first);
+    new_peaks[r] = greatest_score(scores, seen[r]);
     if (block.running) old_peaks[r] = shape.peak(records[r]);
     else shape.peak(records[r]) = new_peaks[r];
   }
+  for (int u = first / 2 * 2; u < end + end % 2; ++u)
+    store(value_scales + 16 * u, load(tile.value_scales[u]));
   for (int r = 0; r < R; ++r) {
-    float* scores = scratch.scores + r * kScoreStride;
     if constexpr (R <= kFewRows) tile.fetch_between(padded, R + r, 2 * R);
-    const SeenPairs seen = SeenPairs::of(block.ranges[row + r], tile.position, first);
-    float greatest;
-    store(sums[r], find_products<M::kFine>(scores, seen, tile.value_scales, new_peaks[r],
-                                           softmax.factor, greatest));
-    factors[r] = find_weights(scores, seen, first, end, greatest, scratch.probs + r * kProbStride);
+    store(sums[r], find_products<M::kFine>(scratch.scores + r * kScoreStride, seen[r], value_scales,
+                                           new_peaks[r], softmax.factor, greatest[r]));
   }
+  const WeightScales weights(greatest);
+  for (int r = 0; r < R; ++r)
+    find_weights(scratch.scores + r * kScoreStride, seen[r], first, end, weights.inverse[r],
+                 scratch.probs + r * kProbStride);
   MergeFactors merge;
   ValueRows out{records, nullptr, nullptr};
   if (block.running) {
@@ -216,7 +193,7 @@ void attend_rows(const RowBlock<M>& block, int row, Tile<uint8_t>& tile, const S
     shape.peak(records[r]) = old_peaks[r];
   }
   add_all_codes<R>(scratch.probs, tile.values, tile.next_values, first, end, padded,
-                   {out, factors});
+                   {out, weights.factor});
 }
 
 }  // namespace quire::QUIRE_ISA
