@@ -5,13 +5,11 @@ import random
 import pytest
 from tests.core.harness import make_groups, make_memory, make_sequence
 
-from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.prefix_index import PrefixMatch
 from quire.core.scheduling import invariants
 from quire.core.sequence import Sequence
 from quire.core.step import BlockCopy, EditKind, TableEdit
-from quire.errors import ConfigurationError
 
 STEP = 7  # any step
 
@@ -456,9 +454,3 @@ def test_random_forks_and_writes_copy_each_shared_block_but_for_its_last_holder(
         memory.end_step(step)
         invariants.check_memory(memory, live)
     assert num_copies > 10
-
-
-def test_groups_of_states_are_refused_by_name() -> None:
-    group = KVGroup((0,), KVKind.STATE, 64, num_state_blocks=3)
-    with pytest.raises(ConfigurationError, match="recurrent states"):
-        KVCacheManager(KVCacheConfig((group,), 16))

@@ -8,14 +8,14 @@ step and ends with it. So does that of a block from which the coming step copies
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.kv_groups import KVGroup
 from quire.core.memory.block_pool import BlockPool, DeferredFrees
 from quire.core.memory.eviction import DEFAULT_ORDER, find_order
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.prefix_index import PrefixIndex, PrefixMatch
 from quire.core.sequence import Eviction, Sequence
 from quire.core.step import BlockCopy, EditKind, TableEdit
-from quire.errors import ConfigurationError, RequestNeverFitsError
+from quire.errors import RequestNeverFitsError
 
 # At least so many evictions are remembered: when, and for which request.
 MIN_REMEMBERED = 4096
@@ -55,12 +55,6 @@ class KVCacheManager:
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
-        """Raises ConfigurationError for groups of states, which do not grow with the tokens."""
-        if any(group.kind is KVKind.STATE for group in config.groups):
-            raise ConfigurationError(
-                "the model has layers with recurrent states, which sequences can't be given memory"
-                " for yet; serve a model whose layers all attend"
-            )
         self.config = config
         self.block_size = config.block_size
         self.num_groups = len(config.groups)
