@@ -12,7 +12,7 @@ at most half a code, which is what any element loses. A vector of zeros has a sc
 exact. One with an infinity or a NaN has a scale of NaN: what attends it is NaN, and fails alone.
 
 Where codes and scales lie in a page is the backend's own. The native kernels compute the same bytes
-(`csrc/attention/compact_page.h` of `kernels/cpu`), and so do the Triton kernels.
+(`csrc/attention/compact/compact_page.h` of `kernels/cpu`), and so do the Triton kernels.
 """
 
 from dataclasses import replace

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.attention.compact_kv import quantize_vectors, widen_codes
 from quire.attention.interface import AttentionSpec
 from quire.attention.reference import visible_keys
 from quire.errors import ConfigurationError
@@ -26,16 +27,15 @@ PIECE_QUERIES = 256
 """Attended at once: scores take memory for each pair of query and key."""
 
 _SCALE_BYTES = 2
-_INT8_LEVELS, _FP8_LARGEST, _INT4_LEVELS = 127.0, 448.0, 15.0
+_FP8_LARGEST, _INT4_LEVELS = 448.0, 15.0
 _INT4_GROUP = 32
 # A vector of zeros has a scale, too.
 _SMALLEST = 1e-30
 
 
 def round_int8(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] fp32 -> the nearest of 255 levels, one bfloat16 scale = max |x| / 127 a vector."""
-    scale = _scale(x.abs().amax(-1, keepdim=True), _INT8_LEVELS)
-    return (x / scale).round_().clamp_(-_INT8_LEVELS, _INT8_LEVELS).mul_(scale)
+    """x [..., D] fp32 -> what int8 pages give back for it; see `compact_kv`."""
+    return widen_codes(*quantize_vectors(x))
 
 
 def round_fp8(x: torch.Tensor) -> torch.Tensor:
