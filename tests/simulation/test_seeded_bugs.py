@@ -7,11 +7,13 @@ is that a row reads, or would write, something wrong.
 import dataclasses
 import functools
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from typing import Any
 
 import pytest
 
 from quire.core.memory.block_pool import BlockPool, DeferredFrees
+from quire.core.memory.copy_on_write import CopyOnWrite
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.prefix_index import PrefixIndex, PrefixMatch
@@ -98,8 +100,10 @@ def forget_the_parent(original: Any) -> Any:
 
 
 def same_root_for_all_groups(original: Any) -> Any:
-    def find_all(self: PrefixCache, digest: bytes) -> tuple[int, ...] | None:
-        found = original(self, digest)
+    def find_all(
+        self: PrefixCache, digest: bytes, groups: Tokens[int]
+    ) -> tuple[int, ...] | None:
+        found = original(self, digest, groups)
         return None if found is None else found[:1] * len(found)
 
     return find_all
@@ -195,11 +199,11 @@ def fork_from_another(plan: StepPlan) -> StepPlan:
 
 
 def never_copy(original: Any) -> Any:
-    def must_copy_tail(self: KVCacheManager, sequence: Sequence) -> bool:
+    def is_due(self: CopyOnWrite, sequence: Sequence) -> bool:
         original(self, sequence)
         return False
 
-    return must_copy_tail
+    return is_due
 
 
 def let_sources_go(original: Any) -> Any:
@@ -271,7 +275,7 @@ MUTATIONS: dict[str, Patch] = {
     "a copy goes the wrong way": in_plans(copy_back),
     "a beam's token is not sent": in_plans(forget_token_edits),
     "forks take the place of each other": in_plans(fork_from_another),
-    "a shared block is written": replace(KVCacheManager, "must_copy_tail", never_copy),
+    "a shared block is written": replace(CopyOnWrite, "is_due", never_copy),
     "a source is given out before it is copied": replace(
         DeferredFrees, "hold_copied", let_sources_go
     ),

@@ -17,7 +17,6 @@ from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import MemoryPlan
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.assembly.rank_build import RankBuild, build_rank
-from quire.core.kv_groups import KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.options import SchedulerConfig
@@ -32,7 +31,7 @@ from quire.engine.stats import StatsLog
 from quire.engine_client.device_ledger import TYPICAL_REQUEST_TOKENS
 from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.messages import OnProgress
-from quire.errors import ConfigurationError, InsufficientMemoryError
+from quire.errors import InsufficientMemoryError
 from quire.hub.model_folder import resolve_model_folder
 from quire.models.checkpoints.readers import open_checkpoint
 from quire.models.config import ModelConfig
@@ -281,11 +280,6 @@ def _build_pacer(
 def _memory_config(
     options: EngineOptions, layout: KVCacheLayout, memory_plan: MemoryPlan
 ) -> KVCacheConfig:
-    if any(group.kind is KVKind.STATE for group in layout.groups):
-        raise ConfigurationError(
-            "the model has layers with recurrent states, which sequences can't be given memory for"
-            " yet; serve a model whose layers all attend"
-        )
     return KVCacheConfig(
         groups=layout.groups,
         num_blocks=memory_plan.num_blocks,

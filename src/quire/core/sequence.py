@@ -50,6 +50,7 @@ class MissReason(StrEnum):
 
     NONE = "none"  # all but the last token, which is always computed, was there
     NOT_ASKED = "not_asked"  # no cache, or results that need the prompt computed
+    PASSED = "passed"  # it was there, but no state or window with it to go on from
     EVICTED = "evicted"  # it was there, until its block was taken for another request
     DIFFERS = "differs"  # what follows the found part in the cache are other tokens
     BELOW_BLOCK = "below_block"  # what is missing is less than a block
@@ -105,7 +106,10 @@ class Sequence:
     num_lost_tokens: tokens that were computed when it was last preempted.
     parent: the running sequence that it is to be forked from, while it waits for that; their first
         num_common_tokens tokens are equal. forks: those that wait to be forked from this one.
-    shares_tail: its partly filled last block may have other holders, so a write copies it first.
+    shares_tail: what its next token changes, its partly filled last block or its state, may have
+        other holders or be a snapshot, so a write copies it first.
+    anchors: token counts after which its windows and states are worth keeping, in whole blocks: at
+        the end of its prompt, and where its prompt parted from what was cached.
     miss: why the cache did not have all of its prompt.
     arrival_s, first_scheduled_s: of the engine's clock, when it was taken in, and first admitted.
     num_registered_blocks: leading blocks that others know it to compute, or to have computed.
@@ -117,6 +121,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "anchors",
         "arrival_s",
         "block_tables",
         "branch_index",
@@ -205,6 +210,7 @@ class Sequence:
         self.block_tables: tuple[list[int], ...] = ()
         self.num_slots = 0
         self.shares_tail = False
+        self.anchors: tuple[int, ...] = ()
         self.chain: list[bytes] = []
         self.chain_tokens: list[bytes] = []
         self.chain_root = chain_root

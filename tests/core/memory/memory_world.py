@@ -246,10 +246,10 @@ class World:
         memory = self.memory
         if sequence.num_tokens - sequence.num_computed_tokens != 1:
             return True  # its tables were complete when it was admitted
-        if memory.must_copy_tail(sequence):
+        if memory.copy_on_write.is_due(sequence):
             if memory.pool.num_free < memory.num_groups:
                 return False
-            self.draft.copy(memory.copy_tail(sequence, self.next_step_id)[1])
+            self.draft.copy(memory.copy_on_write.copy(sequence, self.next_step_id)[1])
         return memory.grow(sequence, sequence.num_computed_tokens + 1, num_extra) is not None
 
     def launch(
@@ -407,7 +407,7 @@ class World:
             if key is not None:
                 assert truth.begins(block, key[0], truth.prefixes[key[1]][1]), "a wrong content"
         for sequence in self.live:
-            invariants.check_sequence(sequence, self.size)
+            invariants.check_sequence(sequence, self.memory.growth)
             for group, table in enumerate(sequence.block_tables):
                 for index in range(-(-sequence.num_written_tokens // self.size)):
                     end = min(sequence.num_written_tokens, (index + 1) * self.size)

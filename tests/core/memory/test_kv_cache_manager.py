@@ -216,9 +216,9 @@ def test_branches_share_all_blocks_and_copy_the_last_one_once_each(
     shared = [list(table) for table in parent.block_tables]
     copies: list[BlockCopy] = []
     for sequence in branches:
-        if memory.must_copy_tail(sequence):
-            copies += memory.copy_tail(sequence, STEP)[1]
-        assert not memory.must_copy_tail(sequence), "its own now"
+        if memory.copy_on_write.is_due(sequence):
+            copies += memory.copy_on_write.copy(sequence, STEP)[1]
+        assert not memory.copy_on_write.is_due(sequence), "its own now"
         assert memory.grow(sequence, num_tokens + 1) is not None
     is_partial = num_tokens % 4 != 0
     assert len(copies) == (num_branches - 1) * num_groups * is_partial
@@ -238,7 +238,7 @@ def test_a_copied_block_replaces_the_shared_one_in_the_row() -> None:
     child = fork(memory, parent)
     parent.row = 5
     before = [table[1] for table in parent.block_tables]
-    edits, copies = memory.copy_tail(parent, STEP)
+    edits, copies = memory.copy_on_write.copy(parent, STEP)
     after = [table[1] for table in parent.block_tables]
     assert edits == [
         TableEdit(5, group, EditKind.REPLACE, 1, (after[group],)) for group in range(2)
@@ -252,12 +252,12 @@ def test_the_last_holder_writes_in_place_while_the_copy_is_still_to_come() -> No
     memory = make_memory()
     parent = write(memory, list(range(6)))
     child = fork(memory, parent)
-    assert memory.must_copy_tail(child) and memory.must_copy_tail(parent)
-    memory.copy_tail(parent, STEP)
+    assert memory.copy_on_write.is_due(child) and memory.copy_on_write.is_due(parent)
+    memory.copy_on_write.copy(parent, STEP)
     assert memory.pool.ref_count[child.block_tables[0][1]] == 2, "the step holds it, too"
-    assert not memory.must_copy_tail(child)
+    assert not memory.copy_on_write.is_due(child)
     grandchild = fork(memory, child, 2)
-    assert memory.must_copy_tail(child) and memory.must_copy_tail(grandchild)
+    assert memory.copy_on_write.is_due(child) and memory.copy_on_write.is_due(grandchild)
 
 
 def test_a_fork_is_without_the_blocks_that_its_parent_has_reserved() -> None:
@@ -286,8 +286,8 @@ def test_a_dead_beam_swaps_references_from_where_it_parted(num_groups: int) -> N
     parent = write(memory, list(range(6)))
     dead = fork(memory, parent)
     for sequence, token_id in ((parent, 50), (dead, 60)):
-        if memory.must_copy_tail(sequence):
-            memory.copy_tail(sequence, STEP)
+        if memory.copy_on_write.is_due(sequence):
+            memory.copy_on_write.copy(sequence, STEP)
         for _ in range(3):
             sequence.append(token_id)
         memory.grow(sequence, 9)
@@ -300,7 +300,7 @@ def test_a_dead_beam_swaps_references_from_where_it_parted(num_groups: int) -> N
     assert [memory.pool.ref_count[block] for block in parent.block_tables[0]] == [2, 2, 2]
     assert (dead.num_computed_tokens, dead.num_slots) == (9, 12)
     assert dead.chain == parent.chain
-    assert memory.must_copy_tail(dead)
+    assert memory.copy_on_write.is_due(dead)
     invariants.check_memory(memory, [parent, dead])
 
 
@@ -446,8 +446,8 @@ def test_random_forks_and_writes_copy_each_shared_block_but_for_its_last_holder(
             live.remove(sequence)
             memory.free(sequence)
         else:
-            if memory.must_copy_tail(sequence):
-                num_copies += len(memory.copy_tail(sequence, step)[1])
+            if memory.copy_on_write.is_due(sequence):
+                num_copies += len(memory.copy_on_write.copy(sequence, step)[1])
             sequence.append(step)
             assert memory.grow(sequence, len(sequence.token_ids)) is not None
             compute(memory, sequence)

@@ -230,11 +230,11 @@ def test_a_block_that_is_copied_is_in_flight_only_if_nobody_else_holds_it() -> N
     memory = make_memory(16)
     parent = admitted(memory, 6, 6)
     child = fork(memory, parent, 1)
-    memory.copy_tail(child, step_id=1)
+    memory.copy_on_write.copy(child, step_id=1)
     report = memory_report(memory, [parent, child])
     assert parts(report) == (4 * 16 + 2 * 2 * 16, 2 * 2 * 16, 0, 0, 0, 13 * BLOCK)
-    memory.copy_tail(parent, step_id=1)
-    assert memory_report(memory, [parent, child]).in_flight_bytes == BLOCK
+    memory.free(parent)
+    assert memory_report(memory, [child]).in_flight_bytes == BLOCK
     memory.end_step(1)
     assert memory_report(memory, [parent, child]).in_flight_bytes == 0
 

@@ -133,9 +133,9 @@ def test_groups_are_maps_of_their_own() -> None:
     fill(cache, [1, 2, 3, 4])
     digest = bytes([1, 2, 3, 4])
     assert (cache.find(0, digest), cache.find(1, digest), len(cache)) == (0, None, 1)
-    assert cache.find_all(digest) is None, "one group lacks it"
+    assert cache.find_all(digest, (0, 1)) is None, "one group lacks it"
     insert(cache, 1, digest, 18, ROOT, [1, 2, 3, 4], True)
-    assert cache.find_all(digest) == (0, 18)
+    assert cache.find_all(digest, (0, 1)) == (0, 18)
     cache.remove_run([(0, digest)])
     assert (cache.find(0, digest), cache.find(1, digest), len(cache)) == (None, 18, 1)
     assert cache.neighbour(ROOT, [1, 2, 3, 4]) is None, "the tree has what group 0 has"

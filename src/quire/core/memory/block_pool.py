@@ -5,7 +5,7 @@ Knows ids, counts and content keys; nothing of sequences, tokens or bytes. Used 
 """
 
 import heapq
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -103,8 +103,8 @@ class BlockPool:
     in exactly one place. It keeps its content key until it is taken again, so the order *is* the
     cache's eviction order:
 
-        [ without content, last released first ] [ order: by its policy ] [ pinned, by priority ]
-          taken first                                                       taken last
+        [ without content    ] [ demoted             ] [ order         ] [ pinned      ]
+          last released first    first released first    by its policy     by priority
     """
 
     def __init__(self, num_blocks: int, order: OrderFactory = HitDensityOrder) -> None:
@@ -119,6 +119,9 @@ class BlockPool:
         self._num_uses = [0] * num_blocks
         # Ordered by release; a dict, since a given block may be taken out of the middle.
         self._blank: dict[int, None] = dict.fromkeys(range(num_blocks - 1, -1, -1))
+        # Demoted blocks, and those of them that are free, ordered by release.
+        self._demoted: set[int] = set()
+        self._passed: OrderedDict[int, None] = OrderedDict()
         self._order = order(num_blocks, self.content, self._num_uses)
         self._pins = Pins()
         self._pinned = self._pins.by_block
@@ -145,7 +148,7 @@ class BlockPool:
         evicted: list[ContentKey] = []
         if len(blank) >= count:
             taken = [blank.popitem()[0] for _ in range(count)]
-        elif blank or self._pins.num_free:
+        elif blank or self._passed or self._pins.num_free:
             taken = self._take_mixed(count, evicted)
         else:
             taken = self._order.take(count, evicted)
@@ -167,6 +170,8 @@ class BlockPool:
         self.ref_count[block] = count + 1
         if is_use:
             self._num_uses[block] += 1
+            if self._demoted:
+                self._demoted.discard(block)
 
     def release(self, block: int) -> None:
         """Remove a holder; the last one frees the block, for reuse late if it has content."""
@@ -180,13 +185,15 @@ class BlockPool:
                 self._blank[block] = None
             elif block in self._pinned:
                 self._pins.add(block)
+            elif block in self._demoted:
+                self._passed[block] = None
             else:
                 self._order.add(block)
 
     def release_all(self, blocks: Iterable[int]) -> None:
         """`release` each, in this order."""
         ref_count, content, pinned = self.ref_count, self.content, self._pinned
-        blank, add = self._blank, self._order.add
+        blank, demoted, add = self._blank, self._demoted, self._order.add
         num_freed = 0
         for block in blocks:
             count = ref_count[block] - 1
@@ -198,10 +205,24 @@ class BlockPool:
                     blank[block] = None
                 elif block in pinned:
                     self._pins.add(block)
+                elif block in demoted:
+                    self._passed[block] = None
                 else:
                     add(block)
         self.num_freed += num_freed
         self.num_free += num_freed
+
+    def demote(self, block: int) -> None:
+        """Let a block's content, once it is free, be taken before those that are worth more.
+
+        For what only a hit in the middle of a prefix could use; such a hit ends it.
+        """
+        if self.content[block] is None or block in self._pinned or block in self._demoted:
+            return
+        if not self.ref_count[block]:
+            self._order.drop(block)
+            self._passed[block] = None
+        self._demoted.add(block)
 
     def set_contents(self, group: int, found: Iterable[tuple[int, bytes]]) -> None:
         """`set_content` of (block, digest) each, in one KV group."""
@@ -226,6 +247,7 @@ class BlockPool:
             self._blank[block] = None
         if block in self._pinned:
             self._pins.unpin(block)
+        self._demoted.discard(block)
         self.content[block] = None
         self._num_uses[block] = 0
 
@@ -249,6 +271,7 @@ class BlockPool:
             self._leave_free(block, False)
         if block in self._pinned:
             self._pins.unpin(block)
+        self._demoted.discard(block)
         self._pins.pin(block, priority, until_s)
         if is_free:
             self._pins.add(block)
@@ -271,23 +294,36 @@ class BlockPool:
 
     def free_ids(self) -> list[int]:
         """All free blocks in the order in which they would be taken. O(free); for checks."""
-        return [*reversed(self._blank), *self._order.block_ids(), *self._pins.block_ids()]
+        return [
+            *reversed(self._blank),
+            *self._passed,
+            *self._order.block_ids(),
+            *self._pins.block_ids(),
+        ]
 
     def _take_mixed(self, count: int, evicted: list[ContentKey]) -> list[int]:
-        """All blocks without content, then the order's, then pinned ones."""
-        num_blank = len(self._blank)
-        num_ordered = self.num_free - num_blank - self._pins.num_free
+        """All blocks without content, then demoted ones, the order's, and pinned ones."""
+        num_blank, num_passed = len(self._blank), len(self._passed)
+        num_ordered = self.num_free - num_blank - num_passed - self._pins.num_free
         taken = [*reversed(self._blank)]
         self._blank.clear()
-        if num_ordered:
-            taken += self._order.take(min(count - num_blank, num_ordered), evicted)
+        num_passed = min(num_passed, count - len(taken))
+        passed = [self._passed.popitem(last=False)[0] for _ in range(num_passed)]
+        self._demoted.difference_update(passed)
+        self._empty(passed, evicted)
+        taken += passed
+        if num_ordered and len(taken) < count:
+            taken += self._order.take(min(count - len(taken), num_ordered), evicted)
         pinned = self._pins.take(count - len(taken))
-        for block in pinned:
+        self._empty(pinned, evicted)
+        return taken + pinned
+
+    def _empty(self, blocks: list[int], evicted: list[ContentKey]) -> None:
+        for block in blocks:
             key = self.content[block]
             assert key is not None
             evicted.append(key)
             self.content[block] = None
-        return taken + pinned
 
     def _leave_free(self, block: int, is_use: bool) -> None:
         """Unlink a free block from where it waits; it keeps its content and its pin."""
@@ -295,6 +331,8 @@ class BlockPool:
             del self._blank[block]
         elif block in self._pinned:
             self._pins.remove(block)
+        elif block in self._passed:
+            del self._passed[block]
         elif is_use:
             self._order.revive(block)
         else:

@@ -1,20 +1,25 @@
 """The block tables of all sequences, by KV group.
 
-A sequence's tables grow in all groups together, since every group stores every token. Blocks that
-a step in flight may still read are not freed with their sequence: their reference passes to that
-step and ends with it. So does that of a block from which the coming step copies.
+Each group's table grows by the group's own rule (see `growth`): some keep a block for every block
+of tokens, a window's blocks are freed as it passes them, states take the same few blocks always.
+Blocks that a step in flight may still read are not freed with their sequence: their reference
+passes to that step and ends with it. So does that of a block from which the coming step copies.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.block_pool import BlockPool, DeferredFrees
+from quire.core.memory.copy_on_write import CopyOnWrite
 from quire.core.memory.eviction import DEFAULT_ORDER, find_order
+from quire.core.memory.growth import Growth
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.prefix_index import PrefixIndex, PrefixMatch
+from quire.core.memory.state_snapshots import StateSnapshots
 from quire.core.sequence import Eviction, Sequence
-from quire.core.step import BlockCopy, EditKind, TableEdit
+from quire.core.step import HOLE_BLOCK, BlockCopy, EditKind, TableEdit
 from quire.errors import RequestNeverFitsError
 
 # At least so many evictions are remembered: when, and for which request.
@@ -46,6 +51,7 @@ class KVCacheManager:
 
     num_blocks_to_grow: blocks that a sequence takes at once when it outgrows its tables; 0 if it
         never does.
+    leaving: sequences that have ended, and whose states are kept when their last step has.
     padding: sequence -> blocks set aside for it beyond its tables, which the pool has as free but
         no other sequence can take; none, where blocks lie anywhere. num_padding_blocks: of all,
         and of sequences that have ended but not their last step.
@@ -58,18 +64,22 @@ class KVCacheManager:
         self.config = config
         self.block_size = config.block_size
         self.num_groups = len(config.groups)
+        self.growth = growth = Growth(config.groups, config.block_size)
         self.pool = BlockPool(config.num_blocks, find_order(config.eviction))
         self.cache = PrefixCache(
             self.num_groups,
             config.block_size,
             config.secret,
             num_remembered=max(config.num_blocks, MIN_REMEMBERED),
+            main=growth.main,
         )
-        self.prefixes = PrefixIndex(
-            self.cache, self.pool, self.num_groups, config.enable_prefix_caching
-        )
+        enabled = config.enable_prefix_caching
+        self.snapshots = StateSnapshots(self.cache, self.pool, growth, enabled)
+        self.prefixes = PrefixIndex(self.cache, self.pool, growth, self.snapshots, enabled)
         self.deferred = DeferredFrees(self.pool)
-        self.num_blocks_to_grow = self.num_groups
+        self.copy_on_write = CopyOnWrite(growth, self.pool, self.deferred, self._take)
+        self.num_blocks_to_grow = len(growth.growing)
+        self.leaving: list[Sequence] = []
         self.padding: dict[Sequence, int] = {}
         self.num_padding_blocks = 0
         self.num_evicted_blocks = 0
@@ -78,11 +88,12 @@ class KVCacheManager:
     @property
     def num_free_soon(self) -> int:
         """Blocks that are free, or may be when the steps in flight have ended."""
-        return self.pool.num_free + self.deferred.num_blocks
+        num_leaving = sum([self.growth.num_held(ended.block_tables) for ended in self.leaving])
+        return self.pool.num_free + self.deferred.num_blocks + num_leaving
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Pages that num_tokens tokens of one sequence occupy, over all groups."""
-        return -(-num_tokens // self.block_size) * self.num_groups
+        """Pages that num_tokens tokens of one sequence occupy at most, over all groups."""
+        return self.growth.most_blocks(num_tokens)
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -97,7 +108,9 @@ class KVCacheManager:
         never end, even alone; InvalidRequestError for one that needs what this memory can't do."""
         width = max(1, sequence.params.beam_width)
         # The last token is sampled, but its K and V are never written.
-        needed = width * self.blocks_for(sequence.max_num_tokens - 1)
+        needed = width * self.growth.most_to_hold(
+            sequence.max_num_tokens - 1, in_one_step=sequence.is_in_one_step
+        )
         if needed > self.pool.num_blocks:
             raise RequestNeverFitsError(
                 f"request {sequence.request_id!r} may grow to {sequence.max_num_tokens} tokens"
@@ -110,9 +123,12 @@ class KVCacheManager:
         """What a waiting sequence could go on from; see `PrefixIndex.match`.
 
         Copying a part of a free block takes one block more than computing it. Where that is one too
-        many it is left out, or a sequence that just fits would never be admitted.
+        many it is left out, or a sequence that just fits would never be admitted. A hybrid can't
+        leave it out, so `check_fits` counts it.
         """
         match = self.prefixes.match(sequence)
+        if self.growth.bounded:
+            return match
         num_free_parts = sum(self.pool.ref_count[block] == 0 for block in match.partial)
         if num_free_parts and self.num_blocks_to_admit(sequence, match) > self.pool.num_free:
             match = match._replace(
@@ -126,42 +142,62 @@ class KVCacheManager:
 
     def num_blocks_to_admit(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Free blocks that `admit` takes: new ones, and matched ones that no table holds."""
-        num_there = sum(map(len, match.blocks)) + sum(map(len, sequence.block_tables))
-        needed = self.blocks_for(len(sequence.token_ids)) - num_there + match.num_revived
-        return needed + self.num_groups * self.must_copy_tail(sequence)
+        needed = match.num_revived
+        lengths = list(map(len, sequence.block_tables)) or [0] * self.num_groups
+        num_tokens, end = len(sequence.token_ids), _first_end(sequence, match, self.block_size)
+        for rule in self.growth.rules:
+            num_there = lengths[rule.group] + len(match.blocks[rule.group])
+            needed += max(0, rule.num_reserved(num_tokens, end) - num_there)
+        if sequence.shares_tail and self.copy_on_write.is_due(sequence):
+            needed += self.copy_on_write.num_copies([sequence])
+        return needed
 
     def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int) -> list[BlockCopy]:
         """Complete a sequence's tables: what it holds, matched blocks, new ones for the rest.
 
-        Returns the copies of partly filled blocks, for the plan of step_id: until that has ended
-        their sources are held. The caller has checked num_blocks_to_admit.
+        Returns the copies of partly filled blocks and of states, for the plan of step_id: until
+        that has ended their sources are held. The caller has checked num_blocks_to_admit.
         """
-        pool = self.pool
-        for block in match.partial:
+        pool, copied = self.pool, match.copied
+        for block in copied:
             pool.share(block)
         if not sequence.block_tables:
             sequence.block_tables = tuple([] for _ in range(self.num_groups))
         for table, ids in zip(sequence.block_tables, match.blocks, strict=True):
             for block in ids:
-                pool.share(block)
+                if block != HOLE_BLOCK:
+                    pool.share(block)
             table.extend(ids)
-        sequence.num_slots = len(sequence.block_tables[0]) * self.block_size
+        sequence.num_slots = self.growth.num_slots(sequence)
         if sequence.num_admissions == 0:
             self.prefixes.count(sequence, match)
         sequence.num_admissions += 1
+        end = _first_end(sequence, match, self.block_size)
         _start_from(sequence, match, self.block_size)
+        if self.growth.bounded:
+            sequence.anchors = _anchors(sequence, match, self.block_size)
         copies: list[BlockCopy] = []
-        if self.must_copy_tail(sequence):
-            copies += self.copy_tail(sequence, step_id)[1]
-        edits = self.grow(sequence, len(sequence.token_ids))
-        assert edits is not None, "admit without enough free blocks"
+        if self.copy_on_write.is_due(sequence):
+            copies += self.copy_on_write.copy(sequence, step_id)[1]
+        num_tokens = len(sequence.token_ids)
+        for rule in self.growth.rules:
+            table = sequence.block_tables[rule.group]
+            missing = rule.num_reserved(num_tokens, end) - len(table)
+            if missing > 0:
+                table.extend(self._take(missing, sequence))
+        sequence.num_slots = self.growth.num_slots(sequence)
         num_full = match.num_tokens // self.block_size
         self.prefixes.start_computing(sequence, num_full)
-        if match.partial:
-            targets = (table[num_full] for table in sequence.block_tables)
-            partial = [BlockCopy(*pair) for pair in zip(match.partial, targets, strict=True)]
-            self.deferred.hold_copied(step_id, partial)
-            copies += partial
+        if copied:
+            tables = sequence.block_tables
+            targets = [
+                tables[rule.group][num_full] for rule in self.growth.growing if match.partial
+            ]
+            if match.states:
+                targets += [page for rule in self.growth.states for page in tables[rule.group]]
+            loaded = [BlockCopy(*pair) for pair in zip(copied, targets, strict=True)]
+            self.deferred.hold_copied(step_id, loaded)
+            copies += loaded
         return copies
 
     def grow(
@@ -172,54 +208,50 @@ class KVCacheManager:
         Returns what the row's table gains (row -1 without one), or None where the pool has too few
         free blocks; then nothing was changed.
         """
-        first = sequence.num_slots // self.block_size
-        missing = -(-num_tokens // self.block_size) - first
-        if missing <= 0:
+        if num_tokens <= sequence.num_slots:
             return []
-        missing += num_extra_blocks
-        if missing * self.num_groups > self.pool.num_free:
+        end = -(-num_tokens // self.block_size) + num_extra_blocks
+        tables, growing = sequence.block_tables, self.growth.growing
+        missing = [max(0, end - len(tables[rule.group])) for rule in growing]
+        if sum(missing) > self.pool.num_free:
             return None
         row = -1 if sequence.row is None else sequence.row
         edits: list[TableEdit] = []
-        for group, table in enumerate(sequence.block_tables):
-            taken = self._take(missing, sequence)
-            table.extend(taken)
-            edits.append(TableEdit(row, group, EditKind.APPEND, first, tuple(taken)))
-        sequence.num_slots += missing * self.block_size
+        for rule, count in zip(growing, missing, strict=True):
+            if count:
+                table = tables[rule.group]
+                taken = self._take(count, sequence)
+                edit = TableEdit(row, rule.group, EditKind.APPEND, len(table), tuple(taken))
+                edits.append(edit)
+                table.extend(taken)
+        sequence.num_slots = end * self.block_size
         return edits
 
-    def must_copy_tail(self, sequence: Sequence) -> bool:
-        """Whether the partly filled block that the next token goes into has other holders."""
-        if not sequence.shares_tail:
-            return False
-        index, offset = divmod(sequence.num_computed_tokens, self.block_size)
-        ref_count, num_copied_from = self.pool.ref_count, self.deferred.num_copied_from
-        sequence.shares_tail = bool(offset) and any(
-            ref_count[table[index]] - num_copied_from[table[index]] > 1
-            for table in sequence.block_tables
-        )
-        return sequence.shares_tail
+    def forget_passed(self, sequence: Sequence) -> list[TableEdit]:
+        """Free what windows have passed, of steps that have ended; returns the holes.
 
-    def copy_tail(
-        self, sequence: Sequence, step_id: int
-    ) -> tuple[list[TableEdit], list[BlockCopy]]:
-        """Copy on write: replace the partly filled last block by a copy that is the sequence's own.
-
-        The caller has checked that a block of each group is free. The old one stays held until
-        step_id, which copies it, has ended.
+        It stays cached, but is taken first, unless a prefix ends there that others may go on from.
         """
+        num_published = sequence.num_published_blocks * self.block_size
         row = -1 if sequence.row is None else sequence.row
-        index = sequence.num_computed_tokens // self.block_size
         edits: list[TableEdit] = []
-        copies: list[BlockCopy] = []
-        for group, table in enumerate(sequence.block_tables):
-            target = self._take(1, sequence)[0]
-            source, table[index] = table[index], target
-            copies.append(BlockCopy(source, target))
-            edits.append(TableEdit(row, group, EditKind.REPLACE, index, (target,)))
-        self.deferred.hold_copied(step_id, copies)
-        sequence.shares_tail = False
-        return edits, copies
+        for rule in self.growth.windows:
+            table = sequence.block_tables[rule.group]
+            first = end = min(rule.first_needed(num_published), len(table))
+            while first and table[first - 1] != HOLE_BLOCK:
+                first -= 1
+            if first == end:
+                continue
+            kept = [range(rule.first_needed(at), at // self.block_size) for at in sequence.anchors]
+            for index in range(first, end):
+                block = table[index]
+                if not any([index in run for run in kept]):
+                    self.pool.demote(block)
+                self.pool.release(block)
+            holes = (HOLE_BLOCK,) * (end - first)
+            table[first:end] = holes
+            edits.append(TableEdit(row, rule.group, EditKind.HOLE, first, holes))
+        return edits
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
         """Give `child` all blocks of `parent` that have computed tokens. What it holds beyond the
@@ -228,29 +260,39 @@ class KVCacheManager:
         self.prefixes.stop_computing(child, child.num_published_blocks, child.num_registered_blocks)
         if not child.block_tables:
             child.block_tables = tuple([] for _ in parent.block_tables)
-        for table, theirs in zip(child.block_tables, parent.block_tables, strict=True):
-            same = min(len(table), num_blocks)
-            while same and table[same - 1] != theirs[same - 1]:
-                same -= 1
-            for block in theirs[same:num_blocks]:
-                self.pool.share(block, is_use=False)
+        for rule in self.growth.rules:
+            table, theirs = child.block_tables[rule.group], parent.block_tables[rule.group]
+            end = num_blocks if rule.has_slots else len(theirs)
+            same = 0
+            if not rule.is_bounded:  # else entries before an equal one may differ
+                same = min(len(table), end)
+                while same and table[same - 1] != theirs[same - 1]:
+                    same -= 1
+            for block in theirs[same:end]:
+                if block != HOLE_BLOCK:
+                    self.pool.share(block, is_use=False)
             for block in reversed(table[same:]):
-                self.pool.release(block)
-            table[same:] = theirs[same:num_blocks]
-        child.num_slots = len(child.block_tables[0]) * self.block_size
+                if block != HOLE_BLOCK:
+                    self.pool.release(block)
+            table[same:] = theirs[same:end]
+        child.num_slots = self.growth.num_slots(child)
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_written_tokens = parent.num_written_tokens
         child.num_published_blocks = parent.num_published_blocks
         child.num_registered_blocks = 0
+        child.anchors = parent.anchors
         child.chain[:], child.chain_tokens[:] = parent.chain, parent.chain_tokens
         child.public_chain[:] = parent.public_chain
-        child.shares_tail = parent.shares_tail = parent.num_computed_tokens % self.block_size != 0
+        is_shared = bool(parent.num_computed_tokens % self.block_size or self.growth.states)
+        child.shares_tail = parent.shares_tail = is_shared
 
     def _take(self, count: int, sequence: Sequence) -> list[int]:
         taken, evicted = self.pool.take(count)
         if evicted:
             self.num_evicted_blocks += len(evicted)
             self.cache.remove_run(evicted, Eviction(self.now_s, sequence.request_id))
+            if self.growth.states:
+                self.snapshots.forget_rest(evicted)
         return taken
 
     # ---- giving blocks back -----------------------------------------------------------------
@@ -258,12 +300,20 @@ class KVCacheManager:
     def num_kept_blocks(self, sequence: Sequence, num_wanted: int) -> int:
         """How many blocks of each group are left when so many at the end are cut that num_wanted
         become free; 0 if even all would not do."""
-        ref_count = self.pool.ref_count
-        kept = sequence.num_slots // self.block_size
+        ref_count, tables = self.pool.ref_count, sequence.block_tables
+        growing = [tables[rule.group] for rule in self.growth.growing]
+        kept = max(map(len, growing), default=0)
         while kept and num_wanted > 0:
             kept -= 1
-            num_wanted -= sum(ref_count[table[kept]] == 1 for table in sequence.block_tables)
-        return 0 if num_wanted > 0 else kept
+            num_wanted -= sum(
+                kept < len(table) and table[kept] != HOLE_BLOCK and ref_count[table[kept]] == 1
+                for table in growing
+            )
+        if num_wanted > 0:
+            return 0
+        computed = sequence.num_computed_tokens
+        num_tokens = min(kept * self.block_size, computed)
+        return kept if self.growth.can_keep(tables, num_tokens, computed) else 0
 
     def give_up(self, sequence: Sequence, num_kept: int, num_wanted: int) -> int:
         """Take from a preempted sequence the blocks from num_kept on, which it does not need, and
@@ -279,18 +329,35 @@ class KVCacheManager:
         when the step in flight that reads them has ended.
 
         The chain's tail goes first, so that it is evicted before the prefix that others share.
+        Where windows or states can't go on from there, all goes, and what is cached may be found.
         """
-        if num_kept * self.block_size >= sequence.num_slots:
+        tables, growth = sequence.block_tables, self.growth
+        if not tables:
+            return 0
+        growing = [tables[rule.group] for rule in growth.growing]
+        longest, computed = max(map(len, growing), default=0), sequence.num_computed_tokens
+        if growth.bounded:
+            num_tokens = min(num_kept * self.block_size, computed)
+            if not growth.can_keep(tables, num_tokens, computed):
+                num_kept = 0
+        states = [tables[rule.group] for rule in growth.states] if not num_kept else []
+        if num_kept >= longest and not any(states):
             return 0
         self.prefixes.stop_computing(
             sequence, sequence.num_published_blocks, sequence.num_registered_blocks
         )
-        cut = [table[num_kept:] for table in sequence.block_tables]
-        for table in sequence.block_tables:
+        cut = [reversed(table[num_kept:]) for table in growing]
+        blocks = [page for table in states for page in table]
+        blocks += [block for at in zip_longest(*cut, fillvalue=HOLE_BLOCK) for block in at]
+        if growth.windows:
+            blocks = [block for block in blocks if block != HOLE_BLOCK]
+        for table in growing:
             del table[num_kept:]
-        blocks: list[int] = [block for at in zip(*map(reversed, cut), strict=True) for block in at]
-        sequence.num_slots = slots = num_kept * self.block_size
-        sequence.num_computed_tokens = min(sequence.num_computed_tokens, slots)
+        for table in states:
+            table.clear()
+        sequence.num_slots = growth.num_slots(sequence) if num_kept else 0
+        slots = num_kept * self.block_size
+        sequence.num_computed_tokens = min(computed, slots)
         sequence.num_written_tokens = min(sequence.num_written_tokens, slots)
         sequence.num_published_blocks = min(sequence.num_published_blocks, num_kept)
         ref_count = self.pool.ref_count
@@ -305,10 +372,20 @@ class KVCacheManager:
         """Take all blocks of a sequence back, at once or when the step that reads them has ended.
 
         What its last block holds stays findable too, if it is only partly filled: unless it comes
-        with a copy that is yet to be made, which would not come if the step fails.
+        with a copy that is yet to be made, which would not come if the step fails. States that the
+        step in flight brings are waited for, where all their tokens are known.
         """
-        index = sequence.num_written_tokens // self.block_size
-        last = [table[index] for table in sequence.block_tables if index < len(table)]
+        is_last = sequence.num_computed_tokens == len(sequence.token_ids)
+        if self.snapshots.enabled and is_last and self.deferred.is_in_flight(sequence.last_step_id):
+            self.leaving.append(sequence)
+            return
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        index, tables = sequence.num_written_tokens // self.block_size, sequence.block_tables
+        growing = [tables[rule.group] for rule in self.growth.growing if tables]
+        last = [table[index] for table in growing if index < len(table)]
+        last += [page for rule in self.growth.states if tables for page in tables[rule.group]]
         if not any(map(self.deferred.is_incomplete, last)):
             self.prefixes.publish_tail(sequence)
         self.truncate(sequence, 0)
@@ -327,7 +404,14 @@ class KVCacheManager:
 
         has_failed: the plan of the next step is given up, too, so that its copies are not made.
         """
+        ended = [gone for gone in self.leaving if gone.last_step_id <= step_id or has_failed]
         self.deferred.end_step(step_id, has_failed=has_failed)
+        for sequence in ended:
+            self.leaving.remove(sequence)
+            if not has_failed:
+                sequence.num_written_tokens = sequence.num_computed_tokens
+                self.publish(sequence, sequence.num_written_tokens)
+            self._leave(sequence)
 
 
 def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None:
@@ -339,6 +423,22 @@ def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None
     if sequence.num_written_tokens == held:
         sequence.num_written_tokens = num_written
     sequence.num_computed_tokens = match.num_tokens
+
+
+def _first_end(sequence: Sequence, match: PrefixMatch, block_size: int) -> int:
+    """The end of the first block that it will compute; of all, where that is done at once."""
+    if sequence.is_in_one_step:
+        return len(sequence.token_ids)
+    return (match.num_tokens // block_size + 1) * block_size
+
+
+def _anchors(sequence: Sequence, match: PrefixMatch, block_size: int) -> tuple[int, ...]:
+    """Where others may go on from: the end of its prompt, and where it parted from what is cached,
+    though not from there could be gone on."""
+    ends = {(sequence.num_prompt_tokens - 1) // block_size * block_size, *sequence.anchors}
+    if match.num_known_tokens > match.num_tokens:
+        ends.add(match.num_known_tokens)
+    return tuple(sorted(ends - {0}))
 
 
 KVManagerFactory = Callable[[KVCacheConfig, int], KVCacheManager]

@@ -252,7 +252,8 @@ def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryRep
     holdings = Holdings(memory, live)
     pool, held_blocks = memory.pool, holdings.blocks()
     block_bytes = memory.config.groups[0].bytes_per_block
-    in_flight = set(memory.deferred.blocks()) - held_blocks
+    leaving = [table for ended in memory.leaving for table in ended.block_tables]
+    in_flight = {*memory.deferred.blocks(), *chain(*leaving)} - held_blocks - {HOLE_BLOCK}
     contents = map(pool.content.__getitem__, chain(in_flight, held_blocks))
     num_cached = len(memory.cache) - sum(content is not None for content in contents)
     num_padding = holdings.num_padding_blocks.total()

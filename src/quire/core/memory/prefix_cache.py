@@ -49,15 +49,22 @@ class PrefixCache:
 
     Invariant, kept together with the block pool by the manager: `find(group, digest) == block` if
     and only if `pool.content[block] == (group, digest)`. A digest stands in the tree of tokens if
-    and only if it is known in group 0.
+    and only if it is known in the main group.
     """
 
     def __init__(
-        self, num_groups: int, block_size: int, secret: bytes, num_remembered: int = 0
+        self,
+        num_groups: int,
+        block_size: int,
+        secret: bytes,
+        num_remembered: int = 0,
+        main: int | None = 0,
     ) -> None:
-        """num_remembered: of so many evicted contents it is remembered when and why they went."""
+        """num_remembered: of so many evicted contents it is remembered when and why they went.
+        main: the group whose contents stand in the tree of tokens; None: of no group."""
         self.block_size = block_size
         self._secret = secret
+        self._main = main
         self._blocks: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         # Plain tuples and an only child without a list: each block costs as few objects as it can.
         self._nodes: dict[bytes, _Node] = {}
@@ -112,15 +119,17 @@ class PrefixCache:
         """The block with this content, or None."""
         return self._blocks[group].get(digest)
 
-    def find_all(self, digest: bytes) -> tuple[int, ...] | None:
-        """The blocks with this content in all groups, or None where one lacks it."""
-        found = tuple([blocks.get(digest, -1) for blocks in self._blocks])
+    def find_all(self, digest: bytes, groups: Sequence[int]) -> tuple[int, ...] | None:
+        """The blocks with this content in these groups, or None where one lacks it."""
+        found = tuple([self._blocks[group].get(digest, -1) for group in groups])
         return None if -1 in found else found
 
-    def find_run(self, chain: Sequence[bytes], first: int, last: int) -> tuple[list[int], ...]:
-        """By group, the blocks of chain[first:last] up to the first that a group lacks."""
+    def find_run(
+        self, chain: Sequence[bytes], first: int, last: int, groups: Sequence[int]
+    ) -> tuple[list[int], ...]:
+        """Of these groups, the blocks of chain[first:last] up to the first that one lacks."""
         runs: list[list[int]] = []
-        for blocks in self._blocks:
+        for blocks in [self._blocks[group] for group in groups]:
             run: list[int] = []
             at, width = first, FIRST_LOOKUPS
             while at < last:
@@ -135,7 +144,7 @@ class PrefixCache:
         return tuple(run[: last - first] for run in runs)
 
     def num_tokens(self, digest: bytes) -> int | None:
-        """How many tokens the content has; None where group 0 does not know it (any more)."""
+        """How many tokens the content has; None where the main group does not know it."""
         node = self._nodes.get(digest)  # (parent, tokens, is first)
         return None if node is None else len(node[1]) // TOKEN_BYTES
 
@@ -164,7 +173,7 @@ class PrefixCache:
             if digest not in known:
                 known[digest] = block
                 inserted.append((block, digest))
-                if not group:
+                if group == self._main:
                     nodes[digest] = parent, own, is_first
                     siblings = children.get(parent)
                     if siblings is None:
@@ -184,7 +193,7 @@ class PrefixCache:
         remembers = eviction is not None and self._evictions_per_generation > 0
         for group, digest in keys:
             del self._blocks[group][digest]
-            if group:
+            if group != self._main:
                 continue
             parent, tokens, is_first = nodes.pop(digest)
             siblings = children[parent]
@@ -236,8 +245,9 @@ class PrefixCache:
         return dict(self._blocks[group])
 
     def check(self) -> None:
-        """Raise AssertionError unless the tree of tokens has exactly the digests of group 0."""
-        assert self._nodes.keys() == self._blocks[0].keys()
+        """Raise AssertionError unless the tree has exactly the digests of the main group."""
+        listed_in = {} if self._main is None else self._blocks[self._main]
+        assert self._nodes.keys() == listed_in.keys()
         num_listed = 0
         for parent, siblings in self._children.items():
             listed = [siblings] if isinstance(siblings, tuple) else siblings

@@ -5,14 +5,21 @@ Reads and writes the prefix cache for `kv_cache_manager`, which alone takes and 
     own chain      root(domain) -> block 0 -> block 1 -> ...      full blocks, by hash
     public chain   root("*")    -> block 0 -> ...                 the same for what all may read
     then           the neighbour in the tree of tokens            part of one more block, copied
+
+Where groups grow by different rules, those that keep all tokens are asked first, then `group_match`
+how much of it the others can serve.
 """
 
 from collections.abc import Sequence as Ids
 from typing import NamedTuple
 
 from quire.core.memory.block_pool import BlockPool
+from quire.core.memory.group_match import GroupMatch, StatePages
+from quire.core.memory.growth import Growth
 from quire.core.memory.prefix_cache import PrefixCache, sortable
+from quire.core.memory.state_snapshots import StateSnapshots
 from quire.core.sequence import MissReason, PrefixMiss, Sequence
+from quire.core.step import HOLE_BLOCK
 
 # Of a difference, so many tokens are kept before it and after it.
 TOKENS_AROUND = 8
@@ -23,10 +30,14 @@ class PrefixMatch(NamedTuple):
 
     num_tokens: computed tokens that it would start with, held ones included.
     num_written_tokens: those of them that no step in flight has yet to write, nor a copy to bring.
-    blocks: by group, full blocks to share; all of equal length.
-    partial: by group, a block whose first tokens are the next ones: to be copied. Empty: none.
+    blocks: by group, full blocks to share, with holes where nothing is read; all of equal length,
+        but none of groups with states.
+    partial: by group with slots, a block whose first tokens are the next ones: to be copied. Empty:
+        none.
     num_revived: how many of all these are free now and would be taken from the free ones.
     leader: the sequence that is computing the next block just now, or None.
+    states: by group of states, the pages of a snapshot: to be copied. Empty: none.
+    num_known_tokens: that the groups have which keep all tokens, in full blocks.
     """
 
     num_tokens: int
@@ -35,6 +46,21 @@ class PrefixMatch(NamedTuple):
     partial: tuple[int, ...] = ()
     num_revived: int = 0
     leader: Sequence | None = None
+    states: StatePages = ()
+    num_known_tokens: int = 0
+
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """All blocks that are to be copied."""
+        return (*self.partial, *[page for pages in self.states for page in pages])
+
+
+class _Part(NamedTuple):
+    """Tokens to go on from, the blocks of a partly filled one there, and the states."""
+
+    num_tokens: int
+    partial: tuple[int, ...]
+    states: StatePages
 
 
 class PrefixIndex:
@@ -44,14 +70,26 @@ class PrefixIndex:
     no other was when it was admitted, that sequence.
     """
 
-    def __init__(self, cache: PrefixCache, pool: BlockPool, num_groups: int, enabled: bool) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        pool: BlockPool,
+        growth: Growth,
+        snapshots: StateSnapshots,
+        enabled: bool,
+    ) -> None:
         self.cache = cache
         self.enabled = enabled
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.misses: dict[MissReason, int] = dict.fromkeys(MissReason, 0)
         self._pool = pool
-        self._no_blocks: tuple[tuple[int, ...], ...] = ((),) * num_groups
+        self._growth = growth
+        self._snapshots = snapshots
+        self._group_match = GroupMatch(cache, growth, snapshots)
+        self._unbounded = [rule.group for rule in growth.unbounded]
+        self._growing = [rule.group for rule in growth.growing]
+        self._no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(growth.rules)
         self._computing: dict[bytes, Sequence] = {}
 
     def start_chain(self, domain: str) -> bytes:
@@ -93,32 +131,39 @@ class PrefixIndex:
             common = min(parent.num_computed_tokens, sequence.num_common_tokens, most)
         if parent is None or common <= held:
             return PrefixMatch(held, held, self._no_blocks)
+        tables, growth = parent.block_tables, self._growth
+        if growth.bounded and (
+            held > 0 or not growth.can_keep(tables, common, parent.num_computed_tokens)
+        ):
+            return PrefixMatch(held, held, self._no_blocks)
         full = common // size
-        blocks = tuple(tuple(table[held // size : full]) for table in parent.block_tables)
-        partial = tuple(table[full] for table in parent.block_tables) if common % size else ()
+        blocks = tuple(
+            tuple(tables[rule.group][held // size : full]) if rule.has_slots else ()
+            for rule in growth.rules
+        )
+        partial: tuple[int, ...] = ()
+        if common % size:
+            partial = tuple(tables[group][full] for group in self._growing)
         num_written = min(full * size, parent.num_written_tokens)
-        return PrefixMatch(common, num_written, blocks, partial)
+        states = tuple(tuple(tables[rule.group]) for rule in growth.states)
+        return PrefixMatch(common, num_written, blocks, partial, states=states)
 
     def _match_cache(self, sequence: Sequence) -> PrefixMatch:
         held, size = sequence.num_computed_tokens, self.cache.block_size
-        if held % size:
+        bounded = self._growth.bounded
+        # What a preempted hybrid still holds it holds whole, or has given up for the cache.
+        if held % size or (held and bounded):
             return PrefixMatch(held, held, self._no_blocks)
         self._extend_chain(sequence)
         chain, longest = sequence.chain, (len(sequence.token_ids) - 1) // size
-        blocks: tuple[list[int], ...] = tuple([] for _ in self._no_blocks)
-        index = held // size
         chains = [chain]
         if self.cache.has_public:
             chains.append(self._public_chain(sequence, longest))
-        num_stops = 0
-        while index < longest and num_stops < len(chains):  # each goes on where the other stops
-            run = self.cache.find_run(chains[0], index, longest)
-            for ids, more in zip(blocks, run, strict=True):
-                ids += more
-            num_stops = 1 if run[0] else num_stops + 1
-            index += len(run[0])
-            chains.reverse()
-        num_common, partial = self._find_part(sequence, index)
+        if bounded:
+            return self._match_hybrid(sequence, chains, longest)
+        index = held // size
+        blocks, index = self._find_run(chains, index, longest)
+        num_common, _, partial = self._find_part(sequence, index)
         ref_counts = self._pool.ref_count.__getitem__
         return PrefixMatch(
             index * size + num_common,
@@ -129,6 +174,80 @@ class PrefixIndex:
             self._computing.get(chain[index]) if index < longest else None,
         )
 
+    def _find_run(
+        self, chains: list[list[bytes]], index: int, longest: int
+    ) -> tuple[list[list[int]], int]:
+        """Blocks from `index` on of the groups that keep all tokens, and where they end."""
+        chains = list(chains)
+        blocks: list[list[int]] = [[] for _ in self._unbounded]
+        num_stops = 0
+        while index < longest and num_stops < len(chains):  # each goes on where the other stops
+            run = self.cache.find_run(chains[0], index, longest, self._unbounded)
+            for ids, more in zip(blocks, run, strict=True):
+                ids += more
+            num_stops = 1 if run[0] else num_stops + 1
+            index += len(run[0])
+            chains.reverse()
+        return blocks, index
+
+    def _match_hybrid(
+        self, sequence: Sequence, chains: list[list[bytes]], longest: int
+    ) -> PrefixMatch:
+        """What all groups can serve, of a sequence that holds nothing."""
+        size, growth, match = self.cache.block_size, self._growth, self._group_match
+        runs: list[list[int]] = []
+        known = longest
+        if growth.unbounded:
+            runs, known = self._find_run(chains, 0, longest)
+        full = match.longest(chains, known)
+        best = _Part(full * size, (), match.states(chains, full) or ())
+        for index in dict.fromkeys((known, full)):
+            part = self._serve_part(sequence, chains, index)
+            if part.num_tokens > best.num_tokens:
+                full, best = index, part
+        blocks: list[tuple[int, ...]] = list(self._no_blocks)
+        for group, run in zip(self._unbounded, runs, strict=False):
+            blocks[group] = tuple(run[:full])
+        for rule in growth.windows:
+            blocks[rule.group] = match.run(rule, chains, full, best.num_tokens)
+        found = PrefixMatch(
+            best.num_tokens,
+            full * size,
+            tuple(blocks),
+            best.partial,
+            states=best.states,
+            num_known_tokens=known * size,
+            leader=self._hybrid_leader(sequence, known, longest),
+        )
+        named = [block for ids in (*blocks, found.copied) for block in ids if block != HOLE_BLOCK]
+        ref_count = self._pool.ref_count
+        return found._replace(num_revived=sum(not ref_count[block] for block in named))
+
+    def _serve_part(self, sequence: Sequence, chains: list[list[bytes]], index: int) -> "_Part":
+        """The part of block `index` that every group can serve; no tokens if there is none."""
+        num_common, digest, partial = self._find_part(sequence, index)
+        num_tokens = index * self.cache.block_size + num_common
+        if not num_common or not self._group_match.serves_part(chains, index, num_tokens):
+            return _Part(0, (), ())
+        states: StatePages = ()
+        if self._growth.states:
+            found = self._snapshots.find(digest)
+            if found is None or self.cache.num_tokens(digest) != num_common:
+                return _Part(0, (), ())
+            states = found
+        return _Part(num_tokens, partial, states)
+
+    def _hybrid_leader(self, sequence: Sequence, known: int, longest: int) -> Sequence | None:
+        """The one that computes the next block, if it will leave what this one can go on from."""
+        if known >= longest:
+            return None
+        leader = self._computing.get(sequence.chain[known])
+        if leader is None or not self._growth.states:
+            return leader
+        is_whole = self._computing.get(sequence.chain[longest - 1]) is leader
+        end = longest * self.cache.block_size
+        return leader if is_whole and self._snapshots.stops_at(leader, end) else None
+
     def _public_chain(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """The hashes of at least its first num_blocks blocks as if published for all."""
         chain = sequence.public_chain
@@ -136,11 +255,12 @@ class PrefixIndex:
             self.cache.extend_chain(chain, self.cache.public_root, sequence.token_ids)
         return chain
 
-    def _find_part(self, sequence: Sequence, index: int) -> tuple[int, tuple[int, ...]]:
-        """How many tokens of block `index` a cached block agrees with, and that block by group."""
+    def _find_part(self, sequence: Sequence, index: int) -> tuple[int, bytes, tuple[int, ...]]:
+        """How many tokens of block `index` a cached content agrees with, that content, and its
+        block by group with slots."""
         size, token_ids, cache = self.cache.block_size, sequence.token_ids, self.cache
         tail = token_ids[index * size : min((index + 1) * size, len(token_ids) - 1)]
-        best: tuple[int, tuple[int, ...]] = (0, ())
+        best: tuple[int, bytes, tuple[int, ...]] = (0, b"", ())
         if not tail:
             return best
         parents = [sequence.chain[index - 1] if index else sequence.chain_root]
@@ -150,9 +270,9 @@ class PrefixIndex:
         for parent in parents:
             near = cache.neighbour(parent, tail)
             if near is not None and near.num_common_tokens > best[0]:
-                found = cache.find_all(near.digest)
+                found = cache.find_all(near.digest, self._growing)
                 if found is not None:
-                    best = near.num_common_tokens, found
+                    best = near.num_common_tokens, near.digest, found
         return best
 
     # ---- what is under way ------------------------------------------------------------------
@@ -188,31 +308,40 @@ class PrefixIndex:
             self.stop_computing(sequence, first, full)
         digests, tokens = sequence.chain[first:full], sequence.chain_tokens[first:full]
         self._insert(sequence, first, digests, tokens)
+        snapshots = self._snapshots
+        is_settled = num_written_tokens == sequence.num_computed_tokens
+        if is_settled and snapshots.stops_at(sequence, num_written_tokens):
+            snapshots.publish(sequence, sequence.chain[full - 1])
 
     def publish_tail(self, sequence: Sequence) -> None:
-        """Make the partly filled last block findable too; what is written to it later adds to it.
+        """Make the partly filled last block findable too, and the states after it; what is written
+        to the block later adds to it.
 
         For a sequence that is about to give its blocks back.
         """
         size = self.cache.block_size
         num_written = min(sequence.num_written_tokens, len(sequence.token_ids))
         index, offset = divmod(num_written, size)
-        if not (self.enabled and offset and sequence.num_published_blocks == index):
+        keeps = self.enabled and sequence.num_published_blocks == index
+        if not keeps or not num_written or not (offset or self._snapshots.enabled):
             return
         self._extend_chain(sequence)
-        parent = sequence.chain[index - 1] if index else sequence.chain_root
-        token_ids = sequence.token_ids[index * size : num_written]
-        digest = self.cache.hash_tail(parent, token_ids)
-        self._insert(sequence, index, [digest], [sortable(token_ids)])
+        parent = digest = sequence.chain[index - 1] if index else sequence.chain_root
+        if offset:
+            token_ids = sequence.token_ids[index * size : num_written]
+            digest = self.cache.hash_tail(parent, token_ids)
+            self._insert(sequence, index, [digest], [sortable(token_ids)])
+        if self._snapshots.enabled and num_written == sequence.num_computed_tokens:
+            self._snapshots.publish(sequence, digest)
 
     def _insert(
         self, sequence: Sequence, first: int, digests: list[bytes], tokens: list[bytes]
     ) -> None:
-        """Blocks from `first` on, in all groups."""
+        """Blocks from `first` on, in all groups with slots."""
         parent = sequence.chain[first - 1] if first else sequence.chain_root
         content = self._pool.content
-        for group, table in enumerate(sequence.block_tables):
-            blocks = table[first : first + len(digests)]
+        for group in self._growing:
+            blocks = sequence.block_tables[group][first : first + len(digests)]
             if any(map(content.__getitem__, blocks)):
                 for at in range(len(digests)):
                     self._insert_one(sequence, group, first + at, digests[at], tokens[at])
@@ -242,11 +371,18 @@ class PrefixIndex:
         `BlockPool.pin`. Returns how many tokens they hold."""
         chain: list[bytes] = []
         self.cache.extend_chain(chain, root, token_ids)
-        found = self.cache.find_run(chain, 0, len(chain))
-        for blocks in found:
-            for block in blocks:
-                self._pool.pin(block, priority, until_s)
-        return len(found[0]) * self.cache.block_size
+        runs, num_blocks = self._find_run([chain], 0, len(chain))
+        num_blocks = self._group_match.longest([chain], num_blocks)
+        blocks = [block for run in runs for block in run[:num_blocks]]
+        size = self.cache.block_size
+        for rule in self._growth.windows:
+            run = self._group_match.run(rule, [chain], num_blocks, num_blocks * size)
+            blocks += [block for block in run if block != HOLE_BLOCK]
+        for pages in self._group_match.states([chain], num_blocks) or ():
+            blocks += pages
+        for block in blocks:
+            self._pool.pin(block, priority, until_s)
+        return num_blocks * size
 
     def clear(self) -> None:
         """Forget all cached contents; held blocks stay with their holders, unpublished."""
@@ -267,6 +403,8 @@ class PrefixIndex:
         sequence.num_cached_tokens = num_found
         if sequence.needs_whole_prompt:
             sequence.miss = PrefixMiss(MissReason.NOT_ASKED, 0)
+        elif match.num_known_tokens > match.num_tokens:
+            sequence.miss = PrefixMiss(MissReason.PASSED, match.num_tokens)
         else:
             sequence.miss = explain_miss(
                 self.cache,

@@ -77,6 +77,7 @@ class CapacityCheck:
         self._step_id = 0
         self._expected_at = (-1, -1)
         self._expected_growth: list[tuple[int, int, int]] = []
+        self._num_shared = 0
 
     def check(self, sequence: Sequence, step_id: int) -> PrefixMatch | Verdict:
         """What it could start from if a row and enough blocks are free, now and as predicted.
@@ -134,7 +135,10 @@ class CapacityCheck:
         """Whether a sequence of better rank computes the tokens that this would compute next."""
         parent, common = sequence.parent, sequence.num_common_tokens
         # Also for the last of them: in the step that computes it, a fork joins and shares all.
-        if parent is not None and min(match.num_tokens + 1, parent.num_computed_tokens) < common:
+        num_shared = 0 if parent is None else parent.num_computed_tokens
+        # A state that has gone on is of no use to a fork: it starts from what is cached.
+        is_gone = num_shared > common and bool(self._memory.growth.states)
+        if parent is not None and min(match.num_tokens + 1, num_shared) < common and not is_gone:
             return not parent.is_finished and parent.rank < sequence.rank
         leader = match.leader
         return (
@@ -154,21 +158,23 @@ class CapacityCheck:
         if self._expected_at != (self._step_id, len(running)):
             self._expected_at = self._step_id, len(running)
             self._expected_growth = self._expect_growth(running)
-        num_shared = sum([entry[0] for entry in self._expected_growth]) - memory.pool.num_held
-        size = memory.block_size
+            num_held = sum([memory.growth.num_held(other.block_tables) for other in running])
+            self._num_shared = num_held - memory.pool.num_held
+        size, growth = memory.block_size, memory.growth
         num_slots = -(-len(sequence.token_ids) // size) * size
-        entry = (num_new_blocks, num_slots - len(sequence.token_ids), self._remaining(sequence))
-        peak = predicted_peak_blocks([*self._expected_growth, entry], size, memory.num_groups)
-        return peak - max(0, num_shared) <= memory.pool.num_blocks
+        remaining = self._remaining(sequence)
+        num_bounded = growth.bounded_blocks(sequence.num_tokens + remaining)
+        entry = (num_new_blocks + num_bounded, num_slots - len(sequence.token_ids), remaining)
+        entries = [*self._expected_growth, entry]
+        peak = predicted_peak_blocks(entries, size, len(growth.unbounded))
+        return peak - max(0, self._num_shared) <= memory.pool.num_blocks
 
     def _fit_all(self, sequence: Sequence) -> bool:
         """Whether there are blocks enough even if all grow to their limits. No forecast says
         more, and each takes much longer to make."""
-        memory = self._memory
-        size = memory.block_size
-        num_blocks = sum([-(-other.max_num_tokens // size) for other in self._running_set.running])
-        num_blocks += -(-sequence.max_num_tokens // size)
-        return num_blocks * memory.num_groups <= memory.pool.num_blocks
+        most_blocks, running = self._memory.growth.most_blocks, self._running_set.running
+        num_blocks = sum([most_blocks(other.max_num_tokens) for other in running])
+        return num_blocks + most_blocks(sequence.max_num_tokens) <= self._memory.pool.num_blocks
 
     def observe_end(self, sequence: Sequence) -> None:
         """Learn from a sequence that has ended, and forget it."""
@@ -198,13 +204,14 @@ class CapacityCheck:
         if not memory.num_blocks_to_grow:
             return 0.0
         num_steps = self._remaining(sequence)
-        num_grown_blocks = num_steps / memory.block_size * memory.num_groups
+        num_grown_blocks = num_steps / memory.block_size * len(memory.growth.unbounded)
         num_block_steps = num_steps * (num_new_blocks + num_grown_blocks / 2)
         return min(num_block_steps / memory.pool.num_blocks, LONGEST_PAUSE_STEPS)
 
     def _expect_growth(self, running: list[Sequence]) -> list[tuple[int, int, int]]:
         """See `predicted_peak_blocks`; of each in one go, since many may run."""
-        size, num_groups = self._memory.block_size, self._memory.num_groups
+        size, growth = self._memory.block_size, self._memory.growth
+        num_groups = len(growth.unbounded)
         counts: list[int] = []
         outputs: list[tuple[int, int]] = []
         for sequence in running:
@@ -213,10 +220,14 @@ class CapacityCheck:
             num_prompt = sequence.num_prompt_tokens
             outputs.append((num_tokens - num_prompt, sequence.max_num_tokens - num_prompt))
         remaining = self.lengths.all_expected_remaining(outputs)
-        return [
-            (num_groups * (sequence.num_slots // size), max(0, sequence.num_slots - count), to_come)
-            for sequence, count, to_come in zip(running, counts, remaining, strict=True)
-        ]
+        expected: list[tuple[int, int, int]] = []
+        for sequence, count, to_come in zip(running, counts, remaining, strict=True):
+            num_slots = sequence.num_slots
+            if growth.bounded:  # what windows and states will hold, and full groups beside them
+                num_slots = max(num_slots, -(-count // size) * size)
+            num_held = num_groups * (num_slots // size) + growth.bounded_blocks(count + to_come)
+            expected.append((num_held, max(0, num_slots - count), to_come))
+        return expected
 
     def _remaining(self, sequence: Sequence) -> int:
         num_prompt = sequence.num_prompt_tokens
@@ -318,7 +329,8 @@ class Admission:
             *running_set.running[bisect_left(running_set.running, rank, key=rank_of) :],
             *running_set.preempted[bisect_left(running_set.preempted, rank, key=rank_of) :],
         ]
-        num_theirs = sum(len(table) for sequence in outranked for table in sequence.block_tables)
+        num_held = self._memory.growth.num_held
+        num_theirs = sum(num_held(sequence.block_tables) for sequence in outranked)
         return num_wanted <= self._memory.num_free_soon + num_theirs
 
     def admit_waiting(
@@ -393,11 +405,7 @@ class Admission:
     def serve(self, sequence: Sequence, budget: StepBudget) -> int:
         """The chunk of a sequence that doesn't decode, taken from the budget and counted."""
         computed = sequence.num_computed_tokens
-        chunk = budget.take(
-            computed,
-            sequence.num_tokens - computed,
-            wants_logprobs=sequence.needs_prompt_logprobs,
-        )
+        chunk = self.chunk(sequence, budget)
         if self._policy.counts_service:
             first = max(computed, sequence.num_served_tokens)
             sequence.num_served_tokens = max(first, computed + chunk)
@@ -405,3 +413,26 @@ class Admission:
             if num_new > 0:
                 self._policy.on_service(sequence, num_new, 0)
         return chunk
+
+    def chunk(self, sequence: Sequence, budget: StepBudget) -> int:
+        """What it computes next: as far as the budget goes, and to where its state is to be kept.
+
+        There is a slot for one token at least. Windows' tables grow by what is free, with a spare
+        block for each running sequence.
+        """
+        memory, computed = self._memory, sequence.num_computed_tokens
+        chunk = budget.take(
+            computed,
+            memory.snapshots.tokens_to_stop(sequence, sequence.num_tokens - computed),
+            wants_logprobs=sequence.needs_prompt_logprobs,
+        )
+        num_slots = sequence.num_slots
+        if computed + chunk <= num_slots:
+            return chunk
+        num_spare = len(self._running_set.running) * memory.num_blocks_to_grow
+        num_blocks = max(0, memory.pool.num_free - num_spare) // len(memory.growth.growing)
+        end = min(computed + chunk, num_slots + num_blocks * memory.block_size)
+        grown = memory.grow(sequence, end)
+        assert grown is not None, "free blocks were counted, but are not there"
+        self._builder.edit_tables(grown)
+        return end - computed

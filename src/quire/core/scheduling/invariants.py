@@ -8,6 +8,7 @@ holders (table entries and steps in flight). Every row is free or owned once.
 
 from collections import Counter
 
+from quire.core.memory.growth import Growth
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence, SequenceState
@@ -19,7 +20,7 @@ def check_memory(memory: KVCacheManager, live: list[Sequence]) -> None:
     pool = memory.pool
     holders = Counter(memory.deferred.blocks())
     assert memory.deferred.num_blocks == holders.total()
-    for sequence in live:
+    for sequence in [*live, *memory.leaving]:
         for table in sequence.block_tables:
             holders.update(block for block in table if block != HOLE_BLOCK)
     counts = {block: count for block, count in enumerate(pool.ref_count) if count}
@@ -38,20 +39,44 @@ def check_memory(memory: KVCacheManager, live: list[Sequence]) -> None:
     memory.cache.check()
 
 
-def check_sequence(sequence: Sequence, block_size: int) -> None:
+def check_sequence(sequence: Sequence, growth: Growth) -> None:
     """Raise AssertionError unless the sequence's own counts agree."""
+    block_size = growth.block_size
     assert (sequence.row is not None) == (sequence.state is SequenceState.RUNNING), sequence
     assert not sequence.block_tables or sequence.state is not SequenceState.WAITING, sequence
-    for table in sequence.block_tables:
-        assert len(table) * block_size == sequence.num_slots, sequence
+    check_tables(sequence, growth)
     assert sequence.num_computed_tokens <= sequence.num_tokens, sequence
     assert sequence.num_computed_tokens <= sequence.num_slots, sequence
     assert sequence.num_written_tokens <= sequence.num_computed_tokens, sequence
     assert sequence.num_published_blocks * block_size <= sequence.num_computed_tokens, sequence
     assert len(sequence.token_ids) <= sequence.max_num_tokens, sequence
     if sequence.state is SequenceState.PREEMPTED:
-        kept = -(-sequence.num_computed_tokens // block_size) * block_size
-        assert sequence.num_slots == kept, f"{sequence} keeps blocks that it did not compute"
+        kept = -(-sequence.num_computed_tokens // block_size)
+        for rule in growth.growing if sequence.block_tables else ():
+            num_entries = len(sequence.block_tables[rule.group])
+            assert num_entries == kept, f"{sequence} keeps blocks that it did not compute"
+
+
+def check_tables(sequence: Sequence, growth: Growth) -> None:
+    """Raise AssertionError unless each table is as its group's rule says."""
+    tables = sequence.block_tables
+    if not tables:
+        assert not sequence.num_slots, sequence
+        return
+    num_computed = sequence.num_computed_tokens
+    lengths = [len(tables[rule.group]) * growth.block_size for rule in growth.growing]
+    assert not lengths or min(lengths) == sequence.num_slots, sequence
+    for rule in growth.unbounded:
+        assert HOLE_BLOCK not in tables[rule.group], f"{sequence} has a hole where all is kept"
+        assert growth.windows or lengths[0] == sequence.num_slots, sequence
+    for window in growth.windows:
+        table = tables[window.group]
+        num_holes = table.count(HOLE_BLOCK)
+        assert table[:num_holes] == [HOLE_BLOCK] * num_holes, f"{sequence} has holes within"
+        assert num_holes <= window.first_needed(num_computed), f"{sequence} lacks what it reads"
+    for state in growth.states:
+        assert len(tables[state.group]) in (state.num_blocks, 0), sequence
+        assert tables[state.group] or not num_computed, f"{sequence} has lost its state"
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
@@ -72,7 +97,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         range(scheduler.config.max_num_seqs)
     )
     for sequence in live:
-        check_sequence(sequence, scheduler.memory.block_size)
+        check_sequence(sequence, scheduler.memory.growth)
         assert all(child.parent is sequence for child in sequence.forks), sequence
         assert sequence.parent is None or not sequence.parent.is_finished, sequence
     check_memory(scheduler.memory, live)
@@ -81,6 +106,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 def check_idle(scheduler: Scheduler) -> None:
     """Raise AssertionError unless nothing is left: at the end of any workload."""
     assert not scheduler.has_unfinished and scheduler.num_steps_in_flight == 0
+    assert not scheduler.memory.leaving
     assert scheduler.memory.pool.num_held == 0, f"{scheduler.memory.pool.num_held} blocks held"
     check_scheduler(scheduler)
 

@@ -135,7 +135,8 @@ class RunningSet:
         for sequence in list(self.running):
             self.preempt_alone(sequence, 0)
         for sequence in self.preempted:
-            num_kept = sequence.num_published_blocks
+            # What a step that failed has left of states is unknown, even of those it was to copy.
+            num_kept = 0 if self._memory.growth.states else sequence.num_published_blocks
             if sequence.needs_whole_prompt:
                 num_kept = min(num_kept, sequence.num_resumable_tokens // self._memory.block_size)
             self._memory.truncate(sequence, num_kept)
@@ -178,6 +179,14 @@ class RunningSet:
             self.preempt(self.running[-1], num_wanted - self._memory.num_free_soon)
         return pool.num_free >= num_wanted
 
+    def make_way(self, sequence: Sequence, num_wanted: int) -> None:
+        """Take from all others, whatever their rank, until num_wanted blocks are free for a running
+        sequence. No step is in flight."""
+        pool, others = self._memory.pool, [other for other in self.running if other is not sequence]
+        while pool.num_free < num_wanted and others:
+            self.preempt_alone(others.pop(), num_wanted - pool.num_free)
+        self.reclaim(num_wanted, sequence, from_running=False, from_all=True)
+
     def _take_reserves(self, num_wanted: int) -> None:
         memory = self._memory
         for sequence in sorted(self._reserving, key=rank_of, reverse=True):
@@ -191,8 +200,8 @@ class RunningSet:
                 memory.truncate(sequence, num_used)
                 self._builder.edit_tables(
                     [
-                        TableEdit(sequence.row, group, EditKind.TRUNCATE, num_used)
-                        for group in range(memory.num_groups)
+                        TableEdit(sequence.row, rule.group, EditKind.TRUNCATE, num_used)
+                        for rule in memory.growth.growing
                     ]
                 )
 
@@ -247,14 +256,15 @@ class AppendSlots:
         self._num_lookahead_blocks = num_lookahead_blocks
 
     def make_writable(self, sequence: Sequence, step_id: int) -> bool:
-        """A slot for one more token that no other sequence reads: a copy of a shared block, or one
-        more in each group, taken from the least important sequences if need be."""
-        must_copy = self._memory.must_copy_tail(sequence)
-        if not must_copy and sequence.num_computed_tokens < sequence.num_slots:
+        """A slot for one more token, in blocks that no other sequence reads: copies of shared ones,
+        and one more in each group, taken from the least important sequences if need be."""
+        copy_on_write = self._memory.copy_on_write
+        is_full = sequence.num_computed_tokens >= sequence.num_slots
+        if not copy_on_write.is_due(sequence) and not is_full:
             return True
-        if not self.find_blocks(self._memory.num_groups, sequence):
+        if not self.find_blocks(copy_on_write.num_blocks([sequence]), sequence):
             return False
-        self.append(sequence, step_id, must_copy=must_copy)
+        self.append(sequence, step_id)
         return True
 
     def find_blocks(self, num_wanted: int, sequence: Sequence) -> bool:
@@ -267,20 +277,22 @@ class AppendSlots:
             self._running_set.preempt(sequence, 0)
         return False
 
-    def append(self, sequence: Sequence, step_id: int, *, must_copy: bool) -> None:
-        """A slot for the next token: copy the shared last block, or grow; the blocks are free."""
+    def append(self, sequence: Sequence, step_id: int) -> None:
+        """A slot for the next token: copy what is shared of its last block and its state, and grow
+        where the tables are full; the blocks are free."""
         memory, builder = self._memory, self._builder
-        if must_copy:
-            edits, copies = memory.copy_tail(sequence, step_id)
+        if memory.copy_on_write.is_due(sequence):
+            edits, copies = memory.copy_on_write.copy(sequence, step_id)
             builder.edit_tables(edits)
             builder.copy(copies)
+        if sequence.num_computed_tokens < sequence.num_slots:
             return
         num_extra = 0
         pool = memory.pool
         if pool.num_free * 4 > pool.num_blocks and not sequence.forks and not sequence.is_beam:
             last = -(-(sequence.max_num_tokens - 1) // memory.block_size)
             num_left = last - sequence.num_slots // memory.block_size - 1
-            most = pool.num_free // memory.num_groups - 1
+            most = pool.num_free // memory.num_blocks_to_grow - 1
             num_extra = max(0, min(self._num_lookahead_blocks, num_left, most))
         grown = memory.grow(sequence, sequence.num_computed_tokens + 1, num_extra)
         assert grown is not None, "blocks were found, but are not there"

@@ -193,6 +193,9 @@ class Scheduler:
         Raises SchedulerStalledError if there is work, nothing is in flight and nothing is possible.
         """
         self.memory.set_time(now_s)
+        if self.memory.growth.windows:
+            for sequence in self.running:
+                self._builder.edit_tables(self.memory.forget_passed(sequence))
         chunks: dict[Sequence, int] = {}
         suspect = self._fault_isolation.next_suspect()
         if suspect is not None:
@@ -239,12 +242,11 @@ class Scheduler:
             self.admission.clear_way(suspect, from_all=True)
             match = self.memory.match(suspect)
             self.admission.admit(suspect, match, self._next_step_id, now_s)
-        computed = suspect.num_computed_tokens
-        chunks[suspect] = budget.take(
-            computed,
-            suspect.num_tokens - computed,
-            wants_logprobs=suspect.needs_prompt_logprobs,
-        )
+        elif suspect.num_computed_tokens >= suspect.num_slots or suspect.shares_tail:
+            num_wanted = self.memory.copy_on_write.num_blocks([suspect])
+            self.running_set.make_way(suspect, num_wanted)
+            self._slots.append(suspect, self._next_step_id)
+        chunks[suspect] = self.admission.chunk(suspect, budget)
 
     def _plan_running(self, chunks: dict[Sequence, int]) -> StepBudget:
         """Tokens for running sequences: one for each that decodes, then chunks by rank.
@@ -254,13 +256,20 @@ class Scheduler:
         """
         partial: list[Sequence] = []
         num_pairs = 0
+        snapshots = self.memory.snapshots
+        keeps_states = snapshots.enabled
         # Most of the loop's rows take its last branch: no call there, not even of a property.
         for sequence in self.running:  # making room preempts from the end of the list
             num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
             computed = sequence.num_computed_tokens
             gap = num_tokens - computed
+            if keeps_states and snapshots.awaits(sequence):
+                continue
             if gap > 1:
-                partial.append(sequence)
+                if (
+                    computed < sequence.num_slots and not sequence.shares_tail
+                ) or self._slots.make_writable(sequence, self._next_step_id):
+                    partial.append(sequence)
             elif not gap or num_tokens >= sequence.max_num_tokens or sequence in chunks:
                 continue
             elif sequence.constraint is not None and (
@@ -315,18 +324,18 @@ class Scheduler:
         share its blocks and sample from the same logits."""
         memory, running_set = self.memory, self.running_set
         for parent in parents:
-            num_used = memory.blocks_for(parent.num_computed_tokens) // memory.num_groups
-            if parent.num_slots != num_used * memory.block_size:
+            num_used = -(-parent.num_computed_tokens // memory.block_size)
+            if memory.growth.growing and parent.num_slots != num_used * memory.block_size:
                 continue  # with blocks reserved ahead; its forks are admitted by themselves
             for child in list(parent.forks):
-                num_spare = (len(running_set.running) + 1) * memory.num_groups
+                num_spare = (len(running_set.running) + 1) * memory.growth.num_copied
                 is_equal = child.num_common_tokens == len(child.token_ids) == len(parent.token_ids)
                 if not is_equal or parent.num_pending_tokens > 1:
                     continue
                 if (
                     not running_set.free_rows
                     or memory.pool.num_free < num_spare
-                    or not self.admission.fits_later(child, memory.num_groups)
+                    or not self.admission.fits_later(child, memory.growth.num_copied)
                 ):
                     break
                 self._join(step, child, parent)

@@ -7,7 +7,6 @@ reuses the slot of a beam that was pruned: it replaces that beam's last blocks b
 parent's, and copies the partly filled one when it writes. Used by the scheduler alone.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -108,36 +107,19 @@ class BeamScheduling:
             and beam.num_tokens - beam.num_computed_tokens == 1
         ]
 
-    def num_blocks_to_write(self, beams: list[Sequence]) -> int:
-        """Free blocks that these need for one more token each: of n that alone hold their partly
-        filled last block, n - 1 copy it."""
-        memory = self._memory
-        num_needed = 0
-        tails: Counter[int] = Counter()
-        for beam in beams:
-            index = beam.num_computed_tokens // memory.block_size
-            if beam.num_computed_tokens >= beam.num_slots:
-                num_needed += 1
-            elif memory.must_copy_tail(beam):
-                tails[beam.block_tables[0][index]] += 1
-        for block, count in tails.items():
-            holders = memory.pool.ref_count[block] - memory.deferred.num_copied_from[block]
-            num_needed += count - (holders == count)
-        return num_needed * memory.num_groups
-
     def make_writable(self, sequence: Sequence, step_id: int) -> list[Sequence]:
         """Slots for one more token each of those beams of its search that compute next; returns
         them, or none where blocks are missing."""
         ready = self.ready_with(sequence)
-        num_wanted = self.num_blocks_to_write(ready)
+        copy_on_write = self._memory.copy_on_write
+        num_wanted = copy_on_write.num_blocks(ready)
         # For the last-ranked that runs, so that none takes from another.
         running = [beam for beam in self.members_with(sequence) if beam.row is not None]
         if not ready or not self._slots.find_blocks(num_wanted, max(running, key=rank_of)):
             return []
         for beam in ready:
-            must_copy = self._memory.must_copy_tail(beam)
-            if must_copy or beam.num_computed_tokens >= beam.num_slots:
-                self._slots.append(beam, step_id, must_copy=must_copy)
+            if copy_on_write.is_due(beam) or beam.num_computed_tokens >= beam.num_slots:
+                self._slots.append(beam, step_id)
         return ready
 
     # ---- results ----------------------------------------------------------------------------

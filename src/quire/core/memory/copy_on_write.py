@@ -1,0 +1,100 @@
+"""Copy on write: blocks that a sequence is about to change, but not alone.
+
+Partly filled blocks that forks hold too, and states that forks hold or that are to be found later.
+Used by `kv_cache_manager`, and by the scheduler to know what a write takes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from quire.core.memory.block_pool import BlockPool, DeferredFrees
+from quire.core.memory.growth import Growth
+from quire.core.sequence import Sequence
+from quire.core.step import BlockCopy, EditKind, TableEdit
+
+Taker = Callable[[int, Sequence], list[int]]
+"""(count, for whom) -> blocks out of the pool, held."""
+
+
+class CopyOnWrite:
+    """Which entries of a sequence's tables must be copied before its next token, and the copying.
+
+    A state that has content is a snapshot, found by it, and never changed again.
+    """
+
+    def __init__(
+        self, growth: Growth, pool: BlockPool, deferred: DeferredFrees, take: Taker
+    ) -> None:
+        self._growth = growth
+        self._pool = pool
+        self._deferred = deferred
+        self._take = take
+
+    def is_due(self, sequence: Sequence) -> bool:
+        """Whether anything that the next token changes has other holders, or is a snapshot."""
+        if not sequence.shares_tail:
+            return False
+        sequence.shares_tail = any(True for _ in self._shared_entries(sequence))
+        return sequence.shares_tail
+
+    def num_blocks(self, sequences: Iterable[Sequence]) -> int:
+        """Free blocks that these take for one more token each: `num_copies`, and where their tables
+        are full."""
+        sequences, size, num_grown = list(sequences), self._growth.block_size, 0
+        for sequence in sequences:
+            computed, tables = sequence.num_computed_tokens, sequence.block_tables
+            if computed >= sequence.num_slots:
+                end = computed // size + 1
+                lengths = [len(tables[rule.group]) for rule in self._growth.growing]
+                num_grown += sum([max(0, end - length) for length in lengths])
+        return num_grown + self.num_copies(sequences)
+
+    def num_copies(self, sequences: Iterable[Sequence]) -> int:
+        """Of n that alone hold a block, n - 1 copy it."""
+        shared: Counter[int] = Counter()
+        for sequence in sequences:
+            if sequence.shares_tail:
+                shared.update(block for _, _, block in self._shared_entries(sequence))
+        return sum(
+            count - (self._num_holders(block) == count and not self._is_kept(block))
+            for block, count in shared.items()
+        )
+
+    def copy(self, sequence: Sequence, step_id: int) -> tuple[list[TableEdit], list[BlockCopy]]:
+        """Replace what is shared by copies that are the sequence's own.
+
+        The caller has checked that the blocks are free. The old ones stay held until step_id,
+        which copies them, has ended.
+        """
+        row = -1 if sequence.row is None else sequence.row
+        edits: list[TableEdit] = []
+        copies: list[BlockCopy] = []
+        for group, index, source in list(self._shared_entries(sequence)):
+            target = self._take(1, sequence)[0]
+            sequence.block_tables[group][index] = target
+            copies.append(BlockCopy(source, target))
+            edits.append(TableEdit(row, group, EditKind.REPLACE, index, (target,)))
+            if self._is_kept(source) and sequence.num_computed_tokens not in sequence.anchors:
+                self._pool.demote(source)
+        self._deferred.hold_copied(step_id, copies)
+        sequence.shares_tail = False
+        return edits, copies
+
+    def _shared_entries(self, sequence: Sequence) -> Iterable[tuple[int, int, int]]:
+        """(group, index, block) of what can't be changed in its place."""
+        tables = sequence.block_tables
+        for rule in self._growth.rules:
+            table = tables[rule.group]
+            for index in rule.rewritten(sequence.num_computed_tokens):
+                block = table[index]
+                if self._num_holders(block) > 1 or self._is_kept(block):
+                    yield rule.group, index, block
+
+    def _num_holders(self, block: int) -> int:
+        """Those that only wait for it to be copied are none."""
+        return self._pool.ref_count[block] - self._deferred.num_copied_from[block]
+
+    def _is_kept(self, block: int) -> bool:
+        """Whether it is part of a snapshot."""
+        content = self._pool.content[block]
+        return content is not None and not self._growth.rules[content[0]].has_slots

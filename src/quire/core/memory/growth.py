@@ -1,0 +1,219 @@
+"""Growth rules: how the memory of a KV group grows with a sequence, and what may be forgotten.
+
+One rule for each group. The manager, the prefix index, admission's forecast and the checks know
+groups by their rules alone.
+
+    full, latent   a block for each block of tokens, all kept
+    window         the same, but blocks that the window has passed are holes
+    state          the same few blocks from the first token to the last, rewritten by each step
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from collections.abc import Sequence as Entries
+from typing import ClassVar
+
+from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.sequence import Sequence
+from quire.core.step import HOLE_BLOCK
+
+Finder = Callable[[int], bool]
+"""Whether something is there for the prefix of so many blocks: its last block, or a state."""
+
+STEPS_IN_FLIGHT = 2
+
+
+class GrowthRule(ABC):
+    """Of one group, whose blocks hold `block_size` tokens each.
+
+    has_slots: each token has a slot of its own in the group's blocks. is_bounded: its blocks stop
+    growing with the sequence.
+    """
+
+    has_slots: ClassVar[bool] = True
+    is_bounded: ClassVar[bool] = False
+
+    def __init__(self, group: int, block_size: int) -> None:
+        self.group = group
+        self.block_size = block_size
+
+    @abstractmethod
+    def most_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence needs at most on its way to so many tokens."""
+
+    @abstractmethod
+    def num_reserved(self, num_tokens: int, end: int) -> int:
+        """Entries that its table has from admission on, with so many known tokens, of which those
+        before `end` can be computed at once."""
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first entry that is still read with so many computed tokens; holes before it."""
+        return 0
+
+    def rewritten(self, num_tokens: int) -> range:
+        """The entries that exist with so many computed tokens, and that the next one changes."""
+        index, offset = divmod(num_tokens, self.block_size)
+        return range(index, index + (offset > 0))
+
+    def longest(self, most: int, has: Finder) -> int:
+        """The longest prefix to go on from, of at most `most` blocks. has: whether this group's
+        part of the prefix of so many blocks is there. One that keeps all tokens serves any."""
+        return most
+
+    def can_keep(self, table: Entries[int], num_tokens: int, num_computed: int) -> bool:
+        """Whether a sequence with this table and num_computed tokens can be cut to num_tokens."""
+        return True
+
+
+class FullRule(GrowthRule):
+    """Every token is kept."""
+
+    def most_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_reserved(self, num_tokens: int, end: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+class WindowRule(GrowthRule):
+    """A query sees the last `window` tokens, itself included; what no query will see is freed."""
+
+    is_bounded = True
+
+    def __init__(self, group: int, block_size: int, window: int) -> None:
+        super().__init__(group, block_size)
+        self.window = window
+        # The window can begin within a block, and so can what is computed; a block in each step.
+        self._most = -(-window // block_size) + 2 + STEPS_IN_FLIGHT
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Where steps compute a block of tokens each; chunks of more take more, if it is there."""
+        return min(-(-num_tokens // self.block_size), self._most)
+
+    def num_reserved(self, num_tokens: int, end: int) -> int:
+        return -(-min(num_tokens, end) // self.block_size)
+
+    def first_needed(self, num_tokens: int) -> int:
+        return max(0, num_tokens - self.window + 1) // self.block_size
+
+    def longest(self, most: int, has: Finder) -> int:
+        end = last = most
+        while end > 0:
+            needed = self.first_needed(end * self.block_size)
+            while last > needed and has(last):
+                last -= 1
+            if last <= needed:
+                return end
+            # Every end whose window reaches over the missing block lacks it, too.
+            end = last = last - 1
+        return 0
+
+    def can_keep(self, table: Entries[int], num_tokens: int, num_computed: int) -> bool:
+        needed = self.first_needed(num_tokens)
+        return needed * self.block_size >= num_tokens or table[needed] != HOLE_BLOCK
+
+
+class StateRule(GrowthRule):
+    """A state of fixed size, of `num_blocks` pages."""
+
+    has_slots = False
+    is_bounded = True
+
+    def __init__(self, group: int, block_size: int, num_blocks: int) -> None:
+        super().__init__(group, block_size)
+        self.num_blocks = num_blocks
+
+    def most_blocks(self, num_tokens: int) -> int:
+        return self.num_blocks
+
+    def num_reserved(self, num_tokens: int, end: int) -> int:
+        return self.num_blocks
+
+    def rewritten(self, num_tokens: int) -> range:
+        """A state without tokens is new, whatever its pages hold."""
+        return range(self.num_blocks if num_tokens else 0)
+
+    def longest(self, most: int, has: Finder) -> int:
+        while most > 0 and not has(most):
+            most -= 1
+        return most
+
+    def can_keep(self, table: Entries[int], num_tokens: int, num_computed: int) -> bool:
+        return num_tokens >= num_computed
+
+
+def rule_of(group: int, description: KVGroup, block_size: int) -> GrowthRule:
+    """The rule of a group, by its kind."""
+    if description.kind is KVKind.WINDOW:
+        assert description.window is not None
+        return WindowRule(group, block_size, description.window)
+    if description.kind is KVKind.STATE:
+        assert description.num_state_blocks > 0
+        return StateRule(group, block_size, description.num_state_blocks)
+    return FullRule(group, block_size)
+
+
+class Growth:
+    """The rules of all groups of a model.
+
+    growing: of groups with a slot for each token. windows, states: of those that free what was
+    passed, and of those with states. bounded: of both. unbounded: of groups whose blocks grow with
+    every token. main: the group whose contents stand in the tree of tokens, one that keeps them
+    all, if any does; None where no group has slots. state_size: pages of all states of a sequence.
+    num_copied: blocks that a fork copies at most when it first writes.
+    """
+
+    def __init__(self, groups: Entries[KVGroup], block_size: int) -> None:
+        self.block_size = block_size
+        self.rules = tuple(rule_of(at, group, block_size) for at, group in enumerate(groups))
+        self.growing = tuple(rule for rule in self.rules if rule.has_slots)
+        self.windows = tuple(rule for rule in self.rules if isinstance(rule, WindowRule))
+        self.states = tuple(rule for rule in self.rules if isinstance(rule, StateRule))
+        self.bounded = tuple(rule for rule in self.rules if rule.is_bounded)
+        self.unbounded = tuple(rule for rule in self.rules if not rule.is_bounded)
+        self.state_size = sum(rule.num_blocks for rule in self.states)
+        first = (*self.unbounded, *self.growing)[:1]
+        self.main = first[0].group if first else None
+        self.num_copied = self.state_size + len(self.growing)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Pages that one sequence needs at most on its way to so many tokens."""
+        num_full = -(-num_tokens // self.block_size)
+        return num_full * len(self.unbounded) + self.bounded_blocks(num_tokens)
+
+    def bounded_blocks(self, num_tokens: int) -> int:
+        """The part of it that does not grow without end."""
+        return sum([rule.most_blocks(num_tokens) for rule in self.bounded])
+
+    def most_to_hold(self, num_tokens: int, *, in_one_step: bool = False) -> int:
+        """Pages with which a sequence of so many tokens can always go on.
+
+        Beside its own: the states and partly filled blocks that it goes on from, or that are copied
+        before they are changed. in_one_step: all tokens are computed together.
+        """
+        if not self.bounded:
+            return self.most_blocks(num_tokens)
+        if in_one_step:
+            num_full = -(-num_tokens // self.block_size)
+            return num_full * len(self.growing) + self.state_size + self.num_copied
+        return self.most_blocks(num_tokens) + self.num_copied
+
+    def num_slots(self, sequence: Sequence) -> int:
+        """The tokens that all its tables have room for. States have room for any."""
+        lengths = [len(sequence.block_tables[rule.group]) for rule in self.growing]
+        if lengths:
+            return min(lengths) * self.block_size
+        return -(-sequence.max_num_tokens // self.block_size) * self.block_size
+
+    def num_held(self, tables: Entries[Entries[int]]) -> int:
+        """Entries of a sequence's tables that name a block."""
+        num_entries = sum(map(len, tables))
+        if self.windows and tables:
+            num_entries -= sum(tables[rule.group].count(HOLE_BLOCK) for rule in self.windows)
+        return num_entries
+
+    def can_keep(self, tables: Entries[Entries[int]], num_tokens: int, num_computed: int) -> bool:
+        """Whether a sequence of num_computed tokens, cut to num_tokens, can go on from there."""
+        return all(
+            [rule.can_keep(tables[rule.group], num_tokens, num_computed) for rule in self.bounded]
+        )
