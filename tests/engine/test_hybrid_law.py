@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runtime.hybrid_family import registered, save_hybrid
+from tests.runtime.hybrid_family import LAYERS, registered, save_hybrid
 
 from quire.core.sampling_params import SamplingParams
+from quire.core.scheduling.admission import CapacityCheck
 from quire.engine_client.results import RequestOutput
-from quire.errors import ConfigurationError
 from quire.offline.llm import LLM
-from quire.simulation.baselines import NoGrowth
 
 NUM_REQUESTS = 8
 SHARED = 45
@@ -24,6 +23,9 @@ SHARED = 45
 KINDS = {
     "windows": ["window", "full", "window", "full", "window"],
     "latents": ["latent", "full", "latent"],
+    "states": ["delta", "full", "conv", "delta"],
+    "all kinds": list(LAYERS),
+    "nothing but states": ["delta", "conv", "delta"],
 }
 
 
@@ -37,7 +39,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def make_llm(folder: Path, **options: Any) -> LLM:
     sizes = {"max_model_len": 192, "block_size": 8}
     llm = LLM(str(folder), skip_tokenizer_init=True, dtype="float32", **(sizes | options))
-    llm.engine.scheduler.admission.capacity.lengths = NoGrowth()  # so that much is preempted
     return llm
 
 
@@ -59,11 +60,6 @@ def make_crowd() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
             )
         )
     return prompts, params
-
-
-def test_states_are_refused_by_name(tmp_path: Path) -> None:
-    with registered(), pytest.raises(ConfigurationError, match="recurrent states"):
-        make_llm(save_hybrid(tmp_path, layer_types=["full", "delta"]))
 
 
 Found = list[list[list[tuple[int, float]]]]
@@ -107,14 +103,16 @@ def alone(folder: Path) -> Found:
     ids=lambda options: ",".join(options) or "default",
 )
 def test_nothing_that_happens_to_memory_changes_a_token(
-    folder: Path, options: dict[str, Any], alone: Found
+    folder: Path, options: dict[str, Any], alone: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_tiny = "tiny" in options
     options = {name: value for name, value in options.items() if name != "tiny"}
-    if is_tiny:  # about two of the longest sequences
+    if is_tiny:  # hardly more than the longest sequence
         whole = make_llm(folder, **options, num_blocks=4096)
-        options["num_blocks"] = 2 * whole.engine.scheduler.memory.blocks_for(150)
+        options["num_blocks"] = whole.engine.scheduler.memory.growth.most_to_hold(192) * 5 // 4
     llm = make_llm(folder, **options)
+    if is_tiny:  # so that much is preempted
+        monkeypatch.setattr(CapacityCheck, "fits_later", lambda *_: True)
     prompts, params = make_crowd()
     for _ in range(2):  # the second time with a warm prefix cache
         assert results(llm.generate(prompts, params, use_tqdm=False)) == alone
@@ -134,9 +132,11 @@ def test_a_branch_of_a_running_request_goes_on_as_if_alone(folder: Path, alone: 
         report = llm.memory_report()
         held = report.useful_bytes + report.unfilled_bytes + report.unused_bytes
         assert report.unused_bytes < 0.25 * held  # of a model of five layers
-        assert (report.unused_bytes > 0) == folder.name.startswith("windows")
+        assert (report.unused_bytes == 0) == folder.name.startswith("latents")
         assert sum(report.parts.values()) == llm.engine.facts["kv_cache_bytes"]
+        num_shared = len(trunk.output.token_ids)
         branch = trunk.fork(params[3])
         expected = [token for token, _ in alone[3][0]]
         assert list(trunk.finish().token_ids) == expected
-        assert list(branch.finish().token_ids)[:5] == expected[:5]
+        assert num_shared >= 3
+        assert list(branch.finish().token_ids)[:num_shared] == expected[:num_shared]

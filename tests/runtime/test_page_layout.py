@@ -14,7 +14,6 @@ from quire.runtime.page_layout import (
     PageNeeds,
     StatePlace,
     blocks_held,
-    most_blocks,
     plan_groups,
     plan_layout,
     unused_share,
@@ -156,7 +155,6 @@ def test_what_a_sequence_holds_follows_the_kind() -> None:
     assert [blocks_held(full, n, 16) for n in lengths] == [1, 1, 2, 63]
     assert [blocks_held(window, n, 16) for n in lengths] == [1, 1, 2, 8]
     assert [blocks_held(state, n, 16) for n in lengths] == [3, 3, 3, 3]
-    assert [most_blocks(group, 1000, 16) for group in (full, window, state)] == [63, 63, 3]
 
 
 def test_the_pages_of_all_ranks_are_counted_together() -> None:

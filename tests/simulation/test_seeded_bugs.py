@@ -100,9 +100,7 @@ def forget_the_parent(original: Any) -> Any:
 
 
 def same_root_for_all_groups(original: Any) -> Any:
-    def find_all(
-        self: PrefixCache, digest: bytes, groups: Tokens[int]
-    ) -> tuple[int, ...] | None:
+    def find_all(self: PrefixCache, digest: bytes, groups: Tokens[int]) -> tuple[int, ...] | None:
         found = original(self, digest, groups)
         return None if found is None else found[:1] * len(found)
 

@@ -17,6 +17,7 @@ from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import MemoryPlan
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.assembly.rank_build import RankBuild, build_rank
+from quire.core.memory.growth import Growth
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.options import SchedulerConfig
@@ -43,7 +44,7 @@ from quire.options.pooling_options import GENERATE, POOLING
 from quire.runtime.calibration import RunnerShape, calibrated_pacer
 from quire.runtime.device_memory import is_out_of_memory
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
-from quire.runtime.page_layout import KVCacheLayout, most_blocks
+from quire.runtime.page_layout import KVCacheLayout
 from quire.runtime.worker import Join
 from quire.text.tokenizer import Tokenizer
 
@@ -237,14 +238,14 @@ def _size_facts(
     options: EngineOptions, layout: KVCacheLayout, memory_plan: MemoryPlan
 ) -> dict[str, int | str | None]:
     num_tokens = min(TYPICAL_REQUEST_TOKENS, memory_plan.max_model_len)
-    held = [most_blocks(group, num_tokens, options.block_size) for group in layout.groups]
+    growth = Growth(layout.groups, options.block_size)
     return {
         "quantization": options.quantization,
         "kv_cache_bytes": memory_plan.num_blocks * layout.bytes_per_block,
         "num_blocks": memory_plan.num_blocks,
         "block_size": options.block_size,
         "num_kv_groups": len(layout.groups),
-        "num_request_blocks": sum(held),
+        "num_request_blocks": growth.most_blocks(num_tokens),
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_model_len": memory_plan.max_model_len,

@@ -7,12 +7,13 @@ there is comes from the operating system, what a block and the weights take from
 
 from dataclasses import dataclass
 
+from quire.core.memory.growth import Growth
 from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.models.config import ModelConfig
 from quire.observability.log import get_logger
 from quire.observability.machine_memory import available_memory_bytes, total_memory_bytes
 from quire.options.engine_options import EngineOptions
-from quire.runtime.page_layout import KVCacheLayout, most_blocks
+from quire.runtime.page_layout import KVCacheLayout
 
 # With no size given, the KV cache takes at most this share of the memory that is free.
 DEFAULT_FREE_SHARE = 0.3
@@ -92,7 +93,7 @@ def _with_small_table(model_len: int, config: ModelConfig) -> int:
 
 def blocks_for(num_tokens: int, options: EngineOptions, layout: KVCacheLayout) -> int:
     """The most KV blocks of one sequence of so many tokens, over all groups, at any time."""
-    return sum(most_blocks(group, num_tokens, options.block_size) for group in layout.groups)
+    return Growth(layout.groups, options.block_size).most_to_hold(num_tokens)
 
 
 def fitting_tokens(

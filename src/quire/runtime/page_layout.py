@@ -184,18 +184,12 @@ def plan_groups(needs: PageNeeds, block_size: int, typical_tokens: int) -> tuple
 
 def blocks_held(group: KVGroup, num_tokens: int, block_size: int) -> int:
     """Pages of the group that a sequence of so many computed tokens reads."""
-    num_blocks = most_blocks(group, num_tokens, block_size)
+    if group.kind is KVKind.STATE:
+        return group.num_state_blocks
+    num_blocks = -(-num_tokens // block_size)
     if group.window is None:
         return num_blocks
     return min(num_blocks, -(-group.window // block_size) + 1)
-
-
-def most_blocks(group: KVGroup, num_tokens: int, block_size: int) -> int:
-    """Pages of the group that a sequence of so many tokens is given: of a window also those that it
-    has passed, which stay with the sequence until it ends."""
-    if group.kind is KVKind.STATE:
-        return group.num_state_blocks
-    return -(-num_tokens // block_size)
 
 
 def unused_share(groups: Iterable[KVGroup], block_size: int, num_tokens: int) -> float:
