@@ -1,6 +1,7 @@
 """quire's core beside vLLM's: tables, pool, prefix cache and whole steps, without a model.
 
     python -m benchmarks.core.comparison --vllm-python VENV/bin/python --rounds 7 --out core.json
+    python -m benchmarks.core.comparison --before OTHER_CHECKOUT --rounds 7
 
 Each side is a process in its own environment (`quire_side.py`, `vllm_side.py`) that times one case
 at a time. Cases alternate between the sides, and the order of the sides from round to round, so
@@ -11,6 +12,7 @@ wall clock's are beside them. Each round says how many cores other processes too
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -65,13 +67,18 @@ class Sample:
 
 
 class Side:
-    """A process that times cases when asked."""
+    """A process that times cases when asked.
 
-    def __init__(self, python: str, module: str) -> None:
+    before: a checkout of quire whose package is measured, by this one's benchmark; None: this one.
+    """
+
+    def __init__(self, python: str, module: str, before: Path | None = None) -> None:
         self._module = module
+        paths = [] if before is None else [str(before.resolve() / "src")]
         self._process = subprocess.Popen(
             [python, "-m", f"benchmarks.core.{module}"],
             cwd=ROOT,
+            env=os.environ | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -80,6 +87,8 @@ class Side:
         )
         hello = json.loads(self._read_line())
         self.engine, self.version = str(hello["engine"]), str(hello["version"])
+        if before is not None:
+            self.engine += " before"
 
     def measure(self, case: Case) -> Sample:
         meter, started_s = NoiseMeter(), time.perf_counter()
@@ -163,10 +172,13 @@ def noise_line(samples: list[Sample]) -> str:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--vllm-python", help="the interpreter of an environment that has vLLM")
+    parser.add_argument("--before", type=Path, help="another checkout of quire to compare with")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", default="", help="only those whose title contains this")
     parser.add_argument("--out", type=Path, help="where all samples go, as JSON")
     args = parser.parse_args(argv)
+    if args.before and args.vllm_python:
+        parser.error("--before and --vllm-python: two sides are compared, so give one of them")
     if args.rounds < 1:
         parser.error(f"--rounds is {args.rounds}, but must be at least 1")
     args.chosen = [case for case in CASES if args.cases in case.title]
@@ -179,6 +191,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     sides = [Side(sys.executable, "quire_side")]
+    if args.before:
+        sides.append(Side(sys.executable, "quire_side", args.before))
     if args.vllm_python:
         sides.append(Side(args.vllm_python, "vllm_side"))
     samples = measure_all(sides, args.chosen, args.rounds)
