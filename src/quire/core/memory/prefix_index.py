@@ -115,7 +115,8 @@ class PrefixIndex:
         best = self._match_parent(sequence)
         if self.enabled and not sequence.needs_whole_prompt:
             found = self._match_cache(sequence)
-            if found.num_tokens > best.num_tokens or found.leader is not None:
+            more = found.num_tokens, found.num_known_tokens
+            if more > (best.num_tokens, best.num_known_tokens) or found.leader is not None:
                 return found
         return best
 
