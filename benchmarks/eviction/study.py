@@ -93,11 +93,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         " each request ends before the next begins",
     )
     parser.add_argument(
-        "--mix", type=_names(MIXES), default=[], help=f"synthetic mixes, of {', '.join(MIXES)}"
+        "--mix", type=names_of(MIXES), default=[], help=f"synthetic mixes, of {', '.join(MIXES)}"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the mixes; default 0")
     parser.add_argument(
-        "--requests", type=_slice, default=slice(None), help="FIRST:LAST, of all; default all"
+        "--requests", type=slice_of, default=slice(None), help="FIRST:LAST, of all; default all"
     )
     parser.add_argument(
         "--pools",
@@ -107,7 +107,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--algorithms",
-        type=_names(caches()),
+        type=names_of(caches()),
         default=list(caches()),
         help=f"of {', '.join(caches())}; default all",
     )
@@ -119,7 +119,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     def read(text: str) -> list[str]:
         names = text.split(",")
         for name in names:
@@ -137,7 +137,7 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _slice(text: str) -> slice:
+def slice_of(text: str) -> slice:
     first, colon, last = text.partition(":")
     if not colon or not (first + last + "0").isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} must be FIRST:LAST, of which either may lack")

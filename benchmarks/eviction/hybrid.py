@@ -1,0 +1,282 @@
+"""`python -m benchmarks.eviction.hybrid`: prefix hits of hybrids, beside one that knows the future.
+
+    python -m benchmarks.eviction.hybrid --kinds full,window,state --order round,random
+    python -m benchmarks.eviction.hybrid --trace FILE --requests 0:3000
+
+Sessions take turns over one pool: each request has the whole history of its session and something
+new. A scheduler and its memory serve them, without a model. Beside them an oracle with the same
+pool: it keeps of each session what a hit needs and no block more (the full groups' prefix, one run
+of each window, one state), knows who comes next, and gives up, block by block, the tails of those
+that come last; a part of a prefix is a hit for it, as if windows and states could be cut. No real
+cache can have more hits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.eviction.study import names_of, slice_of
+from benchmarks.eviction.traces import read_trace
+from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.memory.eviction import EVICTION_ORDERS
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.options import SchedulerConfig
+from quire.core.scheduling.scheduler import Scheduler
+from quire.core.sequence import Sequence as Branch
+from quire.core.step import StepResult
+
+BLOCK_SIZE, PAGE = 16, 64
+WINDOW = 128
+KINDS = {
+    "full": (KVGroup((0,), KVKind.FULL, PAGE),),
+    "window": (
+        KVGroup((0,), KVKind.FULL, PAGE),
+        *(KVGroup((layer,), KVKind.WINDOW, PAGE, WINDOW) for layer in range(1, 6)),
+    ),
+    "state": (
+        KVGroup((0,), KVKind.FULL, PAGE),
+        KVGroup((0,), KVKind.STATE, PAGE, None, 12),
+    ),
+    "window+state": (
+        KVGroup((0,), KVKind.FULL, PAGE),
+        KVGroup((1,), KVKind.WINDOW, PAGE, WINDOW),
+        KVGroup((0,), KVKind.STATE, PAGE, None, 12),
+    ),
+}
+OUTPUT_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request and what it is answered. session: whose history it continues, of which it has the
+    first num_seen tokens."""
+
+    session: int
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    num_seen: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Tokens found, of those that an earlier turn of the same session had."""
+
+    found: float
+    seen: int
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.found / max(1, self.seen)
+
+
+class Memory:
+    """A scheduler that serves one request at a time, each token a number."""
+
+    def __init__(self, groups: tuple[KVGroup, ...], num_blocks: int, order: str) -> None:
+        config = KVCacheConfig(groups, num_blocks, BLOCK_SIZE, True, b"study", order)
+        self.manager = KVCacheManager(config)
+        self._scheduler = Scheduler(SchedulerConfig(4, 512), self.manager)
+        self._num_served = 0
+
+    def serve(self, turn: Turn) -> Branch:
+        """The sequence when it has ended."""
+        self._num_served += 1
+        root = self.manager.prefixes.start_chain("")
+        params = DecodingParams(len(turn.answer))
+        branch = Branch(str(self._num_served), list(turn.prompt), params, chain_root=root)
+        self._scheduler.add([branch])
+        while self._scheduler.has_unfinished:
+            plan = self._scheduler.schedule(0.0)
+            assert plan is not None
+            closes = branch.num_pending_tokens > 0
+            rows = [branch.row] if closes and branch.row is not None else []
+            answers = [(turn.answer[branch.num_output_tokens],) for _ in rows]
+            self._scheduler.apply(StepResult(plan.step_id, rows, answers))
+        return branch
+
+
+def replay(groups: tuple[KVGroup, ...], turns: Iterable[Turn], num_blocks: int, order: str) -> Hits:
+    """What the engine's memory finds."""
+    memory = Memory(groups, num_blocks, order)
+    found = seen = 0
+    for turn in turns:
+        branch = memory.serve(turn)
+        found += min(branch.num_cached_tokens, turn.num_seen)
+        seen += turn.num_seen
+    return Hits(found, seen)
+
+
+@dataclass
+class _Kept:
+    """Of one session: tokens of its prefix, and when it comes next."""
+
+    num_tokens: int = 0
+    next_turn: int = sys.maxsize
+
+
+@dataclass
+class Oracle:
+    """See the module's text. groups: whose memory it has."""
+
+    groups: tuple[KVGroup, ...]
+    num_blocks: int
+    kept: dict[int, _Kept] = field(default_factory=dict)
+
+    def replay(self, turns: Sequence[Turn]) -> Hits:
+        """What it finds."""
+        following, coming = [sys.maxsize] * len(turns), dict[int, int]()
+        for index in range(len(turns) - 1, -1, -1):
+            following[index] = coming.get(turns[index].session, sys.maxsize)
+            coming[turns[index].session] = index
+        found = seen = 0
+        for index, turn in enumerate(turns):
+            found += min(turn.num_seen, self.kept.pop(turn.session, _Kept()).num_tokens)
+            seen += turn.num_seen
+            length = len(turn.prompt) + len(turn.answer) - 1
+            self._make_room(self.num_blocks - self._size(length))
+            if following[index] < len(turns):
+                self.kept[turn.session] = _Kept(length, following[index])
+                self._make_room(self.num_blocks)
+        return Hits(found, seen)
+
+    def _size(self, num_tokens: int) -> float:
+        """Blocks of a prefix that can be gone on from; a part of one takes its part of them."""
+        size = 0.0
+        for group in self.groups:
+            if group.kind is KVKind.STATE:
+                size += group.num_state_blocks
+            else:
+                seen = min(num_tokens, group.window or num_tokens)
+                size += -(-seen // BLOCK_SIZE)
+        return size
+
+    def _make_room(self, num_blocks: float) -> None:
+        """Give up tails of those that come last, until the others take so many blocks."""
+        excess = sum(self._size(kept.num_tokens) for kept in self.kept.values()) - num_blocks
+        for session in sorted(self.kept, key=lambda name: -self.kept[name].next_turn):
+            if excess <= 0:
+                return
+            kept = self.kept[session]
+            size = self._size(kept.num_tokens)
+            if size <= excess:
+                del self.kept[session]
+                excess -= size
+            else:  # of its blocks that many, and the same part of its tokens
+                kept.num_tokens = int(kept.num_tokens * (1 - excess / size))
+                return
+
+
+def sessions(num_sessions: int, num_turns: int, order: str, seed: int = 0) -> list[Turn]:
+    """Sessions that begin with 300 to 700 tokens and go on with 20 to 100 more each turn.
+
+    order: "round": one after the other; "random": whoever comes.
+    """
+    rng = random.Random(seed)
+    history: dict[int, tuple[int, ...]] = {}
+    turns: list[Turn] = []
+
+    def draw(least: int, most: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(1, 30_000) for _ in range(rng.randint(least, most)))
+
+    for place in range(num_sessions * num_turns):
+        name = place % num_sessions if order == "round" else rng.randrange(num_sessions)
+        before = history.get(name, ())
+        prompt = before + (draw(20, 100) if before else draw(300, 700))
+        answer = draw(OUTPUT_TOKENS, OUTPUT_TOKENS)
+        turns.append(Turn(name, prompt, answer, max(0, len(before) - 1)))
+        history[name] = prompt + answer
+    return turns
+
+
+def traced_sessions(path: Path, requests: slice) -> list[Turn]:
+    """Those of a trace, a block of which stands for one of BLOCK_SIZE tokens.
+
+    A request continues the session that has most of its blocks. Answers are not in traces.
+    """
+    owners: dict[int, int] = {}
+    turns: list[Turn] = []
+    for number, access in enumerate(read_trace(path)[requests]):
+        ids = access.block_ids
+        num_seen = next((at for at, block in enumerate(ids) if block not in owners), len(ids))
+        session = owners[ids[num_seen - 1]] if num_seen else number
+        owners.update(dict.fromkeys(ids, session))
+        prompt = [
+            1 + (block * BLOCK_SIZE + at) % (1 << 30) for block in ids for at in range(BLOCK_SIZE)
+        ]
+        most = len(prompt) - 1
+        turns.append(Turn(session, tuple(prompt), (1,), min(most, num_seen * BLOCK_SIZE)))
+    return turns
+
+
+def working_set(groups: tuple[KVGroup, ...], turns: Iterable[Turn]) -> float:
+    """Blocks of all sessions as long as they get."""
+    longest: dict[int, int] = {}
+    for turn in turns:
+        longest[turn.session] = max(longest.get(turn.session, 0), len(turn.prompt))
+    return sum(Oracle(groups, 0)._size(length) for length in longest.values())
+
+
+def table(groups: tuple[KVGroup, ...], turns: list[Turn], shares: Sequence[float]) -> list[str]:
+    """Markdown: hits in percent of what was seen, by pool; and of the oracle's."""
+    whole = working_set(groups, turns)
+    lines = ["| pool | blocks | oracle | " + " | ".join(EVICTION_ORDERS) + " |"]
+    lines.append("|---" * (3 + len(EVICTION_ORDERS)) + "|")
+    for share in shares:
+        num_blocks = int(share * whole)
+        best = Oracle(groups, num_blocks).replay(turns)
+        cells = [f"{share:.0%}", str(num_blocks), f"{best.percent:.1f}%"]
+        for order in EVICTION_ORDERS:
+            hits = replay(groups, turns, num_blocks, order)
+            cells.append(f"{hits.percent:.1f}% ({hits.found / max(1, best.found):.3f})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    options = _parse(arguments)
+    for kind in options.kinds:
+        workloads = [
+            (
+                f"{options.sessions} sessions, {order}",
+                sessions(options.sessions, options.turns, order),
+            )
+            for order in options.order
+        ]
+        if options.trace is not None:
+            workloads = [(options.trace.name, traced_sessions(options.trace, options.requests))]
+        for name, turns in workloads:
+            print(f"{kind}; {name}: {len(turns)} requests")
+            print("\n".join(table(KINDS[kind], turns, options.pools)), flush=True)
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.eviction.hybrid",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--kinds", type=names_of(KINDS), default=list(KINDS))
+    parser.add_argument("--order", type=names_of(("round", "random")), default=["round", "random"])
+    parser.add_argument("--sessions", type=int, default=24)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--trace", type=Path, help="a file in Mooncake's format, instead")
+    parser.add_argument("--requests", type=slice_of, default=slice(None), help="FIRST:LAST of it")
+    parser.add_argument(
+        "--pools",
+        type=lambda text: [float(word) for word in text.split(",")],
+        default=[0.25, 0.5, 0.75, 1.0, 1.25],
+        help="parts of what all sessions take at their longest",
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
