@@ -4,11 +4,11 @@
     python -m benchmarks.eviction.hybrid --trace FILE --requests 0:3000
 
 Sessions take turns over one pool: each request has the whole history of its session and something
-new. A scheduler and its memory serve them, without a model. Beside them an oracle with the same
-pool: it keeps of each session what a hit needs and no block more (the full groups' prefix, one run
-of each window, one state), knows who comes next, and gives up, block by block, the tails of those
-that come last; a part of a prefix is a hit for it, as if windows and states could be cut. No real
-cache can have more hits.
+new. A scheduler and its memory serve them, without a model. Beside them two oracles with the same
+pool. Both keep of each session what a hit needs and no block more: the full groups' prefix, one run
+of each window, one state. One gives up the session that was used least recently. The other knows
+who comes next, and gives up, block by block, the tails of those that come last; a part of a prefix
+is a hit for it, as if windows and states could be cut. No real cache can have more hits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.eviction.study import names_of, slice_of
 from benchmarks.eviction.traces import read_trace
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.eviction import EVICTION_ORDERS
+from quire.core.memory.growth import Growth
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.options import SchedulerConfig
@@ -114,7 +115,7 @@ def replay(groups: tuple[KVGroup, ...], turns: Iterable[Turn], num_blocks: int, 
 
 @dataclass
 class _Kept:
-    """Of one session: tokens of its prefix, and when it comes next."""
+    """Of one session: tokens of its prefix, and when it comes next; as a guess, minus the last."""
 
     num_tokens: int = 0
     next_turn: int = sys.maxsize
@@ -126,6 +127,7 @@ class Oracle:
 
     groups: tuple[KVGroup, ...]
     num_blocks: int
+    foresees: bool = True
     kept: dict[int, _Kept] = field(default_factory=dict)
 
     def replay(self, turns: Sequence[Turn]) -> Hits:
@@ -140,8 +142,10 @@ class Oracle:
             seen += turn.num_seen
             length = len(turn.prompt) + len(turn.answer) - 1
             self._make_room(self.num_blocks - self._size(length))
-            if following[index] < len(turns):
-                self.kept[turn.session] = _Kept(length, following[index])
+            if not self.foresees or following[index] < len(turns):
+                self.kept[turn.session] = _Kept(
+                    length, following[index] if self.foresees else -index
+                )
                 self._make_room(self.num_blocks)
         return Hits(found, seen)
 
@@ -164,7 +168,7 @@ class Oracle:
                 return
             kept = self.kept[session]
             size = self._size(kept.num_tokens)
-            if size <= excess:
+            if size <= excess or not (self.foresees or len(self.groups) == 1):
                 del self.kept[session]
                 excess -= size
             else:  # of its blocks that many, and the same part of its tokens
@@ -197,20 +201,21 @@ def sessions(num_sessions: int, num_turns: int, order: str, seed: int = 0) -> li
 def traced_sessions(path: Path, requests: slice) -> list[Turn]:
     """Those of a trace, a block of which stands for one of BLOCK_SIZE tokens.
 
-    A request continues the session that has most of its blocks. Answers are not in traces.
+    A request continues a session if it has all its full blocks; what else it shares with others, as
+    a system prompt, is not counted. Answers are not in traces.
     """
-    owners: dict[int, int] = {}
+    sessions_by_end: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     turns: list[Turn] = []
     for number, access in enumerate(read_trace(path)[requests]):
-        ids = access.block_ids
-        num_seen = next((at for at, block in enumerate(ids) if block not in owners), len(ids))
-        session = owners[ids[num_seen - 1]] if num_seen else number
-        owners.update(dict.fromkeys(ids, session))
-        prompt = [
-            1 + (block * BLOCK_SIZE + at) % (1 << 30) for block in ids for at in range(BLOCK_SIZE)
-        ]
-        most = len(prompt) - 1
-        turns.append(Turn(session, tuple(prompt), (1,), min(most, num_seen * BLOCK_SIZE)))
+        ids = access.block_ids[:-1]  # the last may be partly filled
+        if not ids:
+            continue
+        ends = [at for at, block in enumerate(ids) if block in sessions_by_end]
+        session = sessions_by_end.pop(ids[ends[-1]]) if ends else number
+        prompt = [1 + block * BLOCK_SIZE + at for block in ids for at in range(BLOCK_SIZE)] + [1]
+        turns.append(Turn(session, tuple(prompt), (1,), lengths.get(session, 0)))
+        sessions_by_end[ids[-1]], lengths[session] = session, BLOCK_SIZE * len(ids)
     return turns
 
 
@@ -223,17 +228,27 @@ def working_set(groups: tuple[KVGroup, ...], turns: Iterable[Turn]) -> float:
 
 
 def table(groups: tuple[KVGroup, ...], turns: list[Turn], shares: Sequence[float]) -> list[str]:
-    """Markdown: hits in percent of what was seen, by pool; and of the oracle's."""
+    """Markdown: hits in percent of what was seen, by pool; in brackets, by each oracle's.
+
+    Requests that are longer than a pool are left out there.
+    """
     whole = working_set(groups, turns)
-    lines = ["| pool | blocks | oracle | " + " | ".join(EVICTION_ORDERS) + " |"]
-    lines.append("|---" * (3 + len(EVICTION_ORDERS)) + "|")
-    for share in shares:
-        num_blocks = int(share * whole)
+    names = ["foresight", "oracle LRU", *EVICTION_ORDERS]
+    lines = ["| pool | blocks | " + " | ".join(names) + " |", "|---" * (2 + len(names)) + "|"]
+    for share in sorted(shares, reverse=True):
+        num_blocks, growth = int(share * whole), Growth(groups, BLOCK_SIZE)
+        turns = [
+            turn
+            for turn in turns
+            if growth.most_to_hold(len(turn.prompt) + len(turn.answer)) <= num_blocks
+        ]
         best = Oracle(groups, num_blocks).replay(turns)
-        cells = [f"{share:.0%}", str(num_blocks), f"{best.percent:.1f}%"]
+        recent = Oracle(groups, num_blocks, foresees=False).replay(turns)
+        cells = [f"{share:.0%}", str(num_blocks), f"{best.percent:.1f}%", f"{recent.percent:.1f}%"]
         for order in EVICTION_ORDERS:
             hits = replay(groups, turns, num_blocks, order)
-            cells.append(f"{hits.percent:.1f}% ({hits.found / max(1, best.found):.3f})")
+            ratios = [f"{hits.found / max(1, one.found):.3f}" for one in (best, recent)]
+            cells.append(f"{hits.percent:.1f}% ({', '.join(ratios)})")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -272,7 +287,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--pools",
         type=lambda text: [float(word) for word in text.split(",")],
-        default=[0.25, 0.5, 0.75, 1.0, 1.25],
+        default=[0.25, 0.5, 0.75, 1.0, 1.1],
         help="parts of what all sessions take at their longest",
     )
     return parser.parse_args(arguments)

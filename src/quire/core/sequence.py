@@ -87,6 +87,13 @@ class PrefixMiss:
     eviction: Eviction | None = None
 
 
+class Snapshot(NamedTuple):
+    """A state that is kept: after how many tokens, and the digest that it is found by."""
+
+    num_tokens: int = 0
+    digest: bytes = b""
+
+
 class Sequence:
     """One branch of one request.
 
@@ -110,6 +117,7 @@ class Sequence:
         other holders or be a snapshot, so a write copies it first.
     anchors: token counts after which its windows and states are worth keeping, in whole blocks: at
         the end of its prompt, and where its prompt parted from what was cached.
+    snapshot: of its states, the last that it left or went on from.
     miss: why the cache did not have all of its prompt.
     arrival_s, first_scheduled_s: of the engine's clock, when it was taken in, and first admitted.
     num_registered_blocks: leading blocks that others know it to compute, or to have computed.
@@ -163,6 +171,7 @@ class Sequence:
         "request_id",
         "row",
         "shares_tail",
+        "snapshot",
         "state",
         "tenant",
         "token_ids",
@@ -211,6 +220,7 @@ class Sequence:
         self.num_slots = 0
         self.shares_tail = False
         self.anchors: tuple[int, ...] = ()
+        self.snapshot = Snapshot()
         self.chain: list[bytes] = []
         self.chain_tokens: list[bytes] = []
         self.chain_root = chain_root
@@ -270,6 +280,11 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.state is SequenceState.FINISHED
+
+    @property
+    def continues_session(self) -> bool:
+        """Whether most of its prompt was found: then it goes on from an earlier one's end."""
+        return 0 < self.num_prompt_tokens <= 2 * self.num_cached_tokens
 
     @property
     def shows_output_length(self) -> bool:

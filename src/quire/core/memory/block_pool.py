@@ -215,7 +215,8 @@ class BlockPool:
     def demote(self, block: int) -> None:
         """Let a block's content, once it is free, be taken before those that are worth more.
 
-        For what only a hit in the middle of a prefix could use; such a hit ends it.
+        For what a session has gone past, so that only another's hit in the middle could use it.
+        Such a hit ends it.
         """
         if self.content[block] is None or block in self._pinned or block in self._demoted:
             return
@@ -224,13 +225,16 @@ class BlockPool:
             self._passed[block] = None
         self._demoted.add(block)
 
-    def set_contents(self, group: int, found: Iterable[tuple[int, bytes]]) -> None:
-        """`set_content` of (block, digest) each, in one KV group."""
+    def set_contents(
+        self, group: int, found: Iterable[tuple[int, bytes]], *, is_reused: bool = False
+    ) -> None:
+        """`set_content` of (block, digest) each, in one KV group. is_reused: they count as used
+        once, as what they belong to was."""
         content, num_uses, recall = self.content, self._num_uses, self._order.recall
         for block, digest in found:
             assert self.ref_count[block] > 0 and content[block] is None
             content[block] = key = (group, digest)
-            num_uses[block] = recall(key)
+            num_uses[block] = recall(key) or is_reused
 
     def set_content(self, block: int, key: ContentKey) -> None:
         """Say what a held block contains; the caller has checked that no other block does."""

@@ -74,8 +74,6 @@ class CopyOnWrite:
             sequence.block_tables[group][index] = target
             copies.append(BlockCopy(source, target))
             edits.append(TableEdit(row, group, EditKind.REPLACE, index, (target,)))
-            if self._is_kept(source) and sequence.num_computed_tokens not in sequence.anchors:
-                self._pool.demote(source)
         self._deferred.hold_copied(step_id, copies)
         sequence.shares_tail = False
         return edits, copies

@@ -18,7 +18,8 @@ from quire.core.memory.growth import Growth
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.prefix_index import PrefixIndex, PrefixMatch
 from quire.core.memory.state_snapshots import StateSnapshots
-from quire.core.sequence import Eviction, Sequence
+from quire.core.memory.superseded import Superseded
+from quire.core.sequence import Eviction, Sequence, Snapshot
 from quire.core.step import HOLE_BLOCK, BlockCopy, EditKind, TableEdit
 from quire.errors import RequestNeverFitsError
 
@@ -77,6 +78,7 @@ class KVCacheManager:
         self.snapshots = StateSnapshots(self.cache, self.pool, growth, enabled)
         self.prefixes = PrefixIndex(self.cache, self.pool, growth, self.snapshots, enabled)
         self.deferred = DeferredFrees(self.pool)
+        self.superseded = Superseded(self.cache, self.pool, growth, self.snapshots)
         self.copy_on_write = CopyOnWrite(growth, self.pool, self.deferred, self._take)
         self.num_blocks_to_grow = len(growth.growing)
         self.leaving: list[Sequence] = []
@@ -159,8 +161,12 @@ class KVCacheManager:
         that has ended their sources are held. The caller has checked num_blocks_to_admit.
         """
         pool, copied = self.pool, match.copied
+        if self.growth.bounded:
+            self.superseded.count_hit(sequence, match)
         for block in copied:
             pool.share(block)
+        if self.growth.bounded:
+            self.superseded.go_on(match)
         if not sequence.block_tables:
             sequence.block_tables = tuple([] for _ in range(self.num_groups))
         for table, ids in zip(sequence.block_tables, match.blocks, strict=True):
@@ -174,8 +180,9 @@ class KVCacheManager:
         sequence.num_admissions += 1
         end = _first_end(sequence, match, self.block_size)
         _start_from(sequence, match, self.block_size)
-        if self.growth.bounded:
-            sequence.anchors = _anchors(sequence, match, self.block_size)
+        if self.snapshots.enabled and match.states:
+            digest = self.snapshots.digest_of(match.states[0][0])
+            sequence.snapshot = Snapshot(match.num_tokens, digest)
         copies: list[BlockCopy] = []
         if self.copy_on_write.is_due(sequence):
             copies += self.copy_on_write.copy(sequence, step_id)[1]
@@ -388,6 +395,8 @@ class KVCacheManager:
         last += [page for rule in self.growth.states if tables for page in tables[rule.group]]
         if not any(map(self.deferred.is_incomplete, last)):
             self.prefixes.publish_tail(sequence)
+            if self.growth.bounded and self.config.enable_prefix_caching:
+                self.superseded.leave_ends(sequence, sequence.num_written_tokens)
         self.truncate(sequence, 0)
         sequence.block_tables = ()
 
@@ -430,15 +439,6 @@ def _first_end(sequence: Sequence, match: PrefixMatch, block_size: int) -> int:
     if sequence.is_in_one_step:
         return len(sequence.token_ids)
     return (match.num_tokens // block_size + 1) * block_size
-
-
-def _anchors(sequence: Sequence, match: PrefixMatch, block_size: int) -> tuple[int, ...]:
-    """Where others may go on from: the end of its prompt, and where it parted from what is cached,
-    though not from there could be gone on."""
-    ends = {(sequence.num_prompt_tokens - 1) // block_size * block_size, *sequence.anchors}
-    if match.num_known_tokens > match.num_tokens:
-        ends.add(match.num_known_tokens)
-    return tuple(sorted(ends - {0}))
 
 
 KVManagerFactory = Callable[[KVCacheConfig, int], KVCacheManager]

@@ -341,6 +341,8 @@ class PrefixIndex:
         """Blocks from `first` on, in all groups with slots."""
         parent = sequence.chain[first - 1] if first else sequence.chain_root
         content = self._pool.content
+        # A hybrid's session is hit whole or not at all: what it adds is worth what it had.
+        is_reused = bool(self._growth.bounded) and sequence.continues_session
         for group in self._growing:
             blocks = sequence.block_tables[group][first : first + len(digests)]
             if any(map(content.__getitem__, blocks)):
@@ -348,7 +350,7 @@ class PrefixIndex:
                     self._insert_one(sequence, group, first + at, digests[at], tokens[at])
                 continue
             inserted = self.cache.insert_run(group, digests, blocks, tokens, parent, first == 0)
-            self._pool.set_contents(group, inserted)
+            self._pool.set_contents(group, inserted, is_reused=is_reused)
 
     def _insert_one(
         self, sequence: Sequence, group: int, index: int, digest: bytes, tokens: bytes

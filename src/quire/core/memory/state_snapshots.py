@@ -19,7 +19,7 @@ from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.eviction import ContentKey
 from quire.core.memory.growth import Growth
 from quire.core.memory.prefix_cache import DIGEST_BYTES, PrefixCache
-from quire.core.sequence import Sequence
+from quire.core.sequence import Sequence, Snapshot
 
 _INDEX_BYTES = 2
 
@@ -94,14 +94,31 @@ class StateSnapshots:
         They must be copied before they are changed. A state that is known already stays where it
         is, and this one stays private.
         """
+        before, num_tokens = sequence.snapshot, sequence.num_computed_tokens
+        sequence.snapshot = Snapshot(num_tokens, digest)
+        if before.num_tokens < num_tokens and before.num_tokens not in sequence.anchors:
+            self.demote(before.digest)
         if self.find(digest) is not None:
             return
         for rule in self._rules:
             table = sequence.block_tables[rule.group]
             names = [page_name(digest, index) for index in range(rule.num_blocks)]
             inserted = self._cache.insert_run(rule.group, names, table, names, b"")
-            self._pool.set_contents(rule.group, inserted)
+            is_reused = sequence.continues_session
+            self._pool.set_contents(rule.group, inserted, is_reused=is_reused)
         sequence.shares_tail = True
+
+    def demote(self, digest: bytes) -> None:
+        """Let a state be forgotten before others, if it is there."""
+        for pages in self.find(digest) or ():
+            for page in pages:
+                self._pool.demote(page)
+
+    def digest_of(self, page: int) -> bytes:
+        """What the snapshot is found by that has this page."""
+        content = self._pool.content[page]
+        assert content is not None
+        return content[1][:DIGEST_BYTES]
 
     def forget_rest(self, evicted: Iterable[ContentKey]) -> None:
         """Pages of states were evicted: what is left of these states is of no use."""

@@ -1,0 +1,93 @@
+"""What a hybrid's sequences leave behind and nobody goes on from: forgotten before the rest.
+
+Of a prefix that all groups keep whole, every part may be hit again. The run of a window and a state
+serve one place only, and a session goes on from its last: when it has, the one before is dead
+weight, unless others hit it as well. And of the two ends that a sequence leaves, its prompt's and
+its own, follow-ups go on from one: from its own end where the next prompt repeats the answer, from
+the prompt's where it does not (a model's reasoning is left out). Which one, the hits so far say.
+
+Demoted contents stay findable until their blocks are needed. Used by `kv_cache_manager` alone.
+"""
+
+from collections import OrderedDict
+
+from quire.core.memory.block_pool import BlockPool
+from quire.core.memory.growth import Growth
+from quire.core.memory.prefix_cache import PrefixCache
+from quire.core.memory.prefix_index import PrefixMatch
+from quire.core.memory.state_snapshots import StateSnapshots
+from quire.core.sequence import Sequence
+
+
+class Superseded:
+    """Demotes runs of windows and snapshots of states, but for those at the anchors of sequences.
+
+    num_tail_hits, num_prompt_hits: of what was hit for the first time, how often it was the end of
+    a sequence, and how often that of a prompt.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, pool: BlockPool, growth: Growth, snapshots: StateSnapshots
+    ) -> None:
+        self.num_tail_hits = self.num_prompt_hits = 0
+        self._cache = cache
+        self._pool = pool
+        self._growth = growth
+        self._snapshots = snapshots
+        # Digest of the last full block -> prefixes that ended there; the latest ones.
+        self._num_ends: OrderedDict[bytes, int] = OrderedDict()
+
+    def count_hit(self, sequence: Sequence, match: PrefixMatch) -> None:
+        """A sequence will go on from what it found: note where, and what it will leave.
+
+        Where prefixes end again and again, as at the end of a system prompt, is no session's own.
+        """
+        size = self._growth.block_size
+        anchors = {(sequence.num_prompt_tokens - 1) // size * size, *sequence.anchors}
+        num_full = match.num_tokens // size
+        if match.num_known_tokens > match.num_tokens:
+            anchors.add(match.num_known_tokens)
+            self._count_end(sequence.chain[match.num_known_tokens // size - 1])
+        if num_full and any(map(len, match.blocks)) and sequence.chain:
+            if self._count_end(sequence.chain[num_full - 1]) > 1:
+                anchors.add(num_full * size)
+            else:
+                self.num_tail_hits += bool(match.partial)
+                self.num_prompt_hits += not match.partial
+        sequence.anchors = tuple(sorted(anchors - {0}))
+
+    def _count_end(self, digest: bytes) -> int:
+        count = self._num_ends.pop(digest, 0) + 1
+        self._num_ends[digest] = count
+        if len(self._num_ends) > self._pool.num_blocks:
+            self._num_ends.popitem(last=False)
+        return count
+
+    def go_on(self, match: PrefixMatch) -> None:
+        """A sequence goes on in copies of these: a partly filled end has no use beside them."""
+        size = self._growth.block_size
+        for block in match.partial:
+            content = self._pool.content[block]
+            if content is not None and (self._cache.num_tokens(content[1]) or size) < size:
+                self._pool.demote(block)
+
+    def leave_ends(self, sequence: Sequence, num_written: int) -> None:
+        """A sequence ends, with what it has written published: one of its two ends is let go."""
+        size = self._growth.block_size
+        prompt_end = (sequence.num_prompt_tokens - 1) // size * size
+        if not 0 < prompt_end < num_written:
+            return
+        dead, living = prompt_end, num_written
+        if self.num_prompt_hits > self.num_tail_hits:
+            dead, living = living, dead
+        kept_ends = {living, *sequence.anchors} - {dead}
+        for rule in self._growth.windows:
+            kept = [range(rule.first_needed(end), -(-end // size)) for end in kept_ends]
+            for index in range(rule.first_needed(dead), dead // size):
+                block = self._cache.find(rule.group, sequence.chain[index])
+                if block is not None and not any([index in run for run in kept]):
+                    self._pool.demote(block)
+        if self._snapshots.enabled:
+            last = sequence.snapshot
+            is_last = last.num_tokens == dead
+            self._snapshots.demote(last.digest if is_last else sequence.chain[dead // size - 1])
