@@ -347,6 +347,8 @@ class KVCacheManager:
             num_tokens = min(num_kept * self.block_size, computed)
             if not growth.can_keep(tables, num_tokens, computed):
                 num_kept = 0
+            if not num_kept:
+                self.forget_passed(sequence)
         states = [tables[rule.group] for rule in growth.states] if not num_kept else []
         if num_kept >= longest and not any(states):
             return 0

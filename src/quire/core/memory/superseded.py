@@ -87,6 +87,9 @@ class Superseded:
                 block = self._cache.find(rule.group, sequence.chain[index])
                 if block is not None and not any([index in run for run in kept]):
                     self._pool.demote(block)
+        if dead == num_written and dead % size:  # its partly filled block, too
+            for rule in self._growth.growing:
+                self._pool.demote(sequence.block_tables[rule.group][dead // size])
         if self._snapshots.enabled:
             last = sequence.snapshot
             is_last = last.num_tokens == dead
