@@ -1,13 +1,14 @@
-"""How much of a prefix groups can serve that do not keep all tokens.
+"""How much of a prefix each group can serve, by its rule.
 
-A window serves a prefix if it has the run of blocks that the next token sees; a state, if a
-snapshot was left just there. The longest prefix that all can serve is found by asking in turn until
-none shortens it: each answers with the longest that it can serve, so nothing longer is passed over.
-Used by `prefix_index` alone, once it knows what the groups have that keep all tokens.
+Groups that keep all tokens serve it up to the first block that is missing; a window, if it has the
+run of blocks that the next token sees; a state, if a snapshot was left just there. The longest
+prefix that all can serve is found by asking in turn until none shortens it: each answers with the
+longest that it can serve, so nothing longer is passed over. Used by `prefix_index` alone.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from quire.core.memory.growth import Growth, GrowthRule
 from quire.core.memory.prefix_cache import PrefixCache
@@ -22,13 +23,44 @@ StatePages = tuple[tuple[int, ...], ...]
 """By state group, the pages of a snapshot."""
 
 
+class GroupPart(NamedTuple):
+    """Tokens to go on from, the blocks of a partly filled one there, and the states."""
+
+    num_tokens: int
+    partial: tuple[int, ...]
+    states: StatePages
+
+
+NOTHING = GroupPart(0, (), ())
+
+
 class GroupMatch:
-    """Looks up windows' blocks and states' snapshots in the prefix cache."""
+    """Looks up blocks and snapshots in the prefix cache."""
 
     def __init__(self, cache: PrefixCache, growth: Growth, snapshots: StateSnapshots) -> None:
         self._cache = cache
         self._growth = growth
         self._snapshots = snapshots
+        self._full = [rule.group for rule in growth.unbounded]
+
+    def full_runs(self, chains: Chains, index: int, longest: int) -> tuple[list[list[int]], int]:
+        """Blocks from `index` on of the groups that keep all tokens, and where they end.
+
+        At `longest` at most; there, too, where no group keeps all tokens.
+        """
+        blocks: list[list[int]] = [[] for _ in self._full]
+        if not blocks:
+            return blocks, longest
+        chains = list(chains)
+        num_stops = 0
+        while index < longest and num_stops < len(chains):  # each goes on where the other stops
+            run = self._cache.find_run(chains[0], index, longest, self._full)
+            for ids, more in zip(blocks, run, strict=True):
+                ids += more
+            num_stops = 1 if run[0] else num_stops + 1
+            index += len(run[0])
+            chains.reverse()
+        return blocks, index
 
     def longest(self, chains: Chains, most: int) -> int:
         """Blocks of the longest prefix, of at most `most`, that every bounded group can serve."""
@@ -39,19 +71,40 @@ class GroupMatch:
                 most = rule.longest(most, partial(self._has, rule, chains))
         return most
 
-    def serves_part(self, chains: Chains, index: int, num_tokens: int) -> bool:
-        """Whether windows can go on after num_tokens tokens, which end within block `index`."""
+    def part(
+        self, chains: Chains, index: int, num_common: int, digest: bytes, partial: tuple[int, ...]
+    ) -> GroupPart:
+        """What every group can serve of the first num_common tokens of block `index`, which the
+        content `digest` agrees with, in the blocks `partial`; no tokens if one can't."""
+        num_tokens = index * self._growth.block_size + num_common
+        if not num_common:
+            return NOTHING
         for rule in self._growth.windows:
             needed = rule.first_needed(num_tokens)
             if not all([self._has(rule, chains, at + 1) for at in range(needed, index)]):
-                return False
-        return True
+                return NOTHING
+        states: StatePages = ()
+        if self._growth.states:
+            found = self._snapshots.find(digest)
+            if found is None or self._cache.num_tokens(digest) != num_common:
+                return NOTHING
+            states = found
+        return GroupPart(num_tokens, partial, states)
 
-    def run(self, rule: GrowthRule, chains: Chains, end: int, num_tokens: int) -> tuple[int, ...]:
-        """A window's first `end` blocks, with holes before what is read after num_tokens tokens."""
-        needed = min(rule.first_needed(num_tokens), end)
-        found = [self._find(rule, chains, index) for index in range(needed, end)]
-        return (HOLE_BLOCK,) * needed + tuple(block for block in found if block is not None)
+    def blocks(
+        self, chains: Chains, runs: Sequence[Sequence[int]], end: int, num_tokens: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """By group, the first `end` blocks: of `runs`, where all are kept, and of windows with
+        holes before what is read after num_tokens tokens; none of states."""
+        blocks: list[tuple[int, ...]] = [()] * len(self._growth.rules)
+        for group, run in zip(self._full, runs, strict=True):
+            blocks[group] = tuple(run[:end])
+        for rule in self._growth.windows:
+            needed = min(rule.first_needed(num_tokens), end)
+            found = [self._find(rule, chains, index) for index in range(needed, end)]
+            there = tuple(block for block in found if block is not None)
+            blocks[rule.group] = (HOLE_BLOCK,) * needed + there
+        return tuple(blocks)
 
     def states(self, chains: Chains, num_blocks: int) -> StatePages | None:
         """The snapshot after so many full blocks."""

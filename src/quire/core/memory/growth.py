@@ -1,4 +1,4 @@
-"""Growth rules: how the memory of a KV group grows with a sequence, and what may be forgotten.
+"""Growth rules: how a KV group's memory grows, and what may be forgotten.
 
 One rule for each group. The manager, the prefix index, admission's forecast and the checks know
 groups by their rules alone.

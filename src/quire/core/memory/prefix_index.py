@@ -14,7 +14,7 @@ from collections.abc import Sequence as Ids
 from typing import NamedTuple
 
 from quire.core.memory.block_pool import BlockPool
-from quire.core.memory.group_match import GroupMatch, StatePages
+from quire.core.memory.group_match import GroupMatch, GroupPart, StatePages
 from quire.core.memory.growth import Growth
 from quire.core.memory.prefix_cache import PrefixCache, sortable
 from quire.core.memory.state_snapshots import StateSnapshots
@@ -55,14 +55,6 @@ class PrefixMatch(NamedTuple):
         return (*self.partial, *[page for pages in self.states for page in pages])
 
 
-class _Part(NamedTuple):
-    """Tokens to go on from, the blocks of a partly filled one there, and the states."""
-
-    num_tokens: int
-    partial: tuple[int, ...]
-    states: StatePages
-
-
 class PrefixIndex:
     """Sequences' side of the prefix cache.
 
@@ -87,7 +79,6 @@ class PrefixIndex:
         self._growth = growth
         self._snapshots = snapshots
         self._group_match = GroupMatch(cache, growth, snapshots)
-        self._unbounded = [rule.group for rule in growth.unbounded]
         self._growing = [rule.group for rule in growth.growing]
         self._no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(growth.rules)
         self._computing: dict[bytes, Sequence] = {}
@@ -163,7 +154,7 @@ class PrefixIndex:
         if bounded:
             return self._match_hybrid(sequence, chains, longest)
         index = held // size
-        blocks, index = self._find_run(chains, index, longest)
+        blocks, index = self._group_match.full_runs(chains, index, longest)
         num_common, _, partial = self._find_part(sequence, index)
         ref_counts = self._pool.ref_count.__getitem__
         return PrefixMatch(
@@ -175,46 +166,23 @@ class PrefixIndex:
             self._computing.get(chain[index]) if index < longest else None,
         )
 
-    def _find_run(
-        self, chains: list[list[bytes]], index: int, longest: int
-    ) -> tuple[list[list[int]], int]:
-        """Blocks from `index` on of the groups that keep all tokens, and where they end."""
-        chains = list(chains)
-        blocks: list[list[int]] = [[] for _ in self._unbounded]
-        num_stops = 0
-        while index < longest and num_stops < len(chains):  # each goes on where the other stops
-            run = self.cache.find_run(chains[0], index, longest, self._unbounded)
-            for ids, more in zip(blocks, run, strict=True):
-                ids += more
-            num_stops = 1 if run[0] else num_stops + 1
-            index += len(run[0])
-            chains.reverse()
-        return blocks, index
-
     def _match_hybrid(
         self, sequence: Sequence, chains: list[list[bytes]], longest: int
     ) -> PrefixMatch:
         """What all groups can serve, of a sequence that holds nothing."""
-        size, growth, match = self.cache.block_size, self._growth, self._group_match
-        runs: list[list[int]] = []
-        known = longest
-        if growth.unbounded:
-            runs, known = self._find_run(chains, 0, longest)
+        size, match = self.cache.block_size, self._group_match
+        runs, known = match.full_runs(chains, 0, longest)
         full = match.longest(chains, known)
-        best = _Part(full * size, (), match.states(chains, full) or ())
+        best = GroupPart(full * size, (), match.states(chains, full) or ())
         for index in dict.fromkeys((known, full)):
-            part = self._serve_part(sequence, chains, index)
+            part = match.part(chains, index, *self._find_part(sequence, index))
             if part.num_tokens > best.num_tokens:
                 full, best = index, part
-        blocks: list[tuple[int, ...]] = list(self._no_blocks)
-        for group, run in zip(self._unbounded, runs, strict=False):
-            blocks[group] = tuple(run[:full])
-        for rule in growth.windows:
-            blocks[rule.group] = match.run(rule, chains, full, best.num_tokens)
+        blocks = match.blocks(chains, runs, full, best.num_tokens)
         found = PrefixMatch(
             best.num_tokens,
             full * size,
-            tuple(blocks),
+            blocks,
             best.partial,
             states=best.states,
             num_known_tokens=known * size,
@@ -223,20 +191,6 @@ class PrefixIndex:
         named = [block for ids in (*blocks, found.copied) for block in ids if block != HOLE_BLOCK]
         ref_count = self._pool.ref_count
         return found._replace(num_revived=sum(not ref_count[block] for block in named))
-
-    def _serve_part(self, sequence: Sequence, chains: list[list[bytes]], index: int) -> "_Part":
-        """The part of block `index` that every group can serve; no tokens if there is none."""
-        num_common, digest, partial = self._find_part(sequence, index)
-        num_tokens = index * self.cache.block_size + num_common
-        if not num_common or not self._group_match.serves_part(chains, index, num_tokens):
-            return _Part(0, (), ())
-        states: StatePages = ()
-        if self._growth.states:
-            found = self._snapshots.find(digest)
-            if found is None or self.cache.num_tokens(digest) != num_common:
-                return _Part(0, (), ())
-            states = found
-        return _Part(num_tokens, partial, states)
 
     def _hybrid_leader(self, sequence: Sequence, known: int, longest: int) -> Sequence | None:
         """The one that computes the next block, if it will leave what this one can go on from."""
@@ -374,18 +328,16 @@ class PrefixIndex:
         `BlockPool.pin`. Returns how many tokens they hold."""
         chain: list[bytes] = []
         self.cache.extend_chain(chain, root, token_ids)
-        runs, num_blocks = self._find_run([chain], 0, len(chain))
-        num_blocks = self._group_match.longest([chain], num_blocks)
-        blocks = [block for run in runs for block in run[:num_blocks]]
-        size = self.cache.block_size
-        for rule in self._growth.windows:
-            run = self._group_match.run(rule, [chain], num_blocks, num_blocks * size)
-            blocks += [block for block in run if block != HOLE_BLOCK]
-        for pages in self._group_match.states([chain], num_blocks) or ():
-            blocks += pages
-        for block in blocks:
-            self._pool.pin(block, priority, until_s)
-        return num_blocks * size
+        match = self._group_match
+        runs, known = match.full_runs([chain], 0, len(chain))
+        num_blocks = match.longest([chain], known)
+        num_tokens = num_blocks * self.cache.block_size
+        blocks = match.blocks([chain], runs, num_blocks, num_tokens)
+        for run in (*blocks, *(match.states([chain], num_blocks) or ())):
+            for block in run:
+                if block != HOLE_BLOCK:
+                    self._pool.pin(block, priority, until_s)
+        return num_tokens
 
     def clear(self) -> None:
         """Forget all cached contents; held blocks stay with their holders, unpublished."""

@@ -48,7 +48,7 @@ class Superseded:
         if match.num_known_tokens > match.num_tokens:
             anchors.add(match.num_known_tokens)
             self._count_end(sequence.chain[match.num_known_tokens // size - 1])
-        if num_full and any(map(len, match.blocks)) and sequence.chain:
+        if 0 < num_full <= len(sequence.chain) and any(map(len, match.blocks)):
             if self._count_end(sequence.chain[num_full - 1]) > 1:
                 anchors.add(num_full * size)
             else:
@@ -80,6 +80,8 @@ class Superseded:
         dead, living = prompt_end, num_written
         if self.num_prompt_hits > self.num_tail_hits:
             dead, living = living, dead
+        if dead < num_written and self._num_ends.get(sequence.chain[dead // size - 1], 0) > 1:
+            return
         kept_ends = {living, *sequence.anchors} - {dead}
         for rule in self._growth.windows:
             kept = [range(rule.first_needed(end), -(-end // size)) for end in kept_ends]
@@ -88,8 +90,8 @@ class Superseded:
                 if block is not None and not any([index in run for run in kept]):
                     self._pool.demote(block)
         if dead == num_written and dead % size:  # its partly filled block, too
-            for rule in self._growth.growing:
-                self._pool.demote(sequence.block_tables[rule.group][dead // size])
+            for table in [sequence.block_tables[rule.group] for rule in self._growth.growing]:
+                self._pool.demote(table[dead // size])
         if self._snapshots.enabled:
             last = sequence.snapshot
             is_last = last.num_tokens == dead
