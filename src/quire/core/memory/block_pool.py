@@ -226,7 +226,7 @@ class BlockPool:
         self._demoted.add(block)
 
     def set_contents(
-        self, group: int, found: Iterable[tuple[int, bytes]], *, is_reused: bool = False
+        self, group: int, found: Iterable[tuple[int, bytes]], is_reused: bool = False
     ) -> None:
         """`set_content` of (block, digest) each, in one KV group. is_reused: they count as used
         once, as what they belong to was."""

@@ -66,6 +66,7 @@ class KVCacheManager:
         self.block_size = config.block_size
         self.num_groups = len(config.groups)
         self.growth = growth = Growth(config.groups, config.block_size)
+        self._growing = [rule.group for rule in growth.growing]
         self.pool = BlockPool(config.num_blocks, find_order(config.eviction))
         self.cache = PrefixCache(
             self.num_groups,
@@ -218,19 +219,22 @@ class KVCacheManager:
         if num_tokens <= sequence.num_slots:
             return []
         end = -(-num_tokens // self.block_size) + num_extra_blocks
-        tables, growing = sequence.block_tables, self.growth.growing
-        missing = [max(0, end - len(tables[rule.group])) for rule in growing]
-        if sum(missing) > self.pool.num_free:
+        tables, num_missing = sequence.block_tables, 0
+        for group in self._growing:
+            missing = end - len(tables[group])
+            if missing > 0:
+                num_missing += missing
+        if num_missing > self.pool.num_free:
             return None
         row = -1 if sequence.row is None else sequence.row
         edits: list[TableEdit] = []
-        for rule, count in zip(growing, missing, strict=True):
-            if count:
-                table = tables[rule.group]
-                taken = self._take(count, sequence)
-                edit = TableEdit(row, rule.group, EditKind.APPEND, len(table), tuple(taken))
-                edits.append(edit)
+        for group in self._growing:
+            table = tables[group]
+            first = len(table)
+            if first < end:
+                taken = self._take(end - first, sequence)
                 table.extend(taken)
+                edits.append(TableEdit(row, group, EditKind.APPEND, first, tuple(taken)))
         sequence.num_slots = end * self.block_size
         return edits
 

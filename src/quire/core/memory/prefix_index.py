@@ -79,6 +79,7 @@ class PrefixIndex:
         self._growth = growth
         self._snapshots = snapshots
         self._group_match = GroupMatch(cache, growth, snapshots)
+        self._is_hybrid = bool(growth.bounded)
         self._growing = [rule.group for rule in growth.growing]
         self._no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(growth.rules)
         self._computing: dict[bytes, Sequence] = {}
@@ -264,9 +265,10 @@ class PrefixIndex:
         digests, tokens = sequence.chain[first:full], sequence.chain_tokens[first:full]
         self._insert(sequence, first, digests, tokens)
         snapshots = self._snapshots
-        is_settled = num_written_tokens == sequence.num_computed_tokens
-        if is_settled and snapshots.stops_at(sequence, num_written_tokens):
-            snapshots.publish(sequence, sequence.chain[full - 1])
+        if snapshots.enabled:
+            is_settled = num_written_tokens == sequence.num_computed_tokens
+            if is_settled and snapshots.stops_at(sequence, num_written_tokens):
+                snapshots.publish(sequence, sequence.chain[full - 1])
 
     def publish_tail(self, sequence: Sequence) -> None:
         """Make the partly filled last block findable too, and the states after it; what is written
@@ -296,7 +298,7 @@ class PrefixIndex:
         parent = sequence.chain[first - 1] if first else sequence.chain_root
         content = self._pool.content
         # A hybrid's session is hit whole or not at all: what it adds is worth what it had.
-        is_reused = bool(self._growth.bounded) and sequence.continues_session
+        is_reused = self._is_hybrid and sequence.continues_session
         for group in self._growing:
             blocks = sequence.block_tables[group][first : first + len(digests)]
             if any(map(content.__getitem__, blocks)):
@@ -304,7 +306,7 @@ class PrefixIndex:
                     self._insert_one(sequence, group, first + at, digests[at], tokens[at])
                 continue
             inserted = self.cache.insert_run(group, digests, blocks, tokens, parent, first == 0)
-            self._pool.set_contents(group, inserted, is_reused=is_reused)
+            self._pool.set_contents(group, inserted, is_reused)
 
     def _insert_one(
         self, sequence: Sequence, group: int, index: int, digest: bytes, tokens: bytes

@@ -105,7 +105,7 @@ class StateSnapshots:
             names = [page_name(digest, index) for index in range(rule.num_blocks)]
             inserted = self._cache.insert_run(rule.group, names, table, names, b"")
             is_reused = sequence.continues_session
-            self._pool.set_contents(rule.group, inserted, is_reused=is_reused)
+            self._pool.set_contents(rule.group, inserted, is_reused)
         sequence.shares_tail = True
 
     def demote(self, digest: bytes) -> None:

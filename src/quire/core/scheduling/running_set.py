@@ -258,11 +258,15 @@ class AppendSlots:
     def make_writable(self, sequence: Sequence, step_id: int) -> bool:
         """A slot for one more token, in blocks that no other sequence reads: copies of shared ones,
         and one more in each group, taken from the least important sequences if need be."""
-        copy_on_write = self._memory.copy_on_write
-        is_full = sequence.num_computed_tokens >= sequence.num_slots
-        if not copy_on_write.is_due(sequence) and not is_full:
+        memory = self._memory
+        num_wanted = memory.num_blocks_to_grow
+        if sequence.shares_tail and memory.copy_on_write.is_due(sequence):
+            num_wanted = memory.copy_on_write.num_blocks([sequence])
+        elif sequence.num_computed_tokens < sequence.num_slots:
             return True
-        if not self.find_blocks(copy_on_write.num_blocks([sequence]), sequence):
+        elif memory.growth.windows:  # other tables may have room yet
+            num_wanted = memory.copy_on_write.num_blocks([sequence])
+        if not self.find_blocks(num_wanted, sequence):
             return False
         self.append(sequence, step_id)
         return True
@@ -281,7 +285,7 @@ class AppendSlots:
         """A slot for the next token: copy what is shared of its last block and its state, and grow
         where the tables are full; the blocks are free."""
         memory, builder = self._memory, self._builder
-        if memory.copy_on_write.is_due(sequence):
+        if sequence.shares_tail and memory.copy_on_write.is_due(sequence):
             edits, copies = memory.copy_on_write.copy(sequence, step_id)
             builder.edit_tables(edits)
             builder.copy(copies)
