@@ -131,9 +131,15 @@ def _bench_arguments(words: Sequence[str]) -> dict[str, Any] | None:
 def _benchmarks() -> dict[str, Any]:
     """Name -> module with `add_arguments` and `main`."""
     from quire.bench import perplexity, throughput  # only one command needs them
+    from quire.bench.claims import command as claims
     from quire.bench.memory import command as memory
 
-    return {"throughput": throughput, "memory": memory, "perplexity": perplexity}
+    return {
+        "throughput": throughput,
+        "memory": memory,
+        "perplexity": perplexity,
+        "claims": claims,
+    }
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:

@@ -36,6 +36,7 @@ BENCHMARKS = {
     "throughput": "tokens per second and latencies, beside static batches and Hugging Face",
     "memory": "what paging, sharing and the prefix cache save, beside contiguous memory",
     "perplexity": "what a dtype or a quantization costs in quality",
+    "claims": "what the literature promises of paging, measured beside baselines",
 }
 SHELLS = ("bash", "zsh", "tcsh")
 _USAGES = {

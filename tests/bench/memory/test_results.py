@@ -25,7 +25,7 @@ from quire.errors import ConfigurationError
 def carried(mean_running: float, *, is_steady: bool = True) -> Carried:
     shares = dict.fromkeys(PARTS, 0.0) | {"useful": 0.75, "free": 0.25}
     use = MemoryUse(shares, 0.875, mean_running, 9, 123.4, 1.5, 60.0, is_steady)
-    return Carried(use, 0.0625, 99.0, 1000, 7, 70)
+    return Carried(use, 0.0625, 0.25, 99.0, 1000, 7, 70)
 
 
 def results(shape: str | None = "sharegpt", rate: float | None = 2.0) -> MemoryResults:
@@ -59,7 +59,7 @@ def test_the_table_says_what_was_measured_and_what_was_published() -> None:
     assert cells["published"] == ["7.0", "9.8", "13.6", "30.4"]
     assert cells["useful"] == ["75.0%"] * 4 and cells["internal"] == ["0.0%"] * 4
     assert cells["useful of what is held"] == ["87.5%"] * 4
-    assert cells["duration s"] == ["99"] * 4
+    assert cells["duration s"] == ["99"] * 4 and cells["p99"] == ["0.250"] * 4
     assert cells["output tokens/s"] == ["123"] * 4 and cells["preemptions"] == ["7"] * 4
     assert lines[-1] == "  beams 2: 43.2% (44.3%), 16 requests"
 

@@ -135,6 +135,7 @@ def _allocator_lines(results: MemoryResults) -> list[str]:
         _line(
             "s per output token", [f"{outcome.seconds_per_token:.3f}" for outcome in found.values()]
         ),
+        _line("  p99", [f"{outcome.p99_seconds_per_token:.3f}" for outcome in found.values()]),
         _line("duration s", [f"{outcome.duration_s:.0f}" for outcome in found.values()]),
         _line("preemptions", [str(outcome.num_preemptions) for outcome in found.values()]),
         _line(

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from quire.assembly.build import build_engine
 from quire.bench.baselines.contiguous import PAGED, find_allocator
 from quire.bench.memory.length_runner import VOCAB_SIZE, LengthRunner, StepCost, VirtualClock
@@ -35,12 +37,14 @@ _LEDGER_INTERVAL = 5
 class Carried:
     """What came of one allocator's run.
 
-    seconds_per_token: mean over requests of the time from arrival to end by the output's length.
+    seconds_per_token: mean over requests of the time from arrival to end by the output's length;
+    p99_seconds_per_token: its 99th percentile.
     duration_s: from the first arrival to the last end, on the clock of the run.
     """
 
     use: MemoryUse
     seconds_per_token: float
+    p99_seconds_per_token: float
     duration_s: float
     num_steps: int
     num_preemptions: int
@@ -179,6 +183,7 @@ def carry(
     return Carried(
         use=meter.use(),
         seconds_per_token=sum(per_token) / len(per_token),
+        p99_seconds_per_token=float(np.percentile(per_token, 99)),
         duration_s=max(progress.ended_s.values()) - arrivals_s[0],
         num_steps=stats.num_steps,
         num_preemptions=stats.num_preemptions,

@@ -1,0 +1,1 @@
+"""`quire bench claims`: what the literature promises of paging, measured here."""

@@ -1,0 +1,121 @@
+"""`quire bench claims`: what the literature promises of paging, each line with its baseline.
+
+Wires the studies of this folder; the command line calls `add_arguments` and `main`. Loads without
+torch, so that `--help` is quick.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from quire.bench.claims.finding import Study
+
+STUDIES = ("memory", "latency", "fragmentation", "lookups", "contexts", "sharing", "batches")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.description = (
+        "Measure what the literature promises of paged KV memory: one line a promise, with its"
+        " source, our figure, a baseline in the same run, and whether it holds. About four minutes"
+        " on two cores."
+    )
+    studies = parser.add_argument_group("studies")
+    studies.add_argument(
+        "--only",
+        nargs="+",
+        choices=STUDIES,
+        metavar="NAME",
+        help=f"measure only these ({' '.join(STUDIES)})",
+    )
+    studies.add_argument(
+        "--quick",
+        action="store_true",
+        help="the smallest sizes, seconds in all: shows that everything runs; its figures and"
+        " verdicts mean little",
+    )
+    studies.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="local folder or hub id, for beams and the size of pages (embedded model)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--markdown", metavar="FILE", help="write a page with all of it")
+    output.add_argument(
+        "--pictures",
+        metavar="FOLDER",
+        help="write the curves, as SVG; the page of --markdown links them",
+    )
+    output.add_argument("--output-json", metavar="FILE", help="write the table, as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure, print a line for each promise, write what was asked for. Returns the exit code.
+
+    Raises ConfigurationError for a place that can't be written to, before the work.
+    """
+    _check(args)
+    # These bring torch, which `--help` and a refused option do without.
+    from quire.bench.claims.finding import Setting
+    from quire.bench.claims.page import claim_lines, make_page, write_pictures
+    from quire.bench.compare import say
+
+    setting = Setting(args.quick, args.model)
+    findings = []
+    for name, study in _studies().items():
+        if args.only is None or name in args.only:
+            say(f"{name} ...")
+            finding = study(setting)
+            print("\n".join(claim_lines(finding)), flush=True)
+            findings.append(finding)
+    if args.pictures is not None:
+        write_pictures(findings, Path(args.pictures))
+    if args.markdown is not None:
+        page = make_page(
+            findings, setting, Path(args.markdown), args.pictures and Path(args.pictures)
+        )
+        Path(args.markdown).write_text(page)
+    if args.output_json is not None:
+        claims = [asdict(claim) for finding in findings for claim in finding.claims]
+        Path(args.output_json).write_text(json.dumps(claims, indent=1) + "\n")
+    return 0
+
+
+def _studies() -> "dict[str, Study]":
+    """In the order of STUDIES."""
+    # These bring torch, and this is called only once all options were checked.
+    from quire.bench.claims.batch_sizes import study_batches
+    from quire.bench.claims.branches import study_branches
+    from quire.bench.claims.contexts import study_contexts
+    from quire.bench.claims.crowds import study_latency, study_memory
+    from quire.bench.claims.operations import study_fragmentation, study_lookups
+
+    studies = (
+        study_memory,
+        study_latency,
+        study_fragmentation,
+        study_lookups,
+        study_contexts,
+        study_branches,
+        study_batches,
+    )
+    return dict(zip(STUDIES, studies, strict=True))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse before the work what would fail after it."""
+    for name in ("markdown", "output_json"):
+        path = getattr(args, name)
+        if path is not None and not Path(path).parent.is_dir():
+            raise ConfigurationError(
+                f"{name} is {path!r}, but there is no such folder; make it first"
+            )
+    if args.pictures is not None and not Path(args.pictures).is_dir():
+        raise ConfigurationError(
+            f"pictures is {args.pictures!r}, but there is no such folder; make it first"
+        )

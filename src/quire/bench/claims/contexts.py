@@ -1,0 +1,342 @@
+"""Claims about long contexts: memory and time of decoding, and pages that lie anywhere.
+
+A Llama with random weights is written to a temporary folder and served by a real engine. Its
+prompts are beginnings of one text, so that each is computed once and then found in the prefix
+cache. Blocks are handed out in random order: a sequence's pages lie anywhere.
+"""
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from quire.assembly.build import build_engine
+from quire.bench.baselines.contiguous import contiguous
+from quire.bench.claims.finding import COMMAND, FOLKLORE, Claim, Finding, Picture, Setting
+from quire.bench.claims.svg_chart import BLUE, GREEN, GREY, RED, Axis, Line, Panel, draw_chart
+from quire.core.request import Request
+from quire.core.sampling_params import DecodingParams
+from quire.engine.engine import Engine
+from quire.errors import StepFailedError
+
+FLEX = "Joshi et al., Paged Attention Meets FlexAttention, arXiv 2506.07311, section V"
+VATTENTION = "Prabhu et al., vAttention, ASPLOS 2025, section 3.3"
+BLOCK_SIZE = 16
+SEED = 618
+MOST_OVERHEAD = 1.05  # of held bytes by those of the tokens, and of scattered by adjacent pages
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the model and of what it decodes. The heads are 64 wide, as many for K and V as for Q.
+
+    num_tokens: decoded in one turn. compared_context: at which pages are compared with adjacent
+    memory.
+    """
+
+    num_layers: int = 6
+    num_heads: int = 8
+    mlp_size: int = 1_408
+    vocab_size: int = 8_192
+    contexts: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
+    num_tokens: int = 100
+    num_rounds: int = 5
+    compared_context: int = 8_192
+
+    @property
+    def hidden_size(self) -> int:
+        return 64 * self.num_heads
+
+    @property
+    def max_model_len(self) -> int:
+        return self.contexts[-1] + self.num_tokens + BLOCK_SIZE
+
+
+QUICK = Shape(2, 2, 128, 512, (32, 64, 128), 5, 2, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """gaps_s: between a request's tokens. held_bytes: of its memory, with its last token."""
+
+    gaps_s: list[float]
+    held_bytes: int
+
+
+def study_contexts(setting: Setting) -> Finding:
+    """Decoding over growing contexts, and over scattered beside adjacent pages."""
+    shape = QUICK if setting.is_quick else Shape()
+    tokens = np.random.default_rng(SEED).integers(3, shape.vocab_size, shape.contexts[-1]).tolist()
+    with random_model(shape) as (folder, weight_bytes):
+        pages = _engine(shape, folder, is_paged=True)
+        _scatter(pages)
+        for context in shape.contexts:  # compute each prompt's new part
+            decode(pages, tokens[:context], 2)
+        rounds: dict[int, list[Decoded]] = {context: [] for context in shape.contexts}
+        for index in range(shape.num_rounds):
+            for context in shape.contexts if index % 2 == 0 else shape.contexts[::-1]:
+                rounds[context].append(decode(pages, tokens[:context], shape.num_tokens))
+        scattered, adjacent = _compare(pages, shape, folder, tokens[: shape.compared_context])
+    token_bytes = pages.scheduler.memory.config.groups[0].bytes_per_block // BLOCK_SIZE
+    reserved_bytes = adjacent[0].held_bytes
+    claims = (
+        _linear(shape, rounds, token_bytes, reserved_bytes),
+        _latency(shape, rounds, token_bytes, weight_bytes),
+        _anywhere(shape, scattered, adjacent),
+    )
+    picture = _picture(shape, rounds, token_bytes, weight_bytes, reserved_bytes)
+    return Finding("Long contexts", claims, _notes(shape, weight_bytes, token_bytes), (picture,))
+
+
+def _notes(shape: Shape, weight_bytes: int, token_bytes: int) -> tuple[str, ...]:
+    return (
+        f"A Llama with random weights ({shape.num_layers} layers, hidden size"
+        f" {shape.hidden_size}, {shape.num_heads} heads, as many for K and V;"
+        f" {weight_bytes / 1e6:.0f} MB in bfloat16, {token_bytes / 1024:g} KiB of K and V a"
+        " token), one sequence, on this machine's kernels, in wall time. A step must read the"
+        " weights and K and V of all tokens once: its floor grows as these bytes. Medians of"
+        f" {shape.num_rounds} rounds, each with the 99th percentile of {shape.num_tokens} gaps at"
+        " every context, the contexts in turns.",
+        f"Scattered pages are compared with adjacent ones at {shape.compared_context:,} tokens:"
+        " the same kernels and the same prompt in an engine whose memory reserves one run of blocks"
+        " for the longest length. The two take turns; medians of all gaps.",
+    )
+
+
+# ---- the engine -----------------------------------------------------------------------------
+
+
+@contextmanager
+def random_model(shape: Shape) -> Iterator[tuple[Path, int]]:
+    """A model in a temporary folder, and the bytes of its weights."""
+    hidden, mlp = shape.hidden_size, shape.mlp_size
+    sizes = {"model.embed_tokens": (shape.vocab_size, hidden)}
+    for layer in range(shape.num_layers):
+        name = f"model.layers.{layer}"
+        sizes |= {f"{name}.self_attn.{part}_proj": (hidden, hidden) for part in "qkvo"}
+        sizes |= {f"{name}.mlp.{part}_proj": (mlp, hidden) for part in ("gate", "up")}
+        sizes[f"{name}.mlp.down_proj"] = (hidden, mlp)
+    norms = [f"model.layers.{layer}.input_layernorm" for layer in range(shape.num_layers)]
+    norms += [name.replace("input", "post_attention") for name in norms] + ["model.norm"]
+    generator = torch.Generator().manual_seed(SEED)
+    tensors = {
+        f"{name}.weight": (torch.randn(size, generator=generator) * 0.02).bfloat16()
+        for name, size in sizes.items()
+    }
+    tensors |= {f"{name}.weight": torch.ones(hidden).bfloat16() for name in norms}
+    with tempfile.TemporaryDirectory(prefix="quire-claims-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_config(shape)))
+        save_file(tensors, Path(folder) / "model.safetensors")
+        yield Path(folder), sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _config(shape: Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.mlp_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_heads,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_model_len,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _engine(shape: Shape, folder: Path, *, is_paged: bool) -> Engine:
+    """Room for the longest context, and for what decoding leaves in the cache beside it."""
+    num_turns = len(shape.contexts) * (shape.num_rounds + 2) + 2 * shape.num_rounds
+    num_left = num_turns * (shape.num_tokens // BLOCK_SIZE + 2) if is_paged else 0
+    options = {
+        "model": str(folder),
+        "dtype": "bfloat16",
+        "max_model_len": shape.max_model_len,
+        "max_num_seqs": 1,
+        "num_blocks": -(-shape.max_model_len // BLOCK_SIZE) + 1 + num_left,
+        "block_size": BLOCK_SIZE,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": is_paged,
+        "disable_log_stats": True,
+    }
+    return build_engine(options, kv_allocator=None if is_paged else contiguous("max", "first_fit"))
+
+
+def _scatter(engine: Engine) -> None:
+    """Let the pool hand out its blocks in random order."""
+    pool = engine.scheduler.memory.pool
+    taken, _ = pool.take(pool.num_free)
+    random.Random(SEED).shuffle(taken)
+    pool.release_all(taken)
+
+
+def decode(engine: Engine, prompt: Sequence[int], num_tokens: int) -> Decoded:
+    """Serve one request alone."""
+    params = DecodingParams(num_tokens + 1, temperature=0.0)
+    engine.add(Request("alone", list(prompt), params))
+    times_s: list[float] = []
+    held_bytes = 0
+    while engine.has_work():
+        if len(times_s) == num_tokens:
+            held_bytes = _held_bytes(engine)
+        outputs = engine.step()
+        now_s = time.perf_counter()
+        for output in outputs:
+            if output.error is not None:
+                raise StepFailedError(f"decoding over a long context failed: {output.error}")
+            times_s += [now_s] * len(output.token_ids)
+    gaps_s = np.diff(times_s[:-1]).tolist()  # the ledger was read within the last one
+    return Decoded(gaps_s, held_bytes)
+
+
+def _held_bytes(engine: Engine) -> int:
+    report = engine.memory_report()
+    return report.total_bytes - report.cached_bytes - report.free_bytes
+
+
+def _compare(
+    pages: Engine, shape: Shape, folder: Path, prompt: Sequence[int]
+) -> tuple[list[Decoded], list[Decoded]]:
+    """(over scattered pages, over adjacent ones), in turns."""
+    beside = _engine(shape, folder, is_paged=False)
+    scattered: list[Decoded] = []
+    adjacent: list[Decoded] = []
+    decode(beside, prompt[: BLOCK_SIZE * 2], 3)
+    for _ in range(shape.num_rounds):
+        scattered.append(decode(pages, prompt, shape.num_tokens))
+        adjacent.append(decode(beside, prompt, shape.num_tokens))
+    return scattered, adjacent
+
+
+# ---- what is made of it ---------------------------------------------------------------------
+
+
+def _p99_s(rounds: Sequence[Decoded]) -> float:
+    return statistics.median(float(np.percentile(one.gaps_s, 99)) for one in rounds)
+
+
+def _median_s(rounds: Sequence[Decoded]) -> float:
+    return statistics.median(gap for one in rounds for gap in one.gaps_s)
+
+
+def _linear(
+    shape: Shape,
+    rounds: Mapping[int, Sequence[Decoded]],
+    token_bytes: int,
+    reserved_bytes: int,
+) -> Claim:
+    held = {context: found[0].held_bytes for context, found in rounds.items()}
+    needed = {context: (context + shape.num_tokens) * token_bytes for context in held}
+    overhead = max(held[context] / needed[context] for context in held)
+    first, last = shape.contexts[0], shape.contexts[-1]
+    return Claim(
+        f"Memory grows linearly with the context, up to {last:,} tokens",
+        FLEX,
+        f"{held[first] / _MIB:.1f} MiB at {first:,} to {held[last] / _MIB:.1f} MiB at {last:,}"
+        f" tokens, at most {overhead:.3f}x of what the tokens need",
+        f"{reserved_bytes / _MIB:.1f} MiB at any context (one run for the longest length)",
+        held[first] / reserved_bytes,
+        overhead <= (1.5 if shape is QUICK else MOST_OVERHEAD),
+        f"{COMMAND} contexts",
+    )
+
+
+def _latency(
+    shape: Shape,
+    rounds: Mapping[int, Sequence[Decoded]],
+    token_bytes: int,
+    weight_bytes: int,
+) -> Claim:
+    first, last = shape.contexts[0], shape.contexts[-1]
+    p99 = {context: _p99_s(rounds[context]) for context in (first, last)}
+    median = {context: _median_s(rounds[context]) for context in (first, last)}
+    floor = (weight_bytes + last * token_bytes) / (weight_bytes + first * token_bytes)
+    growth = p99[last] / p99[first]
+    return Claim(
+        f"p99 of the time between tokens grows no faster than the bytes that it reads, up to"
+        f" {last:,} tokens",
+        FOLKLORE,
+        f"{p99[first] * 1e3:.2f} ms at {first:,}, {p99[last] * 1e3:.2f} ms at {last:,} tokens:"
+        f" {growth:.2f}x (medians {median[last] / median[first]:.2f}x)",
+        f"{floor:.2f}x (bytes that a step must read)",
+        growth / floor,
+        growth <= floor,
+        f"{COMMAND} contexts",
+    )
+
+
+def _anywhere(shape: Shape, scattered: Sequence[Decoded], adjacent: Sequence[Decoded]) -> Claim:
+    ours, theirs = _median_s(scattered), _median_s(adjacent)
+    return Claim(
+        "Pages cost attention time: paged kernels up to 1.4x slower (refuted if at most 1.05x)",
+        VATTENTION,
+        f"{ours * 1e3:.2f} ms a token over scattered pages ({shape.compared_context:,} tokens)",
+        f"{theirs * 1e3:.2f} ms (adjacent ones)",
+        ours / theirs,
+        ours / theirs <= MOST_OVERHEAD,
+        f"{COMMAND} contexts",
+    )
+
+
+def _picture(
+    shape: Shape,
+    rounds: Mapping[int, Sequence[Decoded]],
+    token_bytes: int,
+    weight_bytes: int,
+    reserved_bytes: int,
+) -> Picture:
+    contexts = shape.contexts
+    p99 = [(context / 1024, _p99_s(rounds[context]) * 1e3) for context in contexts]
+    medians = [(context / 1024, _median_s(rounds[context]) * 1e3) for context in contexts]
+    per_byte = p99[0][1] / (weight_bytes + contexts[0] * token_bytes)
+    floor = [
+        (context / 1024, per_byte * (weight_bytes + context * token_bytes)) for context in contexts
+    ]
+    held = [(context / 1024, rounds[context][0].held_bytes / _MIB) for context in contexts]
+    reserved = [(context / 1024, reserved_bytes / _MIB) for context in contexts]
+    ticks = tuple(context / 1024 for context in contexts[2:] if shape is not QUICK)
+    axis = Axis("context, thousands of tokens (1,024)", low=0.0, ticks=ticks or None)
+    panels = [
+        Panel(
+            axis,
+            Axis("time between tokens, ms"),
+            [
+                Line("p99", p99, BLUE),
+                Line("median", medians, GREEN),
+                Line("p99, if it grew as\nthe bytes read", floor, GREY, True, has_marks=False),
+            ],
+        ),
+        Panel(
+            axis,
+            Axis("KV memory, MiB"),
+            [
+                Line("pages", held, BLUE),
+                Line("reserved for the\nlongest length", reserved, RED),
+            ],
+            height=200,
+        ),
+    ]
+    svg = draw_chart(
+        "Decoding over a growing context",
+        "one sequence of a small Llama with random weights, bfloat16, wall time",
+        panels,
+    )
+    return Picture("contexts", "time between tokens and KV memory over the context", svg)

@@ -1,0 +1,89 @@
+"""The findings as lines for the terminal, and as a page of documentation. Measures nothing."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.bench.claims.finding import Claim, Finding, Picture, Setting
+from quire.bench.machine import processor
+
+_FIELD = 12
+
+
+def verdict(claim: Claim) -> str:
+    """In one word or three."""
+    return "holds" if claim.holds else "does not hold"
+
+
+def claim_lines(finding: Finding) -> list[str]:
+    """A block of lines for each claim."""
+    lines = []
+    for claim in finding.claims:
+        rows = {
+            "source": claim.source,
+            "quire": claim.ours,
+            "baseline": claim.baseline,
+            "ratio": f"{claim.ratio:.3g}x",
+            "verdict": verdict(claim),
+            "command": claim.command,
+        }
+        lines.append(claim.promise)
+        lines += [f"  {name:<{_FIELD}}{text}" for name, text in rows.items()]
+        lines.append("")
+    return lines
+
+
+def write_pictures(findings: Sequence[Finding], folder: Path) -> None:
+    """Each into a file of its own."""
+    for finding in findings:
+        for picture in finding.pictures:
+            (folder / _file_name(picture)).write_text(picture.svg)
+
+
+def make_page(
+    findings: Sequence[Finding], setting: Setting, page: Path, pictures: Path | None
+) -> str:
+    """Markdown. page: where it will be, from which it links the pictures, if there are any."""
+    claims = [claim for finding in findings for claim in finding.claims]
+    num_held = sum(claim.holds for claim in claims)
+    lines = [
+        "# What is promised of paging, measured",
+        "",
+        "Each line is a promise that the literature makes of paged KV memory, with our figure and a"
+        " baseline of the same run. `quire bench claims --markdown FILE --pictures FOLDER` measures"
+        f" it all and writes this page; this one was written on {processor()}, and figures in wall"
+        " or processor time are that machine's. Virtual clocks give the same figures anywhere.",
+        "",
+        f"**{num_held} of {len(claims)} hold.** The ratio is our figure by the baseline's.",
+        "",
+    ]
+    if setting.is_quick:
+        lines += ["Written with `--quick`: these figures show that it runs, nothing else.", ""]
+    lines += _table(claims)
+    for finding in findings:
+        lines += ["", f"## {finding.title}"]
+        if pictures is not None:
+            for picture in finding.pictures:
+                target = os.path.relpath(pictures / _file_name(picture), page.parent)
+                lines += ["", f"![{picture.caption}]({Path(target).as_posix()})"]
+        for note in finding.notes:
+            lines += ["", note]
+    return "\n".join(lines) + "\n"
+
+
+def _table(claims: Sequence[Claim]) -> list[str]:
+    lines = [
+        "| promise | source | quire | baseline | ratio | | command |",
+        "|---|---|---|---|---:|---|---|",
+    ]
+    for claim in claims:
+        commands = "; ".join(f"`{command}`" for command in claim.command.split("; "))
+        mark = "holds" if claim.holds else "**does not hold**"
+        cells = [claim.promise, claim.source, claim.ours, claim.baseline]
+        cells += [f"{claim.ratio:.3g}x", mark, commands]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
+def _file_name(picture: Picture) -> str:
+    return f"claims-{picture.name}.svg"
