@@ -1,4 +1,4 @@
-"""The claim that batches follow the load: requests in a batch over a rise and fall of arrivals.
+"""The claim that batches follow the load, over a rise and fall of arrivals.
 
 On the virtual clock of `bench.memory`, beside batches that are formed once: the requests that wait,
 up to a width, run until the last of them has ended, and only then come the next. Both on the same
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.bench.baselines.contiguous import PAGED
-from quire.bench.claims.finding import COMMAND, Claim, Finding, Picture, Setting
+from quire.bench.claims.claim import COMMAND, Claim, Picture, Setting, StudyResult
 from quire.bench.claims.svg_chart import BLUE, GREEN, RED, Axis, Line, Panel, draw_chart
 from quire.bench.memory.length_runner import VOCAB_SIZE
 from quire.bench.memory.load import Budget, MemoryLoad, make_memory_requests
@@ -22,14 +22,14 @@ from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.errors import StepFailedError
 
-ORCA = "Yu et al., Orca, OSDI 2022, sections 3.1 and 4.1"
+ORCA = "Yu et al., Orca, OSDI 2022, section 3"
 RATES = (0.2, 0.6, 1.0, 1.4, 1.0, 0.6, 0.2)
 PHASE_S = 180.0
 STATIC_WIDTH = 16
 SEED = 7331
 # A phase's batches settle while its first requests end.
 _SETTLED_SHARE = 1 / 3
-_POINT_S = 5.0  # of the picture
+_POINT_S = 15.0  # of the picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Served:
         return total / (stop_s - start_s)
 
 
-def study_batches(setting: Setting) -> Finding:
+def study_batches(setting: Setting) -> StudyResult:
     """Batch sizes and latencies under a load that rises and falls."""
     trace = LoadTrace((4.0, 12.0, 4.0), 6.0) if setting.is_quick else LoadTrace()
     arrivals_s = trace.arrivals_s()
@@ -84,7 +84,7 @@ def study_batches(setting: Setting) -> Finding:
         " mean batch of a phase (without its first third) grows whenever the load grows, and"
         " shrinks whenever it shrinks.",
     )
-    return Finding("Batches follow the load", (claim,), notes, (_picture(trace, ours, static),))
+    return StudyResult("Batches follow the load", (claim,), notes, (_picture(trace, ours, static),))
 
 
 def _serve(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from quire.bench.claims.finding import COMMAND, Claim, Finding, Setting
+from quire.bench.claims.claim import COMMAND, Claim, Setting, StudyResult
 from quire.bench.memory.load import SHAPES, MemoryLoad
 from quire.bench.memory.results import PUBLISHED_SAVED
 from quire.bench.memory.sharing import BEAMS, PARALLEL, Saved, Sharing, share
@@ -15,7 +15,7 @@ NUM_PROMPTS = 16
 NAMES = {PARALLEL: "Parallel samples", BEAMS: "Beam search"}
 
 
-def study_branches(setting: Setting) -> Finding:
+def study_branches(setting: Setting) -> StudyResult:
     """The share of blocks that branches save, for the paper's shorter lengths."""
     shape = SHAPES[SHAPE]
     options: dict[str, Any] = {} if setting.model is None else {"model": setting.model}
@@ -37,7 +37,7 @@ def study_branches(setting: Setting) -> Finding:
         " tenths of what was published for it: lengths and models differ.",
     )
     claims = tuple(_claim(kind, [case for case in found if case.kind == kind]) for kind in NAMES)
-    return Finding("Branches share memory", claims, notes)
+    return StudyResult("Branches share memory", claims, notes)
 
 
 def _claim(kind: str, cases: Sequence[Saved]) -> Claim:

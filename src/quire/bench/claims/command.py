@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from quire.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from quire.bench.claims.finding import Study
+    from quire.bench.claims.claim import Study
 
 STUDIES = ("memory", "latency", "fragmentation", "lookups", "contexts", "sharing", "batches")
 
@@ -61,27 +61,27 @@ def main(args: argparse.Namespace) -> int:
     """
     _check(args)
     # These bring torch, which `--help` and a refused option do without.
-    from quire.bench.claims.finding import Setting
+    from quire.bench.claims.claim import Setting
     from quire.bench.claims.page import claim_lines, make_page, write_pictures
     from quire.bench.compare import say
 
     setting = Setting(args.quick, args.model)
-    findings = []
+    results = []
     for name, study in _studies().items():
         if args.only is None or name in args.only:
             say(f"{name} ...")
-            finding = study(setting)
-            print("\n".join(claim_lines(finding)), flush=True)
-            findings.append(finding)
+            result = study(setting)
+            print("\n".join(claim_lines(result)), flush=True)
+            results.append(result)
     if args.pictures is not None:
-        write_pictures(findings, Path(args.pictures))
+        write_pictures(results, Path(args.pictures))
     if args.markdown is not None:
         page = make_page(
-            findings, setting, Path(args.markdown), args.pictures and Path(args.pictures)
+            results, setting, Path(args.markdown), args.pictures and Path(args.pictures)
         )
         Path(args.markdown).write_text(page)
     if args.output_json is not None:
-        claims = [asdict(claim) for finding in findings for claim in finding.claims]
+        claims = [asdict(claim) for result in results for claim in result.claims]
         Path(args.output_json).write_text(json.dumps(claims, indent=1) + "\n")
     return 0
 

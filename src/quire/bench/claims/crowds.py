@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from quire.assembly.build import build_engine
 from quire.bench.baselines.contiguous import PAGED
-from quire.bench.claims.finding import COMMAND, FOLKLORE, Claim, Finding, Picture, Setting
+from quire.bench.claims.claim import COMMAND, FOLKLORE, Claim, Picture, Setting, StudyResult
 from quire.bench.claims.svg_chart import BLUE, GREY, ORANGE, RED, Axis, Line, Panel, draw_chart
 from quire.bench.memory.length_runner import StepCost
 from quire.bench.memory.load import Budget, MemoryLoad
@@ -51,14 +51,14 @@ def _load(setting: Setting, rate: float, num_prompts: int) -> tuple[MemoryLoad, 
     return replace(small, requests_per_s=10 * rate), Budget(768, 8, 64, 256)
 
 
-def study_memory(setting: Setting) -> Finding:
+def study_memory(setting: Setting) -> StudyResult:
     """Useful memory and requests at once, beside contiguous reservations and with int8 KV."""
     load, budget = _load(setting, 2.0, 600)
     found = {
         contender: simulate(contender[0], load, budget, contender[1], COST)
         for contender in (MAX, PAPER_ORACLE, ORACLE, PAGES)
     }
-    return Finding(
+    return StudyResult(
         "Useful memory and requests at once",
         (
             _useful(found),
@@ -162,7 +162,7 @@ def _page_bytes(setting: Setting, kv_cache_dtype: str) -> int:
 RATES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 
 
-def study_latency(setting: Setting) -> Finding:
+def study_latency(setting: Setting) -> StudyResult:
     """The 99th percentile of latency over the load, for each way to manage memory."""
     rates = (1.0, 2.0) if setting.is_quick else RATES
     found: dict[Contender, list[Carried]] = {contender: [] for contender in NAMES}
@@ -177,7 +177,7 @@ def study_latency(setting: Setting) -> Finding:
         " The load and the clock are those of the memory lines.",
         *notes,
     )
-    return Finding("Latency at equal load", (claim,), notes, (_latency_picture(rates, found),))
+    return StudyResult("Latency at equal load", (claim,), notes, (_latency_picture(rates, found),))
 
 
 def _less_latency(

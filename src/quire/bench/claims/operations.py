@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quire.bench.baselines.contiguous import PAGED, find_allocator
-from quire.bench.claims.finding import COMMAND, FOLKLORE, Claim, Finding, Picture, Setting
+from quire.bench.claims.claim import COMMAND, FOLKLORE, Claim, Picture, Setting, StudyResult
 from quire.bench.claims.svg_chart import BLUE, GREEN, ORANGE, RED, Axis, Line, Panel, draw_chart
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
@@ -133,7 +133,7 @@ def no_collection() -> Iterator[None]:
 # ---- fragmentation --------------------------------------------------------------------------
 
 
-def study_fragmentation(setting: Setting) -> Finding:
+def study_fragmentation(setting: Setting) -> StudyResult:
     """The time of a memory operation over the level of fragmentation."""
     sizes = QUICK if setting.is_quick else Sizes()
     batches = {name: _batches(name, sizes) for name in MANAGERS}
@@ -162,7 +162,7 @@ def study_fragmentation(setting: Setting) -> Finding:
         _steady(PAGES, "", batches, medians, over_levels),
         _steady(ALL_PAGES, ", with all free memory in use", batches, medians, over_levels),
     )
-    return Finding("Memory operations under fragmentation", claims, notes, (_picture(medians),))
+    return StudyResult("Memory operations under fragmentation", claims, notes, (_picture(medians),))
 
 
 def _steady(
@@ -224,7 +224,7 @@ def _picture(medians: Mapping[str, Mapping[float, float]]) -> Picture:
     ]
     panel = Panel(
         Axis("free memory in holes that are too short, %", ticks=(0, 25, 50, 75, 90, 99)),
-        Axis("processor time of an operation, \u00b5s", is_log=True),
+        Axis("processor time of an operation, µs", is_log=True, low=5.0),
         lines,
     )
     title = "The time of a memory operation by fragmentation"
@@ -240,7 +240,7 @@ NUM_LOOKUPS = 4_096
 MOST_LOOKUP_NS = 1_000.0
 
 
-def study_lookups(setting: Setting) -> Finding:
+def study_lookups(setting: Setting) -> StudyResult:
     """The time to find a token's slot through a block table, beside adding to a base address."""
     num_rounds = 3 if setting.is_quick else 41
     found = _lookup_times(CONTEXTS[:2] if setting.is_quick else CONTEXTS, num_rounds)
@@ -249,7 +249,7 @@ def study_lookups(setting: Setting) -> Finding:
     shown = ", ".join(f"{time_ns:.0f} ns at {context:,}" for context, time_ns in ours.items())
     claim = Claim(
         "A token is found through the block table in nanoseconds, at any context",
-        f"{FOLKLORE} (the block table: Kwon et al., SOSP 2023, section 4.3)",
+        f"{FOLKLORE} (the block table: Kwon et al., SOSP 2023, section 4.2)",
         shown,
         f"{base:.0f} ns (contiguous memory: base + position)",
         statistics.mean(ours.values()) / base,
@@ -263,7 +263,7 @@ def study_lookups(setting: Setting) -> Finding:
         " with the context is how often the processor's nearest cache misses the table. The line"
         " holds if every figure is below a microsecond.",
     )
-    return Finding("Look-ups", (claim,), notes)
+    return StudyResult("Look-ups", (claim,), notes)
 
 
 def _lookup_times(contexts: Sequence[int], num_rounds: int) -> dict[int, tuple[float, float]]:

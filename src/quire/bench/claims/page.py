@@ -1,10 +1,10 @@
-"""The findings as lines for the terminal, and as a page of documentation. Measures nothing."""
+"""The results as lines for the terminal, and as a page of documentation. Measures nothing."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.bench.claims.finding import Claim, Finding, Picture, Setting
+from quire.bench.claims.claim import Claim, Picture, Setting, StudyResult
 from quire.bench.machine import processor
 
 _FIELD = 12
@@ -15,10 +15,10 @@ def verdict(claim: Claim) -> str:
     return "holds" if claim.holds else "does not hold"
 
 
-def claim_lines(finding: Finding) -> list[str]:
+def claim_lines(result: StudyResult) -> list[str]:
     """A block of lines for each claim."""
     lines = []
-    for claim in finding.claims:
+    for claim in result.claims:
         rows = {
             "source": claim.source,
             "quire": claim.ours,
@@ -33,18 +33,18 @@ def claim_lines(finding: Finding) -> list[str]:
     return lines
 
 
-def write_pictures(findings: Sequence[Finding], folder: Path) -> None:
+def write_pictures(results: Sequence[StudyResult], folder: Path) -> None:
     """Each into a file of its own."""
-    for finding in findings:
-        for picture in finding.pictures:
+    for result in results:
+        for picture in result.pictures:
             (folder / _file_name(picture)).write_text(picture.svg)
 
 
 def make_page(
-    findings: Sequence[Finding], setting: Setting, page: Path, pictures: Path | None
+    results: Sequence[StudyResult], setting: Setting, page: Path, pictures: Path | None
 ) -> str:
     """Markdown. page: where it will be, from which it links the pictures, if there are any."""
-    claims = [claim for finding in findings for claim in finding.claims]
+    claims = [claim for result in results for claim in result.claims]
     num_held = sum(claim.holds for claim in claims)
     lines = [
         "# What is promised of paging, measured",
@@ -60,20 +60,20 @@ def make_page(
     if setting.is_quick:
         lines += ["Written with `--quick`: these figures show that it runs, nothing else.", ""]
     lines += _table(claims)
-    for finding in findings:
-        lines += ["", f"## {finding.title}"]
+    for result in results:
+        lines += ["", f"## {result.title}"]
         if pictures is not None:
-            for picture in finding.pictures:
+            for picture in result.pictures:
                 target = os.path.relpath(pictures / _file_name(picture), page.parent)
                 lines += ["", f"![{picture.caption}]({Path(target).as_posix()})"]
-        for note in finding.notes:
+        for note in result.notes:
             lines += ["", note]
     return "\n".join(lines) + "\n"
 
 
 def _table(claims: Sequence[Claim]) -> list[str]:
     lines = [
-        "| promise | source | quire | baseline | ratio | | command |",
+        "| promise | source | quire | baseline | ratio | verdict | command |",
         "|---|---|---|---|---:|---|---|",
     ]
     for claim in claims:

@@ -14,9 +14,9 @@ WIDTH = 760
 BLUE, GREEN, RED, ORANGE = "#0072B2", "#009E73", "#D55E00", "#B8860B"
 GREY = "#7A7A7A"
 
-_LEFT, _RIGHT, _TOP, _GAP, _BOTTOM = 72, 176, 64, 64, 56
+_LEFT, _RIGHT, _TOP, _GAP, _BOTTOM = 72, 168, 64, 64, 52
 _INK, _SOFT, _GRID = "#222222", "#555555", "#E3E3E3"
-_LINE_HEIGHT = 15
+_LINE_HEIGHT, _LABEL_GAP = 15, 5
 _MOST_TICKS = 6
 _MOST_LOG_TICKS = 7
 
@@ -187,11 +187,11 @@ def _labels(panel: Panel, x: _Scale, y: _Scale, top: float, bottom: float) -> li
     least = top + 4.0
     for index in order:
         places[index] = max(wanted[index], least)
-        least = places[index] + _LINE_HEIGHT * len(texts[index])
+        least = places[index] + _LINE_HEIGHT * len(texts[index]) + _LABEL_GAP
     most = bottom + 4.0
     for index in reversed(order):
         places[index] = min(places[index], most - _LINE_HEIGHT * (len(texts[index]) - 1))
-        most = places[index] - _LINE_HEIGHT
+        most = places[index] - _LINE_HEIGHT - _LABEL_GAP
     parts = []
     for index, line in enumerate(panel.lines):
         left = x.place(line.points[-1][0]) + 10

@@ -32,7 +32,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class StudyResult:
     """What a study found. title: a heading. notes: how it was measured, and what limits it; a
     paragraph each."""
 
@@ -51,7 +51,7 @@ class Setting:
     model: str | None = None
 
 
-Study = Callable[[Setting], Finding]
+Study = Callable[[Setting], StudyResult]
 
 COMMAND = "quire bench claims --only"
 # What many texts on paging say, and none of the papers named in this folder measures.
