@@ -48,8 +48,8 @@ def _claim(kind: str, cases: Sequence[Saved]) -> Claim:
     return Claim(
         f"{NAMES[kind]}: blocks saved by sharing {promised} branches",
         SOURCE,
-        f"{saved} saved",
-        "0% (a table of its own for each branch, in the same run)",
+        f"{saved} saved: {1 - mean:.2f} of the blocks on average",
+        "0% saved: all blocks (the same tables without sharing, counted in the same run)",
         1 - mean,
         all(case.share >= 0.9 * published[case.width] for case in cases),
         f"{COMMAND} sharing; quire bench memory --lengths {SHAPE}",

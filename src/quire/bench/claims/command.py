@@ -62,9 +62,11 @@ def main(args: argparse.Namespace) -> int:
     _check(args)
     # These bring torch, which `--help` and a refused option do without.
     from quire.bench.claims.claim import Setting
-    from quire.bench.claims.page import claim_lines, make_page, write_pictures
+    from quire.bench.claims.page import claim_lines, make_page, noise_line, write_pictures
     from quire.bench.compare import say
+    from quire.bench.machine import NoiseMeter
 
+    meter = NoiseMeter()
     setting = Setting(args.quick, args.model)
     results = []
     for name, study in _studies().items():
@@ -73,13 +75,13 @@ def main(args: argparse.Namespace) -> int:
             result = study(setting)
             print("\n".join(claim_lines(result)), flush=True)
             results.append(result)
+    noise = meter.stop()
+    print(noise_line(noise))
     if args.pictures is not None:
         write_pictures(results, Path(args.pictures))
     if args.markdown is not None:
-        page = make_page(
-            results, setting, Path(args.markdown), args.pictures and Path(args.pictures)
-        )
-        Path(args.markdown).write_text(page)
+        path, pictures = Path(args.markdown), args.pictures and Path(args.pictures)
+        path.write_text(make_page(results, setting, noise, path, pictures))
     if args.output_json is not None:
         claims = [asdict(claim) for result in results for claim in result.claims]
         Path(args.output_json).write_text(json.dumps(claims, indent=1) + "\n")

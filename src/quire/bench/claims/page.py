@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.bench.claims.claim import Claim, Picture, Setting, StudyResult
-from quire.bench.machine import processor
+from quire.bench.machine import Noise, processor
 
 _FIELD = 12
 
@@ -40,8 +40,19 @@ def write_pictures(results: Sequence[StudyResult], folder: Path) -> None:
             (folder / _file_name(picture)).write_text(picture.svg)
 
 
+def noise_line(noise: Noise) -> str:
+    """What other processes took of the machine during the run."""
+    if noise.other_cores is None:
+        return "How busy other processes were is not known on this system."
+    return f"Other processes took {noise.other_cores:.2f} cores meanwhile."
+
+
 def make_page(
-    results: Sequence[StudyResult], setting: Setting, page: Path, pictures: Path | None
+    results: Sequence[StudyResult],
+    setting: Setting,
+    noise: Noise,
+    page: Path,
+    pictures: Path | None,
 ) -> str:
     """Markdown. page: where it will be, from which it links the pictures, if there are any."""
     claims = [claim for result in results for claim in result.claims]
@@ -52,7 +63,8 @@ def make_page(
         "Each line is a promise that the literature makes of paged KV memory, with our figure and a"
         " baseline of the same run. `quire bench claims --markdown FILE --pictures FOLDER` measures"
         f" it all and writes this page; this one was written on {processor()}, and figures in wall"
-        " or processor time are that machine's. Virtual clocks give the same figures anywhere.",
+        " or processor time are that machine's. Virtual clocks give the same figures anywhere."
+        f" {noise_line(noise)}",
         "",
         f"**{num_held} of {len(claims)} hold.** The ratio is our figure by the baseline's.",
         "",

@@ -17,7 +17,7 @@ GREY = "#7A7A7A"
 _LEFT, _RIGHT, _TOP, _GAP, _BOTTOM = 72, 168, 64, 64, 52
 _INK, _SOFT, _GRID = "#222222", "#555555", "#E3E3E3"
 _LINE_HEIGHT, _LABEL_GAP = 15, 5
-_MOST_TICKS = 6
+_MOST_TICKS = 7
 _MOST_LOG_TICKS = 7
 
 
@@ -131,7 +131,7 @@ def draw_chart(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
 
 
 def short(value: float) -> str:
-    """A tick's name: 0.25, 30, 4k."""
+    """A tick's name, as 0.25, 30 or 4k."""
     if value >= 1000:
         return f"{value / 1000:g}k"
     return f"{value:.12g}"
