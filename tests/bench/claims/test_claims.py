@@ -67,8 +67,7 @@ def _check_page(page: Path, pictures: Path) -> None:
     assert f"**{num_held} of {NUM_CLAIMS} hold.**" in text and "Written with `--quick`" in text
     links = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
     assert links == [
-        f"pictures/claims-{name}.svg"
-        for name in ("latency", "fragmentation", "contexts", "batches")
+        f"pictures/{name}.svg" for name in ("latency", "fragmentation", "contexts", "batches")
     ]
     assert {path.name for path in pictures.iterdir()} == {Path(link).name for link in links}
     for path in pictures.iterdir():

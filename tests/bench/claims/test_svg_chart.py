@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from quire.bench.claims.svg_chart import BLUE, RED, Axis, Line, Panel, draw_chart, short
+from quire.bench.claims.svg_chart import BLUE, RED, Axis, Line, Panel, draw_chart, short, spread
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -81,3 +81,10 @@ def test_equal_values_and_no_values() -> None:
 
 def test_names_of_ticks() -> None:
     assert [short(value) for value in (0.25, 30, 4000, 0.1 + 0.2)] == ["0.25", "30", "4k", "0.3"]
+
+
+def test_labels_are_moved_as_little_as_keeps_them_apart() -> None:
+    assert spread([50.0, 10.0], [20.0, 20.0]) == [50.0, 10.0]
+    assert spread([10.0, 20.0], [20.0, 20.0]) == pytest.approx([5.0, 25.0])
+    assert spread([30.0, 30.0, 30.0], [10.0, 10.0, 10.0]) == pytest.approx([20.0, 30.0, 40.0])
+    assert spread([], []) == []

@@ -55,4 +55,4 @@ Study = Callable[[Setting], StudyResult]
 
 COMMAND = "quire bench claims --only"
 # What many texts on paging say, and none of the papers named in this folder measures.
-FOLKLORE = "often said of paged KV memory; we know no paper that measures it"
+FOLKLORE = "often said of paging; no paper known to us measures it"

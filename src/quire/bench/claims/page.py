@@ -98,4 +98,4 @@ def _table(claims: Sequence[Claim]) -> list[str]:
 
 
 def _file_name(picture: Picture) -> str:
-    return f"claims-{picture.name}.svg"
+    return f"{picture.name}.svg"

@@ -160,7 +160,7 @@ def _panel(panel: Panel, top: float) -> list[str]:
     parts.append(_upright(18, (top + bottom) / 2, panel.y.title))
     for line in panel.lines:
         parts += _line(line, x, y)
-    return parts + _labels(panel, x, y, top, bottom)
+    return parts + _labels(panel, x, y)
 
 
 def _line(line: Line, x: _Scale, y: _Scale) -> list[str]:
@@ -178,27 +178,43 @@ def _line(line: Line, x: _Scale, y: _Scale) -> list[str]:
     return parts
 
 
-def _labels(panel: Panel, x: _Scale, y: _Scale, top: float, bottom: float) -> list[str]:
-    """Each line's name beside its last point, moved down where names would overlap."""
+def _labels(panel: Panel, x: _Scale, y: _Scale) -> list[str]:
+    """Each line's name beside its last point, apart from the others."""
     texts = [line.name.split("\n") for line in panel.lines]
     wanted = [y.place(line.points[-1][1]) + 4 for line in panel.lines]
-    order = sorted(range(len(texts)), key=lambda index: wanted[index])
-    places: dict[int, float] = {}
-    least = top + 4.0
-    for index in order:
-        places[index] = max(wanted[index], least)
-        least = places[index] + _LINE_HEIGHT * len(texts[index]) + _LABEL_GAP
-    most = bottom + 4.0
-    for index in reversed(order):
-        places[index] = min(places[index], most - _LINE_HEIGHT * (len(texts[index]) - 1))
-        most = places[index] - _LINE_HEIGHT - _LABEL_GAP
+    tops = spread(wanted, [_LINE_HEIGHT * len(rows) + _LABEL_GAP for rows in texts])
     parts = []
-    for index, line in enumerate(panel.lines):
+    for line, rows, top in zip(panel.lines, texts, tops, strict=True):
         left = x.place(line.points[-1][0]) + 10
-        for row, text in enumerate(texts[index]):
-            at = places[index] + _LINE_HEIGHT * row
-            parts.append(_text(left, at, text, colour=line.colour, weight="bold"))
+        parts += [
+            _text(left, top + _LINE_HEIGHT * index, row, colour=line.colour, weight="bold")
+            for index, row in enumerate(rows)
+        ]
     return parts
+
+
+def spread(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
+    """Tops for labels of these heights, none over another, as near to those wanted as possible.
+
+    Labels that would overlap become a group, which lies where its members want to be on average
+    (pool adjacent violators: the least sum of squares that keeps the order).
+    """
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    groups: list[tuple[float, float, list[int]]] = []  # (top, height, members)
+    for index in order:
+        top, height, members = wanted[index], heights[index], [index]
+        while groups and groups[-1][0] + groups[-1][1] > top:
+            above_top, above_height, above = groups.pop()
+            total = above_top * len(above) + (top - above_height) * len(members)
+            top = total / (len(above) + len(members))
+            height, members = above_height + height, above + members
+        groups.append((top, height, members))
+    tops = [0.0] * len(wanted)
+    for top, _, members in groups:
+        for index in members:
+            tops[index] = top
+            top += heights[index]
+    return tops
 
 
 def _text(
