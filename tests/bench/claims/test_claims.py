@@ -50,7 +50,7 @@ def test_every_line_has_a_figure_a_baseline_and_a_verdict(
 
 
 def _check_json(path: Path, blocks: list[str]) -> None:
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     assert [claim["promise"] for claim in found] == [block.splitlines()[0] for block in blocks]
     assert all(isinstance(claim["holds"], bool) for claim in found)
     commands = {claim["command"].split("; ")[0].split()[-1] for claim in found}
@@ -58,7 +58,7 @@ def _check_json(path: Path, blocks: list[str]) -> None:
 
 
 def _check_page(page: Path, pictures: Path) -> None:
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == NUM_CLAIMS + 2
     assert all(len(row.split(" | ")) == 7 for row in rows if "---" not in row)
@@ -71,8 +71,10 @@ def _check_page(page: Path, pictures: Path) -> None:
     ]
     assert {path.name for path in pictures.iterdir()} == {Path(link).name for link in links}
     for path in pictures.iterdir():
-        root = ElementTree.fromstring(path.read_text())
-        assert root.tag == "{http://www.w3.org/2000/svg}svg" and "NaN" not in path.read_text()
+        root = ElementTree.fromstring(path.read_text(encoding="utf-8"))
+        assert root.tag == "{http://www.w3.org/2000/svg}svg" and "NaN" not in path.read_text(
+            encoding="utf-8"
+        )
 
 
 def test_one_study_can_be_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:

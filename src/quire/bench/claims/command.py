@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.description = (
         "Measure what the literature promises of paged KV memory: one line a promise, with its"
-        " source, our figure, a baseline in the same run, and whether it holds. About four minutes"
+        " source, our figure, a baseline in the same run, and whether it holds. Two to four minutes"
         " on two cores."
     )
     studies = parser.add_argument_group("studies")
@@ -77,11 +77,12 @@ def main(args: argparse.Namespace) -> int:
             results.append(result)
     noise = meter.stop()
     print(noise_line(noise))
-    if args.pictures is not None:
-        write_pictures(results, Path(args.pictures))
+    pictures = None if args.pictures is None else Path(args.pictures)
+    if pictures is not None:
+        write_pictures(results, pictures)
     if args.markdown is not None:
-        path, pictures = Path(args.markdown), args.pictures and Path(args.pictures)
-        path.write_text(make_page(results, setting, noise, path, pictures))
+        path = Path(args.markdown)
+        path.write_text(make_page(results, setting, noise, path, pictures), encoding="utf-8")
     if args.output_json is not None:
         claims = [asdict(claim) for result in results for claim in result.claims]
         Path(args.output_json).write_text(json.dumps(claims, indent=1) + "\n")

@@ -37,7 +37,7 @@ def write_pictures(results: Sequence[StudyResult], folder: Path) -> None:
     """Each into a file of its own."""
     for result in results:
         for picture in result.pictures:
-            (folder / _file_name(picture)).write_text(picture.svg)
+            (folder / _file_name(picture)).write_text(picture.svg, encoding="utf-8")
 
 
 def noise_line(noise: Noise) -> str:
