@@ -4,13 +4,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quire.recurrence.state_backend import LayerStates, StateBatch
+from quire.recurrence.state_backend import LayerStates, StateBackend, StateBatch
 from quire.recurrence.state_specs import (
     GatedDeltaSpec,
     Mamba2Spec,
     Mamba2Weights,
     ShortConvSpec,
-    StateBackend,
 )
 
 Spec = GatedDeltaSpec | Mamba2Spec | ShortConvSpec

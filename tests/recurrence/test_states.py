@@ -21,7 +21,8 @@ from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, loa
 from quire.kernels.options import NATIVE_KERNELS
 from quire.recurrence import reference
 from quire.recurrence.cpu_states import CpuStates
-from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, StateBackend
+from quire.recurrence.state_backend import StateBackend
+from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec
 from quire.recurrence.torch_states import TorchStates
 
 

@@ -1,8 +1,8 @@
 """Layers that keep a state for each sequence: how they get what moves it."""
 
-from typing import Any
-
 from torch import nn
+
+from quire.recurrence.state_backend import StateBackend
 
 
 class RecurrentModule(nn.Module):
@@ -11,7 +11,8 @@ class RecurrentModule(nn.Module):
     states: moves them, through the step that was planned; `TextModel.use_states` sets it.
     """
 
+    states: StateBackend
+
     def __init__(self, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.states: Any = None

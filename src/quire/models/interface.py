@@ -14,7 +14,7 @@ from quire.attention.interface import AttentionCall, AttentionSpec
 from quire.layers.operator_module import OperatorModule
 from quire.layers.recurrent import RecurrentModule
 from quire.models.config import ModelConfig
-from quire.recurrence.state_backend import RecurrentBackend, RecurrentSpec
+from quire.recurrence.state_backend import RecurrentSpec, StateBackend
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class TextModel(OperatorModule, ABC):
     hidden_size: int
     attention_specs: tuple[AttentionSpec, ...]
     recurrent_specs: tuple[RecurrentSpec, ...] = ()
-    recurrence: RecurrentBackend | None = None
+    recurrence: StateBackend | None = None
 
     @abstractmethod
     def __init__(
@@ -69,7 +69,7 @@ class TextModel(OperatorModule, ABC):
         (arXiv:2503.01840).
         """
 
-    def use_states(self, recurrence: RecurrentBackend) -> None:
+    def use_states(self, recurrence: StateBackend) -> None:
         """Let `recurrence` move the states of all recurrent layers, before the first step."""
         self.recurrence = recurrence
         for module in self.modules():

@@ -8,14 +8,14 @@ from importlib import import_module
 
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels
-from quire.recurrence.state_backend import RecurrentBackend
+from quire.recurrence.state_backend import StateBackend
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentEntry:
     """Where a backend is, and where it may be used.
 
-    path: "module:Class", a `state_backend.RecurrentBackend`; imported when it is first needed, and
+    path: "module:Class", a `state_backend.StateBackend`; imported when it is first needed, and
     made by its class method `create`, which is given the engine's native kernels, or None.
     device_types: torch's names of the devices that it serves. needs_kernels: it computes with the
     native kernels.
@@ -50,12 +50,12 @@ def register(name: str, entry: RecurrentEntry) -> None:
     _BACKENDS.update(others)
 
 
-def select(device_type: str, kernels: NativeKernels | None) -> RecurrentBackend:
+def select(device_type: str, kernels: NativeKernels | None) -> StateBackend:
     """A new backend for a device. Raises ConfigurationError where none serves it."""
     for entry in _BACKENDS.values():
         if device_type in entry.device_types and (kernels is not None or not entry.needs_kernels):
             module, _, name = entry.path.partition(":")
-            backend: RecurrentBackend = getattr(import_module(module), name).create(kernels)
+            backend: StateBackend = getattr(import_module(module), name).create(kernels)
             return backend
     raise ConfigurationError(
         f"the model has layers with recurrent states, which nothing here computes on device"

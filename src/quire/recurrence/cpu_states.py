@@ -11,29 +11,20 @@ import torch
 
 from quire.kernels.cpu import abi, state_abi
 from quire.kernels.cpu.library import NativeKernels
-from quire.recurrence.state_backend import LayerStates, RecurrentSpec, StateBatch
-from quire.recurrence.state_specs import (
-    GatedDeltaSpec,
-    Mamba2Spec,
-    Mamba2Weights,
-    ShortConvSpec,
-    StateBackend,
-)
-from quire.recurrence.torch_states import check_kinds
+from quire.recurrence.state_backend import LayerStates, RecurrentSpec, StateBackend, StateBatch
+from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
 
 
 class CpuStates(StateBackend):
     """Between `plan` and the step's last layer the batch stays unchanged."""
 
     def __init__(self, kernels: NativeKernels) -> None:
+        super().__init__()
         self._kernels = kernels
-        self._specs: tuple[RecurrentSpec, ...] = ()
         self._native: list[state_abi.StateLayer] = []
         self._step = state_abi.StateStep()
-        # What the structures point to.
-        self._layers: tuple[LayerStates, ...] = ()
+        # What the step points to.
         self._tables: ctypes.Array[state_abi.StateTable] = (state_abi.StateTable * 0)()
-        self._batch: StateBatch | None = None
 
     @classmethod
     def create(cls, kernels: NativeKernels | None) -> StateBackend:
@@ -41,11 +32,11 @@ class CpuStates(StateBackend):
         return cls(kernels)
 
     def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
-        check_kinds(specs)
+        super().bind(specs, layers)
         self._native = [_bound(spec, layer) for spec, layer in zip(specs, layers, strict=True)]
-        self._specs, self._layers = specs, layers
 
     def plan(self, batch: StateBatch) -> None:
+        super().plan(batch)
         self._tables = (state_abi.StateTable * len(batch.tables))(
             *(state_abi.StateTable(table.data_ptr(), table.stride(0)) for table in batch.tables)
         )
@@ -55,7 +46,6 @@ class CpuStates(StateBackend):
         step.context_lens = batch.context_lens.data_ptr()
         step.rows = batch.rows.data_ptr()
         step.tables = ctypes.addressof(self._tables)
-        self._batch = batch
 
     def gated_delta(
         self,

@@ -9,15 +9,25 @@ layers of a group one after the other:
 
 The state there is that after the row's computed tokens. A run reads it, computes the step's tokens
 in their order, and writes the state after them to the same place. What a sequence's first token
-finds there may be anything: it begins with zeros.
+finds there may be anything: it begins with zeros. Each state is moved token by token, so that no
+result depends on how a prompt was cut in chunks, on other sequences or on the number of threads.
 
-Shapes: T tokens of the step, S sequences of the step, R rows of the tables, N blocks.
+To add a backend: one file here that implements `StateBackend`, one line in `backends.py`.
+
+Shapes: T tokens of the step, S sequences of the step, R rows of the tables, N blocks, Hk key heads,
+Hv value heads, dk and dv their sizes, H heads of Mamba-2, P their size, N its state size, G its
+groups, C channels, W width.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from quire.errors import ConfigurationError
+from quire.kernels.cpu.library import NativeKernels
+from quire.recurrence.state_specs import KINDS, Mamba2Weights
 
 
 class RecurrentSpec(Protocol):
@@ -69,19 +79,78 @@ class StateBatch:
     tables: tuple[torch.Tensor, ...]
 
 
-class RecurrentBackend(Protocol):
-    """Moves states. One object serves all recurrent layers of a model, which call its methods.
+class StateBackend(ABC):
+    """Moves the states of all recurrent layers of a model, which call its methods, in their pages.
+
+    `layer` is an index into the specs that were bound. Of tokens of padding, behind those of the
+    batch's sequences, nothing is read; their results may be anything.
 
     serves_graphs: as `AttentionBackend` has it: of steps in which all sequences decode it reads
     nothing but tensors, so that they may be captured once and replayed.
     """
 
-    serves_graphs: bool
+    serves_graphs = False
+
+    def __init__(self) -> None:
+        self._specs: tuple[RecurrentSpec, ...] = ()
+        self._layers: tuple[LayerStates, ...] = ()
+        self._batch: StateBatch | None = None
+
+    @classmethod
+    def create(cls, kernels: NativeKernels | None) -> "StateBackend":
+        """A backend that is not bound yet. kernels: the engine's native ones, where there are any.
+
+        Raises ConfigurationError where it can't run.
+        """
+        return cls()
 
     def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
-        """Attach the memory, once, after it was allocated. `layers[i]` belongs to `specs[i]`."""
-        ...
+        """Attach the memory, once, after it was allocated. `layers[i]` belongs to `specs[i]`.
+
+        Raises ConfigurationError for a spec of a kind that it doesn't compute.
+        """
+        for spec in specs:
+            if not isinstance(spec, KINDS):
+                names = ", ".join(kind.__name__ for kind in KINDS)
+                raise ConfigurationError(f"{spec} can't be computed here; there is: {names}")
+        self._specs, self._layers = specs, layers
 
     def plan(self, batch: StateBatch) -> None:
-        """Prepare for a step: all work that does not depend on the layers' inputs."""
-        ...
+        """Prepare for a step; the batch stays unchanged until the step's last layer ran."""
+        self._batch = batch
+
+    @abstractmethod
+    def gated_delta(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        """q, k [T, Hk, dk], v [T, Hv, dv], g (log of the decay) and beta [T, Hv] -> [T, Hv, dv].
+
+        The result has v's dtype. See GatedDeltaSpec.
+        """
+
+    @abstractmethod
+    def mamba2(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        weights: Mamba2Weights,
+    ) -> torch.Tensor:
+        """x [T, H, P], dt [T, H] before bias and softplus, b, c [T, G, N] -> [T, H, P].
+
+        The result has x's dtype. See Mamba2Spec.
+        """
+
+    @abstractmethod
+    def short_conv(
+        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [T, C], weight [C, W], bias [C] -> [T, C] in x's dtype. See ShortConvSpec."""

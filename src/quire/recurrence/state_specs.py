@@ -1,24 +1,17 @@
-"""The kinds of recurrent layers, and the interface of backends that compute them.
+"""The kinds of recurrent layers: their sizes, and how their states are cut in units.
 
-A spec says what a layer is and how its state is cut in units; `state_backend.py` says where units
-lie and what a step is. A backend moves each state token by token, in the sequence's order, so that
-no result depends on how a prompt was cut in chunks, on other sequences or on the number of threads.
-States are fp32, whatever the model's dtype.
+`state_backend.py` says where units lie, what a step is, and what a backend does with them. States
+are fp32, whatever the model's dtype.
 
-To add a backend: one file here that implements `StateBackend`, one line in `backends.py`.
-
-Shapes: T tokens of the step, S sequences, Hk key heads, Hv value heads, dk and dv their sizes, H
-heads of Mamba-2, P their size, N its state size, G its groups, C channels, W width.
+Shapes: dk and dv the sizes of key and value heads, H heads of Mamba-2, P their size, N its state
+size, C channels.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 
 from quire.errors import ConfigurationError
-from quire.kernels.cpu.library import NativeKernels
-from quire.recurrence.state_backend import LayerStates, RecurrentSpec, StateBatch
 
 UNIT_COLUMNS = 16
 """Of a matrix state that one unit holds, side by side, for each row."""
@@ -156,68 +149,5 @@ class Mamba2Weights:
     dt_bias: torch.Tensor | None = None
 
 
-class StateBackend(ABC):
-    """Moves the states of all recurrent layers of a model, in their pages.
-
-    `layer` is an index into the specs that were bound. Of tokens of padding, behind those of the
-    batch's sequences, nothing is read; their results may be anything.
-
-    serves_graphs: as `AttentionBackend` has it.
-    """
-
-    serves_graphs = False
-
-    @classmethod
-    def create(cls, kernels: NativeKernels | None) -> "StateBackend":
-        """A backend that is not bound yet. kernels: the engine's native ones, where there are any.
-
-        Raises ConfigurationError where it can't run.
-        """
-        return cls()
-
-    @abstractmethod
-    def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
-        """Attach the memory, once, after it was allocated. `layers[i]` belongs to `specs[i]`.
-
-        Raises ConfigurationError for a spec of a kind that it doesn't compute.
-        """
-
-    @abstractmethod
-    def plan(self, batch: StateBatch) -> None:
-        """Prepare for a step; the batch stays unchanged until the step's last layer ran."""
-
-    @abstractmethod
-    def gated_delta(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-    ) -> torch.Tensor:
-        """q, k [T, Hk, dk], v [T, Hv, dv], g (log of the decay) and beta [T, Hv] -> [T, Hv, dv].
-
-        The result has v's dtype. See GatedDeltaSpec.
-        """
-
-    @abstractmethod
-    def mamba2(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        weights: Mamba2Weights,
-    ) -> torch.Tensor:
-        """x [T, H, P], dt [T, H] before bias and softplus, b, c [T, G, N] -> [T, H, P].
-
-        The result has x's dtype. See Mamba2Spec.
-        """
-
-    @abstractmethod
-    def short_conv(
-        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """x [T, C], weight [C, W], bias [C] -> [T, C] in x's dtype. See ShortConvSpec."""
+KINDS = GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+"""That every backend computes."""

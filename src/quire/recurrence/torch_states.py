@@ -7,9 +7,8 @@ more numbers at once in another way, and results may not depend on chunks.
 
 import torch
 
-from quire.errors import ConfigurationError
 from quire.recurrence import reference
-from quire.recurrence.state_backend import LayerStates, RecurrentSpec, StateBatch
+from quire.recurrence.state_backend import StateBackend
 from quire.recurrence.state_specs import (
     UNIT_CHANNELS,
     UNIT_COLUMNS,
@@ -17,34 +16,11 @@ from quire.recurrence.state_specs import (
     Mamba2Spec,
     Mamba2Weights,
     ShortConvSpec,
-    StateBackend,
 )
-
-KINDS = GatedDeltaSpec, Mamba2Spec, ShortConvSpec
-
-
-def check_kinds(specs: tuple[RecurrentSpec, ...]) -> None:
-    """Raises ConfigurationError for a spec that is none of KINDS."""
-    for spec in specs:
-        if not isinstance(spec, KINDS):
-            names = ", ".join(kind.__name__ for kind in KINDS)
-            raise ConfigurationError(f"{spec} can't be computed here; there is: {names}")
 
 
 class TorchStates(StateBackend):
     """Between `plan` and the step's last layer the batch stays unchanged."""
-
-    def __init__(self) -> None:
-        self._specs: tuple[RecurrentSpec, ...] = ()
-        self._layers: tuple[LayerStates, ...] = ()
-        self._batch: StateBatch | None = None
-
-    def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
-        check_kinds(specs)
-        self._specs, self._layers = specs, layers
-
-    def plan(self, batch: StateBatch) -> None:
-        self._batch = batch
 
     def gated_delta(
         self,

@@ -78,7 +78,7 @@ class KVCache:
         )
 
     def states(self) -> tuple[LayerStates, ...]:
-        """Where each recurrent layer's states lie, for `RecurrentBackend.bind`."""
+        """Where each recurrent layer's states lie, for `StateBackend.bind`."""
         num_token_groups = len(self.layout.groups) - len(self.layout.state_sizes)
         return tuple(
             LayerStates(
