@@ -1,7 +1,8 @@
 """Every Triton kernel on fresh random inputs beside its torch reference, and what some take.
 
 Where a reference fixes each rounding the bound is a few units in the last place; where sums differ
-in order it is the error of rounding the operands. Attention is in `attention.py`.
+in order it is the error of rounding the operands. Attention is in `attention.py`, recurrent layers
+are in `states.py`.
 """
 
 import random
@@ -47,6 +48,7 @@ COVERS = {
     "linears": ("matmul", "skinny_matmul", "quantize_rows", "int8_matmul", "int4_matmul"),
     "sampling": (*("scan_logits", "gumbel_sample", "edit_logits", "penalties", "token_logprobs"),),
     "attention": ("paged_attention", "decode_work", "merge_parts"),
+    "states": ("gated_delta_rule", "mamba2_scan", "causal_conv"),
 }
 
 

@@ -47,10 +47,20 @@ class Section:
 
 SECTIONS = {
     "kernels": Section(
-        ("benchmarks.gpu.kernels:check_kernels", "benchmarks.gpu.attention:check_attention"), 200
+        (
+            "benchmarks.gpu.kernels:check_kernels",
+            "benchmarks.gpu.attention:check_attention",
+            "benchmarks.gpu.states:check_states",
+        ),
+        200,
     ),
     "speeds": Section(
-        ("benchmarks.gpu.attention:measure_attention", "benchmarks.gpu.kernels:measure_kernels"), 90
+        (
+            "benchmarks.gpu.attention:measure_attention",
+            "benchmarks.gpu.kernels:measure_kernels",
+            "benchmarks.gpu.states:measure_states",
+        ),
+        100,
     ),
     "tokens": Section(
         ("benchmarks.gpu.tokens:check_tokens", "benchmarks.gpu.tokens:check_tensor_parallel"), 100

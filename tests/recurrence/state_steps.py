@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quire.recurrence import reference
 from quire.recurrence.state_backend import LayerStates, StateBackend, StateBatch
 from quire.recurrence.state_specs import (
     GatedDeltaSpec,
@@ -60,6 +61,20 @@ def call(backend: StateBackend, spec: Spec, given: list[torch.Tensor]) -> torch.
     if isinstance(spec, Mamba2Spec):
         return backend.mamba2(0, *given, mamba_weights(spec))
     return backend.short_conv(0, *given, *conv_weights(spec))
+
+
+def exact(spec: Spec, given: list[torch.Tensor]) -> torch.Tensor:
+    """The results of a sequence from its first token on, in float64."""
+    if isinstance(spec, GatedDeltaSpec):
+        state = torch.zeros(spec.num_v_heads, spec.key_dim, spec.value_dim, dtype=torch.double)
+        q, k, *rest = given
+        return reference.gated_delta(spec, state, (q, k), *rest)[0]
+    if isinstance(spec, Mamba2Spec):
+        state = torch.zeros(spec.num_heads, spec.state_size, spec.head_dim, dtype=torch.double)
+        x, dt, b, c = given
+        return reference.mamba2(spec, state, x, dt, (b, c), mamba_weights(spec))[0]
+    state = torch.zeros(spec.width - 1, spec.num_channels, dtype=torch.double)
+    return reference.short_conv(spec, state, given[0], *conv_weights(spec))[0]
 
 
 @dataclass

@@ -10,19 +10,16 @@ from tests.recurrence.state_steps import (
     SPECS,
     Spec,
     World,
-    conv_weights,
     cut,
+    exact,
     inputs,
-    mamba_weights,
 )
 
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
 from quire.kernels.options import NATIVE_KERNELS
-from quire.recurrence import reference
 from quire.recurrence.cpu_states import CpuStates
 from quire.recurrence.state_backend import StateBackend
-from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec
 from quire.recurrence.torch_states import TorchStates
 
 
@@ -44,20 +41,6 @@ def backend(request: pytest.FixtureRequest) -> StateBackend:
 @pytest.fixture(params=NATIVE_KERNELS)
 def isa(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def exact(spec: Spec, given: list[torch.Tensor]) -> torch.Tensor:
-    """The results of a sequence from its first token on, in float64."""
-    if isinstance(spec, GatedDeltaSpec):
-        state = torch.zeros(spec.num_v_heads, spec.key_dim, spec.value_dim, dtype=torch.double)
-        q, k, *rest = given
-        return reference.gated_delta(spec, state, (q, k), *rest)[0]
-    if isinstance(spec, Mamba2Spec):
-        state = torch.zeros(spec.num_heads, spec.state_size, spec.head_dim, dtype=torch.double)
-        x, dt, b, c = given
-        return reference.mamba2(spec, state, x, dt, (b, c), mamba_weights(spec))[0]
-    state = torch.zeros(spec.width - 1, spec.num_channels, dtype=torch.double)
-    return reference.short_conv(spec, state, given[0], *conv_weights(spec))[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -184,7 +184,8 @@ class _Builder:
         )
         use_operators(model, setup.operators)
         if model.recurrent_specs:
-            model.use_states(select_recurrence(setup.device.type, setup.kernels))
+            states = select_recurrence(setup.device.type, setup.kernels, is_triton=setup.is_triton)
+            model.use_states(states)
         elif self.options.kv_cache_dtype != AUTO:  # the prompt below goes without bound states
             check_keys(model, self.options.kv_cache_dtype, model_len)
         return model

@@ -18,17 +18,23 @@ class RecurrentEntry:
     path: "module:Class", a `state_backend.StateBackend`; imported when it is first needed, and
     made by its class method `create`, which is given the engine's native kernels, or None.
     device_types: torch's names of the devices that it serves. needs_kernels: it computes with the
-    native kernels.
+    native kernels. needs_triton: it is for engines whose kernels are Triton's.
     """
 
     path: str
     device_types: frozenset[str]
     needs_kernels: bool = False
+    needs_triton: bool = False
 
 
 _BACKENDS: dict[str, RecurrentEntry] = {
     "cpu": RecurrentEntry(
         "quire.recurrence.cpu_states:CpuStates", frozenset({"cpu"}), needs_kernels=True
+    ),
+    "triton": RecurrentEntry(
+        "quire.recurrence.triton_states:TritonStates",
+        frozenset({"cpu", "cuda"}),
+        needs_triton=True,
     ),
     "torch": RecurrentEntry(
         "quire.recurrence.torch_states:TorchStates", frozenset({"cpu", "cuda"})
@@ -50,10 +56,17 @@ def register(name: str, entry: RecurrentEntry) -> None:
     _BACKENDS.update(others)
 
 
-def select(device_type: str, kernels: NativeKernels | None) -> StateBackend:
-    """A new backend for a device. Raises ConfigurationError where none serves it."""
+def select(
+    device_type: str, kernels: NativeKernels | None, *, is_triton: bool = False
+) -> StateBackend:
+    """A new backend for a device. is_triton: the engine's kernels are Triton's, on a CPU in its
+    interpreter. Raises ConfigurationError where none serves it."""
     for entry in _BACKENDS.values():
-        if device_type in entry.device_types and (kernels is not None or not entry.needs_kernels):
+        is_served = device_type in entry.device_types
+        has_needed = (kernels is not None or not entry.needs_kernels) and (
+            is_triton or not entry.needs_triton
+        )
+        if is_served and has_needed:
             module, _, name = entry.path.partition(":")
             backend: StateBackend = getattr(import_module(module), name).create(kernels)
             return backend

@@ -1,0 +1,1 @@
+"""Triton kernels that move the states of recurrent layers in their pages."""

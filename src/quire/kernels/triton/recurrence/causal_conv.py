@@ -1,0 +1,186 @@
+"""A causal convolution of each channel by itself, whose last inputs are a paged state.
+
+    y[t] = bias + sum over i of weight[i] x[t - W + 1 + i], then y * sigmoid(y) if has_silu
+
+The reference is `quire/recurrence/reference.py::short_conv`. Products are added in the order of i;
+each is rounded by itself, so that a token has the same bits in every tile. The state is the last
+W - 1 inputs, zeros before the first; its units are 64 channels, fp32 [W - 1][64], the oldest first.
+
+A tile has BLOCK_T tokens and BLOCK_C channels. A program takes every so many tiles of a sequence;
+what of the taps lies before a tile is read again, from the cache. The first program of a sequence
+alone reads the state and writes the new one, of the sequence's last inputs.
+
+Bound by memory: a token reads and writes C elements, a state 2 (W - 1) C fp32.
+
+Shapes: T tokens, C channels, W width (2 to 4). dtypes: x fp32, bf16 or fp16; weight and bias any of
+these; states fp32. Called by `recurrence/triton_states`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.recurrence.units import StepStates, unit_places
+
+_CHANNELS = 128
+_TOKENS = 16
+_MANY_PROGRAMS = 2048
+"""Of tiles of a step with prompts: some for each processor of the largest GPUs."""
+
+
+def causal_conv(
+    states: StepStates,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    has_silu: bool,
+) -> torch.Tensor:
+    """x [T, C], weight [C, W], bias [C] -> [T, C] in x's dtype; the states are moved in place.
+
+    Views of fused tensors are read where they lie. Raises ValueError for other shapes.
+    """
+    num_tokens, num_channels = x.shape
+    width = weight.shape[1]
+    if weight.shape[0] != num_channels or not 2 <= width <= 4:
+        raise ValueError(
+            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}, but must be [T, C] and [C, W]"
+            " with W from 2 to 4"
+        )
+    if bias is not None and (bias.shape != (num_channels,) or not bias.is_contiguous()):
+        raise ValueError(f"bias is {tuple(bias.shape)}, but must be ({num_channels},), contiguous")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_sequences = states.num_sequences
+    num_parts = triton.cdiv(num_channels, _CHANNELS)
+    is_decode = num_tokens == num_sequences
+    num_tiles = 1 if is_decode else triton.cdiv(num_tokens, _TOKENS)
+    num_tiles = min(num_tiles, max(1, _MANY_PROGRAMS // (num_parts * num_sequences)))
+    causal_conv_kernel[(num_parts, num_sequences, num_tiles)](
+        x,
+        weight,
+        bias,
+        out,
+        x.stride(0),
+        *weight.stride(),
+        *states.arguments,
+        C=num_channels,
+        WIDTH=width,
+        HAS_SILU=has_silu,
+        BLOCK_T=1 if is_decode else _TOKENS,
+        BLOCK_C=_CHANNELS,
+        num_warps=2,
+        enable_fp_fusion=False,  # see `units.py`
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["first_unit", "units_per_page"])  # type: ignore[untyped-decorator]
+def causal_conv_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [T, C]
+    weight_ptr,  # [C, W]
+    bias_ptr,  # [C], or None
+    out_ptr,  # [T, C], contiguous
+    x_stride,
+    channel_stride,
+    tap_stride,
+    pages_ptr,  # these as in `StepStates`
+    table_ptr,
+    query_start_ptr,
+    context_lens_ptr,
+    rows_ptr,
+    page_stride,
+    table_stride,
+    first_unit,
+    units_per_page,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Programs (channels, sequence, every so many of its tiles)."""
+    sequence = tl.program_id(1)
+    context = tl.load(context_lens_ptr + sequence)
+    if context > 0:
+        first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
+        channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+        is_channel = channels < C
+        num_tokens = end - first
+        x_ptr += first.to(tl.int64) * x_stride
+        places = unit_places(
+            pages_ptr,
+            table_ptr,
+            tl.load(rows_ptr + sequence),
+            page_stride,
+            table_stride,
+            first_unit + tl.minimum(channels, C - 1) // 64,
+            units_per_page,
+            (WIDTH - 1) * 64,
+        )
+        places += channels % 64
+        # Other programs of the sequence have no token whose taps reach before the step.
+        is_known = is_channel & (tl.program_id(2) == 0) & (context > num_tokens)
+        kept = (
+            tl.load(places, is_known, other=0.0),
+            tl.load(places + 64, is_known & (WIDTH > 2), other=0.0),
+            tl.load(places + 128, is_known & (WIDTH > 3), other=0.0),
+        )
+        learned = _weights(weight_ptr, bias_ptr, (channel_stride, tap_stride), channels, C, WIDTH)
+        for tile in range(tl.program_id(2), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(2)):
+            tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+            y = tl.broadcast_to(learned[0][None, :], (BLOCK_T, BLOCK_C))
+            for tap in tl.static_range(WIDTH):
+                at = tokens + tap + 1 - WIDTH
+                inputs = _inputs(x_ptr, x_stride, at, num_tokens, kept, channels, C, WIDTH)
+                y += learned[tap + 1][None, :] * inputs
+            if HAS_SILU:
+                y = y / (1.0 + tl.exp(-y))
+            out_rows = out_ptr + (first + tokens).to(tl.int64)[:, None] * C
+            mask = (tokens < num_tokens)[:, None] & is_channel[None, :]
+            tl.store(out_rows + channels[None, :], y.to(out_ptr.dtype.element_ty), mask)
+        if tl.program_id(2) == 0:
+            # Threads may hold copies of a state's word: all have read it before one writes it.
+            tl.debug_barrier()
+            for entry in tl.static_range(WIDTH - 1):
+                token = num_tokens + entry + 1 - WIDTH + tl.arange(0, 1)
+                last = _inputs(x_ptr, x_stride, token, num_tokens, kept, channels, C, WIDTH)
+                tl.store(places[None, :] + entry * 64, last, is_channel[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(  # type: ignore[no-untyped-def]
+    weight_ptr, bias_ptr, strides, channels, C: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The bias, then the taps; zeros where there is none; each [channels] fp32."""
+    is_channel = channels < C
+    bias = tl.zeros(channels.shape, tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + channels, is_channel, other=0.0).to(tl.float32)
+    at, tap = weight_ptr + channels * strides[0], strides[1]
+    first = tl.load(at, is_channel, other=0.0).to(tl.float32)
+    second = tl.load(at + tap, is_channel, other=0.0).to(tl.float32)
+    third = tl.load(at + 2 * tap, is_channel & (WIDTH > 2), other=0.0).to(tl.float32)
+    fourth = tl.load(at + 3 * tap, is_channel & (WIDTH > 3), other=0.0).to(tl.float32)
+    return bias, first, second, third, fourth
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inputs(  # type: ignore[no-untyped-def]
+    x_ptr,
+    x_stride,
+    tokens,  # [tokens], of the sequence's in the step; those before it are negative
+    num_tokens,
+    kept,  # of W - 1 rows [channels], the oldest first
+    channels,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """[tokens, channels] fp32: what came in at a token, of the step or kept from before."""
+    is_new = ((tokens >= 0) & (tokens < num_tokens))[:, None] & (channels < C)[None, :]
+    places = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + channels[None, :]
+    new = tl.load(places, is_new, other=0.0).to(tl.float32)
+    entry = (tokens + WIDTH - 1)[:, None]
+    old = tl.where(entry == 1, kept[1][None, :], kept[2][None, :])
+    old = tl.where(entry == 0, kept[0][None, :], old)
+    return tl.where(tokens[:, None] < 0, old, new)

@@ -1,0 +1,205 @@
+"""The gated delta rule over paged states, token by token.
+
+Per value head, with S [dk, dv], of the key head that it shares, q and k divided by sqrt(sum of
+squares + eps) if they are normalized, and q multiplied by dk^-0.5:
+
+    S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q
+
+Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), section 3.1. The reference is
+`quire/recurrence/reference.py::gated_delta`, which this equals up to the order of sums and two
+rearrangements that shorten the chain from token to token: what divides q and k multiplies the sums,
+and o is taken from the state before its update, o = S^T q + (k . q) delta, so that both sums over
+the state are under way together.
+
+Decode is bound by memory: a unit of dk = 128 is read and written once, 8 KiB each way, beside which
+q, k and v, from the L2 cache for all but the first unit of a head, are 3 %. 4096 programs of one
+warp (batch 16, 32 heads of 128) have 12 units a processor under way. A prompt takes a loop over
+its tokens, whose loads run one token ahead; it is bound by latency until some 500 units (two
+sequences of 32 heads) fill the device.
+
+Shapes: T tokens, Hk key heads, Hv value heads, dk and dv their sizes. dtypes: q, k, v fp32, bf16 or
+fp16; g and beta any of these; states fp32. Called by `recurrence/triton_states`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.recurrence.units import (
+    StepStates,
+    dense_tokens,
+    matrix_places,
+    program_columns,
+    sum_rows,
+)
+from quire.kernels.triton.support import next_power_of_two
+
+
+def gated_delta_rule(
+    states: StepStates,
+    qk: tuple[torch.Tensor, torch.Tensor],
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    eps: float | None,
+) -> torch.Tensor:
+    """q and k [T, Hk, dk], v [T, Hv, dv], g (log of the decay) and beta [T, Hv] -> [T, Hv, dv] in
+    v's dtype; the states are moved in place. dv is a multiple of 16.
+
+    eps: what is added to sums of squares; None: q and k come as they are to be used. Views of fused
+    tensors are read where they lie. Raises ValueError for other shapes.
+    """
+    _check(*qk, v, g, beta)
+    q, k, v = map(dense_tokens, (*qk, v))
+    g, beta = (x if x.stride(1) == 1 else x.contiguous() for x in (g, beta))
+    num_k_heads, key_dim = q.shape[1:]
+    num_tokens, num_v_heads, value_dim = v.shape
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    columns = program_columns(key_dim, num_v_heads * value_dim, num_tokens, states.num_sequences)
+    gated_delta_rule_kernel[(num_v_heads * value_dim // columns, states.num_sequences)](
+        q,
+        k,
+        v,
+        g,
+        beta,
+        out,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        g.stride(0),
+        beta.stride(0),
+        *states.arguments,
+        EPS=eps,
+        HK=num_k_heads,
+        HV=num_v_heads,
+        DK=key_dim,
+        DV=value_dim,
+        BLOCK_K=next_power_of_two(key_dim),
+        COLUMNS=columns,
+        num_warps=1,
+        enable_fp_fusion=False,  # see `units.py`
+    )
+    return out
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> None:
+    num_tokens, num_v_heads, value_dim = v.shape
+    if q.shape != k.shape or len(q) != num_tokens or num_v_heads % q.shape[1] or value_dim % 16:
+        raise ValueError(
+            f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}, but must be"
+            " [T, Hk, dk], the same, and [T, Hv, dv], Hv a multiple of Hk and dv of 16"
+        )
+    if g.shape != v.shape[:2] or beta.shape != v.shape[:2]:
+        raise ValueError(
+            f"g is {tuple(g.shape)} and beta {tuple(beta.shape)}, but must be "
+            f"{tuple(v.shape[:2])} as v's tokens and heads"
+        )
+
+
+@triton.jit(do_not_specialize=["first_unit", "units_per_page"])  # type: ignore[untyped-decorator]
+def gated_delta_rule_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,  # [T, Hk, dk]
+    k_ptr,
+    v_ptr,  # [T, Hv, dv]
+    g_ptr,  # [T, Hv]
+    beta_ptr,
+    out_ptr,  # [T, Hv, dv], contiguous
+    q_stride,
+    k_stride,
+    v_stride,
+    g_stride,
+    beta_stride,
+    pages_ptr,  # these as in `StepStates`
+    table_ptr,
+    query_start_ptr,
+    context_lens_ptr,
+    rows_ptr,
+    page_stride,
+    table_stride,
+    first_unit,
+    units_per_page,
+    EPS: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Programs (columns of all value heads, sequence)."""
+    sequence = tl.program_id(1)
+    context = tl.load(context_lens_ptr + sequence)
+    if context > 0:
+        first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
+        places, column = matrix_places(
+            pages_ptr,
+            table_ptr,
+            tl.load(rows_ptr + sequence),
+            page_stride,
+            table_stride,
+            first_unit,
+            units_per_page,
+            DK,
+            BLOCK_K,
+            COLUMNS,
+        )
+        keys, columns = tl.arange(0, BLOCK_K), tl.arange(0, COLUMNS)
+        is_key = keys < DK
+        state = tl.load(places, is_key[:, None] & (context > end - first), other=0.0)
+
+        head = column // DV
+        key_at = head * HK // HV * DK + keys
+        v_at = v_ptr + column + columns
+        tokens = (q_ptr + key_at, k_ptr + key_at, v_at, g_ptr + head, beta_ptr + head)
+        strides = (q_stride, k_stride, v_stride, g_stride, beta_stride)
+        token = first.to(tl.int64)
+        q, k, v, g, beta = _load_token(tokens, strides, token, is_key)
+        for _ in range(first, end):
+            ahead = tl.minimum(token + 1, end - 1)
+            next_q, next_k, next_v, next_g, next_beta = _load_token(tokens, strides, ahead, is_key)
+            state, out = _move(state, q, k, v, g, beta, EPS, DK, BLOCK_K, COLUMNS)
+            out_places = out_ptr + token * (HV * DV) + column + columns
+            tl.store(out_places, out.to(out_ptr.dtype.element_ty))
+            q, k, v, g, beta = next_q, next_k, next_v, next_g, next_beta
+            token += 1
+        tl.store(places, state, is_key[:, None])
+
+
+@triton.jit
+def _load_token(tokens, strides, token, is_key):  # type: ignore[no-untyped-def]
+    q = tl.load(tokens[0] + token * strides[0], is_key, other=0.0)
+    k = tl.load(tokens[1] + token * strides[1], is_key, other=0.0)
+    v = tl.load(tokens[2] + token * strides[2])
+    g = tl.load(tokens[3] + token * strides[3])
+    beta = tl.load(tokens[4] + token * strides[4])
+    return q, k, v, g, beta
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move(  # type: ignore[no-untyped-def]
+    state,  # [BLOCK_K, COLUMNS] fp32
+    q,  # [BLOCK_K]
+    k,  # [BLOCK_K]
+    v,  # [COLUMNS]
+    g,
+    beta,
+    EPS: tl.constexpr,
+    DK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The state after a token, and the token's result [COLUMNS] fp32."""
+    q, k = q.to(tl.float32)[:, None], k.to(tl.float32)[:, None]
+    q_scale, k_scale = DK**-0.5, 1.0
+    if EPS is not None:
+        k_scale = tl.rsqrt(sum_rows(k * k, BLOCK_K, 1) + EPS)
+        q_scale = tl.rsqrt(sum_rows(q * q, BLOCK_K, 1) + EPS) * q_scale
+    state *= tl.exp(g.to(tl.float32))
+    known = sum_rows(state * k, BLOCK_K, COLUMNS) * k_scale
+    seen = sum_rows(state * q, BLOCK_K, COLUMNS)
+    delta = (v.to(tl.float32) - known) * beta.to(tl.float32) * k_scale
+    out = tl.fma(sum_rows(q * k, BLOCK_K, 1), delta, seen) * q_scale
+    return tl.fma(k, delta[None, :], state), out

@@ -1,0 +1,236 @@
+"""The state space of Mamba-2 over paged states, token by token.
+
+Per head, with S [N, P], B and C of the group that it shares, and dt = softplus(dt + dt_bias) within
+[min_step, max_step]:
+
+    S = exp(dt A) S + B (dt x)^T;  y = S^T C + D x
+
+Source: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060), section 7. The reference is
+`quire/recurrence/reference.py::mamba2`, which this equals up to the order of sums.
+
+Bound by memory in decode, by instructions and latency in a prompt, as `gated_delta_rule.py`, whose
+programs these resemble; the sum over the state is not on the way from one token to the next.
+
+Shapes: T tokens, H heads, P their size, N state size, G groups. dtypes: x, b, c fp32, bf16 or fp16;
+dt and the weights any of these; states fp32. Called by `recurrence/triton_states`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.recurrence.units import (
+    StepStates,
+    dense_tokens,
+    matrix_places,
+    program_columns,
+    sum_rows,
+)
+from quire.kernels.triton.support import next_power_of_two
+
+
+@dataclass(frozen=True, slots=True)
+class ScanWeights:
+    """What a layer learned, each [H]. a: negative. d, dt_bias: None: zeros.
+
+    min_step, max_step: of dt after softplus.
+    """
+
+    a: torch.Tensor
+    d: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    min_step: float
+    max_step: float
+
+
+def mamba2_scan(
+    states: StepStates,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    bc: tuple[torch.Tensor, torch.Tensor],
+    weights: ScanWeights,
+) -> torch.Tensor:
+    """x [T, H, P], dt [T, H] before bias and softplus, b and c [T, G, N] -> [T, H, P] in x's dtype;
+    the states are moved in place. P is a multiple of 16.
+
+    Views of fused tensors are read where they lie. Raises ValueError for other shapes.
+    """
+    _check(x, dt, *bc, weights)
+    x, b, c = map(dense_tokens, (x, *bc))
+    dt = dt if dt.stride(1) == 1 else dt.contiguous()
+    num_tokens, num_heads, head_dim = x.shape
+    num_groups, state_size = b.shape[1:]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    columns = program_columns(state_size, num_heads * head_dim, num_tokens, states.num_sequences)
+    mamba2_scan_kernel[(num_heads * head_dim // columns, states.num_sequences)](
+        x,
+        dt,
+        b,
+        c,
+        weights.a,
+        weights.d,
+        weights.dt_bias,
+        out,
+        x.stride(0),
+        dt.stride(0),
+        b.stride(0),
+        c.stride(0),
+        *states.arguments,
+        MIN_STEP=weights.min_step,
+        MAX_STEP=weights.max_step,
+        H=num_heads,
+        P=head_dim,
+        G=num_groups,
+        N=state_size,
+        BLOCK_N=next_power_of_two(state_size),
+        COLUMNS=columns,
+        num_warps=1,
+        enable_fp_fusion=False,  # see `units.py`
+    )
+    return out
+
+
+def _check(
+    x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, weights: ScanWeights
+) -> None:
+    num_tokens, num_heads, head_dim = x.shape
+    if b.shape != c.shape or len(b) != num_tokens or num_heads % b.shape[1] or head_dim % 16:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, b {tuple(b.shape)} and c {tuple(c.shape)}, but must be"
+            " [T, H, P] and [T, G, N], the same, H a multiple of G and P of 16"
+        )
+    if dt.shape != x.shape[:2]:
+        raise ValueError(f"dt is {tuple(dt.shape)}, but must be {tuple(x.shape[:2])}, x's heads")
+    for name, weight in (("a", weights.a), ("d", weights.d), ("dt_bias", weights.dt_bias)):
+        if weight is not None and (weight.shape != (num_heads,) or not weight.is_contiguous()):
+            raise ValueError(f"{name} is {tuple(weight.shape)}, but must be ({num_heads},)")
+
+
+@triton.jit(do_not_specialize=["first_unit", "units_per_page"])  # type: ignore[untyped-decorator]
+def mamba2_scan_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [T, H, P]
+    dt_ptr,  # [T, H]
+    b_ptr,  # [T, G, N]
+    c_ptr,
+    a_ptr,  # [H]
+    d_ptr,  # [H], or None
+    bias_ptr,  # [H], or None
+    out_ptr,  # [T, H, P], contiguous
+    x_stride,
+    dt_stride,
+    b_stride,
+    c_stride,
+    pages_ptr,  # these as in `StepStates`
+    table_ptr,
+    query_start_ptr,
+    context_lens_ptr,
+    rows_ptr,
+    page_stride,
+    table_stride,
+    first_unit,
+    units_per_page,
+    MIN_STEP: tl.constexpr,
+    MAX_STEP: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Programs (columns of all heads, sequence)."""
+    sequence = tl.program_id(1)
+    context = tl.load(context_lens_ptr + sequence)
+    if context > 0:
+        first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
+        places, column = matrix_places(
+            pages_ptr,
+            table_ptr,
+            tl.load(rows_ptr + sequence),
+            page_stride,
+            table_stride,
+            first_unit,
+            units_per_page,
+            N,
+            BLOCK_N,
+            COLUMNS,
+        )
+        inner, columns = tl.arange(0, BLOCK_N), tl.arange(0, COLUMNS)
+        is_inner = inner < N
+        state = tl.load(places, is_inner[:, None] & (context > end - first), other=0.0)
+
+        head = column // P
+        a = tl.load(a_ptr + head).to(tl.float32)
+        d, bias = _weight_or_zero(d_ptr, head), _weight_or_zero(bias_ptr, head)
+        inner_at = head * G // H * N + inner
+        tokens = (x_ptr + column + columns, dt_ptr + head, b_ptr + inner_at, c_ptr + inner_at)
+        strides = (x_stride, dt_stride, b_stride, c_stride)
+        token = first.to(tl.int64)
+        x, dt, b, c = _load_inputs(tokens, strides, token, is_inner)
+        for _ in range(first, end):
+            ahead = tl.minimum(token + 1, end - 1)
+            next_x, next_dt, next_b, next_c = _load_inputs(tokens, strides, ahead, is_inner)
+            step = tl.minimum(tl.maximum(softplus(dt + bias), MIN_STEP), MAX_STEP)
+            state, out = _move(state, x.to(tl.float32), step, b, c, a, d, BLOCK_N, COLUMNS)
+            out_places = out_ptr + token * (H * P) + column + columns
+            tl.store(out_places, out.to(out_ptr.dtype.element_ty))
+            x, dt, b, c = next_x, next_dt, next_b, next_c
+            token += 1
+        tl.store(places, state, is_inner[:, None])
+
+
+@triton.jit
+def _load_inputs(tokens, strides, token, is_inner):  # type: ignore[no-untyped-def]
+    x = tl.load(tokens[0] + token * strides[0])
+    dt = tl.load(tokens[1] + token * strides[1]).to(tl.float32)
+    b = tl.load(tokens[2] + token * strides[2], is_inner, other=0.0)
+    c = tl.load(tokens[3] + token * strides[3], is_inner, other=0.0)
+    return x, dt, b, c
+
+
+@triton.jit
+def _weight_or_zero(pointer, head):  # type: ignore[no-untyped-def]
+    weight = 0.0
+    if pointer is not None:
+        weight = tl.load(pointer + head).to(tl.float32)
+    return weight
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move(  # type: ignore[no-untyped-def]
+    state,  # [BLOCK_N, COLUMNS] fp32
+    x,  # [COLUMNS] fp32
+    step,
+    b,  # [BLOCK_N]
+    c,  # [BLOCK_N]
+    a,
+    d,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The state after a token, and the token's result [COLUMNS] fp32."""
+    state *= tl.exp(step * a)
+    state = tl.fma(b.to(tl.float32)[:, None], (step * x)[None, :], state)
+    return state, sum_rows(state * c.to(tl.float32)[:, None], BLOCK_N, COLUMNS) + d * x
+
+
+@triton.jit
+def softplus(x):  # type: ignore[no-untyped-def]
+    """log(1 + exp(x)) of fp32, to 1e-6 of the result for all x down to where exp is 0.
+
+    max(x, 0) + log(1 + e), e = exp(-|x|), whose logarithm is 2 atanh(s) with s = e / (2 + e) <= 1/3
+    as its power series: the device's own logarithm of 1 + e loses small e.
+    """
+    e = tl.exp(-tl.abs(x))
+    s = e / (2.0 + e)
+    square = s * s
+    series = square * (1.0 / 15.0) + 1.0 / 13.0
+    series = series * square + 1.0 / 11.0
+    series = series * square + 1.0 / 9.0
+    series = series * square + 1.0 / 7.0
+    series = series * square + 1.0 / 5.0
+    series = series * square + 1.0 / 3.0
+    series = series * square + 1.0
+    return tl.maximum(x, 0.0) + 2.0 * s * series

@@ -1,0 +1,78 @@
+"""Recurrent layers by Triton kernels, which read and write states in their pages.
+
+A call is one launch for all sequences of a step, and decode and prefill are the same arithmetic, so
+that no result depends on chunks or on other sequences; `kernels/triton/recurrence/units.py` says
+how. Shapes as in `state_backend.py`.
+"""
+
+import torch
+
+from quire.kernels.triton.recurrence.causal_conv import causal_conv
+from quire.kernels.triton.recurrence.gated_delta_rule import gated_delta_rule
+from quire.kernels.triton.recurrence.mamba2_scan import ScanWeights, mamba2_scan
+from quire.kernels.triton.recurrence.units import StepStates
+from quire.recurrence.reference import NORM_EPS
+from quire.recurrence.state_backend import LayerStates, RecurrentSpec, StateBackend
+from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
+
+
+class TritonStates(StateBackend):
+    """Between `plan` and the step's last layer the batch stays unchanged."""
+
+    serves_graphs = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pages: tuple[torch.Tensor, ...] = ()
+
+    def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
+        super().bind(specs, layers)
+        self._pages = tuple(layer.pages.view(torch.float32) for layer in layers)
+
+    def gated_delta(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        spec = self._specs[layer]
+        assert isinstance(spec, GatedDeltaSpec)
+        eps = NORM_EPS if spec.normalizes else None
+        return gated_delta_rule(self._states(layer), (q, k), v, g, beta, eps=eps)
+
+    def mamba2(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        weights: Mamba2Weights,
+    ) -> torch.Tensor:
+        spec = self._specs[layer]
+        assert isinstance(spec, Mamba2Spec)
+        learned = ScanWeights(weights.a, weights.d, weights.dt_bias, spec.min_step, spec.max_step)
+        return mamba2_scan(self._states(layer), x, dt, (b, c), learned)
+
+    def short_conv(
+        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        spec = self._specs[layer]
+        assert isinstance(spec, ShortConvSpec)
+        return causal_conv(self._states(layer), x, weight, bias, has_silu=spec.has_silu)
+
+    def _states(self, layer: int) -> StepStates:
+        batch, where = self._batch, self._layers[layer]
+        assert batch is not None, "plan comes before a layer"
+        return StepStates(
+            self._pages[layer],
+            batch.tables[where.group],
+            batch.query_start,
+            batch.context_lens,
+            batch.rows,
+            where.first_unit,
+            where.units_per_page,
+        )
