@@ -10,7 +10,8 @@ from tests.recurrence.state_steps import Spec, World, call, cut, exact, inputs
 
 pytest.importorskip("triton")
 
-from quire.kernels.triton.recurrence import units
+from quire.errors import ConfigurationError
+from quire.kernels.triton.recurrence import causal_conv, units
 from quire.recurrence.backends import select
 from quire.recurrence.state_backend import StateBatch
 from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
@@ -82,16 +83,33 @@ def test_the_columns_of_a_program_change_no_bit(
     monkeypatch.setattr(units, "_MANY_PROGRAMS", 4)
     world = World(backend, spec)
     assert torch.equal(world.step({2: given})[2], expected)
-    assert units.program_columns(20, 32, 5, 1) == 8
+    assert units.program_columns(20, 32, 1) == 8
+
+
+def test_the_programs_of_a_prompt_change_no_bit(
+    backend: TritonStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four tiles of two prompts and a sequence that decodes, of one program each or of several."""
+    first, second = inputs(CONV, 60, 60, torch.float32), inputs(CONV, 33, 70, torch.float32)
+    found = []
+    for most in (1, 2 * 2 * 3):
+        monkeypatch.setattr(causal_conv, "_MANY_PROGRAMS", most)
+        world = World(backend, CONV)
+        start, rest = cut(first, 59, 1)
+        world.step({1: start})
+        out = world.step({0: first, 1: rest, 2: second})
+        found.append(torch.cat([out[row] for row in range(3)]))
+    assert torch.equal(*found)
+    assert torch.equal(found[0][60], found[0][59])
 
 
 def test_columns_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert units.program_columns(128, 4096, 16, 16) == 16
-    assert units.program_columns(256, 4096, 16, 16) == 8
+    assert units.program_columns(128, 4096, num_prompts=0) == 16
+    assert units.program_columns(256, 4096, num_prompts=0) == 8
     monkeypatch.setattr(units, "_MANY_PROGRAMS", 512)
-    assert units.program_columns(128, 4096, 100, 1) == 8
-    assert units.program_columns(128, 1536, 100, 1) == 4
-    assert units.program_columns(128, 1536, 100, 8) == 16
+    assert units.program_columns(128, 4096, num_prompts=1) == 8
+    assert units.program_columns(128, 1536, num_prompts=1) == 4
+    assert units.program_columns(128, 1536, num_prompts=8) == 16
 
 
 @pytest.mark.parametrize("spec", [DELTA, SCAN, CONV])
@@ -158,6 +176,11 @@ def test_tensors_of_other_shapes_are_refused(backend: TritonStates) -> None:
             backend.gated_delta(0, *wrong)
     with pytest.raises(ValueError, match="g is"):
         backend.gated_delta(0, q, k, v, g[:, :1], beta)
+
+
+def test_states_of_too_many_rows_are_refused(backend: TritonStates) -> None:
+    with pytest.raises(ConfigurationError, match="state_size up to 1024"):
+        backend.bind((Mamba2Spec(1, head_dim=16, state_size=1025),), ())
 
 
 @pytest.mark.parametrize("spec", [DELTA, SCAN, CONV])

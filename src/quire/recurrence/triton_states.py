@@ -7,10 +7,11 @@ how. Shapes as in `state_backend.py`.
 
 import torch
 
+from quire.errors import ConfigurationError
 from quire.kernels.triton.recurrence.causal_conv import causal_conv
 from quire.kernels.triton.recurrence.gated_delta_rule import gated_delta_rule
 from quire.kernels.triton.recurrence.mamba2_scan import ScanWeights, mamba2_scan
-from quire.kernels.triton.recurrence.units import StepStates
+from quire.kernels.triton.recurrence.units import MAX_ROWS, UNIT_COLUMNS, StepStates
 from quire.recurrence.reference import NORM_EPS
 from quire.recurrence.state_backend import LayerStates, RecurrentSpec, StateBackend
 from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
@@ -27,6 +28,13 @@ class TritonStates(StateBackend):
 
     def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
         super().bind(specs, layers)
+        for spec in specs:
+            num_rows = spec.unit_bytes // (4 * UNIT_COLUMNS)
+            if not isinstance(spec, ShortConvSpec) and num_rows > MAX_ROWS:
+                raise ConfigurationError(
+                    f"{spec} can't be served by the Triton kernels, which need key_dim or"
+                    f" state_size up to {MAX_ROWS}; device='cpu' computes it"
+                )
         self._pages = tuple(layer.pages.view(torch.float32) for layer in layers)
 
     def gated_delta(
@@ -75,4 +83,5 @@ class TritonStates(StateBackend):
             batch.rows,
             where.first_unit,
             where.units_per_page,
+            len(batch.query_lens_list) - batch.num_decodes,
         )

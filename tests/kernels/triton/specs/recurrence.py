@@ -27,15 +27,18 @@ def _delta(
 ) -> KernelSpec:
     """Of a step of 16 sequences, or of a prompt."""
     (num_k_heads, num_v_heads), (key_dim, value_dim) = heads, sizes
-    columns = program_columns(key_dim, num_v_heads * value_dim, 16, 1 if is_prompt else 16)
+    columns = program_columns(key_dim, num_v_heads * value_dim, num_prompts=int(is_prompt))
     arguments = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "out")}
     arguments |= {"g_ptr": "*fp32", "beta_ptr": "*fp32"}
     arguments |= {f"{name}_stride": "i32:16" for name in ("q", "k", "v", "g", "beta")}
     constants = {"EPS": 1e-6, "HK": num_k_heads, "HV": num_v_heads, "DK": key_dim, "DV": value_dim}
     constants |= {"BLOCK_K": next_power_of_two(key_dim), "COLUMNS": columns}
+    is_full = constants["BLOCK_K"] * columns > 1024
+    constants |= {"IS_WIDE": is_full or not is_prompt}
     return KernelSpec(
         gated_delta_rule_kernel,
-        f"{dtype} {num_k_heads}/{num_v_heads} heads of {key_dim}/{value_dim}, {columns} columns",
+        f"{dtype} {num_k_heads}/{num_v_heads} heads of {key_dim}/{value_dim}, {columns} columns"
+        + ", a prompt" * is_prompt,
         {**arguments, **STATES},
         constants,
         num_warps=1,
@@ -49,7 +52,7 @@ def _scan(
 ) -> KernelSpec:
     """sizes: P and N."""
     head_dim, state_size = sizes
-    columns = program_columns(state_size, num_heads * head_dim, 16, 1 if is_prompt else 16)
+    columns = program_columns(state_size, num_heads * head_dim, num_prompts=int(is_prompt))
     arguments = {f"{name}_ptr": f"*{dtype}" for name in ("x", "b", "c", "out", "dt", "bias")}
     arguments |= {"a_ptr": "*fp32", "d_ptr": f"*{dtype}"}
     arguments |= {f"{name}_stride": "i32:16" for name in ("x", "b", "c", "dt")}
@@ -68,7 +71,8 @@ def _scan(
 
 def _conv(dtype: str, num_channels: int, width: int, num_tokens: int) -> KernelSpec:
     arguments = {f"{name}_ptr": f"*{dtype}" for name in ("x", "weight", "bias", "out")}
-    arguments |= {"x_stride": "i32:16"}
+    counts = ("num_sequences", "num_prompts", "num_tiles")
+    arguments |= {"x_stride": "i32:16", **dict.fromkeys(counts, "i32")}
     constants = {"channel_stride": width, "tap_stride": 1, "C": num_channels, "WIDTH": width}
     constants |= {"HAS_SILU": True, "BLOCK_T": num_tokens, "BLOCK_C": 128}
     return KernelSpec(
@@ -93,7 +97,12 @@ SPECS = [
 MORE = [
     *(_delta(dtype, (16, 32), (128, 128), is_prompt=True) for dtype in ("fp16", "fp32")),
     _delta("fp32", (16, 32), (128, 128)),
-    *(_delta("bf16", (4, 8), (size, size)) for size in (64, 96, 192, 256)),
+    *(
+        _delta("bf16", (4, num_heads), (size, size), is_prompt=is_prompt)
+        for num_heads in (8, 64)
+        for size in (64, 96, 192, 256)
+        for is_prompt in (False, True)
+    ),
     *(
         _scan(dtype, num_heads, sizes, is_prompt=is_prompt)
         for dtype in ("bf16", "fp32")

@@ -6,9 +6,9 @@ The reference is `quire/recurrence/reference.py::short_conv`. Products are added
 each is rounded by itself, so that a token has the same bits in every tile. The state is the last
 W - 1 inputs, zeros before the first; its units are 64 channels, fp32 [W - 1][64], the oldest first.
 
-A tile has BLOCK_T tokens and BLOCK_C channels. A program takes every so many tiles of a sequence;
-what of the taps lies before a tile is read again, from the cache. The first program of a sequence
-alone reads the state and writes the new one, of the sequence's last inputs.
+A tile has BLOCK_T tokens and BLOCK_C channels. A program takes every so many tiles of a sequence,
+and a prompt has several programs; what of the taps lies before a tile is read again, from the
+cache. The first program of a sequence alone reads the state and writes the new one.
 
 Bound by memory: a token reads and writes C elements, a state 2 (W - 1) C fp32.
 
@@ -26,6 +26,9 @@ _CHANNELS = 128
 _TOKENS = 16
 _MANY_PROGRAMS = 2048
 """Of tiles of a step with prompts: some for each processor of the largest GPUs."""
+
+_COUNTS = ["num_sequences", "num_prompts", "num_tiles", "first_unit", "units_per_page"]
+"""Of which no variants are compiled."""
 
 
 def causal_conv(
@@ -51,23 +54,28 @@ def causal_conv(
         raise ValueError(f"bias is {tuple(bias.shape)}, but must be ({num_channels},), contiguous")
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    num_sequences = states.num_sequences
     num_parts = triton.cdiv(num_channels, _CHANNELS)
-    is_decode = num_tokens == num_sequences
-    num_tiles = 1 if is_decode else triton.cdiv(num_tokens, _TOKENS)
-    num_tiles = min(num_tiles, max(1, _MANY_PROGRAMS // (num_parts * num_sequences)))
-    causal_conv_kernel[(num_parts, num_sequences, num_tiles)](
+    num_tiles = 1
+    if states.num_prompts:
+        most = max(1, _MANY_PROGRAMS // (num_parts * states.num_prompts))
+        num_tiles = min(triton.cdiv(num_tokens, _TOKENS), most)
+    num_sequences, num_prompts = states.num_sequences, states.num_prompts
+    num_programs = num_sequences + num_prompts * (num_tiles - 1)
+    causal_conv_kernel[(num_parts, num_programs)](
         x,
         weight,
         bias,
         out,
         x.stride(0),
         *weight.stride(),
+        num_sequences,
+        max(1, num_prompts),
+        num_tiles,
         *states.arguments,
         C=num_channels,
         WIDTH=width,
         HAS_SILU=has_silu,
-        BLOCK_T=1 if is_decode else _TOKENS,
+        BLOCK_T=_TOKENS if states.num_prompts else 1,
         BLOCK_C=_CHANNELS,
         num_warps=2,
         enable_fp_fusion=False,  # see `units.py`
@@ -75,7 +83,7 @@ def causal_conv(
     return out
 
 
-@triton.jit(do_not_specialize=["first_unit", "units_per_page"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_COUNTS)  # type: ignore[untyped-decorator]
 def causal_conv_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, C]
     weight_ptr,  # [C, W]
@@ -84,6 +92,9 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
     x_stride,
     channel_stride,
     tap_stride,
+    num_sequences,
+    num_prompts,  # the last so many of the sequences
+    num_tiles,
     pages_ptr,  # these as in `StepStates`
     table_ptr,
     query_start_ptr,
@@ -99,11 +110,11 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Programs (channels, sequence, every so many of its tiles)."""
-    sequence = tl.program_id(1)
-    context = tl.load(context_lens_ptr + sequence)
+    """Programs (channels, sequence); then (channels, a further one of a prompt)."""
+    sequence, first_tile = _sequence_and_tile(num_sequences, num_prompts)
+    context, row = tl.load(context_lens_ptr + sequence), tl.load(rows_ptr + sequence)
+    first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
     if context > 0:
-        first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
         channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
         is_channel = channels < C
         num_tokens = end - first
@@ -111,7 +122,7 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
         places = unit_places(
             pages_ptr,
             table_ptr,
-            tl.load(rows_ptr + sequence),
+            row,
             page_stride,
             table_stride,
             first_unit + tl.minimum(channels, C - 1) // 64,
@@ -120,14 +131,10 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
         )
         places += channels % 64
         # Other programs of the sequence have no token whose taps reach before the step.
-        is_known = is_channel & (tl.program_id(2) == 0) & (context > num_tokens)
-        kept = (
-            tl.load(places, is_known, other=0.0),
-            tl.load(places + 64, is_known & (WIDTH > 2), other=0.0),
-            tl.load(places + 128, is_known & (WIDTH > 3), other=0.0),
-        )
+        is_known = is_channel & (first_tile == 0) & (context > num_tokens)
+        kept = _kept(places, is_known, WIDTH)
         learned = _weights(weight_ptr, bias_ptr, (channel_stride, tap_stride), channels, C, WIDTH)
-        for tile in range(tl.program_id(2), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(2)):
+        for tile in range(first_tile, tl.cdiv(num_tokens, BLOCK_T), num_tiles):
             tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
             y = tl.broadcast_to(learned[0][None, :], (BLOCK_T, BLOCK_C))
             for tap in tl.static_range(WIDTH):
@@ -139,13 +146,31 @@ def causal_conv_kernel(  # type: ignore[no-untyped-def]
             out_rows = out_ptr + (first + tokens).to(tl.int64)[:, None] * C
             mask = (tokens < num_tokens)[:, None] & is_channel[None, :]
             tl.store(out_rows + channels[None, :], y.to(out_ptr.dtype.element_ty), mask)
-        if tl.program_id(2) == 0:
+        if first_tile == 0:
             # Threads may hold copies of a state's word: all have read it before one writes it.
             tl.debug_barrier()
             for entry in tl.static_range(WIDTH - 1):
                 token = num_tokens + entry + 1 - WIDTH + tl.arange(0, 1)
                 last = _inputs(x_ptr, x_stride, token, num_tokens, kept, channels, C, WIDTH)
                 tl.store(places[None, :] + entry * 64, last, is_channel[None, :])
+
+
+@triton.jit
+def _sequence_and_tile(num_sequences, num_prompts):  # type: ignore[no-untyped-def]
+    """Of the program: its sequence, and which of the sequence's tiles is its first."""
+    further = tl.program_id(1) - num_sequences
+    prompt = num_sequences - num_prompts + further % num_prompts
+    sequence = tl.where(further < 0, tl.program_id(1), prompt)
+    return sequence, tl.where(further < 0, 0, 1 + further // num_prompts)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _kept(places, is_known, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The last inputs before the step, the oldest first; zeros where there is none."""
+    oldest = tl.load(places, is_known, other=0.0)
+    second = tl.load(places + 64, is_known & (WIDTH > 2), other=0.0)
+    third = tl.load(places + 128, is_known & (WIDTH > 3), other=0.0)
+    return oldest, second, third
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -12,10 +12,11 @@ and o is taken from the state before its update, o = S^T q + (k . q) delta, so t
 the state are under way together.
 
 Decode is bound by memory: a unit of dk = 128 is read and written once, 8 KiB each way, beside which
-q, k and v, from the L2 cache for all but the first unit of a head, are 3 %. 4096 programs of one
-warp (batch 16, 32 heads of 128) have 12 units a processor under way. A prompt takes a loop over
-its tokens, whose loads run one token ahead; it is bound by latency until some 500 units (two
-sequences of 32 heads) fill the device.
+q, k and v, from the L2 cache for all but the first unit of a head, are 3 %. Of the 4096 programs of
+one warp (batch 16, 32 heads of 128) a processor has 13 under way, by their registers: 104 KiB of
+loads, several times what latency times bandwidth needs. A prompt is a loop over its tokens, whose
+loads run one token ahead: 380 instructions a token in a program of 8 columns, as one prompt has
+them, and the latency of two steps between threads and of one change of layout.
 
 Shapes: T tokens, Hk key heads, Hv value heads, dk and dv their sizes. dtypes: q, k, v fp32, bf16 or
 fp16; g and beta any of these; states fp32. Called by `recurrence/triton_states`.
@@ -33,6 +34,9 @@ from quire.kernels.triton.recurrence.units import (
     sum_rows,
 )
 from quire.kernels.triton.support import next_power_of_two
+
+_NARROW_WORDS = 1024
+"""Of a program in a loop over tokens, which has as many of k and of q beside them, as fp32."""
 
 
 def gated_delta_rule(
@@ -54,9 +58,10 @@ def gated_delta_rule(
     q, k, v = map(dense_tokens, (*qk, v))
     g, beta = (x if x.stride(1) == 1 else x.contiguous() for x in (g, beta))
     num_k_heads, key_dim = q.shape[1:]
-    num_tokens, num_v_heads, value_dim = v.shape
+    num_v_heads, value_dim = v.shape[1:]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    columns = program_columns(key_dim, num_v_heads * value_dim, num_tokens, states.num_sequences)
+    block = next_power_of_two(key_dim)
+    columns = program_columns(key_dim, num_v_heads * value_dim, states.num_prompts)
     gated_delta_rule_kernel[(num_v_heads * value_dim // columns, states.num_sequences)](
         q,
         k,
@@ -75,8 +80,9 @@ def gated_delta_rule(
         HV=num_v_heads,
         DK=key_dim,
         DV=value_dim,
-        BLOCK_K=next_power_of_two(key_dim),
+        BLOCK_K=block,
         COLUMNS=columns,
+        IS_WIDE=not states.num_prompts or block * columns > _NARROW_WORDS,
         num_warps=1,
         enable_fp_fusion=False,  # see `units.py`
     )
@@ -128,16 +134,17 @@ def gated_delta_rule_kernel(  # type: ignore[no-untyped-def]
     DV: tl.constexpr,
     BLOCK_K: tl.constexpr,
     COLUMNS: tl.constexpr,
+    IS_WIDE: tl.constexpr,
 ):
     """Programs (columns of all value heads, sequence)."""
     sequence = tl.program_id(1)
-    context = tl.load(context_lens_ptr + sequence)
+    context, row = tl.load(context_lens_ptr + sequence), tl.load(rows_ptr + sequence)
+    first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
     if context > 0:
-        first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
         places, column = matrix_places(
             pages_ptr,
             table_ptr,
-            tl.load(rows_ptr + sequence),
+            row,
             page_stride,
             table_stride,
             first_unit,
@@ -145,6 +152,7 @@ def gated_delta_rule_kernel(  # type: ignore[no-untyped-def]
             DK,
             BLOCK_K,
             COLUMNS,
+            IS_WIDE,
         )
         keys, columns = tl.arange(0, BLOCK_K), tl.arange(0, COLUMNS)
         is_key = keys < DK

@@ -60,10 +60,10 @@ def mamba2_scan(
     _check(x, dt, *bc, weights)
     x, b, c = map(dense_tokens, (x, *bc))
     dt = dt if dt.stride(1) == 1 else dt.contiguous()
-    num_tokens, num_heads, head_dim = x.shape
+    num_heads, head_dim = x.shape[1:]
     num_groups, state_size = b.shape[1:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    columns = program_columns(state_size, num_heads * head_dim, num_tokens, states.num_sequences)
+    columns = program_columns(state_size, num_heads * head_dim, states.num_prompts)
     mamba2_scan_kernel[(num_heads * head_dim // columns, states.num_sequences)](
         x,
         dt,
@@ -140,15 +140,14 @@ def mamba2_scan_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Programs (columns of all heads, sequence)."""
-    sequence = tl.program_id(1)
-    context = tl.load(context_lens_ptr + sequence)
+    sequence = tl.program_id(1)  # the first: columns of all heads
+    context, row = tl.load(context_lens_ptr + sequence), tl.load(rows_ptr + sequence)
+    first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
     if context > 0:
-        first, end = tl.load(query_start_ptr + sequence), tl.load(query_start_ptr + sequence + 1)
         places, column = matrix_places(
             pages_ptr,
             table_ptr,
-            tl.load(rows_ptr + sequence),
+            row,
             page_stride,
             table_stride,
             first_unit,
@@ -156,6 +155,7 @@ def mamba2_scan_kernel(  # type: ignore[no-untyped-def]
             N,
             BLOCK_N,
             COLUMNS,
+            True,
         )
         inner, columns = tl.arange(0, BLOCK_N), tl.arange(0, COLUMNS)
         is_inner = inner < N

@@ -28,6 +28,9 @@ from quire.kernels.triton.support import next_power_of_two
 UNIT_COLUMNS = 16
 """Of a matrix state's unit."""
 
+MAX_ROWS = 1024
+"""Of a matrix state."""
+
 _PROGRAM_WORDS = 2048
 """Of a state, in the 32 threads of a program: 64 registers of each."""
 
@@ -42,6 +45,7 @@ class StepStates:
     pages: [N, words] fp32, pages any distance apart. table: [R, most entries] int32.
     query_start: [S + 1] int32. context_lens: [S] int32; as many as the sequence's tokens in the
     step: it begins with zeros; 0: nothing of it is touched. rows: [S] int64, of the table.
+    num_prompts: how many sequences may have several tokens; it changes no bit.
     """
 
     pages: torch.Tensor
@@ -51,6 +55,7 @@ class StepStates:
     rows: torch.Tensor
     first_unit: int
     units_per_page: int
+    num_prompts: int
 
     @property
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
@@ -72,16 +77,15 @@ class StepStates:
         return self.context_lens.shape[0]
 
 
-def program_columns(num_rows: int, num_columns: int, num_tokens: int, num_sequences: int) -> int:
+def program_columns(num_rows: int, num_columns: int, num_prompts: int) -> int:
     """How many columns of a unit a program has, for states of so many rows and columns.
 
-    As many as fit; fewer for a prompt whose programs would leave processors of a large GPU idle. It
-    changes no bit.
+    As many as fit; fewer where prompts' programs, which take long, would leave processors of a
+    large GPU idle. It changes no bit.
     """
     columns = max(1, min(UNIT_COLUMNS, _PROGRAM_WORDS // next_power_of_two(num_rows)))
-    if num_tokens > num_sequences:
-        while columns > 4 and num_columns // columns * num_sequences < _MANY_PROGRAMS:
-            columns //= 2
+    while num_prompts and columns > 4 and num_columns // columns * num_prompts < _MANY_PROGRAMS:
+        columns //= 2
     return columns
 
 
@@ -119,11 +123,19 @@ def matrix_places(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    IS_WIDE: tl.constexpr,
 ):
     """Pointers [BLOCK_ROWS, COLUMNS] to what the program, by its first number, has of a matrix
-    state, and the first of these columns among all that the layer has."""
+    state, and the first of these columns among all that the layer has.
+
+    IS_WIDE: a thread loads four columns of a row at once, and sums of rows go over many threads.
+    Else a thread has single words, of more rows, and most of a sum is its own. The second is for
+    loops: Triton gives a thread what it knows to be aligned, which it doesn't of a remainder.
+    """
     unit = tl.program_id(0) // (16 // COLUMNS)
     part = tl.program_id(0) % (16 // COLUMNS) * COLUMNS
+    if not IS_WIDE:
+        part = tl.program_id(0) * COLUMNS % 16
     places = unit_places(
         pages_ptr,
         table_ptr,
@@ -134,7 +146,8 @@ def matrix_places(  # type: ignore[no-untyped-def]
         units_per_page,
         ROWS * 16,
     )
-    places += part + tl.arange(0, BLOCK_ROWS)[:, None] * 16 + tl.arange(0, COLUMNS)[None, :]
+    rows = tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    places += part.to(tl.int64) + rows[:, None] * 16 + tl.arange(0, COLUMNS)[None, :]
     return places, unit * 16 + part
 
 
@@ -145,7 +158,7 @@ def sum_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-u
     The lower half of the rows is added to the upper half, until one row is left. A sum of two has
     one result in every layout.
     """
-    for level in tl.static_range(10):
+    for level in tl.static_range(10):  # as many as MAX_ROWS has
         if ROWS >> level > 1:
             x = tl.sum(tl.reshape(x, (2, ROWS >> (level + 1), COLUMNS)), axis=0)
     return tl.reshape(x, (COLUMNS,))
