@@ -1,4 +1,4 @@
-"""A small model with layers of every kind of memory, and what moves its states, in plain torch.
+"""A small model with layers of every kind of memory.
 
 Its weights are random. It has no positions of its own: the order of tokens is in windows, states
 and convolutions. Registered in this process as docs/extending.md describes.
@@ -27,49 +27,13 @@ from quire.models.config import ModelConfig
 from quire.models.config_fields import ConfigFields
 from quire.models.interface import CausalLM, ModelOutput
 from quire.models.registry import CHECKPOINT_PARTS, MODELS, ModelEntry
-from quire.recurrence import backends
-from quire.recurrence.backends import RecurrentEntry, register
-from quire.recurrence.state_backend import LayerStates, StateBatch
+from quire.recurrence.state_specs import GatedDeltaSpec, ShortConvSpec
 
 ARCHITECTURE = "TinyHybridForCausalLM"
 HAS_LATENT = "value_dim" in {field.name for field in fields(AttentionSpec)}
-UNIT = 16
 LAYERS = ("delta", "window", "full", "conv", "delta", "window", "full")
 if HAS_LATENT:
     LAYERS += ("latent",)
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaSpec:
-    """[key_dim][value_dim] of each head, cut in units of 16 columns."""
-
-    num_heads: int = 2
-    key_dim: int = 16
-    value_dim: int = 32
-
-    @property
-    def num_units(self) -> int:
-        return self.num_heads * self.value_dim // UNIT
-
-    @property
-    def unit_bytes(self) -> int:
-        return self.key_dim * UNIT * 4
-
-
-@dataclass(frozen=True, slots=True)
-class ConvSpec:
-    """The last width - 1 inputs of each channel, cut in units of 16 channels."""
-
-    num_channels: int = 32
-    width: int = 4
-
-    @property
-    def num_units(self) -> int:
-        return self.num_channels // UNIT
-
-    @property
-    def unit_bytes(self) -> int:
-        return (self.width - 1) * UNIT * 4
 
 
 WINDOW = 24
@@ -89,7 +53,10 @@ if HAS_LATENT:
     ATTENTION["latent"] = AttentionSpec(
         num_heads=4, num_kv_heads=1, head_dim=32, scale=0.2, value_dim=24
     )
-RECURRENT = {"delta": DeltaSpec(), "conv": ConvSpec()}
+RECURRENT = {
+    "delta": GatedDeltaSpec(2, 2, key_dim=16, value_dim=32),
+    "conv": ShortConvSpec(32, width=4, has_silu=False),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +88,7 @@ class HybridConfig(ModelConfig):
         return tuple(ATTENTION[kind] for kind in self.layer_types if kind in ATTENTION)
 
     @property
-    def recurrent_specs(self) -> tuple[DeltaSpec | ConvSpec, ...]:
+    def recurrent_specs(self) -> tuple[GatedDeltaSpec | ShortConvSpec, ...]:
         return tuple(RECURRENT[kind] for kind in self.layer_types if kind in RECURRENT)
 
     def first_layer(self) -> Self:
@@ -158,31 +125,33 @@ class HybridAttention(nn.Module):
 
 
 class HybridDelta(RecurrentModule):
-    def __init__(self, layer: int, hidden: int, spec: DeltaSpec, where: Where) -> None:
+    def __init__(self, layer: int, hidden: int, spec: GatedDeltaSpec, where: Where) -> None:
         super().__init__(layer)
         self.spec = spec
-        self.qk_proj = linear(hidden, 2 * spec.num_heads * spec.key_dim, where)
-        self.v_proj = linear(hidden, spec.num_heads * spec.value_dim, where)
-        self.gate_proj = linear(hidden, 2 * spec.num_heads, where)
-        self.o_proj = linear(spec.num_heads * spec.value_dim, hidden, where)
+        self.qk_proj = linear(hidden, 2 * spec.num_k_heads * spec.key_dim, where)
+        self.v_proj = linear(hidden, spec.num_v_heads * spec.value_dim, where)
+        self.gate_proj = linear(hidden, 2 * spec.num_v_heads, where)
+        self.o_proj = linear(spec.num_v_heads * spec.value_dim, hidden, where)
 
     def forward(self, x: torch.Tensor, attention: AttentionCall) -> torch.Tensor:
-        qk = self.qk_proj(x).unflatten(-1, (2, self.spec.num_heads, self.spec.key_dim))
-        v = self.v_proj(x).unflatten(-1, (self.spec.num_heads, self.spec.value_dim))
-        gates = self.gate_proj(x).unflatten(-1, (2, self.spec.num_heads))
-        return self.o_proj(self.states.delta(self.layer, qk, v, gates).flatten(-2))
+        qk = self.qk_proj(x).unflatten(-1, (2, self.spec.num_k_heads, self.spec.key_dim))
+        v = self.v_proj(x).unflatten(-1, (self.spec.num_v_heads, self.spec.value_dim))
+        decay, beta = self.gate_proj(x).unflatten(-1, (2, self.spec.num_v_heads)).unbind(-2)
+        q, k = qk.unbind(-3)
+        gates = torch.nn.functional.logsigmoid(decay), beta.sigmoid()
+        return self.o_proj(self.states.gated_delta(self.layer, q, k, v, *gates).flatten(-2))
 
 
 class HybridConv(RecurrentModule):
-    def __init__(self, layer: int, hidden: int, spec: ConvSpec, where: Where) -> None:
+    def __init__(self, layer: int, hidden: int, spec: ShortConvSpec, where: Where) -> None:
         super().__init__(layer)
         self.in_proj = linear(hidden, spec.num_channels, where)
-        shape = (spec.width, spec.num_channels)
+        shape = (spec.num_channels, spec.width)
         self.taps = nn.Parameter(torch.zeros(shape, **where), requires_grad=False)
         self.o_proj = linear(spec.num_channels, hidden, where)
 
     def forward(self, x: torch.Tensor, attention: AttentionCall) -> torch.Tensor:
-        return self.o_proj(self.states.conv(self.layer, self.in_proj(x), self.taps))
+        return self.o_proj(self.states.short_conv(self.layer, self.in_proj(x), self.taps, None))
 
 
 class HybridForCausalLM(CausalLM):
@@ -228,91 +197,19 @@ class HybridForCausalLM(CausalLM):
         return self.lm_head(hidden)
 
 
-class UnitStates:
-    """Reads and writes states unit by unit, as the layout has them, and token by token."""
-
-    serves_graphs = False
-
-    @classmethod
-    def create(cls, kernels: object) -> "UnitStates":
-        return cls()
-
-    def bind(self, specs: tuple[Any, ...], layers: tuple[LayerStates, ...]) -> None:
-        self._layers = list(zip(specs, layers, strict=True))
-
-    def plan(self, batch: StateBatch) -> None:
-        self._batch = batch
-
-    def delta(
-        self, layer: int, qk: torch.Tensor, v: torch.Tensor, gates: torch.Tensor
-    ) -> torch.Tensor:
-        """qk [T, 2, H, dk], v [T, H, dv], gates [T, 2, H] -> [T, H, dv]; arXiv:2412.06464."""
-        spec: DeltaSpec = self._layers[layer][0]
-        out = torch.empty_like(v)
-        shape = (spec.num_heads, spec.value_dim // UNIT, spec.key_dim, UNIT)
-        for _, span, units in self._sequences(layer):
-            state = units.view(shape).transpose(1, 2).reshape(spec.num_heads, spec.key_dim, -1)
-            for token in span:
-                q, k = torch.nn.functional.normalize(qk[token], dim=-1)
-                decay, beta = torch.sigmoid(gates[token])
-                state = state * decay[:, None, None]
-                seen = (state * k[:, :, None]).sum(1)
-                change = (v[token] - seen) * beta[:, None]
-                state = state + k[:, :, None] * change[:, None, :]
-                out[token] = (state * q[:, :, None]).sum(1)
-            cut = state.reshape(spec.num_heads, spec.key_dim, -1, UNIT).transpose(1, 2)
-            units.copy_(cut.reshape(units.shape))
-        return out
-
-    def conv(self, layer: int, x: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
-        """x [T, C], taps [width, C] -> [T, C]."""
-        spec: ConvSpec = self._layers[layer][0]
-        out = torch.empty_like(x)
-        for _, span, units in self._sequences(layer):
-            past = units.view(-1, spec.width - 1, UNIT).transpose(0, 1).reshape(spec.width - 1, -1)
-            for token in span:
-                inputs = torch.cat([past, x[token][None]])
-                out[token] = (inputs * taps).sum(0)
-                past = inputs[1:]
-            cut = past.reshape(spec.width - 1, -1, UNIT).transpose(0, 1)
-            units.copy_(cut.reshape(units.shape))
-        return out
-
-    def _sequences(self, layer: int):
-        """(sequence, its tokens in the step, its units [U, elements]); the units are written back
-        to the pages after each."""
-        (spec, place), batch = self._layers[layer], self._batch
-        starts = batch.query_start.tolist()
-        lens = zip(batch.query_lens_list, batch.context_lens_list, batch.rows_list, strict=True)
-        for index, (length, context, row) in enumerate(lens):
-            table = batch.tables[place.group][row]
-            views = []
-            for unit in range(place.first_unit, place.first_unit + spec.num_units):
-                page, offset = divmod(unit, place.units_per_page)
-                first = offset * spec.unit_bytes
-                views.append(place.pages[int(table[page]), first : first + spec.unit_bytes])
-            units = torch.stack([view.view(torch.float32) for view in views])
-            if length == context:
-                units.zero_()
-            yield index, range(starts[index], starts[index] + length), units
-            for view, unit in zip(views, units, strict=True):
-                view.copy_(unit.view(torch.uint8))
-
-
 @contextmanager
 def registered() -> Iterator[None]:
-    """The family is known, and what moves its states, until the end of the `with`."""
+    """The family is known until the end of the `with`."""
     MODELS[ARCHITECTURE] = ModelEntry(
         HybridConfig,
         HybridForCausalLM,
         embedding="embed_tokens.weight",
         first_layer="no layer stands for the others",
     )
-    register("units", RecurrentEntry(f"{__name__}:UnitStates", frozenset({"cpu"})))
     try:
         yield
     finally:
-        del MODELS[ARCHITECTURE], backends._BACKENDS["units"]
+        del MODELS[ARCHITECTURE]
 
 
 RAW = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.runtime.hand_core import HandCore, Held
-from tests.runtime.hybrid_family import WINDOW, UnitStates, registered, save_hybrid
+from tests.runtime.hybrid_family import WINDOW, registered, save_hybrid
 
 from quire.assembly.device_setup import DeviceSetup, choose_setup
 from quire.core.kv_groups import KVKind
@@ -22,6 +22,9 @@ from quire.models.checkpoints.loader import load_model
 from quire.models.interface import TextModel
 from quire.models.registry import load_config
 from quire.options.engine_options import EngineOptions
+from quire.recurrence.backends import select
+from quire.recurrence.cpu_states import CpuStates
+from quire.recurrence.state_backend import StateBatch
 from quire.runtime.batch import RowBatch
 from quire.runtime.kv_cache import KVCache
 from quire.runtime.model_runner import ModelRunner
@@ -73,7 +76,7 @@ def core_maker(model: TextModel, setup: DeviceSetup) -> MakeCore:
             recurrent_specs=model.recurrent_specs,
             typical_tokens=64,
         )
-        model.use_states(UnitStates())
+        model.use_states(select(CPU.type, setup.kernels))
         sizes = layout.state_sizes
         rows = RowBatch(
             num_rows=NUM_ROWS,
@@ -278,7 +281,12 @@ def test_what_would_be_wrong_shows(
         core.storage[held.tables[group][0]].zero_()
     elif broken == "no zeros":
         core.drop(held)
-        monkeypatch.setattr(torch.Tensor, "zero_", lambda self: self)
+        plan = CpuStates.plan
+
+        def plan_as_if_begun(self: CpuStates, batch: StateBatch) -> None:
+            plan(self, replace(batch, context_lens=batch.context_lens + 1))
+
+        monkeypatch.setattr(CpuStates, "plan", plan_as_if_begun)
         core.storage.view(torch.float32).fill_(0.5)
         held = core.admit(prompt(40), SAMPLED)
     else:
