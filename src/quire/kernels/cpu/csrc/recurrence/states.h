@@ -9,11 +9,13 @@
 #include "kernels_isa.h"
 #include "library/state_abi.h"
 #include "simd.h"
+#include "threads/work_stealing.h"
 
 namespace quire::QUIRE_ISA {
 
 // Tokens that are prepared at once: their q and k of a head stay in the second cache.
 constexpr int64_t kChunkTokens = 256;
+constexpr int64_t kPreparedTokens = 4;  // by one task
 // Units that one pass works on: they share what is broadcast.
 constexpr int kPairedUnits = kRegisterBytes == 64 ? 2 : 1;
 
@@ -56,13 +58,131 @@ inline void widen_row(const T* x, int64_t size, float* out) {
   if (i < size) store_n(out + i, load_n(x + i, int(size - i)), int(size - i));
 }
 
-// f(task, thread) for the tokens [first, end) in runs of so many.
-template <typename F>
-inline void for_tokens(Pool& pool, int64_t first, int64_t end, int64_t run, F&& f) {
-  pool.parallel((end - first + run - 1) / run, [&](int64_t task, int) {
-    const int64_t stop = smaller(end, first + (task + 1) * run);
-    for (int64_t t = first + task * run; t < stop; ++t) f(t);
-  });
+// What a chunk's tokens bring to the heads, in fp32.
+struct Prepared {
+  float* vectors;  // [groups][tokens][2][size]: q and k, or B and C
+  float* gates;    // [heads][tokens][2]: decay, and beta or dt
+  int64_t num_tokens;
+  int64_t size;
+
+  float* vectors_of(int64_t group, int64_t token) const {
+    return vectors + (group * num_tokens + token) * 2 * size;
+  }
+  float* gates_of(int64_t head, int64_t token) const {
+    return gates + (head * num_tokens + token) * 2;
+  }
+};
+
+// A layer whose state is a matrix for each head, cut in units of 16 columns.
+template <typename T>
+struct Heads {
+  int64_t num_heads;
+  int64_t num_groups;  // head h reads the vectors of group h * num_groups / num_heads
+  int64_t size;        // rows of a unit
+  int64_t columns;     // of a head
+  const T* in;         // [tokens][heads][columns], in_stride elements from token to token
+  int64_t in_stride;
+  T* out;  // dense
+};
+
+// Of some columns of a head, the tokens of a piece.
+template <typename T>
+struct HeadTokens {
+  const float* vectors;  // [tokens][2][size]
+  const float* gates;    // [tokens][2]
+  int64_t num_tokens;
+  int64_t size;
+  const T* in;
+  int64_t in_stride;
+  T* out;
+  int64_t out_stride;
+};
+
+// U units that are moved side by side, and where those lie that come next. In decoding a unit is
+// read from memory and moved once, so the next ones are fetched meanwhile.
+template <int U>
+struct Units {
+  float* s[U];
+  const float* next[U];
+
+  void fetch_next(int64_t row) const {
+    for (int u = 0; u < U; ++u) __builtin_prefetch(next[u] + row * kLanes);
+  }
+};
+
+// All units of the pieces, in the order in which they are moved.
+struct UnitOrder {
+  const StateLayer& layer;
+  const Piece* pieces;
+  int64_t count;  // of units
+
+  // Behind the last one: the last one.
+  float* at(int64_t index) const {
+    const auto from = uint32_t(smaller(index, count - 1)), per_piece = uint32_t(layer.num_units);
+    return unit_at(layer, pieces[from / per_piece].blocks, from % per_piece);
+  }
+};
+
+// The units of a head, the first of which is `first` in the order, through the tokens of a piece.
+template <typename T, typename Move>
+inline void move_head(const UnitOrder& order, int64_t first, int64_t num_units, bool is_fresh,
+                      HeadTokens<T> tokens, Move&& move) {
+  const int64_t end = first + num_units;
+  float* ahead[kPairedUnits];
+  for (int u = 0; u < kPairedUnits; ++u) ahead[u] = order.at(first + u);
+  for (int64_t unit = first; unit < end;) {
+    const int count = int(smaller(kPairedUnits, end - unit));
+    Units<kPairedUnits> units;
+    for (int u = 0; u < kPairedUnits; ++u) {
+      units.s[u] = ahead[u];
+      units.next[u] = ahead[u] = order.at(unit + count + u);
+      if (is_fresh && u < count) std::memset(units.s[u], 0, tokens.size * kLanes * sizeof(float));
+    }
+    if (count == kPairedUnits)
+      move(units, tokens);
+    else
+      move(Units<1>{{units.s[0]}, {units.next[0]}}, tokens);
+    tokens.in += count * kLanes;
+    tokens.out += count * kLanes;
+    unit += count;
+  }
+}
+
+// Moves all states of a layer through a step. prepare(token, row, prepared): into line `row`;
+// move(units, tokens, head): U units of that head.
+template <typename T, typename Prepare, typename Move>
+void move_states(Pool& pool, const StateLayer& layer, const StateStep& step, const Heads<T>& heads,
+                 Prepare&& prepare, Move&& move) {
+  const int64_t num_tokens = step.query_start[step.num_sequences];
+  const int64_t longest = smaller(num_tokens, kChunkTokens), num_heads = heads.num_heads;
+  auto* pieces = static_cast<Piece*>(pool.shared(0, longest * sizeof(Piece)));
+  const int64_t vectors_size = longest * heads.num_groups * 2 * heads.size;
+  const int64_t gates_size = longest * num_heads * 2;
+  auto* memory = static_cast<float*>(pool.shared(1, (vectors_size + gates_size) * sizeof(float)));
+  const int64_t num_units = heads.columns / kLanes, out_stride = num_heads * heads.columns;
+  for (int64_t first = 0; first < num_tokens; first += kChunkTokens) {
+    const int64_t end = smaller(num_tokens, first + kChunkTokens);
+    const Prepared prepared{memory, memory + vectors_size, end - first, heads.size};
+    pool.parallel((end - first + kPreparedTokens - 1) / kPreparedTokens, [&](int64_t task, int) {
+      const int64_t from = first + task * kPreparedTokens;
+      for (int64_t t = from; t < smaller(end, from + kPreparedTokens); ++t)
+        prepare(t, t - first, prepared);
+    });
+    const int64_t num_pieces = find_pieces(layer, step, first, end, pieces);
+    const UnitOrder order{layer, pieces, num_pieces * layer.num_units};
+    share(pool, 2, num_pieces * num_heads, [&](int64_t item, int) {
+      const Piece& piece = pieces[item / num_heads];
+      const int64_t h = item % num_heads, column = h * heads.columns;
+      const int64_t group = h * heads.num_groups / num_heads, row = piece.first - first;
+      const HeadTokens<T> tokens{prepared.vectors_of(group, row), prepared.gates_of(h, row),
+                                 piece.end - piece.first,         heads.size,
+                                 heads.in + piece.first * heads.in_stride + column,
+                                 heads.in_stride,
+                                 heads.out + piece.first * out_stride + column, out_stride};
+      move_head(order, item * num_units, num_units, piece.is_fresh, tokens,
+                [&](const auto& units, const HeadTokens<T>& part) { move(units, part, h); });
+    });
+  }
 }
 
 }  // namespace quire::QUIRE_ISA
