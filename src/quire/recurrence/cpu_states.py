@@ -5,7 +5,9 @@ How they keep each result the same to the bit however a prompt was cut is explai
 """
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import byref
+from dataclasses import asdict
 
 import torch
 
@@ -13,6 +15,8 @@ from quire.kernels.cpu import abi, state_abi
 from quire.kernels.cpu.library import NativeKernels
 from quire.recurrence.state_backend import LayerStates, RecurrentSpec, StateBackend, StateBatch
 from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
+
+_Call = state_abi.GatedDelta | state_abi.Mamba2 | state_abi.ShortConv
 
 
 class CpuStates(StateBackend):
@@ -22,6 +26,7 @@ class CpuStates(StateBackend):
         super().__init__()
         self._kernels = kernels
         self._native: list[state_abi.StateLayer] = []
+        self._calls: list[_Call] = []
         self._step = state_abi.StateStep()
         # What the step points to.
         self._tables: ctypes.Array[state_abi.StateTable] = (state_abi.StateTable * 0)()
@@ -34,6 +39,7 @@ class CpuStates(StateBackend):
     def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
         super().bind(specs, layers)
         self._native = [_bound(spec, layer) for spec, layer in zip(specs, layers, strict=True)]
+        self._calls = [_sized(spec) for spec in specs]
 
     def plan(self, batch: StateBatch) -> None:
         super().plan(batch)
@@ -56,30 +62,10 @@ class CpuStates(StateBackend):
         g: torch.Tensor,
         beta: torch.Tensor,
     ) -> torch.Tensor:
-        spec = self._specs[layer]
-        assert isinstance(spec, GatedDeltaSpec)
         q, k, v = (_with_dense_tokens(part.to(v.dtype)) for part in (q, k, v))
-        g, beta = g.float().contiguous(), beta.float().contiguous()
+        dense = {"g": _as_fp32(g), "beta": _as_fp32(beta)}
         out = torch.empty(v.shape, dtype=v.dtype)
-        call = state_abi.GatedDelta(
-            num_k_heads=spec.num_k_heads,
-            num_v_heads=spec.num_v_heads,
-            key_dim=spec.key_dim,
-            value_dim=spec.value_dim,
-            normalizes=spec.normalizes,
-            dtype=abi.DTYPES[v.dtype],
-            q=q.data_ptr(),
-            k=k.data_ptr(),
-            v=v.data_ptr(),
-            g=g.data_ptr(),
-            beta=beta.data_ptr(),
-            out=out.data_ptr(),
-            q_stride=q.stride(0),
-            k_stride=k.stride(0),
-            v_stride=v.stride(0),
-        )
-        kernels, native = self._kernels, self._native[layer]
-        kernels.library.gated_delta(kernels.context, native, self._step, byref(call))
+        self._run("gated_delta", layer, {"q": q, "k": k, "v": v}, dense, out)
         return out
 
     def mamba2(
@@ -91,63 +77,48 @@ class CpuStates(StateBackend):
         c: torch.Tensor,
         weights: Mamba2Weights,
     ) -> torch.Tensor:
-        spec = self._specs[layer]
-        assert isinstance(spec, Mamba2Spec)
         x, b, c = (_with_dense_tokens(part.to(x.dtype)) for part in (x, b, c))
-        zeros = torch.zeros(spec.num_heads)
-        a, d, bias = (
-            zeros if part is None else part.float().contiguous()
-            for part in (weights.a, weights.d, weights.dt_bias)
-        )
-        dt = dt.float().contiguous()
+        dense = {
+            "dt": _as_fp32(dt),
+            "a": _as_fp32(weights.a),
+            "d": None if weights.d is None else _as_fp32(weights.d),
+            "dt_bias": None if weights.dt_bias is None else _as_fp32(weights.dt_bias),
+        }
         out = torch.empty(x.shape, dtype=x.dtype)
-        call = state_abi.Mamba2(
-            num_heads=spec.num_heads,
-            head_dim=spec.head_dim,
-            state_size=spec.state_size,
-            num_groups=spec.num_groups,
-            dtype=abi.DTYPES[x.dtype],
-            min_step=spec.min_step,
-            max_step=spec.max_step,
-            x=x.data_ptr(),
-            b=b.data_ptr(),
-            c=c.data_ptr(),
-            dt=dt.data_ptr(),
-            a=a.data_ptr(),
-            d=d.data_ptr(),
-            dt_bias=bias.data_ptr(),
-            out=out.data_ptr(),
-            x_stride=x.stride(0),
-            b_stride=b.stride(0),
-            c_stride=c.stride(0),
-        )
-        kernels, native = self._kernels, self._native[layer]
-        kernels.library.mamba2(kernels.context, native, self._step, byref(call))
+        self._run("mamba2", layer, {"x": x, "b": b, "c": c}, dense, out)
         return out
 
     def short_conv(
         self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        spec = self._specs[layer]
-        assert isinstance(spec, ShortConvSpec)
         x = x if x.stride(1) == 1 else x.contiguous()
-        taps = weight.float().T.contiguous()
-        added = torch.zeros(spec.num_channels) if bias is None else bias.float().contiguous()
+        if weight.dtype not in abi.DTYPES or (bias is not None and bias.dtype != weight.dtype):
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        self._calls[layer].weight_dtype = abi.DTYPES[weight.dtype]
+        dense = {"weight": weight.contiguous(), "bias": None if bias is None else bias.contiguous()}
         out = torch.empty(x.shape, dtype=x.dtype)
-        call = state_abi.ShortConv(
-            num_channels=spec.num_channels,
-            width=spec.width,
-            has_silu=spec.has_silu,
-            dtype=abi.DTYPES[x.dtype],
-            x=x.data_ptr(),
-            weight=taps.data_ptr(),
-            bias=added.data_ptr(),
-            out=out.data_ptr(),
-            x_stride=x.stride(0),
-        )
-        kernels, native = self._kernels, self._native[layer]
-        kernels.library.short_conv(kernels.context, native, self._step, byref(call))
+        self._run("short_conv", layer, {"x": x}, dense, out)
         return out
+
+    def _run(
+        self,
+        kernel: str,
+        layer: int,
+        strided: Mapping[str, torch.Tensor],
+        dense: Mapping[str, torch.Tensor | None],
+        out: torch.Tensor,
+    ) -> None:
+        """Call a kernel with tensors by the names of its structure's fields; None: a null pointer.
+        Of those in `strided` the structure has the stride of tokens, too."""
+        call, kernels = self._calls[layer], self._kernels
+        call.dtype, call.out = abi.DTYPES[out.dtype], out.data_ptr()
+        for name, x in strided.items():
+            setattr(call, name, x.data_ptr())
+            setattr(call, f"{name}_stride", x.stride(0))
+        for name, part in dense.items():
+            setattr(call, name, None if part is None else part.data_ptr())
+        function = getattr(kernels.library, kernel)
+        function(kernels.context, self._native[layer], self._step, byref(call))
 
 
 def _bound(spec: RecurrentSpec, layer: LayerStates) -> state_abi.StateLayer:
@@ -164,7 +135,22 @@ def _bound(spec: RecurrentSpec, layer: LayerStates) -> state_abi.StateLayer:
     )
 
 
+def _sized(spec: RecurrentSpec) -> _Call:
+    """The structure of a layer's calls, without what changes from call to call. It has the fields
+    of the spec by the same names."""
+    if isinstance(spec, GatedDeltaSpec):
+        return state_abi.GatedDelta(**asdict(spec))
+    if isinstance(spec, Mamba2Spec):
+        return state_abi.Mamba2(**asdict(spec))
+    assert isinstance(spec, ShortConvSpec)
+    return state_abi.ShortConv(**asdict(spec))
+
+
 def _with_dense_tokens(x: torch.Tensor) -> torch.Tensor:
     """x [T, heads, size] with the elements of a token in one run, as the kernels read them."""
     is_dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if is_dense else x.contiguous()
+
+
+def _as_fp32(x: torch.Tensor) -> torch.Tensor:
+    return x.float().contiguous()

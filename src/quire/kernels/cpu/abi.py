@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 
 class DType(IntEnum):

@@ -67,6 +67,7 @@ class ShortConv(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("num_channels", "width", "has_silu", "dtype")),
+        *(("weight_dtype", c_int32), ("reserved", c_int32)),
         *((name, c_void_p) for name in ("x", "weight", "bias", "out")),
         ("x_stride", c_int64),
     )

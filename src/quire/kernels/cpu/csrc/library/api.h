@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 6
+#define QUIRE_ABI_VERSION 7
 
 namespace quire {
 struct AttentionLayer;

@@ -67,8 +67,8 @@ struct Mamba2 {
   const void* c;
   const float* dt;       // [T, H] dense, before bias and softplus
   const float* a;        // [H]
-  const float* d;        // [H]
-  const float* dt_bias;  // [H]
+  const float* d;        // [H]; null: zeros
+  const float* dt_bias;  // [H]; null: zeros
   void* out;             // [T, H, P] dense
   int64_t x_stride;
   int64_t b_stride;
@@ -79,11 +79,13 @@ struct ShortConv {
   int32_t num_channels;
   int32_t width;
   int32_t has_silu;
-  int32_t dtype;        // DType of x and out
-  const void* x;        // [T, C]
-  const float* weight;  // [W, C]
-  const float* bias;    // [C]
-  void* out;            // [T, C] dense
+  int32_t dtype;         // DType of x and out
+  int32_t weight_dtype;  // of weight and bias
+  int32_t reserved;
+  const void* x;       // [T, C]
+  const void* weight;  // [C, W] dense
+  const void* bias;    // [C]; null: zeros
+  void* out;           // [T, C] dense
   int64_t x_stride;
 };
 

@@ -27,7 +27,7 @@ void prepare_token(const Mamba2& call, int64_t t, int64_t row, const Prepared& t
   }
   for (int64_t h = 0; h < call.num_heads; ++h) {
     float* out = to.gates_of(h, row);
-    float dt = softplus(call.dt[t * call.num_heads + h] + call.dt_bias[h]);
+    float dt = softplus(call.dt[t * call.num_heads + h] + (call.dt_bias ? call.dt_bias[h] : 0.0f));
     dt = dt < call.min_step ? call.min_step : dt > call.max_step ? call.max_step : dt;
     out[0] = __builtin_expf(dt * call.a[h]);
     out[1] = dt;
@@ -113,7 +113,7 @@ void mamba2_as(Pool& pool, const StateLayer& layer, const StateStep& step, const
       pool, layer, step, heads,
       [&](int64_t t, int64_t row, const Prepared& to) { prepare_token<T>(call, t, row, to); },
       [&](const auto& units, const HeadTokens<T>& tokens, int64_t h) {
-        move_units(units, tokens, splat(call.d[h]));
+        move_units(units, tokens, splat(call.d ? call.d[h] : 0.0f));
       });
 }
 

@@ -1,7 +1,10 @@
 // The short causal convolution of each channel by itself, with bias and SiLU.
 //
-// A unit is 64 channels; a register holds 16, and its last W - 1 inputs stay in registers for all
-// tokens of a piece. Legend: see state_abi.h.
+// A unit is 64 channels; a register holds 16. The tokens of a step are taken in blocks, in whatever
+// sequences they are: weights are loaded once a block, and a sequence's last W - 1 inputs stay in
+// registers for its tokens of the block. Legend: see state_abi.h.
+#include <span>
+
 #include "recurrence/states.h"
 
 namespace quire::QUIRE_ISA {
@@ -9,6 +12,14 @@ namespace {
 
 constexpr int64_t kUnitChannels = 64;
 constexpr int64_t kUnitsPerTask = 8;
+constexpr int64_t kBlockTokens = 32;  // of a task's channels: they stay in the first cache
+
+// What inputs are multiplied by, in fp32; behind the last channel it may be anything.
+struct Taps {
+  float* taps;  // [W][stride], that of the oldest input first
+  float* bias;  // [stride]
+  int64_t stride;
+};
 
 template <typename T>
 inline vf load_some(const T* x, int count) {
@@ -23,50 +34,125 @@ inline void store_some(T* x, vf y, int count) {
     store_n(x, y, count);
 }
 
-// Channels [channel, channel + count) through all tokens of a piece; their state begins at s.
+inline float as_float(float x) { return x; }
+inline float as_float(uint16_t bits) { return to_float(bits); }
+
+// Of channels [first, end).
+template <int W, typename V>
+void prepare_taps(const ShortConv& call, int64_t first, int64_t end, const Taps& to) {
+  const V* weight = static_cast<const V*>(call.weight);
+  const V* bias = static_cast<const V*>(call.bias);
+  for (int i = 0; i < W; ++i) {
+    float* taps = to.taps + i * to.stride;
+    for (int64_t c = first; c < end; ++c) taps[c] = as_float(weight[c * W + i]);
+  }
+  for (int64_t c = first; c < end; ++c) to.bias[c] = bias ? as_float(bias[c]) : 0.0f;
+}
+
+// y / (1 + e^-y). The exponential is that of simd.h without its ends: where they would matter, the
+// result is y or nearly zero, and NaN comes from the division.
+inline vf silu(vf y) {
+  const vf x = min(max(-y, splat(-87.0f)), splat(88.0f));
+  const vf shifted = fma(x, splat(1.44269504088896341f), splat(12582912.0f));
+  const vf n = shifted - splat(12582912.0f);
+  vf r = fma(n, splat(-0.693145751953125f), x);
+  r = fma(n, splat(-1.42860682030941723e-6f), r);
+  vf p = splat(1.3981999e-3f);
+  p = fma(p, r, splat(8.3333454e-3f));
+  p = fma(p, r, splat(4.1665796e-2f));
+  p = fma(p, r, splat(1.6666666e-1f));
+  p = fma(p, r, splat(5.0000000e-1f));
+  p = fma(p, r, splat(1.0f));
+  p = fma(p, r, splat(1.0f));
+  const vf power = (vf)((vi)p + ((vi)shifted << 23));  // the shift drops all but n
+  return y / (splat(1.0f) + power);
+}
+
+// Channels [channel, channel + count) of a unit through the tokens of some pieces. Fetches what lies
+// at the same place in the next unit.
 template <int W, typename T>
-void move_lanes(const ShortConv& call, const Piece& piece, float* s, int64_t channel, int count) {
+inline void move_lanes(const StateLayer& layer, const ShortConv& call, const Taps& from,
+                       std::span<const Piece> pieces, UnitPlace place, UnitPlace next,
+                       int64_t channel, int count) {
   const T* x = static_cast<const T*>(call.x) + channel;
   T* out = static_cast<T*>(call.out) + channel;
   vf taps[W], last[W];  // of inputs the oldest first, the token's own behind
-  for (int i = 0; i < W; ++i)
-    taps[i] = load_some(call.weight + i * int64_t(call.num_channels) + channel, count);
-  for (int i = 0; i + 1 < W; ++i) last[i] = piece.is_fresh ? vf{} : load(s + i * kUnitChannels);
-  const vf bias = load_some(call.bias + channel, count);
-  for (int64_t t = piece.first; t < piece.end; ++t) {
-    last[W - 1] = load_some(x + t * call.x_stride, count);
-    vf y = bias;
-    for (int i = 0; i < W; ++i) y = fma(taps[i], last[i], y);
-    if (call.has_silu) y = y / (splat(1.0f) + exp(-y));
-    store_some(out + t * call.num_channels, y, count);
-    for (int i = 0; i + 1 < W; ++i) last[i] = last[i + 1];
+  for (int i = 0; i < W; ++i) taps[i] = load(from.taps + i * from.stride + channel);
+  const vf bias = load(from.bias + channel);
+  for (const Piece& piece : pieces) {
+    float* s = place.of(layer, piece.blocks);
+    const float* ahead = next.of(layer, piece.blocks);
+    for (int i = 0; i + 1 < W; ++i) {
+      __builtin_prefetch(ahead + i * kUnitChannels);
+      last[i] = piece.is_fresh ? vf{} : load(s + i * kUnitChannels);
+    }
+    for (int64_t t = piece.first; t < piece.end; ++t) {
+      last[W - 1] = load_some(x + t * call.x_stride, count);
+      vf y = bias;
+      for (int i = 0; i < W; ++i) y = fma(taps[i], last[i], y);
+      if (call.has_silu) y = silu(y);
+      store_some(out + t * call.num_channels, y, count);
+      for (int i = 0; i + 1 < W; ++i) last[i] = last[i + 1];
+    }
+    for (int i = 0; i + 1 < W; ++i) store(s + i * kUnitChannels, last[i]);
   }
-  for (int i = 0; i + 1 < W; ++i) store(s + i * kUnitChannels, last[i]);
 }
 
+// The units [first, end) through the pieces of a block.
 template <int W, typename T>
-void move_unit(const StateLayer& layer, const ShortConv& call, const Piece& piece, int64_t unit) {
-  float* s = unit_at(layer, piece.blocks, unit);
-  for (int64_t i = 0; i < kUnitChannels; i += kLanes) {
-    const int64_t channel = unit * kUnitChannels + i;
-    if (channel >= call.num_channels) break;
-    const int count = int(smaller(kLanes, call.num_channels - channel));
-    move_lanes<W, T>(call, piece, s + i, channel, count);
+void move_units(const StateLayer& layer, const ShortConv& call, const Taps& taps,
+                std::span<const Piece> pieces, int64_t first, int64_t end) {
+  UnitPlace place = place_of(layer, first);
+  for (int64_t unit = first; unit < end; ++unit) {
+    UnitPlace next = place_of(layer, smaller(unit + 1, layer.num_units - 1));
+    const UnitPlace following = next;
+    for (int64_t i = 0; i < kUnitChannels; i += kLanes) {
+      const int64_t channel = unit * kUnitChannels + i;
+      if (channel >= call.num_channels) break;
+      const int count = int(smaller(kLanes, call.num_channels - channel));
+      move_lanes<W, T>(layer, call, taps, pieces, place, next, channel, count);
+      place.offset += kLanes * sizeof(float);
+      next.offset += kLanes * sizeof(float);
+    }
+    place = following;
   }
+}
+
+// Cuts `count` pieces where blocks of tokens end; returns how many there are then.
+inline int64_t cut_in_blocks(const Piece* pieces, int64_t count, Piece* cut) {
+  int64_t found = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    Piece rest = pieces[i];
+    for (; rest.first < rest.end; rest.first = cut[found++].end, rest.is_fresh = false) {
+      cut[found] = rest;
+      cut[found].end = smaller(rest.end, (rest.first / kBlockTokens + 1) * kBlockTokens);
+    }
+  }
+  return found;
 }
 
 template <int W, typename T>
 void short_conv_as(Pool& pool, const StateLayer& layer, const StateStep& step,
                    const ShortConv& call) {
-  auto* pieces = static_cast<Piece*>(pool.shared(0, (step.num_sequences + 1) * sizeof(Piece)));
-  const int64_t num_tokens = step.query_start[step.num_sequences];
-  const int64_t count = find_pieces(layer, step, 0, num_tokens, pieces);
-  const int64_t num_runs = (layer.num_units + kUnitsPerTask - 1) / kUnitsPerTask;
-  pool.parallel(count * num_runs, [&](int64_t task, int) {
-    const int64_t first = task % num_runs * kUnitsPerTask;
-    const int64_t end = smaller(layer.num_units, first + kUnitsPerTask);
-    for (int64_t unit = first; unit < end; ++unit)
-      move_unit<W, T>(layer, call, pieces[task / num_runs], unit);
+  const int64_t num_tokens = step.query_start[step.num_sequences], num_units = layer.num_units;
+  const int64_t stride = num_units * kUnitChannels;
+  auto* memory = static_cast<float*>(pool.shared(1, (W + 1) * stride * int64_t(sizeof(float))));
+  const Taps taps{memory, memory + W * stride, stride};
+  const int64_t most = step.num_sequences + num_tokens / kBlockTokens + 1;
+  auto* pieces = static_cast<Piece*>(pool.shared(0, 2 * most * int64_t(sizeof(Piece))));
+  const int64_t count = find_pieces(layer, step, 0, num_tokens, pieces + most);
+  const std::span<const Piece> cut(pieces, cut_in_blocks(pieces + most, count, pieces));
+  share(pool, 2, (num_units + kUnitsPerTask - 1) / kUnitsPerTask, [&](int64_t task, int) {
+    const int64_t first = task * kUnitsPerTask, end = smaller(num_units, first + kUnitsPerTask);
+    const int64_t stop = smaller(call.num_channels, end * kUnitChannels);
+    if (call.weight_dtype == kBF16)
+      prepare_taps<W, uint16_t>(call, first * kUnitChannels, stop, taps);
+    else
+      prepare_taps<W, float>(call, first * kUnitChannels, stop, taps);
+    for (size_t i = 0, j = 0; i < cut.size(); i = j) {
+      while (j < cut.size() && cut[j].first / kBlockTokens == cut[i].first / kBlockTokens) ++j;
+      move_units<W, T>(layer, call, taps, cut.subspan(i, j - i), first, end);
+    }
   });
 }
 

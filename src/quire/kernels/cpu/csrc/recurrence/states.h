@@ -29,11 +29,19 @@ struct Piece {
   bool is_fresh;          // the state before is zeros
 };
 
-inline float* unit_at(const StateLayer& layer, const int32_t* blocks, int64_t unit) {
-  const int64_t place = layer.first_unit + unit;
-  return reinterpret_cast<float*>(layer.pages +
-                                  blocks[place / layer.units_per_page] * layer.page_stride +
-                                  place % layer.units_per_page * layer.unit_bytes);
+// Where a unit lies, whatever the row: in that entry of its line, behind so many bytes.
+struct UnitPlace {
+  int64_t entry;
+  int64_t offset;
+
+  float* of(const StateLayer& layer, const int32_t* blocks) const {
+    return reinterpret_cast<float*>(layer.pages + blocks[entry] * layer.page_stride + offset);
+  }
+};
+
+inline UnitPlace place_of(const StateLayer& layer, int64_t unit) {
+  const auto place = uint32_t(layer.first_unit + unit), per_page = uint32_t(layer.units_per_page);
+  return {place / per_page, place % per_page * layer.unit_bytes};
 }
 
 // The pieces of a step's tokens [first, end) in `pieces`; returns how many.
@@ -119,7 +127,7 @@ struct UnitOrder {
   // Behind the last one: the last one.
   float* at(int64_t index) const {
     const auto from = uint32_t(smaller(index, count - 1)), per_piece = uint32_t(layer.num_units);
-    return unit_at(layer, pieces[from / per_piece].blocks, from % per_piece);
+    return place_of(layer, from % per_piece).of(layer, pieces[from / per_piece].blocks);
   }
 };
 
