@@ -206,6 +206,65 @@ inline void store_n(uint16_t* p, vf x, int n) {
   std::memcpy(p, &h, n * sizeof(uint16_t));
 }
 
+// One register, for loops that keep many values in registers: GCC keeps those that are wider than
+// one in memory. With AVX-512 it is the same as vf. load_part_n and store_n: the first n lanes.
+inline part splat_part(float x) { return x - part{}; }  // x - 0 is x, and so left out
+
+template <typename T>
+inline part load_part(const T* p) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    part x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+  } else {
+    typedef uint16_t halves __attribute__((vector_size(kRegisterBytes / 2)));
+    typedef uint32_t words __attribute__((vector_size(kRegisterBytes)));
+    halves x;
+    std::memcpy(&x, p, sizeof x);
+    return (part)(__builtin_convertvector(x, words) << 16);
+  }
+}
+
+template <typename T>
+inline part load_part_n(const T* p, int n) {
+  T x[kPartLanes] = {};
+  std::memcpy(x, p, n * sizeof(T));
+  return load_part(x);
+}
+
+#if !defined(__AVX512F__)
+inline part fma(part a, part b, part c) {
+#if defined(__FMA__)
+  return (part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline part max(part a, part b) { return a > b ? a : b; }
+inline part min(part a, part b) { return a < b ? a : b; }
+
+inline void store(float* p, part x) { std::memcpy(p, &x, sizeof x); }
+
+// As to_bf16.
+inline void store(uint16_t* p, part x) {
+  typedef uint16_t halves __attribute__((vector_size(kRegisterBytes / 2)));
+  typedef uint32_t words __attribute__((vector_size(kRegisterBytes)));
+  const words bits = (words)x;
+  const words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const words chosen = x == x ? rounded : bits >> 16 | 0x40;
+  const halves narrow = __builtin_convertvector(chosen, halves);
+  std::memcpy(p, &narrow, sizeof narrow);
+}
+
+template <typename T>
+inline void store_n(T* p, part x, int n) {
+  T all[kPartLanes];
+  store(all, x);
+  std::memcpy(p, all, n * sizeof(T));
+}
+#endif
+
 // What x becomes when it is stored as T and read again.
 template <typename T> inline vf rounded(vf x);
 template <> inline vf rounded<float>(vf x) { return x; }

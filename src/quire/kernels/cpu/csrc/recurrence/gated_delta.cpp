@@ -48,83 +48,85 @@ void prepare_token(const GatedDelta& call, int64_t t, int64_t row, const Prepare
   }
 }
 
-template <int U>
-inline void read_row(const Units<U>& units, const float* k, int64_t row, vf* sums) {
-  const vf factor = splat(k[row]);
-  for (int u = 0; u < U; ++u) sums[u] = fma(load(units.s[u] + row * kLanes), factor, sums[u]);
+template <int V>
+inline void read_row(const Columns<V>& columns, const float* k, int64_t row, part* sums) {
+  const part factor = splat_part(k[row]);
+  for (int v = 0; v < V; ++v)
+    sums[v] = fma(load_part(columns.s[v] + row * kLanes), factor, sums[v]);
 }
 
-// sums of S^T k, even and odd rows apart. Fetches the even rows of the next units.
-template <int U>
-inline void read_units(const Units<U>& units, const float* k, int64_t dk, vf* read) {
-  vf even[U] = {}, odd[U] = {};
+// sums of S^T k, even and odd rows apart. Fetches the even rows of the next columns.
+template <int V>
+inline void read_columns(const Columns<V>& columns, const float* k, int64_t dk, part* read) {
+  part even[V] = {}, odd[V] = {};
   int64_t row = 0;
   for (; row + 2 <= dk; row += 2) {
-    units.fetch_next(row);
-    read_row(units, k, row, even);
-    read_row(units, k, row + 1, odd);
+    columns.fetch_next(row);
+    read_row(columns, k, row, even);
+    read_row(columns, k, row + 1, odd);
   }
-  if (row < dk) read_row(units, k, row, even);
-  for (int u = 0; u < U; ++u) read[u] = even[u] + odd[u];
+  if (row < dk) read_row(columns, k, row, even);
+  for (int v = 0; v < V; ++v) read[v] = even[v] + odd[v];
 }
 
 // Of one token: S = decay S + k delta^T, o = S^T q; and what the next token reads, if there is one.
-// The last token fetches the odd rows of the next units.
-template <int U>
+// The last token fetches the odd rows of the next columns.
+template <int V>
 struct Update {
-  const Units<U>& units;
+  const Columns<V>& columns;
   const float* q;
   const float* k;
   const float* next_k;  // behind the last token: not read
-  vf decay;
-  vf delta[U];
+  part decay;
+  part delta[V];
 
   template <bool kHasNext>
-  inline void row(int64_t i, vf* out, vf* read) const {
-    const vf key = splat(k[i]), query = splat(q[i]), next = splat(kHasNext ? next_k[i] : 0.0f);
-    for (int u = 0; u < U; ++u) {
-      float* s = units.s[u] + i * kLanes;
-      const vf x = fma(key, delta[u], decay * load(s));
+  inline void row(int64_t i, part* out, part* read) const {
+    const part key = splat_part(k[i]), query = splat_part(q[i]);
+    const part next = splat_part(kHasNext ? next_k[i] : 0.0f);
+    for (int v = 0; v < V; ++v) {
+      float* s = columns.s[v] + i * kLanes;
+      const part x = fma(key, delta[v], decay * load_part(s));
       store(s, x);
-      out[u] = fma(x, query, out[u]);
-      if (kHasNext) read[u] = fma(x, next, read[u]);
+      out[v] = fma(x, query, out[v]);
+      if (kHasNext) read[v] = fma(x, next, read[v]);
     }
   }
 
   template <bool kHasNext>
-  inline void run(int64_t dk, vf* out, vf* read) const {
-    vf out_even[U] = {}, out_odd[U] = {}, even[U] = {}, odd[U] = {};
+  inline void run(int64_t dk, part* out, part* read) const {
+    part out_even[V] = {}, out_odd[V] = {}, even[V] = {}, odd[V] = {};
     int64_t i = 0;
     for (; i + 2 <= dk; i += 2) {
-      if (!kHasNext) units.fetch_next(i + 1);
+      if (!kHasNext) columns.fetch_next(i + 1);
       row<kHasNext>(i, out_even, even);
       row<kHasNext>(i + 1, out_odd, odd);
     }
     if (i < dk) row<kHasNext>(i, out_even, even);
-    for (int u = 0; u < U; ++u) out[u] = out_even[u] + out_odd[u];
-    for (int u = 0; u < U; ++u) read[u] = even[u] + odd[u];
+    for (int v = 0; v < V; ++v) out[v] = out_even[v] + out_odd[v];
+    for (int v = 0; v < V; ++v) read[v] = even[v] + odd[v];
   }
 };
 
-template <int U, typename T>
-void move_units(const Units<U>& units, const HeadTokens<T>& tokens) {
+template <int V, typename T>
+void move_through(const Columns<V>& columns, const HeadTokens<T>& tokens) {
   const int64_t dk = tokens.size;
-  vf read[U], result[U];
-  read_units(units, tokens.vectors + dk, dk, read);
+  part read[V], result[V];
+  read_columns(columns, tokens.vectors + dk, dk, read);
   for (int64_t t = 0; t < tokens.num_tokens; ++t) {
     const float* q = tokens.vectors + t * 2 * dk;
-    Update<U> update{units, q, q + dk, q + 3 * dk, splat(tokens.gates[t * 2]), {}};
-    const vf beta = splat(tokens.gates[t * 2 + 1]);
-    for (int u = 0; u < U; ++u) {
-      const vf v = load(tokens.in + t * tokens.in_stride + u * kLanes);
-      update.delta[u] = beta * (v - update.decay * read[u]);
+    Update<V> update{columns, q, q + dk, q + 3 * dk, splat_part(tokens.gates[t * 2]), {}};
+    const part beta = splat_part(tokens.gates[t * 2 + 1]);
+    for (int v = 0; v < V; ++v) {
+      const part value = load_part(tokens.in + t * tokens.in_stride + v * kPartLanes);
+      update.delta[v] = beta * (value - update.decay * read[v]);
     }
     if (t + 1 < tokens.num_tokens)
       update.template run<true>(dk, result, read);
     else
       update.template run<false>(dk, result, read);
-    for (int u = 0; u < U; ++u)
-      store(tokens.out + t * tokens.out_stride + u * kLanes, result[u]);
+    for (int v = 0; v < V; ++v)
+      store(tokens.out + t * tokens.out_stride + v * kPartLanes, result[v]);
   }
 }
 
@@ -141,7 +143,9 @@ void gated_delta_as(Pool& pool, const StateLayer& layer, const StateStep& step,
   move_states(
       pool, layer, step, heads,
       [&](int64_t t, int64_t row, const Prepared& to) { prepare_token<T>(call, t, row, to); },
-      [](const auto& units, const HeadTokens<T>& tokens, int64_t) { move_units(units, tokens); });
+      [](const auto& columns, const HeadTokens<T>& tokens, int64_t) {
+        move_through(columns, tokens);
+      });
 }
 
 }  // namespace

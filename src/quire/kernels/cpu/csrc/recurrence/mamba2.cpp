@@ -34,54 +34,56 @@ void prepare_token(const Mamba2& call, int64_t t, int64_t row, const Prepared& t
   }
 }
 
-// K tokens in one pass over U units. The last pass fetches the next units.
-template <int K, int U>
+// K tokens in one pass over V registers' worth of columns. The last pass fetches the next columns.
+template <int K, int V>
 struct Pass {
-  const Units<U>& units;
+  const Columns<V>& columns;
   const float* bc;  // of the first token
   int64_t size;
-  vf decay[K];
-  vf input[K][U];  // dt x
+  part decay[K];
+  part input[K][V];  // dt x
 
-  inline void row(int64_t i, vf (*out)[U]) const {
-    vf x[U];
-    for (int u = 0; u < U; ++u) x[u] = load(units.s[u] + i * kLanes);
+  inline void row(int64_t i, part (*out)[V]) const {
+    part x[V];
+    for (int v = 0; v < V; ++v) x[v] = load_part(columns.s[v] + i * kLanes);
     for (int k = 0; k < K; ++k) {
-      const vf b = splat(bc[k * 2 * size + i]), c = splat(bc[(k * 2 + 1) * size + i]);
-      for (int u = 0; u < U; ++u) {
-        x[u] = fma(b, input[k][u], decay[k] * x[u]);
-        out[k][u] = fma(x[u], c, out[k][u]);
+      const part b = splat_part(bc[k * 2 * size + i]);
+      const part c = splat_part(bc[(k * 2 + 1) * size + i]);
+      for (int v = 0; v < V; ++v) {
+        x[v] = fma(b, input[k][v], decay[k] * x[v]);
+        out[k][v] = fma(x[v], c, out[k][v]);
       }
     }
-    for (int u = 0; u < U; ++u) store(units.s[u] + i * kLanes, x[u]);
+    for (int v = 0; v < V; ++v) store(columns.s[v] + i * kLanes, x[v]);
   }
 
   template <bool kFetches>
-  inline void run(vf (*out)[U]) const {
-    vf even[K][U] = {}, odd[K][U] = {};
+  inline void run(part (*out)[V]) const {
+    part even[K][V] = {}, odd[K][V] = {};
     int64_t i = 0;
     for (; i + 2 <= size; i += 2) {
-      if (kFetches) units.fetch_next(i);
+      if (kFetches) columns.fetch_next(i);
       row(i, even);
-      if (kFetches) units.fetch_next(i + 1);
+      if (kFetches) columns.fetch_next(i + 1);
       row(i + 1, odd);
     }
     if (i < size) row(i, even);
     for (int k = 0; k < K; ++k)
-      for (int u = 0; u < U; ++u) out[k][u] = even[k][u] + odd[k][u];
+      for (int v = 0; v < V; ++v) out[k][v] = even[k][v] + odd[k][v];
   }
 };
 
-template <int K, int U, typename T>
-inline void move_tokens(const Units<U>& units, const HeadTokens<T>& tokens, int64_t t, vf d) {
-  Pass<K, U> pass{units, tokens.vectors + t * 2 * tokens.size, tokens.size, {}, {}};
-  vf raw[K][U], y[K][U];
+template <int K, int V, typename T>
+inline void move_tokens(const Columns<V>& columns, const HeadTokens<T>& tokens, int64_t t,
+                        part d) {
+  Pass<K, V> pass{columns, tokens.vectors + t * 2 * tokens.size, tokens.size, {}, {}};
+  part raw[K][V], y[K][V];
   for (int k = 0; k < K; ++k) {
-    pass.decay[k] = splat(tokens.gates[(t + k) * 2]);
-    const vf dt = splat(tokens.gates[(t + k) * 2 + 1]);
-    for (int u = 0; u < U; ++u) {
-      raw[k][u] = load(tokens.in + (t + k) * tokens.in_stride + u * kLanes);
-      pass.input[k][u] = dt * raw[k][u];
+    pass.decay[k] = splat_part(tokens.gates[(t + k) * 2]);
+    const part dt = splat_part(tokens.gates[(t + k) * 2 + 1]);
+    for (int v = 0; v < V; ++v) {
+      raw[k][v] = load_part(tokens.in + (t + k) * tokens.in_stride + v * kPartLanes);
+      pass.input[k][v] = dt * raw[k][v];
     }
   }
   if (t + K == tokens.num_tokens)
@@ -89,15 +91,16 @@ inline void move_tokens(const Units<U>& units, const HeadTokens<T>& tokens, int6
   else
     pass.template run<false>(y);
   for (int k = 0; k < K; ++k)
-    for (int u = 0; u < U; ++u)
-      store(tokens.out + (t + k) * tokens.out_stride + u * kLanes, fma(d, raw[k][u], y[k][u]));
+    for (int v = 0; v < V; ++v)
+      store(tokens.out + (t + k) * tokens.out_stride + v * kPartLanes,
+            fma(d, raw[k][v], y[k][v]));
 }
 
-template <int U, typename T>
-void move_units(const Units<U>& units, const HeadTokens<T>& tokens, vf d) {
+template <int V, typename T>
+void move_through(const Columns<V>& columns, const HeadTokens<T>& tokens, part d) {
   int64_t t = 0;
-  for (; t + 2 <= tokens.num_tokens; t += 2) move_tokens<2>(units, tokens, t, d);
-  if (t < tokens.num_tokens) move_tokens<1>(units, tokens, t, d);
+  for (; t + 2 <= tokens.num_tokens; t += 2) move_tokens<2>(columns, tokens, t, d);
+  if (t < tokens.num_tokens) move_tokens<1>(columns, tokens, t, d);
 }
 
 template <typename T>
@@ -112,8 +115,8 @@ void mamba2_as(Pool& pool, const StateLayer& layer, const StateStep& step, const
   move_states(
       pool, layer, step, heads,
       [&](int64_t t, int64_t row, const Prepared& to) { prepare_token<T>(call, t, row, to); },
-      [&](const auto& units, const HeadTokens<T>& tokens, int64_t h) {
-        move_units(units, tokens, splat(call.d ? call.d[h] : 0.0f));
+      [&](const auto& columns, const HeadTokens<T>& tokens, int64_t h) {
+        move_through(columns, tokens, splat_part(call.d ? call.d[h] : 0.0f));
       });
 }
 

@@ -1,8 +1,8 @@
 // The short causal convolution of each channel by itself, with bias and SiLU.
 //
-// A unit is 64 channels; a register holds 16. The tokens of a step are taken in blocks, in whatever
-// sequences they are: weights are loaded once a block, and a sequence's last W - 1 inputs stay in
-// registers for its tokens of the block. Legend: see state_abi.h.
+// A unit is 64 channels; as many as a register holds go at once. The tokens of a step are taken in
+// blocks, in whatever sequences they are: weights are loaded once a block, and a sequence's last
+// W - 1 inputs stay in registers for its tokens of the block. Legend: see state_abi.h.
 #include <span>
 
 #include "recurrence/states.h"
@@ -22,13 +22,13 @@ struct Taps {
 };
 
 template <typename T>
-inline vf load_some(const T* x, int count) {
-  return count == kLanes ? load(x) : load_n(x, count);
+inline part load_some(const T* x, int count) {
+  return count == kPartLanes ? load_part(x) : load_part_n(x, count);
 }
 
 template <typename T>
-inline void store_some(T* x, vf y, int count) {
-  if (count == kLanes)
+inline void store_some(T* x, part y, int count) {
+  if (count == kPartLanes)
     store(x, y);
   else
     store_n(x, y, count);
@@ -51,44 +51,45 @@ void prepare_taps(const ShortConv& call, int64_t first, int64_t end, const Taps&
 
 // y / (1 + e^-y). The exponential is that of simd.h without its ends: where they would matter, the
 // result is y or nearly zero, and NaN comes from the division.
-inline vf silu(vf y) {
-  const vf x = min(max(-y, splat(-87.0f)), splat(88.0f));
-  const vf shifted = fma(x, splat(1.44269504088896341f), splat(12582912.0f));
-  const vf n = shifted - splat(12582912.0f);
-  vf r = fma(n, splat(-0.693145751953125f), x);
-  r = fma(n, splat(-1.42860682030941723e-6f), r);
-  vf p = splat(1.3981999e-3f);
-  p = fma(p, r, splat(8.3333454e-3f));
-  p = fma(p, r, splat(4.1665796e-2f));
-  p = fma(p, r, splat(1.6666666e-1f));
-  p = fma(p, r, splat(5.0000000e-1f));
-  p = fma(p, r, splat(1.0f));
-  p = fma(p, r, splat(1.0f));
-  const vf power = (vf)((vi)p + ((vi)shifted << 23));  // the shift drops all but n
-  return y / (splat(1.0f) + power);
+inline part silu(part y) {
+  const part x = min(max(-y, splat_part(-87.0f)), splat_part(88.0f));
+  const part shifted = fma(x, splat_part(1.44269504088896341f), splat_part(12582912.0f));
+  const part n = shifted - splat_part(12582912.0f);
+  part r = fma(n, splat_part(-0.693145751953125f), x);
+  r = fma(n, splat_part(-1.42860682030941723e-6f), r);
+  part p = splat_part(1.3981999e-3f);
+  p = fma(p, r, splat_part(8.3333454e-3f));
+  p = fma(p, r, splat_part(4.1665796e-2f));
+  p = fma(p, r, splat_part(1.6666666e-1f));
+  p = fma(p, r, splat_part(5.0000000e-1f));
+  p = fma(p, r, splat_part(1.0f));
+  p = fma(p, r, splat_part(1.0f));
+  typedef uint32_t words __attribute__((vector_size(kRegisterBytes)));
+  const part power = (part)((words)p + ((words)shifted << 23));  // the shift drops all but n
+  return y / (splat_part(1.0f) + power);
 }
 
-// Channels [channel, channel + count) of a unit through the tokens of some pieces. Fetches what lies
-// at the same place in the next unit.
+// Channels [channel, channel + count) of a unit through the tokens of some pieces. Fetches what
+// lies at the same place in the next unit.
 template <int W, typename T>
 inline void move_lanes(const StateLayer& layer, const ShortConv& call, const Taps& from,
                        std::span<const Piece> pieces, UnitPlace place, UnitPlace next,
                        int64_t channel, int count) {
   const T* x = static_cast<const T*>(call.x) + channel;
   T* out = static_cast<T*>(call.out) + channel;
-  vf taps[W], last[W];  // of inputs the oldest first, the token's own behind
-  for (int i = 0; i < W; ++i) taps[i] = load(from.taps + i * from.stride + channel);
-  const vf bias = load(from.bias + channel);
+  part taps[W], last[W];  // of inputs the oldest first, the token's own behind
+  for (int i = 0; i < W; ++i) taps[i] = load_part(from.taps + i * from.stride + channel);
+  const part bias = load_part(from.bias + channel);
   for (const Piece& piece : pieces) {
     float* s = place.of(layer, piece.blocks);
     const float* ahead = next.of(layer, piece.blocks);
     for (int i = 0; i + 1 < W; ++i) {
       __builtin_prefetch(ahead + i * kUnitChannels);
-      last[i] = piece.is_fresh ? vf{} : load(s + i * kUnitChannels);
+      last[i] = piece.is_fresh ? part{} : load_part(s + i * kUnitChannels);
     }
     for (int64_t t = piece.first; t < piece.end; ++t) {
       last[W - 1] = load_some(x + t * call.x_stride, count);
-      vf y = bias;
+      part y = bias;
       for (int i = 0; i < W; ++i) y = fma(taps[i], last[i], y);
       if (call.has_silu) y = silu(y);
       store_some(out + t * call.num_channels, y, count);
@@ -106,13 +107,13 @@ void move_units(const StateLayer& layer, const ShortConv& call, const Taps& taps
   for (int64_t unit = first; unit < end; ++unit) {
     UnitPlace next = place_of(layer, smaller(unit + 1, layer.num_units - 1));
     const UnitPlace following = next;
-    for (int64_t i = 0; i < kUnitChannels; i += kLanes) {
+    for (int64_t i = 0; i < kUnitChannels; i += kPartLanes) {
       const int64_t channel = unit * kUnitChannels + i;
       if (channel >= call.num_channels) break;
-      const int count = int(smaller(kLanes, call.num_channels - channel));
+      const int count = int(smaller(kPartLanes, call.num_channels - channel));
       move_lanes<W, T>(layer, call, taps, pieces, place, next, channel, count);
-      place.offset += kLanes * sizeof(float);
-      next.offset += kLanes * sizeof(float);
+      place.offset += kPartLanes * sizeof(float);
+      next.offset += kPartLanes * sizeof(float);
     }
     place = following;
   }

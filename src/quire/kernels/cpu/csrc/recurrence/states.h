@@ -16,8 +16,8 @@ namespace quire::QUIRE_ISA {
 // Tokens that are prepared at once: their q and k of a head stay in the second cache.
 constexpr int64_t kChunkTokens = 256;
 constexpr int64_t kPreparedTokens = 4;  // by one task
-// Units that one pass works on: they share what is broadcast.
-constexpr int kPairedUnits = kRegisterBytes == 64 ? 2 : 1;
+// Registers that one pass works on, side by side: they share what is broadcast.
+constexpr int kVectors = 2;
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -106,15 +106,17 @@ struct HeadTokens {
   int64_t out_stride;
 };
 
-// U units that are moved side by side, and where those lie that come next. In decoding a unit is
-// read from memory and moved once, so the next ones are fetched meanwhile.
-template <int U>
-struct Units {
-  float* s[U];
-  const float* next[U];
+// Registers' worth of columns that are moved side by side, [size][16] each, and where those lie
+// that come next. In decoding a unit is read from memory and moved once, so the next ones are
+// fetched meanwhile.
+template <int V>
+struct Columns {
+  float* s[V];
+  const float* next[V];
 
   void fetch_next(int64_t row) const {
-    for (int u = 0; u < U; ++u) __builtin_prefetch(next[u] + row * kLanes);
+    for (int v = 0; v < V; ++v)
+      if (v * kPartLanes % kLanes == 0) __builtin_prefetch(next[v] + row * kLanes);
   }
 };
 
@@ -124,40 +126,34 @@ struct UnitOrder {
   const Piece* pieces;
   int64_t count;  // of units
 
-  // Behind the last one: the last one.
-  float* at(int64_t index) const {
-    const auto from = uint32_t(smaller(index, count - 1)), per_piece = uint32_t(layer.num_units);
-    return place_of(layer, from % per_piece).of(layer, pieces[from / per_piece].blocks);
+  // A column of a unit or of one behind it; of those behind the last unit: in that.
+  float* at(int64_t unit, int64_t column) const {
+    const int64_t index = smaller(unit + column / kLanes, count - 1);
+    const auto from = uint32_t(index), per_piece = uint32_t(layer.num_units);
+    return place_of(layer, from % per_piece).of(layer, pieces[from / per_piece].blocks) +
+           column % kLanes;
   }
 };
 
-// The units of a head, the first of which is `first` in the order, through the tokens of a piece.
-template <typename T, typename Move>
-inline void move_head(const UnitOrder& order, int64_t first, int64_t num_units, bool is_fresh,
-                      HeadTokens<T> tokens, Move&& move) {
-  const int64_t end = first + num_units;
-  float* ahead[kPairedUnits];
-  for (int u = 0; u < kPairedUnits; ++u) ahead[u] = order.at(first + u);
-  for (int64_t unit = first; unit < end;) {
-    const int count = int(smaller(kPairedUnits, end - unit));
-    Units<kPairedUnits> units;
-    for (int u = 0; u < kPairedUnits; ++u) {
-      units.s[u] = ahead[u];
-      units.next[u] = ahead[u] = order.at(unit + count + u);
-      if (is_fresh && u < count) std::memset(units.s[u], 0, tokens.size * kLanes * sizeof(float));
-    }
-    if (count == kPairedUnits)
-      move(units, tokens);
-    else
-      move(Units<1>{{units.s[0]}, {units.next[0]}}, tokens);
-    tokens.in += count * kLanes;
-    tokens.out += count * kLanes;
-    unit += count;
+// V registers' worth of a head's columns from `column` on, through the tokens of a piece; the
+// head's first unit is `unit`.
+template <int V, typename T, typename Move>
+inline void move_columns(const UnitOrder& order, int64_t unit, int64_t column, bool is_fresh,
+                         HeadTokens<T> tokens, Move&& move) {
+  Columns<V> columns;
+  for (int v = 0; v < V; ++v) {
+    columns.s[v] = order.at(unit, column + v * kPartLanes);
+    columns.next[v] = order.at(unit, column + (V + v) * kPartLanes);
+    if (is_fresh)
+      for (int64_t i = 0; i < tokens.size; ++i) store(columns.s[v] + i * kLanes, part{});
   }
+  tokens.in += column;
+  tokens.out += column;
+  move(columns, tokens);
 }
 
 // Moves all states of a layer through a step. prepare(token, row, prepared): into line `row`;
-// move(units, tokens, head): U units of that head.
+// move(columns, tokens, head): some columns of that head.
 template <typename T, typename Prepare, typename Move>
 void move_states(Pool& pool, const StateLayer& layer, const StateStep& step, const Heads<T>& heads,
                  Prepare&& prepare, Move&& move) {
@@ -187,8 +183,14 @@ void move_states(Pool& pool, const StateLayer& layer, const StateStep& step, con
                                  heads.in + piece.first * heads.in_stride + column,
                                  heads.in_stride,
                                  heads.out + piece.first * out_stride + column, out_stride};
-      move_head(order, item * num_units, num_units, piece.is_fresh, tokens,
-                [&](const auto& units, const HeadTokens<T>& part) { move(units, part, h); });
+      const auto run = [&](const auto& columns, const HeadTokens<T>& part) {
+        move(columns, part, h);
+      };
+      int64_t at = 0;
+      for (; at + kVectors * kPartLanes <= heads.columns; at += kVectors * kPartLanes)
+        move_columns<kVectors>(order, item * num_units, at, piece.is_fresh, tokens, run);
+      for (; at < heads.columns; at += kPartLanes)
+        move_columns<1>(order, item * num_units, at, piece.is_fresh, tokens, run);
     });
   }
 }
