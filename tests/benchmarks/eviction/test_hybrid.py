@@ -1,0 +1,34 @@
+"""The study of hybrids: what the oracles keep, and that the engine's memory comes near them."""
+
+import pytest
+from benchmarks.eviction.hybrid import KINDS, Oracle, Turn, main, replay, sessions, working_set
+
+
+def turn(session: int, length: int, num_seen: int) -> Turn:
+    return Turn(session, tuple(range(length)), (1,), num_seen)
+
+
+def test_the_oracle_keeps_who_comes_next() -> None:
+    turns = [turn(name, 160, 0) for name in range(3)]
+    turns += [turn(name, 320, 160) for name in (2, 0, 1)]
+    groups = KINDS["full"]
+    assert Oracle(groups, 1000).replay(turns).percent == 100
+    foreseen, recent = (Oracle(groups, 40, foresees=by).replay(turns) for by in (True, False))
+    assert foreseen.found > recent.found > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sessions_in_turns_find_nearly_all_where_all_fit(kind: str) -> None:
+    turns = sessions(8, 4, "random", seed=2)
+    groups = KINDS[kind]
+    num_blocks = int(1.5 * working_set(groups, turns))
+    hits = replay(groups, turns, num_blocks, "lru")
+    assert hits.found >= 0.95 * Oracle(groups, num_blocks).replay(turns).found > 0
+
+
+def test_a_table_of_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--sessions", "3", "--turns", "2", "--pools", "1,2"]
+    assert main(["--kinds", "state,window", "--order", "round", *sizes]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * 5
+    assert lines[0] == "state; 3 sessions, round: 6 requests"
