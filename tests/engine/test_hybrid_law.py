@@ -94,11 +94,10 @@ def alone(folder: Path) -> Found:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"max_num_batched_tokens": 24, "max_num_seqs": 20, "block_size": 16},
+        {"max_num_batched_tokens": 24, "max_num_seqs": 20, "async_scheduling": True},
         {"block_size": 32, "enable_prefix_caching": False, "max_num_seqs": 3},
         {"tiny": True},
-        {"tiny": True, "max_num_batched_tokens": 40, "max_num_seqs": 20},
+        {"tiny": True, "max_num_batched_tokens": 40, "max_num_seqs": 20, "async_scheduling": True},
     ],
     ids=lambda options: ",".join(options) or "default",
 )
