@@ -22,9 +22,13 @@ def layout(*groups: KVGroup) -> KVCacheLayout:
     [
         ((FULL,), 33, 3),
         ((FULL, FULL), 33, 6),
-        ((FULL, WINDOW, STATE), 33, 3 + 3 + 5),
-        ((FULL, WINDOW, STATE), 1600, 100 + 100 + 5),
-        ((STATE,), 1600, 5),
+        (
+            (FULL, WINDOW, STATE),
+            33,
+            3 + 3 + 5 + 7,
+        ),  # the states and parts of two blocks to go on from
+        ((FULL, WINDOW, STATE), 1600, 100 + 11 + 5 + 7),
+        ((STATE,), 1600, 5 + 5),
     ],
 )
 def test_a_sequence_holds_of_each_group_what_its_kind_says(
@@ -38,14 +42,14 @@ def test_a_sequence_holds_of_each_group_what_its_kind_says(
     [
         ((FULL,), 10, 160),
         ((FULL, FULL), 11, 80),
-        ((FULL, STATE), 10, 80),
-        ((FULL, STATE), 5, 0),
-        ((FULL, WINDOW), 20, 160),
-        ((FULL, WINDOW), 40, 320),  # also those blocks that the window has passed
-        ((WINDOW, STATE), 22, 17 * 16),
-        ((WINDOW, STATE), 21, 16 * 16),
-        ((STATE,), 5, 4096),
-        ((STATE,), 4, 0),
+        ((FULL, STATE), 16, 80),
+        ((FULL, STATE), 11, 0),
+        ((FULL, WINDOW), 20, 144),
+        ((FULL, WINDOW), 40, 27 * 16),  # of the window never more than 11
+        ((WINDOW, STATE), 22, 4096),
+        ((WINDOW, STATE), 21, 160),
+        ((STATE,), 10, 4096),
+        ((STATE,), 9, 0),
     ],
 )
 def test_the_longest_sequence_takes_all_blocks_and_no_more(

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.core.request import Request
 from quire.core.sampling_params import BeamSearchParams, DecodingParams, SamplingParams
+from quire.core.scheduling.admission import CapacityCheck
 from quire.errors import InvalidRequestError, RequestNeverFitsError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.offline.beams import BeamSearchOutput
@@ -158,7 +159,9 @@ def assert_same(
 
 
 @pytest.mark.parametrize("block_size", [8, 16])
-def test_searches_that_preempt_each_other_find_the_same(family: Family, block_size: int) -> None:
+def test_searches_that_preempt_each_other_find_the_same(
+    family: Family, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, _ = family
     params = BeamSearchParams(beam_width=4, max_tokens=24)
     prompts = make_prompts((33, 5, 16, 40))
@@ -166,12 +169,15 @@ def test_searches_that_preempt_each_other_find_the_same(family: Family, block_si
     alone = make_llm(folder, **options)
     expected = [alone.beam_search([prompt], params, use_tqdm=False)[0] for prompt in prompts]
     # Enough for one search at its longest, each beam in blocks of its own; four don't fit.
-    num_groups = alone.engine.scheduler.memory.num_groups
-    num_blocks = 4 * num_groups * 64 // block_size
+    num_blocks = 4 * alone.engine.scheduler.memory.growth.most_to_hold(64)
     crowded = make_llm(folder, num_blocks=num_blocks, max_num_seqs=18, **options)
+    has_windows = bool(crowded.engine.scheduler.memory.growth.windows)
+    if has_windows:  # what they hold is bounded and known, so none has to go
+        monkeypatch.setattr(CapacityCheck, "fits_later", lambda *_: True)
     assert_same(crowded.beam_search(prompts, params, use_tqdm=False), expected, prompts)
     assert crowded.engine.stats().num_held_blocks == 0
-    assert crowded.engine.stats().num_preemptions > 0
+    # In small blocks, windows hold so little that four searches fit after all.
+    assert (crowded.engine.stats().num_preemptions > 0) != (has_windows and block_size == 8)
 
 
 @pytest.fixture(scope="module")
