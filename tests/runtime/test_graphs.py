@@ -29,7 +29,10 @@ class Doubling:
 
 
 def make_step(*token_ids: int, static_size: int = 0):
-    return SimpleNamespace(token_ids=torch.tensor(token_ids), static_size=static_size)
+    lens, slots = (torch.full((len(token_ids),), number) for number in (9, 3))
+    attention = SimpleNamespace(context_lens=lens, groups=[SimpleNamespace(slot_mapping=slots)])
+    tokens = torch.tensor(token_ids)
+    return SimpleNamespace(token_ids=tokens, static_size=static_size, attention=attention)
 
 
 def padding(size: int):
@@ -76,6 +79,31 @@ def test_a_static_step_is_captured_once_and_then_replayed_with_new_values() -> N
     assert forward.sizes == (2,)
     assert forward.capture_s > 0
     assert forward.num_bytes == 0
+
+
+class Counting(Doubling):
+    """A forward pass with a state for each sequence: how many tokens each has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = torch.zeros(2, dtype=torch.int64)
+
+    def __call__(self, step) -> torch.Tensor:
+        self.states += step.attention.context_lens > 0
+        return super().__call__(step)
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_a_step_moves_states_once_when_its_size_is_captured_too(has_memory: bool) -> None:
+    eager = Counting()
+    forward = GraphForward(eager, RepeatedCalls() if has_memory else FullBehind(), padding)
+    step = make_step(1, 2, static_size=2)
+    step.attention.context_lens[1] = 0
+    for count in (1, 2):
+        assert run(forward, step) == [2, 4]
+        assert eager.states.tolist() == [count, 0]
+    assert step.attention.context_lens.tolist() == [9, 0]
+    assert step.attention.groups[0].slot_mapping.tolist() == [3, 3]
 
 
 def test_other_steps_are_planned_and_run_one_by_one() -> None:
@@ -170,6 +198,14 @@ def test_cuda_graphs_are_captured_after_a_warm_up_and_share_a_pool(monkeypatch) 
 
 class Full(RepeatedCalls):
     def capture(self, computation):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class FullBehind(RepeatedCalls):
+    """Without memory for the graph, when the computation has run once."""
+
+    def capture(self, computation):
+        computation()
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 

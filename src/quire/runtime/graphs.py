@@ -18,7 +18,8 @@ next one is replayed. So the largest size is captured first: the pool is then as
 Called by `model_runner.py`. Knows no rows and no sampling.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Protocol
 
@@ -26,6 +27,7 @@ import torch
 
 from quire.observability.log import get_logger
 from quire.runtime.batch import StepBatch
+from quire.runtime.device_rows import NO_SLOT
 from quire.runtime.forward import Forward
 
 logger = get_logger(__name__)
@@ -180,8 +182,11 @@ class GraphForward:
             return self._computation(step)
 
     def _captured(self, step: StepBatch) -> Computation:
+        """A capture runs the step, and so will its first replay, but recurrent states may be moved
+        by a token only once: meanwhile all of the step is padding."""
         started_s, num_bytes = perf_counter(), self.num_bytes
-        replay = self._capture.capture(self._computation(step))
+        with _as_padding(step):
+            replay = self._capture.capture(self._computation(step))
         self.capture_s += perf_counter() - started_s
         logger.debug(
             "captured the decode step of %d sequences in %.2f s, %.1f MiB",
@@ -197,3 +202,19 @@ class GraphForward:
             return self._eager(step)
 
         return compute
+
+
+@contextmanager
+def _as_padding(step: StepBatch) -> Iterator[None]:
+    """No sequence of the step computes until the end of the `with`."""
+    context_lens = step.attention.context_lens
+    slots = [group.slot_mapping for group in step.attention.groups]
+    kept = [tensor.clone() for tensor in (context_lens, *slots)]
+    context_lens.zero_()
+    for slot_mapping in slots:
+        slot_mapping.fill_(NO_SLOT)
+    try:
+        yield
+    finally:
+        for tensor, values in zip((context_lens, *slots), kept, strict=True):
+            tensor.copy_(values)
