@@ -10,16 +10,24 @@ from tests.recurrence.state_steps import (
     SPECS,
     Spec,
     World,
+    conv_weights,
     cut,
     exact,
     inputs,
+    mamba_weights,
 )
+from torch.nn.functional import silu
 
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
 from quire.kernels.options import NATIVE_KERNELS
 from quire.recurrence.cpu_states import CpuStates
 from quire.recurrence.state_backend import StateBackend
+from quire.recurrence.state_specs import (
+    Mamba2Spec,
+    Mamba2Weights,
+    ShortConvSpec,
+)
 from quire.recurrence.torch_states import TorchStates
 
 
@@ -88,6 +96,37 @@ def test_units_of_other_layers_stay_as_they_are(backend: StateBackend) -> None:
     assert page[ours].ne(0xFF).any()
     page[ours] = 0xFF
     assert bool(world.pages.eq(0xFF).all())
+
+
+def test_silu_of_large_numbers(backend: StateBackend) -> None:
+    spec = ShortConvSpec(70, width=2)
+    ends = torch.tensor([0.0, -0.5, 20.0, -20.0, 90.0, -90.0, 1e30, -1e38, float("nan")])
+    x = ends.repeat(8)[:70].view(1, 70)
+    World(backend, spec).step({0: [x]})
+    weight = torch.tensor([0.0, 1.0]).expand(70, 2)
+    found = backend.short_conv(0, x, weight, None)
+    torch.testing.assert_close(found, silu(x), rtol=1e-5, atol=1e-30, equal_nan=True)
+
+
+def test_weights_of_a_convolution_are_read_in_their_own_dtype(isa: str) -> None:
+    spec = ShortConvSpec(150, width=4)
+    x = inputs(spec, 6, 10, torch.bfloat16)[0]
+    backend = native(isa)
+    World(backend, spec).step({0: [x]})
+    weight, bias = (part.bfloat16() for part in conv_weights(spec) if part is not None)
+    plain = backend.short_conv(0, x, weight.float(), bias.float())
+    for weight_dtype, bias_dtype in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.double)):
+        found = backend.short_conv(0, x, weight.to(weight_dtype), bias.to(bias_dtype))
+        assert torch.equal(found, plain)
+
+
+def test_what_mamba2_lacks_is_zeros(backend: StateBackend) -> None:
+    spec = Mamba2Spec(2, head_dim=16, state_size=32)
+    given = inputs(spec, 6, 10, torch.float32)
+    World(backend, spec).step({0: given})
+    a, zeros = mamba_weights(spec).a, torch.zeros(2)
+    plain = backend.mamba2(0, *given, Mamba2Weights(a, zeros, zeros))
+    assert torch.equal(backend.mamba2(0, *given, Mamba2Weights(a)), plain)
 
 
 def test_another_kind_is_refused(backend: StateBackend) -> None:

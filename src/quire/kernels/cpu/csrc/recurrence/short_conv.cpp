@@ -49,10 +49,10 @@ void prepare_taps(const ShortConv& call, int64_t first, int64_t end, const Taps&
   for (int64_t c = first; c < end; ++c) to.bias[c] = bias ? as_float(bias[c]) : 0.0f;
 }
 
-// y / (1 + e^-y). The exponential is that of simd.h without its ends: where they would matter, the
-// result is y or nearly zero, and NaN comes from the division.
+// y / (1 + e^-y). The exponential is that of simd.h without its ends: above 87 the result is y, and
+// below -88 that of -88, which is zero but for 5e-37. NaN stays NaN: max gives its second argument.
 inline part silu(part y) {
-  const part x = min(max(-y, splat_part(-87.0f)), splat_part(88.0f));
+  const part low = max(splat_part(-88.0f), y), x = max(-low, splat_part(-87.0f));
   const part shifted = fma(x, splat_part(1.44269504088896341f), splat_part(12582912.0f));
   const part n = shifted - splat_part(12582912.0f);
   part r = fma(n, splat_part(-0.693145751953125f), x);
@@ -66,7 +66,7 @@ inline part silu(part y) {
   p = fma(p, r, splat_part(1.0f));
   typedef uint32_t words __attribute__((vector_size(kRegisterBytes)));
   const part power = (part)((words)p + ((words)shifted << 23));  // the shift drops all but n
-  return y / (splat_part(1.0f) + power);
+  return low / (splat_part(1.0f) + power);
 }
 
 // Channels [channel, channel + count) of a unit through the tokens of some pieces. Fetches what
