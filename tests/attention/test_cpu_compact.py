@@ -16,6 +16,7 @@ from tests.attention.test_torch_paged import EDGES, OPTIONS
 
 from quire.attention.compact_kv import quantize_vectors
 from quire.attention.cpu_paged import MAX_COMPACT_DIM, CpuPagedAttention
+from quire.core.step import HOLE_BLOCK
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels
 
@@ -151,6 +152,22 @@ def test_a_shared_prefix_gives_the_bits_of_a_copy(kernels, q_dtype):
         results.append(step.run_all([1] * 9))
         assert (step.backend.native.step.num_shared_runs > 0) == in_blocks
     assert_equal(*results)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_what_a_window_has_passed_is_not_read(kernels, block_size):
+    """Neither codes nor scales: their blocks are holes, and those of no sequence NaN."""
+    contexts, query_lens = [600, 290, 70, 333], [1, 1, 3, 40]
+    spec = make_spec(6, 2, 24, window=20)
+    step = make_step(kernels, spec, contexts, block_size=block_size)
+    step.fill([c - n for c, n in zip(contexts, query_lens, strict=True)])
+    (expected,) = step.run_all(query_lens)
+    batch = step.batch(query_lens)
+    for row, context, n in zip(batch.rows_list, contexts, query_lens, strict=True):
+        passed = max(0, context - n - 19) // block_size
+        batch.groups[0].block_tables[row, :passed] = HOLE_BLOCK
+    step.backend.plan(batch)
+    assert torch.equal(step.backend.run(0, *step.inputs(0, query_lens)), expected)
 
 
 @pytest.mark.parametrize("q_dtype", Q_DTYPES)

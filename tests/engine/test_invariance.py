@@ -32,7 +32,6 @@ FAMILIES = ("granite", "llama", "olmo2", "qwen3")
 CASES = [
     *(("llama", number_format) for number_format in FORMATS),
     *((family, "bf16") for family in ("granite", "olmo2", "qwen3")),
-    ("qwen3", "int8 KV"),
 ]
 
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
