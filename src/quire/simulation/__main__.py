@@ -17,17 +17,18 @@ from quire.simulation.engine_simulator import run_world
 from quire.simulation.report import SimulationReport, add_up, printed_lines
 from quire.simulation.simulator import SimulationError
 from quire.simulation.workload import SimulationConfig
-from quire.simulation.worlds import draw_worlds
+from quire.simulation.worlds import draw_hybrid_world, draw_world, draw_worlds
 
+DrawWorld = Callable[[int, int, int, int], SimulationConfig]
 DEFAULT = SimulationConfig()
-DEFAULT_NUM_STEPS = 20_000  # of --everything
+DEFAULT_NUM_STEPS = 20_000  # of --everything and --hybrids
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     try:
-        config, has_everything = _parse(arguments)
-        report = _run_everything(config) if has_everything else run_world(config)
+        config, draw = _parse(arguments)
+        report = run_world(config) if draw is None else _run_everything(config, draw)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run_everything(config: SimulationConfig) -> SimulationReport:
+def _run_everything(config: SimulationConfig, draw: DrawWorld) -> SimulationReport:
     """Worlds with everything in them, one after the other; a line to stderr for each."""
     num_steps = DEFAULT_NUM_STEPS if config.num_steps is None else config.num_steps
     for option in dataclasses.fields(SimulationConfig):
@@ -50,7 +51,7 @@ def _run_everything(config: SimulationConfig) -> SimulationReport:
             )
     reports: list[SimulationReport] = []
     started_s = time.perf_counter()
-    for world in draw_worlds(config.seed, num_steps, config.check_every):
+    for world in draw_worlds(config.seed, num_steps, config.check_every, draw):
         reports.append(run_world(world))
         print(f"world {len(reports)}: {reports[-1].num_steps} steps", file=sys.stderr)
     total = add_up(reports, config.seed)
@@ -72,13 +73,21 @@ def replay_command(config: SimulationConfig) -> str:
     return " ".join(words)
 
 
-def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, bool]:
+def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, DrawWorld | None]:
+    """The options, and what draws the worlds where it is not to be one that the options say."""
     parser = argparse.ArgumentParser(
         prog="python -m quire.simulation",
         description=f"{__doc__}\n{SimulationConfig.__doc__}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--everything", action="store_true", help="see above")
+    parser.add_argument(
+        "--everything", action="store_true", help="worlds with everything, drawn from the seed"
+    )
+    parser.add_argument(
+        "--hybrids",
+        action="store_true",
+        help="the same, of models with KV groups of other kinds than full",
+    )
     for option in dataclasses.fields(SimulationConfig):
         default = getattr(DEFAULT, option.name)
         parser.add_argument(
@@ -88,8 +97,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[SimulationConfig, bool]:
             help="NAME=NUMBER,... (none)" if default == () else f"default: {default}",
         )
     options = vars(parser.parse_args(arguments))
-    has_everything = options.pop("everything")
-    return SimulationConfig(**options), has_everything
+    has_everything, has_hybrids = options.pop("everything"), options.pop("hybrids")
+    draw = draw_hybrid_world if has_hybrids else draw_world if has_everything else None
+    return SimulationConfig(**options), draw
 
 
 def _reader(default: object) -> Callable[[str], object]:

@@ -10,6 +10,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import (
     HOLE_BLOCK,
     EditKind,
@@ -71,7 +72,8 @@ class FakeRows:
     """One permanent row per live sequence, as arrays over rows.
 
     fingerprints[row, i]: of the row's tokens [0, i]. slots[group, row, i]: where token i lives, or
-    negative where it has no slot. num_tokens counts tokens that steps in flight will append.
+    negative where it has no slot, as in groups of states.
+    num_tokens counts tokens that steps in flight will append.
     epoch[row]: changes whenever the row is admitted, so that a late token finds its owner gone.
     num_ever_computed[row]: its computed tokens before anything was cut.
     table_count[block]: entries of live tables that name the block; those of a fork that joins a
@@ -82,14 +84,16 @@ class FakeRows:
     def __init__(
         self,
         history: PlanHistory,
-        num_groups: int,
+        groups: tuple[KVGroup, ...],
         num_blocks: int,
         block_size: int,
         max_num_rows: int,
         max_num_tokens: int,
     ) -> None:
         num_slots = -(-max_num_tokens // block_size) * block_size
+        num_groups = len(groups)
         self.history = history
+        self.groups = groups
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.max_num_tokens = max_num_tokens
@@ -163,9 +167,14 @@ class FakeRows:
         self.num_ever_computed[row] = computed
         self.salts[row] = branch_salt(admission.params.seed, admission.branch_index)
         self.fingerprints[row, :num_tokens] = fingerprints_of(admission.token_ids)
-        first_new = -(-computed // self.block_size)
         for group, table in enumerate(admission.block_tables):
-            if len(table) * self.block_size < computed:
+            first_new = -(-computed // self.block_size)
+            if self.groups[group].kind is KVKind.STATE:
+                num_blocks = self.groups[group].num_state_blocks
+                if len(table) != num_blocks:
+                    refuse(f"a state takes {num_blocks} blocks, but its table has {table}", row)
+                first_new = num_blocks if computed else 0
+            elif len(table) * self.block_size < computed:
                 refuse(
                     f"{computed} tokens are computed, but the table has {len(table)} blocks", row
                 )
@@ -231,6 +240,8 @@ class FakeRows:
         row, group, kind, first, ids = edit
         self._check_live(row, "table edit")
         table = self.tables[group][row]
+        if self.groups[group].kind is KVKind.STATE and kind is not EditKind.REPLACE:
+            self.history.refuse(f"{kind.value} of a state: {edit}", row)
         if kind is EditKind.APPEND:
             if first != len(table):
                 self.history.refuse(f"APPEND at {first} to a table of {len(table)} blocks", row)
@@ -248,9 +259,13 @@ class FakeRows:
         self._count(row, table[first : first + len(ids)], -1)
         if kind is EditKind.HOLE and any(block != HOLE_BLOCK for block in ids):
             self.history.refuse(f"a hole names blocks: {ids}", row)
+        if kind is EditKind.REPLACE and HOLE_BLOCK in ids:
+            self.history.refuse(f"replaced by a hole: {edit}", row)
         self._put(row, group, first, ids)
 
     def _append_new(self, row: int, group: int, ids: tuple[int, ...]) -> None:
+        if HOLE_BLOCK in ids:
+            self.history.refuse(f"a hole is given to row {row} as a new block: {ids}", row)
         self._put(row, group, len(self.tables[group][row]), ids)
         if row not in self.joining:  # its blocks are those of its source
             self._new += [(block, row) for block in ids]
@@ -259,14 +274,19 @@ class FakeRows:
         """Write ids into a table from its logical block `first` on; HOLE_BLOCK has no slots."""
         if not ids:
             return
-        size = self.block_size
+        size, description = self.block_size, self.groups[group]
+        if HOLE_BLOCK in ids and description.kind is not KVKind.WINDOW:
+            self.history.refuse(f"a hole in group {group}, which is read whole: {ids}", row)
         if any(not 0 <= block < self.num_blocks and block != HOLE_BLOCK for block in ids):
             self.history.refuse(f"block ids {ids}, but the pool has {self.num_blocks}", row)
-        if (first + len(ids)) * size > self.slots.shape[2]:
+        has_slots = description.kind is not KVKind.STATE
+        if has_slots and (first + len(ids)) * size > self.slots.shape[2]:
             self.history.refuse(f"a table of {first + len(ids)} blocks is beyond its bound", row)
         table = self.tables[group][row]
         table[first : first + len(ids)] = ids
         self._count(row, ids, 1)
+        if not has_slots:
+            return
         blocks = np.array(ids, dtype=np.int64)
         slots = blocks[:, None] * size + np.arange(size)
         slots[blocks == HOLE_BLOCK] = -1

@@ -2,8 +2,9 @@
 
 Each slot stores a fingerprint of the prefix that wrote it (`fake_store`). Before a row goes on, its
 whole context is read back through its block tables and compared, so that a block freed early,
-shared wrongly or mapped wrongly raises at once. It samples from `FakeModel`, so every output is
-known beforehand.
+shared wrongly or mapped wrongly raises at once. Of a window all that its queries see is read, so
+that a hole made early raises; a state must be that after the row's computed tokens, no older and no
+newer. It samples from `FakeModel`, so every output is known beforehand.
 
 To show the hazards of overlap, the forward pass of a step is put off until its `result`, while the
 blocks that a later plan gives out are scribbled over as soon as that plan is executed.
@@ -15,7 +16,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from quire.core.kv_groups import KVGroup
+from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import (
     BlockCopy,
     RowAdmission,
@@ -98,11 +99,14 @@ class FakeRunner:
         self.block_size = block_size
         self.history = PlanHistory()
         self.rows = FakeRows(
-            self.history, len(groups), num_blocks, block_size, max_num_rows, max_num_tokens
+            self.history, groups, num_blocks, block_size, max_num_rows, max_num_tokens
         )
-        self.store = FakeStore(
-            self.history, tuple(group.window for group in groups), num_blocks, block_size
-        )
+        self.store = FakeStore(self.history, len(groups), num_blocks, block_size)
+        self._windows = {
+            group: description.window
+            for group, description in enumerate(groups)
+            if description.window is not None
+        }
         self._is_special = np.zeros(max_num_rows, dtype=np.bool_)
         self._steps: deque[FakeStep] = deque()
         self._last_step_id = -1
@@ -158,6 +162,7 @@ class FakeRunner:
             self._fail(step, "sample")
         self.store.copy(step.plan.copies)
         self.store.write(step)
+        self.store.advance_states(step)
         self.store.read_back(step)
         result = self._sample(step)
         if self._steps:
@@ -165,7 +170,10 @@ class FakeRunner:
         return result
 
     def reset(self) -> None:
-        """Drop all rows and steps; the blocks keep what they have."""
+        """Drop all rows and steps; the blocks keep what they have, but for those that the steps
+        were to write: each may have been carried out in part."""
+        for step in self._steps:
+            self._spoil(step)
         self._steps.clear()
         self._is_sampled = True
         self.rows.reset()
@@ -264,18 +272,24 @@ class FakeRunner:
             salts=rows.salts[sampling],
             epochs=rows.epoch[sampling],
             special=self._special_rows(computing, sampling, sources),
+            windows=self._windows,
         )
         self._check_pooling(step)
-        longest = int(ends.max())
-        for group in range(len(rows.tables)):
+        longest = step.longest
+        for group, tables in enumerate(rows.tables):
+            if rows.groups[group].kind is KVKind.STATE:
+                pages = np.array([tables[row] for row in computing.tolist()], dtype=np.int64)
+                self._check_unshared(np.repeat(computing, pages.shape[1]), pages.reshape(-1))
+                step.pages[group] = pages
+                continue
             lacking = rows.num_table_tokens[group, computing] < ends
             if lacking.any():
                 row = int(computing[lacking][0])
                 refuse(f"row {row} has no slot for its new tokens in group {group}", row)
             slots = rows.slots[group, step.write_rows, step.write_positions]
             self._check_writable(step, slots)
-            step.write_slots.append(slots)
-            step.read_slots.append(rows.slots[group, computing, :longest])
+            step.write_slots[group] = slots
+            step.read_slots[group] = rows.slots[group, computing, :longest]
         rows.num_computed[computing] = ends
         rows.num_computed[sampling] = ends[sources]
         rows.num_ever_computed = np.maximum(rows.num_ever_computed, rows.num_computed)
@@ -306,9 +320,12 @@ class FakeRunner:
         if int(slots.min()) < 0:
             row = int(step.write_rows[slots < 0][0])
             self.history.refuse(f"row {row} would write into a hole", row)
-        shared = self.rows.table_count[slots // self.block_size] != 1
+        self._check_unshared(step.write_rows, slots // self.block_size)
+
+    def _check_unshared(self, writers: Ints, blocks: Ints) -> None:
+        shared = self.rows.table_count[blocks] != 1
         if shared.any():
-            row, block = int(step.write_rows[shared][0]), int(slots[shared][0]) // self.block_size
+            row, block = int(writers[shared][0]), int(blocks[shared][0])
             self.history.refuse(
                 f"row {row} would write into block {block}, which is shared:"
                 f" {self.rows.holders(block)} name it",
@@ -317,8 +334,7 @@ class FakeRunner:
 
     def _resolve(self, step: FakeStep) -> None:
         """Note the fingerprints of a step's tokens, now that all of them are known."""
-        longest = step.read_slots[0].shape[1]
-        step.fingerprints = self.rows.fingerprints[step.rows, :longest]
+        step.fingerprints = self.rows.fingerprints[step.rows, : step.longest]
         step.written = self.rows.fingerprints[step.write_rows, step.write_positions]
 
     def _give_out(self, blocks: list[int]) -> None:
@@ -423,8 +439,13 @@ class FakeRunner:
         if is_poisoned or self.faults.hits_execute(step.plan.step_id):
             self._fail(step, "execute")
 
+    def _spoil(self, step: FakeStep) -> None:
+        """What a step should have written or copied may be anything."""
+        self.store.scribble_writes(step)
+        self.store.scribble([copy.target for copy in step.plan.copies])
+
     def _fail(self, step: FakeStep, where: str) -> NoReturn:
         """Leave half-written blocks behind, as a step that dies in the middle does."""
-        self.store.scribble_writes(step)
+        self._spoil(step)
         self._has_failed = True
         raise InjectedFailureError(f"{where} of step {step.plan.step_id} fails, as was asked")

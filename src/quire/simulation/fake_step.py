@@ -18,8 +18,9 @@ class FakeStep:
     """A step whose forward pass is still to come. R: rows that compute, W: tokens written,
     S: rows that sample.
 
-    rows, starts, ends: [R]. write_rows, write_positions: [W]. By group: write_slots [W] and
-    read_slots [R, longest].
+    rows, starts, ends: [R]. write_rows, write_positions: [W]. By group with slots: write_slots [W]
+    and read_slots [R, longest]; by group of states: pages [R, pages of a state], read and written.
+    windows: by group, how far back it is read, where that is not all the way.
     sampling, sources, salts, epochs: [S]: the row, the index into `rows` of the one whose logits
     it samples from (its own, but for a fork that joins), and the epoch of its owner, to know late
     tokens. special: (index into rows, index into sampling or -1, admission) of those that need more
@@ -40,11 +41,18 @@ class FakeStep:
     salts: Fingerprints
     epochs: Ints
     special: list[tuple[int, int, RowAdmission]]
-    write_slots: list[Ints] = field(default_factory=list)
-    read_slots: list[Ints] = field(default_factory=list)
+    write_slots: dict[int, Ints] = field(default_factory=dict)
+    read_slots: dict[int, Ints] = field(default_factory=dict)
+    pages: dict[int, Ints] = field(default_factory=dict)
+    windows: dict[int, int] = field(default_factory=dict)
     masks: dict[int, bytes] = field(default_factory=dict)
     fingerprints: Fingerprints | None = None
     written: Fingerprints | None = None
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a row has after it."""
+        return int(self.ends.max())
 
     def last_fingerprints(self) -> Fingerprints:
         """[S]: of all tokens of each sampling row."""
@@ -53,10 +61,20 @@ class FakeStep:
 
     def touched_blocks(self, block_size: int) -> npt.NDArray[np.bool_] | Ints:
         """All blocks that it reads, writes or copies, each once or more."""
-        in_context = np.arange(self.read_slots[0].shape[1]) < self.ends[:, None]
-        parts = [slots[in_context] // block_size for slots in self.read_slots]
+        parts = [
+            slots[self.in_context(group)] // block_size for group, slots in self.read_slots.items()
+        ]
+        parts += [pages.reshape(-1) for pages in self.pages.values()]
         copied = [block for copy in self.plan.copies for block in copy]
         return np.concatenate([*parts, np.array(copied, dtype=np.int64)])
+
+    def in_context(self, group: int) -> npt.NDArray[np.bool_]:
+        """[R, longest]: the positions that each row reads or writes in a group with slots."""
+        positions = np.arange(self.longest)
+        found = positions < self.ends[:, None]
+        if group in self.windows:
+            found &= positions > self.starts[:, None] - self.windows[group]
+        return found
 
 
 def logprobs_of(

@@ -1,7 +1,8 @@
 """The fake runner's KV cache: a fingerprint in each slot.
 
-A slot holds the fingerprint of the prefix that wrote it, salted by its KV group. Knows neither
-plans nor rows beyond their numbers; used by `fake_runner` alone.
+A slot holds the fingerprint of the prefix that wrote it, salted by its KV group. A page of a state
+holds that of all tokens which the state stands for, salted by the page's place in the state, and
+how many they are. Knows neither plans nor rows beyond their numbers; used by `fake_runner` alone.
 """
 
 import numpy as np
@@ -17,46 +18,48 @@ MAX_NUM_ROWS = 1 << 16  # rows are numbered below it, so that a writer is one nu
 
 
 class FakeStore:
-    """Slots of all blocks, and which step and row wrote each last: step_id * MAX_NUM_ROWS + row."""
+    """Slots of all blocks, and which step and row wrote each last: step_id * MAX_NUM_ROWS + row.
+
+    A state's page has its fingerprint in all slots; the tokens it stands for stand beside them."""
 
     def __init__(
-        self,
-        history: PlanHistory,
-        windows: tuple[int | None, ...],
-        num_blocks: int,
-        block_size: int,
+        self, history: PlanHistory, num_groups: int, num_blocks: int, block_size: int
     ) -> None:
-        """windows: of each KV group, how far back it is read; None: all the way."""
         self._history = history
-        self._windows = windows
         self._block_size = block_size
         self._slots = np.full(num_blocks * block_size, SCRIBBLE, dtype=np.uint64)
         self._writer: Ints = np.full(num_blocks * block_size, -1, dtype=np.int64)
-        self._group_salts = [np.uint64(mix(group + 1)) for group in range(len(windows))]
+        self._num_state_tokens: Ints = np.full(num_blocks, -1, dtype=np.int64)
+        self._group_salts = [np.uint64(mix(group + 1)) for group in range(num_groups)]
 
     def scribble(self, blocks: list[int]) -> None:
         """Overwrite blocks whose content no sequence may still need."""
         self._slots.reshape(-1, self._block_size)[blocks] = SCRIBBLE
+        self._num_state_tokens[blocks] = -1
 
     def scribble_writes(self, step: FakeStep) -> None:
         """What a step leaves behind that dies in the middle."""
-        for slots in step.write_slots:
+        for slots in step.write_slots.values():
             self._slots[slots] = SCRIBBLE
+        for pages in step.pages.values():
+            self.scribble(pages.reshape(-1).tolist())
 
     def copy(self, copies: tuple[BlockCopy, ...]) -> None:
         """Make the copies of a plan."""
         store = self._slots.reshape(-1, self._block_size)
         for copy in copies:
             store[copy.target] = store[copy.source]
+            self._num_state_tokens[copy.target] = self._num_state_tokens[copy.source]
 
     def write(self, step: FakeStep) -> None:
         """Write the tokens that a step computes; no slot may be written twice."""
         assert step.written is not None
         numbers = step.plan.step_id * MAX_NUM_ROWS + step.write_rows
-        for slots, salt in zip(step.write_slots, self._group_salts, strict=True):
-            self._slots[slots] = step.written ^ salt
+        for group, slots in step.write_slots.items():
+            self._slots[slots] = step.written ^ self._group_salts[group]
             self._writer[slots] = numbers
-        for slots in step.write_slots:
+            self._num_state_tokens[slots // self._block_size] = -1
+        for slots in step.write_slots.values():
             twice = self._writer[slots] != numbers
             if twice.any():
                 slot, row = int(slots[twice][0]), int(step.write_rows[twice][0])
@@ -65,16 +68,50 @@ class FakeStore:
     def read_back(self, step: FakeStep) -> None:
         """Compare the whole context of each row, as its tables find it, with what it must be."""
         assert step.fingerprints is not None
-        positions = np.arange(step.fingerprints.shape[1])
-        in_context = positions < step.ends[:, None]
-        for group, (slots, window) in enumerate(zip(step.read_slots, self._windows, strict=True)):
+        for group, slots in step.read_slots.items():
             read = self._slots[slots] ^ self._group_salts[group]
             wrong = (read != step.fingerprints) | (slots < 0)
-            wrong &= in_context
-            if window is not None:
-                wrong &= positions > step.starts[:, None] - window
+            wrong &= step.in_context(group)
             if wrong.any():
                 self._explain(step, group, wrong)
+
+    def advance_states(self, step: FakeStep) -> None:
+        """Each row goes on from the state after its computed tokens, and leaves the one after those
+        that it computes, in the same pages. Without computed tokens it reads nothing."""
+        assert step.fingerprints is not None
+        store = self._slots.reshape(-1, self._block_size)
+        goes_on = step.starts > 0
+        each = np.arange(len(step.rows))
+        for group, pages in step.pages.items():
+            salts = self._page_salts(group, pages.shape[1])
+            before = step.fingerprints[each, np.maximum(step.starts, 1) - 1]
+            wrong = (store[pages] != (before[:, None] ^ salts)[..., None]).any(axis=2)
+            wrong |= self._num_state_tokens[pages] != step.starts[:, None]
+            wrong &= goes_on[:, None]
+            if wrong.any():
+                self._explain_state(step, group, wrong)
+            after = step.fingerprints[each, step.ends - 1]
+            store[pages] = (after[:, None] ^ salts)[..., None]
+            self._num_state_tokens[pages] = step.ends[:, None]
+            numbers = step.plan.step_id * MAX_NUM_ROWS + step.rows
+            self._writer.reshape(-1, self._block_size)[pages] = numbers[:, None, None]
+
+    def _page_salts(self, group: int, count: int) -> npt.NDArray[np.uint64]:
+        salt = int(self._group_salts[group])
+        return np.array([mix(salt + index + 1) for index in range(count)], dtype=np.uint64)
+
+    def _explain_state(self, step: FakeStep, group: int, wrong: npt.NDArray[np.bool_]) -> None:
+        index, place = (int(found[0]) for found in np.nonzero(wrong))
+        row, page = int(step.rows[index]), int(step.pages[group][index, place])
+        count, holds = int(self._num_state_tokens[page]), "no state"
+        if count >= 0:
+            step_id, writer = divmod(int(self._writer[page * self._block_size]), MAX_NUM_ROWS)
+            holds = f"a state after {count} tokens, of row {writer} in step {step_id}"
+        self._history.refuse(
+            f"step {step.plan.step_id}: row {row} goes on from a wrong state in group {group}, page"
+            f" {place} (block {page}): it has {step.starts[index]} tokens, the page holds {holds}",
+            row,
+        )
 
     def _explain(self, step: FakeStep, group: int, wrong: npt.NDArray[np.bool_]) -> None:
         index, position = (int(found[0]) for found in np.nonzero(wrong))

@@ -99,6 +99,8 @@ class Simulator:
                 eviction=config.eviction,
             )
         )
+        if config.snapshot_tokens:
+            self.memory.snapshots.interval = config.snapshot_tokens
         self.scheduler = Scheduler(
             SchedulerConfig(
                 config.max_num_seqs,
@@ -266,7 +268,9 @@ class Simulator:
         """Try it; a refusal must be for want of room, even if all of the pool were its own."""
         width = max(1, sequence.params.beam_width)
         # The last token is sampled, but its K and V are never written.
-        needed = width * self.memory.blocks_for(sequence.max_num_tokens - 1)
+        needed = width * self.memory.growth.most_to_hold(
+            sequence.max_num_tokens - 1, in_one_step=sequence.is_in_one_step
+        )
         can_fit = needed <= self.memory.pool.num_blocks and width <= self.config.max_num_seqs
         try:
             add()

@@ -30,6 +30,9 @@ BURST_SIZE = 8
 LONGEST_DEADLINE_S = 20.0
 DEFAULT_NUM_REQUESTS = 100
 STOP_TOKEN_ID = 1
+PAGE_BYTES = 64
+# Of a group by its kind: the tokens of a window, the pages of a state; 0: it has no size.
+SIZES = {"full": 0, "latent": 0, "window": 10, "state": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,10 @@ class SimulationConfig:
 
     num_requests: how many arrive. num_steps: none arrives after so many steps. None: no such end;
         if both are None, 100 arrive.
+    kinds: of the KV groups, instead of num_groups that keep all tokens: `full`, `latent`, `window`
+        or `state`, with commas between. `window:9` sees 9 tokens, `state:3` takes 3 pages; without
+        a number 10 and 2. snapshot_tokens: between two snapshots of a state that nothing else asks
+        for, in whole blocks; 0: as the memory chooses.
     policy: a name in `core.scheduling.policy.POLICIES`; policy_options: arguments of its
         constructor, such as (("ageing_s", 2.0),).
     eviction: a name in `core.memory.eviction.EVICTION_ORDERS`.
@@ -77,6 +84,8 @@ class SimulationConfig:
     num_blocks: int = 48
     block_size: int = 4
     num_groups: int = 1
+    kinds: str = ""
+    snapshot_tokens: int = 0
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
     num_lookahead_blocks: int = 1
@@ -142,6 +151,13 @@ class SimulationConfig:
             raise ConfigurationError(
                 f"interrupt_rate is {self.interrupt_rate}, which needs through_engine"
             )
+        if self.snapshot_tokens % self.block_size or self.snapshot_tokens < 0:
+            raise ConfigurationError(
+                f"snapshot_tokens is {self.snapshot_tokens}, but must be whole blocks of"
+                f" {self.block_size} tokens"
+            )
+        if self.kinds:
+            read_groups(self.kinds)
         for name in ("check_every", "max_num_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be at least 1")
@@ -165,7 +181,9 @@ class SimulationConfig:
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
-        return tuple(KVGroup((layer,), KVKind.FULL, 64) for layer in range(self.num_groups))
+        if self.kinds:
+            return read_groups(self.kinds)
+        return tuple(KVGroup((layer,), KVKind.FULL, PAGE_BYTES) for layer in range(self.num_groups))
 
     @property
     def poison_token_id(self) -> int:
@@ -174,6 +192,25 @@ class SimulationConfig:
     @property
     def nan_token_id(self) -> int:
         return self.vocab_size + 1
+
+
+def read_groups(kinds: str) -> tuple[KVGroup, ...]:
+    """The groups that `SimulationConfig.kinds` says. Raises ConfigurationError."""
+    groups: list[KVGroup] = []
+    for layer, word in enumerate(kinds.split(",")):
+        name, _, number = word.partition(":")
+        is_known = name in SIZES and (not number or (number.isdecimal() and int(number) > 0))
+        if not is_known or (number and not SIZES[name]):
+            raise ConfigurationError(
+                f"kinds is {kinds!r}, but {word!r} is none of full, latent, window, state,"
+                " window:TOKENS and state:PAGES"
+            )
+        size = int(number) if number else SIZES[name]
+        kind = KVKind(name)
+        window = size if kind is KVKind.WINDOW else None
+        num_state_blocks = size if kind is KVKind.STATE else 0
+        groups.append(KVGroup((layer,), kind, PAGE_BYTES, window, num_state_blocks))
+    return tuple(groups)
 
 
 @dataclass(frozen=True, slots=True)

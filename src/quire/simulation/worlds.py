@@ -7,13 +7,30 @@ the command that names its options, without those before it.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from quire.core.memory.eviction import EVICTION_ORDERS
+from quire.core.memory.growth import Growth
 from quire.core.scheduling.policy import POLICIES
-from quire.simulation.workload import SimulationConfig
+from quire.simulation.workload import SimulationConfig, read_groups
 
 STEPS_PER_WORLD = 5000
+
+# Models by the kinds of their groups; windows and states get sizes.
+HYBRIDS = (
+    "full,window",
+    "full,state",
+    "full,window,latent,state",
+    "window,full,window",
+    "full,state,state",
+    "latent",
+    "latent,window,state",
+    "window",
+    "window,state",
+    "state",
+    "state,state",
+)
 
 
 def draw_world(
@@ -82,8 +99,38 @@ def draw_world(
     )
 
 
-def draw_worlds(seed: int, num_steps: int, check_every: int = 10) -> Iterator[SimulationConfig]:
+def draw_hybrid_world(
+    seed: int, index: int, num_steps: int = STEPS_PER_WORLD, check_every: int = 10
+) -> SimulationConfig:
+    """The world of `draw_world`, with groups of other kinds than full, and a pool for these."""
+    world = draw_world(seed, index, num_steps, check_every)
+    rng = random.Random(f"hybrid world {index} of {seed}")
+    size = world.block_size
+    words = rng.choice(HYBRIDS).split(",")
+    for place, word in enumerate(words):
+        if word == "window":
+            words[place] = f"window:{rng.choice((1, 2, size, 2 * size + 1, 13, 40, 200))}"
+        elif word == "state":
+            words[place] = f"state:{rng.choice((1, 2, 3, 5))}"
+    kinds = ",".join(words)
+    longest = Growth(read_groups(kinds), size).most_to_hold(world.max_model_len - 1)
+    most = rng.choice((1, 2, 3, 6))
+    return replace(
+        world,
+        kinds=kinds,
+        num_groups=1,
+        num_blocks=rng.randint(max(2, longest // 2), longest * most + 2),
+        snapshot_tokens=rng.choice((0, 0, size, 3 * size, 64 // size * size)),
+    )
+
+
+def draw_worlds(
+    seed: int,
+    num_steps: int,
+    check_every: int = 10,
+    draw: Callable[[int, int, int, int], SimulationConfig] = draw_world,
+) -> Iterator[SimulationConfig]:
     """Worlds of STEPS_PER_WORLD steps each, until num_steps are planned in all."""
     for index in range(-(-num_steps // STEPS_PER_WORLD)):
         left = num_steps - index * STEPS_PER_WORLD
-        yield draw_world(seed, index, min(left, STEPS_PER_WORLD), check_every)
+        yield draw(seed, index, min(left, STEPS_PER_WORLD), check_every)
