@@ -183,7 +183,8 @@ class KVCacheManager:
         _start_from(sequence, match, self.block_size)
         if self.snapshots.enabled and match.states:
             digest = self.snapshots.digest_of(match.states[0][0])
-            sequence.snapshot = Snapshot(match.num_tokens, digest)
+            if digest is not None:  # else it goes on with the sequence that it forks from
+                sequence.snapshot = Snapshot(match.num_tokens, digest)
         copies: list[BlockCopy] = []
         if self.copy_on_write.is_due(sequence):
             copies += self.copy_on_write.copy(sequence, step_id)[1]

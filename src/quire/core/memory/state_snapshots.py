@@ -114,11 +114,10 @@ class StateSnapshots:
             for page in pages:
                 self._pool.demote(page)
 
-    def digest_of(self, page: int) -> bytes:
-        """What the snapshot is found by that has this page."""
+    def digest_of(self, page: int) -> bytes | None:
+        """What the snapshot is found by that has this page; None: it is a sequence's own state."""
         content = self._pool.content[page]
-        assert content is not None
-        return content[1][:DIGEST_BYTES]
+        return None if content is None else content[1][:DIGEST_BYTES]
 
     def forget_rest(self, evicted: Iterable[ContentKey]) -> None:
         """Pages of states were evicted: what is left of these states is of no use."""
