@@ -115,15 +115,14 @@ def _notes(shape: DecodeShape, weight_bytes: int, token_bytes: int) -> tuple[str
         f" {weight_bytes / 1e6:.0f} MB in bfloat16, {token_bytes / 1024:g} KiB of K and V a"
         " token), one sequence, on this machine's kernels, in wall time. Each context has"
         f" {shape.num_rounds} turns of {shape.num_tokens} tokens, in rounds over all contexts; a"
-        " p99 is that of the turn that other processes disturbed least, a median is over all.",
+        " p99 and a median are those of the turn that other processes disturbed least.",
         "A step must read the weights, and K and V of all tokens, once: the line holds if the p99"
         " grows no more than these bytes. A plain read of as many bytes by all cores, in the same"
         " turns, stands beside it. Its median, and the steps' own, may grow faster than the bytes,"
         " since the processor's caches hold more of a short context.",
         f"Scattered pages are compared with adjacent ones at {shape.compared_context:,} tokens:"
         " the same kernels and the same prompt in an engine whose memory reserves one run of blocks"
-        " for the longest length. The two take turns; of each the median of the turn that other"
-        " processes disturbed least.",
+        " for the longest length. The two take turns; medians as above.",
     )
 
 
@@ -294,7 +293,8 @@ def _p99_s(turns: Sequence[Sequence[float]]) -> float:
 
 
 def _median_s(turns: Sequence[Sequence[float]]) -> float:
-    return statistics.median(time_s for times_s in turns for time_s in times_s)
+    """Of the turn that was disturbed least."""
+    return min(statistics.median(times_s) for times_s in turns)
 
 
 def _gaps_s(turns: Sequence[Turn]) -> list[list[float]]:
@@ -354,9 +354,7 @@ def _latency(
 def _anywhere(
     shape: DecodeShape, scattered: Sequence[Decoded], adjacent: Sequence[Decoded]
 ) -> Claim:
-    ours, theirs = (
-        min(statistics.median(one.gaps_s) for one in turns) for turns in (scattered, adjacent)
-    )
+    ours, theirs = (_median_s([one.gaps_s for one in turns]) for turns in (scattered, adjacent))
     low, high = PAGED_KERNEL
     return Claim(
         f"Attention through a block table takes {low:.2f} to {high:.2f} times that over adjacent"
