@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.bench.claims.claim import Claim, Picture, Setting, StudyResult
-from quire.bench.machine import Noise, processor
+from quire.bench.machine import NOISE_LIMIT_CORES, Noise, processor
 
 _FIELD = 12
 
@@ -44,7 +44,10 @@ def noise_line(noise: Noise) -> str:
     """What other processes took of the machine during the run."""
     if noise.other_cores is None:
         return "How busy other processes were is not known on this system."
-    return f"Other processes took {noise.other_cores:.2f} cores meanwhile."
+    line = f"Other processes took {noise.other_cores:.2f} cores meanwhile"
+    if noise.is_loud:
+        line += f" (above {NOISE_LIMIT_CORES}: figures in wall time are not exact)"
+    return f"{line}."
 
 
 def make_page(
