@@ -13,6 +13,8 @@ import pytest
 
 from quire.bench.claims import command as claims
 from quire.bench.claims.command import STUDIES
+from quire.bench.claims.page import noise_line
+from quire.bench.machine import Noise
 from quire.errors import ConfigurationError
 
 FIELDS = ["source", "quire", "baseline", "ratio", "verdict", "command"]
@@ -99,3 +101,9 @@ def test_what_can_not_be_written_is_refused_before_the_work(words: str, text: st
 def test_the_arguments_load_no_torch() -> None:
     code = "import sys; import quire.bench.claims.command; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_loud_machine_is_named() -> None:
+    assert noise_line(Noise(0.1, 0.0)) == "Other processes took 0.10 cores meanwhile."
+    assert "above 0.15: figures in wall time are not exact" in noise_line(Noise(0.5, 0.0))
+    assert "not known" in noise_line(Noise(None, None))
