@@ -275,8 +275,9 @@ class AppendSlots:
         """Whether num_wanted blocks are free for a running sequence now. If not, it pauses where
         what steps in flight give back may be enough, or else is preempted: all others left outrank
         it."""
-        if self._running_set.reclaim(num_wanted, sequence, from_running=True):
-            return True
+        has_found = self._running_set.reclaim(num_wanted, sequence, from_running=True)
+        if has_found or sequence.row is None:  # a beam goes with another of its search
+            return has_found and sequence.row is not None
         if self._memory.num_free_soon < num_wanted:
             self._running_set.preempt(sequence, 0)
         return False
