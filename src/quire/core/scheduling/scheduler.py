@@ -285,6 +285,9 @@ class Scheduler:
             ) or self._slots.make_writable(sequence, self._next_step_id):
                 chunks[sequence] = 1
                 num_pairs += num_tokens
+        if self.memory.growth.bounded:  # one that was given a chunk went with a beam of its search
+            for sequence in [each for each in chunks if each.row is None]:
+                del chunks[sequence]
         num_left = self.config.max_num_batched_tokens - len(chunks)
         num_prompts = len(partial) + len(self.waiting)
         budget = self.pacer.open_step(num_left, len(chunks), num_pairs, num_prompts)
@@ -299,6 +302,8 @@ class Scheduler:
         self._next_step_id += 1
         named: list[Chunk] = []
         step_id, rows = step.step_id, step.rows
+        # One that was made writable may have got no tokens: then the step copies for it alone.
+        may_copy = bool(self.memory.growth.states and self._builder.copies)
         for sequence in self.running:
             num_new_tokens = chunks.get(sequence, 0)
             row = sequence.row
@@ -308,6 +313,8 @@ class Scheduler:
             if num_new_tokens != 1 or not closes_gap:
                 named.append(Chunk(row, num_new_tokens))
                 if num_new_tokens == 0:
+                    if may_copy:
+                        sequence.last_step_id = step_id
                     continue
             step.num_tokens += num_new_tokens
             sequence.num_computed_tokens = computed
