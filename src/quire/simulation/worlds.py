@@ -113,13 +113,16 @@ def draw_hybrid_world(
         elif word == "state":
             words[place] = f"state:{rng.choice((1, 2, 3, 5))}"
     kinds = ",".join(words)
-    longest = Growth(read_groups(kinds), size).most_to_hold(world.max_model_len - 1)
+    growth = Growth(read_groups(kinds), size)
+    longest = growth.most_to_hold(world.max_model_len - 1)
+    # A state takes the same of any sequence: less than for a short one, and all are refused.
+    fewest = max(longest // 2, growth.most_to_hold(world.max_model_len // 3))
     most = rng.choice((1, 2, 3, 6))
     return replace(
         world,
         kinds=kinds,
         num_groups=1,
-        num_blocks=rng.randint(max(2, longest // 2), longest * most + 2),
+        num_blocks=rng.randint(fewest, longest * most + 2),
         snapshot_tokens=rng.choice((0, 0, size, 3 * size, 64 // size * size)),
     )
 
