@@ -237,6 +237,20 @@ def test_what_ends_while_its_last_token_is_computed_leaves_its_state() -> None:
     assert follow_up.num_cached_tokens == length
 
 
+def test_one_that_was_preempted_where_its_state_is_kept_goes_on() -> None:
+    """The step that computed up to there ended while it had no row."""
+    serving = Serving(FULL, state(3), budget=16)
+    sequence = serving.add(tokens(41), max_tokens=4)[0]
+    while sequence.num_computed_tokens < 32:
+        serving.step()
+    plan = serving.plan()
+    assert plan is not None and sequence.num_computed_tokens == 40, "its prompt's last full block"
+    serving.scheduler.running_set.preempt_alone(sequence, 0)
+    serving.answer(plan)
+    assert sequence.num_computed_tokens == 40 and sequence.block_tables[1], "it keeps its state"
+    serving.run()
+
+
 def test_more_than_the_pool_is_served_one_after_the_other(recurrent: Serving) -> None:
     groups = recurrent.memory.config.groups
     growth = recurrent.memory.growth
