@@ -187,8 +187,8 @@ void move_states(Pool& pool, const StateLayer& layer, const StateStep& step, con
         move(columns, part, h);
       };
       int64_t at = 0;
-      // In decoding nothing is gained by sharing broadcasts, and two units at once are read 5 to 12%
-      // slower than one after the other (Zen 5).
+      // In decoding nothing is gained by sharing broadcasts, and two units at once are read up to
+      // 12% slower than one after the other (Zen 5).
       const int64_t strip = kVectors * kPartLanes;
       const bool is_paired = tokens.num_tokens > 1 || strip <= kLanes;
       for (; is_paired && at + strip <= heads.columns; at += strip)
