@@ -75,10 +75,17 @@ def test_keys_that_are_no_numbers_are_bad():
     assert found.is_bad and found.layer >= 2
 
 
-@pytest.mark.parametrize(("factor", "num_warnings"), [(1, 0), (32, 1)])
-def test_the_start_says_so(tmp_path, caplog, factor, num_warnings):
+def test_keys_that_are_rotated_bear_more(outliers):
+    found = [measure_keys(outliers, "int8", MODEL_LEN, is_rotated=way) for way in (False, True)]
+    assert found[1].mean < found[0].mean / 4
+
+
+@pytest.mark.parametrize(
+    ("kernels", "factor", "num_warnings"), [("triton", 1, 0), ("triton", 32, 1), ("torch", 32, 0)]
+)
+def test_the_start_says_so(tmp_path, caplog, kernels, factor, num_warnings):
     model = make_outlier_model(tmp_path / "model", factor)
-    options = {"kernels": "triton", "kv_cache_dtype": "int8", "max_model_len": 64, "num_blocks": 8}
+    options = {"kernels": kernels, "kv_cache_dtype": "int8", "max_model_len": 64, "num_blocks": 8}
     build_engine({"model": str(model), **options})
     warnings = [record for record in caplog.records if "is bad for this" in record.getMessage()]
     assert len(warnings) == num_warnings

@@ -11,10 +11,17 @@ fp32, so no vector is out of range; where a scale was rounded down, the largest 
 at most half a code, which is what any element loses. A vector of zeros has a scale of 0 and is
 exact. One with an infinity or a NaN has a scale of NaN: what attends it is NaN, and fails alone.
 
+Backends that say `rotates_int8_keys` multiply K, and q alike, by an orthogonal matrix first
+(`rotate_vectors`), which leaves q·k as it is and spreads the few large elements that some models'
+keys have over others, so that a scale leaves more of the rest ("QuaRot", arXiv:2404.00456, section
+4.2). Not V, and not a latent layer's vectors, which are values as well.
+
 Where codes and scales lie in a page is the backend's own. The native kernels compute the same bytes
-(`csrc/attention/compact/compact_page.h` of `kernels/cpu`), and so do the Triton kernels.
+(`csrc/attention/compact/compact_page.h` of `kernels/cpu`), and so do the Triton kernels, without
+the rotation.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -39,6 +46,23 @@ def quantize_vectors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def widen_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """codes [..., D], scales [...] -> what they stand for, [..., D] fp32."""
     return codes.float() * scales.float()[..., None]
+
+
+def rotate_vectors(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] of any floating dtype -> fp32, each vector times an orthonormal Hadamard matrix.
+
+    It has as many rows as the greatest power of two that divides D, and is applied to so many
+    elements after the other. It is its own inverse, and symmetric. Sums are of two terms, their
+    partners 1, 2, 4, .. elements away: in this order, so that all backends get the same bits.
+    """
+    size = x.shape[-1] & -x.shape[-1]
+    wide = x.float()
+    distance = 1
+    while distance < size:
+        first, second = wide.reshape(*x.shape[:-1], -1, 2, distance).unbind(-2)
+        wide = torch.stack((first + second, first - second), -2).reshape(x.shape)
+        distance *= 2
+    return wide * (1.0 / math.sqrt(size))
 
 
 def with_scales(spec: AttentionSpec, form: KVPageFormat) -> KVPageFormat:

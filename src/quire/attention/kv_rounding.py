@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.attention.compact_kv import quantize_vectors, widen_codes
+from quire.attention.compact_kv import quantize_vectors, rotate_vectors, widen_codes
 from quire.attention.interface import AttentionSpec
 from quire.attention.reference import visible_keys
 from quire.errors import ConfigurationError
@@ -80,6 +80,11 @@ def _scale(largest: torch.Tensor, levels: float) -> torch.Tensor:
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 """What a format gives back for fp32 vectors [..., D]."""
+
+
+def rotated(rounding: Rounding) -> Rounding:
+    """Of keys that are rotated before they are stored (`compact_kv.py`), as they came."""
+    return lambda x: rotate_vectors(rounding(rotate_vectors(x)))
 
 
 @dataclass(frozen=True, slots=True)

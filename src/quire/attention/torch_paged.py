@@ -28,7 +28,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.attention.compact_kv import SCALE_DTYPE, quantize_vectors, widen_codes, with_scales
+from quire.attention.compact_kv import (
+    SCALE_DTYPE,
+    quantize_vectors,
+    rotate_vectors,
+    widen_codes,
+    with_scales,
+)
 from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
@@ -275,6 +281,7 @@ class _LayerMemory:
         self.spec = spec
         self.group = layer.group
         self.block_size = layer.format.block_size
+        self.is_rotated = layer.format.dtype == torch.int8 and spec.value_dim is None
         parts = _stored_parts(spec, layer)
         self.keys, self.values = parts[0], None if spec.value_dim else parts[1]
         token_bytes = 2 * torch.float32.itemsize * spec.num_kv_heads * spec.head_dim
@@ -292,7 +299,7 @@ class _LayerMemory:
         self, slots: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor | None
     ) -> None:
         """Write the step's k and v; slots: the block and the offset of each token."""
-        self.keys.write(slots, k)
+        self.keys.write(slots, rotate_vectors(k) if self.is_rotated else k)
         if self.values is not None:
             assert v is not None, "a layer that is not latent is called with values"
             self.values.write(slots, v)
@@ -354,6 +361,8 @@ def _merged(out: torch.Tensor, lse: torch.Tensor, tokens: torch.Tensor, count: i
 class TorchPagedAttention(AttentionBackend):
     """See the module's text. Between `plan` and the step's last `run` the batch stays unchanged."""
 
+    rotates_int8_keys = True
+
     def __init__(self) -> None:
         self._layers: tuple[_LayerMemory, ...] = ()
         self._plans: dict[_View, _Plan] = {}
@@ -403,7 +412,8 @@ class TorchPagedAttention(AttentionBackend):
             q, k = rotate(q, k, rotation)
         slots = self._slots[bound.group, bound.block_size]
         bound.store(slots, k, v)
-        plan, wide_q = self._plans[bound.view], q.float().contiguous()
+        plan = self._plans[bound.view]
+        wide_q = (rotate_vectors(q) if bound.is_rotated else q.float()).contiguous()
         parts = [bound.attend(wide_q, call) for call in plan.calls]
         out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         if plan.tokens is not None:

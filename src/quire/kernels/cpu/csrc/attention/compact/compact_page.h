@@ -9,15 +9,15 @@
 //   V unit  [U/4][D][4]   code, signed: four tokens of a dimension
 //
 // so that what the processor's dot products of bytes add up stands in fours, and an unsigned byte
-// meets a signed one in both (vpdpbusd). Dimensions from the head size on are codes of 0.
+// meets a signed one in both (vpdpbusd). Dimensions from the head size on are codes of 0. K is
+// rotated first (hadamard.h).
 #pragma once
+#include "attention/compact/hadamard.h"
 #include "attention/kv_page.h"
 #include "linear/quantize_rows.h"
 #include "simd.h"
 
 namespace quire::QUIRE_ISA {
-
-constexpr int kMostCompactDim = 512;
 
 template <>
 struct KVPages<uint8_t> {
@@ -106,7 +106,8 @@ inline void store_k(const KVPages<uint8_t>& kv, int64_t slot, int head, const T*
   const int64_t block = slot >> kv.block_shift;
   const int offset = int(slot & (kv.block_size - 1));
   int8_t codes[kMostCompactDim];
-  *kv.key_scales(block, head, offset) = find_codes(k, kv.real_dim, kv.head_dim, codes);
+  const Rotated rotated(k, kv.real_dim);
+  *kv.key_scales(block, head, offset) = find_codes(rotated.x, kv.real_dim, kv.head_dim, codes);
   uint8_t* to = kv.key_unit(block, head, offset) + 4 * (offset & (kv.unit - 1));
   for (int d = 0; d < kv.head_dim; d += 4, to += 4 * kv.unit) {
     uint32_t four;

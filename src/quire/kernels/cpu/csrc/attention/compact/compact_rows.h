@@ -3,7 +3,7 @@
 // As attention_rows.h, with numbers that are rounded to 16 bits before each product (see
 // compact_kernels.h), each by a factor that is a pure function of what one row knows:
 //
-//   queries   q / factor, factor = max |q| / 32639, of the row
+//   queries   q / factor, factor = max |q| / 32639, of the row; rotated first, as K is
 //   weights   p * scale of V / factor, factor = the greatest of these in the tile / 32767
 //
 // Neither depends on other rows, so rows get the same bits whatever is computed beside them. Rounded
@@ -49,13 +49,13 @@ template <typename M>
   requires(M::kIsCompact)
 PackedScale pack_query(const typename M::Element* q, int head_dim, int index, int, Packed* group) {
   Packed* query = group + int64_t(index) * kQueryStride;
-  const float largest = largest_magnitude(q, head_dim);
+  const Rotated rotated(q, head_dim);
+  const float largest = largest_magnitude(rotated.x, head_dim);
   const bool is_finite = largest <= __FLT_MAX__, is_zero = largest < kLeastFactor;
   const vf inverse = splat(is_finite && !is_zero ? kMostQuery / largest : 0.0f);
   vi total{};
   for (int d = 0; d < head_dim; d += kLanes) {
-    const int left = head_dim - d;
-    vi x = nearest((left >= kLanes ? load(q + d) : load_n(q + d, left)) * inverse);
+    vi x = nearest(load(rotated.x + d) * inverse);
     if (!is_finite) x = vi{};
     total += x;
     put_query(query, d, x);
