@@ -6,7 +6,7 @@ from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.simulation.__main__ import main, replay_command
 from quire.simulation.simulator import run
 from quire.simulation.workload import SimulationConfig
-from quire.simulation.worlds import draw_world
+from quire.simulation.worlds import draw_hybrid_world, draw_world
 
 
 def test_it_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,3 +122,18 @@ def test_policy_options_are_names_with_numbers(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["--policy", "priority", "--policy-options", "ageing_s=soon"])
     assert "'ageing_s=soon' must be NAME=NUMBER,NAME=NUMBER" in capsys.readouterr().err
+
+
+def test_kinds_of_groups_and_worlds_of_them_can_be_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--kinds", "full,window:6,latent,state:3", "--num-requests", "8", "--num-blocks", "99"]
+    assert main(words) == 0
+    config = SimulationConfig(kinds="full,window:6,latent,state:3", num_requests=8, num_blocks=99)
+    out = capsys.readouterr().out
+    assert run(config).digest in out
+    assert " --kinds full,window:6,latent,state:3" in replay_command(config)
+    assert main(["--hybrids", "--seed", "2", "--num-steps", "30"]) == 0
+    out, error = capsys.readouterr()
+    world = draw_hybrid_world(2, 0, 30, 1)
+    assert error == f"world 1: {run(world).num_steps} steps\n"

@@ -143,3 +143,34 @@ def test_a_fork_has_room_for_a_token_at_least() -> None:
 def test_a_config_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         SimulationConfig(**options)
+
+
+def test_kinds_say_the_groups() -> None:
+    groups = SimulationConfig(kinds="full,latent,window,window:3,state,state:4").groups
+    kinds = [group.kind.value for group in groups]
+    assert kinds == ["full", "latent", "window", "window", "state", "state"]
+    assert [group.window for group in groups] == [None, None, 10, 3, None, None]
+    assert [group.num_state_blocks for group in groups] == [0, 0, 0, 0, 2, 4]
+    assert [group.layers for group in groups] == [(layer,) for layer in range(6)]
+    assert len(SimulationConfig(num_groups=3).groups) == 3
+
+
+@pytest.mark.parametrize(
+    ("kinds", "word"),
+    [
+        ("full,rings", "'rings'"),
+        ("full,", "''"),
+        ("full:3", "'full:3'"),
+        ("window:0", "'window:0'"),
+        ("state:-1", "'state:-1'"),
+        ("state:many", "'state:many'"),
+    ],
+)
+def test_kinds_that_there_are_not_are_refused(kinds: str, word: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"but {word} is none of full, latent"):
+        SimulationConfig(kinds=kinds)
+
+
+def test_snapshots_stand_at_the_ends_of_blocks() -> None:
+    with pytest.raises(ConfigurationError, match="snapshot_tokens is 6, but must be whole blocks"):
+        SimulationConfig(snapshot_tokens=6)

@@ -1,10 +1,17 @@
 """Worlds: drawn from seed and index alone, and between them everything that there is."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
+from quire.core.kv_groups import KVKind
+from quire.core.memory.growth import Growth
 from quire.core.scheduling.policy import POLICIES
 from quire.simulation.workload import SimulationConfig
-from quire.simulation.worlds import STEPS_PER_WORLD, draw_world, draw_worlds
+from quire.simulation.worlds import (
+    STEPS_PER_WORLD,
+    draw_hybrid_world,
+    draw_world,
+    draw_worlds,
+)
 
 
 def test_a_world_is_a_function_of_seed_and_index() -> None:
@@ -31,6 +38,7 @@ def test_every_option_takes_more_than_one_value() -> None:
     fixed = {"num_requests", "num_steps", "max_model_len", "prompt_tokens", "beam_width"}
     fixed |= {"num_cache_domains", "num_priorities", "num_tenants", "check_every"}
     fixed |= {"policy_options", "step_base_s", "step_token_s"}
+    fixed |= {"kinds", "snapshot_tokens"}  # of `draw_hybrid_world`
     worlds = [draw_world(0, index) for index in range(60)]
     for option in fields(SimulationConfig):
         values = {getattr(world, option.name) for world in worlds}
@@ -38,3 +46,24 @@ def test_every_option_takes_more_than_one_value() -> None:
     assert {world.block_size for world in worlds} == {1, 2, 4, 8, 16}
     assert {world.num_groups for world in worlds} == {1, 2, 3}
     assert {world.num_branches for world in worlds} == {(1, most) for most in range(1, 5)}
+
+
+def test_a_hybrid_world_differs_in_its_memory_alone() -> None:
+    plain, hybrid = draw_world(1, 5), draw_hybrid_world(1, 5)
+    assert hybrid.kinds and not plain.kinds
+    names = ("kinds", "num_groups", "num_blocks", "snapshot_tokens")
+    own = {name: getattr(plain, name) for name in names}
+    assert replace(hybrid, **own) == plain
+    assert draw_hybrid_world(1, 5) == hybrid
+
+
+def test_hybrid_worlds_have_all_kinds_and_room_for_a_short_sequence() -> None:
+    worlds = [draw_hybrid_world(0, index) for index in range(60)]
+    kinds = [{group.kind for group in world.groups} for world in worlds]
+    assert set(KVKind) in kinds and {KVKind.STATE} in kinds and {KVKind.WINDOW} in kinds
+    for world in worlds:
+        growth = Growth(world.groups, world.block_size)
+        assert growth.most_to_hold(40) <= world.num_blocks
+    assert any(world.snapshot_tokens for world in worlds)
+    drawn = list(draw_worlds(0, STEPS_PER_WORLD + 1, draw=draw_hybrid_world))
+    assert [world.kinds for world in drawn] == [world.kinds for world in worlds[:2]]

@@ -293,6 +293,18 @@ class FakeRows:
         self.slots[group, row, first * size : (first + len(ids)) * size] = slots.reshape(-1)
         self.num_table_tokens[group, row] = len(table) * size
 
+    def check_unshared(self, writers: Ints, blocks: Ints) -> None:
+        """Refuse a step in which each row of `writers` writes into its block, if any other row has
+        the block, or the row has it twice."""
+        shared = self.table_count[blocks] != 1
+        if shared.any():
+            row, block = int(writers[shared][0]), int(blocks[shared][0])
+            self.history.refuse(
+                f"row {row} would write into block {block}, which is shared:"
+                f" {self.holders(block)} name it",
+                row,
+            )
+
     def holders(self, block: int) -> str:
         """The (row, group) pairs whose tables name a block, for messages."""
         found = [

@@ -173,7 +173,7 @@ class FakeRunner:
         """Drop all rows and steps; the blocks keep what they have, but for those that the steps
         were to write: each may have been carried out in part."""
         for step in self._steps:
-            self._spoil(step)
+            self.store.scribble_writes(step)
         self._steps.clear()
         self._is_sampled = True
         self.rows.reset()
@@ -279,7 +279,7 @@ class FakeRunner:
         for group, tables in enumerate(rows.tables):
             if rows.groups[group].kind is KVKind.STATE:
                 pages = np.array([tables[row] for row in computing.tolist()], dtype=np.int64)
-                self._check_unshared(np.repeat(computing, pages.shape[1]), pages.reshape(-1))
+                rows.check_unshared(np.repeat(computing, pages.shape[1]), pages.reshape(-1))
                 step.pages[group] = pages
                 continue
             lacking = rows.num_table_tokens[group, computing] < ends
@@ -320,17 +320,7 @@ class FakeRunner:
         if int(slots.min()) < 0:
             row = int(step.write_rows[slots < 0][0])
             self.history.refuse(f"row {row} would write into a hole", row)
-        self._check_unshared(step.write_rows, slots // self.block_size)
-
-    def _check_unshared(self, writers: Ints, blocks: Ints) -> None:
-        shared = self.rows.table_count[blocks] != 1
-        if shared.any():
-            row, block = int(writers[shared][0]), int(blocks[shared][0])
-            self.history.refuse(
-                f"row {row} would write into block {block}, which is shared:"
-                f" {self.rows.holders(block)} name it",
-                row,
-            )
+        self.rows.check_unshared(step.write_rows, slots // self.block_size)
 
     def _resolve(self, step: FakeStep) -> None:
         """Note the fingerprints of a step's tokens, now that all of them are known."""
@@ -439,13 +429,8 @@ class FakeRunner:
         if is_poisoned or self.faults.hits_execute(step.plan.step_id):
             self._fail(step, "execute")
 
-    def _spoil(self, step: FakeStep) -> None:
-        """What a step should have written or copied may be anything."""
-        self.store.scribble_writes(step)
-        self.store.scribble([copy.target for copy in step.plan.copies])
-
     def _fail(self, step: FakeStep, where: str) -> NoReturn:
         """Leave half-written blocks behind, as a step that dies in the middle does."""
-        self._spoil(step)
+        self.store.scribble_writes(step)
         self._has_failed = True
         raise InjectedFailureError(f"{where} of step {step.plan.step_id} fails, as was asked")

@@ -38,7 +38,9 @@ class FakeStore:
         self._num_state_tokens[blocks] = -1
 
     def scribble_writes(self, step: FakeStep) -> None:
-        """What a step leaves behind that dies in the middle."""
+        """What a step leaves behind that dies in the middle: what it was to write or to copy may be
+        anything."""
+        self.scribble([copy.target for copy in step.plan.copies])
         for slots in step.write_slots.values():
             self._slots[slots] = SCRIBBLE
         for pages in step.pages.values():
@@ -47,8 +49,10 @@ class FakeStore:
     def copy(self, copies: tuple[BlockCopy, ...]) -> None:
         """Make the copies of a plan."""
         store = self._slots.reshape(-1, self._block_size)
+        writer = self._writer.reshape(-1, self._block_size)
         for copy in copies:
             store[copy.target] = store[copy.source]
+            writer[copy.target] = writer[copy.source]
             self._num_state_tokens[copy.target] = self._num_state_tokens[copy.source]
 
     def write(self, step: FakeStep) -> None:
