@@ -1,4 +1,4 @@
-"""The whole scheduler under random requests, forks, beams, aborts and failures.
+"""The whole scheduler under random requests, forks, beams and failures, over all kinds of groups.
 
 Its runner reads back every context; laws after each call; at the end each request got its tokens.
 """
@@ -6,19 +6,32 @@ Its runner reads back every context; laws after each call; at the end each reque
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.core.harness import Harness, launch, make_memory
+from tests.core.harness import Harness, launch, make_groups
 
+from quire.core.kv_groups import KVGroup
+from quire.core.memory.growth import Growth
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
 from quire.core.scheduling.policy import POLICIES, find_policy
 from quire.core.sequence import Sequence
-from quire.simulation.baselines import NoGrowth
+from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.fake_model import FakeModel
+from quire.simulation.workload import read_groups
 
 TOKENS = st.integers(1, 2)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=11)
 MAX_NUM_STEPS = 3000
+HYBRIDS = (
+    "full,window:3",
+    "window:5",
+    "full,state:2",
+    "state:3",
+    "latent,window:2,state:1",
+    "full,window:6,latent,state:2",
+)
+GROUPS = st.one_of(st.integers(1, 2).map(make_groups), st.sampled_from(HYBRIDS).map(read_groups))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -27,7 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(12, 30),
         size=st.sampled_from([1, 2, 4, 8]),
-        num_groups=st.integers(1, 2),
+        groups=GROUPS,
         caching=st.sampled_from([True, True, False]),
         policy=st.sampled_from(sorted(POLICIES)),
         options=st.tuples(st.integers(0, 2), st.booleans(), st.booleans()),
@@ -37,17 +50,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         num_blocks: int,
         size: int,
-        num_groups: int,
+        groups: tuple[KVGroup, ...],
         caching: bool,
         policy: str,
         options: tuple[int, bool, bool],
         max_num_seqs: int,
     ) -> None:
         num_lookahead_blocks, preempts_whole, forecasts = options
-        per_sequence = -(-16 // size)  # no chain gets longer than 16 tokens, no search wider than 3
-        num_blocks = num_groups * (num_blocks + 3 * per_sequence)
+        # No chain gets longer than 16 tokens, no search wider than 3.
+        num_blocks = len(groups) * num_blocks + 3 * Growth(groups, size).most_to_hold(16)
+        manager = WholePreemption if preempts_whole else KVCacheManager
+        memory = manager(KVCacheConfig(groups, num_blocks, size, caching, b"secret"))
+        memory.snapshots.interval = 2 * size
         self.harness = Harness(
-            make_memory(num_blocks, size, num_groups, caching, preempts_whole=preempts_whole),
+            memory,
             max_num_seqs=max_num_seqs,
             budget=max_num_seqs + num_blocks % 9,
             policy=find_policy(policy),
