@@ -6,150 +6,22 @@ that lags.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import count
 
-from tests.core.harness import make_memory
+from tests.core.harness import make_groups
+from tests.core.memory.memory_truth import Step, Tokens, Truth
 
-from quire.core.memory.kv_cache_manager import KVCacheManager
-from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
-from quire.core.memory.prefix_index import PrefixMatch
+from quire.core.kv_groups import KVGroup
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
 from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.sequence import Sequence, SequenceState
-from quire.core.step import BlockCopy
+from quire.core.step import HOLE_BLOCK
 
-DOMAINS = ("a", "b", PUBLIC_DOMAIN)
 MAX_NUM_TOKENS = 24
 MAX_STEPS_IN_FLIGHT = 2
 RUNNING, PREEMPTED = SequenceState.RUNNING, SequenceState.PREEMPTED
-Tokens = tuple[int, ...]
-
-
-@dataclass
-class Step:
-    """copies: carried out first. writes, context: blocks that it fills, and that it reads when it
-    has; with their group, whose tokens, and how many of them. starts: block -> tokens before the
-    first that it writes there. ends: each sequence in it, its admissions then, and how many of its
-    tokens are written when it has ended."""
-
-    step_id: int
-    copies: list[BlockCopy]
-    writes: list[tuple[int, int, Sequence, int]] = field(default_factory=list)
-    starts: dict[int, int] = field(default_factory=dict)
-    context: list[tuple[int, int, Sequence, int]] = field(default_factory=list)
-    ends: list[tuple[Sequence, int, int]] = field(default_factory=list)
-
-    def touched(self) -> set[int]:
-        """All blocks that it reads or writes."""
-        return {block for copy in self.copies for block in copy} | {
-            entry[0] for entry in self.context
-        }
-
-
-class Truth:
-    """What blocks and digests truly stand for.
-
-    stored: block -> KV group, and all tokens up to the last one written in it. prefixes: digest ->
-    domain, and all tokens up to the end of its block.
-    """
-
-    def __init__(self, memory: KVCacheManager) -> None:
-        self.memory = memory
-        self.size = memory.block_size
-        self.stored: dict[int, tuple[int, Tokens]] = {}
-        self.prefixes: dict[bytes, tuple[str, Tokens]] = {}
-        self.roots = {memory.cache.root(domain): domain for domain in DOMAINS}
-
-    def domain(self, sequence: Sequence) -> str:
-        return self.roots[sequence.chain_root]
-
-    def begins(self, block: int, group: int, prefix: Tokens) -> bool:
-        """Whether a block has these tokens, and maybe more after them."""
-        stored = self.stored.get(block)
-        if stored is None or stored[0] != group:
-            return False
-        same_place = (len(stored[1]) - 1) // self.size == (len(prefix) - 1) // self.size
-        return same_place and stored[1][: len(prefix)] == prefix
-
-    def note(self, sequence: Sequence, num_tokens: int) -> None:
-        """What the digests of its blocks stand for, computed anew."""
-        cache, domain, token_ids = self.memory.cache, self.domain(sequence), sequence.token_ids
-        chain: list[bytes] = []
-        cache.extend_chain(chain, sequence.chain_root, token_ids[:num_tokens])
-        for index, digest in enumerate(chain):
-            self.prefixes[digest] = domain, tuple(token_ids[: (index + 1) * self.size])
-        tail = token_ids[len(chain) * self.size : num_tokens]
-        if tail:
-            digest = cache.hash_tail(chain[-1] if chain else sequence.chain_root, tail)
-            self.prefixes[digest] = domain, tuple(token_ids[:num_tokens])
-
-    def carry_out(self, step: Step) -> None:
-        """Copies, writes, and then every context is read."""
-        copied = [(copy.target, self.stored.get(copy.source)) for copy in step.copies]
-        for target, content in copied:
-            assert content is not None, "a copy of nothing"
-            self.stored[target] = content
-        for block, group, sequence, end in step.writes:
-            self.stored[block] = group, tuple(sequence.token_ids[:end])
-        for block, group, sequence, end in step.context:
-            prefix = tuple(sequence.token_ids[:end])
-            assert self.begins(block, group, prefix) or sequence.is_finished, "a wrong token"
-
-    def spoil(self, step: Step) -> None:
-        """The step failed: what it should have written may be anything."""
-        for copy in step.copies:
-            self.stored.pop(copy.target, None)
-        for block, start in step.starts.items():
-            group, prefix = self.stored.pop(block, (0, ()))
-            if start % self.size and prefix:
-                self.stored[block] = group, prefix[:start]
-
-    def check_match(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Nothing is matched that is not there, nothing of another domain, and nothing is missed
-        (with one group; with more, a partly matching block may be lost in one of them)."""
-        memory = self.memory
-        assert match.num_tokens < len(sequence.token_ids)
-        num_held = sequence.num_computed_tokens
-        full, part = divmod(match.num_tokens, self.size)
-        if num_held % self.size == 0:
-            assert [len(ids) for ids in match.blocks] == [full - num_held // self.size] * (
-                memory.num_groups
-            )
-            assert len(match.partial) == memory.num_groups * (part > 0)
-        parent = sequence.parent
-        theirs = set() if parent is None else {id for t in parent.block_tables for id in t}
-        for block in [*match.partial, *(block for ids in match.blocks for block in ids)]:
-            key = memory.pool.content[block]
-            if block not in theirs:
-                assert key is not None
-                assert self.prefixes[key[1]][0] in (self.domain(sequence), PUBLIC_DOMAIN)
-        if memory.num_groups == 1 and not sequence.needs_prompt_logprobs:
-            num_findable = self.num_findable_tokens(sequence)
-            found = memory.prefixes.match(sequence)  # before a part is left out for want of room
-            assert found.num_tokens >= num_findable, f"{found}, but {num_findable} of {sequence}"
-            assert match.num_tokens in (found.num_tokens, found.num_written_tokens)
-
-    def num_findable_tokens(self, sequence: Sequence) -> int:
-        """The longest prefix that the cache has for it, by a look at each block of it."""
-        held, token_ids = sequence.num_computed_tokens, tuple(sequence.token_ids)
-        if held % self.size:
-            return held
-        found = {
-            self.prefixes[digest][1]
-            for digest in self.memory.cache.entries(0)
-            if self.prefixes[digest][0] in (self.domain(sequence), PUBLIC_DOMAIN)
-        }
-        while held + self.size < len(token_ids) and token_ids[: held + self.size] in found:
-            held += self.size
-        nexts = [tokens for tokens in found if tokens[:held] == token_ids[:held]]
-        agreeing = (
-            num_common(tokens, token_ids[:-1])
-            for tokens in nexts
-            if len(tokens) - held <= self.size
-        )
-        return max(agreeing, default=held)
 
 
 class World:
@@ -158,8 +30,16 @@ class World:
     live: with state RUNNING or PREEMPTED. waiting: forks that share nothing yet.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int, caching: bool) -> None:
-        self.memory = make_memory(num_blocks, block_size, num_groups, caching)
+    def __init__(
+        self, num_blocks: int, block_size: int, groups: int | tuple[KVGroup, ...], caching: bool
+    ) -> None:
+        """groups: how many that keep all tokens, or which."""
+        if isinstance(groups, int):
+            groups = make_groups(groups)
+        self.memory = KVCacheManager(
+            KVCacheConfig(groups, num_blocks, block_size, caching, b"secret")
+        )
+        self.memory.snapshots.interval = 2 * block_size
         self.size = block_size
         self.live: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -243,14 +123,16 @@ class World:
 
     def make_writable(self, sequence: Sequence, num_extra: int) -> bool:
         """A slot for the next token, in a block of its own; False: none is free."""
-        memory = self.memory
-        if sequence.num_tokens - sequence.num_computed_tokens != 1:
+        memory, computed = self.memory, sequence.num_computed_tokens
+        if memory.snapshots.awaits(sequence):
+            return False
+        if sequence.num_tokens - computed != 1 and not memory.growth.bounded:
             return True  # its tables were complete when it was admitted
+        if memory.pool.num_free < memory.copy_on_write.num_blocks([sequence]):
+            return False
         if memory.copy_on_write.is_due(sequence):
-            if memory.pool.num_free < memory.num_groups:
-                return False
             self.draft.copy(memory.copy_on_write.copy(sequence, self.next_step_id)[1])
-        return memory.grow(sequence, sequence.num_computed_tokens + 1, num_extra) is not None
+        return memory.grow(sequence, computed + 1, num_extra) is not None
 
     def launch(
         self, chunks: dict[int, int], num_extra: int = 0, newcomers: Iterable[Sequence] = ()
@@ -260,18 +142,20 @@ class World:
         if len(self.in_flight) == MAX_STEPS_IN_FLIGHT:
             return
         writers: dict[Sequence, int] = {}
+        for sequence in self.live:
+            if sequence.state is RUNNING:
+                self.memory.forget_passed(sequence)
         for index, chunk in chunks.items():
             sequence = self.live[index % len(self.live)]
             gap = sequence.num_tokens - sequence.num_computed_tokens
             if sequence.state is not RUNNING or not gap or sequence.num_tokens == MAX_NUM_TOKENS:
                 continue
             if self.make_writable(sequence, num_extra):
-                writers[sequence] = min(gap, chunk)
+                writers[sequence] = chunk_of(self.memory, sequence, chunk)
         for index, sequence in enumerate(newcomers):
             is_early = sequence.num_pending_tokens or sequence.num_tokens == MAX_NUM_TOKENS
             if not is_early and self.admit(sequence):
-                gap = sequence.num_tokens - sequence.num_computed_tokens
-                writers[sequence] = min(gap, 1 + 3 * index)
+                writers[sequence] = chunk_of(self.memory, sequence, 1 + 3 * index)
         step = Step(self.next_step_id, self.draft.copies)
         self.draft.clear()
         self.next_step_id += 1
@@ -294,8 +178,14 @@ class World:
         named = [
             block for sequence in self.live for table in sequence.block_tables for block in table
         ]
-        for group, table in enumerate(sequence.block_tables):
-            for index in range(-(-end // self.size)):
+        for rule in self.memory.growth.rules:
+            group, table = rule.group, sequence.block_tables[rule.group]
+            for place, page in enumerate(() if rule.has_slots else table):
+                assert named.count(page) == 1, "a write into a shared state"
+                step.states.append((page, (group, place), sequence, first, end))
+            last = -(-end // self.size) if rule.has_slots else 0
+            for index in range(rule.first_needed(first), last):
+                assert table[index] != HOLE_BLOCK, "a hole is read"
                 entry = table[index], group, sequence, min(end, (index + 1) * self.size)
                 step.context.append(entry)
                 if (index + 1) * self.size > first:
@@ -323,6 +213,7 @@ class World:
         or, as a beam, from its next one on."""
         has_gap = parent.num_tokens - parent.num_computed_tokens > 1
         has_reserve = parent.num_slots - parent.num_computed_tokens >= self.size
+        has_reserve &= bool(self.memory.growth.growing)
         last = self.in_flight[-1].step_id if self.in_flight else -1
         is_late = parent.num_pending_tokens > 0 and parent.last_step_id != last
         if has_gap or has_reserve or is_late or parent.num_pending_tokens > 1:
@@ -353,14 +244,17 @@ class World:
     def truncate(self, sequence: Sequence, num_cut: int) -> None:
         """Preempt it, if it runs, and take so many of its last blocks of each group."""
         num_used = -(-sequence.num_computed_tokens // self.size)
+        num_kept, memory = max(0, num_used - num_cut), self.memory
         expected = sum(
-            self.memory.pool.ref_count[block] == 1
+            memory.pool.ref_count[block] == 1
             for table in sequence.block_tables
-            for block in table[max(0, num_used - num_cut) :]
+            for block in table[num_kept:]
+            if block != HOLE_BLOCK
         )
-        num_now_free = self.memory.pool.num_free + (0 if self.is_in_flight(sequence) else expected)
-        num_freed = self.memory.truncate(sequence, max(0, num_used - num_cut))
-        assert num_freed == expected and self.memory.pool.num_free == num_now_free
+        num_now_free = memory.pool.num_free + (0 if self.is_in_flight(sequence) else expected)
+        num_freed = memory.truncate(sequence, num_kept)
+        if not memory.growth.bounded:  # else it may have to give up all
+            assert num_freed == expected and memory.pool.num_free == num_now_free
         if sequence.state is RUNNING:
             sequence.row = None
             sequence.move_to(PREEMPTED)
@@ -389,7 +283,7 @@ class World:
         memory.end_step(self.next_step_id - 1, has_failed=True)
         for sequence in self.live:
             sequence.num_pending_tokens = 0
-            memory.truncate(sequence, sequence.num_published_blocks)
+            memory.truncate(sequence, 0 if memory.growth.states else sequence.num_published_blocks)
             if sequence.state is RUNNING:
                 sequence.row = None
                 sequence.move_to(PREEMPTED)
@@ -401,15 +295,15 @@ class World:
         in their tables what they have written."""
         memory, truth = self.memory, self.truth
         invariants.check_memory(memory, self.live)
-        to_come = {block for step in self.in_flight for block, *_ in step.writes}
-        to_come |= {copy.target for step in self.in_flight for copy in step.copies}
+        to_come = {block for step in self.in_flight for block in step.to_come()}
         for block, key in enumerate(memory.pool.content):
-            if key is not None:
-                assert truth.begins(block, key[0], truth.prefixes[key[1]][1]), "a wrong content"
+            assert key is None or truth.holds(block, key), "a wrong content"
         for sequence in self.live:
             invariants.check_sequence(sequence, self.memory.growth)
-            for group, table in enumerate(sequence.block_tables):
-                for index in range(-(-sequence.num_written_tokens // self.size)):
+            for rule in memory.growth.growing if sequence.block_tables else ():
+                group, table = rule.group, sequence.block_tables[rule.group]
+                first = rule.first_needed(sequence.num_computed_tokens)
+                for index in range(first, -(-sequence.num_written_tokens // self.size)):
                     end = min(sequence.num_written_tokens, (index + 1) * self.size)
                     prefix = tuple(sequence.token_ids[:end])
                     if table[index] not in to_come:
@@ -427,12 +321,11 @@ class World:
         assert not self.memory.prefixes._computing, "a sequence that ended is said to compute"
 
 
-def num_common(first: Tokens, second: Tokens) -> int:
-    """How many leading tokens agree."""
-    pairs = zip(first, second, strict=False)
-    return next(
-        (index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second))
-    )
+def chunk_of(memory: KVCacheManager, sequence: Sequence, most: int) -> int:
+    """What it computes of `most` tokens: as far as its tables go, and its state's next stop."""
+    computed = sequence.num_computed_tokens
+    most = min(most, sequence.num_tokens - computed, sequence.num_slots - computed)
+    return memory.snapshots.tokens_to_stop(sequence, most)
 
 
 def beam_pairs(world: World) -> list[tuple[Sequence, Sequence]]:

@@ -6,10 +6,22 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.core.memory.memory_world import DOMAINS, World, beam_pairs
+from tests.core.memory.memory_truth import DOMAINS
+from tests.core.memory.memory_world import World, beam_pairs
 
+from quire.core.kv_groups import KVGroup
 from quire.core.sequence import Sequence
+from quire.simulation.workload import read_groups
 
+HYBRIDS = (
+    "full,window:3",
+    "window:5",
+    "full,state:2",
+    "state:1",
+    "latent,window:2,state:1",
+    "full,window:6,latent,state:2",
+)
+Groups = int | tuple[KVGroup, ...]
 INDICES = st.integers(0, 7)
 TOKENS = st.integers(0, 1)
 CHUNKS = st.integers(1, 9)
@@ -22,11 +34,11 @@ class MemoryMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(3, 20),
         size=st.sampled_from([1, 2, 4]),
-        num_groups=st.integers(1, 3),
+        groups=st.one_of(st.integers(1, 3), st.sampled_from(HYBRIDS).map(read_groups)),
         caching=st.sampled_from([True, True, True, False]),
     )
-    def start(self, num_blocks: int, size: int, num_groups: int, caching: bool) -> None:
-        self.world = World(num_blocks, size, num_groups, caching)
+    def start(self, num_blocks: int, size: int, groups: Groups, caching: bool) -> None:
+        self.world = World(num_blocks, size, groups, caching)
 
     @rule(
         prompts=st.lists(PROMPTS, min_size=1, max_size=2),
@@ -161,6 +173,17 @@ def test_long_random_runs(seed: int) -> None:
     rng = random.Random(seed)
     caching = rng.random() < 0.8
     world = World(rng.randint(6, 40), rng.choice([1, 2, 4]), rng.randint(1, 3), caching)
+    for _ in range(400):
+        act(world, rng)
+        world.check()
+    world.finish()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kinds", HYBRIDS)
+def test_long_random_runs_of_hybrids(kinds: str, seed: int) -> None:
+    rng = random.Random(f"{kinds} {seed}")
+    world = World(rng.randint(16, 60), rng.choice([1, 2, 4]), read_groups(kinds), seed != 1)
     for _ in range(400):
         act(world, rng)
         world.check()
