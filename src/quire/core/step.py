@@ -235,6 +235,6 @@ class Runner(Protocol):
         ...
 
     def reset(self) -> None:
-        """Drop all rows and steps, after a failed one. What blocks hold stays valid, but for the states
-        of rows that the step was to move."""
+        """Drop all rows and steps, after a failed one. What blocks hold stays valid, but for states
+        that the step was to move."""
         ...

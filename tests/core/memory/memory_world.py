@@ -216,7 +216,8 @@ class World:
         has_reserve &= bool(self.memory.growth.growing)
         last = self.in_flight[-1].step_id if self.in_flight else -1
         is_late = parent.num_pending_tokens > 0 and parent.last_step_id != last
-        if has_gap or has_reserve or is_late or parent.num_pending_tokens > 1:
+        is_new = not parent.num_computed_tokens  # or has lost all to a failed step
+        if has_gap or has_reserve or is_late or is_new or parent.num_pending_tokens > 1:
             return
         child = self._branch(parent)
         self.memory.fork(child, parent)
@@ -343,6 +344,7 @@ def beam_pairs(world: World) -> list[tuple[Sequence, Sequence]]:
         for dead in idle
         if dead is not parent
         and parent.state is RUNNING
+        and parent.num_computed_tokens
         and not dead.forks
         # Beams have the chain's root and the prompt in common.
         and dead.chain_root == parent.chain_root
