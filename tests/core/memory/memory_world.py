@@ -230,7 +230,9 @@ class World:
             self.in_flight[-1].ends.append((child, 1, child.num_computed_tokens))
 
     def refork(self, dead: Sequence, parent: Sequence) -> None:
-        """`dead`, a beam, becomes a fork of `parent`, another one."""
+        """`dead`, a beam, becomes a fork of `parent`, another one: never while a step is planned."""
+        if self.draft.copies:
+            return
         self.memory.fork(dead, parent)
         dead.token_ids[:] = parent.token_ids
 

@@ -237,6 +237,24 @@ def test_what_ends_while_its_last_token_is_computed_leaves_its_state() -> None:
     assert follow_up.num_cached_tokens == length
 
 
+def test_what_ends_in_a_step_that_fails_leaves_nothing_of_it() -> None:
+    """Not even the block that the step was to copy for it."""
+    serving = Serving(FULL, state(3))
+    first = serving.add(tokens(5), max_tokens=20, n=2)[0]
+    while first.num_output_tokens < 1:
+        serving.step()
+    plan = serving.plan()
+    assert plan is not None and plan.copies
+    serving.scheduler.abort(first)
+    assert serving.memory.leaving == [first]
+    serving.scheduler.recover(None)
+    invariants.check_scheduler(serving.scheduler)
+    assert not serving.memory.leaving
+    contents = serving.memory.pool.content
+    assert all(contents[copy.target] is None for copy in plan.copies)
+    serving.run()
+
+
 def test_one_that_was_preempted_where_its_state_is_kept_goes_on() -> None:
     """The step that computed up to there ended while it had no row."""
     serving = Serving(FULL, state(3), budget=16)

@@ -393,14 +393,14 @@ class KVCacheManager:
         if self.snapshots.enabled and is_last and self.deferred.is_in_flight(sequence.last_step_id):
             self.leaving.append(sequence)
             return
-        self._leave(sequence)
+        self._leave(sequence, keeps_tail=True)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, *, keeps_tail: bool) -> None:
         index, tables = sequence.num_written_tokens // self.block_size, sequence.block_tables
         growing = [tables[rule.group] for rule in self.growth.growing if tables]
         last = [table[index] for table in growing if index < len(table)]
         last += [page for rule in self.growth.states if tables for page in tables[rule.group]]
-        if not any(map(self.deferred.is_incomplete, last)):
+        if keeps_tail and not any(map(self.deferred.is_incomplete, last)):
             self.prefixes.publish_tail(sequence)
             if self.growth.bounded and self.config.enable_prefix_caching:
                 self.superseded.leave_ends(sequence, sequence.num_written_tokens)
@@ -427,7 +427,8 @@ class KVCacheManager:
             if not has_failed:
                 sequence.num_written_tokens = sequence.num_computed_tokens
                 self.publish(sequence, sequence.num_written_tokens)
-            self._leave(sequence)
+            # What a step that failed was to write, or to copy, did not come.
+            self._leave(sequence, keeps_tail=not has_failed)
 
 
 def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None:
