@@ -16,6 +16,7 @@ import psutil
 
 from quire.options.engine_options import EngineOptions
 
+SEED = 5  # of the servers that tests share
 WAIT_S = 60.0
 
 PROGRAM = """
@@ -176,3 +177,23 @@ def launched(options=None, *, command=None, fake=None, wait=True, **server):
         process.kill()
         process.wait(WAIT_S)
         running.close()
+
+
+@contextlib.contextmanager
+def launched_with_keys(folder, options):
+    """A server with keys, four generations for each tenant; its `http` has one of alice's two.
+
+    key_file: what it reads further keys from, in `folder`; carol's is in it. dave, erin and fred
+    are for test_who_sees_what alone, where no call may have been made in their names before. seed:
+    its own.
+    """
+    file = folder / "keys.txt"
+    file.write_text("# who may call, too\ncarol:carol-key-1\n")
+    keys = ["alice:alice-key-1", "alice:alice-key-2", "bob:bob-key-1", "operator:operator-key-1"]
+    keys += ["dave:dave-key-1", "erin:erin-key-1", "fred:fred-key-1"]
+    access = {"api_keys": keys, "api_key_file": str(file), "max_tenant_requests": 4}
+    with launched(options, **access) as running:
+        running.http.headers["Authorization"] = "Bearer alice-key-1"
+        running.operator = {"Authorization": "Bearer operator-key-1"}
+        running.key_file, running.seed = file, SEED
+        yield running

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.server.launching import SEED, launched, launched_with_keys
 
 from quire.server.app import create_app
 from quire.server.generation.seeds import Seeds
@@ -132,11 +133,27 @@ def test_every_route_is_in_the_table():
     assert {(row.method, row.path) for row in ROWS} == served | {("GET", ANY_OTHER)}
 
 
-@pytest.fixture(params=["guarded", "server"])
+# Memory for all that is cached here: what is evicted depends on who else calls, and when.
+ROOMY = {"num_blocks": 4096, "max_num_seqs": 16, "max_model_len": 1024, "seed": SEED}
+
+
+@pytest.fixture(scope="module")
+def roomy_server():
+    with launched(ROOMY) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def roomy_guarded(tmp_path_factory):
+    with launched_with_keys(tmp_path_factory.mktemp("keys"), ROOMY) as running:
+        yield running
+
+
+@pytest.fixture(params=["roomy_guarded", "roomy_server"], ids=["guarded", "server"])
 def world(request):
     """A server, with keys or without, and by role the headers of its calls."""
     running = request.getfixturevalue(request.param)
-    if request.param == "guarded":
+    if request.param == "roomy_guarded":
         running.roles = {
             "stranger": {"Authorization": "Bearer no-such-key"},
             "tenant": {"Authorization": "Bearer bob-key-1"},
