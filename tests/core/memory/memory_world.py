@@ -132,6 +132,7 @@ class World:
             return False
         if memory.copy_on_write.is_due(sequence):
             self.draft.copy(memory.copy_on_write.copy(sequence, self.next_step_id)[1])
+            num_extra = 0  # for which there may be no room, and what is copied has to compute
         return memory.grow(sequence, computed + 1, num_extra) is not None
 
     def launch(
@@ -230,7 +231,7 @@ class World:
             self.in_flight[-1].ends.append((child, 1, child.num_computed_tokens))
 
     def refork(self, dead: Sequence, parent: Sequence) -> None:
-        """`dead`, a beam, becomes a fork of `parent`, another one: never while a step is planned."""
+        """`dead`, a beam, becomes a fork of `parent`, another one; not while a step is planned."""
         if self.draft.copies:
             return
         self.memory.fork(dead, parent)
