@@ -19,16 +19,16 @@ from pathlib import Path
 from benchmarks.eviction.algorithms import ALGORITHMS
 from benchmarks.eviction.replay import CacheFactory, PoolCache, replay
 from benchmarks.eviction.traces import MIXES, Access, make_mix, read_trace
-from quire.core.memory.eviction import EVICTION_ORDERS, ContentKey, HitDensityOrder, OrderFactory
+from quire.core.memory.eviction import EVICTION_ORDERS, HitDensityOrder, OrderFactory
 from quire.errors import ConfigurationError
 
 
 class _NoGhosts(HitDensityOrder):
     """The engine's order without its memory of evicted contents: what that is worth."""
 
-    def recall(self, key: ContentKey) -> bool:
-        super().recall(key)
-        return False
+    def recall(self, digests: Sequence[bytes]) -> list[bool]:
+        super().recall(digests)
+        return [False] * len(digests)
 
 
 def caches() -> dict[str, CacheFactory]:

@@ -229,9 +229,9 @@ def test_the_last_evictions_are_remembered() -> None:
 
 def test_whether_others_have_a_first_block_is_counted_by_domain() -> None:
     cache = make()
-    for name in ("a", "b"):
-        insert(cache, 0, name.encode(), 0, cache.root(name), [1, 2, 3, 4], True)
-    insert(cache, 0, b"later", 1, b"a", [9, 9, 9, 9])
+    for block, name in enumerate(("a", "b")):
+        insert(cache, 0, name.encode(), block, cache.root(name), [1, 2, 3, 4], True)
+    insert(cache, 0, b"later", 2, b"a", [9, 9, 9, 9])
     assert cache.is_first_of_others([1, 2, 3, 4])
     assert not cache.is_first_of_others([9, 9, 9, 9]), "it is no first block"
     cache.remove_run([(0, b"a")])

@@ -6,7 +6,7 @@ Knows ids, counts and content keys; nothing of sequences, tokens or bytes. Used 
 
 import heapq
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -188,12 +188,13 @@ class BlockPool:
             elif block in self._demoted:
                 self._passed[block] = None
             else:
-                self._order.add(block)
+                self._order.add((block,))
 
     def release_all(self, blocks: Iterable[int]) -> None:
         """`release` each, in this order."""
         ref_count, content, pinned = self.ref_count, self.content, self._pinned
-        blank, demoted, add = self._blank, self._demoted, self._order.add
+        blank, demoted = self._blank, self._demoted
+        ordered: list[int] = []
         num_freed = 0
         for block in blocks:
             count = ref_count[block] - 1
@@ -208,7 +209,9 @@ class BlockPool:
                 elif block in demoted:
                     self._passed[block] = None
                 else:
-                    add(block)
+                    ordered.append(block)
+        if ordered:
+            self._order.add(ordered)
         self.num_freed += num_freed
         self.num_free += num_freed
 
@@ -226,21 +229,22 @@ class BlockPool:
         self._demoted.add(block)
 
     def set_contents(
-        self, group: int, found: Iterable[tuple[int, bytes]], is_reused: bool = False
+        self, group: int, found: Sequence[tuple[int, bytes]], is_reused: bool = False
     ) -> None:
         """`set_content` of (block, digest) each, in one KV group. is_reused: they count as used
         once, as what they belong to was."""
-        content, num_uses, recall = self.content, self._num_uses, self._order.recall
-        for block, digest in found:
-            assert self.ref_count[block] > 0 and content[block] is None
-            content[block] = key = (group, digest)
-            num_uses[block] = recall(key) or is_reused
+        content, num_uses, ref_count = self.content, self._num_uses, self.ref_count
+        recalled = self._order.recall([digest for _, digest in found])
+        for (block, digest), is_recalled in zip(found, recalled, strict=True):
+            assert ref_count[block] and content[block] is None
+            content[block] = group, digest
+            num_uses[block] = is_recalled or is_reused
 
     def set_content(self, block: int, key: ContentKey) -> None:
         """Say what a held block contains; the caller has checked that no other block does."""
         assert self.ref_count[block] > 0 and self.content[block] is None
         self.content[block] = key
-        self._num_uses[block] = self._order.recall(key)
+        self._num_uses[block] = self._order.recall((key[1],))[0]
 
     def forget(self, block: int) -> None:
         """Drop a block's content key and its pin; a free block is then among the first taken."""
@@ -289,7 +293,7 @@ class BlockPool:
             self._pins.remove(block)
         self._pins.unpin(block)
         if is_free:
-            self._order.add(block)
+            self._order.add((block,))
 
     def is_pinned(self, block: int) -> bool:
         """Whether a pin holds for this block, as of `now_s`."""

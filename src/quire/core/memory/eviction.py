@@ -5,9 +5,8 @@ tokens or clocks. Called by `block_pool` alone. Every operation costs O(1) amort
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from quire.errors import ConfigurationError
@@ -119,8 +118,8 @@ class EvictionOrder(Protocol):
     released first, so that tails go before heads.
     """
 
-    def add(self, block: int) -> None:
-        """A block with content was freed."""
+    def add(self, blocks: Sequence[int]) -> None:
+        """Blocks with content were freed, in this order."""
         ...
 
     def revive(self, block: int) -> None:
@@ -138,8 +137,9 @@ class EvictionOrder(Protocol):
         """
         ...
 
-    def recall(self, key: ContentKey) -> bool:
-        """A content was computed; returns whether it is known to have been evicted lately."""
+    def recall(self, digests: Sequence[bytes]) -> list[bool]:
+        """Contents were computed, in the order of their chain; returns which are known to have been
+        evicted lately."""
         ...
 
     def block_ids(self) -> list[int]:
@@ -242,17 +242,21 @@ class LruOrder:
         self._queues = _Queues(num_blocks)
         self._queue = self._queues.new()
         self._content = content
-        # Bound once: a method around them would cost as much again.
-        self.add = partial(self._queues.append, self._queue)
+        # Bound once: a method around it would cost as much again.
         self.revive = self.drop = self._queues.unlink
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """Behind all others."""
+        for block in blocks:
+            self._queues.append(self._queue, block)
 
     def take(self, count: int, evicted: list[ContentKey]) -> list[int]:
         """From the least recently released on."""
         return self._queues.take(self._queue, count, self._content, evicted)
 
-    def recall(self, key: ContentKey) -> bool:
+    def recall(self, digests: Sequence[bytes]) -> list[bool]:
         """Nothing is remembered."""
-        return False
+        return [False] * len(digests)
 
     def block_ids(self) -> list[int]:
         """From the least recently released to the last."""
@@ -319,17 +323,19 @@ class HitDensityOrder:
         self._densities = self._curve.densities()
         self._rank()
 
-    def add(self, block: int) -> None:
-        """Behind the blocks of its class that were released in this epoch."""
-        following, previous = self._following, self._previous
-        queue = self._current[self._num_uses[block] > 0]
-        last = previous[queue]
-        following[last] = block
-        previous[block] = last
-        following[block] = queue
-        previous[queue] = block
-        if not block % SAMPLE_EVERY:
-            self._start_sample(block)
+    def add(self, blocks: Sequence[int]) -> None:
+        """Behind the blocks of their classes that were released in this epoch."""
+        following, previous, num_uses = self._following, self._previous, self._num_uses
+        current = self._current
+        for block in blocks:
+            queue = current[num_uses[block] > 0]
+            last = previous[queue]
+            following[last] = block
+            previous[block] = last
+            following[block] = queue
+            previous[queue] = block
+            if not block % SAMPLE_EVERY:
+                self._start_sample(block)
 
     def revive(self, block: int) -> None:
         """The curve learns from it, if it is sampled."""
@@ -345,7 +351,7 @@ class HitDensityOrder:
 
     def take(self, count: int, evicted: list[ContentKey]) -> list[int]:
         """From one queue after the other, in their ranking; moves the clock."""
-        following, content, ghosts = self._following, self._content, self._young_ghosts
+        following, content = self._following, self._content
         taken: list[int] = []
         queue = self._first_queue()
         block = following[queue]
@@ -355,25 +361,32 @@ class HitDensityOrder:
                 queue = self._first_queue()
                 block = following[queue]
             taken.append(block)
-            key = content[block]
-            assert key is not None
-            evicted.append(key)
-            ghosts.add(key[1])
-            content[block] = None
             block = following[block]
         following[queue] = block
         self._previous[block] = queue
+        keys = [content[block] for block in taken]
+        evicted += keys  # type: ignore[arg-type]  # all of them have one
+        self._young_ghosts.update([key[1] for key in keys])  # type: ignore[index]
+        for block in taken:
+            content[block] = None
         self._num_left_in_epoch -= count
         if self._num_left_in_epoch <= 0:
             self._move_clock()
         return taken
 
-    def recall(self, key: ContentKey) -> bool:
-        """Whether it is among the contents evicted last."""
-        digest = key[1]
-        if digest in self._samples:
-            self._end_sample(digest)
-        return digest in self._young_ghosts or digest in self._old_ghosts
+    def recall(self, digests: Sequence[bytes]) -> list[bool]:
+        """Which are among the contents evicted last: of a chain the first ones, since its tail went
+        before its head."""
+        if not self._samples.keys().isdisjoint(digests):
+            for digest in digests:
+                self._end_sample(digest)
+        young, old = self._young_ghosts, self._old_ghosts
+        count = 0
+        for digest in digests:
+            if digest not in young and digest not in old:
+                break
+            count += 1
+        return [True] * count + [False] * (len(digests) - count)
 
     def block_ids(self) -> list[int]:
         """From the queue with the lowest density to that with the highest."""

@@ -8,7 +8,7 @@ passes to that step and ends with it. So does that of a block from which the com
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.block_pool import BlockPool, DeferredFrees
@@ -362,7 +362,7 @@ class KVCacheManager:
         )
         cut = [reversed(table[num_kept:]) for table in growing]
         blocks = [page for table in states for page in table]
-        blocks += [block for at in zip_longest(*cut, fillvalue=HOLE_BLOCK) for block in at]
+        blocks += chain.from_iterable(zip_longest(*cut, fillvalue=HOLE_BLOCK))
         if growth.windows:
             blocks = [block for block in blocks if block != HOLE_BLOCK]
         for table in growing:
@@ -375,7 +375,7 @@ class KVCacheManager:
         sequence.num_written_tokens = min(sequence.num_written_tokens, slots)
         sequence.num_published_blocks = min(sequence.num_published_blocks, num_kept)
         ref_count = self.pool.ref_count
-        num_freed: int = sum(ref_count[block] == 1 for block in blocks)
+        num_freed = list(map(ref_count.__getitem__, blocks)).count(1)
         if self.deferred.is_in_flight(sequence.last_step_id):
             self.deferred.hold(sequence.last_step_id, blocks)
         else:

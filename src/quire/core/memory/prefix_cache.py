@@ -66,9 +66,10 @@ class PrefixCache:
         self._secret = secret
         self._main = main
         self._blocks: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
-        # Plain tuples and an only child without a list: each block costs as few objects as it can.
-        self._nodes: dict[bytes, _Node] = {}
-        self._children: dict[bytes, _Child | list[_Child]] = {}
+        # Plain tuples, and of an only child its digest: each block costs as few objects as it can.
+        # By block, not by digest: where a large pool's blocks lie side by side, so do these.
+        self._nodes: dict[int, _Node] = {}
+        self._children: dict[bytes, bytes | list[_Child]] = {}
         self._roots_of_first: dict[bytes, Counter[bytes]] = {}  # first block's tokens -> roots
         # Two generations of evicted contents, the older dropped when the younger is full: a dict
         # that loses its first entry again and again has to look for the next one ever longer.
@@ -145,8 +146,8 @@ class PrefixCache:
 
     def num_tokens(self, digest: bytes) -> int | None:
         """How many tokens the content has; None where the main group does not know it."""
-        node = self._nodes.get(digest)  # (parent, tokens, is first)
-        return None if node is None else len(node[1]) // TOKEN_BYTES
+        block = None if self._main is None else self.find(self._main, digest)
+        return None if block is None else len(self._nodes[block][1]) // TOKEN_BYTES
 
     @property
     def has_public(self) -> bool:
@@ -168,22 +169,23 @@ class PrefixCache:
         if it is_first of all, the root. Returns (block, digest) of those that are new.
         """
         known, nodes, children = self._blocks[group], self._nodes, self._children
-        inserted: list[tuple[int, bytes]] = []
-        for digest, block, own in zip(digests, blocks, tokens, strict=True):
-            if digest not in known:
-                known[digest] = block
-                inserted.append((block, digest))
-                if group == self._main:
-                    nodes[digest] = parent, own, is_first
-                    siblings = children.get(parent)
-                    if siblings is None:
-                        children[parent] = own, digest
-                    else:
-                        self._add_sibling(parent, siblings, (own, digest))
-                    if is_first:
-                        self._roots_of_first.setdefault(own, Counter())[parent] += 1
-            parent, is_first = digest, False
-        return inserted
+        parents = [parent, *digests][: len(digests)]
+        if any(map(known.__contains__, digests)):
+            new = [at for at, digest in enumerate(digests) if digest not in known]
+            is_first = is_first and 0 in new
+            digests, blocks = [digests[at] for at in new], [blocks[at] for at in new]
+            tokens, parents = [tokens[at] for at in new], [parents[at] for at in new]
+        known.update(zip(digests, blocks, strict=True))
+        if group == self._main:
+            for digest, block, own, before in zip(digests, blocks, tokens, parents, strict=True):
+                nodes[block] = before, own, is_first
+                siblings = children.setdefault(before, digest)
+                if siblings is not digest:
+                    self._add_sibling(before, siblings, (own, digest))
+                if is_first:
+                    self._roots_of_first.setdefault(own, Counter())[before] += 1
+                    is_first = False
+        return list(zip(blocks, digests, strict=True))
 
     def remove_run(
         self, keys: Sequence[tuple[int, bytes]], eviction: Eviction | None = None
@@ -191,20 +193,20 @@ class PrefixCache:
         """Forget contents, (group, digest) each; eviction: remembered for a while, if given."""
         nodes, children, evictions = self._nodes, self._children, self._evictions
         remembers = eviction is not None and self._evictions_per_generation > 0
+        blocks, main = self._blocks, self._main
         for group, digest in keys:
-            del self._blocks[group][digest]
-            if group != self._main:
+            block = blocks[group].pop(digest)
+            if group != main:
                 continue
-            parent, tokens, is_first = nodes.pop(digest)
-            siblings = children[parent]
-            if isinstance(siblings, tuple):
-                del children[parent]
-            else:
+            parent, tokens, is_first = nodes.pop(block)
+            siblings = children.pop(parent)
+            if siblings != digest:
                 self._remove_sibling(parent, siblings, (tokens, digest))
             if is_first:
-                self._forget_first(parent, tokens)
-            if remembers and eviction is not None:
-                evictions[digest] = eviction
+                _forget_first(self._roots_of_first, parent, tokens)
+        if remembers and eviction is not None:
+            gone = [digest for group, digest in keys if group == main]
+            evictions.update(dict.fromkeys(gone, eviction))
         if remembers and len(evictions) >= self._evictions_per_generation:
             self._old_evictions, self._evictions = evictions, {}
 
@@ -217,7 +219,7 @@ class PrefixCache:
         if siblings is None:
             return None
         wanted = sortable(token_ids)
-        near = [siblings] if isinstance(siblings, tuple) else siblings
+        near = self._listed(siblings)
         place = bisect_left(near, (wanted, b""))
         near = near[max(0, place - 1) : place + 1]
         common, tokens, digest = max(
@@ -247,37 +249,46 @@ class PrefixCache:
     def check(self) -> None:
         """Raise AssertionError unless the tree has exactly the digests of the main group."""
         listed_in = {} if self._main is None else self._blocks[self._main]
-        assert self._nodes.keys() == listed_in.keys()
+        assert self._nodes.keys() == set(listed_in.values())
         num_listed = 0
         for parent, siblings in self._children.items():
-            listed = [siblings] if isinstance(siblings, tuple) else siblings
-            assert isinstance(siblings, tuple) or len(listed) > 1
+            listed = self._listed(siblings)
+            assert isinstance(siblings, bytes) or len(listed) > 1
             assert listed == sorted(listed)
             num_listed += len(listed)
             for tokens, digest in listed:
-                assert self._nodes[digest][:2] == (parent, tokens), "the tree and the nodes differ"
+                node = self._nodes[listed_in[digest]]
+                assert node[:2] == (parent, tokens), "the tree and the nodes differ"
         assert num_listed == len(self._nodes)
         firsts = sum(sum(counts.values()) for counts in self._roots_of_first.values())
         assert firsts == sum(is_first for _, _, is_first in self._nodes.values())
 
-    def _add_sibling(self, parent: bytes, siblings: _Child | list[_Child], child: _Child) -> None:
+    def _listed(self, siblings: bytes | list[_Child]) -> list[_Child]:
+        """The children of one parent, also of one that has a single child."""
+        if isinstance(siblings, list):
+            return siblings
+        assert self._main is not None
+        return [(self._nodes[self._blocks[self._main][siblings]][1], siblings)]
+
+    def _add_sibling(self, parent: bytes, siblings: bytes | list[_Child], child: _Child) -> None:
         if isinstance(siblings, list):
             insort(siblings, child)
         else:
-            self._children[parent] = sorted([siblings, child])
+            self._children[parent] = sorted([*self._listed(siblings), child])
 
-    def _remove_sibling(self, parent: bytes, siblings: list[_Child], child: _Child) -> None:
+    def _remove_sibling(self, parent: bytes, siblings: bytes | list[_Child], child: _Child) -> None:
+        assert isinstance(siblings, list), "an only child is another one"
         del siblings[bisect_left(siblings, child)]
-        if len(siblings) == 1:
-            self._children[parent] = siblings[0]
+        self._children[parent] = siblings if len(siblings) > 1 else siblings[0][1]
 
-    def _forget_first(self, root: bytes, tokens: bytes) -> None:
-        counts = self._roots_of_first[tokens]
-        counts[root] -= 1
-        if not counts[root]:
-            del counts[root]
-        if not counts:
-            del self._roots_of_first[tokens]
+
+def _forget_first(roots_of_first: dict[bytes, Counter[bytes]], root: bytes, tokens: bytes) -> None:
+    counts = roots_of_first[tokens]
+    counts[root] -= 1
+    if not counts[root]:
+        del counts[root]
+    if not counts:
+        del roots_of_first[tokens]
 
 
 def sortable(token_ids: Sequence[int]) -> bytes:
