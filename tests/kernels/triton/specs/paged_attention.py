@@ -11,8 +11,12 @@ from quire.attention.triton_plan import (
     uniform_shape,
 )
 from quire.kernels.triton.attention.decode_work import ChunkRule, decode_work_kernel
+from quire.kernels.triton.attention.latent_attention import latent_attention_kernel
 from quire.kernels.triton.attention.merge_parts import merge_parts_kernel
-from quire.kernels.triton.attention.paged_attention import paged_attention_kernel
+from quire.kernels.triton.attention.paged_attention import (
+    AttendShape,
+    paged_attention_kernel,
+)
 
 LIMITS = {
     90: DeviceLimits(132, 228 << 10, 227 << 10, is_wide=True),
@@ -64,6 +68,31 @@ def attend(shape, dtype, target, *, codes=None, with_all=False):
     )
 
 
+def latent(num_heads, block_size, rows, target, *, max_stack_bytes=0):
+    """bf16, 576 elements a token, 512 of them the value. max_stack_bytes: of what is kept through
+    the loop over keys, which itself doesn't spill."""
+    shape = AttendShape(
+        num_heads, 1, 576, block_size, 0.1, None, None, True, True, rows, 64, 8, 2, value_dim=512
+    )
+    kind = "*bf16"
+    arguments = dict.fromkeys(("q_ptr", "pages_ptr", "out_ptr"), kind)
+    arguments |= dict.fromkeys(("tables_ptr", "items_ptr", "num_items_ptr"), "*i32")
+    arguments |= dict.fromkeys(("parts_ptr", "scales_ptr"), "*fp32")
+    arguments |= dict.fromkeys(("q_stride", "page_stride", "chunk_tokens"), "i32:16")
+    arguments |= dict.fromkeys(("table_stride", "parts_per_token", "scratch_row"), "i32")
+    return KernelSpec(
+        latent_attention_kernel,
+        f"latent bf16 {rows}x64 B{block_size} H{num_heads}",
+        arguments=arguments,
+        constants={"S": shape, "sinks_ptr": None},
+        num_warps=8,
+        num_stages=2,
+        targets=(target,),
+        max_shared_bytes=LIMITS[target].program_shared_bytes,
+        max_stack_bytes=max_stack_bytes,
+    )
+
+
 def merge(dtype, head_dim):
     kind = TYPES[dtype]
     return KernelSpec(
@@ -109,6 +138,9 @@ SPECS = [
     attend(uniform_shape(LLAMA, 16, _BF16, LIMITS[90]), _BF16, 90),
     attend(decode_shape(LLAMA, 16, torch.int8, LIMITS[90]), _BF16, 90, codes=torch.int8),
     attend(uniform_shape(LLAMA, 16, _E4M3, LIMITS[80]), _BF16, 80, codes=_E4M3),
+    latent(16, 16, 64, 90, max_stack_bytes=16),
+    latent(128, 16, 64, 90, max_stack_bytes=16),
+    latent(128, 16, 32, 80),
     merge(_BF16, 128),
     work(256, ChunkRule(17, 0, 64, 4096)),
 ]

@@ -26,15 +26,27 @@ def finite_or_zero(m):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def fold(m, sums, acc, other_m, other_sums, other_acc):  # type: ignore[no-untyped-def]
-    """A part and one of later keys -> both together. m and sums are [n], acc is [n, D]."""
+def fold_scales(m, sums, other_m, other_sums):  # type: ignore[no-untyped-def]
+    """What `fold` does but for acc -> (m, sums, and by what each acc is multiplied)."""
     new_m = tl.maximum(m, other_m)
     base = finite_or_zero(new_m)
     scale = tl.exp2(m - base)
     other_scale = tl.exp2(other_m - base)
     sums = tl.fma(sums, scale, other_sums * other_scale)
-    acc = tl.fma(acc, tl.broadcast_to(scale[:, None], acc.shape), other_acc * other_scale[:, None])
-    return new_m, sums, acc
+    return new_m, sums, scale, other_scale
+
+
+@triton.jit
+def fold_outputs(acc, scale, other_acc, other_scale):  # type: ignore[no-untyped-def]
+    """acc [n, D] of a part and of one of later keys, with their scales [n]."""
+    return tl.fma(acc, tl.broadcast_to(scale[:, None], acc.shape), other_acc * other_scale[:, None])
+
+
+@triton.jit
+def fold(m, sums, acc, other_m, other_sums, other_acc):  # type: ignore[no-untyped-def]
+    """A part and one of later keys -> both together. m and sums are [n], acc is [n, D]."""
+    m, sums, scale, other_scale = fold_scales(m, sums, other_m, other_sums)
+    return m, sums, fold_outputs(acc, scale, other_acc, other_scale)
 
 
 @triton.jit

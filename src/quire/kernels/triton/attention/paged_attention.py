@@ -51,7 +51,8 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.attention.compact import check_scales, unpack_scales, widen
-from quire.kernels.triton.attention.online_softmax import LOG2_E, finish, finite_or_zero, fold
+from quire.kernels.triton.attention.key_tiles import cap_scores, hide_unseen, load_blocks
+from quire.kernels.triton.attention.online_softmax import finish, finite_or_zero, fold
 from quire.kernels.triton.support import next_power_of_two
 
 ITEM_FIELDS = 8
@@ -64,7 +65,8 @@ the output is written; end of the sequence's keys."""
 class AttendShape:
     """What a kernel is compiled for; its members are constants there.
 
-    rows: of a tile of queries, a power of two >= 16; tile: keys at a time, likewise.
+    rows: of a tile of queries, a power of two >= 16; tile: keys at a time, likewise. value_dim:
+    set, it is of a latent layer (`latent_attention.py`), whose heads may need several tiles.
     """
 
     num_heads: int
@@ -80,6 +82,7 @@ class AttendShape:
     tile: int
     num_warps: int
     num_stages: int
+    value_dim: int | None = None
 
     @property
     def group(self) -> int:
@@ -89,7 +92,39 @@ class AttendShape:
     @property
     def queries(self) -> int:
         """Tokens that fit a tile of queries."""
-        return self.rows // self.group
+        return max(1, self.rows // self.group)
+
+    @property
+    def num_head_tiles(self) -> int:
+        """Programs that attend an item, each with other query heads."""
+        return self.num_kv_heads * -(-self.group // self.rows)
+
+    @property
+    def output_dim(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def padded_output(self) -> int:
+        return max(16, next_power_of_two(self.output_dim))
+
+    @property
+    def piece(self) -> int:
+        """Columns of a latent layer's outputs that are folded at a time."""
+        return min(64, self.padded_output)
+
+    @property
+    def tile_blocks(self) -> int:
+        """Blocks in which the keys of a tile lie."""
+        return max(1, self.tile // self.block_size)
+
+    @property
+    def key_rest(self) -> int:
+        """Elements of a latent layer's vectors behind the value."""
+        return self.head_dim - self.output_dim
+
+    @property
+    def padded_rest(self) -> int:
+        return max(16, next_power_of_two(max(1, self.key_rest)))
 
     @property
     def to_log2(self) -> float:
@@ -183,32 +218,6 @@ def paged_attention(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scores(q, k, k_scales, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, TILE] fp32, which times `S.to_log2` are in units of log2. k_scales: [TILE] or None."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if k_scales is not None:
-        scores = scores * k_scales[None, :]
-    if S.soft_cap is not None:
-        # tanh(x) = 1 - 2 / (e^2x + 1), with e^2x in powers of two.
-        powers = tl.exp2(scores * (2.0 * S.scale / S.soft_cap * LOG2_E))
-        scores = 1.0 - 2.0 / (powers + 1.0)
-    return scores
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_blocks(table, start, seen, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The blocks of the keys that are seen of a tile: of each key, or one block for all."""
-    if S.block_size >= S.tile:
-        blocks = tl.load(table + start // S.block_size, start < seen[1], other=0)
-    else:
-        keys = start + tl.arange(0, S.tile)
-        blocks = tl.load(
-            table + keys // S.block_size, (keys >= seen[0]) & (keys < seen[1]), other=0
-        )
-    return blocks
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _attend_tiles(  # type: ignore[no-untyped-def]
     part,  # (m, sums, acc) so far
     q,  # [rows, D]
@@ -226,7 +235,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     columns = tl.arange(0, TILE)
     dims = tl.arange(0, S.padded_dim)
     # The table is read a tile ahead, so that K and V never wait for it.
-    blocks = _load_blocks(table, keys_range[0], seen, S)
+    blocks = load_blocks(table, keys_range[0], seen, S)
     for start in range(keys_range[0], keys_range[1], TILE):
         start = tl.multiple_of(start, TILE)
         keys = start + columns
@@ -241,7 +250,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
             pair_places += kv_head * S.block_size
             pairs = tl.load(pair_places, is_seen, other=0) if MASKED else tl.load(pair_places)
             k_scales, v_scales = unpack_scales(pairs)
-        blocks = _load_blocks(table, start + TILE, (seen[0], keys_range[1]), S)
+        blocks = load_blocks(table, start + TILE, (seen[0], keys_range[1]), S)
         k_places = pages + places[:, None] + dims[None, :]
         v_places = k_places + S.num_kv_heads * S.block_size * S.head_dim
         if MASKED or S.padded_dim != S.head_dim:
@@ -255,16 +264,12 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
             v = tl.load(v_places)
         # Codes of V meet probabilities of bf16: what these are scaled by may have any magnitude.
         k, v = widen(k, q.dtype), widen(v, tl.bfloat16)
-        scores = _scores(q, k, k_scales, S)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if k_scales is not None:
+            scores = scores * k_scales[None, :]
+        scores = cap_scores(scores, S)
         if MASKED:
-            visible = is_seen[None, :]
-            if S.causal:
-                visible = visible & (keys[None, :] <= positions[:, None])
-            if S.window is not None:
-                visible = visible & (keys[None, :] > positions[:, None] - S.window)
-                if not S.causal:
-                    visible = visible & (keys[None, :] < positions[:, None] + S.window)
-            scores = tl.where(visible, scores, float("-inf"))
+            scores = hide_unseen(scores, keys, is_seen, positions, S)
         new_m = tl.maximum(m, tl.max(scores, axis=1) * S.to_log2)
         base = new_m
         if MASKED:
