@@ -2,7 +2,8 @@
 
 Decode reads K and V of every context once: its floor is their bytes at the copy's bandwidth.
 Prefill multiplies: its floor is 2 * heads * head size * pairs operations, for q k^T and again for
-the values, at the rate of a large matrix product.
+the values, at the rate of a large matrix product. Decoding latent layers reads little and
+multiplies much: its floor is the larger of both.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from quire.attention.reference import attend_sequences
 from quire.attention.triton_paged import kv_pages
 from quire.errors import ConfigurationError
 from quire.kernels.triton.attention.compact import CODE_DTYPES, quantize_tokens
+from quire.kernels.triton.attention.latent_write import latent_write
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 
 # ||out - reference|| / ||reference||: the kernels accumulate in fp32 and round once, to the dtype.
@@ -57,6 +59,11 @@ class Case:
 
 def heads(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionSpec:
     return AttentionSpec(num_heads, num_kv_heads, head_dim, scale=head_dim**-0.5)
+
+
+def latents(num_heads: int, head_dim: int = 576, value_dim: int = 512) -> AttentionSpec:
+    """Of DeepSeek-V2 and V3, unless said otherwise."""
+    return AttentionSpec(num_heads, 1, head_dim, scale=head_dim**-0.5, value_dim=value_dim)
 
 
 class PagedSequences:
@@ -153,11 +160,12 @@ def attention_error(bench: Bench, case: Case) -> float:
         parts = zip(written, k.split(list(queries)), v.split(list(queries)), strict=True)
         for own, keys, values in parts:
             own.append((stored(keys, case.kv), stored(values, case.kv)))
+        is_latent = case.spec.value_dim is not None
         expected, _ = attend_sequences(
             case.spec,
             q.split(list(queries)),
             [torch.cat([keys for keys, _ in own]) for own in written],
-            [torch.cat([values for _, values in own]) for own in written],
+            [None if is_latent else torch.cat([values for _, values in own]) for own in written],
         )
         worst = max(worst, relative_error(out, expected))
     return worst
@@ -186,6 +194,7 @@ def cases(bench: Bench) -> list[Case]:
         return [
             Case("decode, 4/2 heads of 16, fp32", plain, fp32, 8, (11, 3), (1, 1)),
             Case("mixed, window 7, cap 5, fp32", capped, fp32, 8, (11, 5), (1, 3)),
+            Case("mixed, latents, fp32", latents(3, 40, 32), fp32, 8, (11, 5), (1, 3)),
         ]
     befores, mixed = (1000, 17, 512, 333, 2050), (1, 1, 130, 7, 64)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -198,6 +207,8 @@ def cases(bench: Bench) -> list[Case]:
         "8/4 heads of 256": heads(8, 4, 256),
         "16/4 heads of 128, window 100": replace(heads(16, 4, 128), window=100),
         "16/4 heads of 128, cap 20": replace(heads(16, 4, 128), soft_cap=20.0),
+        "16 heads of latents": latents(16),
+        "128 heads of latents": latents(128),
     }
     found = []
     for name, spec in specs.items():
@@ -212,7 +223,7 @@ def cases(bench: Bench) -> list[Case]:
         found.append(Case(label, plain, bf16, block_size, befores, mixed))
     found.append(Case("decode, fp16", plain, fp16, 16, befores, (1,) * len(befores)))
     for name, spec in specs.items():
-        for kv in CODE_DTYPES:
+        for kv in CODE_DTYPES if spec.value_dim is None else ():
             label = f"{name}, {str(kv)[6:]} pages"
             decode = (1,) * len(befores)
             found.append(Case(f"decode, {label}", spec, bf16, 16, befores, decode, kv))
@@ -255,6 +266,9 @@ def measure_attention(bench: Bench) -> None:
         for block_size in (16, 64)[: 1 if index else 2]:
             _measure_decode(bench, spec, num, context, block_size, is_goal=index == 0)
         _measure_prefill(bench, spec, context, is_goal=index == 0)
+    for spec in [latents(3, 40, 32)] if bench.small else [latents(16), latents(128)]:
+        for count in (num,) if bench.small else (1, 16, num):
+            _measure_latents(bench, spec, count, context)
     for kv in CODE_DTYPES:
         for spec in shapes[:1] if bench.small else (shapes[0], heads(64, 8, 64)):
             _measure_decode(bench, spec, num, context, 16, is_goal=False, kv=kv)
@@ -298,6 +312,26 @@ def _measure_decode(
         bench.add(name, share, "of copy bandwidth", note=note)
 
 
+def _measure_latents(bench: Bench, spec: AttentionSpec, num: int, context: int) -> None:
+    """One decoding step."""
+    befores, queries = (context - 1,) * num, (1,) * num
+    paged = PagedSequences(bench, Case("", spec, bench.dtype, 16, befores, queries))
+    _fill(paged, befores)
+    q, k, v = paged.qkv(num)
+    paged.backend.plan(paged.batch(befores, queries))
+    seconds = bench.time_graph_s(lambda: paged.backend.run(0, q, k, v))
+    num_bytes = num * context * paged.layer.format.bytes_per_layer // 16
+    ops = 2 * num * context * spec.num_heads * (spec.head_dim + spec.output_dim)
+    roofline = bench.roofline()
+    floor_s = max(num_bytes / roofline.read_bytes_s, ops / roofline.ops_s["bf16"])
+    name = f"decode attention, {num} x {context}, {spec.num_heads} heads of latents"
+    note = (
+        f"{seconds * 1e6:.0f} us, {num_bytes / seconds / 1e9:.0f} GB/s,"
+        f" {ops / seconds / 1e12:.0f} TFLOP/s"
+    )
+    bench.add(name, floor_s / seconds, "of its floor", note=note)
+
+
 def _fill(paged: PagedSequences, befores: Sequence[int]) -> None:
     """Write the contexts, a few tokens of each sequence at a time."""
     spec = paged.case.spec
@@ -307,8 +341,11 @@ def _fill(paged: PagedSequences, befores: Sequence[int]) -> None:
         count = min(size, befores[0] - first)
         _, k, v = paged.qkv(count * len(befores))
         batch = paged.batch([first] * len(befores), [count] * len(befores))
-        q = k.new_empty((len(k), spec.num_heads, spec.head_dim))
         slots = batch.groups[0].slot_mapping
+        if spec.value_dim is not None:
+            latent_write(k, pages.numbers, slots)
+            continue
+        q = k.new_empty((len(k), spec.num_heads, spec.head_dim))
         rotate_and_write(q, k, v, None, pages.numbers, slots, scales=pages.scales)
 
 

@@ -47,7 +47,9 @@ COVERS = {
     "copies": ("copy_blocks",),
     "linears": ("matmul", "skinny_matmul", "quantize_rows", "int8_matmul", "int4_matmul"),
     "sampling": (*("scan_logits", "gumbel_sample", "edit_logits", "penalties", "token_logprobs"),),
-    "attention": ("paged_attention", "decode_work", "merge_parts"),
+    "attention": (
+        *("paged_attention", "decode_work", "merge_parts", "latent_write", "latent_attention"),
+    ),
     "states": ("gated_delta_rule", "mamba2_scan", "causal_conv"),
 }
 

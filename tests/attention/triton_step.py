@@ -39,6 +39,9 @@ class TritonStep(PagedStep):
 
     def fill(self, contexts):
         for layer, spec, k, v in zip(self.layers, self.specs, self.k, self.v, strict=True):
+            if spec.value_dim is not None:
+                self._fill_latents(kv_pages(spec, layer).numbers, layer.group, k, contexts)
+                continue
             shape = (2, spec.num_kv_heads, self.block_size, spec.head_dim)
             for i, context in enumerate(contexts):
                 for number in range(-(-context // self.block_size)):
@@ -48,6 +51,12 @@ class TritonStep(PagedStep):
                     count = min(self.block_size, context - first)
                     page[0, :, :count] = k[i][first : first + count].transpose(0, 1)
                     page[1, :, :count] = v[i][first : first + count].transpose(0, 1)
+
+    def _fill_latents(self, pages, group, k, contexts):
+        for i, context in enumerate(contexts):
+            tokens = torch.arange(context)
+            blocks = torch.tensor(self.tables[group][i])[tokens // self.block_size]
+            pages[blocks, tokens % self.block_size] = k[i][:context, 0]
 
 
 @dataclass

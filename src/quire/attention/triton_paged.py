@@ -11,6 +11,9 @@ beside it. With `batch_invariant` that holds for every row of every step, decode
 prompt in whatever chunks: all rows are attended by one kernel of one shape (`uniform` in
 `kernels/triton/attention/paged_attention.py`).
 
+A layer of latents has pages of its own, [B, D], and one kernel of one shape for all steps, so that
+what `batch_invariant` says always holds there (`latent_attention.py`).
+
 Built by `backends.py`. Shapes as in `interface.py`.
 """
 
@@ -33,6 +36,7 @@ from quire.attention.triton_plan import (
     chunk_rule,
     decode_shape,
     host_work,
+    latent_shape,
     mixed_shapes,
     num_resident,
     uniform_shape,
@@ -42,6 +46,8 @@ from quire.kernels.rotary import Rotation
 from quire.kernels.transfers import DeviceLink
 from quire.kernels.triton.attention.compact import CODE_DTYPES
 from quire.kernels.triton.attention.decode_work import decode_work
+from quire.kernels.triton.attention.latent_attention import latent_attention
+from quire.kernels.triton.attention.latent_write import latent_write
 from quire.kernels.triton.attention.merge_parts import merge_parts
 from quire.kernels.triton.attention.paged_attention import (
     AttendShape,
@@ -55,6 +61,9 @@ KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *CODE_DTYPES)
 
 MAX_HEAD_DIM = 256
 """Of which a tile of queries, its output and a tile of K and V fit a program."""
+
+MAX_VALUE_DIM, MAX_LATENT_REST = 512, 64
+"""Of a latent layer's vectors: the value, and the elements behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,7 @@ class _BoundLayer:
     def key(self) -> "_WorkKey":
         spec = self.spec
         return _WorkKey(
-            (spec.num_heads, spec.num_kv_heads, spec.head_dim),
+            (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim),
             spec.window,
             spec.causal,
             self.pages.numbers.dtype,
@@ -82,7 +91,7 @@ class _BoundLayer:
 class _WorkKey:
     """Layers with equal keys attend the same items."""
 
-    heads: tuple[int, int, int]
+    heads: tuple[int, int, int, int | None]
     window: int | None
     causal: bool
     dtype: torch.dtype
@@ -120,11 +129,8 @@ class TritonPagedAttention(AttentionBackend):
     @staticmethod
     def page_format(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> KVPageFormat:
         if spec.value_dim is not None:
-            raise ConfigurationError(
-                f"value_dim={spec.value_dim}: the Triton kernels have no latent layers; "
-                "device='cpu' computes them"
-            )
-        if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
+            _check_latent(spec, spec.value_dim, dtype)
+        elif spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
             raise ConfigurationError(
                 f"head_dim={spec.head_dim} can't be served by the Triton kernels, which need a "
                 f"multiple of 8 up to {MAX_HEAD_DIM}; device='cpu' with kernels='auto' computes it"
@@ -144,8 +150,9 @@ class TritonPagedAttention(AttentionBackend):
     def _bound(self, spec: AttentionSpec, layer: LayerKV) -> _BoundLayer:
         block_size, dtype = layer.format.block_size, layer.format.dtype
         pages = kv_pages(spec, layer)
-        if self.is_batch_invariant:
-            shape = uniform_shape(spec, block_size, dtype, self._limits)
+        if self.is_batch_invariant or spec.value_dim is not None:
+            choose = uniform_shape if spec.value_dim is None else latent_shape
+            shape = choose(spec, block_size, dtype, self._limits)
             return _BoundLayer(spec, layer.group, pages, shape, (shape,))
         decode = decode_shape(spec, block_size, dtype, self._limits)
         mixed = mixed_shapes(spec, block_size, dtype, self._limits)
@@ -165,9 +172,9 @@ class TritonPagedAttention(AttentionBackend):
         shape = bound.decode
         rule = chunk_rule(shape, self._max_context(bound, batch))
         items, count, merges = decode_work(batch.query_start, batch.context_lens, batch.rows, rule)
-        most = items.shape[0] * shape.num_kv_heads
+        most = items.shape[0] * shape.num_head_tiles
         num_programs = min(most, num_resident(shape, bound.pages.numbers.dtype, self._limits))
-        parts, scales = self._parts(bound, items.shape[0])
+        parts, scales = self._parts(bound, items.shape[0], num_programs)
         work = AttendWork(
             items, count, num_programs, parts, scales, rule.parts_per_token, rule.chunk_tokens
         )
@@ -182,8 +189,11 @@ class TritonPagedAttention(AttentionBackend):
         items, merges = self._link.upload(host.items), self._link.upload(host.merges)
         num_items = items.shape[0]
         count = torch.full((1,), num_items, dtype=torch.int32, device=items.device)
-        parts, scales = self._parts(bound, host.num_parts)
-        num_programs = num_items * shape.num_kv_heads
+        num_programs = num_items * shape.num_head_tiles
+        if shape.value_dim is not None:  # each has memory of its own for what it folds
+            most = num_resident(shape, bound.pages.numbers.dtype, self._limits)
+            num_programs = min(num_programs, most)
+        parts, scales = self._parts(bound, host.num_parts, num_programs)
         work = AttendWork(
             items, count, num_programs, parts, scales, rule.parts_per_token, rule.chunk_tokens
         )
@@ -192,11 +202,16 @@ class TritonPagedAttention(AttentionBackend):
     def _max_context(self, bound: _BoundLayer, batch: AttentionBatch) -> int:
         return batch.groups[bound.group].block_tables.shape[1] * bound.decode.block_size
 
-    def _parts(self, bound: _BoundLayer, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        num_heads, device = bound.spec.num_heads, bound.pages.numbers.device
-        shape = (num_parts, num_heads, bound.spec.head_dim)
-        parts = torch.empty(shape, dtype=torch.float32, device=device)
-        return parts, torch.empty((num_parts, num_heads, 2), dtype=torch.float32, device=device)
+    def _parts(
+        self, bound: _BoundLayer, num_parts: int, num_programs: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows for the parts of tokens, a head each, and those of programs for their own use."""
+        shape, device = bound.decode, bound.pages.numbers.device
+        num_rows = num_parts * shape.num_heads
+        if shape.value_dim is not None:
+            num_rows += 2 * num_programs * shape.rows
+        parts = torch.empty((num_rows, shape.output_dim), dtype=torch.float32, device=device)
+        return parts, torch.empty((num_rows, 2), dtype=torch.float32, device=device)
 
     def run(
         self,
@@ -210,28 +225,62 @@ class TritonPagedAttention(AttentionBackend):
         bound, batch = self._layers[layer], self._batch
         assert batch is not None, "a step is planned before it is run"
         assert (sinks is not None) == bound.spec.has_sinks
-        assert v is not None, "no layer here is latent"
         group = batch.groups[bound.group]
         assert q.shape[0] == group.slot_mapping.shape[0], "run serves the planned step"
         pages = bound.pages
-        slots = group.slot_mapping
-        q = rotate_and_write(q, k, v, rotation, pages.numbers, slots, scales=pages.scales)
+        slots, is_latent = group.slot_mapping, bound.spec.value_dim is not None
+        if is_latent:
+            assert rotation is None, "models of latent layers turn q and k themselves"
+            latent_write(k, pages.numbers, slots)
+        else:
+            assert v is not None, "a layer that is not latent is called with values"
+            q = rotate_and_write(q, k, v, rotation, pages.numbers, slots, scales=pages.scales)
         if q.stride(1) != q.shape[2]:
             q = q.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty((*q.shape[:2], bound.spec.output_dim), dtype=q.dtype, device=q.device)
         step = self._work[bound.key]
-        shape = bound.decode
+        shape, work = bound.decode, step.work
         if step.rows is not None:
             shape = next(s for s in bound.mixed if s.rows == step.rows)
-        paged_attention(q, pages, group.block_tables, step.work, sinks, out, None, shape)
+        if is_latent:
+            latent_attention(q, pages.numbers, group.block_tables, work, sinks, out, shape)
+        else:
+            paged_attention(q, pages, group.block_tables, work, sinks, out, None, shape)
         if step.merges is not None:
-            merge_parts(step.merges, step.work.parts, step.work.scales, sinks, out, None)
+            parts, scales = _by_head(work.parts, shape), _by_head(work.scales, shape)
+            merge_parts(step.merges, parts, scales, sinks, out, None)
         return out
 
 
+def _by_head(rows: torch.Tensor, shape: AttendShape) -> torch.Tensor:
+    """[rows, D] -> [*, Hq, D], without the programs' own rows at the end."""
+    count = len(rows) // shape.num_heads
+    return rows[: count * shape.num_heads].view(count, shape.num_heads, rows.shape[1])
+
+
+def _check_latent(spec: AttentionSpec, value_dim: int, dtype: torch.dtype) -> None:
+    """Raises ConfigurationError."""
+    if dtype in CODE_DTYPES:
+        raise ConfigurationError(
+            f"the Triton kernels have no pages of {str(dtype).removeprefix('torch.')} for latent"
+            " layers; choose kv_cache_dtype='auto'"
+        )
+    rest = spec.head_dim - value_dim
+    if value_dim > MAX_VALUE_DIM or rest > MAX_LATENT_REST or spec.head_dim % 8:
+        raise ConfigurationError(
+            f"head_dim={spec.head_dim} with value_dim={value_dim} can't be served by the Triton"
+            f" kernels, whose latent layers need a multiple of 8, up to {MAX_VALUE_DIM} elements of"
+            f" the value and {MAX_LATENT_REST} behind it; device='cpu' with kernels='auto' computes"
+            " them"
+        )
+
+
 def kv_pages(spec: AttentionSpec, layer: LayerKV) -> KVPages:
-    """The views of a layer's bytes: K then V, and behind codes their scales."""
+    """The views of a layer's bytes: K then V, and behind codes their scales; or [N, B, D], the
+    vectors of a latent layer."""
     block_size, dtype = layer.format.block_size, layer.format.dtype
+    if spec.value_dim is not None:
+        return KVPages(layer.pages.view(dtype).view(-1, block_size, spec.head_dim))
     page = (2, spec.num_kv_heads, block_size, spec.head_dim)
     if dtype not in CODE_DTYPES:
         return KVPages(layer.pages.view(dtype).view(-1, *page))

@@ -25,6 +25,12 @@ Ints = npt.NDArray[np.int64]
 MIN_UNIFORM_CHUNK_TOKENS = 512
 """The smallest chunk of uniform attention, where all chunks are of one size."""
 
+MIN_LATENT_CHUNK_TOKENS = 1024
+"""Likewise of latent layers, whose parts are larger: [Hq, Dv] of a token."""
+
+MAX_LATENT_PARTS = 1024
+"""Parts of one token of a latent layer over its query heads that are worth making."""
+
 MAX_PROGRAM_PARTS = 128
 """Parts of one token over its KV heads that are worth making: about a program for each processor
 of the largest GPUs, so that one long sequence alone uses all of them."""
@@ -134,6 +140,36 @@ def uniform_shape(
     return _shape(spec, block_size, dtype, limits, tiles, uniform=True)
 
 
+def latent_shape(
+    spec: AttentionSpec, block_size: int, dtype: torch.dtype, limits: DeviceLimits
+) -> AttendShape:
+    """For all steps of a latent layer; see `kernels/triton/attention/latent_attention.py`.
+
+    A tile of 64 keys of 576 elements in bf16 is 72 KiB; two are under way. In fp32 registers and
+    shared memory have room for the least tiles only.
+    """
+    assert spec.scale > 0, "the greatest product is to be the greatest score"
+    rows, tile, num_stages = 64 if limits.is_wide else 32, 64, 2
+    if dtype == torch.float32:
+        rows, tile, num_stages = 16, 16, 1
+    return AttendShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=1,
+        head_dim=spec.head_dim,
+        block_size=block_size,
+        scale=spec.scale,
+        window=spec.window,
+        soft_cap=spec.soft_cap,
+        causal=spec.causal,
+        uniform=True,
+        rows=rows,
+        tile=tile,
+        num_warps=8,
+        num_stages=num_stages,
+        value_dim=spec.value_dim,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _TileSizes:
     """Sizes found by compiling for sm_90 and sm_80: the largest that don't spill registers."""
@@ -177,7 +213,9 @@ def _shape(
 
 def num_resident(shape: AttendShape, dtype: torch.dtype, limits: DeviceLimits) -> int:
     """Programs of a shape that run at a time on the whole device, by their shared memory and
-    registers: 146 a thread for 16 rows of 128, up to 255 else, of 64 Ki."""
+    registers: 146 a thread for 16 rows of 128, up to 255 else, of 64 Ki. One, of a latent layer."""
+    if shape.value_dim is not None:
+        return limits.num_processors
     stage_bytes = 2 * shape.tile * shape.padded_dim * dtype.itemsize
     used = max(1, shape.num_stages - 1) * stage_bytes + OTHER_SHARED_BYTES // 2
     if shape.rows >= 64:
@@ -192,14 +230,16 @@ def chunk_rule(shape: AttendShape, max_context: int) -> ChunkRule:
 
     A row sees at most as many tokens as its window; a tile, those of all its queries.
     """
-    max_parts = max(8, MAX_PROGRAM_PARTS // shape.num_kv_heads)
+    least, max_parts = MIN_UNIFORM_CHUNK_TOKENS, max(8, MAX_PROGRAM_PARTS // shape.num_kv_heads)
+    if shape.value_dim is not None:
+        least, max_parts = MIN_LATENT_CHUNK_TOKENS, max(8, MAX_LATENT_PARTS // shape.num_heads)
     most = max_context
     if shape.window is not None:
         most = min(most, shape.window + shape.queries)
     if not shape.uniform:
         parts = min(max_parts, -(-most // MIN_CHUNK_TOKENS)) + 1
         return ChunkRule(parts, 0, shape.tile, shape.window)
-    chunk = max(MIN_UNIFORM_CHUNK_TOKENS, next_power_of_two(-(-most // max_parts)))
+    chunk = max(least, next_power_of_two(-(-most // max_parts)))
     return ChunkRule(-(-most // chunk) + 1, chunk, shape.tile, shape.window)
 
 
@@ -234,7 +274,7 @@ def host_work(batch: AttentionBatch, shape: AttendShape, rule: ChunkRule) -> Hos
     may_split = (num_tiles[sequence] == 1) & (count > 1)
     if not rule.chunk_tokens:
         may_split &= end - low > chunk
-    room = MAX_PART_BYTES // (shape.num_heads * (shape.head_dim + 2) * 4 * rule.parts_per_token)
+    room = MAX_PART_BYTES // (shape.num_heads * (shape.output_dim + 2) * 4 * rule.parts_per_token)
     slots = np.cumsum(np.where(may_split, num_tokens, 0))
     is_split = may_split & (slots <= room)
     first_part = (slots - num_tokens) * rule.parts_per_token

@@ -7,16 +7,15 @@ from tests.kernels.triton.compiling import KernelSpec
 from quire.attention.triton_plan import (
     DeviceLimits,
     decode_shape,
+    latent_shape,
     mixed_shapes,
     uniform_shape,
 )
 from quire.kernels.triton.attention.decode_work import ChunkRule, decode_work_kernel
 from quire.kernels.triton.attention.latent_attention import latent_attention_kernel
+from quire.kernels.triton.attention.latent_write import latent_write_kernel
 from quire.kernels.triton.attention.merge_parts import merge_parts_kernel
-from quire.kernels.triton.attention.paged_attention import (
-    AttendShape,
-    paged_attention_kernel,
-)
+from quire.kernels.triton.attention.paged_attention import paged_attention_kernel
 
 LIMITS = {
     90: DeviceLimits(132, 228 << 10, 227 << 10, is_wide=True),
@@ -68,13 +67,11 @@ def attend(shape, dtype, target, *, codes=None, with_all=False):
     )
 
 
-def latent(num_heads, block_size, rows, target, *, max_stack_bytes=0):
-    """bf16, 576 elements a token, 512 of them the value. max_stack_bytes: of what is kept through
-    the loop over keys, which itself doesn't spill."""
-    shape = AttendShape(
-        num_heads, 1, 576, block_size, 0.1, None, None, True, True, rows, 64, 8, 2, value_dim=512
-    )
-    kind = "*bf16"
+def latent(num_heads, dtype, target, *, max_stack_bytes=0):
+    """576 elements a token, 512 of them the value. max_stack_bytes: of what is kept through the
+    loop over keys, which itself doesn't spill."""
+    kind, spec = TYPES[dtype], make_spec(num_heads, 1, 576, value_dim=512)
+    shape = latent_shape(spec, 16, dtype, LIMITS[target])
     arguments = dict.fromkeys(("q_ptr", "pages_ptr", "out_ptr"), kind)
     arguments |= dict.fromkeys(("tables_ptr", "items_ptr", "num_items_ptr"), "*i32")
     arguments |= dict.fromkeys(("parts_ptr", "scales_ptr"), "*fp32")
@@ -82,14 +79,27 @@ def latent(num_heads, block_size, rows, target, *, max_stack_bytes=0):
     arguments |= dict.fromkeys(("table_stride", "parts_per_token", "scratch_row"), "i32")
     return KernelSpec(
         latent_attention_kernel,
-        f"latent bf16 {rows}x64 B{block_size} H{num_heads}",
+        f"latent {kind[1:]} {shape.rows}x{shape.tile} H{num_heads}",
         arguments=arguments,
         constants={"S": shape, "sinks_ptr": None},
-        num_warps=8,
-        num_stages=2,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
         targets=(target,),
         max_shared_bytes=LIMITS[target].program_shared_bytes,
         max_stack_bytes=max_stack_bytes,
+    )
+
+
+def write_latents(dtype, target):
+    kind = TYPES[dtype]
+    return KernelSpec(
+        latent_write_kernel,
+        f"write latents {kind[1:]}",
+        arguments={"k_ptr": kind, "pages_ptr": kind, "slots_ptr": "*i64"}
+        | dict.fromkeys(("k_stride", "page_stride"), "i32:16"),
+        constants={"D": 576, "B": 16, "BLOCK": 1024},
+        num_warps=2,
+        targets=(target,),
     )
 
 
@@ -138,9 +148,9 @@ SPECS = [
     attend(uniform_shape(LLAMA, 16, _BF16, LIMITS[90]), _BF16, 90),
     attend(decode_shape(LLAMA, 16, torch.int8, LIMITS[90]), _BF16, 90, codes=torch.int8),
     attend(uniform_shape(LLAMA, 16, _E4M3, LIMITS[80]), _BF16, 80, codes=_E4M3),
-    latent(16, 16, 64, 90, max_stack_bytes=16),
-    latent(128, 16, 64, 90, max_stack_bytes=16),
-    latent(128, 16, 32, 80),
+    latent(16, _BF16, 90, max_stack_bytes=16),
+    latent(128, _BF16, 80),
+    write_latents(_BF16, 90),
     merge(_BF16, 128),
     work(256, ChunkRule(17, 0, 64, 4096)),
 ]
@@ -171,6 +181,12 @@ MORE = (
         for dtype in TYPES
         for spec, block_size in _MODELS
         for shape in shapes(spec, block_size, dtype, target)
+    ]
+    + [
+        latent(num_heads, dtype, target, max_stack_bytes=16)
+        for num_heads in (16, 128)
+        for dtype in TYPES
+        for target in LIMITS
     ]
     + [merge(torch.float32, 80), merge(torch.float16, 128), work(1, ChunkRule(3, 1024, 32, None))]
 )

@@ -28,7 +28,7 @@ quarter of 64 rows, which cost as much: 121 operations a byte.
 
 Shapes: T tokens, Hq query heads, D elements of a stored vector, Dv of them the value, N blocks, B
 block size, R rows of the block tables. A page is [B, D].
-Reference: `attention/reference.py`. Not called by a backend yet.
+Reference: `attention/reference.py`. Called by `attention/triton_paged.py`, after `latent_write.py`.
 """
 
 import torch
@@ -121,7 +121,8 @@ def _load_tile_blocks(table, start, seen, S: tl.constexpr):  # type: ignore[no-u
         key = start + number * S.block_size
         is_read = (key < seen[1]) & (key + S.block_size > seen[0])
         loaded = tl.load(table + key // S.block_size, is_read, other=0)
-        blocks = blocks + (loaded,)  # noqa: RUF005 - Triton has no starred elements
+        # Triton has no starred elements.
+        blocks = blocks + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
     return blocks
 
 
