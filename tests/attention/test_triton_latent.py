@@ -60,7 +60,7 @@ def test_steps_of_decoding_alone():
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("block_size", "num_heads"), [(8, 1), (64, 17), (2048, 70)])
 def test_block_sizes_dtypes_and_heads(dtype, block_size, num_heads):
-    """70 heads are more than the rows of a tile."""
+    """70 heads are more than the rows of a tile; in fp32 17 are."""
     step = make_step(
         make_latent(num_heads, 40, 24), [2, 70, 40], block_size=block_size, dtype=dtype,
         q_dtype=dtype,
@@ -76,7 +76,7 @@ def test_latent_layers_beside_others_in_one_pool():
 
 @pytest.mark.parametrize(
     ("num_heads", "window", "block_size", "count"),
-    [(3, None, 8, 12), (5, 50, 16, 12), (70, 50, 64, 2)],
+    [(3, None, 8, 12), (5, 50, 16, 12), (20, 50, 64, 3)],
 )
 def test_a_token_has_the_same_bits_in_chunks_decoded_and_in_company(
     num_heads, window, block_size, count
