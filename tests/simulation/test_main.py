@@ -56,6 +56,16 @@ def test_a_failure_in_one_world_is_replayed_without_the_others(
     assert capsys.readouterr().err.splitlines()[-2:] == [error, command]
 
 
+def test_a_pool_without_room_for_any_request_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Else none would ever be computed, and the simulation never end."""
+    words = ["--kinds", "full,state:40", "--num-blocks", "80", "--num-steps", "5"]
+    assert main(words) == 2
+    assert "the shortest request takes 82 blocks of full,state:40" in capsys.readouterr().err
+    assert main([*words, "--num-blocks", "82"]) == 0
+
+
 def test_what_everything_would_ignore_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--everything", "--num-steps", "5", "--overlap", "1"]) == 2
     assert capsys.readouterr().err == (

@@ -23,7 +23,7 @@ from quire.core.scheduling.policy import find_policy
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import StepPlan, StepResult
-from quire.errors import QuireError, RequestNeverFitsError
+from quire.errors import ConfigurationError, QuireError, RequestNeverFitsError
 from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.clients import Clients
 from quire.simulation.fake_grammar import fake_grammar_work
@@ -74,6 +74,7 @@ class Simulator:
             config.slow_rate, config.seed, config.step_base_s, config.step_token_s
         )
         self._start_engine()
+        _check_room(config, self.memory)
         self.now_s = 0.0
         self._arrivals = draw_arrivals(config)
         self._next_arrival = next(self._arrivals, None)
@@ -338,6 +339,18 @@ class Simulator:
         self.report.take_counts(self.scheduler)
         self.report.virtual_s = round(self.now_s, 6)
         self.report.digest = self._digest.hexdigest()
+
+
+def _check_room(config: SimulationConfig, memory: KVCacheManager) -> None:
+    """Raises ConfigurationError where not even the shortest request would be accepted: then nothing
+    would ever be computed, and no number of steps be reached."""
+    shortest = config.prompt_tokens[0] + config.output_tokens[0] - 1
+    least = memory.growth.most_to_hold(shortest)
+    if least > config.num_blocks:
+        raise ConfigurationError(
+            f"num_blocks is {config.num_blocks}, but the shortest request takes {least} blocks of"
+            f" {config.kinds or 'these groups'}; give as many, or shorter prompts and outputs"
+        )
 
 
 def result_bytes(result: StepResult) -> bytes:
