@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quire.attention.compact_kv import rotate_vectors
 from quire.attention.interface import AttentionSpec
 from quire.attention.kv_rounding import (
     KV_ROUNDINGS,
@@ -38,9 +39,10 @@ def _qkv(spec: AttentionSpec, num_tokens: int):
 @pytest.mark.parametrize("num_tokens", [1, 19, PIECE_QUERIES + 5])
 def test_it_is_dense_attention_over_what_the_format_gives_back(spec, num_tokens):
     q, k, v, sinks = _qkv(spec, num_tokens)
-    rounding = KV_ROUNDINGS["int8"].apply
-    expected, _ = attend_dense(spec, q, rounding(k), rounding(v), sinks)
-    found = RoundedAttention((spec,), rounding)(0, q, k, v, sinks)
+    form = KV_ROUNDINGS["int8"]
+    kept = rotate_vectors(form.apply(rotate_vectors(k)))
+    expected, _ = attend_dense(spec, q, kept, form.apply(v), sinks)
+    found = RoundedAttention((spec,), form)(0, q, k, v, sinks)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from tests.attention.paged import PagedStep
 
+from quire.attention.compact_kv import rotate_vectors
 from quire.attention.triton_paged import kv_pages
 from quire.kernels.rotary import rotate
 from quire.kernels.triton.attention.compact import quantize_tokens
@@ -12,14 +13,16 @@ from quire.kernels.triton.attention.compact import quantize_tokens
 CODE_FORMATS = (torch.int8, torch.float8_e4m3fn)
 
 
-def torch_write(q, k, v, rotation, pages, slot_mapping, *, scales=None):
+def torch_write(q, k, v, rotation, pages, slot_mapping, *, out=None, scales=None):
     """What the kernel of `test_rotary_kv_write.py` does, here without 10 ms a token."""
     if rotation is not None:
         q, k = rotate(q, k, rotation)
     written = slot_mapping >= 0
     slots = slot_mapping[written]
     store(pages, scales, (slots // pages.shape[3], slots % pages.shape[3]), k[written], v[written])
-    return q
+    if pages.dtype == torch.int8:
+        q = rotate_vectors(q).to(q.dtype)
+    return q if out is None else out.copy_(q)
 
 
 def store(pages, scales, places, k, v):
@@ -28,8 +31,9 @@ def store(pages, scales, places, k, v):
     for half, x in enumerate((k, v)):
         codes = x.to(pages.dtype) if scales is None else x
         if scales is not None:
-            kind = torch.int8 if pages.dtype == torch.int8 else torch.float8_e4m3fn
-            codes, of_tokens = quantize_tokens(x, kind)
+            is_int8 = pages.dtype == torch.int8
+            kept = rotate_vectors(x) if is_int8 and half == 0 else x
+            codes, of_tokens = quantize_tokens(kept, torch.int8 if is_int8 else torch.float8_e4m3fn)
             scales.view(torch.bfloat16).unflatten(-1, (-1, 2))[block, :, offset, half] = of_tokens
         pages[block, half, :, offset] = codes.view(pages.dtype)
 
@@ -79,11 +83,17 @@ class CompactStep(TritonStep):
 
     def expected(self, layer, query_lens, contexts=None):
         stored = self.k, self.v
-        self.k, self.v = ([[self._left(x) for x in xs] for xs in part] for part in stored)
+        self.k = [[self._key_left(x) for x in xs] for xs in self.k]
+        self.v = [[self._left(x) for x in xs] for xs in self.v]
         try:
             return super().expected(layer, query_lens, contexts)
         finally:
             self.k, self.v = stored
+
+    def _key_left(self, x):
+        if self.dtype != torch.int8:
+            return self._left(x)
+        return rotate_vectors(self._left(rotate_vectors(x)).float()).double()
 
     def _left(self, x):
         codes, scales = quantize_tokens(x, self.dtype)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.attention.kv_rounding import KV_ROUNDINGS, KeyProbe, rotated
+from quire.attention.kv_rounding import KV_ROUNDINGS, KeyProbe
 from quire.models.interface import TextModel
 from quire.observability.log import get_logger
 
@@ -42,25 +42,20 @@ class KeyDivergence:
 
 
 @torch.inference_mode()
-def measure_keys(
-    model: TextModel, kv_cache_dtype: str, max_model_len: int, *, is_rotated: bool = False
-) -> KeyDivergence:
+def measure_keys(model: TextModel, kv_cache_dtype: str, max_model_len: int) -> KeyDivergence:
     """Of a model that is ready to run. kv_cache_dtype: a name in `KV_ROUNDINGS`. max_model_len: of
-    the longest prompt that it takes. is_rotated: whether keys are before they are stored."""
+    the longest prompt that it takes."""
     device = next(model.parameters()).device
     places = torch.arange(min(NUM_TOKENS, max_model_len), device=device)
-    rounding = KV_ROUNDINGS[kv_cache_dtype].apply
-    probe = KeyProbe(model.attention_specs, rotated(rounding) if is_rotated else rounding)
+    probe = KeyProbe(model.attention_specs, KV_ROUNDINGS[kv_cache_dtype].of_keys)
     model(places * _STRIDE % model.vocab_size, places, probe)
     found = (KeyDivergence(layer, mean) for layer, mean in probe.divergence.items())
     return max(found, key=lambda each: (each.is_bad, each.mean))
 
 
-def check_keys(
-    model: TextModel, kv_cache_dtype: str, max_model_len: int, *, is_rotated: bool = False
-) -> None:
+def check_keys(model: TextModel, kv_cache_dtype: str, max_model_len: int) -> None:
     """Log what was measured, as a warning where the format is bad for this model."""
-    found = measure_keys(model, kv_cache_dtype, max_model_len, is_rotated=is_rotated)
+    found = measure_keys(model, kv_cache_dtype, max_model_len)
     if not found.is_bad:
         logger.info(
             "kv_cache_dtype=%s: attention diverges by at most %.2g nats on the calibration prompt",

@@ -19,7 +19,7 @@ from quire.assembly.device_memory_plan import (
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
 from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_model_len
 from quire.assembly.kv_format_check import check_keys
-from quire.attention.backends import AUTO, INT8
+from quire.attention.backends import AUTO
 from quire.attention.interface import AttentionBackend
 from quire.distributed.group import ProcessGroup
 from quire.engine_client.messages import OnProgress
@@ -187,9 +187,7 @@ class _Builder:
             states = select_recurrence(setup.device.type, setup.kernels, is_triton=setup.is_triton)
             model.use_states(states)
         elif self.options.kv_cache_dtype != AUTO:  # the prompt below goes without bound states
-            name = self.options.kv_cache_dtype
-            is_rotated = name == INT8 and self.setup.new_backend().rotates_int8_keys
-            check_keys(model, name, model_len, is_rotated=is_rotated)
+            check_keys(model, self.options.kv_cache_dtype, model_len)
         return model
 
     def _runner(self, model: TextModel, memory_plan: MemoryPlan) -> ModelRunner:

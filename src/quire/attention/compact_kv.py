@@ -11,14 +11,14 @@ fp32, so no vector is out of range; where a scale was rounded down, the largest 
 at most half a code, which is what any element loses. A vector of zeros has a scale of 0 and is
 exact. One with an infinity or a NaN has a scale of NaN: what attends it is NaN, and fails alone.
 
-Backends that say `rotates_int8_keys` multiply K, and q alike, by an orthogonal matrix first
-(`rotate_vectors`), which leaves q·k as it is and spreads the few large elements that some models'
-keys have over others, so that a scale leaves more of the rest ("QuaRot", arXiv:2404.00456, section
-4.2). Not V, and not a latent layer's vectors, which are values as well.
+K, and q alike, are multiplied by an orthogonal matrix first (`rotate_vectors`), which leaves q·k as
+it is and spreads the few large elements that some models' keys have over others, so that a scale
+leaves more of the rest ("QuaRot", arXiv:2404.00456, section 4.2). Not V, and not a latent layer's
+vectors, which are values as well.
 
 Where codes and scales lie in a page is the backend's own. The native kernels compute the same bytes
-(`csrc/attention/compact/compact_page.h` of `kernels/cpu`), and so do the Triton kernels, without
-the rotation.
+(`csrc/attention/compact/compact_page.h` of `kernels/cpu`), and so do the Triton kernels
+(`rotary_kv_write.py` of `kernels/triton`), from the same K.
 """
 
 import math
@@ -59,7 +59,8 @@ def rotate_vectors(x: torch.Tensor) -> torch.Tensor:
     wide = x.float()
     distance = 1
     while distance < size:
-        first, second = wide.reshape(*x.shape[:-1], -1, 2, distance).unbind(-2)
+        pairs = (x.shape[-1] // (2 * distance), 2, distance)
+        first, second = wide.reshape(*x.shape[:-1], *pairs).unbind(-2)
         wide = torch.stack((first + second, first - second), -2).reshape(x.shape)
         distance *= 2
     return wide * (1.0 / math.sqrt(size))

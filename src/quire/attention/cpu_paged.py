@@ -47,8 +47,6 @@ NO_WINDOW = 2**31 - 1
 class CpuPagedAttention(AttentionBackend):
     """Between `plan` and the step's last `run` the batch stays unchanged."""
 
-    rotates_int8_keys = True
-
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels
         self._step = abi.Step()

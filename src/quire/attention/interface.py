@@ -203,11 +203,9 @@ class AttentionBackend(ABC):
 
     serves_graphs: `run` of a step in which all sequences decode reads nothing but tensors, whose
     addresses and shapes may be captured once and replayed for all steps of as many sequences.
-    rotates_int8_keys: see `compact_kv.py`.
     """
 
     serves_graphs = False
-    rotates_int8_keys = False
 
     @classmethod
     def create(cls, request: BackendRequest) -> "AttentionBackend":

@@ -82,20 +82,22 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 """What a format gives back for fp32 vectors [..., D]."""
 
 
-def rotated(rounding: Rounding) -> Rounding:
-    """Of keys that are rotated before they are stored (`compact_kv.py`), as they came."""
-    return lambda x: rotate_vectors(rounding(rotate_vectors(x)))
-
-
 @dataclass(frozen=True, slots=True)
 class KVRounding:
     """A compact format. bits: of an element. group: elements that share num_factors numbers of 2
-    bytes; None: all of a vector."""
+    bytes; None: all of a vector. rotates_keys: before they are rounded (`compact_kv.py`)."""
 
     apply: Rounding
     bits: int
     num_factors: int = 1
     group: int | None = None
+    rotates_keys: bool = False
+
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+        """What the format gives back for keys [..., D] fp32."""
+        if not self.rotates_keys:
+            return self.apply(x)
+        return rotate_vectors(self.apply(rotate_vectors(x)))
 
     def vector_bytes(self, head_dim: int) -> int:
         """Of one head's K or V of a token."""
@@ -104,7 +106,7 @@ class KVRounding:
 
 
 KV_ROUNDINGS: Mapping[str, KVRounding] = {
-    "int8": KVRounding(round_int8, 8),
+    "int8": KVRounding(round_int8, 8, rotates_keys=True),
     "fp8": KVRounding(round_fp8, 8),
     "int4": KVRounding(round_int4, 4, num_factors=2, group=_INT4_GROUP),
 }
@@ -172,6 +174,10 @@ class _WholeSequence(ABC):
 class RoundedAttention(_WholeSequence):
     """Attends what a compact format gives back for K and V."""
 
+    def __init__(self, specs: tuple[AttentionSpec, ...], form: KVRounding) -> None:
+        super().__init__(specs, form.of_keys)
+        self._value_rounding = form.apply
+
     def _attend(
         self,
         layer: int,
@@ -180,7 +186,7 @@ class RoundedAttention(_WholeSequence):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        k, v = self._rounding(k), self._rounding(v)
+        k, v = self._rounding(k), self._value_rounding(v)
         pieces = _log_weights(self._specs[layer], q, k, sinks)
         return torch.cat([self._mixed(piece, v) for piece in pieces])
 

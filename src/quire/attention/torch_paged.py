@@ -361,8 +361,6 @@ def _merged(out: torch.Tensor, lse: torch.Tensor, tokens: torch.Tensor, count: i
 class TorchPagedAttention(AttentionBackend):
     """See the module's text. Between `plan` and the step's last `run` the batch stays unchanged."""
 
-    rotates_int8_keys = True
-
     def __init__(self) -> None:
         self._layers: tuple[_LayerMemory, ...] = ()
         self._plans: dict[_View, _Plan] = {}

@@ -234,10 +234,11 @@ class TritonPagedAttention(AttentionBackend):
             latent_write(k, pages.numbers, slots)
         else:
             assert v is not None, "a layer that is not latent is called with values"
-            q = rotate_and_write(q, k, v, rotation, pages.numbers, slots, scales=pages.scales)
+            kv, scales, narrow = pages.numbers, pages.scales, _narrow(q, pages)
+            q = rotate_and_write(q, k, v, rotation, kv, slots, out=narrow, scales=scales)
         if q.stride(1) != q.shape[2]:
             q = q.contiguous()
-        out = torch.empty((*q.shape[:2], bound.spec.output_dim), dtype=q.dtype, device=q.device)
+        out = torch.empty((*q.shape[:2], bound.spec.output_dim), dtype=k.dtype, device=q.device)
         step = self._work[bound.key]
         shape, work = bound.decode, step.work
         if step.rows is not None:
@@ -250,6 +251,13 @@ class TritonPagedAttention(AttentionBackend):
             parts, scales = _by_head(work.parts, shape), _by_head(work.scales, shape)
             merge_parts(step.merges, parts, scales, sinks, out, None)
         return out
+
+
+def _narrow(q: torch.Tensor, pages: KVPages) -> torch.Tensor | None:
+    """Where queries of fp32 go that are compared with codes: in bf16."""
+    if pages.scales is None or q.dtype != torch.float32:
+        return None
+    return torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
 
 
 def _by_head(rows: torch.Tensor, shape: AttendShape) -> torch.Tensor:

@@ -133,7 +133,7 @@ class SimulatedReader:
         rounding = KV_ROUNDINGS[name]
         self._model = model
         self._device = device
-        self._attention = RoundedAttention(model.attention_specs, rounding.apply)
+        self._attention = RoundedAttention(model.attention_specs, rounding)
         self.token_bytes = sum(
             2 * spec.num_kv_heads * rounding.vector_bytes(spec.head_dim)
             for spec in model.attention_specs

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from quire.attention.compact_kv import rotate_vectors
 from quire.kernels.triton.attention.compact import (
     CODE_DTYPES,
     check_scales,
@@ -80,7 +81,7 @@ def test_what_is_left_of_a_vector_is_near_it(codes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("codes", FORMATS)
 def test_the_bits_of_the_reference_are_written(codes, dtype):
-    """Zeros, infinities, NaN and padding among the vectors."""
+    """Zeros, infinities, NaN and padding among the vectors. Of int8, q and k are rotated."""
     generator = torch.Generator().manual_seed(1)
     num_blocks, size, num_tokens, heads = 4, 8, 6, (4, 3)
     q = torch.randn(num_tokens, heads[0], 40, generator=generator).to(dtype)
@@ -92,14 +93,18 @@ def test_the_bits_of_the_reference_are_written(codes, dtype):
     scales = torch.full((num_blocks, heads[1], size), 77, dtype=torch.int32)
     expected, expected_scales = pages.clone(), scales.clone()
     slots = torch.tensor([3, 9, 17, 30, 8, -1])
+    stored_k = rotate_vectors(k) if codes == torch.int8 else k
+    q_before = q.clone()
     rotate_and_write(q, k, v, None, pages, slots, scales=scales)
     pairs = expected_scales.view(torch.bfloat16).unflatten(-1, (-1, 2))
     for token, slot in enumerate(slots.tolist()[:-1]):
-        for half, x in enumerate((k, v)):
+        for half, x in enumerate((stored_k, v)):
             of_token, scale = quantize_tokens(x[token], codes)
             expected[slot // size, half, :, slot % size] = of_token.view(pages.dtype)
             pairs[slot // size, :, slot % size, half] = scale
     assert torch.equal(pages, expected)
+    expected_q = rotate_vectors(q_before).to(dtype) if codes == torch.int8 else q_before
+    assert torch.equal(q, expected_q)
     assert torch.equal(
         scales.view(torch.bfloat16).nan_to_num(-1),
         expected_scales.view(torch.bfloat16).nan_to_num(-1),

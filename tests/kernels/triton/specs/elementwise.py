@@ -3,7 +3,7 @@
 from tests.kernels.triton.compiling import KernelSpec
 
 from quire.kernels.triton.attention.copy_blocks import copy_blocks_kernel
-from quire.kernels.triton.attention.rotary_kv_write import rotary_kv_write_kernel
+from quire.kernels.triton.attention.rotary_kv_write import MOST_REGISTERS, rotary_kv_write_kernel
 from quire.kernels.triton.rms_norm import rms_norm_kernel
 from quire.kernels.triton.silu_mul import silu_mul_kernel
 from quire.kernels.triton.support import next_power_of_two
@@ -60,6 +60,7 @@ def _rotary(
         "NUM_Q_TILES": -(-num_heads // tile),
         "BLOCK_H": tile,
         "BLOCK_HALF": half,
+        "SPREAD": size & -size if codes == "i8" else 1,
     }
     return KernelSpec(
         rotary_kv_write_kernel,
@@ -71,7 +72,7 @@ def _rotary(
         | ({} if normed else dict.fromkeys(norms))
         | ({} if codes else dict.fromkeys(scales)),
         num_warps=2,
-        options={"enable_fp_fusion": False},
+        options={"enable_fp_fusion": False} | ({"maxnreg": MOST_REGISTERS} if codes else {}),
     )
 
 
@@ -109,7 +110,7 @@ MORE = [
     *(
         _rotary(dtype, heads, size, normed=True, codes=codes)
         for dtype in ("bf16", "fp16", "fp32")
-        for heads, size in (((64, 8), 64), ((32, 8), 128), ((8, 4), 256))
+        for heads, size in (((64, 8), 64), ((32, 8), 128), ((8, 4), 256), ((32, 32), 80))
         for codes in ("i8", "u8")
     ),
 ]

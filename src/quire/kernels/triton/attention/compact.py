@@ -9,9 +9,10 @@ Both are functions of x alone: nothing is rewritten when a block fills, and a pr
 bytes however it was chunked. A scale of 0 has codes of 0. A vector with an infinity or a NaN has a
 scale of NaN, so that what reads it says so. Roundings are to nearest, ties to even; codes saturate.
 
-int8: codes from -127 to 127. e4m3: 8-bit floats of 4 exponent and 3 mantissa bits (OCP 8-bit
-Floating Point Specification; e4m3fn, without infinities), as bytes of uint8: conversions are
-integer arithmetic, since GPUs before sm_89 have none. Every code is exact in bf16 and fp16.
+int8: codes from -127 to 127, of K after its rotation (`hadamard.py`). e4m3: 8-bit floats of 4
+exponent and 3 mantissa bits (OCP 8-bit Floating Point Specification; e4m3fn, without infinities),
+as bytes of uint8: conversions are integer arithmetic, since GPUs before sm_89 have none. Every code
+is exact in bf16 and fp16.
 
 The reference is `quantize_tokens` below, in torch. Called by `rotary_kv_write.py` (which quantizes)
 and `paged_attention.py` (which widens).

@@ -26,6 +26,10 @@ multiprocessors. Nothing depends on T but how many programs there are.
 A program holds a head as two tiles of D/2 elements, `low` and `high`: the pairs that rotate first,
 then the rest, cut in two; if all rotate, the head's halves.
 
+For pages of int8, q and k are then multiplied by a Hadamard matrix (`hadamard.py`) in fp32, for
+which a head's elements are put in their order: k before it is quantized, and q to be compared with
+it, rounded to the dtype of `out` once more.
+
 Shapes: T tokens, Hq query heads, Hkv KV heads, D head size (even), R elements of a head that rotate
 (even, in most models D), N blocks, B block size.
 dtypes: q, k, v fp32, bf16 or fp16, all alike; kv one of these, or codes, whose scales
@@ -44,7 +48,11 @@ from quire.kernels.triton.attention.compact import (
     quantize,
     scales_of,
 )
+from quire.kernels.triton.attention.hadamard import hadamard, in_order
 from quire.kernels.triton.support import check_same, next_power_of_two
+
+MOST_REGISTERS = 128
+"""Of a thread, over codes; unsaid, ptxas spills a few to have more programs on a processor."""
 
 _PROGRAM_ELEMENTS = 1024
 
@@ -62,20 +70,22 @@ def rotate_and_write(
 ) -> torch.Tensor:
     """Norm and rotate q [T, Hq, D] and k [T, Hkv, D], write k and v [T, Hkv, D] to their slots.
 
-    rotation: None: q and k come as they are to be compared and stored.
+    rotation: None: q and k come as they are to be compared and stored, but for int8's matrix.
     kv: [N, 2, Hkv, B, D], pages any distance apart. slot_mapping: [T] int64, block * B + offset; -1
         is a token of padding, which is not written. No two others are equal.
     scales: [N, Hkv, B] int32, where kv is of codes, int8 or uint8 (e4m3): each token's scales of K
         and V, as `compact.py` packs them.
-    out: like q, where it goes to; None: q itself is overwritten. k and v are left as they are.
+    out: like q, or of another dtype, where it goes to; None: q itself is overwritten. k and v are
+        left as they are.
     Returns q as it is to be attended with. All may be views whose last dimension is contiguous.
     """
     _check(q, k, v, (kv, scales), slot_mapping)
     if rotation is not None:
         _check_rotation(q, rotation)
-    is_moved = rotation is not None or out is not None
+    is_moved = rotation is not None or out is not None or kv.dtype == torch.int8
     out = q if out is None else out
-    check_same("out", out, "q", q)
+    if out.device != q.device:
+        raise ValueError(f"out is on {out.device}, but must be on {q.device}, as q")
     if out.shape != q.shape or out.stride(2) != 1:
         raise ValueError(f"out is {tuple(out.shape)}, but must be as q, {tuple(q.shape)}, by rows")
     num_tokens, num_heads, size = q.shape
@@ -115,7 +125,9 @@ def rotate_and_write(
         NUM_Q_TILES=num_q_tiles,
         BLOCK_H=num_tile_heads,
         BLOCK_HALF=half,
+        SPREAD=size & -size if kv.dtype == torch.int8 else 1,
         num_warps=2,
+        maxnreg=None if scales is None else MOST_REGISTERS,
         enable_fp_fusion=False,  # see the module's text
     )
     return out
@@ -212,6 +224,7 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     NUM_Q_TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    SPREAD: tl.constexpr,  # rows of the Hadamard matrix; 1: none
 ):
     """Programs (token, tile of heads): the tiles of q, then those of k and v."""
     token = tl.program_id(0).to(tl.int64)
@@ -227,7 +240,11 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
             low, high, lanes, q_norm_ptr, eps, table_ptr, positions_ptr, token, D, R
         )
         target = out_ptr + token * out_token_stride + heads[:, None] * out_head_stride
-        _store(target, (low, high), (low_at, high_at), mask)
+        if SPREAD == 1:
+            _store(target, (low, high), (low_at, high_at), mask)
+        else:
+            wide = hadamard(in_order(low, high, D, R), SPREAD)
+            _store_heads(target, wide, heads < HQ, D)
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
@@ -240,15 +257,25 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
             k_low, k_high = _norm_and_rotate(
                 k_low, k_high, lanes, k_norm_ptr, eps, table_ptr, positions_ptr, token, D, R
             )
-            if kv_scales_ptr is not None:
-                pairs_at = kv_scales_ptr + slot // B * scale_stride + slot % B + heads * B
-                k_low, k_high, v_low, v_high = _quantize_pair(
-                    k_low, k_high, v_low, v_high, pairs_at, heads < HKV, kv_ptr.dtype.element_ty
-                )
             target = kv_ptr + slot // B * page_stride + slot % B * D + heads[:, None] * (B * D)
-            _store(target, (k_low, k_high), (low_at, high_at), mask)
-            target += HKV * B * D
-            _store(target, (v_low, v_high), (low_at, high_at), mask)
+            v_target = target + HKV * B * D
+            if kv_scales_ptr is not None:
+                kind = kv_ptr.dtype.element_ty
+                if SPREAD > 1:
+                    k_wide = hadamard(in_order(k_low, k_high, D, R), SPREAD)
+                    k_scales = scales_of(k_wide, k_wide, kind)
+                    _store_heads(target, quantize(k_wide, k_scales, kind), heads < HKV, D)
+                else:
+                    k_scales = scales_of(k_low, k_high, kind)
+                    k_low = quantize(k_low, k_scales, kind)
+                    k_high = quantize(k_high, k_scales, kind)
+                v_scales = scales_of(v_low, v_high, kind)
+                v_low, v_high = quantize(v_low, v_scales, kind), quantize(v_high, v_scales, kind)
+                pairs_at = kv_scales_ptr + slot // B * scale_stride + slot % B + heads * B
+                tl.store(pairs_at, pack_scales(k_scales, v_scales), heads < HKV)
+            if SPREAD == 1:
+                _store(target, (k_low, k_high), (low_at, high_at), mask)
+            _store(v_target, (v_low, v_high), (low_at, high_at), mask)
 
 
 @triton.jit
@@ -267,15 +294,11 @@ def _store(target, parts, places, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _quantize_pair(  # type: ignore[no-untyped-def]
-    k_low, k_high, v_low, v_high, pairs_at, is_head, kind: tl.constexpr
-):
-    """Heads' parts -> their codes; the scales are stored."""
-    k_scales, v_scales = scales_of(k_low, k_high, kind), scales_of(v_low, v_high, kind)
-    tl.store(pairs_at, pack_scales(k_scales, v_scales), is_head)
-    k_low, k_high = quantize(k_low, k_scales, kind), quantize(k_high, k_scales, kind)
-    v_low, v_high = quantize(v_low, v_scales, kind), quantize(v_high, v_scales, kind)
-    return k_low, k_high, v_low, v_high
+def _store_heads(target, x, is_head, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x [heads, at least D], in order."""
+    dims = tl.arange(0, x.shape[1])
+    mask = is_head[:, None] & (dims < D)[None, :]
+    tl.store(target + dims[None, :], x.to(target.dtype.element_ty), mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
