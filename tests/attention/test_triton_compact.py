@@ -18,6 +18,7 @@ from tests.attention.triton_step import CODE_FORMATS, CompactStep, torch_write
 from quire.attention import triton_paged, triton_plan
 from quire.attention.triton_paged import TritonPagedAttention
 from quire.core.step import HOLE_BLOCK
+from quire.kernels.triton.attention.paged_attention import paged_attention
 
 OPTIONS = {
     "plain": {},
@@ -61,7 +62,7 @@ def test_writes_and_reads_by_the_kernels_of_both(dtype, q_dtype):
 @pytest.mark.parametrize("dtype", CODE_FORMATS)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
-    [(7, 1, 80), (6, 2, 96), (3, 3, 40), (32, 1, 64), (2, 1, 256), (80, 1, 16)],
+    [(7, 1, 80), (6, 2, 96), (3, 3, 40), (32, 1, 64), (2, 1, 256), (80, 1, 16), (140, 2, 16)],
 )
 def test_head_counts_and_sizes(num_heads, num_kv_heads, head_dim, dtype, torch_writes):
     step = make_step(make_spec(num_heads, num_kv_heads, head_dim), [5, 40, 31], dtype)
@@ -109,6 +110,26 @@ def test_a_uniform_prompt_is_the_same_in_any_chunks_to_the_bit(dtype, block_size
         assert torch.equal(out[1:], whole[start : start + size])
         start += size
     assert start == total
+
+
+def test_heads_in_several_tiles_are_the_same_in_any_chunks_to_the_bit(torch_writes):
+    spec, total = make_spec(70, 1, 16), 12
+    whole = make_step(spec, [total], torch.int8, True).run_all([total])[0]
+    step = make_step(spec, [total], torch.int8, True)
+    for start, size in ((0, 5), (5, 6), (11, 1)):
+        (out,) = step.run_all([size], [start + size])
+        assert torch.equal(out, whole[start : start + size])
+
+
+def test_queries_of_fp32_are_rounded_before_they_meet_codes():
+    step = make_step(make_spec(2, 1, 16), [3], torch.int8, q_dtype=torch.float32)
+    step.fill([2])
+    (out,) = step.run_all([1])
+    assert out.dtype == torch.float32
+    shape = step.backend._layers[0].decode
+    pages, q = step.backend._layers[0].pages, torch.zeros(1, 2, 16)
+    with pytest.raises(ValueError, match=r"q is torch.float32, but over codes must be"):
+        paged_attention(q, pages, None, None, None, q, None, shape)
 
 
 @pytest.mark.parametrize("dtype", CODE_FORMATS)

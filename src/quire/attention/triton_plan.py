@@ -82,7 +82,7 @@ def decode_shape(
     row_bytes = max(16, next_power_of_two(spec.head_dim)) * max(2, dtype.itemsize)
     tile = max(16, min(128, 16_384 // row_bytes))
     if dtype.itemsize == 1 and limits.is_wide:
-        tile = max(16, tile // 2)
+        tile = max(32, tile // 2)
     if dtype == torch.float32 or not limits.is_wide:
         tile = max(16, tile // 2)
     num_warps = 8 if dtype.itemsize == 1 and limits.is_wide and spec.head_dim > 64 else 4
@@ -101,7 +101,7 @@ def mixed_shapes(
     if dtype == torch.float32:
         tiles = [_TileSizes(32, 16, 8)]
     elif dtype.itemsize == 1:
-        tiles = _compact_tiles(tile, limits)
+        tiles = _compact_tiles(spec, tile, limits)
     elif limits.is_wide:
         tiles = [_TileSizes(64, tile, 4), _TileSizes(128, tile, 8)]
     else:
@@ -109,12 +109,12 @@ def mixed_shapes(
     return tuple(_shape(spec, block_size, dtype, limits, t) for t in tiles)
 
 
-def _compact_tiles(tile: int, limits: DeviceLimits) -> list["_TileSizes"]:
+def _compact_tiles(spec: AttentionSpec, tile: int, limits: DeviceLimits) -> list["_TileSizes"]:
     """Codes are widened between loads and products: two copies of a tile in registers."""
     if not limits.is_wide:
-        return [_TileSizes(32, tile // 2, 8)]
+        return [_TileSizes(16 if _is_tight(spec) else 32, tile // 2, 4 if tile == 64 else 8)]
     if tile < 64:
-        return [_TileSizes(64, 16, 8)]
+        return [_TileSizes(32 if _is_tight(spec) else 64, 16, 8)]
     return [_TileSizes(64, 32, 4), _TileSizes(128, 32, 8)]
 
 
@@ -129,7 +129,7 @@ def uniform_shape(
     """
     is_large = spec.head_dim > 128
     if is_large and dtype.itemsize == 1:
-        tiles = _TileSizes(32 if limits.is_wide else 16, 16, 8)
+        tiles = _TileSizes(32 if limits.is_wide and not _is_tight(spec) else 16, 16, 8)
     elif dtype == torch.float32:
         tiles = _TileSizes(16, 16, 4)
     elif limits.is_wide and spec.head_dim <= 64:
@@ -190,6 +190,8 @@ def _shape(
 ) -> AttendShape:
     assert spec.scale > 0, "the greatest product is to be the greatest score"
     rows = max(tiles.rows, next_power_of_two(spec.num_heads // spec.num_kv_heads))
+    if dtype.itemsize == 1:  # more query heads of a KV head are in several tiles
+        rows = min(rows, max(tiles.rows, _most_compact_rows(spec, limits)))
     # Codes are widened to 16 bits in shared memory.
     row_bytes = max(16, next_power_of_two(spec.head_dim)) * max(2, dtype.itemsize)
     queries_bytes = rows * row_bytes if rows >= 64 else 0
@@ -209,6 +211,18 @@ def _shape(
         num_warps=8 if dtype == torch.float32 and rows >= 64 else tiles.num_warps,
         num_stages=max(1, min(3, room // (2 * tiles.keys * row_bytes))),
     )
+
+
+def _is_tight(spec: AttentionSpec) -> bool:
+    """Large heads beside which masks or many heads take the last registers."""
+    is_padded = spec.head_dim != next_power_of_two(spec.head_dim)
+    return spec.head_dim > 128 and (is_padded or spec.num_heads // spec.num_kv_heads > 16)
+
+
+def _most_compact_rows(spec: AttentionSpec, limits: DeviceLimits) -> int:
+    if spec.head_dim > 128:
+        return 16
+    return 64 if limits.is_wide else 32
 
 
 def num_resident(shape: AttendShape, dtype: torch.dtype, limits: DeviceLimits) -> int:

@@ -40,6 +40,7 @@ class KernelSpec:
     constants: all other arguments: constexpr ones, and those that a launch makes constant, which
         are None and integers equal to 1.
     targets: compute capabilities for which the tests compile it.
+    is_bound: what is launched was chosen for these targets, and is for no others.
     options: of the launch, as enable_fp_fusion.
     """
 
@@ -50,6 +51,7 @@ class KernelSpec:
     num_warps: int = 4
     num_stages: int = 3
     targets: tuple[int, ...] = (90,)
+    is_bound: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     max_shared_bytes: int = SHARED_BYTES_OF_ALL
     max_stack_bytes: int = 0
@@ -206,7 +208,7 @@ def compile_all(options: argparse.Namespace) -> Iterator[Compiled]:
         (index, target, options.all, options.instructions)
         for index, spec in enumerate(specs)
         if options.match in f"{kernel_name(spec)} {spec.label}"
-        for target in ((80, 90) if options.all else spec.targets)
+        for target in ((80, 90) if options.all and not spec.is_bound else spec.targets)
     ]
     with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
         yield from pool.map(_compile_job, jobs)

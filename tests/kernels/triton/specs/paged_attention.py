@@ -15,7 +15,10 @@ from quire.kernels.triton.attention.decode_work import ChunkRule, decode_work_ke
 from quire.kernels.triton.attention.latent_attention import latent_attention_kernel
 from quire.kernels.triton.attention.latent_write import latent_write_kernel
 from quire.kernels.triton.attention.merge_parts import merge_parts_kernel
-from quire.kernels.triton.attention.paged_attention import paged_attention_kernel
+from quire.kernels.triton.attention.paged_attention import (
+    most_registers,
+    paged_attention_kernel,
+)
 
 LIMITS = {
     90: DeviceLimits(132, 228 << 10, 227 << 10, is_wide=True),
@@ -26,12 +29,12 @@ CODES = {torch.int8: "*i8", torch.float8_e4m3fn: "*u8"}
 
 
 def attend(shape, dtype, target, *, codes=None, with_all=False):
-    """dtype: of queries. codes: of the pages, where they are of codes. with_all: sinks and
-    log-sum-exps too."""
+    """dtype: of queries and outputs; over codes, queries of fp32 come in bf16. codes: of the pages,
+    where they are of codes. with_all: sinks and log-sum-exps too."""
     kind = TYPES[dtype]
     pages = kind if codes is None else CODES[codes]
     arguments = {
-        "q_ptr": kind,
+        "q_ptr": kind if codes is None or dtype != torch.float32 else "*bf16",
         "pages_ptr": pages,
         "tables_ptr": "*i32",
         "items_ptr": "*i32",
@@ -63,6 +66,8 @@ def attend(shape, dtype, target, *, codes=None, with_all=False):
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         targets=(target,),
+        is_bound=True,
+        options={"maxnreg": most_registers(shape, over_codes=codes is not None)},
         max_shared_bytes=LIMITS[target].program_shared_bytes,
     )
 
@@ -85,6 +90,7 @@ def latent(num_heads, dtype, target, *, max_stack_bytes=0):
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         targets=(target,),
+        is_bound=True,
         max_shared_bytes=LIMITS[target].program_shared_bytes,
         max_stack_bytes=max_stack_bytes,
     )
@@ -141,6 +147,8 @@ def shapes(spec, block_size, dtype, target):
 
 
 LLAMA = make_spec(32, 8, 128)
+_GROUP_64 = make_spec(64, 1, 128)
+_WIDE = make_spec(8, 4, 256, window=1024, soft_cap=50.0)
 _BF16, _E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SPECS = [
     attend(decode_shape(LLAMA, 16, _BF16, LIMITS[90]), _BF16, 90),
@@ -148,6 +156,9 @@ SPECS = [
     attend(uniform_shape(LLAMA, 16, _BF16, LIMITS[90]), _BF16, 90),
     attend(decode_shape(LLAMA, 16, torch.int8, LIMITS[90]), _BF16, 90, codes=torch.int8),
     attend(uniform_shape(LLAMA, 16, _E4M3, LIMITS[80]), _BF16, 80, codes=_E4M3),
+    attend(uniform_shape(_GROUP_64, 16, torch.int8, LIMITS[80]), _BF16, 80, codes=torch.int8),
+    attend(decode_shape(_GROUP_64, 16, _E4M3, LIMITS[80]), torch.float16, 80, codes=_E4M3),
+    attend(mixed_shapes(_WIDE, 16, _E4M3, LIMITS[90])[-1], torch.float32, 90, codes=_E4M3),
     latent(16, _BF16, 90, max_stack_bytes=16),
     latent(128, _BF16, 80),
     write_latents(_BF16, 90),
@@ -158,19 +169,27 @@ SPECS = [
 _MODELS = [
     (LLAMA, 256),
     (make_spec(28, 4, 128), 16),
-    (make_spec(8, 4, 256, window=1024, soft_cap=50.0), 16),
+    (_WIDE, 16),
     (make_spec(64, 8, 64, window=128, has_sinks=True), 16),
     (make_spec(32, 32, 80), 8),
     (make_spec(32, 32, 96), 16),
     (make_spec(32, 1, 128, causal=False, window=64), 2048),
-    (make_spec(64, 1, 128), 16),
+    (_GROUP_64, 16),
+]
+_COMPACT_MODELS = [
+    *_MODELS,
+    (make_spec(48, 1, 128, window=100, soft_cap=9.0, has_sinks=True), 16),
+    (make_spec(71, 1, 64), 16),
+    (make_spec(128, 1, 112), 32),
+    (make_spec(32, 1, 256), 16),
+    (make_spec(10, 1, 192, window=2048), 64),
 ]
 COMPACT = [
     attend(shape, dtype, target, codes=codes, with_all=spec.has_sinks)
     for target in LIMITS
     for codes in CODES
-    for dtype in (torch.bfloat16, torch.float16)
-    for spec, block_size in _MODELS
+    for dtype in TYPES
+    for spec, block_size in _COMPACT_MODELS
     for shape in shapes(spec, block_size, codes, target)
 ]
 MORE = (

@@ -26,9 +26,12 @@ function. A tile or chunk that a row doesn't see changes none of its bits.
 
 Memory that no query of the tile sees is not read: neither pages nor tables.
 
-Pages of codes (`compact.py`) are widened where they are multiplied, to bf16, or to fp16 for queries
-of fp16; queries of fp32 are rounded to bf16 beside them. A key's scale multiplies its scores, that
-of its value the probabilities: out = sum_j (p_j scale_j) code_j.
+Where a KV head has more query heads than a tile has rows, several programs attend them, and queries
+come one a tile.
+
+Pages of codes (`compact.py`) are widened where they are multiplied: K to the dtype of the queries,
+bf16 or fp16, V to bf16. A key's scale multiplies its scores, that of its value the probabilities:
+out = sum_j (p_j scale_j) code_j.
 
 Cost, of a tile of K and V of 64 keys of 128 bf16 numbers, 32 KiB, as compiled for sm_90 (nothing
 spilled): 16 rows, for decoding, are 361 instructions a warp of four, and 146 registers, so that
@@ -177,8 +180,9 @@ def paged_attention(
     lse: torch.Tensor | None,
     shape: AttendShape,
 ) -> None:
-    """q [T, Hq, D], any token stride; tables [R, most blocks] int32; sinks [Hq]. Writes out
-    [T, Hq, D] and lse [T, Hq] fp32, both contiguous, or parts, for the tokens of the items."""
+    """q [T, Hq, D], any token stride, bf16 or fp16 over codes; tables [R, most blocks] int32; sinks
+    [Hq]. Writes out [T, Hq, D] and lse [T, Hq] fp32, both contiguous, or parts, for the tokens of
+    the items."""
     heads = (shape.num_heads, shape.head_dim)
     if q.shape[1:] != heads or q.stride()[1:] != (shape.head_dim, 1):
         raise ValueError(
@@ -193,6 +197,8 @@ def paged_attention(
             f"{page}, contiguous"
         )
     check_scales(numbers, kv_scales)
+    if kv_scales is not None and q.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"q is {q.dtype}, but over codes must be torch.bfloat16 or torch.float16")
     paged_attention_kernel[(work.num_programs,)](
         q,
         numbers,
@@ -214,7 +220,14 @@ def paged_attention(
         S=shape,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        maxnreg=most_registers(shape, over_codes=kv_scales is not None),
     )
+
+
+def most_registers(shape: AttendShape, *, over_codes: bool) -> int | None:
+    """Of a thread; None: ptxas chooses, which over codes spills a few registers of small tiles to
+    have more programs on a processor."""
+    return 255 if over_codes and shape.rows < 64 else None
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -333,16 +346,14 @@ def _attend_chunks(q, positions, memory, keys, seen, tokens, chunk_tokens, S: tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(item, kv_head, result, sinks_ptr, outputs, part_outputs, S: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store(item, first_head, result, sinks_ptr, outputs, part_outputs, S: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write an item's rows: the output, or a part. Its fields are loaded again: kept through the
     loops, what follows from them would take registers there."""
     m, sums, acc = result
     out_ptr, lse_ptr = outputs
     parts_ptr, scales_ptr, parts_per_token = part_outputs
-    rows = tl.arange(0, S.rows)
     dims = tl.arange(0, S.padded_dim)
-    offsets = rows // S.group
-    heads = kv_head * S.group + rows % S.group
+    offsets, heads = _place_rows(first_head, S)
     is_row = offsets < tl.load(item + 2)
     mask = is_row[:, None] & (dims < S.head_dim)[None, :]
     part = tl.load(item + 6)
@@ -361,6 +372,19 @@ def _store(item, kv_head, result, sinks_ptr, outputs, part_outputs, S: tl.conste
         tl.store(parts_ptr + parts[:, None] * S.head_dim + dims[None, :], acc, mask)
         tl.store(scales_ptr + 2 * parts, m, is_row)
         tl.store(scales_ptr + 2 * parts + 1, sums, is_row)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _place_rows(first_head, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the rows of a tile: which of its queries they are, and their heads. first_head: of q."""
+    rows = tl.arange(0, S.rows)
+    if S.rows < S.group:
+        within = first_head % S.group + rows
+        # Rows behind the last head of the group are none of the tile's one query.
+        offsets, heads = within // S.group, first_head + rows
+    else:
+        offsets, heads = rows // S.group, first_head + rows % S.group
+    return offsets, heads
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -384,14 +408,14 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     chunk_tokens,
     S: tl.constexpr,
 ):
-    rows = tl.arange(0, S.rows)
     dims = tl.arange(0, S.padded_dim)
-    offsets = rows // S.group
+    tiles: tl.constexpr = S.num_head_tiles // S.num_kv_heads  # of a KV head
     outputs, part_outputs = (out_ptr, lse_ptr), (parts_ptr, scales_ptr, parts_per_token)
-    num_works = tl.load(num_items_ptr) * S.num_kv_heads
+    num_works = tl.load(num_items_ptr) * S.num_head_tiles
     for work in tl.range(tl.program_id(0), num_works, tl.num_programs(0), num_stages=1):
-        kv_head = work % S.num_kv_heads
-        item = items_ptr + work // S.num_kv_heads * 8
+        kv_head = work % S.num_head_tiles // tiles
+        first_head = kv_head * S.group + work % tiles * S.rows
+        item = items_ptr + work // S.num_head_tiles * 8
         table = tables_ptr + tl.load(item).to(tl.int64) * table_stride
         token, num_tokens = tl.load(item + 1), tl.load(item + 2)
         position = tl.load(item + 3)
@@ -406,7 +430,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         elif S.window is not None:
             seen_end = tl.minimum(context, last + S.window)
 
-        heads = kv_head * S.group + rows % S.group
+        offsets, heads = _place_rows(first_head, S)
         is_row = offsets < num_tokens
         mask = is_row[:, None] & (dims < S.head_dim)[None, :]
         tokens = (token + offsets).to(tl.int64)
@@ -415,12 +439,10 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(q_ptr + q_places, mask, other=0.0)
         if kv_scales_ptr is None:
             q = q.to(pages_ptr.dtype.element_ty)
-        elif q.dtype != tl.float16:
-            q = q.to(tl.bfloat16)
         # The pointer as it came: a tuple takes None only from an argument.
         memory = (pages, page_stride, table, kv_scales_ptr, kv_head, kv_scale_stride)
         seen, ends = (seen_first, seen_end), (position, last)
         m, sums, acc = _attend_chunks(
             q, position + offsets, memory, (first, end), seen, ends, chunk_tokens, S
         )
-        _store(item, kv_head, (m, sums, acc), sinks_ptr, outputs, part_outputs, S)
+        _store(item, first_head, (m, sums, acc), sinks_ptr, outputs, part_outputs, S)
