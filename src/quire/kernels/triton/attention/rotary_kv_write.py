@@ -75,8 +75,7 @@ def rotate_and_write(
         is a token of padding, which is not written. No two others are equal.
     scales: [N, Hkv, B] int32, where kv is of codes, int8 or uint8 (e4m3): each token's scales of K
         and V, as `compact.py` packs them.
-    out: like q, or of another dtype, where it goes to; None: q itself is overwritten. k and v are
-        left as they are.
+    out: where q goes to, of any dtype; None: it is overwritten. k and v are left as they are.
     Returns q as it is to be attended with. All may be views whose last dimension is contiguous.
     """
     _check(q, k, v, (kv, scales), slot_mapping)
@@ -84,21 +83,18 @@ def rotate_and_write(
         _check_rotation(q, rotation)
     is_moved = rotation is not None or out is not None or kv.dtype == torch.int8
     out = q if out is None else out
-    if out.device != q.device:
-        raise ValueError(f"out is on {out.device}, but must be on {q.device}, as q")
-    if out.shape != q.shape or out.stride(2) != 1:
+    if out.shape != q.shape or out.stride(2) != 1 or out.device != q.device:
         raise ValueError(f"out is {tuple(out.shape)}, but must be as q, {tuple(q.shape)}, by rows")
     num_tokens, num_heads, size = q.shape
     num_kv_heads, half = k.shape[1], next_power_of_two(size // 2)
     num_tile_heads = min(
         max(1, _PROGRAM_ELEMENTS // (2 * half)), next_power_of_two(max(num_heads, num_kv_heads))
     )
-    num_q_tiles = triton.cdiv(num_heads, num_tile_heads) if is_moved else 0
     if not num_tokens:
         return out
     angles = None if rotation is None else rotation.angles
-    num_tiles = num_q_tiles + triton.cdiv(num_kv_heads, num_tile_heads)
-    rotary_kv_write_kernel[(num_tokens, num_tiles)](
+    num_q_tiles = triton.cdiv(num_heads, num_tile_heads) if is_moved else 0
+    rotary_kv_write_kernel[(num_tokens, num_q_tiles + triton.cdiv(num_kv_heads, num_tile_heads))](
         q,
         k,
         v,
@@ -227,55 +223,42 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     SPREAD: tl.constexpr,  # rows of the Hadamard matrix; 1: none
 ):
     """Programs (token, tile of heads): the tiles of q, then those of k and v."""
-    token = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lanes = tl.arange(0, BLOCK_HALF)
-    low_at, high_at = _places(lanes, D, R)
+    places = _places(lanes, D, R)
     if tile < NUM_Q_TILES:
         heads = tile * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (heads < HQ)[:, None] & (lanes < D // 2)[None, :]
         source = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride
-        low, high = _load(source, (low_at, high_at), mask)
+        low, high = _load(source, places, mask)
         low, high = _norm_and_rotate(
             low, high, lanes, q_norm_ptr, eps, table_ptr, positions_ptr, token, D, R
         )
         target = out_ptr + token * out_token_stride + heads[:, None] * out_head_stride
         if SPREAD == 1:
-            _store(target, (low, high), (low_at, high_at), mask)
+            _store(target, (low, high), places, mask)
         else:
-            wide = hadamard(in_order(low, high, D, R), SPREAD)
-            _store_heads(target, wide, heads < HQ, D)
+            _store_heads(target, hadamard(in_order(low, high, D, R), SPREAD), heads < HQ, D)
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
             heads = (tile - NUM_Q_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
             mask = (heads < HKV)[:, None] & (lanes < D // 2)[None, :]
             source = v_ptr + token * v_token_stride + heads[:, None] * v_head_stride
-            v_low, v_high = _load(source, (low_at, high_at), mask)
+            v_low, v_high = _load(source, places, mask)
             source = k_ptr + token * k_token_stride + heads[:, None] * k_head_stride
-            k_low, k_high = _load(source, (low_at, high_at), mask)
+            k_low, k_high = _load(source, places, mask)
             k_low, k_high = _norm_and_rotate(
                 k_low, k_high, lanes, k_norm_ptr, eps, table_ptr, positions_ptr, token, D, R
             )
             target = kv_ptr + slot // B * page_stride + slot % B * D + heads[:, None] * (B * D)
-            v_target = target + HKV * B * D
             if kv_scales_ptr is not None:
-                kind = kv_ptr.dtype.element_ty
-                if SPREAD > 1:
-                    k_wide = hadamard(in_order(k_low, k_high, D, R), SPREAD)
-                    k_scales = scales_of(k_wide, k_wide, kind)
-                    _store_heads(target, quantize(k_wide, k_scales, kind), heads < HKV, D)
-                else:
-                    k_scales = scales_of(k_low, k_high, kind)
-                    k_low = quantize(k_low, k_scales, kind)
-                    k_high = quantize(k_high, k_scales, kind)
-                v_scales = scales_of(v_low, v_high, kind)
-                v_low, v_high = quantize(v_low, v_scales, kind), quantize(v_high, v_scales, kind)
                 pairs_at = kv_scales_ptr + slot // B * scale_stride + slot % B + heads * B
-                tl.store(pairs_at, pack_scales(k_scales, v_scales), heads < HKV)
-            if SPREAD == 1:
-                _store(target, (k_low, k_high), (low_at, high_at), mask)
-            _store(v_target, (v_low, v_high), (low_at, high_at), mask)
+                k_and_v, is_head = (k_low, k_high, v_low, v_high), heads < HKV
+                _store_codes(k_and_v, target, pairs_at, places, is_head, HKV * B * D, D, R, SPREAD)
+            else:
+                _store(target, (k_low, k_high), places, mask)
+                _store(target + HKV * B * D, (v_low, v_high), places, mask)
 
 
 @triton.jit
@@ -291,6 +274,36 @@ def _store(target, parts, places, mask):  # type: ignore[no-untyped-def]
     stored = target.dtype.element_ty
     tl.store(target + places[0][None, :], parts[0].to(stored), mask)
     tl.store(target + places[1][None, :], parts[1].to(stored), mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_codes(  # type: ignore[no-untyped-def]
+    parts,  # of K, then of V
+    target,
+    pairs_at,
+    places,
+    is_head,
+    v_distance,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
+    """Heads' K and V as codes, those of V v_distance behind those of K, and their scales."""
+    k_low, k_high, v_low, v_high = parts
+    kind: tl.constexpr = target.dtype.element_ty
+    mask = is_head[:, None] & (tl.arange(0, k_low.shape[1]) < D // 2)[None, :]
+    if SPREAD > 1:
+        k_wide = hadamard(in_order(k_low, k_high, D, R), SPREAD)
+        k_scales = scales_of(k_wide, k_wide, kind)
+        _store_heads(target, quantize(k_wide, k_scales, kind), is_head, D)
+    else:
+        k_scales = scales_of(k_low, k_high, kind)
+        k_codes = quantize(k_low, k_scales, kind), quantize(k_high, k_scales, kind)
+        _store(target, k_codes, places, mask)
+    v_scales = scales_of(v_low, v_high, kind)
+    v_codes = quantize(v_low, v_scales, kind), quantize(v_high, v_scales, kind)
+    _store(target + v_distance, v_codes, places, mask)
+    tl.store(pairs_at, pack_scales(k_scales, v_scales), is_head)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
