@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.gpu.harness import Bench
 from quire.attention.backends import select
+from quire.attention.compact_kv import rotate_vectors
 from quire.attention.interface import (
     AttentionBackend,
     AttentionBatch,
@@ -159,7 +160,7 @@ def attention_error(bench: Bench, case: Case) -> float:
         out, (q, k, v) = paged.run(befores, queries)
         parts = zip(written, k.split(list(queries)), v.split(list(queries)), strict=True)
         for own, keys, values in parts:
-            own.append((stored(keys, case.kv), stored(values, case.kv)))
+            own.append((stored_keys(keys, case.kv), stored(values, case.kv)))
         is_latent = case.spec.value_dim is not None
         expected, _ = attend_sequences(
             case.spec,
@@ -169,6 +170,13 @@ def attention_error(bench: Bench, case: Case) -> float:
         )
         worst = max(worst, relative_error(out, expected))
     return worst
+
+
+def stored_keys(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As `stored`, of K, which is rotated in int8."""
+    if dtype != torch.int8:
+        return stored(x, dtype)
+    return rotate_vectors(stored(rotate_vectors(x), dtype).float()).double()
 
 
 def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -87,7 +87,7 @@ def test_int8_keeps_its_bounds(exact_reader, windows, exact):
 
 
 def test_fewer_bits_and_outliers_cost_more(tmp_path, windows, exact):
-    model = str(make_outlier_model(tmp_path / "x32", 32))
+    model = str(make_outlier_model(tmp_path / "x256", 256))
     found = {name: _simulated(windows[:1], exact[:1], name) for name in ("int8", "fp8", "int4")}
     assert found["int8"].divergence < found["fp8"].divergence < found["int4"].divergence
     outliers = _simulated(windows[:1], exact[:1], "int8", model=model)
