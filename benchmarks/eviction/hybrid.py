@@ -51,6 +51,7 @@ KINDS = {
     ),
 }
 OUTPUT_TOKENS = 24
+CHUNK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Memory:
     def __init__(self, groups: tuple[KVGroup, ...], num_blocks: int, order: str) -> None:
         config = KVCacheConfig(groups, num_blocks, BLOCK_SIZE, True, b"study", order)
         self.manager = KVCacheManager(config)
-        self._scheduler = Scheduler(SchedulerConfig(4, 512), self.manager)
+        self._scheduler = Scheduler(SchedulerConfig(4, CHUNK), self.manager)
         self._num_served = 0
 
     def serve(self, turn: Turn) -> Branch:
@@ -130,6 +131,9 @@ class Oracle:
     foresees: bool = True
     kept: dict[int, _Kept] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.growth = Growth(self.groups, BLOCK_SIZE)
+
     def replay(self, turns: Sequence[Turn]) -> Hits:
         """What it finds."""
         following, coming = [sys.maxsize] * len(turns), dict[int, int]()
@@ -138,10 +142,11 @@ class Oracle:
             coming[turns[index].session] = index
         found = seen = 0
         for index, turn in enumerate(turns):
-            found += min(turn.num_seen, self.kept.pop(turn.session, _Kept()).num_tokens)
+            hit = min(turn.num_seen, self.kept.pop(turn.session, _Kept()).num_tokens)
+            found += hit
             seen += turn.num_seen
             length = len(turn.prompt) + len(turn.answer) - 1
-            self._make_room(self.num_blocks - self._size(length))
+            self._make_room(self.num_blocks - self._most_held(hit, length))
             if not self.foresees or following[index] < len(turns):
                 self.kept[turn.session] = _Kept(
                     length, following[index] if self.foresees else -index
@@ -149,16 +154,27 @@ class Oracle:
                 self._make_room(self.num_blocks)
         return Hits(found, seen)
 
-    def _size(self, num_tokens: int) -> float:
+    def _size(self, num_tokens: int) -> int:
         """Blocks of a prefix that can be gone on from; a part of one takes its part of them."""
-        size = 0.0
-        for group in self.groups:
-            if group.kind is KVKind.STATE:
-                size += group.num_state_blocks
-            else:
-                seen = min(num_tokens, group.window or num_tokens)
-                size += -(-seen // BLOCK_SIZE)
-        return size
+        rules, states = self.growth.growing, self.growth.state_size
+        end = -(-num_tokens // BLOCK_SIZE)
+        return sum(end - rule.first_needed(num_tokens) for rule in rules) + states
+
+    def _most_held(self, num_found: int, num_tokens: int) -> int:
+        """Blocks that a request holds at most at once, which no cache can do without.
+
+        A step reads what its windows saw before it, and writes all that it computes; what it goes
+        on from is held until it was copied.
+        """
+        copied = len(self.growth.growing) if num_found % BLOCK_SIZE else 0
+        most, end = 0, num_found
+        while end < num_tokens:
+            start, end = end, min(end + CHUNK, num_tokens)
+            last = -(-end // BLOCK_SIZE)
+            held = sum(last - rule.first_needed(start) for rule in self.growth.windows)
+            most = max(most, held + (copied if start == num_found else 0))
+        most += len(self.growth.unbounded) * -(-num_tokens // BLOCK_SIZE)
+        return most + self.growth.state_size * (2 if num_found else 1)
 
     def _make_room(self, num_blocks: float) -> None:
         """Give up tails of those that come last, until the others take so many blocks."""

@@ -12,6 +12,7 @@ from itertools import chain, zip_longest
 
 from quire.core.kv_groups import KVGroup
 from quire.core.memory.block_pool import BlockPool, DeferredFrees
+from quire.core.memory.branch_ends import BranchEnds
 from quire.core.memory.copy_on_write import CopyOnWrite
 from quire.core.memory.eviction import DEFAULT_ORDER, find_order
 from quire.core.memory.growth import Growth
@@ -77,9 +78,12 @@ class KVCacheManager:
         )
         enabled = config.enable_prefix_caching
         self.snapshots = StateSnapshots(self.cache, self.pool, growth, enabled)
-        self.prefixes = PrefixIndex(self.cache, self.pool, growth, self.snapshots, enabled)
+        self.ends = BranchEnds(self.cache, self.pool, growth, self.snapshots)
+        self.prefixes = PrefixIndex(
+            self.cache, self.pool, growth, self.snapshots, self.ends, enabled
+        )
         self.deferred = DeferredFrees(self.pool)
-        self.superseded = Superseded(self.cache, self.pool, growth, self.snapshots)
+        self.superseded = Superseded(self.cache, self.pool, growth, self.snapshots, self.ends)
         self.copy_on_write = CopyOnWrite(growth, self.pool, self.deferred, self._take)
         self.num_blocks_to_grow = len(growth.growing)
         self.leaving: list[Sequence] = []
@@ -305,6 +309,8 @@ class KVCacheManager:
             self.cache.remove_run(evicted, Eviction(self.now_s, sequence.request_id))
             if self.growth.states:
                 self.snapshots.forget_rest(evicted)
+            if self.growth.bounded:
+                self.ends.lose(evicted)
         return taken
 
     # ---- giving blocks back -----------------------------------------------------------------

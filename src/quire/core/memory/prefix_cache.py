@@ -181,7 +181,9 @@ class PrefixCache:
                 nodes[block] = before, own, is_first
                 siblings = children.setdefault(before, digest)
                 if siblings is not digest:
-                    self._add_sibling(before, siblings, (own, digest))
+                    listed = self._listed(siblings)
+                    insort(listed, (own, digest))
+                    children[before] = listed
                 if is_first:
                     self._roots_of_first.setdefault(own, Counter())[before] += 1
                     is_first = False
@@ -227,6 +229,10 @@ class PrefixCache:
         )
         return Neighbour(digest, common // TOKEN_BYTES, _unsorted(tokens))
 
+    def has_other_child(self, parent: bytes, digest: bytes) -> bool:
+        """Whether a block follows `parent`, other than that of `digest`."""
+        return self._children.get(parent, digest) != digest
+
     # ---- why something is not there ---------------------------------------------------------
 
     def eviction_of(self, digest: bytes) -> Eviction | None:
@@ -269,12 +275,6 @@ class PrefixCache:
             return siblings
         assert self._main is not None
         return [(self._nodes[self._blocks[self._main][siblings]][1], siblings)]
-
-    def _add_sibling(self, parent: bytes, siblings: bytes | list[_Child], child: _Child) -> None:
-        if isinstance(siblings, list):
-            insort(siblings, child)
-        else:
-            self._children[parent] = sorted([*self._listed(siblings), child])
 
     def _remove_sibling(self, parent: bytes, siblings: bytes | list[_Child], child: _Child) -> None:
         assert isinstance(siblings, list), "an only child is another one"

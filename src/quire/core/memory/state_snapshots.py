@@ -34,6 +34,19 @@ def page_name(digest: bytes, index: int) -> bytes:
     return digest + index.to_bytes(_INDEX_BYTES, "big")
 
 
+def give_way(cache: PrefixCache, pool: BlockPool, keys: Iterable[ContentKey]) -> None:
+    """Contents were computed again, since their prefix could not be gone on from: forget those that
+    nobody holds, so that the new ones, and with them the whole prefix, are as old as its last use.
+
+    Not those that are pinned.
+    """
+    for key in keys:
+        block = cache.find(*key)
+        if block is not None and not pool.ref_count[block] and not pool.is_pinned(block):
+            cache.remove_run([key])
+            pool.forget(block)
+
+
 class StateSnapshots:
     """Finds, publishes and forgets the states of all state groups together.
 
@@ -91,22 +104,28 @@ class StateSnapshots:
     def publish(self, sequence: Sequence, digest: bytes) -> None:
         """Make a sequence's states findable, under the digest of all its computed tokens.
 
-        They must be copied before they are changed. A state that is known already stays where it
-        is, and this one stays private.
+        They must be copied before they are changed. A state that is known already, and held or
+        pinned, stays where it is, and this one stays private.
         """
         before, num_tokens = sequence.snapshot, sequence.num_computed_tokens
         sequence.snapshot = Snapshot(num_tokens, digest)
         if before.num_tokens < num_tokens and before.num_tokens not in sequence.anchors:
             self.demote(before.digest)
-        if self.find(digest) is not None:
+        if self._is_held(digest):
             return
         for rule in self._rules:
             table = sequence.block_tables[rule.group]
             names = [page_name(digest, index) for index in range(rule.num_blocks)]
+            give_way(self._cache, self._pool, [(rule.group, name) for name in names])
             inserted = self._cache.insert_run(rule.group, names, table, names, b"")
             is_reused = sequence.continues_session
             self._pool.set_contents(rule.group, inserted, is_reused)
         sequence.shares_tail = True
+
+    def _is_held(self, digest: bytes) -> bool:
+        pages = [page for run in self.find(digest) or () for page in run]
+        ref_count, is_pinned = self._pool.ref_count, self._pool.is_pinned
+        return any([ref_count[page] or is_pinned(page) for page in pages])
 
     def demote(self, digest: bytes) -> None:
         """Let a state be forgotten before others, if it is there."""

@@ -12,6 +12,7 @@ Demoted contents stay findable until their blocks are needed. Used by `kv_cache_
 from collections import OrderedDict
 
 from quire.core.memory.block_pool import BlockPool
+from quire.core.memory.branch_ends import BranchEnds
 from quire.core.memory.growth import Growth
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.prefix_index import PrefixMatch
@@ -27,13 +28,19 @@ class Superseded:
     """
 
     def __init__(
-        self, cache: PrefixCache, pool: BlockPool, growth: Growth, snapshots: StateSnapshots
+        self,
+        cache: PrefixCache,
+        pool: BlockPool,
+        growth: Growth,
+        snapshots: StateSnapshots,
+        ends: BranchEnds,
     ) -> None:
         self.num_tail_hits = self.num_prompt_hits = 0
         self._cache = cache
         self._pool = pool
         self._growth = growth
         self._snapshots = snapshots
+        self._ends = ends
         # Digest of the last full block -> prefixes that ended there; the latest ones.
         self._num_ends: OrderedDict[bytes, int] = OrderedDict()
 
@@ -74,15 +81,14 @@ class Superseded:
     def leave_ends(self, sequence: Sequence, num_written: int) -> None:
         """A sequence ends, with what it has written published: one of its two ends is let go."""
         size = self._growth.block_size
+        dead = self._dead_end(sequence, num_written)
         prompt_end = (sequence.num_prompt_tokens - 1) // size * size
-        if not 0 < prompt_end < num_written:
+        kept_ends = {num_written, prompt_end, *sequence.anchors} - {dead}
+        for end in sorted(kept_ends):
+            if end <= num_written:
+                self._add_end(sequence, end)
+        if dead is None:
             return
-        dead, living = prompt_end, num_written
-        if self.num_prompt_hits > self.num_tail_hits:
-            dead, living = living, dead
-        if dead < num_written and self._num_ends.get(sequence.chain[dead // size - 1], 0) > 1:
-            return
-        kept_ends = {living, *sequence.anchors} - {dead}
         for rule in self._growth.windows:
             kept = [range(rule.first_needed(end), -(-end // size)) for end in kept_ends]
             for index in range(rule.first_needed(dead), dead // size):
@@ -96,3 +102,25 @@ class Superseded:
             last = sequence.snapshot
             is_last = last.num_tokens == dead
             self._snapshots.demote(last.digest if is_last else sequence.chain[dead // size - 1])
+
+    def _dead_end(self, sequence: Sequence, num_written: int) -> int | None:
+        """The end that nobody will go on from, as far as hits say so; None if both may be hit."""
+        size = self._growth.block_size
+        prompt_end = (sequence.num_prompt_tokens - 1) // size * size
+        if not 0 < prompt_end < num_written:
+            return None
+        if self.num_prompt_hits > self.num_tail_hits:
+            return num_written
+        num_ends = self._num_ends.get(sequence.chain[prompt_end // size - 1], 0)
+        return prompt_end if num_ends <= 1 else None
+
+    def _add_end(self, sequence: Sequence, num_tokens: int) -> None:
+        full, offset = divmod(num_tokens, self._growth.block_size)
+        digests = sequence.chain[:full]
+        if offset and self._growth.main is not None:
+            content = self._pool.content[sequence.block_tables[self._growth.main][full]]
+            digests += [content[1]] if content is not None else []
+        elif offset:
+            digests.append(sequence.snapshot.digest)
+        if len(digests) == full + (offset > 0) > 0:
+            self._ends.add(digests, num_tokens)
