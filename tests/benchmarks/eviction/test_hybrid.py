@@ -26,6 +26,31 @@ def test_sessions_in_turns_find_nearly_all_where_all_fit(kind: str) -> None:
     assert hits.found >= 0.95 * Oracle(groups, num_blocks).replay(turns).found > 0
 
 
+@pytest.mark.parametrize("kind", ["window", "state", "window+state"])
+@pytest.mark.parametrize("order", ["round", "random"])
+def test_small_pools_keep_sessions_whole(kind: str, order: str) -> None:
+    """As many hits as an oracle that keeps whole sessions, in a pool for some of them."""
+    groups, found, kept = KINDS[kind], 0.0, 0.0
+    for seed in range(2):
+        turns = sessions(24, 6, order, seed)
+        num_blocks = int(0.6 * working_set(groups, turns))
+        found += replay(groups, turns, num_blocks, "hit_density").found
+        kept += Oracle(groups, num_blocks, foresees=False).replay(turns).found
+    assert found >= 0.95 * kept
+    assert found > 0
+
+
+def test_an_oracle_pays_for_what_a_request_holds() -> None:
+    oracle = Oracle(KINDS["window+state"], 1000)
+    # Of 41 tokens computed at once, 3 blocks in each group, and a state.
+    assert oracle._most_held(0, 41) == 3 + 3 + 12
+    # Going on from 1,000 of 1,041: 66 blocks; what the window sees before, and what is new; the
+    # state that is copied, the copy, and the copied ends.
+    assert oracle._most_held(1000, 1041) == 66 + (66 - 873 // 16) + 2 * 12 + 2
+    # A chunk of 512 is held whole; the window before it, too.
+    assert oracle._most_held(0, 1024) == 64 + (64 - 385 // 16) + 12
+
+
 def test_a_table_of_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--sessions", "3", "--turns", "2", "--pools", "1,2"]
     assert main(["--kinds", "state,window", "--order", "round", *sizes]) == 0
