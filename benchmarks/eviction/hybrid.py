@@ -102,13 +102,38 @@ class Memory:
             self._scheduler.apply(StepResult(plan.step_id, rows, answers))
         return branch
 
+    def would_find(self, history: Sequence[int]) -> int:
+        """Tokens of a session that it would find if that came next."""
+        prefixes = self.manager.prefixes
+        root = prefixes.start_chain("")
+        branch = Branch("next", [*history, 1], DecodingParams(1), chain_root=root)
+        return min(prefixes.match(branch).num_tokens, len(history) - 1)
 
-def replay(groups: tuple[KVGroup, ...], turns: Iterable[Turn], num_blocks: int, order: str) -> Hits:
-    """What the engine's memory finds."""
+
+def replay(
+    groups: tuple[KVGroup, ...],
+    turns: Iterable[Turn],
+    num_blocks: int,
+    order: str,
+    *,
+    of_all: bool = False,
+) -> Hits:
+    """What the engine's memory finds.
+
+    of_all: before each request, of all sessions that have begun, not of that which comes. Where
+    any is as likely to come, that is what is to be expected, without the luck of the draw.
+    """
     memory = Memory(groups, num_blocks, order)
+    histories: dict[int, tuple[int, ...]] = {}
     found = seen = 0
     for turn in turns:
+        if of_all:
+            found += sum(map(memory.would_find, histories.values()))
+            seen += sum(len(history) - 1 for history in histories.values())
         branch = memory.serve(turn)
+        histories[turn.session] = turn.prompt + turn.answer
+        if of_all:
+            continue
         found += min(branch.num_cached_tokens, turn.num_seen)
         seen += turn.num_seen
     return Hits(found, seen)
@@ -134,18 +159,24 @@ class Oracle:
     def __post_init__(self) -> None:
         self.growth = Growth(self.groups, BLOCK_SIZE)
 
-    def replay(self, turns: Sequence[Turn]) -> Hits:
-        """What it finds."""
+    def replay(self, turns: Sequence[Turn], *, of_all: bool = False) -> Hits:
+        """What it finds; of_all: see the function `replay`."""
         following, coming = [sys.maxsize] * len(turns), dict[int, int]()
         for index in range(len(turns) - 1, -1, -1):
             following[index] = coming.get(turns[index].session, sys.maxsize)
             coming[turns[index].session] = index
+        lengths: dict[int, int] = {}
         found = seen = 0
         for index, turn in enumerate(turns):
+            if of_all:
+                found += sum(kept.num_tokens for kept in self.kept.values())
+                seen += sum(lengths.values())
             hit = min(turn.num_seen, self.kept.pop(turn.session, _Kept()).num_tokens)
-            found += hit
-            seen += turn.num_seen
             length = len(turn.prompt) + len(turn.answer) - 1
+            lengths[turn.session] = length
+            if not of_all:
+                found += hit
+                seen += turn.num_seen
             self._make_room(self.num_blocks - self._most_held(hit, length))
             if not self.foresees or following[index] < len(turns):
                 self.kept[turn.session] = _Kept(
@@ -243,28 +274,48 @@ def working_set(groups: tuple[KVGroup, ...], turns: Iterable[Turn]) -> float:
     return sum(Oracle(groups, 0)._size(length) for length in longest.values())
 
 
-def table(groups: tuple[KVGroup, ...], turns: list[Turn], shares: Sequence[float]) -> list[str]:
+def table(
+    groups: tuple[KVGroup, ...],
+    workloads: Sequence[list[Turn]],
+    shares: Sequence[float],
+    *,
+    of_all: bool = False,
+) -> list[str]:
     """Markdown: hits in percent of what was seen, by pool; in brackets, by each oracle's.
 
-    Requests that are longer than a pool are left out there.
+    Of several workloads, all together. Requests that are longer than a pool are left out there.
+    of_all: see `replay`; nobody knows the future then.
     """
-    whole = working_set(groups, turns)
-    names = ["foresight", "oracle LRU", *EVICTION_ORDERS]
-    lines = ["| pool | blocks | " + " | ".join(names) + " |", "|---" * (2 + len(names)) + "|"]
+    growth = Growth(groups, BLOCK_SIZE)
+    names = [*([] if of_all else ["foresight"]), "oracle LRU", *EVICTION_ORDERS]
+    lines = ["| pool | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|"]
     for share in sorted(shares, reverse=True):
-        num_blocks, growth = int(share * whole), Growth(groups, BLOCK_SIZE)
-        turns = [
-            turn
-            for turn in turns
-            if growth.most_to_hold(len(turn.prompt) + len(turn.answer)) <= num_blocks
-        ]
-        best = Oracle(groups, num_blocks).replay(turns)
-        recent = Oracle(groups, num_blocks, foresees=False).replay(turns)
-        cells = [f"{share:.0%}", str(num_blocks), f"{best.percent:.1f}%", f"{recent.percent:.1f}%"]
-        for order in EVICTION_ORDERS:
-            hits = replay(groups, turns, num_blocks, order)
-            ratios = [f"{hits.found / max(1, one.found):.3f}" for one in (best, recent)]
-            cells.append(f"{hits.percent:.1f}% ({', '.join(ratios)})")
+        hits: dict[str, list[Hits]] = {name: [] for name in names}
+        for whole in workloads:
+            num_blocks = int(share * working_set(groups, whole))
+            turns = [
+                turn
+                for turn in whole
+                if growth.most_to_hold(len(turn.prompt) + len(turn.answer)) <= num_blocks
+            ]
+            if not of_all:
+                hits["foresight"].append(Oracle(groups, num_blocks).replay(turns))
+            recent = Oracle(groups, num_blocks, foresees=False)
+            hits["oracle LRU"].append(recent.replay(turns, of_all=of_all))
+            for order in EVICTION_ORDERS:
+                hits[order].append(replay(groups, turns, num_blocks, order, of_all=of_all))
+        total = {
+            name: Hits(sum(one.found for one in each), sum(one.seen for one in each))
+            for name, each in hits.items()
+        }
+        cells = [f"{share:.0%}"]
+        for name, one in total.items():
+            ratios = [
+                f"{one.found / max(1, total[oracle].found):.3f}"
+                for oracle in ("foresight", "oracle LRU")
+                if oracle in total and name in EVICTION_ORDERS
+            ]
+            cells.append(f"{one.percent:.1f}%" + (f" ({', '.join(ratios)})" if ratios else ""))
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -273,18 +324,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     options = _parse(arguments)
     for kind in options.kinds:
-        workloads = [
-            (
-                f"{options.sessions} sessions, {order}",
-                sessions(options.sessions, options.turns, order),
-            )
+        named = {
+            f"{options.sessions} sessions, {order}": [
+                sessions(options.sessions, options.turns, order, seed)
+                for seed in range(options.seeds)
+            ]
             for order in options.order
-        ]
+        }
         if options.trace is not None:
-            workloads = [(options.trace.name, traced_sessions(options.trace, options.requests))]
-        for name, turns in workloads:
-            print(f"{kind}; {name}: {len(turns)} requests")
-            print("\n".join(table(KINDS[kind], turns, options.pools)), flush=True)
+            named = {options.trace.name: [traced_sessions(options.trace, options.requests)]}
+        for name, workloads in named.items():
+            print(f"{kind}; {name}: {sum(map(len, workloads))} requests")
+            lines = table(KINDS[kind], workloads, options.pools, of_all=options.of_all)
+            print("\n".join(lines), flush=True)
     return 0
 
 
@@ -298,6 +350,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--order", type=names_of(("round", "random")), default=["round", "random"])
     parser.add_argument("--sessions", type=int, default=24)
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=1, help="so many draws, added up")
+    parser.add_argument(
+        "--of-all",
+        action="store_true",
+        help="count what every session would find before each request, not the one that comes",
+    )
     parser.add_argument("--trace", type=Path, help="a file in Mooncake's format, instead")
     parser.add_argument("--requests", type=slice_of, default=slice(None), help="FIRST:LAST of it")
     parser.add_argument(

@@ -51,6 +51,19 @@ def test_an_oracle_pays_for_what_a_request_holds() -> None:
     assert oracle._most_held(0, 1024) == 64 + (64 - 385 // 16) + 12
 
 
+def test_what_all_sessions_would_find_is_what_they_find_where_all_fit() -> None:
+    turns = sessions(6, 3, "random", seed=1)
+    groups = KINDS["window+state"]
+    num_blocks = 2 * int(working_set(groups, turns))
+    for hits in (
+        replay(groups, turns, num_blocks, "lru", of_all=True),
+        Oracle(groups, num_blocks, foresees=False).replay(turns, of_all=True),
+    ):
+        assert hits.found == hits.seen > 0
+    small = replay(groups, turns, num_blocks // 5, "lru", of_all=True)
+    assert 0 < small.found < small.seen
+
+
 def test_a_table_of_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--sessions", "3", "--turns", "2", "--pools", "1,2"]
     assert main(["--kinds", "state,window", "--order", "round", *sizes]) == 0
