@@ -148,25 +148,11 @@ def latent_shape(
     A tile of 64 keys of 576 elements in bf16 is 72 KiB; two are under way. In fp32 registers and
     shared memory have room for the least tiles only.
     """
-    assert spec.scale > 0, "the greatest product is to be the greatest score"
     rows, tile, num_stages = 64 if limits.is_wide else 32, 64, 2
     if dtype == torch.float32:
         rows, tile, num_stages = 16, 16, 1
-    return AttendShape(
-        num_heads=spec.num_heads,
-        num_kv_heads=1,
-        head_dim=spec.head_dim,
-        block_size=block_size,
-        scale=spec.scale,
-        window=spec.window,
-        soft_cap=spec.soft_cap,
-        causal=spec.causal,
-        uniform=True,
-        rows=rows,
-        tile=tile,
-        num_warps=8,
-        num_stages=num_stages,
-        value_dim=spec.value_dim,
+    return _of_layer(
+        spec, block_size, uniform=True, rows=rows, tile=tile, num_warps=8, num_stages=num_stages
     )
 
 
@@ -188,7 +174,6 @@ def _shape(
     *,
     uniform: bool = False,
 ) -> AttendShape:
-    assert spec.scale > 0, "the greatest product is to be the greatest score"
     rows = max(tiles.rows, next_power_of_two(spec.num_heads // spec.num_kv_heads))
     if dtype.itemsize == 1:  # more query heads of a KV head are in several tiles
         rows = min(rows, max(tiles.rows, _most_compact_rows(spec, limits)))
@@ -196,6 +181,28 @@ def _shape(
     row_bytes = max(16, next_power_of_two(spec.head_dim)) * max(2, dtype.itemsize)
     queries_bytes = rows * row_bytes if rows >= 64 else 0
     room = limits.program_shared_bytes - queries_bytes - OTHER_SHARED_BYTES
+    return _of_layer(
+        spec,
+        block_size,
+        uniform=uniform,
+        rows=rows,
+        tile=tiles.keys,
+        num_warps=8 if dtype == torch.float32 and rows >= 64 else tiles.num_warps,
+        num_stages=max(1, min(3, room // (2 * tiles.keys * row_bytes))),
+    )
+
+
+def _of_layer(
+    spec: AttentionSpec,
+    block_size: int,
+    *,
+    uniform: bool,
+    rows: int,
+    tile: int,
+    num_warps: int,
+    num_stages: int,
+) -> AttendShape:
+    assert spec.scale > 0, "the greatest product is to be the greatest score"
     return AttendShape(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -207,9 +214,10 @@ def _shape(
         causal=spec.causal,
         uniform=uniform,
         rows=rows,
-        tile=tiles.keys,
-        num_warps=8 if dtype == torch.float32 and rows >= 64 else tiles.num_warps,
-        num_stages=max(1, min(3, room // (2 * tiles.keys * row_bytes))),
+        tile=tile,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        value_dim=spec.value_dim,
     )
 
 

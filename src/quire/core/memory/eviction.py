@@ -364,9 +364,10 @@ class HitDensityOrder:
             block = following[block]
         following[queue] = block
         self._previous[block] = queue
-        keys = [content[block] for block in taken]
-        evicted += keys  # type: ignore[arg-type]  # all of them have one
-        self._young_ghosts.update([key[1] for key in keys])  # type: ignore[index]
+        keys = [key for block in taken if (key := content[block]) is not None]
+        assert len(keys) == count, "a block in the order has no content"
+        evicted += keys
+        self._young_ghosts.update([digest for _, digest in keys])
         for block in taken:
             content[block] = None
         self._num_left_in_epoch -= count

@@ -30,22 +30,9 @@ def in_order(low, high, D: tl.constexpr, R: tl.constexpr):  # type: ignore[no-un
 def hadamard(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """x [n, D] fp32, each SIZE elements of which are multiplied by the matrix. SIZE: a power of
     two; D: as well."""
-    if SIZE >= 2:
-        x = _add(x, 1)
-    if SIZE >= 4:
-        x = _add(x, 2)
-    if SIZE >= 8:
-        x = _add(x, 4)
-    if SIZE >= 16:
-        x = _add(x, 8)
-    if SIZE >= 32:
-        x = _add(x, 16)
-    if SIZE >= 64:
-        x = _add(x, 32)
-    if SIZE >= 128:
-        x = _add(x, 64)
-    if SIZE >= 256:
-        x = _add(x, 128)
+    for step in tl.static_range(8):  # heads have at most 256 elements
+        if 2**step < SIZE:
+            x = _add(x, 2**step)
     # The reference multiplies by the fp32 number nearest to this.
     return x * (SIZE**-0.5)
 
