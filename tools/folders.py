@@ -24,6 +24,7 @@ FLOORS = (
         "hub",
         "core",
         "kernels",
+        "tiers",
         "formats",
         "attention",
         "recurrence",

@@ -55,8 +55,8 @@ def test_the_table_shows_medians_side_by_side() -> None:
 def test_the_table_shows_quires_ledger() -> None:
     lines = table(_results(Noise(0.01, 0.0))).splitlines()
     place = lines.index("quire's KV memory, mean over the run")
-    assert [line.split()[0] for line in lines[place + 1 : place + 9]] == [
-        *("useful", "unfilled", "unused", "reserved", "in", "cached", "free", "total")
+    assert [line.split()[0] for line in lines[place + 1 : place + 10]] == [
+        *("useful", "unfilled", "unused", "reserved", "in", "moving", "cached", "free", "total")
     ]
     baselines_alone = dict.fromkeys(MEMORY_FIGURES)
     results = _results(Noise(0.01, 0.0))

@@ -60,6 +60,7 @@ OUR_KEYS = {
     "mean_kv_unused_bytes",
     "mean_kv_reserved_bytes",
     "mean_kv_in_flight_bytes",
+    "mean_kv_moving_bytes",
     "mean_kv_cached_bytes",
     "mean_kv_free_bytes",
     "mean_kv_saved_bytes",

@@ -22,9 +22,12 @@ def _refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", "name a command: generate, chat, serve, batch, bench, doctor (see 'quire --help')"),
+        ("", "name a command: generate, chat, serve, batch, bench, doctor, cache (see 'quire"),
         ("srve", "there is no command 'srve'; did you mean serve? (see 'quire --help')"),
         ("xyzzy", "there is no command 'xyzzy' (see 'quire --help')"),
+        ("cache", "name a command: inspect, verify, empty (see 'quire cache --help')"),
+        ("cache verfy x", "there is no command 'verfy'; did you mean verify?"),
+        ("cache verify", "the following arguments are required: FOLDER"),
         ("--verson", "there is no option --verson; did you mean --version?"),
         (
             "generate --max-modle-len 3 x",

@@ -25,6 +25,7 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.memory_report import BlockMap, MemoryReport, block_map, memory_report
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import ModelLimits
+from quire.engine.tier_work import TierWork
 from quire.errors import CheckpointError, PromptTooLongError
 
 COMMAND = (sys.executable, __file__)
@@ -55,6 +56,7 @@ class FakeEngine:
         self.on_step = None
         groups = (KVGroup((0,), KVKind.FULL, 64),)
         self.memory = KVCacheManager(KVCacheConfig(groups, num_blocks=12))
+        self.tier_work = TierWork(self.memory, time.monotonic)
 
     def add(self, request):
         if request.prompt_token_ids[0] == REFUSE:

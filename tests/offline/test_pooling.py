@@ -135,6 +135,13 @@ def test_a_model_that_pools_generates_nothing(bert):
         bert[0].embed({"prompt_token_ids": [1, 64]})
 
 
+def test_an_encoder_keeps_no_prefixes_on_disk(bert_folder, tmp_path):
+    with pytest.raises(
+        ConfigurationError, match=r"cache_dir is .* but an encoder's prefixes can't"
+    ):
+        LLM(str(bert_folder[0]), **OPTIONS, cache_dir=tmp_path)
+
+
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_a_cross_encoder_scores_pairs_and_classifies(num_labels, tmp_path):
     model = make_bert(tmp_path, num_labels)

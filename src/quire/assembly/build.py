@@ -5,8 +5,8 @@ and make what one rank computes with.
 """
 
 import os
-import secrets
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -17,8 +17,10 @@ from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import MemoryPlan
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.assembly.rank_build import RankBuild, build_rank
+from quire.assembly.tier_build import build_disk_tier, cache_folder, secret_of
 from quire.core.memory.growth import Growth
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
+from quire.core.memory.tiers.contract import Tiers
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import StepPacer
@@ -47,6 +49,7 @@ from quire.runtime.executor import DistributedRunner, Workers, first_rank
 from quire.runtime.page_layout import KVCacheLayout
 from quire.runtime.worker import Join
 from quire.text.tokenizer import Tokenizer
+from quire.tiers.disk.folder import CacheFolder
 
 logger = get_logger(__name__)
 
@@ -90,14 +93,18 @@ def build_engine(
             compiler = _compiler(kind, generation, tokenizer)
         if compiler is not None and prepare_grammars and kind.generates:
             compiler.begin()  # beside the weights, which are read meanwhile
-        engine = _build(
-            policy,
-            kind,
-            generation,
-            compiler,
-            on_progress or _ignore_progress,
-            kv_allocator or paged_manager,
-        )
+        with cache_folder(checked) as folder:
+            engine = _build(
+                policy,
+                kind,
+                generation,
+                compiler,
+                on_progress or _ignore_progress,
+                kv_allocator or paged_manager,
+                folder,
+            )
+    # Where nobody ends it, it does with the last who uses it, or with the process.
+    weakref.finalize(engine, engine.tier_work.close)
     return engine
 
 
@@ -118,6 +125,11 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> Runner:
         return build_rank(kind.options, kind.folder, kind.config, group, _ignore_progress).runner
 
 
+def _do_nothing() -> None:
+    """Nobody is woken when a move has ended: who waits for it asks the tiers, and an idle engine
+    has a turn for them now and then."""
+
+
 def _ignore_progress(text: str, done: int, total: int) -> None:
     """An `OnProgress` for builds whose progress is not shown."""
 
@@ -129,6 +141,7 @@ def _build(
     compiler: SharedCompiler | None,
     on_progress: OnProgress,
     make_memory: KVManagerFactory,
+    cache: CacheFolder | None,
 ) -> Engine:
     checked, folder, config = kind.options, kind.folder, kind.config
     rank, runner = _build_ranks(checked, folder, config, on_progress)
@@ -152,7 +165,10 @@ def _build(
         "runner": GENERATE if kind.generates else POOLING,
         "num_parameters": _num_parameters(folder),
     }
-    memory = make_memory(_memory_config(checked, layout, memory_plan), memory_plan.max_model_len)
+    tiers = None if cache is None else build_disk_tier(cache, checked, rank, _do_nothing)
+    memory = make_memory(
+        _memory_config(checked, layout, memory_plan, cache, tiers), memory_plan.max_model_len
+    )
     scheduler = Scheduler(SchedulerConfig(**checked.part(SchedulerConfig)), memory, policy)
     is_on_gpu = rank.device.type == "cuda"
     overlap = checked.async_scheduling
@@ -279,13 +295,18 @@ def _build_pacer(
 
 
 def _memory_config(
-    options: EngineOptions, layout: KVCacheLayout, memory_plan: MemoryPlan
+    options: EngineOptions,
+    layout: KVCacheLayout,
+    memory_plan: MemoryPlan,
+    folder: CacheFolder | None,
+    tiers: Tiers | None,
 ) -> KVCacheConfig:
     return KVCacheConfig(
         groups=layout.groups,
         num_blocks=memory_plan.num_blocks,
         block_size=options.block_size,
         enable_prefix_caching=bool(options.enable_prefix_caching),
-        secret=secrets.token_bytes(16),
+        secret=secret_of(folder),
         eviction=options.eviction,
+        tiers=tiers,
     )

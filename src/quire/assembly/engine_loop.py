@@ -70,10 +70,21 @@ _RECEIVE_BYTES = 1 << 20
 _logger = get_logger("quire.assembly.engine_main")  # the process, whose log this is
 
 
+class TierWorkLike(Protocol):
+    """What the loop needs to do for the tiers behind an engine's memory; see `engine.tier_work`."""
+
+    def tend(self) -> float | None: ...
+
+    def close(self) -> None: ...
+
+
 class EngineLike(Protocol):
     """What the loop needs of an engine; `engine.Engine` is one."""
 
     on_step: OnStep | None
+
+    @property
+    def tier_work(self) -> "TierWorkLike": ...
 
     @property
     def limits(self) -> ModelLimits: ...
@@ -227,7 +238,8 @@ class EngineLoop:
                     return
                 self._record.idle()
             may_wait = not (can_step or self._inbox)
-            self._inbox.extend(self._channel.receive(None if may_wait else 0.0))
+            wait_s = self._engine.tier_work.tend() if may_wait else 0.0
+            self._inbox.extend(self._channel.receive(wait_s))
             self._take_in(TAKE_IN_S if can_step else math.inf)
             if self._is_ending:
                 return
@@ -328,8 +340,11 @@ def serve_front(
         loop = EngineLoop(engine, channel, record)
         if on_ready is not None:
             on_ready(loop)
-        loop.run()
-        channel.drain_backlog(PEER_GONE_GRACE_S)
+        try:
+            loop.run()
+            channel.drain_backlog(PEER_GONE_GRACE_S)
+        finally:
+            engine.tier_work.close()
     except PeerGoneError:
         return 0
     except EngineDeadError as error:

@@ -110,6 +110,11 @@ def _with_fitting_length(
         longest = min(longest, said.max_tokens)
     if config.is_causal:
         return replace(options, max_model_len=longest)
+    if options.cache_dir is not None:
+        raise ConfigurationError(
+            f"cache_dir is {options.cache_dir!r}, but an encoder's prefixes can't be cached: each"
+            " token attends to those behind it, too; leave it out"
+        )
     most = options.max_num_batched_tokens
     if options.max_model_len is not None and options.max_model_len > most:
         raise ConfigurationError(

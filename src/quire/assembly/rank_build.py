@@ -19,6 +19,7 @@ from quire.assembly.device_memory_plan import (
 from quire.assembly.device_setup import DeviceSetup, choose_device, choose_setup
 from quire.assembly.host_memory_plan import MemoryPlan, plan_memory, wanted_model_len
 from quire.assembly.kv_format_check import check_keys
+from quire.assembly.tier_identity import PageIdentity
 from quire.attention.backends import AUTO
 from quire.attention.interface import AttentionBackend
 from quire.distributed.group import ProcessGroup
@@ -29,7 +30,7 @@ from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.transfers import DeviceLink
 from quire.layers.operator_module import use_operators
 from quire.layers.sharded import Sharding
-from quire.models.checkpoints.loader import load_model, weight_bytes
+from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
 from quire.models.config import ModelConfig
 from quire.models.interface import CausalLM, TextModel
 from quire.models.sharding import split_config
@@ -43,6 +44,7 @@ from quire.runtime.kv_cache import KVCache
 from quire.runtime.model_runner import ModelRunner, StepRows
 from quire.runtime.page_layout import KVCacheLayout, plan_layout
 from quire.sampling.host.sampler import HostStepSampler, Sampler, SamplingRows, StepSampler
+from quire.tiers.fingerprint import Fingerprint
 
 MOST_LOADING_THREADS = 8
 """That fill a GPU's memory: more don't make a file come faster."""
@@ -53,13 +55,14 @@ Facts = dict[str, int | str | None]
 @dataclass(frozen=True, slots=True)
 class RankBuild:
     """device: of this rank. layout: with all ranks' pages together, for the ledger. facts: about
-    what computes."""
+    what computes. fingerprint: of the rank's pages; None: nothing keeps them."""
 
     device: torch.device
     runner: ModelRunner
     memory_plan: MemoryPlan
     layout: KVCacheLayout
     facts: Facts
+    fingerprint: Fingerprint | None
 
 
 def build_rank(
@@ -89,7 +92,8 @@ def build_rank(
         typical_tokens=max(1, wanted_model_len(options, config) // 2),
     )
     num_weight_bytes = weight_bytes(folder, config, setup.dtype, methods)
-    builder = _Builder(options, folder, config, group, setup, layout, on_progress)
+    identity = None if options.cache_dir is None else PageIdentity()
+    builder = _Builder(options, folder, config, group, setup, layout, on_progress, identity)
     if setup.device.type == "cuda":
         runner, memory_plan, facts = builder.build_on_gpu(num_weight_bytes)
     else:
@@ -100,7 +104,19 @@ def build_rank(
         "weight_bytes": num_weight_bytes,
         "tensor_parallel_size": builder.num_ranks,
     }
-    return RankBuild(setup.device, runner, memory_plan, builder.whole_layout, general | facts)
+    fingerprint = None
+    if identity is not None:
+        fingerprint = identity.fingerprint(
+            options,
+            setup,
+            config,
+            layout,
+            num_ranks=builder.num_ranks,
+            is_native=runner.is_native,
+        )
+    return RankBuild(
+        setup.device, runner, memory_plan, builder.whole_layout, general | facts, fingerprint
+    )
 
 
 def _choose_setup(
@@ -116,7 +132,8 @@ def _choose_setup(
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """What the parts of a share are made from. layout: of this rank's pages."""
+    """What the parts of a share are made from. layout: of this rank's pages. identity: takes in
+    what determines their bytes; None: nobody asks."""
 
     options: EngineOptions
     folder: Path
@@ -125,6 +142,7 @@ class _Builder:
     setup: DeviceSetup
     layout: KVCacheLayout
     on_progress: OnProgress
+    identity: PageIdentity | None
 
     @property
     def num_ranks(self) -> int:
@@ -179,8 +197,11 @@ class _Builder:
             device=setup.device,
             max_model_len=model_len,
             methods=setup.methods,
-            num_threads=num_threads,
-            on_progress=partial(self.on_progress, "loading the weights"),
+            reading=Reading(
+                num_threads,
+                partial(self.on_progress, "loading the weights"),
+                None if self.identity is None else self.identity.weights,
+            ),
         )
         use_operators(model, setup.operators)
         if model.recurrent_specs:
@@ -188,6 +209,8 @@ class _Builder:
             model.use_states(states)
         elif self.options.kv_cache_dtype != AUTO:  # the prompt below goes without bound states
             check_keys(model, self.options.kv_cache_dtype, model_len)
+        if self.identity is not None:
+            self.identity.saw(model, model_len)
         return model
 
     def _runner(self, model: TextModel, memory_plan: MemoryPlan) -> ModelRunner:

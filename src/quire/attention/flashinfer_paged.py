@@ -66,6 +66,8 @@ class _PageTable:
 class FlashInferAttention(AttentionBackend):
     """Between `plan` and the step's last `run` the batch stays unchanged."""
 
+    package = "flashinfer-python"
+
     def __init__(self, *, batch_invariant: bool = False) -> None:
         """Raises ConfigurationError where the package is missing or can't obey."""
         if batch_invariant:

@@ -203,9 +203,12 @@ class AttentionBackend(ABC):
 
     serves_graphs: `run` of a step in which all sequences decode reads nothing but tensors, whose
     addresses and shapes may be captured once and replayed for all steps of as many sequences.
+    package: the distribution that computes, where it is neither ours nor torch; its version may
+    decide over bits.
     """
 
     serves_graphs = False
+    package: str | None = None
 
     @classmethod
     def create(cls, request: BackendRequest) -> "AttentionBackend":

@@ -21,7 +21,7 @@ from quire.attention.backends import AUTO, FP8, INT8
 from quire.attention.kv_rounding import KV_ROUNDINGS, RoundedAttention, divergence
 from quire.core.sampling_params import SamplingParams
 from quire.layers.operator_module import use_operators
-from quire.models.checkpoints.loader import load_model
+from quire.models.checkpoints.loader import Reading, load_model
 from quire.models.interface import CausalLM
 from quire.offline.llm import LLM
 from quire.options.engine_options import EngineOptions
@@ -126,7 +126,7 @@ class SimulatedReader:
             device=device,
             max_model_len=wanted_model_len(checked, config),
             methods=setup.methods,
-            num_threads=setup.num_threads,
+            reading=Reading(setup.num_threads),
         )
         assert isinstance(model, CausalLM), "the engine has read the text with the same model"
         use_operators(model, setup.operators)

@@ -245,6 +245,12 @@ def _bench(args: argparse.Namespace) -> int:
         return int(_benchmarks()[args.benchmark].main(args))
 
 
+def _cache(args: argparse.Namespace) -> int:
+    from quire.cli.cache import main as act  # only this command reads a cache folder
+
+    return act(args.action, Path(args.folder), as_json=args.json)
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "generate": _generate,
     "chat": _chat,
@@ -252,4 +258,5 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "batch": _batch,
     "bench": _bench,
     "doctor": _doctor,
+    "cache": _cache,
 }

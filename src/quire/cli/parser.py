@@ -31,12 +31,18 @@ COMMANDS = {
     "batch": "answer a file of calls in OpenAI's batch format",
     "bench": "measure throughput, memory or quality, beside baselines",
     "doctor": "say what this machine has, and what would make it faster",
+    "cache": "inspect, verify or empty a folder of cached prefixes",
 }
 BENCHMARKS = {
     "throughput": "tokens per second and latencies, beside static batches and Hugging Face",
     "memory": "what paging, sharing and the prefix cache save, beside contiguous memory",
     "perplexity": "what a dtype or a quantization costs in quality",
     "claims": "what the literature promises of paging, measured beside baselines",
+}
+CACHE_ACTIONS = {
+    "inspect": "say what a cache folder holds, also while an engine uses it",
+    "verify": "read all of it and check every byte; exit code 1 where something is damaged",
+    "empty": "remove all that is cached; the folder's secret stays",
 }
 SHELLS = ("bash", "zsh", "tcsh")
 _USAGES = {
@@ -105,6 +111,13 @@ def build_parser(add_bench_arguments: Mapping[str, Any] | None = None) -> Parser
             kind = kinds.add_parser(name, help=BENCHMARKS.get(name))
             add_arguments(kind)
             add_debug(kind, default=argparse.SUPPRESS)
+    cache = commands.add_parser("cache", help=COMMANDS["cache"], commands=CACHE_ACTIONS)
+    actions = cache.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
+    for name, text in CACHE_ACTIONS.items():
+        action = actions.add_parser(name, help=text)
+        action.add_argument("folder", metavar="FOLDER", help="that --cache-dir has named")
+        action.add_argument("--json", action="store_true", help="print one object in JSON")
+        add_debug(action, default=argparse.SUPPRESS)
     return parser
 
 

@@ -51,6 +51,7 @@ class MissReason(StrEnum):
     NONE = "none"  # all but the last token, which is always computed, was there
     NOT_ASKED = "not_asked"  # no cache, or results that need the prompt computed
     PASSED = "passed"  # it was there, but no state or window with it to go on from
+    NOT_LOADED = "not_loaded"  # another tier has it, but it was not worth a load, or none came
     EVICTED = "evicted"  # it was there, until its block was taken for another request
     DIFFERS = "differs"  # what follows the found part in the cache are other tokens
     BELOW_BLOCK = "below_block"  # what is missing is less than a block

@@ -25,6 +25,7 @@ from quire.engine.grammar_work import GrammarWork
 from quire.engine.kv_memory import KVMemory
 from quire.engine.stats import EngineStats, StatsLog
 from quire.engine.step_clock import LaunchedStep, OnStep, StepClock, StepMembers
+from quire.engine.tier_work import TierWork
 from quire.errors import InvalidRequestError
 from quire.observability.histogram import Histogram
 from quire.observability.log import get_logger
@@ -82,6 +83,7 @@ class Engine:
         self.grammars = GrammarWork(None, limits.end_token_ids)
         self.kv_memory: KVMemory | None = None
         self.is_asleep = False
+        self.tier_work = TierWork(scheduler.memory, clock)
         self._members = StepMembers()
         self._runner = runner
         self._timing = timing or StepTiming()
@@ -93,9 +95,12 @@ class Engine:
         self._num_traced_preemptions = 0
 
     def clear_prefixes(self) -> None:
-        """Forget all cached prefixes, pinned and published ones too. Sequences under way go on with
-        what they have, which no other finds any more."""
-        self.scheduler.memory.prefixes.clear()
+        """Forget all cached prefixes, pinned and published ones too, and what tiers have of them.
+        Sequences under way go on with what they have, which no other finds any more."""
+        memory = self.scheduler.memory
+        memory.prefixes.clear()
+        if memory.moves is not None:
+            memory.moves.clear()
 
     def has_work(self) -> bool:
         """Whether `step` would do anything, if only fetch a result."""
@@ -229,6 +234,7 @@ class Engine:
             outputs = [] if landed is None else self._apply(*landed)
         if plan is None and not self._in_flight:
             self.grammars.wait(self.scheduler.running)
+            self.tier_work.wait()
         if refused := self.grammars.take_refused():
             self._tell(refused, 0, self._clock())
         self._in_flight.leave(self._clock())
@@ -238,6 +244,8 @@ class Engine:
         """Take in what is in flight although all requests have ended, so that nothing is held."""
         while self._in_flight and not self.scheduler.has_unfinished:
             self.step()
+        if not self.scheduler.has_unfinished:
+            self.tier_work.settle()
 
     def sequences(self, request_id: str) -> list[Sequence]:
         """The branches of a request, for tests and the simulator; empty once all have ended."""
@@ -261,6 +269,7 @@ class Engine:
             num_computed_tokens=self.times.num_computed_tokens,
             num_generated_tokens=self.times.num_generated_tokens,
             prefix_misses=dict(self.times.prefix_misses),
+            tiers={} if memory.moves is None else memory.moves.counts(),
             times=self.times.as_dict(),
         )
 
@@ -310,6 +319,7 @@ class Engine:
         elapsed_s, is_known = self._in_flight.end(step, ended_s)
         if is_known:
             self.scheduler.pacer.observe(step.plan.step_id, elapsed_s)
+            self.tier_work.observe(step.plan.step_id, elapsed_s)
         num_tokens = step.plan.num_tokens
         self.times.on_step(elapsed_s, num_tokens)
         if self.trace is not None or STEP_LOGGER.isEnabledFor(logging.DEBUG):

@@ -20,6 +20,7 @@ def sleep(engine: Engine) -> None:
     if engine.has_work():
         raise InvalidRequestError("requests are under way; let them end, or abort them, first")
     if not engine.is_asleep:
+        engine.tier_work.settle()
         engine.scheduler.memory.prefixes.clear()
         engine.kv_memory.release_memory()
         engine.is_asleep = True

@@ -18,6 +18,7 @@ class EngineStats:
     num_query_tokens, num_hit_tokens: prompt tokens looked up in, and served from, the prefix cache.
     num_computed_tokens, num_generated_tokens: of steps that succeeded. prefix_misses: requests by
         why the cache had no more of their prompts (`core.sequence.COUNTED_REASONS`).
+    tiers: what the moves to and from the tiers count (`BlockMoves.counts`); empty without tiers.
     times: histograms by name (see `engine.RequestTimes`), each with bounds, counts and sum.
     """
 
@@ -35,6 +36,7 @@ class EngineStats:
     num_computed_tokens: int = 0
     num_generated_tokens: int = 0
     prefix_misses: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, Any] = field(default_factory=dict)
     times: dict[str, Any] = field(default_factory=dict)
 
 
@@ -65,7 +67,7 @@ class StatsLog:
         hit_rate = at.num_hit_tokens / at.num_query_tokens if at.num_query_tokens else 0.0
         logger.info(
             "%.0f tokens/s computed, %.0f tokens/s generated, %d running, %d waiting,"
-            " KV %.1f%% in use, prefix hits %.1f%%, %d preemptions",
+            " KV %.1f%% in use, prefix hits %.1f%%, %d preemptions%s",
             self._num_computed_tokens / elapsed_s,
             self._num_output_tokens / elapsed_s,
             at.num_running,
@@ -73,5 +75,15 @@ class StatsLog:
             100 * at.num_held_blocks / at.num_blocks,
             100 * hit_rate,
             at.num_preemptions,
+            _tiers_in_short(at),
         )
         self._since_s, self._num_computed_tokens, self._num_output_tokens = now_s, 0, 0
+
+
+def _tiers_in_short(stats: EngineStats) -> str:
+    """The part of the line that tiers add, if there are any."""
+    if not stats.tiers:
+        return ""
+    num_hits = stats.tiers["num_hit_tokens"]
+    share = num_hits / stats.num_query_tokens if stats.num_query_tokens else 0.0
+    return f", loaded from tiers {100 * share:.1f}%"

@@ -14,7 +14,7 @@ from quire.attention.interface import AttentionSpec
 from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.layers.attention import QKNorm
 from quire.layers.mlp import SILU
-from quire.layers.rotary import Rope
+from quire.layers.rotary import Rope, RopeLimits
 from quire.layers.sharded import vocab_share
 from quire.models.config_bounds import MAX_WEIGHTS, checked_integer
 from quire.models.config_fields import ConfigFields
@@ -90,6 +90,10 @@ class ModelConfig(ABC):
     def bytes_per_position(self) -> int:
         """Of a table that grows with max_model_len."""
         return 0
+
+    def position_key(self, max_model_len: int) -> bytes:
+        """Equal for two lengths under which the model computes the same of the same tokens."""
+        return str(max_model_len).encode()
 
     def first_layer(self) -> Self:
         """The model with one layer, and with two ends."""
@@ -234,6 +238,15 @@ class DecoderConfig(ModelConfig):
     @property
     def bytes_per_position(self) -> int:
         return (self.rotary_dim or self.head_dim) * ROTARY_ITEM_BYTES
+
+    def position_key(self, max_model_len: int) -> bytes:
+        """The frequencies of the rotation, which a few rope types choose by the length. A subclass
+        that reads the length elsewhere says so here."""
+        limits = RopeLimits(
+            self.rotary_dim or self.head_dim, self.max_position_embeddings, max_model_len
+        )
+        frequencies, factor = self.rope.frequencies(limits)
+        return frequencies.numpy().tobytes() + float(factor).hex().encode()
 
     def first_layer(self) -> Self:
         return replace(self, num_layers=1, windows=self.windows[:1], tie_word_embeddings=False)

@@ -66,6 +66,14 @@ _COUNTERS = {
     "num_query_tokens": "quire_prefix_query_tokens_total",
     "num_hit_tokens": "quire_prefix_hit_tokens_total",
 }
+_MOVE_COUNTERS = {
+    "num_hit_tokens": "quire_prefix_loaded_tokens_total",
+    "num_loaded_tokens": "quire_tier_loaded_tokens_total",
+    "num_loads": "quire_tier_loads_total",
+    "num_declined": "quire_tier_loads_declined_total",
+    "num_late": "quire_tier_loads_late_total",
+}
+_TIER_GAUGES = {"used_bytes": "quire_tier_bytes", "num_records": "quire_tier_records"}
 _HISTOGRAMS = {
     "queue_s": "quire_queue_time_seconds",
     "prefill_s": "quire_prefill_time_seconds",
@@ -84,7 +92,19 @@ def metrics_of(stats: EngineStats) -> list[Metric]:
         CounterMetric("quire_prefix_misses_total", num_misses, labels={"reason": reason})
         for reason, num_misses in stats.prefix_misses.items()
     ]
+    if stats.tiers:
+        found += _tier_metrics(stats.tiers)
     return found + [_histogram(name, stats.times[each]) for each, name in _HISTOGRAMS.items()]
+
+
+def _tier_metrics(tiers: Mapping[str, Any]) -> list[Metric]:
+    found: list[Metric] = [CounterMetric(name, tiers[key]) for key, name in _MOVE_COUNTERS.items()]
+    return found + [
+        GaugeMetric(name, counts[key], labels={"tier": tier})
+        for tier, counts in tiers["by_tier"].items()
+        for key, name in _TIER_GAUGES.items()
+        if key in counts
+    ]
 
 
 def _histogram(name: str, data: Mapping[str, Any]) -> HistogramMetric:

@@ -32,6 +32,7 @@ from quire.option_fields import (
 )
 from quire.options.foreign_options import ALIASES, FOREIGN_OPTIONS, check_foreign
 from quire.options.pooling_options import PoolingOptions
+from quire.tiers.tier_options import TierOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OTHER_DTYPES = (("half", "float16"), ("float", "float32"))
@@ -235,6 +236,7 @@ class EngineOptions(
     ComputeOptions,
     PolicyOptions,
     SchedulerConfig,
+    TierOptions,
     CacheOptions,
     SizeOptions,
     FormatOptions,
@@ -259,6 +261,22 @@ class EngineOptions(
         doc="don't log throughput and memory use every ten seconds.",
         flag=Flag(shown="", served=False),
     )
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.cache_dir is None:
+            return
+        if not self.enable_prefix_caching:
+            raise ConfigurationError(
+                f"cache_dir is {self.cache_dir!r}, but no prefixes are cached that could be kept"
+                " there (enable_prefix_caching is False); leave one of them out"
+            )
+        if self.tensor_parallel_size > 1:
+            raise ConfigurationError(
+                f"cache_dir is {self.cache_dir!r}, but tensor_parallel_size is"
+                f" {self.tensor_parallel_size}: the cache on disk is not served for several ranks"
+                " in this version; leave one of them out"
+            )
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:

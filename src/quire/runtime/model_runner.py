@@ -22,7 +22,7 @@ from quire.observability.step_trace import StepTiming
 from quire.runtime.batch import StepBatch
 from quire.runtime.block_tables import Int32, Int64
 from quire.runtime.device_rows import DeviceRows
-from quire.runtime.forward import make_forward
+from quire.runtime.forward import NativeForward, make_forward
 from quire.runtime.graphs import GraphCapture, GraphForward
 from quire.runtime.kv_cache import KVCache
 from quire.runtime.row_pooling import PendingPooled, RowPooling
@@ -147,6 +147,16 @@ class ModelRunner:
             assert isinstance(rows, DeviceRows), "only rows on a device build steps to capture"
             self.graphs = GraphForward(self._forward, capture, rows.build_padding)
             self._forward = self.graphs
+
+    @property
+    def kv_storage(self) -> torch.Tensor:
+        """The pages of all blocks, [num_blocks, bytes_per_block] uint8; see `kv_cache`."""
+        return self._kv_cache.storage
+
+    @property
+    def is_native(self) -> bool:
+        """Whether one native program computes all layers; else torch, or Triton, has a part."""
+        return isinstance(self._forward, NativeForward)
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: Iterable[int]) -> None:

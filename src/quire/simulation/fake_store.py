@@ -5,6 +5,8 @@ holds that of all tokens which the state stands for, salted by the page's place 
 how many they are. Knows neither plans nor rows beyond their numbers; used by `fake_runner` alone.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,6 +14,15 @@ from quire.core.step import BlockCopy
 from quire.simulation.fake_model import mix
 from quire.simulation.fake_rows import Ints, PlanHistory
 from quire.simulation.fake_step import FakeStep
+
+
+class BlockBytes(NamedTuple):
+    """All that a block holds."""
+
+    slots: npt.NDArray[np.uint64]
+    writer: Ints
+    num_state_tokens: int
+
 
 SCRIBBLE = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 MAX_NUM_ROWS = 1 << 16  # rows are numbered below it, so that a writer is one number
@@ -45,6 +56,18 @@ class FakeStore:
             self._slots[slots] = SCRIBBLE
         for pages in step.pages.values():
             self.scribble(pages.reshape(-1).tolist())
+
+    def read_block(self, block: int) -> BlockBytes:
+        """What a block holds, for a tier."""
+        slots = self._slots.reshape(-1, self._block_size)[block].copy()
+        writer = self._writer.reshape(-1, self._block_size)[block].copy()
+        return BlockBytes(slots, writer, int(self._num_state_tokens[block]))
+
+    def write_block(self, block: int, found: BlockBytes) -> None:
+        """What a tier brings."""
+        self._slots.reshape(-1, self._block_size)[block] = found.slots
+        self._writer.reshape(-1, self._block_size)[block] = found.writer
+        self._num_state_tokens[block] = found.num_state_tokens
 
     def copy(self, copies: tuple[BlockCopy, ...]) -> None:
         """Make the copies of a plan."""

@@ -32,6 +32,8 @@ class SimulationReport:
         holders that run. num_partial_hits: admissions that went on from a copy of a block.
     num_query_tokens: prompt tokens looked up in the prefix cache. num_hit_tokens: found there.
         misses: reason -> prompts, see `prefix_miss`. num_evicted_blocks: cached contents lost.
+    num_loads: prefixes that another tier was asked for; num_loaded_tokens: that came so.
+        num_late_loads: given up, since they took too long. num_stored_blocks: that tiers took.
     num_failed_steps, num_interrupts, num_crashes: injected. num_resumed: branches that went on
         after crashes.
     max_num_waiting, max_num_running: the most at once. virtual_s: when the last answer ended.
@@ -66,6 +68,10 @@ class SimulationReport:
     num_hit_tokens: int = 0
     misses: dict[str, int] = field(default_factory=dict)
     num_evicted_blocks: int = 0
+    num_loads: int = 0
+    num_loaded_tokens: int = 0
+    num_late_loads: int = 0
+    num_stored_blocks: int = 0
     num_failed_steps: int = 0
     num_interrupts: int = 0
     num_crashes: int = 0
@@ -105,6 +111,12 @@ class SimulationReport:
             if count:
                 self.misses[reason.value] = self.misses.get(reason.value, 0) + count
         self.num_evicted_blocks += memory.num_evicted_blocks
+        if memory.moves is not None:
+            loads = memory.moves.loads.stats
+            self.num_loads += loads.num_loads
+            self.num_loaded_tokens += loads.num_loaded_tokens
+            self.num_late_loads += loads.num_late
+            self.num_stored_blocks += memory.moves.stores.num_stored
 
 
 def printed_lines(report: SimulationReport) -> list[str]:

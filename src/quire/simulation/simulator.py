@@ -23,11 +23,13 @@ from quire.core.scheduling.policy import find_policy
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import StepPlan, StepResult
+from quire.engine.tier_work import TierWork
 from quire.errors import ConfigurationError, QuireError, RequestNeverFitsError
 from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.clients import Clients
 from quire.simulation.fake_grammar import fake_grammar_work
 from quire.simulation.fake_runner import FakeRunner, Faults, InjectedFailureError
+from quire.simulation.fake_tiers import FakeTiers, KeptContents, TierSpeed
 from quire.simulation.report import SimulationReport
 from quire.simulation.step_time import StepTime
 from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals, draw_fork
@@ -73,9 +75,10 @@ class Simulator:
         self.step_time = StepTime(
             config.slow_rate, config.seed, config.step_base_s, config.step_token_s
         )
+        self.now_s = 0.0
+        self._kept = KeptContents()
         self._start_engine()
         _check_room(config, self.memory)
-        self.now_s = 0.0
         self._arrivals = draw_arrivals(config)
         self._next_arrival = next(self._arrivals, None)
         self.clients = Clients(config, self.report)
@@ -89,6 +92,7 @@ class Simulator:
     def _start_engine(self) -> None:
         """A scheduler, its memory and its runner, which know nothing yet."""
         config = self.config
+        self.runner = self._make_runner()
         make_memory = WholePreemption if config.preempts_whole else KVCacheManager
         self.memory = make_memory(
             KVCacheConfig(
@@ -98,8 +102,12 @@ class Simulator:
                 config.enable_prefix_caching,
                 secret=b"simulation",
                 eviction=config.eviction,
+                tiers=self._make_tiers(),
             )
         )
+        if self.memory.moves is not None:
+            self.memory.moves.stores.settle_s = config.tier_settle_s
+        self._tier_work = TierWork(self.memory, lambda: self.now_s)
         if config.snapshot_tokens:
             self.memory.snapshots.interval = config.snapshot_tokens
         self.scheduler = Scheduler(
@@ -112,7 +120,14 @@ class Simulator:
             find_policy(config.policy, dict(config.policy_options)),
             None if config.forecasts else NoGrowth(),
         )
-        self.runner = FakeRunner(
+        self.grammars = fake_grammar_work(config.vocab_size)
+        if config.max_itl_ratio:
+            model = self.step_time.make_model(config.predicted_ratio)
+            self.scheduler.pacer = StepPacer(PacingConfig(config.max_itl_ratio), model)
+
+    def _make_runner(self) -> FakeRunner:
+        config = self.config
+        return FakeRunner(
             config.groups,
             config.num_blocks,
             config.block_size,
@@ -126,10 +141,29 @@ class Simulator:
                 nan_token_id=config.nan_token_id,
             ),
         )
-        self.grammars = fake_grammar_work(config.vocab_size)
-        if config.max_itl_ratio:
-            model = self.step_time.make_model(config.predicted_ratio)
-            self.scheduler.pacer = StepPacer(PacingConfig(config.max_itl_ratio), model)
+
+    def _make_tiers(self) -> FakeTiers | None:
+        config = self.config
+        if not config.tier_block_s:
+            return None
+
+        def wait_until(at_s: float) -> None:
+            self.now_s = max(self.now_s, at_s)
+
+        return FakeTiers(
+            self._kept,
+            self.runner.store,
+            TierSpeed(
+                latency_s=config.tier_latency_s,
+                block_s=config.tier_block_s,
+                failure_rate=config.tier_failure_rate,
+                slow_rate=config.tier_slow_rate,
+                loss_rate=config.tier_loss_rate,
+            ),
+            random.Random(f"tiers of {config.seed}, {self.report.num_crashes}"),
+            lambda: self.now_s,
+            wait_until,
+        )
 
     def run(self) -> None:
         """Until every request was answered."""
@@ -182,6 +216,8 @@ class Simulator:
                 outputs = self.scheduler.apply(result)
                 self._check()
                 self._receive(outputs)
+            elif plan is None:
+                self._tier_work.wait()
         except InjectedFailureError as failure:
             self.runner.reset()
             self._receive(self.scheduler.recover(str(failure)))
@@ -200,6 +236,7 @@ class Simulator:
         self.runner.execute(plan)
         self.runner.sample(masks.collect())
         self.scheduler.pacer.observe(plan.step_id, seconds)
+        self._tier_work.observe(plan.step_id, seconds)
         return plan
 
     def _note_plan(self, plan: StepPlan) -> float:
@@ -334,6 +371,7 @@ class Simulator:
     # ---- the end ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
+        self._tier_work.settle()
         invariants.check_idle(self.scheduler)
         self.clients.check_all_answered()
         self.report.take_counts(self.scheduler)

@@ -72,6 +72,10 @@ class SimulationConfig:
     max_itl_ratio: paced steps take at most so many times what their decodes take; 0: no pace.
         predicted_ratio: the pacer's model begins as if prompt tokens took so many times what they
         take. slow_rate: steps that a neighbour makes five times as long.
+    tier_block_s: behind the pool lies a tier that moves a block in so many seconds; 0: none does.
+        tier_latency_s: a move takes so long besides, on average. tier_failure_rate: moves that come
+        to nothing; tier_slow_rate: that take 50 times as long; tier_loss_rate: at whose end some
+        content is lost. tier_settle_s: what may soon be of no use is stored so much later.
     overlap: steps planned ahead of the last result, 0 or 1. check_every: steps from one check of
         all accounting laws to the next.
     through_engine: the real engine's loop runs it, without crashes. interrupt_rate: then, moments
@@ -129,6 +133,12 @@ class SimulationConfig:
     step_base_s: float = STEP_BASE_S
     step_token_s: float = STEP_TOKEN_S
     slow_rate: float = 0.0
+    tier_block_s: float = 0.0
+    tier_latency_s: float = 0.0
+    tier_failure_rate: float = 0.0
+    tier_slow_rate: float = 0.0
+    tier_loss_rate: float = 0.0
+    tier_settle_s: float = 0.0
     overlap: int = 0
     through_engine: bool = False
     interrupt_rate: float = 0.0

@@ -39,6 +39,7 @@ def draw_world(
     """A world with everything on. Overlap, the engine's loop and policies take turns, so that all
     combinations come."""
     through_engine = index % 3 == 2
+    tiers = random.Random(f"tiers in world {index} of {seed}")
     rng = random.Random(f"world {index} of {seed}")
     block_size = rng.choice((1, 2, 4, 8, 16))
     num_groups = rng.choice((1, 1, 2, 3))
@@ -95,6 +96,12 @@ def draw_world(
         max_itl_ratio=rng.choice((0.0, 1.5, 2.8)),
         predicted_ratio=rng.choice((0.5, 1.0, 2.0)),
         slow_rate=rng.choice((0.0, 0.02)),
+        tier_block_s=tiers.choice((0.0, 0.0, 1e-5, 1e-3, 1e-2)),
+        tier_latency_s=tiers.choice((0.0, 1e-3, 0.05)),
+        tier_failure_rate=tiers.choice((0.0, 0.02, 0.3)),
+        tier_slow_rate=tiers.choice((0.0, 0.02)),
+        tier_loss_rate=tiers.choice((0.0, 0.1)),
+        tier_settle_s=tiers.choice((0.0, 0.0, 0.1)),
         check_every=check_every,
     )
 

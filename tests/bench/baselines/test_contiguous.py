@@ -189,7 +189,7 @@ def test_a_contiguous_run_is_reserved_with_what_it_was_rounded_up_by() -> None:
     sequence.num_computed_tokens = 9
     sequence.tenant = "t"
     report = memory_report(memory, [sequence])
-    assert tuple(report.parts.values()) == (9 * 16, 3 * 16, 0, 13 * BLOCK, 0, 0, 48 * BLOCK)
+    assert tuple(report.parts.values()) == (9 * 16, 3 * 16, 0, 13 * BLOCK, 0, 0, 0, 48 * BLOCK)
     assert report.lookahead_bytes == 13 * BLOCK
     assert report.tenants["t"].reserved_bytes == 13 * BLOCK
     sequence.last_step_id = 0

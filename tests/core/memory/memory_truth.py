@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
-from quire.core.memory.prefix_cache import DIGEST_BYTES, PUBLIC_DOMAIN
+from quire.core.memory.prefix_cache import DIGEST_BYTES, PUBLIC_DOMAIN, hash_tail
 from quire.core.memory.prefix_index import PrefixMatch
 from quire.core.sequence import Sequence
 from quire.core.step import HOLE_BLOCK, BlockCopy
@@ -77,7 +77,7 @@ class Truth:
             self.prefixes[digest] = domain, tuple(token_ids[: (index + 1) * self.size])
         tail = token_ids[len(chain) * self.size : num_tokens]
         if tail:
-            digest = cache.hash_tail(chain[-1] if chain else sequence.chain_root, tail)
+            digest = hash_tail(chain[-1] if chain else sequence.chain_root, tail)
             self.prefixes[digest] = domain, tuple(token_ids[:num_tokens])
 
     def carry_out(self, step: Step) -> None:

@@ -51,7 +51,7 @@ def lost_keys(serving: Serving, name: bytes) -> list[ContentKey]:
 
 def demoted_names(serving: Serving, group: int) -> set[bytes]:
     pool = serving.memory.pool
-    keys = [pool.content[block] for block in pool._demoted]
+    keys = [pool.content[block] for block in pool.demoted]
     return {key[1] for key in keys if key is not None and key[0] == group}
 
 

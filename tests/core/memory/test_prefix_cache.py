@@ -12,6 +12,7 @@ from quire.core.memory.prefix_cache import (
     PUBLIC_DOMAIN,
     Eviction,
     PrefixCache,
+    hash_tail,
     sortable,
 )
 
@@ -98,9 +99,9 @@ def test_token_ids_use_all_their_32_bits() -> None:
 def test_a_partly_filled_block_has_a_hash_of_its_own() -> None:
     cache = make()
     (full,) = chain_of(cache, [1, 2, 3, 4])
-    hashes = {cache.hash_tail(cache.root(""), [1, 2, 3, 4][:end]) for end in range(1, 4)}
+    hashes = {hash_tail(cache.root(""), [1, 2, 3, 4][:end]) for end in range(1, 4)}
     assert len(hashes | {full}) == 4
-    assert cache.hash_tail(full, [1]) != cache.hash_tail(cache.root(""), [1])
+    assert hash_tail(full, [1]) != hash_tail(cache.root(""), [1])
 
 
 # ---- contents -----------------------------------------------------------------------------------

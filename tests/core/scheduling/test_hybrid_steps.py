@@ -90,7 +90,7 @@ def test_what_a_window_passed_is_taken_first() -> None:
 
 
 def demoted(serving: Serving) -> set[int]:
-    return serving.memory.pool._demoted
+    return serving.memory.pool.demoted
 
 
 def test_a_hit_needs_the_window_of_its_end_only() -> None:

@@ -17,7 +17,7 @@ from quire.formats.dense import DenseMethod
 from quire.formats.registry import load_weight_format
 from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints import source
-from quire.models.checkpoints.loader import checkpoint_slots, load_model, weight_bytes
+from quire.models.checkpoints.loader import Reading, checkpoint_slots, load_model, weight_bytes
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.registry import MODELS, load_config
 
@@ -186,7 +186,7 @@ def _load_with(folder, kernels, quantization, dtype=torch.float32, num_threads=1
         device=torch.device("cpu"),
         max_model_len=48,
         methods=methods,
-        num_threads=num_threads,
+        reading=Reading(num_threads),
     )
 
 
@@ -268,8 +268,7 @@ def test_loading_tells_how_far_it_has_come(num_threads, save_checkpoint, small_p
         dtype=torch.float32,
         device=torch.device("cpu"),
         max_model_len=48,
-        num_threads=num_threads,
-        on_progress=lambda done, total: reported.append((done, total)),
+        reading=Reading(num_threads, lambda done, total: reported.append((done, total))),
     )
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     assert reported[-1] == (num_weights, num_weights)
@@ -303,7 +302,7 @@ import torch
 from quire.kernels.cpu.selection import select_kernels
 from quire.formats.registry import load_weight_format
 from quire.layers.sharded import LinearMethods
-from quire.models.checkpoints.loader import load_model, weight_bytes
+from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
 from quire.models.registry import load_config
 
 def peak_mib():
@@ -317,7 +316,7 @@ weight_format = load_weight_format(sys.argv[4] if sys.argv[4:] else None)
 methods = LinearMethods(weight_format.method(select_kernels(kernels, 2, dtype)))
 before = peak_mib()
 options = {"dtype": dtype, "device": torch.device("cpu"), "max_model_len": 64}
-model = load_model(folder, config, methods=methods, num_threads=2, **options)
+model = load_model(folder, config, methods=methods, reading=Reading(2), **options)
 print(weight_bytes(folder, config, dtype, methods) / 2**20, peak_mib() - before)
 """
 

@@ -2,6 +2,7 @@
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
+from tests.server.telemetry.tier_counts import no_moves
 
 from quire.core.sequence import COUNTED_REASONS
 from quire.observability.histogram import Histogram
@@ -19,7 +20,8 @@ MEMORY = {
     "unfilled_bytes": 50,
     "unused_bytes": 20,
     "reserved_bytes": 80,
-    "in_flight_bytes": 50,
+    "in_flight_bytes": 30,
+    "moving_bytes": 20,
     "cached_bytes": 200,
     "free_bytes": 300,
     "lookahead_bytes": 100,
@@ -60,9 +62,25 @@ def test_every_reason_of_a_miss_is_there_from_the_start():
     assert found["quire_prefix_misses_total", "never_seen"] == 0
 
 
+def test_tiers_are_told_by_their_names_and_absent_without_any():
+    assert samples(engine_families({"tiers": {}})) == {}
+    moves = no_moves() | {"num_hit_tokens": 70, "num_loaded_tokens": 90, "num_failed_blocks": 2}
+    moves["by_tier"]["disk"] |= {"used_bytes": 5000, "over_budget": 3, "is_writing": True}
+    moves["by_tier"]["another"] = {"used_bytes": 400}  # it counts nothing else
+    found = samples(engine_families({"tiers": moves}))
+    assert found["quire_prefix_loaded_tokens_total",] == 70
+    assert found["quire_tier_loaded_tokens_total",] == 90
+    assert found["quire_tier_load_blocks_total", "failed"] == 2
+    assert found["quire_tier_load_blocks_total", "loaded"] == 0
+    assert found["quire_tier_bytes", "disk"] == 5000 and found["quire_tier_bytes", "another"] == 400
+    assert found["quire_tier_dropped_total", "disk", "budget"] == 3
+    assert found["quire_tier_writing", "disk"] == 1 and found["quire_tier_reading", "disk"] == 0
+    assert ("quire_tier_records", "another") not in found
+
+
 def test_the_ledger_is_told_in_bytes_and_in_blocks():
     found = samples(memory_families(MEMORY, 20))
-    assert found["quire_kv_memory_bytes", "in_flight"] == 50
+    assert found["quire_kv_memory_bytes", "in_flight"] == 30
     assert found["quire_kv_saved_bytes",] == 700
     blocks = {key[1]: value for key, value in found.items() if key[0] == "quire_kv_blocks"}
     assert blocks == {"held": 10, "cached": 4, "free": 6}

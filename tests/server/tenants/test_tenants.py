@@ -15,6 +15,7 @@ from quire.errors import (
     TokenRateError,
 )
 from quire.server.generation.http_generation import options_of, tenant_of
+from quire.server.tenants.keys import ApiKeys
 from quire.server.tenants.tenants import NO_TENANT, Tenant, TenantBook
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
@@ -247,6 +248,21 @@ def test_without_keys_what_is_sent_as_one_still_parts_the_cache_but_is_no_tenant
     assert len(set(domains)) == len(domains)
     assert domain(request("", key="a"), "salt") == domains[1]
     assert not any("Bearer" in each for each in domains)
+
+
+def test_a_domain_is_the_same_in_every_process():
+    """Else a cache on disk would not be found again after a restart."""
+    (nameless,) = ApiKeys(["a-key-without-name"]).tenants
+    found = [
+        domain(request("alice", key="alice-key-1"), "salt"),
+        domain(request(nameless.name)),
+        domain(request("", key="a"), "salt"),
+    ]
+    assert found == [
+        "5:alicesalt",
+        "16:key-3932adf9b3a7",
+        "0:5cc475ed863e75e556aa1374a7ab1ce6",
+    ]
 
 
 def test_parts_of_key_and_salt_can_not_be_shifted():

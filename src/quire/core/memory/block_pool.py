@@ -114,13 +114,14 @@ class BlockPool:
         self.num_free = num_blocks
         self.num_freed = 0  # since the start: how often a block lost its last holder
         self.now_s = 0.0  # set by the caller; what the ends of pins are compared with
+        self.new_contents: list[int] | None = None  # blocks that got one, if the caller notes them
         self.ref_count = [0] * num_blocks
         self.content: list[ContentKey | None] = [None] * num_blocks
         self._num_uses = [0] * num_blocks
         # Ordered by release; a dict, since a given block may be taken out of the middle.
         self._blank: dict[int, None] = dict.fromkeys(range(num_blocks - 1, -1, -1))
         # Demoted blocks, and those of them that are free, ordered by release.
-        self._demoted: set[int] = set()
+        self.demoted: set[int] = set()
         self._passed: OrderedDict[int, None] = OrderedDict()
         self._order = order(num_blocks, self.content, self._num_uses)
         self._pins = Pins()
@@ -170,8 +171,8 @@ class BlockPool:
         self.ref_count[block] = count + 1
         if is_use:
             self._num_uses[block] += 1
-            if self._demoted:
-                self._demoted.discard(block)
+            if self.demoted:
+                self.demoted.discard(block)
 
     def release(self, block: int) -> None:
         """Remove a holder; the last one frees the block, for reuse late if it has content."""
@@ -185,7 +186,7 @@ class BlockPool:
                 self._blank[block] = None
             elif block in self._pinned:
                 self._pins.add(block)
-            elif block in self._demoted:
+            elif block in self.demoted:
                 self._passed[block] = None
             else:
                 self._order.add((block,))
@@ -193,7 +194,7 @@ class BlockPool:
     def release_all(self, blocks: Iterable[int]) -> None:
         """`release` each, in this order."""
         ref_count, content, pinned = self.ref_count, self.content, self._pinned
-        blank, demoted = self._blank, self._demoted
+        blank, demoted = self._blank, self.demoted
         ordered: list[int] = []
         num_freed = 0
         for block in blocks:
@@ -221,12 +222,12 @@ class BlockPool:
         For what a session has gone past, so that only another's hit in the middle could use it.
         Such a hit ends it.
         """
-        if self.content[block] is None or block in self._pinned or block in self._demoted:
+        if self.content[block] is None or block in self._pinned or block in self.demoted:
             return
         if not self.ref_count[block]:
             self._order.drop(block)
             self._passed[block] = None
-        self._demoted.add(block)
+        self.demoted.add(block)
 
     def set_contents(
         self, group: int, found: Sequence[tuple[int, bytes]], is_reused: bool = False
@@ -239,6 +240,8 @@ class BlockPool:
             assert ref_count[block] and content[block] is None
             content[block] = group, digest
             num_uses[block] = is_recalled or is_reused
+        if self.new_contents is not None:
+            self.new_contents += [block for block, _ in found]
 
     def set_content(self, block: int, key: ContentKey) -> None:
         """Say what a held block contains; the caller has checked that no other block does."""
@@ -255,7 +258,7 @@ class BlockPool:
             self._blank[block] = None
         if block in self._pinned:
             self._pins.unpin(block)
-        self._demoted.discard(block)
+        self.demoted.discard(block)
         self.content[block] = None
         self._num_uses[block] = 0
 
@@ -279,7 +282,7 @@ class BlockPool:
             self._leave_free(block, False)
         if block in self._pinned:
             self._pins.unpin(block)
-        self._demoted.discard(block)
+        self.demoted.discard(block)
         self._pins.pin(block, priority, until_s)
         if is_free:
             self._pins.add(block)
@@ -317,7 +320,7 @@ class BlockPool:
         self._blank.clear()
         num_passed = min(num_passed, count - len(taken))
         passed = [self._passed.popitem(last=False)[0] for _ in range(num_passed)]
-        self._demoted.difference_update(passed)
+        self.demoted.difference_update(passed)
         self._empty(passed, evicted)
         taken += passed
         if num_ordered and len(taken) < count:

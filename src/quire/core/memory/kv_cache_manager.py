@@ -20,6 +20,8 @@ from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.prefix_index import PrefixIndex, PrefixMatch
 from quire.core.memory.state_snapshots import StateSnapshots
 from quire.core.memory.superseded import Superseded
+from quire.core.memory.tiers.block_moves import BlockMoves
+from quire.core.memory.tiers.contract import Tiers
 from quire.core.sequence import Eviction, Sequence, Snapshot
 from quire.core.step import HOLE_BLOCK, BlockCopy, EditKind, TableEdit
 from quire.errors import RequestNeverFitsError
@@ -35,6 +37,7 @@ class KVCacheConfig:
     num_blocks: pages in the pool, shared by all groups. block_size: tokens in a block of one group.
     secret: keys the content hashes (16 random bytes of the installation, or of this process).
     eviction: which cached contents are forgotten first; a name in `core.memory.eviction`.
+    tiers: what lies behind the pool, if anything does.
     """
 
     groups: tuple[KVGroup, ...]
@@ -43,6 +46,7 @@ class KVCacheConfig:
     enable_prefix_caching: bool = True
     secret: bytes = b""
     eviction: str = DEFAULT_ORDER
+    tiers: Tiers | None = None
 
 
 class KVCacheManager:
@@ -85,6 +89,9 @@ class KVCacheManager:
         self.deferred = DeferredFrees(self.pool)
         self.superseded = Superseded(self.cache, self.pool, growth, self.snapshots, self.ends)
         self.copy_on_write = CopyOnWrite(growth, self.pool, self.deferred, self._take)
+        self.moves: BlockMoves | None = None
+        if config.tiers is not None:
+            self.moves = BlockMoves(config.tiers, self.pool, self.cache, growth, self._take)
         self.num_blocks_to_grow = len(growth.growing)
         self.leaving: list[Sequence] = []
         self.padding: dict[Sequence, int] = {}
@@ -96,6 +103,8 @@ class KVCacheManager:
     def num_free_soon(self) -> int:
         """Blocks that are free, or may be when the steps in flight have ended."""
         num_leaving = sum([self.growth.num_held(ended.block_tables) for ended in self.leaving])
+        if self.moves is not None:
+            num_leaving += self.moves.num_free_soon
         return self.pool.num_free + self.deferred.num_blocks + num_leaving
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -180,6 +189,10 @@ class KVCacheManager:
                     pool.share(block)
             table.extend(ids)
         sequence.num_slots = self.growth.num_slots(sequence)
+        if self.moves is not None:
+            num_known = self.moves.loads.num_known_tokens(sequence)
+            match = match._replace(num_tier_tokens=num_known)
+            self.moves.loads.release(sequence, match.num_tokens)
         if sequence.num_admissions == 0:
             self.prefixes.count(sequence, match)
         sequence.num_admissions += 1
@@ -395,6 +408,8 @@ class KVCacheManager:
         with a copy that is yet to be made, which would not come if the step fails. States that the
         step in flight brings are waited for, where all their tokens are known.
         """
+        if self.moves is not None:
+            self.moves.loads.release(sequence)
         is_last = sequence.num_computed_tokens == len(sequence.token_ids)
         if self.snapshots.enabled and is_last and self.deferred.is_in_flight(sequence.last_step_id):
             self.leaving.append(sequence)
@@ -418,8 +433,11 @@ class KVCacheManager:
         self.prefixes.publish(sequence, num_written_tokens)
 
     def set_time(self, now_s: float) -> None:
-        """The engine's clock, before each step is planned: when blocks are evicted, pins end."""
+        """The engine's clock, before each step is planned: when blocks are evicted, pins end, and
+        moves go on."""
         self.now_s = self.pool.now_s = now_s
+        if self.moves is not None:
+            self.moves.go_on(now_s)
 
     def end_step(self, step_id: int, *, has_failed: bool = False) -> None:
         """Release what steps up to step_id held; they end in the order of their ids.

@@ -8,6 +8,8 @@ Every block of the pool counts once, however many hold it:
                 layers of KV groups need different amounts
     reserved    blocks that a table holds without a computed token in them
     in flight   blocks that only steps in flight hold, which may still read or copy them
+    moving      blocks that only moves between tiers hold: being filled, or stored, or filled for a
+                sequence that waits
     cached      free blocks whose content a prompt may find
     free        the rest
 
@@ -17,7 +19,7 @@ request and benchmarks that sample, never for a step. Called by `engine.engine`.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -27,8 +29,8 @@ from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.sequence import Sequence
 from quire.core.step import HOLE_BLOCK
 
-PARTS = ("useful", "unfilled", "unused", "reserved", "in_flight", "cached", "free")
-HELD_PARTS = PARTS[:5]
+PARTS = ("useful", "unfilled", "unused", "reserved", "in_flight", "moving", "cached", "free")
+HELD_PARTS = PARTS[:6]
 
 _BAR_WIDTH = 40
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -59,6 +61,8 @@ class MemoryReport:
         others wait for known tokens to be computed.
     saved_bytes: what the same holders would take besides if none shared a block with another.
     tenants: by name; that of requests without one is "".
+    tiers: of the tiers behind the KV memory what `BlockMoves.counts` says; empty where there are
+        none.
     """
 
     useful_bytes: int
@@ -66,11 +70,13 @@ class MemoryReport:
     unused_bytes: int
     reserved_bytes: int
     in_flight_bytes: int
+    moving_bytes: int
     cached_bytes: int
     free_bytes: int
     lookahead_bytes: int
     saved_bytes: int
     tenants: dict[str, TenantMemory]
+    tiers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def parts(self) -> dict[str, int]:
@@ -112,6 +118,7 @@ class MemoryReport:
                 }
                 for name, use in self.tenants.items()
             },
+            "tiers": self.tiers,
         }
 
     def __str__(self) -> str:
@@ -125,6 +132,11 @@ class MemoryReport:
                 f" reserved {format_bytes(use.reserved_bytes)}"
                 for name, use in sorted(self.tenants.items())
             ]
+        lines += [
+            f"behind it, on {name}: {format_bytes(counts['used_bytes'])}"
+            for name, counts in self.tiers.get("by_tier", {}).items()
+            if "used_bytes" in counts
+        ]
         return "\n".join(lines)
 
 
@@ -254,7 +266,9 @@ def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryRep
     block_bytes = memory.config.groups[0].bytes_per_block
     leaving = [table for ended in memory.leaving for table in ended.block_tables]
     in_flight = {*memory.deferred.blocks(), *chain(*leaving)} - held_blocks - {HOLE_BLOCK}
-    contents = map(pool.content.__getitem__, chain(in_flight, held_blocks))
+    moves = memory.moves
+    moving = set(() if moves is None else moves.blocks()) - held_blocks - in_flight
+    contents = map(pool.content.__getitem__, chain(in_flight, held_blocks, moving))
     num_cached = len(memory.cache) - sum(content is not None for content in contents)
     num_padding = holdings.num_padding_blocks.total()
     num_padding_leaving = memory.num_padding_blocks - num_padding
@@ -267,6 +281,7 @@ def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryRep
         unused_bytes=unused_bytes,
         reserved_bytes=reserved_bytes + num_padding * block_bytes,
         in_flight_bytes=(len(in_flight) + num_padding_leaving) * block_bytes,
+        moving_bytes=len(moving) * block_bytes,
         cached_bytes=num_cached * block_bytes,
         free_bytes=(pool.num_free - num_cached - num_padding - num_padding_leaving) * block_bytes,
         lookahead_bytes=(len(holdings.lookahead) + num_padding) * block_bytes,
@@ -274,6 +289,7 @@ def memory_report(memory: KVCacheManager, live: Iterable[Sequence]) -> MemoryRep
         tenants={
             name: holdings.tenant_memory(name, block_bytes) for name in holdings.num_sequences
         },
+        tiers={} if moves is None else moves.counts(),
     )
 
 

@@ -110,10 +110,6 @@ class PrefixCache:
             chain.append(parent)
         return blocks
 
-    def hash_tail(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """The hash of a partly filled block; differs from that of any full one."""
-        return hashlib.blake2b(parent + sortable(token_ids), digest_size=DIGEST_BYTES).digest()
-
     # ---- contents ---------------------------------------------------------------------------
 
     def find(self, group: int, digest: bytes) -> int | None:
@@ -148,6 +144,14 @@ class PrefixCache:
         """How many tokens the content has; None where the main group does not know it."""
         block = None if self._main is None else self.find(self._main, digest)
         return None if block is None else len(self._nodes[block][1]) // TOKEN_BYTES
+
+    def tail(self, digest: bytes) -> tuple[bytes, bytes] | None:
+        """The parent and the tokens of a partly filled block that the main group knows."""
+        block = None if self._main is None else self.find(self._main, digest)
+        node = None if block is None else self._nodes[block]
+        if node is None or len(node[1]) == TOKEN_BYTES * self.block_size:
+            return None
+        return node[:2]
 
     @property
     def has_public(self) -> bool:
@@ -280,6 +284,11 @@ class PrefixCache:
         assert isinstance(siblings, list), "an only child is another one"
         del siblings[bisect_left(siblings, child)]
         self._children[parent] = siblings if len(siblings) > 1 else siblings[0][1]
+
+
+def hash_tail(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The hash of a partly filled block; differs from that of any full one."""
+    return hashlib.blake2b(parent + sortable(token_ids), digest_size=DIGEST_BYTES).digest()
 
 
 def _forget_first(roots_of_first: dict[bytes, Counter[bytes]], root: bytes, tokens: bytes) -> None:

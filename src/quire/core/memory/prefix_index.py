@@ -17,7 +17,7 @@ from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.branch_ends import BranchEnds
 from quire.core.memory.group_match import GroupMatch, GroupPart, StatePages
 from quire.core.memory.growth import Growth
-from quire.core.memory.prefix_cache import PrefixCache, sortable
+from quire.core.memory.prefix_cache import PrefixCache, hash_tail, sortable
 from quire.core.memory.state_snapshots import StateSnapshots, give_way
 from quire.core.sequence import MissReason, PrefixMiss, Sequence
 from quire.core.step import HOLE_BLOCK
@@ -39,6 +39,7 @@ class PrefixMatch(NamedTuple):
     leader: the sequence that is computing the next block just now, or None.
     states: by group of states, the pages of a snapshot: to be copied. Empty: none.
     num_known_tokens: that the groups have which keep all tokens, in full blocks.
+    num_tier_tokens: that could be served with what other tiers have.
     """
 
     num_tokens: int
@@ -49,6 +50,7 @@ class PrefixMatch(NamedTuple):
     leader: Sequence | None = None
     states: StatePages = ()
     num_known_tokens: int = 0
+    num_tier_tokens: int = 0
 
     @property
     def copied(self) -> tuple[int, ...]:
@@ -289,7 +291,7 @@ class PrefixIndex:
         parent = digest = sequence.chain[index - 1] if index else sequence.chain_root
         if offset:
             token_ids = sequence.token_ids[index * size : num_written]
-            digest = self.cache.hash_tail(parent, token_ids)
+            digest = hash_tail(parent, token_ids)
             self._insert(sequence, index, [digest], [sortable(token_ids)])
         if self._snapshots.enabled and num_written == sequence.num_computed_tokens:
             self._snapshots.publish(sequence, digest)
@@ -369,6 +371,8 @@ class PrefixIndex:
             sequence.miss = PrefixMiss(MissReason.NOT_ASKED, 0)
         elif match.num_known_tokens > match.num_tokens:
             sequence.miss = PrefixMiss(MissReason.PASSED, match.num_tokens)
+        elif match.num_tier_tokens > match.num_tokens:
+            sequence.miss = PrefixMiss(MissReason.NOT_LOADED, match.num_tokens)
         else:
             sequence.miss = explain_miss(
                 self.cache,

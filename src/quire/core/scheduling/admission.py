@@ -28,6 +28,7 @@ class Verdict(Enum):
     """Why a waiting sequence can't be admitted now."""
 
     NO_CAPACITY = "no_capacity"  # rows or blocks are missing
+    LOADS = "loads"  # what it needs is being brought from another tier
     FOLLOWS = "follows"  # another computes what it needs just now; it would only do so twice
 
 
@@ -89,6 +90,9 @@ class CapacityCheck:
         self._step_id = step_id
         if not running_set.free_rows:
             return Verdict.NO_CAPACITY
+        moves = memory.moves
+        if moves is not None and moves.loads.awaits(sequence):
+            return Verdict.LOADS
         num_outranking, is_idle = 0, running_set.is_idle
         if not is_idle:
             num_outranking = bisect_left(running_set.running, sequence.rank, key=rank_of)
@@ -115,6 +119,8 @@ class CapacityCheck:
             return Verdict.FOLLOWS
         needed = memory.num_blocks_to_admit(sequence, match)
         if needed <= num_usable and (is_sure or self.fits_later(sequence, needed)):
+            if moves is not None and moves.loads.begin(sequence, match, memory.now_s):
+                return Verdict.LOADS
             self._note_start(sequence, needed, step_id)
             return match
         if failed is None:
@@ -301,7 +307,7 @@ class Admission:
             num_outranking = bisect_left(running_set.running, head.rank, key=rank_of)
             num_spare = num_outranking * memory.num_blocks_to_grow
             needed = memory.num_blocks_to_admit(head, match) + num_spare
-            if not self._could_take(needed, head.rank):
+            if not self._could_take(needed, head):
                 return
         self.clear_way(head, num_spare, from_all=is_idle)
         if not running_set.free_rows:
@@ -322,15 +328,18 @@ class Admission:
                 return
             self._running_set.reclaim(needed, sequence, from_running=True, from_all=from_all)
 
-    def _could_take(self, num_wanted: int, rank: tuple[float, ...]) -> bool:
-        """Whether num_wanted blocks would be free if all outranked sequences gave up all theirs."""
-        running_set = self._running_set
+    def _could_take(self, num_wanted: int, head: Sequence) -> bool:
+        """Whether num_wanted blocks would be free if all that it outranks gave up all theirs."""
+        running_set, rank = self._running_set, head.rank
         outranked = [
             *running_set.running[bisect_left(running_set.running, rank, key=rank_of) :],
             *running_set.preempted[bisect_left(running_set.preempted, rank, key=rank_of) :],
         ]
         num_held = self._memory.growth.num_held
         num_theirs = sum(num_held(sequence.block_tables) for sequence in outranked)
+        moves = self._memory.moves
+        if moves is not None:
+            num_theirs += sum(map(moves.loads.num_held, running_set.loading(head, rank)))
         return num_wanted <= self._memory.num_free_soon + num_theirs
 
     def admit_waiting(
@@ -400,6 +409,9 @@ class Admission:
 
     def _is_early(self, sequence: Sequence) -> bool:
         """Whether it can't go on yet, however many blocks are free."""
+        moves = self._memory.moves
+        if moves is not None and moves.loads.awaits(sequence):
+            return True
         return sequence.num_pending_tokens > 0 or self._beams.has_reported(sequence)
 
     def serve(self, sequence: Sequence, budget: StepBudget) -> int:

@@ -3,7 +3,7 @@
 They hold after any step. A check costs O(all blocks and sequences).
 
 Every block is accounted for exactly once: free, or held with a reference count that equals its
-holders (table entries and steps in flight). Every row is free or owned once.
+holders (table entries, steps and moves in flight). Every row is free or owned once.
 """
 
 from collections import Counter
@@ -20,6 +20,8 @@ def check_memory(memory: KVCacheManager, live: list[Sequence]) -> None:
     pool = memory.pool
     holders = Counter(memory.deferred.blocks())
     assert memory.deferred.num_blocks == holders.total()
+    if memory.moves is not None:
+        holders.update(memory.moves.blocks())
     for sequence in [*live, *memory.leaving]:
         for table in sequence.block_tables:
             holders.update(block for block in table if block != HOLE_BLOCK)

@@ -3,8 +3,9 @@
 Used by the scheduler and admission, which decide which sequence gets what.
 
 Progress: the ranks of sequences that ever ran are a total order that never changes. A sequence
-takes blocks from those that it outranks: first what they reserved ahead, then the prefixes that
-preempted ones still hold, then the tails of running ones, always from the last-ranked on. So the
+takes blocks from those that it outranks: first what they reserved ahead, then what was loaded for
+waiting ones, then the prefixes that preempted ones still hold, then the tails of running ones,
+always from the last-ranked on. What was loaded for one that never ran goes to any that did. So the
 first-ranked can have the whole pool, into which it fits by itself, and no other takes what it
 holds: it ends. Then the next one is first.
 """
@@ -169,6 +170,7 @@ class RunningSet:
         pool, rank = self._memory.pool, () if from_all else needy.rank
         if pool.num_free < num_wanted:
             self._take_reserves(num_wanted)
+            self._take_loaded(num_wanted, needy, rank)
             self._take_kept(num_wanted, needy, rank)
         while (
             from_running
@@ -204,6 +206,29 @@ class RunningSet:
                         for rule in memory.growth.growing
                     ]
                 )
+
+    def loading(self, needy: Sequence, rank: tuple[float, ...]) -> list[Sequence]:
+        """Those for which something is being loaded, or was, and that `needy` may take it from; the
+        last first: those ranked behind, and, where it ever ran, those that never did."""
+        moves = self._memory.moves
+        if moves is None:
+            return []
+        has_run = needy.num_admissions > 0
+        behind = [
+            sequence
+            for sequence in moves.loads.sequences
+            if sequence is not needy
+            and (sequence.rank > rank or (has_run and sequence.num_admissions == 0))
+        ]
+        return sorted(behind, key=rank_of, reverse=True)
+
+    def _take_loaded(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
+        moves = self._memory.moves
+        # Its own at last: what was loaded behind a block that did not come is of no use to it.
+        for sequence in (*self.loading(needy, rank), needy):
+            if self._memory.num_free_soon >= num_wanted or moves is None:
+                return
+            moves.loads.give_up(sequence)
 
     def _take_kept(self, num_wanted: int, needy: Sequence, rank: tuple[float, ...]) -> None:
         memory = self._memory

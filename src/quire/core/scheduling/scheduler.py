@@ -204,13 +204,16 @@ class Scheduler:
         else:
             joins = self._plan_all(chunks, now_s)
         if not chunks:
-            if self.has_unfinished and not self._in_flight and not _await_masks(self.running):
+            awaits = self._in_flight or _await_masks(self.running) or _moves_blocks(self.memory)
+            if self.has_unfinished and not awaits:
                 raise SchedulerStalledError(_describe(self))
             return None
         if self.policy.counts_steps:
             self.policy.on_step(now_s)
         step, named = self._launch(chunks)
         self.pacer.launch(step.step_id)
+        if self.memory.moves is not None:
+            self.memory.moves.launch(step.step_id, chunks)
         self._join_forks(step, joins)
         return self._builder.take(step.step_id, len(self.running), step.num_tokens, named)
 
@@ -442,6 +445,11 @@ def _await_masks(running: list[Sequence]) -> bool:
     """Whether any can't go on before what its tokens must obey is known."""
     constraints = (sequence.constraint for sequence in running)
     return any(constraint is not None and not constraint.is_ready for constraint in constraints)
+
+
+def _moves_blocks(memory: KVCacheManager) -> bool:
+    """Whether blocks may come free, or get what is waited for, without a step."""
+    return memory.moves is not None and memory.moves.num_in_flight > 0
 
 
 def _describe(scheduler: Scheduler) -> str:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -25,6 +26,7 @@ from quire.layers.linear import Linear, WeightSlot, without_weights
 from quire.layers.sharded import LinearMethods, Sharding
 from quire.models.checkpoints.quantized import refuse_quantized_weights
 from quire.models.checkpoints.source import CheckpointSource
+from quire.models.checkpoints.weights_digest import WeightsDigest
 from quire.models.config import ModelConfig
 from quire.models.interface import TextModel
 from quire.models.registry import MODELS, ModelEntry
@@ -39,6 +41,23 @@ _MAX_NAMES_SHOWN = 8
 Progress = Callable[[int, int], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How weights are read.
+
+    num_threads: that fill the model. on_progress: called with (weights read, weights in all) about
+    a hundred times, from the thread that loads. digest: is given all that is read; None: it is
+    not hashed.
+    """
+
+    num_threads: int = 1
+    on_progress: Progress | None = None
+    digest: WeightsDigest | None = None
+
+
+ONE_THREAD = Reading()
+
+
 def load_model(
     folder: Path,
     config: ModelConfig,
@@ -47,16 +66,14 @@ def load_model(
     device: torch.device,
     max_model_len: int,
     methods: LinearMethods | None = None,
-    num_threads: int = 1,
-    on_progress: Progress | None = None,
+    reading: Reading = ONE_THREAD,
 ) -> TextModel:
     """The model of `folder`, whose `config` is `registry.load_config(folder)`, ready to run.
 
     dtype: of all parameters; the checkpoint's numbers are converted. max_model_len: fixes rope
     types that depend on a length. methods: of the linears; None: torch's, dense; where they have a
-    `sharding`, the model is one rank's share of the model that `config` describes. num_threads:
-    that fill the model. on_progress: called with (weights read, weights in all) about a hundred
-    times, from the calling thread. Needs the model's memory once, plus a few MiB for each thread.
+    `sharding`, the model is one rank's share of the model that `config` describes. Needs the
+    model's memory once, plus a few MiB for each thread that reads.
     Raises CheckpointError that names the file or the tensors at fault.
     """
     entry = MODELS[config.architecture]
@@ -88,7 +105,7 @@ def load_model(
         slots = _cut_slots(slots, sharding, _untied_shapes(config, entry, method))
     if config.tie_word_embeddings:
         _merge_ends(slots, checkpoint, entry)
-    _fill(slots, checkpoint, num_threads, on_progress)
+    _fill(slots, checkpoint, reading)
     for linear in linears:
         linear.finish()
     return model.eval()
@@ -176,8 +193,7 @@ def _kept_and_spare_end(checkpoint: CheckpointSource, entry: ModelEntry) -> tupl
 def _fill(
     slots: Mapping[str, tuple[WeightSlot, ...]],
     checkpoint: CheckpointSource,
-    num_threads: int,
-    on_progress: Progress | None = None,
+    reading: Reading,
 ) -> None:
     pieces = [
         (name, rows)
@@ -189,6 +205,8 @@ def _fill(
     def load(piece: tuple[str, range]) -> None:
         name, span = piece
         with checkpoint.rows(name, span) as rows:
+            if reading.digest is not None:
+                reading.digest.add(name, span.start, rows)
             for slot in slots[name]:
                 slot.load(span.start, rows)
 
@@ -199,14 +217,14 @@ def _fill(
         for size, _ in zip(sizes, results, strict=True):
             done += size
             percent = 100 * done // max(1, total)
-            if on_progress is not None and percent > reported:
+            if reading.on_progress is not None and percent > reported:
                 reported = percent
-                on_progress(done, total)
+                reading.on_progress(done, total)
 
-    if num_threads == 1:
+    if reading.num_threads == 1:
         load_all(map(load, pieces))
         return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as threads:
+    with ThreadPoolExecutor(reading.num_threads, thread_name_prefix="load") as threads:
         load_all(threads.map(load, pieces))
 
 

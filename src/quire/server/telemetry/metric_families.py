@@ -89,6 +89,62 @@ _ENGINE_COUNTERS = (
     ("num_hit_tokens", "quire_prefix_hit_tokens_total", "Prompt tokens found there."),
 )
 
+_MOVE_COUNTERS = (
+    (
+        "num_hit_tokens",
+        "quire_prefix_loaded_tokens_total",
+        "Of the prompt tokens found, those that were loaded from a tier.",
+    ),
+    (
+        "num_loaded_tokens",
+        "quire_tier_loaded_tokens_total",
+        "Tokens loaded from a tier, those of preempted sequences included.",
+    ),
+    ("num_loads", "quire_tier_loads_total", "Loads begun, each of one sequence's prefix."),
+    (
+        "num_declined",
+        "quire_tier_loads_declined_total",
+        "Loads not begun, since computing was predicted to be faster, or nothing could be read.",
+    ),
+    ("num_late", "quire_tier_loads_late_total", "Loads given up, since they took too long."),
+    (
+        "predicted_s",
+        "quire_tier_load_predicted_seconds_total",
+        "What loads of which all came were predicted to take.",
+    ),
+    ("waited_s", "quire_tier_load_seconds_total", "What they took."),
+)
+
+_LOADED_BLOCKS = (("num_loaded_blocks", "loaded"), ("num_failed_blocks", "failed"))
+_STORED_BLOCKS = (
+    ("num_stored_blocks", "stored"),
+    ("num_not_stored_blocks", "failed"),
+    ("num_too_late_blocks", "evicted"),
+)
+
+_TIER_GAUGES = (
+    ("used_bytes", "quire_tier_bytes", "What a tier takes, of all models together."),
+    ("num_records", "quire_tier_records", "Blocks that a tier keeps for this model."),
+    ("queued_bytes", "quire_tier_queued_bytes", "What waits to be written to a tier."),
+    (
+        "bytes_per_s",
+        "quire_tier_read_rate_bytes_per_second",
+        "How fast loads come, as learned from those that ended.",
+    ),
+    ("is_reading", "quire_tier_reading", "1 while a tier is read, 0 while that is paused."),
+    ("is_writing", "quire_tier_writing", "1 while a tier is written, 0 while that is paused."),
+)
+
+_TIER_COUNTERS = (
+    ("loaded_bytes", "quire_tier_read_bytes_total", "Bytes of blocks read from a tier."),
+    ("stored_bytes", "quire_tier_written_bytes_total", "Bytes written to a tier."),
+    ("damaged", "quire_tier_damaged_total", "Blocks that were not what they should be."),
+    ("rewritten", "quire_tier_rewritten_total", "Blocks kept when what lay beside them went."),
+)
+
+_TIER_FAILURES = (("load_failures", "read"), ("store_failures", "write"))
+_TIER_DROPS = (("over_budget", "budget"), ("over_queue", "queue"))
+
 _ENGINE_TIMES = (
     ("queue_s", "quire_queue_time_seconds", "From a request's arrival until it is scheduled."),
     ("prefill_s", "quire_prefill_time_seconds", "From there to its first token."),
@@ -192,9 +248,62 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
             ("reason",),
             (((reason.value,), found.get(reason.value, 0)) for reason in COUNTED_REASONS),
         )
+    if stats.get("tiers"):
+        yield from _move_families(stats["tiers"])
     for key, name, text in _ENGINE_TIMES:
         if key in stats.get("times", ()):
             yield _histogram(name, text, stats["times"][key])
+
+
+def _move_families(moves: Mapping[str, Any]) -> Iterator[Metric]:
+    """Of the moves between the KV memory and its tiers, as `BlockMoves.counts`."""
+    for key, name, text in _MOVE_COUNTERS:
+        yield CounterMetricFamily(name, text, moves[key])
+    yield _counter(
+        "quire_tier_load_blocks_total",
+        "Blocks that were loaded, by how that ended.",
+        ("result",),
+        (((result,), moves[key]) for key, result in _LOADED_BLOCKS),
+    )
+    yield _counter(
+        "quire_tier_store_blocks_total",
+        "Blocks that were to be stored, by what became of them.",
+        ("result",),
+        (((result,), moves[key]) for key, result in _STORED_BLOCKS),
+    )
+    tiers: Mapping[str, Mapping[str, float]] = moves["by_tier"]
+    for key, name, text in _TIER_GAUGES:
+        yield _gauge(name, text, ("tier",), _by_tier(tiers, key))
+    for key, name, text in _TIER_COUNTERS:
+        yield _counter(name, text, ("tier",), _by_tier(tiers, key))
+    yield _counter(
+        "quire_tier_failures_total",
+        "Reads and writes that failed or hung.",
+        ("tier", "operation"),
+        _by_tier_and(tiers, _TIER_FAILURES),
+    )
+    yield _counter(
+        "quire_tier_dropped_total",
+        "Blocks not written, for the bytes of a day or since too much waited.",
+        ("tier", "reason"),
+        _by_tier_and(tiers, _TIER_DROPS),
+    )
+
+
+def _by_tier(tiers: Mapping[str, Mapping[str, float]], key: str) -> Samples:
+    """What a tier does not count is left out."""
+    return (((name,), float(counts[key])) for name, counts in tiers.items() if key in counts)
+
+
+def _by_tier_and(
+    tiers: Mapping[str, Mapping[str, float]], keys: Iterable[tuple[str, str]]
+) -> Samples:
+    return (
+        ((name, value), counts[key])
+        for key, value in keys
+        for name, counts in tiers.items()
+        if key in counts
+    )
 
 
 def memory_families(memory: Mapping[str, Any], num_blocks: int | None) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ import pytest
 NUM_BLOCKS = 512
 BODY = {"prompt": "def f(" + "a, " * 40, "max_tokens": 400, "n": 2, "temperature": 1.0}
 BODY |= {"ignore_eos": True, "stream": True}
-NUMBERS = ("useful", "unfilled", "unused", "reserved", "in_flight", "cached", "free")
+NUMBERS = ("useful", "unfilled", "unused", "reserved", "in_flight", "moving", "cached", "free")
 
 
 def parts(report):
@@ -18,7 +18,7 @@ def test_an_idle_server_holds_nothing(http):
     report = http.get("/memory").raise_for_status().json()
     assert sum(parts(report)) == report["total_bytes"] > 0
     assert sum(parts(report)[:4]) == 0 and report["useful_share"] is None
-    assert report["tenants"] == {}
+    assert report["tenants"] == {} and report["tiers"] == {}
     assert set(report["device"]) == {"weight_bytes", "kv_cache_bytes"}
     assert report["device"]["kv_cache_bytes"] == report["total_bytes"]
 

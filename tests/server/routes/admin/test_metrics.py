@@ -16,10 +16,12 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 from tests.engine_client.fake_engine_process import COMMAND
 from tests.server.launching import WAIT_S, launched
+from tests.server.telemetry.tier_counts import no_moves
 
 from quire.core.memory.memory_report import PARTS
 from quire.core.sequence import COUNTED_REASONS
 from quire.engine_client.recovery import EngineState
+from quire.server.telemetry.metric_families import engine_families
 from quire.server.telemetry.monitor import FINISH_REASONS
 
 ROOT = Path(__file__).parents[4]
@@ -50,6 +52,13 @@ def scrape_idle(http):
 def names(text):
     """Names of families as they stand in HELP lines: counters with their `_total`."""
     return set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
+
+
+def names_of(families):
+    """The same of families that no server has sent."""
+    return {
+        f"{family.name}_total" if family.type == "counter" else family.name for family in families
+    }
 
 
 def generate(http, **more):
@@ -181,9 +190,11 @@ def test_the_buckets_reach_from_a_tenth_of_a_millisecond_to_minutes(http):
 
 @pytest.fixture
 def exposed(http):
-    """Every name that a served request makes appear."""
+    """Every name that a served request makes appear, and those of a tier."""
     generate(http)
-    return names(http.get("/metrics").text)
+    text = http.get("/metrics").text
+    assert not any(name.startswith("quire_tier_") for name in names(text)), "there is none"
+    return names(text) | names_of(engine_families({"tiers": no_moves()}))
 
 
 def test_every_metric_is_written_about_and_nothing_else(exposed):

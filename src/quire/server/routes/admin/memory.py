@@ -28,7 +28,8 @@ MAX_BLOCK = 2**31 - 1
 
 @router.get("/memory")
 async def memory(http: HTTPRequest) -> dict[str, Any]:
-    """Bytes of the KV cache by what they do (see `core.memory.memory_report`);
+    """Bytes of the KV cache by what they do (see `core.memory.memory_report`); `tiers`: what was
+    loaded from and stored in those behind it (see `BlockMoves.counts`), empty without any;
     `device`: what it is a part of (see `engine_client.device_ledger`). Raises EngineDeadError,
     which is 503."""
     _check_query(http, ())

@@ -1,0 +1,266 @@
+"""Collects what determines the bytes of cached pages: the fingerprint of the disk tier.
+
+What is in it, by the part of the fingerprint:
+
+    weights    the content of all tensors that fill the model, as they are stored
+    model      its config as it was understood, and the positions' frequencies under max_model_len
+    pages      block size, groups and windows, where each layer lies and in which format; ranks
+    numerics   the number formats, and whatever computes: kernels, backends, libraries, device
+    code       the sources of what computes, those of others' classes too
+
+What is left out changes no byte, by the laws of docs/determinism.md: numbers of threads, sizes of
+steps, of batches and of the pool, policies, graphs, seeds and sampling; nor is anything here of the
+tokenizer, the chat template or a model's name, since pages are found by token ids. The tenant and
+the salt are in the records' names. Too much in it costs a cold cache, too little wrong tokens: so
+the sources count as a whole, where a release may have changed a comment only. Called by
+`rank_build`.
+"""
+
+import hashlib
+import importlib.metadata
+import inspect
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from quire.assembly.device_setup import DeviceSetup
+from quire.errors import ConfigurationError
+from quire.formats.weight_format import LinearMethod
+from quire.layers.linear import Linear
+from quire.models.checkpoints.weights_digest import WeightsDigest
+from quire.models.config import ModelConfig
+from quire.models.interface import TextModel
+from quire.options.engine_options import EngineOptions
+from quire.runtime.page_layout import KVCacheLayout
+from quire.tiers.fingerprint import Fingerprint
+from quire.version import __version__
+
+PACKAGE = Path(__file__).parent.parent
+COMPUTING_FOLDERS = (
+    *("attention", "distributed", "formats", "kernels", "layers", "models", "recurrence"),
+    "runtime",
+)
+"""Of the package: what K, V and states come from."""
+
+NO_KV_FIELDS = frozenset(
+    {
+        "dtype",  # what the checkpoint's numbers are is in `weights`, what computes in `numerics`
+        "tie_word_embeddings",  # the rest is about what comes behind the last layer
+        "num_labels",
+        "logits_scale",
+        "vocab_size",
+        "max_position_embeddings",  # its effect is in the frequencies, or in a tensor's shape
+    }
+)
+"""Of a model's config: those that change no byte of a page by themselves."""
+
+_OURS = ("quire", "torch")
+
+
+class PageIdentity:
+    """Of the pages of one rank, while it is built.
+
+    weights: is given what is loaded.
+    """
+
+    def __init__(self) -> None:
+        self.weights = WeightsDigest()
+        self._max_model_len = 0
+        self._classes: set[type] = set()
+
+    def saw(self, model: TextModel, max_model_len: int) -> None:
+        """The model is loaded, for sequences of this length."""
+        self._max_model_len = max_model_len
+        modules = list(model.modules())
+        methods = [module.method for module in modules if isinstance(module, Linear)]
+        self._classes = {type(each) for each in (*modules, *methods)}
+        if model.recurrence is not None:
+            self._classes.add(type(model.recurrence))
+
+    def fingerprint(
+        self,
+        options: EngineOptions,
+        setup: DeviceSetup,
+        config: ModelConfig,
+        layout: KVCacheLayout,
+        *,
+        num_ranks: int,
+        is_native: bool,
+    ) -> Fingerprint:
+        """After `saw`. is_native: as `ModelRunner` says. Raises ConfigurationError for parts that
+        can't be told from others."""
+        backend = setup.new_backend()
+        attention = {"backend": _name(type(backend))}
+        if backend.package is not None:
+            attention[backend.package] = importlib.metadata.version(backend.package)
+        numerics: dict[str, Any] = {
+            "dtype": str(setup.dtype),
+            "kv_dtype": str(setup.kv_dtype),
+            "quantization": options.quantization,
+            "linears": sorted({_name(each) for each in self._classes if _multiplies(each)}),
+            "attention": attention,
+            "kernels": setup.name,
+            **_device(setup, is_native),
+        }
+        seen = self._classes | {type(backend), type(config)}
+        positions = config.position_key(self._max_model_len)
+        return Fingerprint(
+            weights=self.weights.digest().hex(),
+            model=_config(config) | {"positions": _short_digest(positions)},
+            pages=_pages(options.block_size, layout) | {"ranks": num_ranks},
+            numerics=numerics,
+            code={"quire": _package_digest(PACKAGE), **_sources_of_others(seen)},
+            label=options.model or "the embedded model",
+        )
+
+
+def _config(config: ModelConfig) -> dict[str, Any]:
+    plain: dict[str, Any] = _plain(config, type(config).__name__)
+    return {name: value for name, value in plain.items() if name not in NO_KV_FIELDS}
+
+
+def _pages(block_size: int, layout: KVCacheLayout) -> dict[str, Any]:
+    groups = [
+        {
+            "kind": group.kind.value,
+            "layers": list(group.layers),
+            "window": group.window,
+            "state_blocks": group.num_state_blocks,
+        }
+        for group in layout.groups
+    ]
+    layers = [
+        [*place, str(form.dtype), form.bytes_per_layer]
+        for place, form in zip(layout.layer_places, layout.formats, strict=True)
+    ]
+    states = [
+        [place.group, place.first_unit, place.units_per_page] for place in layout.state_places
+    ]
+    return {
+        "block_size": block_size,
+        "bytes_per_block": layout.bytes_per_block,
+        "groups": groups,
+        "layers": layers,
+        "states": states,
+    }
+
+
+def _device(setup: DeviceSetup, is_native: bool) -> dict[str, Any]:
+    """What computes beside our own sources. torch always makes the tables of the rotation."""
+    facts: dict[str, Any] = {
+        "program": "native" if is_native else "modules",
+        "torch": torch.__version__,
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
+        "libc": " ".join(platform.libc_ver()),
+        "machine": platform.machine(),
+    }
+    if setup.kernels is not None:
+        facts["library"] = _file_digest(setup.kernels.library.path)
+    if is_native:
+        return facts
+    facts["matmul_precision"] = torch.get_float32_matmul_precision()
+    if setup.is_triton:
+        facts["batch_invariant"] = setup.batch_invariant
+        facts["triton"] = importlib.metadata.version("triton")
+    if setup.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(setup.device)
+        facts["device"] = f"{gpu.name}, {gpu.major}.{gpu.minor}, {gpu.multi_processor_count}"
+        facts["cuda"] = torch.version.cuda
+    else:
+        facts["device"] = _processor()
+    return facts
+
+
+def _processor() -> str:
+    """By which torch's libraries choose how they multiply."""
+    wanted = ("vendor_id", "model name", "cpu family", "model", "flags", "Features")
+    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    found = {name.strip(): text.strip() for name, _, text in (x.partition(":") for x in lines)}
+    said = "\n".join(f"{name}: {found.get(name)}" for name in wanted)
+    return f"{found.get('model name', 'a processor')}, {_short_digest(said.encode())}"
+
+
+def _multiplies(kind: type) -> bool:
+    return issubclass(kind, LinearMethod)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _plain(value: Any, where: str) -> Any:
+    """As data that JSON has. Raises ConfigurationError for what has no such form."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Enum):
+        return _plain(value.value, where)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, where) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        names = (each.name for each in fields(value))
+        inner = {name: _plain(getattr(value, name), f"{where}.{name}") for name in names}
+        return {"type": type(value).__name__, **inner}
+    raise ConfigurationError(
+        f"cache_dir can't be used with this model: {where} is of type {type(value).__name__}, which"
+        " says nothing that another process could compare; leave cache_dir out"
+    )
+
+
+def _package_digest(package: Path) -> str:
+    """Of the sources in COMPUTING_FOLDERS; the version, where there are only compiled ones."""
+    paths = [path for name in COMPUTING_FOLDERS for path in (package / name).rglob("*.py")]
+    if not paths:
+        return f"version {__version__}"
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(paths):
+        content = path.read_bytes()
+        name = path.relative_to(package).as_posix()
+        digest.update(f"{len(name)} {len(content)} {name}".encode() + content)
+    return digest.hexdigest()
+
+
+def _sources_of_others(classes: Iterable[type]) -> dict[str, str]:
+    """Of modules outside the package in which one of the classes, or a base of it, is defined.
+
+    Raises ConfigurationError where a class has no file: it might be another one tomorrow.
+    """
+    found: dict[str, str] = {}
+    for kind in (base for each in classes for base in each.__mro__):
+        root = kind.__module__.partition(".")[0]
+        if root in _OURS or root in sys.stdlib_module_names:
+            continue
+        path = _source_file(kind)
+        if path is None:
+            raise ConfigurationError(
+                f"cache_dir can't be used with {_name(kind)}, which has no source file by which"
+                " another process could tell it from another version; put it into a module, or"
+                " leave cache_dir out"
+            )
+        found[kind.__module__] = _file_digest(path)
+    return found
+
+
+def _source_file(kind: type) -> Path | None:
+    try:
+        return Path(inspect.getfile(kind))
+    except (TypeError, OSError):  # of the interpreter, or of a session that is typed
+        return None
+
+
+def _file_digest(path: Path) -> str:
+    return xxhash.xxh3_128_hexdigest(path.read_bytes())
+
+
+def _short_digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,300 @@
+"""`quire cache`: says what a cache folder holds, checks every byte of it, or empties it.
+
+    quire cache inspect FOLDER      beside an engine that uses it, too; changes nothing
+    quire cache verify FOLDER       reads all records; changes nothing
+    quire cache empty FOLDER        removes them; the secret stays
+
+A folder is only touched where it looks like one of ours, and of what is in it only what an engine
+made. Called by `main`.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from quire.core.memory.memory_report import format_bytes
+from quire.errors import ConfigurationError
+from quire.tiers.disk.files import Files, read_whole
+from quire.tiers.disk.folder import CacheFolder
+from quire.tiers.disk.record import Record, payload_digest
+from quire.tiers.disk.segment import Contents, read_segment, segment_number
+from quire.tiers.fingerprint import SUFFIX, is_namespace, read_description
+
+_LOCK = "lock"
+_ALL_LOCKS = Path("/proc/locks")
+
+
+@dataclass(slots=True)
+class Namespace:
+    """What was computed by one model in one way.
+
+    label: what the model was called. in_short: what else it was. None: not described. num_records:
+    by group. num_tails: of them, those of partly filled blocks. num_unsealed: segments without a
+    footer: of an engine that runs, or that was killed. num_foreign: files that are no segment of
+    this namespace, or can't be read. changed_s: by time.time.
+    """
+
+    fingerprint: str
+    label: str | None = None
+    in_short: str | None = None
+    num_segments: int = 0
+    num_unsealed: int = 0
+    num_foreign: int = 0
+    num_bytes: int = 0
+    num_records: dict[int, int] = field(default_factory=dict)
+    num_tails: int = 0
+    payload_bytes: int = 0
+    changed_s: float = 0.0
+    description: dict[str, Any] | None = None
+
+    def lines(self) -> list[str]:
+        """For people."""
+        changed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.changed_s))
+        unsealed = f"; {self.num_unsealed} not sealed" if self.num_unsealed else ""
+        size = format_bytes(self.num_bytes)
+        records = [f"{count} of group {group}" for group, count in self.num_records.items()]
+        lines = [
+            f"{self.fingerprint}  {self.label or 'not described'}",
+            f"  {size} in {self.num_segments} segments, last written {changed}{unsealed}",
+            f"  records: {', '.join(records) or 'none'}; partly filled blocks: {self.num_tails}",
+        ]
+        if self.num_foreign:
+            lines.append(f"  files that are no segments of it, or unreadable: {self.num_foreign}")
+        if self.in_short is not None:
+            lines.append(f"  {self.in_short}")
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """holder: the process whose engine uses the folder; None: none that can be seen from here."""
+
+    folder: str
+    holder: int | None
+    num_bytes: int
+    namespaces: list[Namespace]
+
+    is_bad: ClassVar[bool] = False
+
+    def lines(self) -> list[str]:
+        """One about the folder, and a few about each namespace, the latest first."""
+        used = "no engine uses it" if self.holder is None else f"process {self.holder} uses it"
+        count = len(self.namespaces)
+        first = f"{self.folder}: {format_bytes(self.num_bytes)}, namespaces: {count}; {used}"
+        return [first, *(line for each in self.namespaces for line in ("", *each.lines()))]
+
+
+@dataclass(slots=True)
+class Check:
+    """damaged: "FILE: GROUP/NAME" of each record whose bytes are not what was written; foreign:
+    files that are no segment of their folder, or can't be read."""
+
+    folder: str
+    num_records: int = 0
+    num_bytes: int = 0
+    elapsed_s: float = 0.0
+    damaged: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+
+    @property
+    def is_bad(self) -> bool:
+        return bool(self.damaged or self.foreign)
+
+    def lines(self) -> list[str]:
+        """The result first, then what is wrong."""
+        size = format_bytes(self.num_bytes)
+        rate = format_bytes(self.num_bytes / max(self.elapsed_s, 1e-9))
+        first = f"{self.num_records} records, {size}, read in {self.elapsed_s:.1f} s ({rate}/s)"
+        wrong = [f"damaged: {each}" for each in self.damaged]
+        wrong += [f"no segment of its folder, or unreadable: {each}" for each in self.foreign]
+        if wrong:
+            wrong.append(
+                "an engine takes all of these for misses; `quire cache empty` removes them"
+            )
+        return [f"{first}: {'damaged' if self.is_bad else 'all sound'}", *wrong]
+
+
+@dataclass(slots=True)
+class Removal:
+    """What `empty` has removed."""
+
+    folder: str
+    num_files: int = 0
+    num_bytes: int = 0
+
+    is_bad: ClassVar[bool] = False
+
+    def lines(self) -> list[str]:
+        return [f"removed {self.num_files} files, {format_bytes(self.num_bytes)}"]
+
+
+def main(action: str, folder: Path, *, as_json: bool) -> int:
+    """Do one action, print what came of it, and return the exit code.
+
+    Raises ConfigurationError for a folder that is not ours, or that an engine uses where it must
+    not, and OSError.
+    """
+    done = ACTIONS[action](folder)
+    lines = [json.dumps(asdict(done), indent=1)] if as_json else done.lines()
+    print("\n".join(lines))
+    return int(done.is_bad)
+
+
+# ---- what is there ------------------------------------------------------------------------------
+
+
+def survey(folder: Path) -> Survey:
+    """Takes no lock and writes nothing."""
+    _check_is_ours(folder)
+    namespaces = [_namespace(path) for path in _namespaces(folder)]
+    namespaces.sort(key=lambda each: -each.changed_s)
+    num_bytes = sum(each.num_bytes for each in namespaces)
+    return Survey(str(folder), holder_of(folder), num_bytes, namespaces)
+
+
+def _namespace(path: Path) -> Namespace:
+    found = Namespace(path.name)
+    described = read_description(path.parent, path.name)
+    if described is not None:
+        found.label, found.in_short = described.label, described.in_short
+        found.description = json.loads(described.to_json())
+    num_records: Counter[int] = Counter()
+    for file, contents in _segments(path):
+        try:
+            status = file.stat()
+        except FileNotFoundError:  # evicted meanwhile
+            continue
+        found.num_bytes += status.st_size
+        found.changed_s = max(found.changed_s, status.st_mtime)
+        if contents is None:
+            found.num_foreign += 1
+            continue
+        found.num_segments += 1
+        found.num_unsealed += not contents.is_sealed
+        num_records.update(record.group for record in contents.records)
+        found.num_tails += sum(bool(record.tokens) for record in contents.records)
+        found.payload_bytes += sum(record.num_bytes for record in contents.records)
+    found.num_records = dict(sorted(num_records.items()))
+    return found
+
+
+def _namespaces(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if is_namespace(path.name) and path.is_dir())
+
+
+def _segments(namespace: Path) -> Iterator[tuple[Path, Contents | None]]:
+    """The segments of a namespace with what is in them; None: of others, or unreadable."""
+    for path in sorted(namespace.iterdir()):
+        number = segment_number(path.name)
+        if number is None:
+            continue
+        try:
+            contents = read_segment(Files(), path, number, bytes.fromhex(namespace.name))
+        except OSError:
+            contents = None
+        yield path, contents
+
+
+def holder_of(folder: Path) -> int | None:
+    """The process that holds the folder's lock. Asks the kernel's list of locks: to try the lock
+    would turn away an engine that starts in the same moment."""
+    status = (folder / _LOCK).stat()
+    if not _ALL_LOCKS.exists():
+        return None
+    for line in _ALL_LOCKS.read_text().splitlines():
+        _, _, *rest = line.split()  # "1: FLOCK ADVISORY WRITE 4242 fe:00:1234 0 EOF"
+        if len(rest) < 4 or "->" in line:  # "->": one that waits
+            continue
+        if rest[2].rpartition(":")[2] == str(status.st_ino):
+            return int(rest[1])
+    return None
+
+
+def _check_is_ours(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigurationError(f"{folder} is no folder")
+    if not (folder / _LOCK).is_file():
+        raise ConfigurationError(
+            f"{folder} is no cache folder: an engine with --cache-dir leaves a file {_LOCK!r} there"
+        )
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[CacheFolder]:
+    """The folder, which no engine uses meanwhile. Raises ConfigurationError where one does."""
+    _check_is_ours(folder)
+    held = CacheFolder.open(folder)
+    try:
+        yield held
+    finally:
+        held.close()
+
+
+# ---- what is sound ------------------------------------------------------------------------------
+
+
+def verify(folder: Path) -> Check:
+    """Compare all payloads with their digests."""
+    check = Check(str(folder))
+    start_s = time.monotonic()
+    with _held(folder):
+        for namespace in _namespaces(folder):
+            for path, contents in _segments(namespace):
+                if contents is None:
+                    check.foreign.append(str(path))
+                else:
+                    _verify_segment(path, contents.records, check)
+    check.elapsed_s = time.monotonic() - start_s
+    return check
+
+
+def _verify_segment(path: Path, records: list[Record], check: Check) -> None:
+    files = Files()
+    descriptor = files.open_to_read(path)
+    try:
+        for record in records:
+            check.num_records += 1
+            check.num_bytes += record.num_bytes
+            try:
+                payload = read_whole(files, descriptor, record.num_bytes, record.offset)
+                is_sound = payload_digest(payload) == record.digest
+            except OSError:
+                is_sound = False
+            if not is_sound:
+                check.damaged.append(f"{path}: {record.group}/{record.name.hex()}")
+    finally:
+        files.close(descriptor)
+
+
+def empty(folder: Path) -> Removal:
+    """Remove all segments and their descriptions, and the folders that are empty then."""
+    removal = Removal(str(folder))
+    with _held(folder):
+        for namespace in _namespaces(folder):
+            for path in sorted(namespace.iterdir()):
+                if segment_number(path.name) is not None:
+                    _remove(path, removal)
+            if not any(namespace.iterdir()):
+                namespace.rmdir()
+        for path in sorted(folder.glob(f"*{SUFFIX}")):
+            if is_namespace(path.stem):
+                _remove(path, removal)
+    return removal
+
+
+def _remove(path: Path, removal: Removal) -> None:
+    removal.num_bytes += path.stat().st_size
+    removal.num_files += 1
+    path.unlink()
+
+
+ACTIONS: Mapping[str, Callable[[Path], Survey | Check | Removal]] = {
+    "inspect": survey,
+    "verify": verify,
+    "empty": empty,
+}

@@ -1,0 +1,1 @@
+"""What of the prefix cache lies in other tiers, and moves between them and the pool"""

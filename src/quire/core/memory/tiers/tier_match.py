@@ -1,0 +1,189 @@
+"""What of a prefix pool and tiers have together, and what of it is loaded.
+
+The same rules say what a prefix takes as where all lies in the pool (see `group_match`): groups
+that keep all tokens serve it up to the first block that is missing, a window by its last run, a
+state by the snapshot just there.
+"""
+
+from collections.abc import Sequence as Ids
+from functools import partial
+from typing import NamedTuple
+
+from quire.core.memory.group_match import Chains
+from quire.core.memory.growth import Growth, GrowthRule
+from quire.core.memory.prefix_cache import TOKEN_BYTES, PrefixCache, sortable
+from quire.core.memory.state_snapshots import page_name
+from quire.core.memory.tiers.contract import Tiers
+
+
+class WantedContent(NamedTuple):
+    """A content that a prefix takes, and what the prefix cache has to know of it.
+
+    parent, tokens, is_first: see `PrefixCache.insert_run`; of a state's page they mean nothing.
+    """
+
+    group: int
+    name: bytes
+    parent: bytes = b""
+    tokens: bytes = b""
+    is_first: bool = False
+
+
+class TierMatch(NamedTuple):
+    """A prefix that could be served.
+
+    num_tokens: of it. there: blocks of the pool that it takes. missing: what the tiers have of it.
+    """
+
+    num_tokens: int
+    there: tuple[int, ...] = ()
+    missing: tuple[WantedContent, ...] = ()
+
+
+class TierPrefix(NamedTuple):
+    """Whose prefix is looked for.
+
+    token_ids: all. chain_tokens: of its full blocks. chains: alternatives, with the root of each;
+    see `group_match.Chains`. held: full blocks at its begin that need not be looked for.
+    """
+
+    token_ids: Ids[int]
+    chain_tokens: Ids[bytes]
+    chains: Chains
+    roots: Ids[bytes]
+    held: int
+
+
+class TierFinder:
+    """Looks up contents in the pool and in the tiers."""
+
+    def __init__(self, cache: PrefixCache, tiers: Tiers, growth: Growth) -> None:
+        self._cache = cache
+        self._tiers = tiers
+        self._growth = growth
+
+    def longest(self, prefix: TierPrefix) -> TierMatch:
+        """The longest prefix that leaves a token to compute."""
+        known = self._full_end(prefix)
+        end = known
+        before = -1
+        while end != before:
+            before = end
+            for rule in self._growth.bounded:
+                end = rule.longest(end, partial(self._has, rule, prefix))
+        best = TierMatch(end * self._growth.block_size)
+        if end > prefix.held:
+            best = self._collect(prefix, end, end * self._growth.block_size, None)
+        for index in dict.fromkeys((known, end)):
+            tailed = self._with_tail(prefix, index)
+            if tailed is not None and tailed.num_tokens > best.num_tokens:
+                best = tailed
+        return best
+
+    def _full_end(self, prefix: TierPrefix) -> int:
+        """Full blocks that the groups have which keep all tokens."""
+        end, longest = prefix.held, (len(prefix.token_ids) - 1) // self._growth.block_size
+        groups = [rule.group for rule in self._growth.unbounded]
+        if not groups:
+            return longest
+        while end < longest and all([self._digest(group, prefix, end) for group in groups]):
+            end += 1
+        return end
+
+    def _with_tail(self, prefix: TierPrefix, index: int) -> TierMatch | None:
+        """The best of what goes on from block `index` in a partly filled block that is kept."""
+        size, best = self._growth.block_size, None
+        rest = sortable(prefix.token_ids[index * size : (index + 1) * size])
+        num_left = len(prefix.token_ids) - 1 - index * size
+        for chain, root in zip(prefix.chains, prefix.roots, strict=True):
+            if index > len(chain):
+                continue
+            parent = chain[index - 1] if index else root
+            for tail in self._tiers.tails(parent):
+                length = len(tail.tokens) // TOKEN_BYTES
+                num_tokens = index * size + length
+                # A part of it would serve groups that keep all tokens; a state needs it whole.
+                if length > num_left or not rest.startswith(tail.tokens):
+                    continue
+                if best is not None and num_tokens <= best.num_tokens:
+                    continue
+                if not self._serves(prefix, index, num_tokens, tail.name):
+                    continue
+                wanted = WantedContent(0, tail.name, parent, tail.tokens, not index)
+                best = self._collect(prefix, index, num_tokens, wanted)
+        return best
+
+    def _serves(self, prefix: TierPrefix, index: int, num_tokens: int, name: bytes) -> bool:
+        """Whether every group has what it takes to go on after a partly filled block."""
+        for rule in self._growth.growing:
+            needed = range(rule.first_needed(num_tokens), index) if rule.is_bounded else ()
+            if not self._is_there(rule.group, name):
+                return False
+            if not all([self._has(rule, prefix, at + 1) for at in needed]):
+                return False
+        return not self._growth.states or self._has_state(name)
+
+    def _collect(
+        self, prefix: TierPrefix, end: int, num_tokens: int, tail: WantedContent | None
+    ) -> TierMatch:
+        """What a prefix of `end` full blocks takes, and of a partly filled one behind them."""
+        wanted: list[WantedContent] = []
+        for rule in self._growth.growing:
+            first = max(prefix.held, rule.first_needed(num_tokens) if rule.is_bounded else 0)
+            for index in range(first, end):
+                found = self._digest(rule.group, prefix, index)
+                assert found is not None, "a content was found, but is not there"
+                which, name = found
+                chain = prefix.chains[which]
+                parent = chain[index - 1] if index else prefix.roots[which]
+                tokens = prefix.chain_tokens[index]
+                wanted.append(WantedContent(rule.group, name, parent, tokens, index == 0))
+            if tail is not None:
+                wanted.append(tail._replace(group=rule.group))
+        if self._growth.states:
+            state = tail.name if tail is not None else self._state(prefix, end)
+            assert state is not None, "a state was found, but is not there"
+            for rule in self._growth.states:
+                wanted += [
+                    WantedContent(rule.group, page_name(state, page))
+                    for page in range(rule.num_blocks)
+                ]
+        there, missing = [], []
+        for content in wanted:
+            block = self._cache.find(content.group, content.name)
+            if block is None:
+                missing.append(content)
+            else:
+                there.append(block)
+        return TierMatch(num_tokens, tuple(there), tuple(missing))
+
+    def _has(self, rule: GrowthRule, prefix: TierPrefix, count: int) -> bool:
+        if not rule.has_slots:
+            return self._state(prefix, count) is not None
+        return self._digest(rule.group, prefix, count - 1) is not None
+
+    def _digest(self, group: int, prefix: TierPrefix, index: int) -> tuple[int, bytes] | None:
+        """Which of the chains has block `index`, in the pool or a tier, and its name."""
+        for which, chain in enumerate(prefix.chains):
+            if index < len(chain) and self._is_there(group, chain[index]):
+                return which, chain[index]
+        return None
+
+    def _state(self, prefix: TierPrefix, count: int) -> bytes | None:
+        """The digest of a state after so many full blocks that is there."""
+        for chain in prefix.chains:
+            if 0 < count <= len(chain) and self._has_state(chain[count - 1]):
+                return chain[count - 1]
+        return None
+
+    def _has_state(self, digest: bytes) -> bool:
+        return all(
+            [
+                self._is_there(rule.group, page_name(digest, page))
+                for rule in self._growth.states
+                for page in range(rule.num_blocks)
+            ]
+        )
+
+    def _is_there(self, group: int, name: bytes) -> bool:
+        return self._cache.find(group, name) is not None or self._tiers.find(group, name)

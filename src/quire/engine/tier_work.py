@@ -1,0 +1,80 @@
+"""What an engine does for the tiers behind its KV memory, beside its steps.
+
+Moves between the pool and the tiers go on by themselves; here they are waited for, where nothing
+else is to be done, and given a turn while the engine is idle.
+"""
+
+from collections.abc import Callable
+
+from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.observability.log import get_logger
+
+WAIT_S = 0.01
+"""So long at most is waited for a load while there is nothing else to do: messages may come."""
+
+IDLE_TURN_S = 0.1
+"""While the engine is idle, what was published is stored in turns so far apart."""
+
+DRAIN_S = 5.0
+"""At the end, what was published may take so long to be stored."""
+
+
+logger = get_logger(__name__)
+
+
+class TierWork:
+    """The moves of one engine's memory. Without tiers, nothing is ever to be done."""
+
+    def __init__(self, memory: KVCacheManager, clock: Callable[[], float]) -> None:
+        self._memory = memory
+        self._clock = clock
+        self._is_closed = False
+
+    def observe(self, step_id: int, seconds: float) -> None:
+        """A step has ended and took so long; for what is predicted of others."""
+        if self._memory.moves is not None:
+            self._memory.moves.observe(step_id, seconds)
+
+    def wait(self) -> None:
+        """Until a move has ended, if one is under way, or for a moment."""
+        moves = self._memory.moves
+        if moves is not None and moves.num_in_flight:
+            moves.tiers.wait(WAIT_S)
+
+    def tend(self) -> float | None:
+        """A turn for the moves of an engine without work. Returns after how many seconds it wants
+        the next; None: there is nothing to do."""
+        moves = self._memory.moves
+        if moves is None:
+            return None
+        moves.go_on(self._clock())
+        return IDLE_TURN_S if moves.num_in_flight or moves.stores.num_waiting else None
+
+    def settle(self) -> None:
+        """Until no move is under way, so that nothing is held. For an engine without work."""
+        moves = self._memory.moves
+        while moves is not None and moves.num_in_flight:
+            moves.tiers.wait(WAIT_S)
+            moves.go_on(self._clock(), orders_stores=False)
+
+    def drain(self, limit_s: float = DRAIN_S) -> bool:
+        """Store what was published, for so long at most; returns whether all of it is. For an
+        engine that ends."""
+        moves, end_s = self._memory.moves, self._clock() + limit_s
+        while moves is not None:
+            moves.go_on(self._clock(), is_last=True)
+            is_over = self._clock() >= end_s or not moves.tiers.takes_stores
+            if not moves.num_in_flight or is_over:
+                return not moves.num_in_flight and not moves.stores.num_waiting
+            moves.tiers.wait(WAIT_S)
+        return True
+
+    def close(self) -> None:
+        """Store what was published, as far as it goes in DRAIN_S, and let go of the tiers. For an
+        engine that ends; more calls change nothing."""
+        moves = self._memory.moves
+        if moves is not None and not self._is_closed:
+            self._is_closed = True
+            if not self.drain():
+                logger.warning("not all that was cached could be stored before the end")
+            moves.tiers.close()

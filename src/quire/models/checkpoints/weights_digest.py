@@ -1,0 +1,38 @@
+"""A digest of the weights that a model was filled with, made while they are read.
+
+It says which weights they are, whatever their folder is called: two checkpoints have the same one
+if they hold the same tensors under the model's names, in one file or in many, in any order. It is
+of the numbers as they are stored, before they are rounded to another format. It protects from
+accident, not from forgery: who brings the weights determines the answers anyway. Called by
+`loader`.
+"""
+
+import hashlib
+import json
+
+import torch
+import xxhash
+
+DIGEST_BYTES = 16
+
+
+class WeightsDigest:
+    """Takes pieces of tensors in any order, each once, from several threads at a time.
+
+    A piece is hashed with XXH3 (128 bits), which is faster than memory and leaves the interpreter
+    to other threads; the hashes of all, sorted, with BLAKE2b.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[str, int], list[int | str]] = {}
+
+    def add(self, name: str, first_row: int, rows: torch.Tensor) -> None:
+        """rows [R, ...] of the tensor `name`, from `first_row` on, in main memory."""
+        content = rows.contiguous().view(torch.uint8).numpy().data
+        found = [str(rows.dtype), *rows.shape, xxhash.xxh3_128_hexdigest(content)]
+        self._pieces[name, first_row] = found  # one operation: threads need no lock
+
+    def digest(self) -> bytes:
+        """Of all that was added: DIGEST_BYTES."""
+        listed = json.dumps([[*key, *self._pieces[key]] for key in sorted(self._pieces)])
+        return hashlib.blake2b(listed.encode(), digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,122 @@
+"""The system calls with which the disk tier touches files, and no others.
+
+All of `quire.tiers.disk` goes through one `Files`, so that a subclass can fail, delay or end any
+call: that is how the tests kill the tier between two calls. A file is made with mode 0600 and a
+folder with 0700, whatever the process' umask is.
+"""
+
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+Buffer = memoryview | bytes | bytearray
+
+FILE_MODE, FOLDER_MODE = 0o600, 0o700
+MAX_BUFFERS = 1024
+"""Of one preadv or pwritev; IOV_MAX of Linux."""
+
+
+class Files:
+    """Calls of the system. Each raises OSError as the call does; descriptors are plain ints."""
+
+    def open_to_read(self, path: Path) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def open_to_write(self, path: Path) -> int:
+        """A file that exists."""
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def create(self, path: Path) -> int:
+        """A new file; FileExistsError if there is one."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        os.fchmod(descriptor, FILE_MODE)  # the umask may have taken bits away
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill the buffers in turn; returns how many bytes came, fewer at the end of the file."""
+        return os.preadv(descriptor, buffers, offset)
+
+    def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """Write the buffers one after the other; returns how many bytes were written."""
+        return os.pwritev(descriptor, buffers, offset)
+
+    def truncate(self, descriptor: int, num_bytes: int) -> None:
+        os.ftruncate(descriptor, num_bytes)
+
+    def sync_data(self, descriptor: int) -> None:
+        os.fdatasync(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def make_folder(self, path: Path) -> None:
+        """With those above it, as far as they are missing; none that is there is changed."""
+        missing = [each for each in (path, *path.parents) if not each.exists()]
+        for each in reversed(missing):
+            os.mkdir(each, FOLDER_MODE)
+            os.chmod(each, FOLDER_MODE)
+
+    def remove_folder(self, path: Path) -> None:
+        os.rmdir(path)
+
+    def rename(self, path: Path, new: Path) -> None:
+        os.rename(path, new)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def names(self, folder: Path) -> list[str]:
+        return os.listdir(folder)
+
+    def status(self, path: Path) -> os.stat_result:
+        return os.stat(path)
+
+    def size(self, descriptor: int) -> int:
+        return os.fstat(descriptor).st_size
+
+    def lock(self, descriptor: int) -> None:
+        """Keep others from locking this file until it is closed; BlockingIOError if it is locked.
+
+        The lock ends with the process, however that ends.
+        """
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def read_whole(files: Files, descriptor: int, num_bytes: int, offset: int) -> bytes:
+    """`num_bytes` from `offset`, or fewer where the file ends before."""
+    content = bytearray(num_bytes)
+    view, filled = memoryview(content), 0
+    while filled < num_bytes:
+        came = files.preadv(descriptor, [view[filled:]], offset + filled)
+        if came == 0:
+            break
+        filled += came
+    view.release()
+    return bytes(content[:filled])
+
+
+def write_whole(files: Files, descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:
+    """Write all buffers, however few bytes each call takes. OSError: any part may be written."""
+    waiting = [memoryview(buffer) for buffer in buffers if len(buffer)]
+    while waiting:
+        written = files.pwritev(descriptor, waiting[:MAX_BUFFERS], offset)
+        offset += written
+        waiting = after(waiting, written)
+
+
+def after(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of the buffers behind their first `num_bytes`."""
+    for index, buffer in enumerate(buffers):
+        if num_bytes < len(buffer):
+            return [buffer[num_bytes:], *buffers[index + 1 :]]
+        num_bytes -= len(buffer)
+    return []

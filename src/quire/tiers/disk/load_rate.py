@@ -1,0 +1,66 @@
+"""How fast loads come: latency and bandwidth, learned from those that ended."""
+
+import math
+import threading
+
+GUESSED_BYTES_PER_S = 500e6
+GUESSED_LATENCY_S = 0.5e-3
+MEMORY_BYTES = 32 << 20
+"""Bytes after which an older measurement weighs 1 / e of its first weight."""
+FORGET_S = 300.0
+"""Without any load, half of what was learned is forgotten in this time: a disk that was slow once
+is tried again."""
+
+
+class LoadRate:
+    """Bandwidth of all readers together while at least one reads, and what the first byte costs.
+
+    Called from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes_per_s = GUESSED_BYTES_PER_S
+        self._latency_s = GUESSED_LATENCY_S
+        self._num_reading = 0
+        self._busy_since_s = 0.0
+        self._learned_s = -math.inf
+
+    def begun(self, now_s: float) -> None:
+        """A read begins."""
+        with self._lock:
+            if self._num_reading == 0:
+                self._busy_since_s = now_s
+            self._num_reading += 1
+
+    def ended(self, now_s: float, took_s: float, num_bytes: int) -> None:
+        """A read has ended; num_bytes of it came, 0 if it failed."""
+        with self._lock:
+            self._num_reading -= 1
+            busy_s = max(now_s - self._busy_since_s, 1e-7)
+            self._busy_since_s = now_s
+            if num_bytes == 0:
+                return
+            weight = 1.0 - math.exp(-num_bytes / MEMORY_BYTES)
+            slowness = (1 - weight) / self._bytes_per_s + weight * busy_s / num_bytes
+            self._bytes_per_s = 1.0 / slowness
+            # Of one reader; while others read beside it, each gets a part of the bandwidth.
+            rest_s = took_s - num_bytes * (self._num_reading + 1) / self._bytes_per_s
+            self._latency_s += 0.05 * (max(rest_s, 0.0) - self._latency_s)
+            self._learned_s = now_s
+
+    def seconds(self, num_bytes: int, now_s: float) -> float:
+        """For so many bytes, with what is ahead of them included in num_bytes."""
+        share = 0.0
+        if math.isfinite(self._learned_s):
+            share = 0.5 ** (max(now_s - self._learned_s, 0.0) / FORGET_S)
+        bytes_per_s = self._bytes_per_s**share * GUESSED_BYTES_PER_S ** (1 - share)
+        return float(self._latency_s + num_bytes / bytes_per_s)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self._bytes_per_s
+
+    @property
+    def latency_s(self) -> float:
+        return self._latency_s

@@ -1,0 +1,47 @@
+"""The pool's memory, as pages of which each group uses a part."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.memory.tiers.contract import LoadOrder, StoreOrder
+from quire.tiers.disk.record import MAX_GROUPS
+
+
+class Pages:
+    """bytes_of_group: how many bytes of a page each group uses, from the first."""
+
+    def __init__(self, storage: NDArray[np.uint8], bytes_of_group: Sequence[int]) -> None:
+        """storage: [num_blocks, bytes of a block], contiguous and writable.
+
+        Raises ValueError.
+        """
+        is_plain = storage.dtype == np.uint8 and storage.ndim == 2 and storage.flags.c_contiguous
+        if not (is_plain and storage.flags.writeable):
+            raise ValueError(
+                "storage is a writable, contiguous array of uint8 [num_blocks, bytes of a block],"
+                f" not {storage.dtype} {storage.shape}"
+            )
+        if not 0 < len(bytes_of_group) <= MAX_GROUPS or not all(
+            0 < size <= storage.shape[1] for size in bytes_of_group
+        ):
+            raise ValueError(
+                f"bytes_of_group is {list(bytes_of_group)}: 1 to {MAX_GROUPS} groups, of 1 to"
+                f" {storage.shape[1]} bytes of a block each"
+            )
+        self.bytes_of_group = tuple(bytes_of_group)
+        self.num_bytes = storage.nbytes
+        self._stride = storage.shape[1]
+        self._memory = storage.reshape(-1).data
+
+    def views(self, orders: Sequence[LoadOrder] | Sequence[StoreOrder]) -> list[memoryview]:
+        """The used bytes of each order's block."""
+        memory, stride, sizes = self._memory, self._stride, self.bytes_of_group
+        return [memory[order[1] * stride : order[1] * stride + sizes[order[2]]] for order in orders]
+
+    def num_bytes_of(self, orders: Sequence[LoadOrder] | Sequence[StoreOrder]) -> int:
+        sizes = self.bytes_of_group
+        if len(sizes) == 1:
+            return len(orders) * sizes[0]
+        return sum([sizes[order[2]] for order in orders])

@@ -1,0 +1,234 @@
+"""A segment: a file of records that is only appended to, and sealed with a footer.
+
+    descriptor, 64 bytes | record | record | ... | entries of all records | trailer, 64 bytes
+
+A segment that was sealed is read by its footer alone. One that was not, since the process ended,
+has no trailer: its records are found one after the other, from header to header, up to the first
+that is not whole. The descriptor names the namespace and the segment's number, so that a file
+which was copied from elsewhere is not taken for one of this place.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from quire.tiers.disk.files import Buffer, Files, read_whole, write_whole
+from quire.tiers.disk.record import (
+    ENTRY_BYTES,
+    HEADER_BYTES,
+    Record,
+    pack_entries,
+    pack_header,
+    padding,
+    seed_of,
+    tokens_bytes_of,
+    unpack_entries,
+    unpack_header,
+)
+
+VERSION = 1
+_DESCRIPTOR = struct.Struct("<8sII16s16x16s")
+_DESCRIPTOR_MAGIC = b"QUIRESEG"
+DESCRIPTOR_BYTES = _DESCRIPTOR.size
+_TRAILER = struct.Struct("<8sIIQQ16x16s")
+_TRAILER_MAGIC = b"QUIREEND"
+TRAILER_BYTES = _TRAILER.size
+
+assert DESCRIPTOR_BYTES == TRAILER_BYTES == 64
+
+
+class Contents(NamedTuple):
+    """What a segment's file holds. end: where its records end. is_sealed: whether a sound footer
+    follows them."""
+
+    records: list[Record]
+    end: int
+    is_sealed: bool
+
+
+def footer_bytes(num_records: int, num_tokens_bytes: int) -> int:
+    return num_records * ENTRY_BYTES + num_tokens_bytes + TRAILER_BYTES
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:08d}.seg"
+
+
+def segment_number(name: str) -> int | None:
+    """Of a file of that name; None where it is no segment's."""
+    digits, dot, suffix = name.partition(".")
+    is_number = len(digits) >= 8 and digits.isascii() and digits.isdigit()
+    return int(digits) if dot and suffix == "seg" and is_number else None
+
+
+def _pack_descriptor(number: int, fingerprint: bytes) -> bytes:
+    head = _DESCRIPTOR.pack(_DESCRIPTOR_MAGIC, VERSION, number, fingerprint, b"")[:-16]
+    return head + xxhash.xxh3_128_digest(head)
+
+
+def _trailer(footer: bytes, num_records: int, offset: int, seed: int) -> bytes:
+    head = _TRAILER.pack(_TRAILER_MAGIC, VERSION, num_records, offset, len(footer), b"")[:-16]
+    return head + xxhash.xxh3_128_digest(footer + head, seed)
+
+
+def read_segment(files: Files, path: Path, number: int, fingerprint: bytes) -> Contents | None:
+    """What is in a file; None where it is not this namespace's segment of that number.
+
+    Raises OSError. Payloads are not read: they are checked when they are loaded.
+    """
+    descriptor = files.open_to_read(path)
+    try:
+        if read_whole(files, descriptor, DESCRIPTOR_BYTES, 0) != _pack_descriptor(
+            number, fingerprint
+        ):
+            return None
+        size = files.size(descriptor)
+        seed = seed_of(fingerprint)
+        sealed = _read_footer(files, descriptor, size, seed)
+        return sealed or _scan(files, descriptor, size, seed)
+    finally:
+        files.close(descriptor)
+
+
+def _read_footer(files: Files, descriptor: int, size: int, seed: int) -> Contents | None:
+    if size < DESCRIPTOR_BYTES + TRAILER_BYTES:
+        return None
+    trailer = read_whole(files, descriptor, TRAILER_BYTES, size - TRAILER_BYTES)
+    if len(trailer) < TRAILER_BYTES:
+        return None
+    magic, version, num_records, offset, num_bytes, _ = _TRAILER.unpack(trailer)
+    is_plausible = offset + num_bytes + TRAILER_BYTES == size
+    if (magic, version, is_plausible) != (_TRAILER_MAGIC, VERSION, True):
+        return None
+    footer = read_whole(files, descriptor, num_bytes, offset)
+    if len(footer) < num_bytes or trailer != _trailer(footer, num_records, offset, seed):
+        return None
+    return Contents(unpack_entries(footer, num_records), offset, is_sealed=True)
+
+
+def _scan(files: Files, descriptor: int, size: int, seed: int) -> Contents:
+    """Go from header to header. Behind one that is damaged nothing is found."""
+    records: list[Record] = []
+    offset = DESCRIPTOR_BYTES
+    while True:
+        header = read_whole(files, descriptor, HEADER_BYTES, offset)
+        if len(header) < HEADER_BYTES:
+            break
+        tokens = b""
+        if num_tokens_bytes := tokens_bytes_of(header):
+            tokens = read_whole(files, descriptor, num_tokens_bytes, offset + HEADER_BYTES)
+        record = unpack_header(header, tokens, offset, seed)
+        if record is None or record.end > size:
+            break
+        records.append(record)
+        offset = record.end
+    return Contents(records, offset, is_sealed=False)
+
+
+@dataclass(slots=True)
+class OpenSegment:
+    """The segment that is appended to. Used by one thread.
+
+    Invariant: the file's first `end` bytes are the descriptor and `records`; what lies behind them
+    is never read. is_broken: an append has failed, and what it left could not be cut off; nothing
+    is appended any more.
+    """
+
+    files: Files
+    path: Path
+    number: int
+    seed: int
+    descriptor: int
+    end: int
+    records: list[Record] = field(default_factory=list)
+    num_tokens_bytes: int = 0
+    is_broken: bool = False
+
+    @classmethod
+    def create(cls, files: Files, folder: Path, number: int, fingerprint: bytes) -> "OpenSegment":
+        """Begin a new file. Raises OSError, and then leaves none."""
+        path = segment_path(folder, number)
+        descriptor = files.create(path)
+        try:
+            write_whole(files, descriptor, [_pack_descriptor(number, fingerprint)], 0)
+        except OSError:
+            files.close(descriptor)
+            files.unlink(path)
+            raise
+        return cls(files, path, number, seed_of(fingerprint), descriptor, DESCRIPTOR_BYTES)
+
+    @classmethod
+    def resume(
+        cls, files: Files, folder: Path, number: int, fingerprint: bytes, contents: Contents
+    ) -> "OpenSegment":
+        """Append to a file with these contents; its footer, or what is torn, is cut off.
+
+        Raises OSError.
+        """
+        path = segment_path(folder, number)
+        descriptor = files.open_to_write(path)
+        try:
+            files.truncate(descriptor, contents.end)
+        except OSError:
+            files.close(descriptor)
+            raise
+        num_tokens_bytes = sum(len(record.tokens) for record in contents.records)
+        return cls(
+            *(files, path, number, seed_of(fingerprint), descriptor, contents.end),
+            *(list(contents.records), num_tokens_bytes),
+        )
+
+    @property
+    def sealed_bytes(self) -> int:
+        """Of the file once it is sealed."""
+        return self.end + footer_bytes(len(self.records), self.num_tokens_bytes)
+
+    def append(self, records: Sequence[Record], payloads: Sequence[memoryview]) -> list[Record]:
+        """Write records, whose offsets are not known yet; returns them with their offsets.
+
+        Raises OSError, and then has appended none of them.
+        """
+        buffers: list[Buffer] = []
+        placed = []
+        end = self.end
+        for record, payload in zip(records, payloads, strict=True):
+            header = pack_header(record, self.seed)
+            placed.append(record._replace(offset=end + len(header)))
+            buffers += [header, payload, padding(len(payload))]
+            end = placed[-1].end
+        try:
+            write_whole(self.files, self.descriptor, buffers, self.end)
+        except OSError:
+            self._cut()
+            raise
+        self.end = end
+        self.records += placed
+        self.num_tokens_bytes += sum(len(record.tokens) for record in placed)
+        return placed
+
+    def seal(self) -> None:
+        """Write the footer, make all durable, and close the file, also where OSError is raised."""
+        try:
+            if not self.is_broken:
+                footer = pack_entries(self.records)
+                trailer = _trailer(footer, len(self.records), self.end, self.seed)
+                try:
+                    write_whole(self.files, self.descriptor, [footer, trailer], self.end)
+                except OSError:
+                    self._cut()
+                    raise
+            self.files.sync_data(self.descriptor)
+        finally:
+            self.files.close(self.descriptor)
+        self.files.sync_folder(self.path.parent)
+
+    def _cut(self) -> None:
+        """Take off what a failed write may have left behind `end`."""
+        try:
+            self.files.truncate(self.descriptor, self.end)
+        except OSError:  # the caller raises what came first; the segment is given up
+            self.is_broken = True

@@ -1,0 +1,383 @@
+"""The records of one namespace: segments on disk, within a budget.
+
+`append`, `settle` and `seal` are called by one thread, `read` by any number. What is there is asked
+of `index`, by any thread at any time.
+
+The index is what this process has written and what `read_segment` found. A record is served only if
+its payload has the digest of the index, so a file that was damaged since, or that the system lost a
+part of when the power failed, is a miss.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.core.memory.tiers.contract import StoreOrder
+from quire.errors import ConfigurationError
+from quire.observability.log import get_logger
+from quire.tiers.disk.files import MAX_BUFFERS, Files, after
+from quire.tiers.disk.folder import CacheFolder, OldSegment, old_segment
+from quire.tiers.disk.open_files import OpenFiles
+from quire.tiers.disk.record import ENTRY_BYTES, Record, payload_digest, record_bytes
+from quire.tiers.disk.record_index import Key, Place, RecordIndex
+from quire.tiers.disk.segment import (
+    DESCRIPTOR_BYTES,
+    TRAILER_BYTES,
+    Contents,
+    OpenSegment,
+    read_segment,
+    segment_number,
+    segment_path,
+)
+
+MAX_SEGMENT_BYTES = 256 << 20
+SEGMENTS_IN_BUDGET = 8
+"""At least: so that what is lost when one goes is a small part."""
+REWRITTEN_SHARE = 0.25
+"""Of a segment that is evicted, at most: records that were loaded since they were written."""
+MAX_GAP_BYTES = 32 << 10
+"""Between two records that one call reads: less than what a disk reads while it seeks."""
+RESUMED_SHARE = 0.75
+"""A last segment that is less full than this is continued after a start."""
+
+logger = get_logger(__name__)
+_gap = memoryview(bytearray(MAX_GAP_BYTES))  # what is read between records: never looked at
+
+
+_Wanted = tuple[Place, int, Key, memoryview]
+"""Of a read: where a record is, its number in the read, its key, and what is to be filled."""
+
+
+class ReadResult(NamedTuple):
+    """done: whether each payload came, sound. error: what the system said, if it did."""
+
+    done: list[bool]
+    error: OSError | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sealed:
+    """A segment that is not appended to any more. keys: of its records."""
+
+    num_bytes: int
+    keys: list[Key]
+
+
+def segment_bytes_for(budget_bytes: int, largest_payload_bytes: int) -> int:
+    """How large segments are. Raises ConfigurationError where the budget is too small."""
+    wanted = min(MAX_SEGMENT_BYTES, budget_bytes // SEGMENTS_IN_BUDGET)
+    overhead = DESCRIPTOR_BYTES + TRAILER_BYTES + ENTRY_BYTES + (1 << 17)
+    if record_bytes(largest_payload_bytes) + overhead > wanted:
+        least = SEGMENTS_IN_BUDGET * (record_bytes(largest_payload_bytes) + overhead)
+        raise ConfigurationError(
+            f"cache_size is {budget_bytes} bytes, but with blocks of {largest_payload_bytes} bytes"
+            f" at least {least} are needed; give a larger cache_size"
+        )
+    return wanted
+
+
+class SegmentStore:
+    """Invariant: `used_bytes` is what all segments in the folder take, with the footer that the
+    open one will get; it is at most budget_bytes, plus REWRITTEN_SHARE of a segment while one is
+    evicted (and plus what an earlier, larger budget has left, until `settle`)."""
+
+    def __init__(
+        self,
+        folder: CacheFolder,
+        fingerprint: bytes,
+        budget_bytes: int,
+        segment_bytes: int = MAX_SEGMENT_BYTES,
+    ) -> None:
+        """Reads the index; writes nothing. Raises OSError."""
+        self.path = folder.namespace(fingerprint)
+        self.budget_bytes, self.segment_bytes = budget_bytes, segment_bytes
+        self.num_damaged = 0  # records that were not what the index says
+        self.num_rewritten = 0
+        self.num_bytes_written = 0
+        self._files, self._fingerprint = folder.files, fingerprint
+        self._old = folder.old_segments(fingerprint)
+        self.index = RecordIndex()
+        self._reading = OpenFiles(folder.files)
+        self._sealed: dict[int, _Sealed] = {}  # by number, ascending
+        self._open: OpenSegment | None = None
+        self._unfinished: list[tuple[int, Contents]] = []  # to be sealed, or continued
+        self._broken: set[int] = set()  # segments of which a part can't be read
+        self._next_number = 1
+        self._recover()
+
+    @property
+    def used_bytes(self) -> int:
+        return (
+            sum(old.num_bytes for old in list(self._old))  # copies: metrics ask from other threads
+            + sum(sealed.num_bytes for sealed in list(self._sealed.values()))
+            + (opened.sealed_bytes if (opened := self._open) else 0)
+        )
+
+    def read(self, keys: Sequence[Key], targets: Sequence[memoryview]) -> ReadResult:
+        """Fill each memory with a content, whose length it must have; records that lie close
+        together are read by one call. A target that is not done holds anything."""
+        done = [False] * len(keys)
+        error: OSError | None = None
+        waiting: Sequence[int] = range(len(keys))
+        for _ in range(3):  # a record may move to another segment meanwhile
+            places = [
+                (place, index, keys[index], targets[index])
+                for index in waiting
+                if (place := self.index.place(keys[index])) is not None
+                and place.num_bytes == len(targets[index])
+            ]
+            places.sort()
+            waiting = []
+            for run in _runs(places, self._broken):
+                try:
+                    self._read_run(run, done)
+                except FileNotFoundError:  # its segment was evicted
+                    waiting += [wanted[1] for wanted in run]
+                except OSError as raised:
+                    error = raised
+                    self._broken.add(run[0][0].segment)
+                    self._read_one_by_one(run, done)
+            if not waiting:
+                break
+        for index in waiting:  # their file was removed by something else
+            if (place := self.index.place(keys[index])) is not None:
+                self.index.forget(keys[index], place)
+        return ReadResult(done, error)
+
+    def append(self, orders: Sequence[StoreOrder], payloads: Sequence[memoryview]) -> None:
+        """Write contents that are not there yet. Raises OSError; then those that are in the index
+        were written."""
+        batch: list[tuple[Record, memoryview]] = []
+        batch_bytes = 0
+        for order, payload in zip(orders, payloads, strict=True):
+            digest = payload_digest(payload)
+            record = Record(
+                order.group, order.name, order.parent, order.tokens, 0, len(payload), digest
+            )
+            needed = _needed_bytes(record)
+            if batch and not self._fits(batch_bytes + needed):
+                self._write(batch, batch_bytes)
+                batch, batch_bytes = [], 0
+            batch.append((record, payload))
+            batch_bytes += needed
+        if batch:
+            self._write(batch, batch_bytes)
+
+    def settle(self) -> None:
+        """Bring the folder within the budget, seal what was left unsealed, and go on with the last
+        segment if it has room.
+
+        Called before anything else is written. Raises OSError; it can be called again.
+        """
+        self._make_room(0)
+        while self._unfinished:
+            number, contents = self._unfinished[0]
+            if number in self._sealed:
+                self.seal()
+                self._open = OpenSegment.resume(
+                    self._files, self.path, number, self._fingerprint, contents
+                )
+                del self._sealed[number]
+            del self._unfinished[0]
+
+    def remove_all(self) -> None:
+        """Remove all segments of this namespace. Raises OSError; then the others are left."""
+        self.index.forget_all()
+        self._unfinished.clear()
+        self.seal()
+        while self._sealed:
+            self._evict(min(self._sealed))
+
+    def seal(self) -> None:
+        """Finish the open segment, if there is one. Raises OSError; the segment is left then, and
+        what is in it is found by its headers."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        keys = [(record.group, record.name) for record in opened.records]
+        self._sealed[opened.number] = _Sealed(opened.sealed_bytes, keys)
+        opened.seal()
+
+    def _recover(self) -> None:
+        if not self.path.exists():
+            return
+        found = {}
+        for name in self._files.names(self.path):
+            if (number := segment_number(name)) is not None:
+                found[number] = self.path / name
+        self._next_number = max(found, default=0) + 1
+        for number, path in sorted(found.items()):
+            contents = None
+            if path == segment_path(self.path, number):
+                contents = self._contents(number, path)
+            if contents is None:
+                self._old.insert(0, old_segment(self._files, path))
+                continue
+            num_bytes = self._files.status(path).st_size
+            keys = self.index.learn(contents.records, number)
+            self._sealed[number] = _Sealed(num_bytes, keys)
+            has_room = contents.end < self.segment_bytes * RESUMED_SHARE
+            if not contents.is_sealed or (has_room and number == max(found)):
+                self._unfinished.append((number, contents))
+
+    def _contents(self, number: int, path: Path) -> Contents | None:
+        try:
+            return read_segment(self._files, path, number, self._fingerprint)
+        except OSError as error:
+            logger.warning("%s can't be read, so what it holds is not found: %s", path, error)
+            return None
+
+    def close(self) -> None:
+        """Close what is open for reading; a file that is being read, when this has ended."""
+        self._reading.close()
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def _read_run(self, run: Sequence[_Wanted], done: list[bool]) -> None:
+        """Read records of one segment by one call, and check what came. Raises OSError."""
+        buffers: list[memoryview] = []
+        offset = end = run[0][0].offset
+        for (_, begin, num_bytes, _), _, _, target in run:
+            if begin > end:
+                buffers.append(_gap[: begin - end])
+            buffers.append(target)
+            end = begin + num_bytes
+        with self._reading.reading(segment_path(self.path, run[0][0].segment)) as descriptor:
+            while offset < end:
+                came = self._files.preadv(descriptor, buffers, offset)
+                if came == 0:  # the file ends here
+                    break
+                offset += came
+                if offset < end:
+                    buffers = after(buffers, came)
+        hits = []
+        for place, index, key, target in run:
+            _, begin, num_bytes, digest = place
+            # What did not come is not there, whatever the memory held before.
+            if begin + num_bytes <= offset and payload_digest(target) == digest:
+                done[index] = True
+                hits.append(key)
+            elif self.index.forget(key, place):
+                self.num_damaged += 1
+        self.index.count_hits(hits)
+
+    def _read_one_by_one(self, run: Sequence[_Wanted], done: list[bool]) -> None:
+        """After a failure: find out which records can't be read, and forget these."""
+        for wanted in run:
+            try:
+                self._read_run([wanted], done)
+            except OSError:  # the first error of the run is reported
+                if self.index.forget(wanted[2], wanted[0]):
+                    self.num_damaged += 1
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def _fits(self, num_bytes: int) -> bool:
+        """Whether records that need so much can go into one segment, the open one if possible."""
+        used = self._open.sealed_bytes if self._open else DESCRIPTOR_BYTES + TRAILER_BYTES
+        return used + num_bytes <= self.segment_bytes
+
+    def _write(self, batch: Sequence[tuple[Record, memoryview]], num_bytes: int) -> None:
+        """Append records that fit into one segment."""
+        self._make_room(num_bytes + DESCRIPTOR_BYTES + TRAILER_BYTES)
+        self._append(batch, num_bytes)
+
+    def _append(self, batch: Sequence[tuple[Record, memoryview]], num_bytes: int) -> None:
+        if self._open is not None and (self._open.is_broken or not self._fits(num_bytes)):
+            self.seal()
+        if self._open is None:
+            self._files.make_folder(self.path)
+            self._open = OpenSegment.create(
+                self._files, self.path, self._next_number, self._fingerprint
+            )
+            self._next_number += 1
+        records, payloads = zip(*batch, strict=True)
+        self.index.learn(self._open.append(records, payloads), self._open.number)
+        self.num_bytes_written += num_bytes
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Evict segments until so much more fits into the budget. Raises OSError."""
+        while self.used_bytes + num_bytes > self.budget_bytes:
+            if self._old:
+                self._remove_old(self._old[0])
+                continue
+            if not self._sealed:
+                self.seal()  # what is left is the open one
+            if not self._sealed:
+                return
+            self._evict(min(self._sealed))
+
+    def _remove_old(self, old: OldSegment) -> None:
+        _unlink(self._files, old.path)
+        self._reading.drop(old.path)
+        self._old.remove(old)
+        folder = old.path.parent
+        if folder != self.path and not self._files.names(folder):
+            self._files.remove_folder(folder)
+
+    def _evict(self, number: int) -> None:
+        """Remove the segment of that number; what of it was loaded is written anew, the most
+        frequently loaded first, up to REWRITTEN_SHARE of it."""
+        sealed = self._sealed[number]
+        num_hits = self.index.num_hits
+        live = [
+            (key, place)
+            for key in dict.fromkeys(sealed.keys)
+            if (place := self.index.place(key)) is not None and place.segment == number
+        ]
+        try:
+            self._rewrite([entry for entry in live if num_hits(entry[0])], sealed.num_bytes)
+        except OSError as error:
+            # On a full disk room comes from removing alone. Other errors come again at once.
+            logger.debug("%s: not rewritten: %s", segment_path(self.path, number), error)
+        for key, place in live:
+            self.index.forget(key, place)
+        path = segment_path(self.path, number)
+        _unlink(self._files, path)
+        self._reading.drop(path)
+        del self._sealed[number]
+        self._broken.discard(number)
+
+    def _rewrite(self, live: list[tuple[Key, Place]], num_bytes: int) -> None:
+        left = int(num_bytes * REWRITTEN_SHARE)
+        for key, place in sorted(live, key=lambda entry: -self.index.num_hits(entry[0])):
+            record = Record(*key, *self.index.tail_parts(key), 0, place.num_bytes, place.digest)
+            needed = _needed_bytes(record) + DESCRIPTOR_BYTES + TRAILER_BYTES
+            if needed > left:
+                break
+            payload = memoryview(bytearray(place.num_bytes))
+            if self.read([key], [payload]).done[0]:
+                self._append([(record, payload)], _needed_bytes(record))
+                left -= needed
+                self.index.clear_hits(key)
+                self.num_rewritten += 1
+
+
+def _unlink(files: Files, path: Path) -> None:
+    try:
+        files.unlink(path)
+    except FileNotFoundError:
+        logger.warning("%s was removed by something else", path)
+
+
+def _needed_bytes(record: Record) -> int:
+    """Of a segment, its entry in the footer included."""
+    return record_bytes(record.num_bytes, len(record.tokens)) + ENTRY_BYTES + len(record.tokens)
+
+
+def _runs(places: Sequence[_Wanted], broken: Collection[int]) -> Iterator[list[_Wanted]]:
+    """Cut sorted places where they lie in different segments or far from each other. In broken
+    segments each is read alone, since what lies between two of them may be what is broken."""
+    run: list[_Wanted] = []
+    segment = end = -1
+    for wanted in places:
+        own_segment, offset, num_bytes, _ = wanted[0]
+        is_near = own_segment == segment and 0 <= offset - end <= MAX_GAP_BYTES
+        if run and (not is_near or 2 * len(run) >= MAX_BUFFERS or segment in broken):
+            yield run
+            run = []
+        run.append(wanted)
+        segment, end = own_segment, offset + num_bytes
+    if run:
+        yield run

@@ -1,0 +1,265 @@
+"""The thread that writes published blocks into the store, behind the steps.
+
+An order waits in a queue, with a reference to its block, until the thread takes it. What would be
+written beyond a limit (of the queue, of a day's bytes, while the disk fails) ends undone at once:
+a copy that is not made is a miss later, a block that is held too long is memory that lacks now.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from quire.core.memory.tiers.contract import MoveEnd, StoreOrder
+from quire.observability.log import get_logger
+from quire.tiers.disk.io_limits import DayBudget, Health
+from quire.tiers.disk.pages import Pages
+from quire.tiers.disk.record import MAX_GROUPS, MAX_NAME_BYTES, MAX_TOKENS_BYTES, record_bytes
+from quire.tiers.disk.store import SegmentStore
+
+WRITE_BYTES = 1 << 20
+"""Of one write: so few that loads which come meanwhile wait little."""
+MAX_ORDERS = 256
+"""Of one write."""
+HANG_S = 10.0
+"""A write or sync that has taken so long hangs: what waits behind it is given up."""
+SEAL_S = 1.0
+"""Beyond its time, for `close` to seal in."""
+YIELD_S, YIELD_STEP_S = 0.02, 0.002
+"""How long a write waits at most for loads to end, and how often it looks: beside loads without end
+50 MB/s are still written."""
+
+logger = get_logger(__name__)
+
+
+class StoreWriter:
+    """All but the thread's own work is called from the engine's thread, and never waits."""
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        pages: Pages,
+        end: Callable[[list[MoveEnd]], None],
+        day_budget: DayBudget,
+        clock: Callable[[], float],
+        *,
+        max_queued_bytes: int,
+        are_loads_busy: Callable[[], bool],
+    ) -> None:
+        """pages: that are written. end: takes what has ended; called from any thread.
+        are_loads_busy: they go first."""
+        self.health = Health(f"{store.path}: stores", clock)
+        self.num_done = self.num_failed = self.num_cancelled = 0
+        self.num_over_budget = self.num_over_queue = 0
+        self.num_bytes, self.seconds = 0, 0.0
+        self._store, self._pages, self._end, self._clock = store, pages, end, clock
+        self._index = store.index
+        self._day_budget, self._max_queued_bytes = day_budget, max_queued_bytes
+        self._are_loads_busy = are_loads_busy
+        self._queue: queue.SimpleQueue[StoreOrder | None] = queue.SimpleQueue()
+        self._waiting: dict[int, StoreOrder] = {}
+        self._queued_bytes = self._taken_bytes = 0  # each written by one thread
+        self._since_s: float | None = None  # when the write under way began
+        self._is_hung = self._is_closed = self._is_settled = self._must_clear = False
+        self._give_up_s = float("-inf")
+        self._out_of_budget_until_s = clock() + day_budget.wait_s(1)
+        self._thread = threading.Thread(
+            target=self._write_on, name="quire-cache-write", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def takes_orders(self) -> bool:
+        self.check()
+        return not (
+            self._is_closed
+            or self._is_hung
+            or self.health.is_paused
+            or self.num_bytes_ahead >= self._max_queued_bytes
+            or self._clock() < self._out_of_budget_until_s
+        )
+
+    @property
+    def num_bytes_ahead(self) -> int:
+        return self._queued_bytes - self._taken_bytes
+
+    def start(self, orders: Sequence[StoreOrder]) -> None:
+        """Raises ValueError for an order that no record can hold."""
+        ended = []
+        for order in orders:
+            _check_order(order)
+            if self._index.find(order.group, order.name):
+                ended.append(MoveEnd(order.order_id, True))
+                continue
+            # `takes_orders` was asked before; what comes with the last of them finds room as well.
+            is_full = self.num_bytes_ahead >= 2 * self._max_queued_bytes
+            if self._is_closed or self._is_hung or is_full:
+                self.num_over_queue += 1
+                ended.append(MoveEnd(order.order_id, False))
+                continue
+            self._queued_bytes += self._pages.num_bytes_of([order])
+            self._waiting[order.order_id] = order
+            self._queue.put(order)
+        if ended:
+            self._end(ended)
+
+    def cancel(self, order_ids: Iterable[int]) -> None:
+        """End those of these that are known and that the thread has not taken."""
+        self._drop(list(order_ids))
+
+    def check(self) -> None:
+        """Notice a write that hangs; what waits behind it ends undone."""
+        since_s = self._since_s
+        if since_s is None or self._clock() - since_s < HANG_S:
+            self._is_hung = False
+            return
+        if not self._is_hung:
+            self._is_hung = True
+            self.health.failed(TimeoutError(f"a write has taken {HANG_S:g} s and goes on"))
+        self._drop(list(self._waiting))
+
+    def clear(self) -> None:
+        """Drop what waits, and have the thread remove all that is there; nothing is found from now
+        on."""
+        self._must_clear = True
+        self._drop(list(self._waiting))
+        self._index.forget_all()
+        self._queue.put(None)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what was ordered, as far as it goes in this time, and seal. Returns whether the
+        thread has ended; if it hangs it has not."""
+        self._give_up_s = self._clock() + timeout_s
+        self._is_closed = True
+        self._queue.put(None)
+        self._thread.join(timeout_s + SEAL_S)
+        if self._thread.is_alive():
+            self._drop(list(self._waiting))
+        return not self._thread.is_alive()
+
+    def _drop(self, order_ids: Sequence[int]) -> None:
+        """End those that the thread has not taken, undone."""
+        ended = []
+        for order_id in order_ids:
+            order = self._waiting.pop(order_id, None)
+            if order is not None:
+                self._queued_bytes -= self._pages.num_bytes_of([order])
+                ended.append(MoveEnd(order_id, False))
+        self.num_cancelled += len(ended)
+        if ended:
+            self._end(ended)
+
+    # -- in the thread -----------------------------------------------------------------------------
+
+    def _write_on(self) -> None:
+        self._try(self._settle)
+        is_open = True
+        while is_open:
+            orders, is_open = self._take(self._queue.get())
+            if self._must_clear:
+                self._must_clear = False
+                self._try(self._store.remove_all)
+            if orders:
+                self._let_loads_go_first()
+                self._write(orders)
+        self._try(self._store.seal)
+
+    def _settle(self) -> None:
+        if not self._is_settled:
+            self._store.settle()
+            self._is_settled = True
+
+    def _append(self, orders: Sequence[StoreOrder], payloads: Sequence[memoryview]) -> None:
+        self._settle()
+        self._store.append(orders, payloads)
+
+    def _take(self, order: StoreOrder | None) -> tuple[list[StoreOrder], bool]:
+        """This order and those after it as far as they fit into a write, without those that were
+        cancelled; and whether more may come."""
+        orders: list[StoreOrder] = []
+        num_bytes = 0
+        while order is not None:
+            if self._waiting.pop(order.order_id, None) is not None:
+                orders.append(order)
+                num_bytes += self._pages.num_bytes_of([order])
+                if num_bytes >= WRITE_BYTES or len(orders) >= MAX_ORDERS:
+                    break
+            try:
+                order = self._queue.get_nowait()
+            except queue.Empty:
+                break
+        self._taken_bytes += num_bytes
+        return orders, order is not None or not self._is_closed
+
+    def _let_loads_go_first(self) -> None:
+        until_s = time.monotonic() + YIELD_S
+        while not self._is_closed and self._are_loads_busy() and time.monotonic() < until_s:
+            time.sleep(YIELD_STEP_S)
+
+    def _write(self, orders: Sequence[StoreOrder]) -> None:
+        """Append what is new and within the limits, and end all."""
+        chosen: dict[tuple[int, bytes], StoreOrder] = {}
+        is_allowed = not self.health.is_paused and not self._is_too_late()
+        for order in orders:
+            key = order.group, order.name
+            is_new = key not in chosen and not self._index.find(*key)
+            if is_allowed and is_new and self._is_within_budget(order):
+                chosen[key] = order
+        if chosen:
+            written = list(chosen.values())
+            payloads = self._pages.views(written)
+            before_s = self._clock()
+            self._try(lambda: self._append(written, payloads))
+            self.seconds += self._clock() - before_s
+            for order, payload in zip(written, payloads, strict=True):
+                if self._index.find(order.group, order.name):
+                    self.num_bytes += len(payload)
+        ended = [
+            MoveEnd(order.order_id, self._index.find(order.group, order.name)) for order in orders
+        ]
+        num_done = sum(end.is_done for end in ended)
+        self.num_done += num_done
+        self.num_failed += len(ended) - num_done
+        self._end(ended)
+
+    def _try(self, operation: Callable[[], object]) -> None:
+        """Do something with the disk; a failure of it is a pause."""
+        self._since_s = self._clock()
+        try:
+            operation()
+        except OSError as error:
+            self.health.failed(error)
+        else:
+            self.health.worked()
+        finally:
+            self._since_s = None
+
+    def _is_too_late(self) -> bool:
+        return self._is_closed and self._clock() > self._give_up_s
+
+    def _is_within_budget(self, order: StoreOrder) -> bool:
+        num_bytes = record_bytes(self._pages.num_bytes_of([order]), len(order.tokens))
+        if self._day_budget.take(num_bytes):
+            return True
+        if self.num_over_budget == 0:
+            logger.warning(
+                "%s: the bytes a day are written; what comes is dropped until there are more",
+                self._store.path,
+            )
+        self.num_over_budget += 1
+        self._out_of_budget_until_s = self._clock() + self._day_budget.wait_s(num_bytes)
+        return False
+
+
+def _check_order(order: StoreOrder) -> None:
+    is_sound = (
+        0 <= order.group < MAX_GROUPS
+        and 0 < len(order.name) <= MAX_NAME_BYTES
+        and len(order.parent) <= MAX_NAME_BYTES
+        and len(order.tokens) <= MAX_TOKENS_BYTES
+    )
+    if not is_sound:
+        raise ValueError(
+            f"{order} can't be stored: a group is below {MAX_GROUPS}, a name and a parent have at"
+            f" most {MAX_NAME_BYTES} bytes, tokens at most {MAX_TOKENS_BYTES}"
+        )

@@ -1,0 +1,156 @@
+"""The name under which pages are kept on disk: a digest of what determines their bytes.
+
+Pages may be read back by another process, of another day, version, machine or model. They are
+found only under the same fingerprint, so nothing that would compute other bytes may share one; and
+what changes no byte is left out, so that it doesn't cost the cache. What the tokens are, and whose,
+is in the names of the records, not here. Plain data: `assembly.tier_identity` collects the facts.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from quire.observability.log import get_logger
+from quire.tiers.disk.files import write_whole
+from quire.tiers.disk.folder import CacheFolder
+
+DIGEST_BYTES = 16
+FORMAT = 1
+"""Of these parts and of how they are hashed."""
+
+SUFFIX = ".json"
+"""Of a description's file, beside its namespace, whose name it has."""
+_NEW_SUFFIX = f"{SUFFIX}.new"
+
+logger = get_logger(__name__)
+
+_PERSON = b"quire-pages"
+_NO_PART = "nothing"
+_SHOWN = ("model", "dtype", "kv_dtype", "quantization", "kernels", "block_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """All that determines the bytes of pages, as data that JSON has: texts as keys, finite numbers.
+
+    weights: the digest of their content, in hexadecimal. model: its config. pages: how a page is
+    laid out, over which groups. numerics: what computes, in which formats. code: of which sources.
+    label: what the model was called, for people; no part of the digest.
+    """
+
+    weights: str
+    model: Mapping[str, Any]
+    pages: Mapping[str, Any]
+    numerics: Mapping[str, Any]
+    code: Mapping[str, Any]
+    label: str = ""
+
+    @property
+    def digest(self) -> bytes:
+        """DIGEST_BYTES, equal for equal parts, in every process."""
+        parts = self._parts()
+        del parts["label"]
+        text = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        digest = hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES, person=_PERSON)
+        return digest.digest()
+
+    def differences(self, other: "Fingerprint") -> list[str]:
+        """What differs, a sentence's part each: "numerics.kernels is 'avx2' instead of 'torch'"."""
+        mine, others = dict(_leaves(self._parts())), dict(_leaves(other._parts()))
+        return [
+            f"{name} is {mine.get(name, _NO_PART)!r} instead of {others.get(name, _NO_PART)!r}"
+            for name in sorted(mine.keys() | others.keys())
+            if name != "label" and mine.get(name, _NO_PART) != others.get(name, _NO_PART)
+        ]
+
+    @property
+    def in_short(self) -> str:
+        """What people tell namespaces apart by, in a line."""
+        facts = {**self.numerics, **self.pages, "model": self.model.get("architecture")}
+        texts = {name: str(facts.get(name)).removeprefix("torch.") for name in _SHOWN}
+        return ", ".join(f"{name} {text}" for name, text in texts.items() if text != "None")
+
+    def to_json(self) -> bytes:
+        """For people, and for `from_json`."""
+        return json.dumps(self._parts(), indent=1, allow_nan=False).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Self:
+        """Raises ValueError for what `to_json` of this FORMAT has not written."""
+        parts = json.loads(text)
+        if not isinstance(parts, dict) or parts.pop("format", None) != FORMAT:
+            raise ValueError(f"this is no description of format {FORMAT}")
+        texts = ("weights", "label")
+        wanted = {"weights", "model", "pages", "numerics", "code", "label"}
+        if parts.keys() != wanted or any(
+            not isinstance(part, str if name in texts else dict) for name, part in parts.items()
+        ):
+            raise ValueError(f"a description has {', '.join(sorted(wanted))}")
+        return cls(**parts)
+
+    def _parts(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+
+def _leaves(part: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Of nested mappings, under names with dots; a list is one of them."""
+    if not isinstance(part, Mapping):
+        yield name, list(part) if isinstance(part, tuple) else part
+        return
+    for key, inner in part.items():
+        yield from _leaves(inner, f"{name}.{key}" if name else key)
+
+
+def keep_description(folder: CacheFolder, fingerprint: Fingerprint) -> None:
+    """Write beside the namespace what it is, for `quire cache`, and remove what describes others
+    that are gone. Nothing depends on these files: where they can't be written, a line is logged."""
+    name = fingerprint.digest.hex()
+    try:
+        names = set(folder.files.names(folder.path))
+        for each in sorted(names):
+            described = each.removesuffix(".new").removesuffix(SUFFIX)
+            is_left = each.endswith(_NEW_SUFFIX) or described not in names
+            if described != each and is_namespace(described) and is_left and described != name:
+                folder.files.unlink(folder.path / each)
+        if read_description(folder.path, name) is None:
+            _write_description(folder, name, fingerprint.to_json())
+    except OSError as error:
+        logger.warning("%s: what it holds is not described: %s", folder.path, error)
+
+
+def read_description(folder: Path, name: str) -> Fingerprint | None:
+    """Of the namespace of that name; None where there is none that is sound."""
+    try:
+        found = Fingerprint.from_json((folder / f"{name}{SUFFIX}").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if found.digest.hex() == name else None
+
+
+def nearest_description(folder: Path, fingerprint: Fingerprint) -> Fingerprint | None:
+    """Of the other namespaces that the folder holds, the one with the fewest differences; None:
+    there are none, or none is described. Raises OSError."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    found = [read_description(folder, name) for name in names if is_namespace(name)]
+    others = [each for each in found if each is not None and each.digest != fingerprint.digest]
+    return min(others, key=lambda each: len(fingerprint.differences(each)), default=None)
+
+
+def is_namespace(name: str) -> bool:
+    """Whether a file's name may be a fingerprint's digest."""
+    return len(name) == 2 * DIGEST_BYTES and set(name) <= set("0123456789abcdef")
+
+
+def _write_description(folder: CacheFolder, name: str, text: bytes) -> None:
+    files, new = folder.files, folder.path / f"{name}{_NEW_SUFFIX}"
+    if new.exists():  # of a process that ended while it wrote
+        files.unlink(new)
+    descriptor = files.create(new)
+    try:
+        write_whole(files, descriptor, [text], 0)
+    finally:
+        files.close(descriptor)
+    files.rename(new, folder.path / f"{name}{SUFFIX}")

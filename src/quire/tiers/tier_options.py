@@ -1,0 +1,92 @@
+"""The options of the disk tier; `options.engine_options` joins them with the others.
+
+Torch-free, and with no import but how options are declared, so that the command line can check
+them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import ConfigurationError
+from quire.option_fields import Bytes, Flag, Options, Text, option
+
+DEFAULT_SIZE = "20GiB"
+LEAST_BYTES = 1 << 20
+"""Of any model. What the blocks of this one need is refused when the folder is opened."""
+
+DAYS_REWRITES = 10
+"""How often a day the whole folder may be written anew where nothing else is said. Of a drive of
+1 TB that bears 600 TB, with 20 GiB: for eight years."""
+
+
+@dataclass(frozen=True)
+class TierOptions(Options):
+    """Where cached prefixes are kept beyond the KV cache, and how much of them."""
+
+    cache_dir: str | None = option(
+        None,
+        Text("a folder", is_path=True),
+        group="memory",
+        help="folder that keeps cached prefixes on disk, over restarts and crashes; one engine's at"
+        " a time. On a CPU no tier lies between it and the KV cache, which is host memory itself",
+        doc="a folder that keeps cached prefixes on disk: they are found again after a restart or"
+        " a crash, and loaded where that is faster than to compute them. It is made if it is not"
+        " there, with mode 0700, and belongs to one engine at a time. On a CPU there is no tier in"
+        " the host's memory: the KV cache is that.",
+        flag=Flag(metavar="FOLDER"),
+    )
+    cache_size: int | str | None = option(
+        None,
+        Bytes(LEAST_BYTES),
+        group="memory",
+        help="bytes that cache_dir may hold, such as 100GiB",
+        doc=f"bytes that cache_dir may hold, or text such as {DEFAULT_SIZE!r}; the oldest go"
+        f" first. None: {DEFAULT_SIZE}.",
+        flag=Flag(shown=DEFAULT_SIZE),
+    )
+    cache_writes_per_day: int | str | None = option(
+        None,
+        Bytes(0),
+        group="memory",
+        help="bytes a day that may be written to cache_dir, to spare the drive; 0: only read it",
+        doc="bytes a day that may be written to cache_dir, to spare the drive; 0: what is there is"
+        f" read, and nothing is written. None: {DAYS_REWRITES} times cache_size.",
+        flag=Flag(shown=f"{DAYS_REWRITES} times the cache size"),
+    )
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """cache_dir as a path; None: there is no disk tier."""
+        return None if self.cache_dir is None else Path(self.cache_dir).expanduser()
+
+    @property
+    def cache_bytes(self) -> int:
+        """cache_size, once it is checked; with a cache_dir only."""
+        assert isinstance(self.cache_size, int)
+        return self.cache_size
+
+    @property
+    def cache_bytes_per_day(self) -> int:
+        """cache_writes_per_day, once it is checked; with a cache_dir only."""
+        assert isinstance(self.cache_writes_per_day, int)
+        return self.cache_writes_per_day
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.cache_dir is None:
+            self._check_unused()
+            return
+        if self.cache_size is None:  # frozen, as below
+            size = Bytes(LEAST_BYTES).settle("cache_size", DEFAULT_SIZE, is_optional=True)
+            object.__setattr__(self, "cache_size", size)
+        if self.cache_writes_per_day is None:
+            object.__setattr__(self, "cache_writes_per_day", DAYS_REWRITES * self.cache_bytes)
+
+    def _check_unused(self) -> None:
+        for name in ("cache_size", "cache_writes_per_day"):
+            value = getattr(self, name)
+            if value is not None:
+                raise ConfigurationError(
+                    f"{name} is {value}, but there is no cache_dir whose size or writes it would"
+                    " bound; name a folder, or leave it out"
+                )

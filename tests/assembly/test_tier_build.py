@@ -1,0 +1,139 @@
+"""The cache folder of an engine that is built: its lock, its secret, and a rank's pages on disk."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.assembly.model_kind import choose_kind
+from quire.assembly.rank_build import RankBuild, build_rank
+from quire.assembly.tier_build import build_disk_tier, cache_folder, secret_of
+from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder
+from quire.errors import ConfigurationError
+from quire.options.engine_options import EngineOptions
+from quire.tiers.disk.disk_tier import DiskTier
+from quire.tiers.fingerprint import read_description
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> EngineOptions:
+    return options_of(tmp_path / "cache")
+
+
+def options_of(folder: Path, **changes: Any) -> EngineOptions:
+    small = {"kv_cache_memory": "2MiB", "max_num_seqs": 2, "cache_size": "64MiB"}
+    return EngineOptions.from_mapping({"cache_dir": folder, **small, **changes})
+
+
+def rank_of(options: EngineOptions) -> RankBuild:
+    kind = choose_kind(options)
+    return build_rank(kind.options, kind.folder, kind.config, None, lambda *_: None)
+
+
+def ended(tier: DiskTier, woken: threading.Event) -> list[MoveEnd]:
+    for _ in range(500):
+        if found := tier.ended():
+            return found
+        woken.wait(0.02)
+        woken.clear()
+    raise AssertionError("nothing ended")
+
+
+def test_the_secret_is_the_folder_s(options: EngineOptions) -> None:
+    found = []
+    for _ in range(2):
+        with cache_folder(options) as folder:
+            assert folder is not None
+            found.append(secret_of(folder))
+        folder.close()
+    assert found[0] == found[1]
+    with cache_folder(EngineOptions()) as none:
+        assert none is None
+    assert len({secret_of(None), secret_of(None), found[0]}) == 3
+
+
+def test_a_folder_is_one_engine_s_until_that_is_gone(options: EngineOptions) -> None:
+    with cache_folder(options) as folder:
+        assert folder is not None
+        with pytest.raises(ConfigurationError, match="is in use by process"), cache_folder(options):
+            pass
+    folder.close()
+    with pytest.raises(KeyError), cache_folder(options):
+        raise KeyError("the engine could not be built")
+    with cache_folder(options) as folder:  # which was closed
+        assert folder is not None
+    folder.close()
+
+
+def test_pages_are_found_again_by_the_next_engine(options: EngineOptions) -> None:
+    page = torch.arange(256).to(torch.uint8)
+    woken = threading.Event()
+    for is_restarted in (False, True):
+        with cache_folder(options) as folder:
+            assert folder is not None
+            rank = rank_of(options)
+            tier = build_disk_tier(folder, options, rank, woken.set)
+        storage = rank.runner.kv_storage
+        assert tier.find(0, b"name") == is_restarted
+        if not is_restarted:
+            storage[3] = page.repeat(storage.shape[1] // 256)
+            tier.start([StoreOrder(1, 3, 0, b"name")], [])
+            assert ended(tier, woken) == [MoveEnd(1, True)]
+        else:
+            tier.start([], [LoadOrder(2, 5, 0, b"name")])
+            assert ended(tier, woken) == [MoveEnd(2, True)]
+            assert torch.equal(storage[5], page.repeat(storage.shape[1] // 256))
+        tier.close()
+    assert rank.fingerprint is not None and options.cache_folder is not None
+    described = read_description(options.cache_folder, rank.fingerprint.digest.hex())
+    assert described == rank.fingerprint
+
+
+def test_why_nothing_is_found_is_logged(
+    options: EngineOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "quire")
+    assert options.cache_folder is not None
+    woken = threading.Event()
+    for changes in ({}, {"block_size": 32}, {}):
+        changed = options_of(options.cache_folder, **changes)
+        caplog.clear()
+        with cache_folder(changed) as folder:
+            assert folder is not None
+            tier = build_disk_tier(folder, changed, rank_of(changed), woken.set)
+        tier.start([StoreOrder(1, 0, 0, b"name")], [])
+        ended(tier, woken)
+        tier.close()
+        said = [text for text in caplog.messages if "computed otherwise" in text]
+        assert len(said) == bool(changes)
+        assert all("pages.block_size is 32 instead of 16" in text for text in said)
+
+
+def test_a_budget_of_no_writes_reads_only(options: EngineOptions) -> None:
+    woken = threading.Event()
+    assert options.cache_folder is not None
+    reading = options_of(options.cache_folder, cache_writes_per_day=0)
+    with cache_folder(reading) as folder:
+        assert folder is not None
+        tier = build_disk_tier(folder, reading, rank_of(reading), woken.set)
+    assert not tier.takes_stores
+    tier.start([StoreOrder(1, 3, 0, b"name")], [])
+    assert ended(tier, woken) == [MoveEnd(1, False)]
+    tier.close()
+    assert list(options.cache_folder.rglob("*.seg")) == []
+
+
+def test_a_folder_that_is_too_small_for_the_model_is_refused(options: EngineOptions) -> None:
+    assert options.cache_folder is not None
+    small = options_of(options.cache_folder, cache_size="1MiB")
+    with (
+        pytest.raises(ConfigurationError, match=r"cache_size is 1048576 bytes, but with blocks of"),
+        cache_folder(small) as folder,
+    ):
+        assert folder is not None
+        build_disk_tier(folder, small, rank_of(small), lambda: None)
+    with cache_folder(options) as folder:
+        assert folder is not None
+    folder.close()

@@ -1,0 +1,214 @@
+"""What changes the fingerprint of a model's pages, and what doesn't."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.runtime.hybrid_family import HybridForCausalLM, registered, save_hybrid
+
+from quire.assembly import tier_identity
+from quire.assembly.model_kind import choose_kind
+from quire.assembly.rank_build import build_rank
+from quire.attention.backends import INT8
+from quire.errors import ConfigurationError
+from quire.hub.model_folder import EMBEDDED_MODEL
+from quire.kernels.cpu.library import NativeUnavailableError, load_library
+from quire.models.decoder import DecoderForCausalLM
+from quire.models.families.qwen3 import Qwen3Config
+from quire.models.registry import MODELS, ModelEntry
+from quire.options.engine_options import EngineOptions
+from quire.tiers.fingerprint import Fingerprint
+
+SMALL = {"cache_dir": "not-opened-here", "kv_cache_memory": "4MiB", "max_num_seqs": 4}
+SHORT_ROPE = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+
+
+def fingerprint(**options: Any) -> Fingerprint:
+    kind = choose_kind(EngineOptions.from_mapping({"dtype": "float32", **SMALL, **options}))
+    built = build_rank(kind.options, kind.folder, kind.config, None, lambda *_: None)
+    assert built.fingerprint is not None
+    return built.fingerprint
+
+
+@pytest.fixture(scope="module")
+def usual() -> Fingerprint:
+    return fingerprint()
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(EMBEDDED_MODEL, tmp_path / "copy"))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.chmod(0o644)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_nothing_is_asked_for_without_a_folder() -> None:
+    kind = choose_kind(EngineOptions.from_mapping({"kv_cache_memory": "1MiB"}))
+    built = build_rank(kind.options, kind.folder, kind.config, None, lambda *_: None)
+    assert built.fingerprint is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_threads": 2},
+        {"max_model_len": 100},
+        {"max_num_seqs": 9, "max_num_batched_tokens": 77},
+        {"kv_cache_memory": "8MiB", "eviction": "lru", "cache_size": "1GiB"},
+        {"seed": 3, "max_logprobs": 1, "async_scheduling": True, "scheduling_policy": "priority"},
+        {"skip_tokenizer_init": True, "allow_special_tokens": True},
+    ],
+    ids=str,
+)
+def test_what_changes_no_byte_changes_nothing(options: Any, usual: Fingerprint) -> None:
+    assert fingerprint(**options).differences(usual) == []
+    assert fingerprint(**options).digest == usual.digest
+
+
+def test_names_templates_and_files_change_nothing(copied: Path, usual: Fingerprint) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    (copied / "model.safetensors").unlink()
+    save_file(dict(reversed(tensors.items())), copied / "model.safetensors", {"format": "pt"})
+    edit_json(copied / "config.json", eos_token_id=5, _name_or_path="other", use_cache=False)
+    edit_json(copied / "tokenizer_config.json", chat_template="{{ messages }}")
+    found = fingerprint(model=copied)
+    assert (found.digest, found.label) == (usual.digest, str(copied))
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"block_size": 32}, {"pages.block_size", "pages.bytes_per_block", "pages.layers"}),
+        (
+            {"dtype": "bfloat16"},
+            {
+                *("numerics.dtype", "numerics.kv_dtype", "pages.bytes_per_block", "pages.layers"),
+            },
+        ),
+        ({"quantization": "int8"}, {"numerics.quantization"}),
+        (
+            {"kv_cache_dtype": INT8},
+            {"numerics.kv_dtype", "pages.bytes_per_block", "pages.layers"},
+        ),
+        ({"hf_overrides": {"rms_norm_eps": 1e-5}}, {"model.rms_norm_eps"}),
+        ({"hf_overrides": {"rope_theta": 9e3}}, {"model.rope.rope_theta", "model.positions"}),
+    ],
+    ids=lambda value: ",".join(sorted(value)),
+)
+def test_what_changes_bytes_is_in_it(options: Any, names: set[str], usual: Fingerprint) -> None:
+    found = fingerprint(**options)
+    assert found.digest != usual.digest
+    differing = {text.partition(" is ")[0] for text in found.differences(usual)}
+    # Of int8 weights, torch's and Triton's linears have a class of their own.
+    assert differing - {"numerics.linears"} == names
+
+
+def test_other_weights_under_the_same_name_are_others(copied: Path, usual: Fingerprint) -> None:
+    path = copied / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.2.self_attn.v_proj.weight"
+    tensors[name].view(torch.uint8)[0, 0] ^= 1
+    path.unlink()
+    save_file(tensors, path, {"format": "pt"})
+    (difference,) = fingerprint(model=copied).differences(usual)
+    assert difference.startswith("weights is ")
+
+
+def test_the_kernels_are_in_it(usual: Fingerprint) -> None:
+    try:
+        isas = ["portable", *load_library().isas()]
+    except NativeUnavailableError as error:
+        pytest.skip(f"no native kernels: {error}")
+    found = [fingerprint(kernels=name) for name in sorted(set(isas))]
+    found += [fingerprint(kernels="torch"), fingerprint(kernels="portable", block_size=32)]
+    by_torch = fingerprint(kernels="portable", attention_backend="torch")
+    assert len({each.digest for each in (*found, by_torch)}) == len(found) + 1
+    assert "library" in found[0].numerics and "library" not in found[-2].numerics
+    # By a native program alone, whose instruction set is known, no processor counts.
+    assert "device" in by_torch.numerics and "device" not in found[0].numerics
+
+
+def test_a_length_counts_where_the_rotation_depends_on_it() -> None:
+    overrides = {**SHORT_ROPE, "max_position_embeddings": 64}
+    found = {
+        length: fingerprint(hf_overrides=overrides, max_model_len=length).digest
+        for length in (32, 64, 100, 120)
+    }
+    assert found[32] == found[64]
+    assert len(set(found.values())) == 3
+
+
+def test_a_row_of_the_rotation_s_table_is_the_same_under_any_length() -> None:
+    """Why the length counts nowhere else."""
+    kind = choose_kind(EngineOptions.from_mapping(SMALL))
+    tables = []
+    for length in (37, 101):
+        entry = MODELS[kind.config.architecture]
+        model = entry.model(
+            kind.config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=length
+        )
+        tables += [each for name, each in model.named_buffers() if name.endswith("rotary.table")]
+    assert torch.equal(tables[0], tables[1][:37])
+
+
+class OutsideModel(DecoderForCausalLM):
+    """Of a program that adds its own family."""
+
+
+def test_the_source_of_a_family_from_outside_counts(
+    monkeypatch: pytest.MonkeyPatch, usual: Fingerprint, copied: Path
+) -> None:
+    monkeypatch.setitem(MODELS, "OutsideForCausalLM", ModelEntry(Qwen3Config, OutsideModel))
+    edit_json(copied / "config.json", architectures=["OutsideForCausalLM"])
+    found = fingerprint(model=copied)
+    (name,) = found.code.keys() - usual.code.keys()
+    assert name == OutsideModel.__module__
+    monkeypatch.setattr(OutsideModel, "__module__", "typed_into_a_session")
+    with pytest.raises(ConfigurationError, match=r"OutsideModel, which has no source file"):
+        fingerprint(model=copied)
+
+
+def test_the_sources_that_compute_count(tmp_path: Path) -> None:
+    def digest() -> str:
+        return tier_identity._package_digest(tmp_path)
+
+    assert digest().startswith("version ")
+    for name in ("layers/a.py", "models/families/b.py", "server/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    first = digest()
+    (tmp_path / "server/c.py").write_text("x = 2\n")
+    assert digest() == first
+    (tmp_path / "models/families/b.py").write_text("x = 2\n")
+    second = digest()
+    (tmp_path / "models/families/b.py").rename(tmp_path / "models/families/c.py")
+    assert len({first, second, digest()}) == 3
+
+
+def test_the_folders_that_compute_are_there() -> None:
+    for name in tier_identity.COMPUTING_FOLDERS:
+        assert list((tier_identity.PACKAGE / name).rglob("*.py"))
+    assert json.loads(json.dumps(fingerprint().model))
+    with pytest.raises(ConfigurationError, match=r"there\.odd\['a'\] is of type object"):
+        tier_identity._plain({"a": object()}, "there.odd")
+
+
+def test_layers_of_all_kinds_are_in_it(tmp_path: Path) -> None:
+    folder = save_hybrid(tmp_path / "hybrid")
+    with registered():
+        first, again = (fingerprint(model=folder) for _ in range(2))
+        larger = fingerprint(model=folder, block_size=64)
+        # A config that doesn't say how it depends on the length may depend on it.
+        longer = fingerprint(model=folder, max_model_len=50)
+    assert first.digest == again.digest
+    kinds = {group["kind"] for group in first.pages["groups"]}
+    assert {"full", "window", "state"} <= kinds and first.pages["states"]
+    assert HybridForCausalLM.__module__ in first.code
+    assert len({first.digest, larger.digest, longer.digest}) == 3

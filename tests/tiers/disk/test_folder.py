@@ -1,0 +1,155 @@
+"""The cache folder: who holds it, its secret, its modes."""
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.tiers.disk.faulty_files import FaultyFiles, KilledError, full_disk, read_only
+from tests.tiers.disk.store_world import FINGERPRINT, Opened, names_in, read, write
+
+from quire.errors import ConfigurationError
+from quire.tiers.disk.folder import CacheFolder
+
+HOLD = """
+import sys
+from pathlib import Path
+from quire.tiers.disk.folder import CacheFolder
+folder = CacheFolder.open(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o277)
+    yield
+    os.umask(before)
+
+
+def test_a_second_process_is_refused_by_name(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigurationError) as refused:
+        CacheFolder.open(tmp_path)
+    assert str(tmp_path) in str(refused.value) and str(holder.pid) in str(refused.value)
+    assert os.listdir("/proc/self/fd") == descriptors
+    threading.Timer(0.1, holder.kill).start()
+    CacheFolder.open(tmp_path, wait_s=60).close()
+    holder.communicate()
+    CacheFolder.open(tmp_path).close()
+
+
+def test_the_secret_stays(tmp_path: Path) -> None:
+    first = CacheFolder.open(tmp_path / "a" / "b")
+    first.close()
+    second = CacheFolder.open(tmp_path / "a" / "b")
+    other = CacheFolder.open(tmp_path / "c")
+    assert first.secret == second.secret != other.secret and len(first.secret) == 16
+    assert sorted(os.listdir(second.path)) == ["lock", "secret"]
+    second.close()
+    other.close()
+
+
+def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: None) -> None:
+    opened = Opened(tmp_path / "new" / "cache")
+    write(opened.store, range(3))
+    opened.close()
+    found = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
+    assert len(found) == 6
+    for path in found:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_kill_at_any_call_leaves_a_folder_that_can_be_opened(quick_path: Path) -> None:
+    whole = FaultyFiles()
+    CacheFolder.open(quick_path / "whole", whole).close()
+    for kill_at in range(1, whole.num_calls + 1):
+        path = quick_path / str(kill_at)
+        files = FaultyFiles()
+        files.kill_at = kill_at
+        with pytest.raises(KilledError):
+            CacheFolder.open(path, files).close()
+        files.release()
+        opened = CacheFolder.open(path)
+        assert len(opened.secret) == 16
+        assert sorted(os.listdir(path)) == ["lock", "secret"]
+        opened.close()
+
+
+def test_a_damaged_secret_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = CacheFolder.open(tmp_path)
+    first.close()
+    (tmp_path / "secret").write_bytes(first.secret[:7])
+    second = CacheFolder.open(tmp_path)
+    assert len(second.secret) == 16 and second.secret[:7] != first.secret[:7]
+    assert "damaged" in caplog.text
+    second.close()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="can't be used"):
+        CacheFolder.open(tmp_path / "file" / "cache")
+    files = FaultyFiles()
+    files.errors["pwritev"] = full_disk()
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigurationError, match="No space left"):
+        CacheFolder.open(tmp_path / "full", files)
+    assert os.listdir(tmp_path / "full") == ["lock"]
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+def test_a_read_only_folder_can_be_read(tmp_path: Path) -> None:
+    before = Opened(tmp_path)
+    write(before.store, range(1, 5))
+    before.close()
+    files = FaultyFiles()
+    for name in ("open_to_write", "create", "pwritev", "truncate", "make_folder", "unlink"):
+        files.errors[name] = read_only()
+    del files.errors["make_folder"]  # makes nothing where all is there
+    opened = Opened(tmp_path, files=files)
+    assert opened.folder.secret == before.folder.secret
+    assert all(read(opened.store, names_in(opened.store, range(1, 5))))
+    with pytest.raises(OSError, match="Read-only"):
+        opened.store.settle()
+    opened.close()
+
+
+def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    namespace = tmp_path / FINGERPRINT.hex()
+    namespace.mkdir()
+    others = [
+        tmp_path / "notes.txt",
+        namespace / "00000001.seg.bak",
+        namespace / "1.seg",
+        namespace / "x0000001.seg",
+    ]
+    for path in others:
+        path.write_bytes(b"mine")
+    (tmp_path / "not-a-namespace").mkdir()
+    opened = Opened(tmp_path, budget_bytes=20_000, segment_bytes=4000)
+    for number in range(1, 50):
+        write(opened.store, [number])
+    opened.close()
+    assert all(path.read_bytes() == b"mine" for path in others)
+    assert (tmp_path / "not-a-namespace").is_dir()
+
+
+def test_a_fingerprint_has_sixteen_bytes(tmp_path: Path) -> None:
+    folder = CacheFolder.open(tmp_path)
+    with pytest.raises(ValueError, match="16 bytes"):
+        folder.namespace(b"short")
+    folder.close()
