@@ -193,6 +193,7 @@ class KVCacheManager:
             num_known = self.moves.loads.num_known_tokens(sequence)
             match = match._replace(num_tier_tokens=num_known)
             self.moves.loads.release(sequence, match.num_tokens)
+            self.moves.stores.store_again(chain(copied, *match.blocks))
         if sequence.num_admissions == 0:
             self.prefixes.count(sequence, match)
         sequence.num_admissions += 1

@@ -3,16 +3,20 @@
 What a full group publishes is worth storing at once. A window's run or a snapshot is often dead
 within a second, when its session has gone on: those wait, and are stored if they are not demoted by
 then. A block that is evicted first is not stored: nothing waits for a disk.
+
+A tier forgets by itself, and what stays in the pool is never asked of it: so a prompt that all
+begin with would be gone there first. Contents that a sequence goes on from are stored again then.
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.eviction import ContentKey
 from quire.core.memory.growth import Growth
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.tiers.contract import StoreOrder, Tiers
+from quire.core.step import HOLE_BLOCK
 
 # Contents that may soon be dead weight wait for so long, unless `settle_s` says otherwise.
 SETTLE_S = 1.0
@@ -29,7 +33,8 @@ class WriteBehind:
     num_stored, num_not_stored: orders by how they ended. num_too_late: blocks that were taken for
     other contents before they could be ordered.
 
-    Invariant: each block in `in_flight`, by order, has one reference for it.
+    Invariant: each block in `in_flight`, by order, has one reference for it. A block waits at most
+    once, for its latest content: so what waits is bounded also while nothing is taken.
     """
 
     def __init__(
@@ -51,8 +56,10 @@ class WriteBehind:
         self._bounded = {rule.group for rule in growth.bounded}
         self._size = growth.block_size
         self._most = min(MAX_ORDERS, max(MIN_ORDERS, int(pool.num_blocks * MAX_SHARE)))
-        self._ready: deque[tuple[int, ContentKey]] = deque()
-        self._settling: deque[tuple[float, int, ContentKey]] = deque()
+        self._storing: set[int] = set()  # the blocks in flight
+        # By block, in the order in which they came; of those that settle, from when on too.
+        self._ready: OrderedDict[int, ContentKey] = OrderedDict()
+        self._settling: OrderedDict[int, tuple[float, ContentKey]] = OrderedDict()
         pool.new_contents = []
 
     @property
@@ -66,26 +73,35 @@ class WriteBehind:
         at_once: nothing will be demoted any more.
         """
         self._take_in(now_s)
-        while self._settling and (at_once or self._settling[0][0] <= now_s):
-            _, block, key = self._settling.popleft()
-            self._ready.append((block, key))
+        self._end_settling(now_s, at_once=at_once)
         orders: list[StoreOrder] = []
         if not self._tiers.takes_stores:
             return orders
         while self._ready and len(self.in_flight) < self._most:
-            block, key = self._ready.popleft()
+            block, key = self._ready.popitem(last=False)
             if self._pool.content[block] != key:
                 self.num_too_late += 1
             elif self._cache.tail(key[1]) is not None and self._pool.ref_count[block]:
                 # A fork may yet write behind its tokens.
-                self._settling.append((now_s + self.settle_s, block, key))
-            elif block not in self._pool.demoted and not self._tiers.find(*key):
+                self._settle(block, key, now_s)
+            elif self._is_wanted(block, key):
                 orders.append(self._order(block, key))
         return orders
 
+    def store_again(self, blocks: Iterable[int]) -> None:
+        """These were found in the pool, and are used."""
+        contents, find = self._pool.content, self._tiers.find
+        for block in blocks:
+            key = contents[block] if block != HOLE_BLOCK else None
+            if key is None or find(*key) or block in self._ready or block in self._settling:
+                continue
+            self._ready[block] = key
+
     def end(self, order_id: int, *, is_done: bool) -> None:
         """A store has ended."""
-        self._pool.release(self.in_flight.pop(order_id))
+        block = self.in_flight.pop(order_id)
+        self._storing.discard(block)
+        self._pool.release(block)
         self.num_stored += is_done
         self.num_not_stored += not is_done
 
@@ -99,17 +115,40 @@ class WriteBehind:
         blocks, self._pool.new_contents = self._pool.new_contents, []
         for block in blocks or ():
             key = self._pool.content[block]
+            _, settling = self._settling.pop(block, (0.0, key))
+            ready = self._ready.pop(block, key)
+            self.num_too_late += (key is None) + (ready != key) + (settling != key)
             if key is None:
-                self.num_too_late += 1
-            elif key[0] in self._bounded:
-                self._settling.append((now_s + self.settle_s, block, key))
+                continue
+            if key[0] in self._bounded:
+                self._settle(block, key, now_s)
             else:
-                self._ready.append((block, key))
+                self._ready[block] = key
+
+    def _settle(self, block: int, key: ContentKey, now_s: float) -> None:
+        self._settling[block] = now_s + self.settle_s, key
+
+    def _end_settling(self, now_s: float, *, at_once: bool) -> None:
+        """Those that have settled, or all, are ready."""
+        while self._settling:
+            block, (ready_s, key) = next(iter(self._settling.items()))
+            if ready_s > now_s and not at_once:
+                return
+            del self._settling[block]
+            self._ready[block] = key
+
+    def _is_wanted(self, block: int, key: ContentKey) -> bool:
+        return (
+            block not in self._storing
+            and block not in self._pool.demoted
+            and not self._tiers.find(*key)
+        )
 
     def _order(self, block: int, key: ContentKey) -> StoreOrder:
         self._pool.share(block, is_use=False)
         order_id = self._new_order()
         self.in_flight[order_id] = block
+        self._storing.add(block)
         tail = self._cache.tail(key[1])
         if tail is None:
             return StoreOrder(order_id, block, *key)
