@@ -15,8 +15,8 @@ from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.step import Runner, StepPlan, StepResult
 from quire.simulation.baselines import NoGrowth, WholePreemption
-from quire.simulation.fake_model import FakeModel
-from quire.simulation.fake_runner import FakeRunner, Faults, InjectedFailureError
+from quire.simulation.fakes.fake_model import FakeModel
+from quire.simulation.fakes.fake_runner import FakeRunner, Faults, InjectedFailureError
 
 MAX_MODEL_LEN = 512
 NEVER_ENDS = FakeModel(end_rate=0.0)

@@ -18,8 +18,8 @@ from quire.engine.engine import Engine
 from quire.engine.stats import StatsLog
 from quire.errors import InvalidRequestError, PromptTooLongError, RequestNeverFitsError
 from quire.observability.step_trace import StepTrace, read_step_trace
-from quire.simulation.fake_model import FakeModel
-from quire.simulation.fake_runner import FakeRunner, Faults
+from quire.simulation.fakes.fake_model import FakeModel
+from quire.simulation.fakes.fake_runner import FakeRunner, Faults
 
 GROUPS = (KVGroup((0,), KVKind.FULL, 64),)
 LIMITS = ModelLimits(vocab_size=1000, max_model_len=100)

@@ -11,7 +11,7 @@ from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
 from quire.engine.grammar_work import GrammarWork
 from quire.errors import InvalidRequestError
-from quire.simulation.fake_grammar import FakeGrammar, FakeGrammars, constraint_of
+from quire.simulation.fakes.fake_grammar import FakeGrammar, FakeGrammars, constraint_of
 
 VOCABULARY = LIMITS.vocab_size
 

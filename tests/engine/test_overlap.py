@@ -28,8 +28,8 @@ from quire.ipc import FrameSplitter, encode
 from quire.observability.step_trace import StepTrace, read_step_trace
 from quire.offline.llm import LLM
 from quire.simulation.baselines import NoGrowth
-from quire.simulation.fake_model import FakeModel
-from quire.simulation.fake_runner import FakeRunner, Faults
+from quire.simulation.fakes.fake_model import FakeModel
+from quire.simulation.fakes.fake_runner import FakeRunner, Faults
 
 ENDS_OFTEN = FakeModel(vocab_size=1000, end_rate=0.2)
 

@@ -10,7 +10,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import MissReason, PrefixMiss, Sequence
 from quire.engine.engine import RequestTimes
 from quire.observability.histogram import DURATION_BOUNDS_S, Histogram
-from quire.simulation.fake_runner import Faults
+from quire.simulation.fakes.fake_runner import Faults
 
 
 @dataclass

@@ -14,8 +14,8 @@ from quire.core.scheduling.scheduler import Scheduler
 from quire.core.step import StepPlan
 from quire.engine.engine import Engine
 from quire.simulation.baselines import NoGrowth
-from quire.simulation.fake_model import FakeModel
-from quire.simulation.fake_runner import FakeRunner
+from quire.simulation.fakes.fake_model import FakeModel
+from quire.simulation.fakes.fake_runner import FakeRunner
 
 GROUPS = (KVGroup((0,), KVKind.FULL, 64),)
 NUM_BLOCKS = 24

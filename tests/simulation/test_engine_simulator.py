@@ -127,7 +127,7 @@ def takes_a_bug_for_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any, *_: Any) -> None:
         raise ValueError("a shape that is wrong")
 
-    monkeypatch.setattr("quire.simulation.fake_rows.FakeRows.edit", refuse)
+    monkeypatch.setattr("quire.simulation.fakes.fake_rows.FakeRows.edit", refuse)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from tests.simulation.test_fake_runner import (
 
 from quire.core.request import Request
 from quire.core.step import BlockCopy, Chunk, RowFork, StepPlan, TableEdit, TokenEdit
-from quire.simulation.fake_model import fingerprints_of
-from quire.simulation.fake_runner import FakeRunner
+from quire.simulation.fakes.fake_model import fingerprints_of
+from quire.simulation.fakes.fake_runner import FakeRunner
 
 TOKENS = [1, 2, 3, 4, 5, 6]
 

@@ -16,7 +16,7 @@ from quire.core.step import (
     StepPlan,
     TableEdit,
 )
-from quire.simulation.fake_runner import FakeRunner
+from quire.simulation.fakes.fake_runner import FakeRunner
 
 APPEND, REPLACE, CUT, HOLE = EditKind.APPEND, EditKind.REPLACE, EditKind.TRUNCATE, EditKind.HOLE
 FULL, LATENT = KVGroup((0,), KVKind.FULL, 64), KVGroup((1,), KVKind.LATENT, 64)

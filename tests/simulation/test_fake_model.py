@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.core.request import FinishReason, Request
 from quire.core.sampling_params import DecodingParams
-from quire.simulation.fake_model import (
+from quire.simulation.fakes.fake_model import (
     MASK,
     FakeModel,
     branch_salt,

@@ -19,8 +19,8 @@ from quire.core.step import (
     TableEdit,
     Tier,
 )
-from quire.simulation.fake_model import FakeModel, branch_salt, fingerprints_of
-from quire.simulation.fake_runner import FakeRunner, Faults, InjectedFailureError
+from quire.simulation.fakes.fake_model import FakeModel, branch_salt, fingerprints_of
+from quire.simulation.fakes.fake_runner import FakeRunner, Faults, InjectedFailureError
 
 APPEND, REPLACE, CUT, HOLE = EditKind.APPEND, EditKind.REPLACE, EditKind.TRUNCATE, EditKind.HOLE
 MODEL = FakeModel(end_rate=0.0)

@@ -8,7 +8,7 @@ from quire.core.pooling import PoolingKind, PoolingParams
 from quire.core.sampling_params import DecodingParams
 from quire.core.step import Chunk, RowAdmission, StepPlan
 from quire.simulation.engine_simulator import run_world
-from quire.simulation.fake_runner import FakeRunner
+from quire.simulation.fakes.fake_runner import FakeRunner
 from quire.simulation.workload import SimulationConfig
 from quire.simulation.worlds import draw_world
 

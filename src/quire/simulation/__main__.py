@@ -67,7 +67,7 @@ def replay_command(config: SimulationConfig) -> str:
         if option.name == "seed" or value == getattr(DEFAULT, option.name):
             continue
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        if option.name == "policy_options":
+        if option.name in ("policy_options", "tier"):
             text = ",".join(f"{name}={number}" for name, number in value)
         words.append(f"--{option.name.replace('_', '-')} {text}")
     return " ".join(words)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence
-from quire.simulation.fake_grammar import constraint_of
-from quire.simulation.fake_model import ExpectedOutput
+from quire.simulation.fakes.fake_grammar import constraint_of
+from quire.simulation.fakes.fake_model import ExpectedOutput
 from quire.simulation.report import SimulationReport
 from quire.simulation.workload import SimulationConfig
 

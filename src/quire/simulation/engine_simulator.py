@@ -18,7 +18,7 @@ from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan, StepResult, TokenMasks
 from quire.engine.engine import Engine
-from quire.simulation.fake_runner import FakeRunner, InjectedFailureError
+from quire.simulation.fakes.fake_runner import FakeRunner, InjectedFailureError
 from quire.simulation.report import SimulationReport
 from quire.simulation.simulator import Simulator, result_bytes, run_simulator
 from quire.simulation.workload import SimulationConfig

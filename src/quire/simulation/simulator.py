@@ -27,9 +27,9 @@ from quire.engine.tier_work import TierWork
 from quire.errors import ConfigurationError, QuireError, RequestNeverFitsError
 from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.clients import Clients
-from quire.simulation.fake_grammar import fake_grammar_work
-from quire.simulation.fake_runner import FakeRunner, Faults, InjectedFailureError
-from quire.simulation.fake_tiers import FakeTiers, KeptContents, TierSpeed
+from quire.simulation.fakes.fake_grammar import fake_grammar_work
+from quire.simulation.fakes.fake_runner import FakeRunner, Faults, InjectedFailureError
+from quire.simulation.fakes.fake_tiers import FakeTiers, KeptContents, simulated_tier
 from quire.simulation.report import SimulationReport
 from quire.simulation.step_time import StepTime
 from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals, draw_fork
@@ -92,7 +92,7 @@ class Simulator:
     def _start_engine(self) -> None:
         """A scheduler, its memory and its runner, which know nothing yet."""
         config = self.config
-        self.runner = self._make_runner()
+        self.runner = _make_runner(config, self.report.num_crashes)
         make_memory = WholePreemption if config.preempts_whole else KVCacheManager
         self.memory = make_memory(
             KVCacheConfig(
@@ -102,11 +102,11 @@ class Simulator:
                 config.enable_prefix_caching,
                 secret=b"simulation",
                 eviction=config.eviction,
-                tiers=self._make_tiers(),
+                tiers=_make_tiers(self, self._kept),
             )
         )
         if self.memory.moves is not None:
-            self.memory.moves.stores.settle_s = config.tier_settle_s
+            self.memory.moves.stores.settle_s = simulated_tier(config.tier).settle_s
         self._tier_work = TierWork(self.memory, lambda: self.now_s)
         if config.snapshot_tokens:
             self.memory.snapshots.interval = config.snapshot_tokens
@@ -124,46 +124,6 @@ class Simulator:
         if config.max_itl_ratio:
             model = self.step_time.make_model(config.predicted_ratio)
             self.scheduler.pacer = StepPacer(PacingConfig(config.max_itl_ratio), model)
-
-    def _make_runner(self) -> FakeRunner:
-        config = self.config
-        return FakeRunner(
-            config.groups,
-            config.num_blocks,
-            config.block_size,
-            max_num_rows=config.max_num_seqs,
-            max_num_tokens=config.max_model_len + 1,
-            model=config.model,
-            faults=Faults(
-                step_failure_rate=config.step_failure_rate,
-                seed=config.seed + self.report.num_crashes,
-                poison_token_id=config.poison_token_id,
-                nan_token_id=config.nan_token_id,
-            ),
-        )
-
-    def _make_tiers(self) -> FakeTiers | None:
-        config = self.config
-        if not config.tier_block_s:
-            return None
-
-        def wait_until(at_s: float) -> None:
-            self.now_s = max(self.now_s, at_s)
-
-        return FakeTiers(
-            self._kept,
-            self.runner.store,
-            TierSpeed(
-                latency_s=config.tier_latency_s,
-                block_s=config.tier_block_s,
-                failure_rate=config.tier_failure_rate,
-                slow_rate=config.tier_slow_rate,
-                loss_rate=config.tier_loss_rate,
-            ),
-            random.Random(f"tiers of {config.seed}, {self.report.num_crashes}"),
-            lambda: self.now_s,
-            wait_until,
-        )
 
     def run(self) -> None:
         """Until every request was answered."""
@@ -377,6 +337,38 @@ class Simulator:
         self.report.take_counts(self.scheduler)
         self.report.virtual_s = round(self.now_s, 6)
         self.report.digest = self._digest.hexdigest()
+
+
+def _make_runner(config: SimulationConfig, num_crashes: int) -> FakeRunner:
+    return FakeRunner(
+        config.groups,
+        config.num_blocks,
+        config.block_size,
+        max_num_rows=config.max_num_seqs,
+        max_num_tokens=config.max_model_len + 1,
+        model=config.model,
+        faults=Faults(
+            step_failure_rate=config.step_failure_rate,
+            seed=config.seed + num_crashes,
+            poison_token_id=config.poison_token_id,
+            nan_token_id=config.nan_token_id,
+        ),
+    )
+
+
+def _make_tiers(simulator: Simulator, kept: KeptContents) -> FakeTiers | None:
+    """On its clock, over its runner's blocks."""
+    config = simulator.config
+    if not config.tier:
+        return None
+
+    def wait_until(at_s: float) -> None:
+        simulator.now_s = max(simulator.now_s, at_s)
+
+    rng = random.Random(f"tiers of {config.seed}, {simulator.report.num_crashes}")
+    store = simulator.runner.store
+    tier = simulated_tier(config.tier)
+    return FakeTiers(kept, store, tier, rng, lambda: simulator.now_s, wait_until)
 
 
 def _check_room(config: SimulationConfig, memory: KVCacheManager) -> None:

@@ -20,7 +20,7 @@ from quire.core.pooling import PoolingKind, PoolingParams
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.errors import ConfigurationError
-from quire.simulation.fake_model import FakeModel
+from quire.simulation.fakes.fake_model import FakeModel
 from quire.simulation.step_time import STEP_BASE_S, STEP_TOKEN_S
 
 ARRIVALS = ("poisson", "bursts", "at_once")
@@ -72,10 +72,7 @@ class SimulationConfig:
     max_itl_ratio: paced steps take at most so many times what their decodes take; 0: no pace.
         predicted_ratio: the pacer's model begins as if prompt tokens took so many times what they
         take. slow_rate: steps that a neighbour makes five times as long.
-    tier_block_s: behind the pool lies a tier that moves a block in so many seconds; 0: none does.
-        tier_latency_s: a move takes so long besides, on average. tier_failure_rate: moves that come
-        to nothing; tier_slow_rate: that take 50 times as long; tier_loss_rate: at whose end some
-        content is lost. tier_settle_s: what may soon be of no use is stored so much later.
+    tier: fields of the `SimulatedTier` behind the pool; none: there is none.
     overlap: steps planned ahead of the last result, 0 or 1. check_every: steps from one check of
         all accounting laws to the next.
     through_engine: the real engine's loop runs it, without crashes. interrupt_rate: then, moments
@@ -133,12 +130,7 @@ class SimulationConfig:
     step_base_s: float = STEP_BASE_S
     step_token_s: float = STEP_TOKEN_S
     slow_rate: float = 0.0
-    tier_block_s: float = 0.0
-    tier_latency_s: float = 0.0
-    tier_failure_rate: float = 0.0
-    tier_slow_rate: float = 0.0
-    tier_loss_rate: float = 0.0
-    tier_settle_s: float = 0.0
+    tier: tuple[tuple[str, float], ...] = ()
     overlap: int = 0
     through_engine: bool = False
     interrupt_rate: float = 0.0

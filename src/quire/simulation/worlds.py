@@ -39,7 +39,6 @@ def draw_world(
     """A world with everything on. Overlap, the engine's loop and policies take turns, so that all
     combinations come."""
     through_engine = index % 3 == 2
-    tiers = random.Random(f"tiers in world {index} of {seed}")
     rng = random.Random(f"world {index} of {seed}")
     block_size = rng.choice((1, 2, 4, 8, 16))
     num_groups = rng.choice((1, 1, 2, 3))
@@ -96,13 +95,22 @@ def draw_world(
         max_itl_ratio=rng.choice((0.0, 1.5, 2.8)),
         predicted_ratio=rng.choice((0.5, 1.0, 2.0)),
         slow_rate=rng.choice((0.0, 0.02)),
-        tier_block_s=tiers.choice((0.0, 0.0, 1e-5, 1e-3, 1e-2)),
-        tier_latency_s=tiers.choice((0.0, 1e-3, 0.05)),
-        tier_failure_rate=tiers.choice((0.0, 0.02, 0.3)),
-        tier_slow_rate=tiers.choice((0.0, 0.02)),
-        tier_loss_rate=tiers.choice((0.0, 0.1)),
-        tier_settle_s=tiers.choice((0.0, 0.0, 0.1)),
+        tier=_draw_tier(random.Random(f"tiers in world {index} of {seed}")),
         check_every=check_every,
+    )
+
+
+def _draw_tier(rng: random.Random) -> tuple[tuple[str, float], ...]:
+    block_s = rng.choice((0.0, 0.0, 1e-5, 1e-3, 1e-2))
+    if not block_s:
+        return ()
+    return (
+        ("block_s", block_s),
+        ("latency_s", rng.choice((0.0, 1e-3, 0.05))),
+        ("failure_rate", rng.choice((0.0, 0.02, 0.3))),
+        ("slow_rate", rng.choice((0.0, 0.02))),
+        ("loss_rate", rng.choice((0.0, 0.1))),
+        ("settle_s", rng.choice((0.0, 0.0, 0.1))),
     )
 
 

@@ -13,8 +13,8 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.policy import find_policy
 from quire.core.sequence import SequenceState
 from quire.errors import InvalidRequestError
-from quire.simulation.fake_model import FakeModel
-from quire.simulation.fake_runner import Faults
+from quire.simulation.fakes.fake_model import FakeModel
+from quire.simulation.fakes.fake_runner import Faults
 
 BLOCK_SIZE = 16
 

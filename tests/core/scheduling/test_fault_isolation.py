@@ -8,7 +8,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.fault_isolation import FaultIsolation
 from quire.core.scheduling.policy import PriorityPolicy
 from quire.core.sequence import Sequence
-from quire.simulation.fake_runner import Faults, InjectedFailureError
+from quire.simulation.fakes.fake_runner import Faults, InjectedFailureError
 
 POISON = 5000
 

@@ -8,7 +8,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
 from quire.core.scheduling.policy import PriorityPolicy
 from quire.core.sequence import SequenceState
-from quire.simulation.fake_model import FakeModel
+from quire.simulation.fakes.fake_model import FakeModel
 
 
 def run_ahead(harness: Harness, max_num_steps: int = 2000) -> None:

@@ -10,7 +10,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.step import Chunk, EditKind, StepPlan, StepResult, TableEdit
 from quire.errors import ConfigurationError, RequestNeverFitsError, SchedulerStalledError
-from quire.simulation.fake_model import FakeModel
+from quire.simulation.fakes.fake_model import FakeModel
 
 
 def computed_by(plan: StepPlan) -> dict[int, int]:

@@ -17,7 +17,7 @@ from quire.core.scheduling import invariants
 from quire.core.scheduling.policy import POLICIES, find_policy
 from quire.core.sequence import Sequence
 from quire.simulation.baselines import NoGrowth, WholePreemption
-from quire.simulation.fake_model import FakeModel
+from quire.simulation.fakes.fake_model import FakeModel
 from quire.simulation.workload import read_groups
 
 TOKENS = st.integers(1, 2)

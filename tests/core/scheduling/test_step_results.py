@@ -11,7 +11,7 @@ from quire.core.request import FinishReason
 from quire.core.scheduling.step_results import StepInFlight, extend, failure
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import StepResult, TokenLogprobs
-from quire.simulation.fake_model import fake_logprobs
+from quire.simulation.fakes.fake_model import fake_logprobs
 
 ENTRIES = [fake_logprobs(1, 2, 1), fake_logprobs(3, 4, 1)]
 

@@ -11,7 +11,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.policy import FairPolicy, PriorityPolicy
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import StepPlan
-from quire.simulation.fake_model import FakeModel
+from quire.simulation.fakes.fake_model import FakeModel
 
 RUNNING, PREEMPTED = SequenceState.RUNNING, SequenceState.PREEMPTED
 

@@ -24,21 +24,21 @@ from quire.core.step import (
     StepResult,
     TokenMasks,
 )
-from quire.simulation.fake_model import (
+from quire.simulation.fakes.fake_model import (
     MASK,
     FakeModel,
     extend_array,
     mix,
 )
-from quire.simulation.fake_rows import FakeRows, Ints, PlanHistory
-from quire.simulation.fake_step import (
+from quire.simulation.fakes.fake_rows import FakeRows, Ints, PlanHistory
+from quire.simulation.fakes.fake_step import (
     FakeStep,
     failed_rows,
     logprobs_of,
     pooled_rows,
     prompt_logprobs_of,
 )
-from quire.simulation.fake_store import FakeStore
+from quire.simulation.fakes.fake_store import FakeStore
 
 MAX_STEPS_IN_FLIGHT = 2
 

@@ -8,10 +8,11 @@ stored must hold at the end what it held at the beginning. What is kept outlives
 import heapq
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder, Tail
-from quire.simulation.fake_store import BlockBytes, FakeStore
+from quire.errors import ConfigurationError
+from quire.simulation.fakes.fake_store import BlockBytes, FakeStore
 
 # Of the moves that are cancelled, so many are not carried out.
 CANCELLED_RATE = 0.7
@@ -38,18 +39,29 @@ class KeptContents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierSpeed:
+class SimulatedTier:
     """latency_s, block_s: a move takes latency + block seconds behind those before it.
     failure_rate: moves that come to nothing. slow_rate: those that take 50 times as long.
     loss_rate: moves at whose end one content that was kept is lost. stored_share: contents that are
-    stored at all, as if there was no room for the others."""
+    stored at all, as if there was no room for the others. settle_s: what may soon be of no use is
+    stored so much later."""
 
-    latency_s: float
-    block_s: float
+    latency_s: float = 0.0
+    block_s: float = 0.0
     failure_rate: float = 0.0
     slow_rate: float = 0.0
     loss_rate: float = 0.0
     stored_share: float = 1.0
+    settle_s: float = 0.0
+
+
+def simulated_tier(options: Sequence[tuple[str, float]]) -> SimulatedTier:
+    """Of its fields by name. Raises ConfigurationError for others."""
+    known = [each.name for each in fields(SimulatedTier)]
+    for name, _ in options:
+        if name not in known:
+            raise ConfigurationError(f"a simulated tier has no {name}; it has {', '.join(known)}")
+    return SimulatedTier(**dict(options))
 
 
 class FakeTiers:
@@ -59,7 +71,7 @@ class FakeTiers:
         self,
         kept: KeptContents,
         store: FakeStore,
-        speed: TierSpeed,
+        tier: SimulatedTier,
         rng: random.Random,
         now: Callable[[], float],
         wait_until: Callable[[float], None],
@@ -68,7 +80,7 @@ class FakeTiers:
         self.num_loaded = self.num_failed = 0
         self._kept = kept
         self._store = store
-        self._speed = speed
+        self._tier = tier
         self._rng = rng
         self._now = now
         self._wait_until = wait_until
@@ -90,9 +102,9 @@ class FakeTiers:
             assert order.order_id not in self._under_way, f"{order} was given twice"
             if isinstance(order, LoadOrder):
                 self._store.scribble([order.block])
-            self._free_s = max(self._free_s, self._now()) + self._speed.block_s
-            takes_s = self._free_s - self._now() + self._speed.latency_s * rng.random() * 2
-            if rng.random() < self._speed.slow_rate:
+            self._free_s = max(self._free_s, self._now()) + self._tier.block_s
+            takes_s = self._free_s - self._now() + self._tier.latency_s * rng.random() * 2
+            if rng.random() < self._tier.slow_rate:
                 takes_s *= SLOW_FACTOR
             self._under_way[order.order_id] = order, self._store.read_block(order.block)
             heapq.heappush(self._due, (self._now() + takes_s, order.order_id))
@@ -108,7 +120,7 @@ class FakeTiers:
         while self._due and self._due[0][0] <= self._now():
             order, before = self._under_way.pop(heapq.heappop(self._due)[1])
             is_done = order.order_id not in self._cancelled
-            is_done = is_done and self._rng.random() >= self._speed.failure_rate
+            is_done = is_done and self._rng.random() >= self._tier.failure_rate
             self._cancelled.discard(order.order_id)
             ends.append(MoveEnd(order.order_id, self._end(order, before, is_done=is_done)))
         self._rng.shuffle(ends)
@@ -116,7 +128,7 @@ class FakeTiers:
 
     def load_s(self, num_blocks: Sequence[int]) -> float:
         ahead_s = max(0.0, self._free_s - self._now())
-        return ahead_s + self._speed.latency_s + self._speed.block_s * sum(num_blocks)
+        return ahead_s + self._tier.latency_s + self._tier.block_s * sum(num_blocks)
 
     @property
     def takes_stores(self) -> bool:
@@ -145,7 +157,7 @@ class FakeTiers:
             same = (now.slots == before.slots).all()
             is_same = same and now.num_state_tokens == before.num_state_tokens
             assert is_same, f"block {order.block} was changed while it was stored"
-            if is_done and rng.random() < self._speed.stored_share:
+            if is_done and rng.random() < self._tier.stored_share:
                 kept.keep(order, before)
         else:
             found = kept.contents.get((order.group, order.name))
@@ -154,7 +166,7 @@ class FakeTiers:
                 self._store.write_block(order.block, found)
             self.num_loaded += is_done
             self.num_failed += not is_done
-        if kept.contents and rng.random() < self._speed.loss_rate:
+        if kept.contents and rng.random() < self._tier.loss_rate:
             lost = rng.choice(sorted(kept.contents))
             del kept.contents[lost]
         return is_done

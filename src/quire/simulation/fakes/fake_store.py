@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.core.step import BlockCopy
-from quire.simulation.fake_model import mix
-from quire.simulation.fake_rows import Ints, PlanHistory
-from quire.simulation.fake_step import FakeStep
+from quire.simulation.fakes.fake_model import mix
+from quire.simulation.fakes.fake_rows import Ints, PlanHistory
+from quire.simulation.fakes.fake_step import FakeStep
 
 
 class BlockBytes(NamedTuple):

@@ -20,7 +20,7 @@ from quire.core.step import (
     TableEdit,
     TokenEdit,
 )
-from quire.simulation.fake_model import branch_salt, extend, fingerprints_of
+from quire.simulation.fakes.fake_model import branch_salt, extend, fingerprints_of
 
 NUM_REMEMBERED_PLANS = 32
 

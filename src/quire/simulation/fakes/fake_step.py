@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.core.step import RowAdmission, StepPlan, TokenLogprobs
-from quire.simulation.fake_model import FakeModel, Fingerprints, fake_logprobs, fake_pooled
-from quire.simulation.fake_rows import Ints
+from quire.simulation.fakes.fake_model import FakeModel, Fingerprints, fake_logprobs, fake_pooled
+from quire.simulation.fakes.fake_rows import Ints
 
 
 @dataclass(slots=True)
