@@ -194,7 +194,7 @@ def test_nothing_that_happens_in_a_tier_changes_a_token(
             assert results(llm.generate(prompts, params, use_tqdm=False)) == alone
         moves = llm.engine.scheduler.memory.moves
         assert moves is not None
-        llm.engine.settle()
+        assert llm.engine.tier_work.settle()
         assert llm.engine.stats().num_held_blocks == 0
         llm.engine.tier_work.close()
         stats = moves.loads.stats

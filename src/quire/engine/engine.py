@@ -241,11 +241,12 @@ class Engine:
         return [*refused, *outputs]
 
     def settle(self) -> None:
-        """Take in what is in flight although all requests have ended, so that nothing is held."""
+        """Take in what is in flight although all requests have ended, so that no request holds
+        anything; what was published goes on its way to the tiers."""
         while self._in_flight and not self.scheduler.has_unfinished:
             self.step()
         if not self.scheduler.has_unfinished:
-            self.tier_work.settle()
+            self.tier_work.tend()
 
     def sequences(self, request_id: str) -> list[Sequence]:
         """The branches of a request, for tests and the simulator; empty once all have ended."""

@@ -11,7 +11,8 @@ def sleep(engine: Engine) -> None:
     """Give the memory of the KV cache back, with all that is cached, pinned and published there.
 
     Requests are refused until `wake_up`. Nothing happens where it is asleep. Raises
-    InvalidRequestError while requests are under way, and where several processes have the memory.
+    InvalidRequestError while requests are under way, where several processes have the memory, and
+    where a read or write of the cache folder hangs, which may yet touch it.
     """
     if engine.kv_memory is None:
         raise InvalidRequestError(
@@ -20,7 +21,11 @@ def sleep(engine: Engine) -> None:
     if engine.has_work():
         raise InvalidRequestError("requests are under way; let them end, or abort them, first")
     if not engine.is_asleep:
-        engine.tier_work.settle()
+        if not engine.tier_work.settle():
+            raise InvalidRequestError(
+                "the engine can't sleep yet: a read or write of the cache folder hangs; try again"
+                " later, or end the process"
+            )
         engine.scheduler.memory.prefixes.clear()
         engine.kv_memory.release_memory()
         engine.is_asleep = True

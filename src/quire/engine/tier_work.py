@@ -15,6 +15,9 @@ WAIT_S = 0.01
 IDLE_TURN_S = 0.1
 """While the engine is idle, what was published is stored in turns so far apart."""
 
+SETTLE_S = 20.0
+"""For moves under way to end, where the memory is to go: a disk may hang for a while."""
+
 DRAIN_S = 5.0
 """At the end, what was published may take so long to be stored."""
 
@@ -50,12 +53,14 @@ class TierWork:
         moves.go_on(self._clock())
         return IDLE_TURN_S if moves.num_in_flight or moves.stores.num_waiting else None
 
-    def settle(self) -> None:
-        """Until no move is under way, so that nothing is held. For an engine without work."""
-        moves = self._memory.moves
-        while moves is not None and moves.num_in_flight:
+    def settle(self, limit_s: float = SETTLE_S) -> bool:
+        """Until no move is under way, so that nothing is held, but for so long at most; returns
+        whether that is so. For an engine without work."""
+        moves, end_s = self._memory.moves, self._clock() + limit_s
+        while moves is not None and moves.num_in_flight and self._clock() < end_s:
             moves.tiers.wait(WAIT_S)
             moves.go_on(self._clock(), orders_stores=False)
+        return moves is None or not moves.num_in_flight
 
     def drain(self, limit_s: float = DRAIN_S) -> bool:
         """Store what was published, for so long at most; returns whether all of it is. For an

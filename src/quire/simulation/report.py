@@ -33,7 +33,8 @@ class SimulationReport:
     num_query_tokens: prompt tokens looked up in the prefix cache. num_hit_tokens: found there.
         misses: reason -> prompts, see `prefix_miss`. num_evicted_blocks: cached contents lost.
     num_loads: prefixes that another tier was asked for; num_loaded_tokens: that came so.
-        num_late_loads: given up, since they took too long. num_stored_blocks: that tiers took.
+        num_late_loads: given up, since they took too long; num_declined_loads: computing was
+        predicted to be faster. num_stored_blocks: that tiers took. tier_faults: by name.
     num_failed_steps, num_interrupts, num_crashes: injected. num_resumed: branches that went on
         after crashes.
     max_num_waiting, max_num_running: the most at once. virtual_s: when the last answer ended.
@@ -71,7 +72,9 @@ class SimulationReport:
     num_loads: int = 0
     num_loaded_tokens: int = 0
     num_late_loads: int = 0
+    num_declined_loads: int = 0
     num_stored_blocks: int = 0
+    tier_faults: dict[str, int] = field(default_factory=dict)
     num_failed_steps: int = 0
     num_interrupts: int = 0
     num_crashes: int = 0
@@ -116,7 +119,11 @@ class SimulationReport:
             self.num_loads += loads.num_loads
             self.num_loaded_tokens += loads.num_loaded_tokens
             self.num_late_loads += loads.num_late
+            self.num_declined_loads += loads.num_declined
             self.num_stored_blocks += memory.moves.stores.num_stored
+            for name, number in memory.moves.tiers.counts().get("fake", {}).items():
+                if name not in ("num_records", "loads_done") and number:
+                    self.tier_faults[name] = self.tier_faults.get(name, 0) + int(number)
 
 
 def printed_lines(report: SimulationReport) -> list[str]:

@@ -35,6 +35,8 @@ from quire.simulation.step_time import StepTime
 from quire.simulation.workload import Arrival, SimulationConfig, draw_arrivals, draw_fork
 
 MAX_STEPS_WITHOUT_OUTPUT = 1000
+MAX_IDLE_TURNS = 100_000  # of which each takes 10 ms if a tier is waited for
+NEVER_S = 1e6  # longer than anything takes
 
 
 class SimulationError(AssertionError):
@@ -86,7 +88,7 @@ class Simulator:
         self._crash_rng = random.Random(f"crashes of {config.seed}")
         self._last_output_at = 0
         self._aborts: list[tuple[int, bool, str, int]] = []  # (turn, is_between, request, branch)
-        self._turn = 0
+        self._turn = self._num_idle_turns = 0
         self._digest = hashlib.blake2b(digest_size=16)
 
     def _start_engine(self) -> None:
@@ -138,6 +140,8 @@ class Simulator:
             self._abort_due(is_between=False)
             self._fork_now_and_then()
             has_planned = self._step()
+            self._num_idle_turns = 0 if has_planned else self._num_idle_turns + 1
+            assert self._num_idle_turns < MAX_IDLE_TURNS, "nothing is planned any more"
             if not has_planned and not self.scheduler.has_unfinished and self._next_arrival:
                 self.now_s = max(self.now_s, self._next_arrival.at_s)
         self._finish()
@@ -331,7 +335,7 @@ class Simulator:
     # ---- the end ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        self._tier_work.settle()
+        assert self._tier_work.settle(NEVER_S), "moves are under way that never end"
         invariants.check_idle(self.scheduler)
         self.clients.check_all_answered()
         self.report.take_counts(self.scheduler)

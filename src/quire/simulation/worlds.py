@@ -111,6 +111,10 @@ def _draw_tier(rng: random.Random) -> tuple[tuple[str, float], ...]:
         ("slow_rate", rng.choice((0.0, 0.02))),
         ("loss_rate", rng.choice((0.0, 0.1))),
         ("settle_s", rng.choice((0.0, 0.0, 0.1))),
+        ("hang_rate", rng.choice((0.0, 0.001))),
+        ("pause_rate", rng.choice((0.0, 0.01))),
+        ("clear_rate", rng.choice((0.0, 0.001))),
+        ("misjudged", rng.choice((1.0, 10.0))),
     )
 
 

@@ -6,9 +6,10 @@ stored must hold at the end what it held at the beginning. What is kept outlives
 """
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder, Tail
 from quire.errors import ConfigurationError
@@ -16,8 +17,13 @@ from quire.simulation.fakes.fake_store import BlockBytes, FakeStore
 
 # Of the moves that are cancelled, so many are not carried out.
 CANCELLED_RATE = 0.7
-# A slow move takes so many times as long.
+# Of these, so many end at once.
+AT_ONCE_RATE = 0.5
+# A slow move takes so many times as long, and one that hangs ends after so long.
 SLOW_FACTOR = 50.0
+HANG_S = 100.0
+# So long no stores are taken, once they are not.
+PAUSE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -42,6 +48,9 @@ class KeptContents:
 class SimulatedTier:
     """latency_s, block_s: a move takes latency + block seconds behind those before it.
     failure_rate: moves that come to nothing. slow_rate: those that take 50 times as long.
+    hang_rate: those that take 100 seconds. pause_rate: moves after which no stores are taken for
+    half a second. clear_rate: moves at whose end all that was kept is lost. misjudged: predictions
+    are wrong by up to this factor, either way.
     loss_rate: moves at whose end one content that was kept is lost. stored_share: contents that are
     stored at all, as if there was no room for the others. settle_s: what may soon be of no use is
     stored so much later."""
@@ -53,6 +62,25 @@ class SimulatedTier:
     loss_rate: float = 0.0
     stored_share: float = 1.0
     settle_s: float = 0.0
+    hang_rate: float = 0.0
+    pause_rate: float = 0.0
+    clear_rate: float = 0.0
+    misjudged: float = 1.0
+
+
+@dataclass(slots=True)
+class TierFaults:
+    """How often what a simulated tier may do wrong has happened."""
+
+    num_failed: int = 0
+    num_slow: int = 0
+    num_hung: int = 0
+    num_pauses: int = 0
+    num_lost: int = 0
+    num_clears: int = 0
+    num_cancelled: int = 0
+    num_done_though_cancelled: int = 0
+    num_vanished: int = 0  # between an order to load and its end
 
 
 def simulated_tier(options: Sequence[tuple[str, float]]) -> SimulatedTier:
@@ -77,13 +105,15 @@ class FakeTiers:
         wait_until: Callable[[float], None],
     ) -> None:
         """now, wait_until: of the virtual clock."""
-        self.num_loaded = self.num_failed = 0
+        self.num_loaded = 0
+        self.faults = TierFaults()
         self._kept = kept
         self._store = store
         self._tier = tier
         self._rng = rng
         self._now = now
         self._wait_until = wait_until
+        self._pause_ends_s = 0.0
         self._free_s = 0.0  # when all that was asked for is done, were nothing slow
         self._under_way: dict[int, tuple[StoreOrder | LoadOrder, BlockBytes]] = {}
         self._due: list[tuple[float, int]] = []  # a heap of (when, order)
@@ -106,21 +136,35 @@ class FakeTiers:
             takes_s = self._free_s - self._now() + self._tier.latency_s * rng.random() * 2
             if rng.random() < self._tier.slow_rate:
                 takes_s *= SLOW_FACTOR
+                self.faults.num_slow += 1
+            if rng.random() < self._tier.hang_rate:
+                takes_s += HANG_S
+                self.faults.num_hung += 1
             self._under_way[order.order_id] = order, self._store.read_block(order.block)
             heapq.heappush(self._due, (self._now() + takes_s, order.order_id))
 
     def cancel(self, order_ids: Iterable[int]) -> None:
         for order_id in order_ids:
             assert order_id in self._under_way, f"order {order_id} was cancelled, but is not there"
+            self.faults.num_cancelled += 1
             if self._rng.random() < CANCELLED_RATE:
                 self._cancelled.add(order_id)
+                if self._rng.random() < AT_ONCE_RATE:
+                    heapq.heappush(self._due, (self._now(), order_id))
+            else:
+                self.faults.num_done_though_cancelled += 1
 
     def ended(self) -> list[MoveEnd]:
         ends = []
         while self._due and self._due[0][0] <= self._now():
-            order, before = self._under_way.pop(heapq.heappop(self._due)[1])
+            order_id = heapq.heappop(self._due)[1]
+            if order_id not in self._under_way:
+                continue  # it has ended when it was cancelled
+            order, before = self._under_way.pop(order_id)
             is_done = order.order_id not in self._cancelled
-            is_done = is_done and self._rng.random() >= self._tier.failure_rate
+            if is_done and self._rng.random() < self._tier.failure_rate:
+                self.faults.num_failed += 1
+                is_done = False
             self._cancelled.discard(order.order_id)
             ends.append(MoveEnd(order.order_id, self._end(order, before, is_done=is_done)))
         self._rng.shuffle(ends)
@@ -128,11 +172,12 @@ class FakeTiers:
 
     def load_s(self, num_blocks: Sequence[int]) -> float:
         ahead_s = max(0.0, self._free_s - self._now())
-        return ahead_s + self._tier.latency_s + self._tier.block_s * sum(num_blocks)
+        true_s = ahead_s + self._tier.latency_s + self._tier.block_s * sum(num_blocks)
+        return true_s * math.pow(self._tier.misjudged, self._rng.uniform(-1.0, 1.0))
 
     @property
     def takes_stores(self) -> bool:
-        return True
+        return self._now() >= self._pause_ends_s
 
     def wait(self, timeout_s: float) -> None:
         first_s = self._due[0][0] if self._due else self._now() + timeout_s
@@ -140,7 +185,7 @@ class FakeTiers:
 
     def counts(self) -> dict[str, dict[str, float]]:
         counts: dict[str, float] = {"num_records": len(self._kept.contents)}
-        counts |= {"loads_done": self.num_loaded, "loads_failed": self.num_failed}
+        counts |= {"loads_done": self.num_loaded} | asdict(self.faults)
         return {"fake": counts}
 
     def clear(self) -> None:
@@ -161,12 +206,18 @@ class FakeTiers:
                 kept.keep(order, before)
         else:
             found = kept.contents.get((order.group, order.name))
+            self.faults.num_vanished += is_done and found is None
             is_done = is_done and found is not None
             if is_done and found is not None:
                 self._store.write_block(order.block, found)
             self.num_loaded += is_done
-            self.num_failed += not is_done
         if kept.contents and rng.random() < self._tier.loss_rate:
-            lost = rng.choice(sorted(kept.contents))
-            del kept.contents[lost]
+            del kept.contents[rng.choice(sorted(kept.contents))]
+            self.faults.num_lost += 1
+        if rng.random() < self._tier.clear_rate:
+            self.clear()
+            self.faults.num_clears += 1
+        if rng.random() < self._tier.pause_rate:
+            self._pause_ends_s = self._now() + PAUSE_S
+            self.faults.num_pauses += 1
         return is_done

@@ -93,8 +93,10 @@ class BlockMoves:
         }
 
     def clear(self) -> None:
-        """Nothing is stored that was published before, and the tiers forget what they have."""
+        """Nothing is stored that was published before, nor comes what was being loaded, and the
+        tiers forget what they have."""
         self.stores.clear()
+        self.loads.clear()
         self.tiers.clear()
 
     def blocks(self) -> list[int]:

@@ -32,12 +32,14 @@ Taker = Callable[[int, Sequence], list[int]]
 
 @dataclass(slots=True, eq=False)
 class _Filling:
-    """A block that a content is loaded into. waiters: whose prefixes it is part of."""
+    """A block that a content is loaded into. waiters: whose prefixes it is part of. is_forgotten:
+    the cache was cleared since, so what comes is not kept."""
 
     wanted: WantedContent
     block: int
     order_id: int
     has_landed: bool = False
+    is_forgotten: bool = False
     waiters: set[Sequence] = field(default_factory=set)
 
 
@@ -130,7 +132,7 @@ class Loads:
         num_revived = sum([not self._pool.ref_count[block] for block in found.there])
         if len(new) + num_revived > self._pool.num_free:
             return False
-        predicted_s = self._tiers.load_s(self._count(new))
+        predicted_s = self._tiers.load_s(_count(new, len(self._growth.rules)))
         compute_s = self.compute_time.predict_s(match.num_tokens, found.num_tokens)
         if predicted_s == float("inf") or (compute_s is not None and compute_s <= predicted_s):
             self.stats.num_declined += 1
@@ -182,24 +184,32 @@ class Loads:
         """An order has ended: its content is findable, or its block is given back."""
         filling = self._by_order.pop(end.order_id)
         del self._by_content[filling.wanted[:2]]
-        filling.has_landed = end.is_done
-        self.stats.num_loaded_blocks += end.is_done
-        self.stats.num_failed_blocks += not end.is_done
-        if end.is_done:
+        is_done = end.is_done and not filling.is_forgotten
+        filling.has_landed = is_done
+        self.stats.num_loaded_blocks += is_done
+        self.stats.num_failed_blocks += not is_done
+        if is_done:
             self._publish(filling)
-        if not filling.waiters or not end.is_done:
+        if not filling.waiters or not is_done:
             self._pool.release(filling.block)
         for sequence in filling.waiters:
             load = self._loads[sequence]
-            load.num_failed += not end.is_done
+            load.num_failed += not is_done
             load.num_pending -= 1
             if not load.num_pending and not load.num_failed:
                 self.stats.predicted_s += load.predicted_s
                 self.stats.waited_s += now_s - load.began_s
-        if not end.is_done:
+        if not is_done:
             for sequence in filling.waiters:
                 self._loads[sequence].fillings.remove(filling)
             filling.waiters.clear()
+
+    def clear(self) -> None:
+        """The cache was cleared: nothing is waited for, and what is under way is not kept."""
+        for sequence in list(self._loads):
+            self.give_up(sequence)
+        for filling in self._by_order.values():
+            filling.is_forgotten = True
 
     def end_late(self, now_s: float) -> None:
         """Give up waiting for what takes too long; what came of it is kept."""
@@ -265,12 +275,6 @@ class Loads:
             )
         )
 
-    def _count(self, contents: Iterable[WantedContent]) -> list[int]:
-        counts = [0] * len(self._growth.rules)
-        for content in contents:
-            counts[content.group] += 1
-        return counts
-
     def _order(
         self,
         sequence: Sequence,
@@ -335,3 +339,11 @@ class Loads:
         load.fillings, load.num_pending = kept, 0
         if cancelled:
             self._tiers.cancel(cancelled)
+
+
+def _count(contents: Iterable[WantedContent], num_groups: int) -> list[int]:
+    """By group."""
+    counts = [0] * num_groups
+    for content in contents:
+        counts[content.group] += 1
+    return counts
