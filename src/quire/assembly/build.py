@@ -43,7 +43,7 @@ from quire.models.sharding import check_split
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 from quire.options.pooling_options import GENERATE, POOLING
-from quire.runtime.calibration import RunnerShape, calibrated_pacer
+from quire.runtime.calibration import LARGEST_CHUNK, RunnerShape, calibrated_pacer
 from quire.runtime.device_memory import is_out_of_memory
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
 from quire.runtime.page_layout import KVCacheLayout
@@ -184,8 +184,10 @@ def _build(
         engine.kv_memory = rank.runner
     if checked.max_itl_ratio and kind.generates:  # else no row decodes
         on_progress("measuring what steps take", 0, 0)
-        engine.scheduler.pacer = _build_pacer(
-            checked, runner, layout, memory_plan, config.vocab_size, is_on_gpu
+        pacer = _build_pacer(checked, runner, layout, memory_plan, config.vocab_size, is_on_gpu)
+        engine.scheduler.pacer = pacer
+        engine.tier_work.expect(
+            pacer.model, min(checked.max_num_batched_tokens, LARGEST_CHUNK), limits.max_model_len
         )
     if checked.enforce_eager and not is_on_gpu:
         logger.info("enforce_eager changes nothing here: a CPU captures no CUDA graphs")

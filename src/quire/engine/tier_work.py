@@ -7,6 +7,7 @@ else is to be done, and given a turn while the engine is idle.
 from collections.abc import Callable
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.scheduling.pacing import StepCostModel, StepLoad
 from quire.observability.log import get_logger
 
 WAIT_S = 0.01
@@ -32,6 +33,17 @@ class TierWork:
         self._memory = memory
         self._clock = clock
         self._is_closed = False
+
+    def expect(self, model: StepCostModel, chunk: int, longest: int) -> None:
+        """Steps take what this model says, until some were observed: for sequences of up to
+        `longest` tokens that are computed `chunk` at a time."""
+        if self._memory.moves is None:
+            return
+        for num_computed in (0, max(0, longest - chunk)):
+            load = StepLoad().with_chunk(num_computed, chunk)
+            self._memory.moves.loads.compute_time.observe(
+                chunk, load.num_chunk_pairs, model.predict_s(load)
+            )
 
     def observe(self, step_id: int, seconds: float) -> None:
         """A step has ended and took so long; for what is predicted of others."""

@@ -1,0 +1,337 @@
+"""A server in virtual time: the engine's scheduler and memory, over a machine and a disk that are
+only modelled.
+
+Steps take what a straight line says; nothing is computed, and tokens are numbers. The disk is one
+queue of reads and one of writes, at a rate each; what it keeps, and what it forgets when it is
+full, is up to the disk tier's own `SegmentStore`, over files with records of a few bytes.
+"""
+
+import heapq
+import itertools
+import random
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder, Tail
+from quire.core.memory.tiers.load_rule import ComputeTime
+from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.options import SchedulerConfig
+from quire.core.scheduling.scheduler import Scheduler
+from quire.core.sequence import Sequence as Branch
+from quire.core.step import StepResult
+from quire.tiers.disk.folder import CacheFolder
+from quire.tiers.disk.record import record_bytes
+from quire.tiers.disk.store import SegmentStore
+
+PAYLOAD = bytes(8)  # stands for the bytes of a block
+WAIT_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Of llama-160m in bf16 on two cores, about. A step takes base_s, token_s for each token, and
+    pair_s for each token that one attends to. token_bytes: of K and V. noise: steps take up to this
+    share longer or shorter."""
+
+    base_s: float = 0.013
+    token_s: float = 0.00045
+    pair_s: float = 1e-8
+    token_bytes: int = 12 << 10
+    block_size: int = 16
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    noise: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """bytes_per_s: of reads, and of writes. num_bytes: that it keeps; None: all."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0005
+    num_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request: when, the prompt's tokens, how many tokens of an answer."""
+
+    at_s: float
+    prompt: tuple[int, ...]
+    num_answer_tokens: int
+    session: int = -1
+
+
+@dataclass(slots=True)
+class Figures:
+    """What a run counted. Tokens of prompts by where they came from: memory, disk, computed."""
+
+    memory_tokens: int = 0
+    disk_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    virtual_s: float = 0.0
+    busy_s: float = 0.0
+    first_token_s: list[float] = field(default_factory=list)
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_loaded_tokens: int = 0
+    num_loads: int = 0
+    num_declined: int = 0
+    num_late: int = 0
+    written_bytes: int = 0
+
+    def percent(self, num_tokens: int) -> float:
+        return 100 * num_tokens / max(1, self.prompt_tokens)
+
+    def first_token(self, share: float) -> float:
+        """A percentile, in seconds."""
+        ordered = sorted(self.first_token_s)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.output_tokens / self.virtual_s
+
+
+class VirtualDisk:
+    """Implements `core.memory.tiers.contract.Tiers` for blocks of one group."""
+
+    def __init__(
+        self, disk: Disk, block_bytes: int, folder: Path, now: Callable[[], float]
+    ) -> None:
+        num_records = 10_000_000 if disk.num_bytes is None else disk.num_bytes // block_bytes
+        self._cache_folder = CacheFolder.open(folder)
+        self.store = SegmentStore(
+            self._cache_folder,
+            bytes(16),
+            num_records * record_bytes(len(PAYLOAD)),
+            segment_bytes=max(1 << 14, num_records * record_bytes(len(PAYLOAD)) // 64),
+        )
+        self.store.settle()
+        self.reads = True
+        self.written_bytes = 0
+        self._disk, self._block_bytes, self._now = disk, block_bytes, now
+        self._read_s = block_bytes / disk.bytes_per_s
+        self._free_s = {LoadOrder: 0.0, StoreOrder: 0.0}
+        self._under_way: dict[int, StoreOrder | LoadOrder] = {}
+        self._due: list[tuple[float, int]] = []
+
+    def find(self, group: int, name: bytes) -> bool:
+        return self.store.index.find(group, name)
+
+    def tails(self, parent: bytes) -> Sequence[Tail]:
+        return self.store.index.tails(parent)
+
+    def start(self, stores: Sequence[StoreOrder], loads: Sequence[LoadOrder]) -> None:
+        orders: list[StoreOrder | LoadOrder] = [*loads, *stores]
+        for order in orders:
+            kind = LoadOrder if isinstance(order, LoadOrder) else StoreOrder
+            free_s = max(self._free_s[kind], self._now()) + self._read_s
+            self._free_s[kind] = free_s
+            self._under_way[order.order_id] = order
+            heapq.heappush(self._due, (free_s + self._disk.latency_s, order.order_id))
+
+    def cancel(self, order_ids: Iterable[int]) -> None:
+        """What is read already comes; a queue is not shortened."""
+
+    def ended(self) -> list[MoveEnd]:
+        stores: list[StoreOrder] = []
+        loads: list[LoadOrder] = []
+        while self._due and self._due[0][0] <= self._now():
+            order = self._under_way.pop(heapq.heappop(self._due)[1])
+            if isinstance(order, StoreOrder):
+                stores.append(order)
+            else:
+                loads.append(order)
+        if stores:
+            self.store.append(stores, [memoryview(PAYLOAD)] * len(stores))
+            self.written_bytes += len(stores) * self._block_bytes
+        done: list[bool] = []
+        if loads:
+            keys = [(order.group, order.name) for order in loads]
+            targets = [memoryview(bytearray(len(PAYLOAD))) for _ in loads]
+            done = self.store.read(keys, targets).done
+        ends = [MoveEnd(order.order_id, True) for order in stores]
+        return ends + [
+            MoveEnd(order.order_id, came) for order, came in zip(loads, done, strict=True)
+        ]
+
+    def load_s(self, num_blocks: Sequence[int]) -> float:
+        if not self.reads:
+            return float("inf")
+        ahead_s = max(0.0, self._free_s[LoadOrder] - self._now())
+        return ahead_s + self._disk.latency_s + sum(num_blocks) * self._read_s
+
+    @property
+    def takes_stores(self) -> bool:
+        return True
+
+    @property
+    def next_end_s(self) -> float | None:
+        """When the first move ends that is under way."""
+        return self._due[0][0] if self._due else None
+
+    def wait(self, timeout_s: float) -> None:
+        raise NotImplementedError("the server moves the clock")
+
+    def counts(self) -> Mapping[str, Mapping[str, float]]:
+        return {"disk": {"written_bytes": self.written_bytes}}
+
+    def clear(self) -> None:
+        self.store.remove_all()
+
+    def close(self) -> None:
+        self.store.close()
+        self._cache_folder.close()
+
+
+class _AlwaysLoad(ComputeTime):
+    """Knows nothing, so that whatever is kept is loaded."""
+
+    def observe(self, num_tokens: int, num_pairs: int, seconds: float) -> None:
+        """Learns nothing."""
+
+
+class VirtualServer:
+    """Serves requests until all are answered.
+
+    next_ask: called with (session, history, now) when a request has ended; what that session asks
+    next, if anything.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        num_blocks: int,
+        disk: Disk | None,
+        *,
+        decides: str = "rule",
+        next_ask: Callable[[int, tuple[int, ...], float], Ask | None] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """decides: "rule", "load" whatever is kept, or "compute" all the same."""
+        self.now_s = 0.0
+        self.figures = Figures()
+        self._machine = machine
+        self._next_ask = next_ask
+        self._noise = random.Random(seed)
+        self._folder = tempfile.TemporaryDirectory(prefix="quire-virtual-")
+        self.disk: VirtualDisk | None = None
+        if disk is not None:
+            block_bytes = machine.token_bytes * machine.block_size
+            folder = Path(self._folder.name) / "cache"
+            self.disk = VirtualDisk(disk, block_bytes, folder, lambda: self.now_s)
+            self.disk.reads = decides != "compute"
+        groups = (KVGroup((0,), KVKind.FULL, machine.token_bytes * machine.block_size),)
+        self.memory = KVCacheManager(
+            KVCacheConfig(groups, num_blocks, machine.block_size, True, b"virtual", tiers=self.disk)
+        )
+        if self.memory.moves is not None and decides == "load":
+            self.memory.moves.loads.compute_time = _AlwaysLoad()
+        config = SchedulerConfig(machine.max_num_seqs, machine.max_num_batched_tokens)
+        self._scheduler = Scheduler(config, self.memory)
+        self._numbers = itertools.count()
+        self._tokens = itertools.count(1 << 30)  # of answers: each is new
+        self._asks: dict[Branch, Ask] = {}
+        self._first: set[Branch] = set()
+
+    def run(self, asks: Iterable[Ask], until_s: float = float("inf")) -> Figures:
+        """Serve until all are answered, or until a time."""
+        order = itertools.count()
+        coming = [(ask.at_s, next(order), ask) for ask in asks]
+        heapq.heapify(coming)
+        ended: deque[Ask] = deque()
+        while (coming or self._scheduler.has_unfinished) and self.now_s < until_s:
+            while coming and coming[0][0] <= self.now_s:
+                self._add(heapq.heappop(coming)[2])
+            if not self._step(ended):
+                self._skip(coming[0][0] if coming else None)
+            while ended:
+                ask = ended.popleft()
+                heapq.heappush(coming, (ask.at_s, next(order), ask))
+        return self._finish()
+
+    def _add(self, ask: Ask) -> None:
+        root = self.memory.prefixes.start_chain("")
+        branch = Branch(
+            str(next(self._numbers)),
+            list(ask.prompt),
+            DecodingParams(ask.num_answer_tokens),
+            chain_root=root,
+        )
+        self._asks[branch] = ask
+        self._scheduler.add([branch], self.now_s)
+
+    def _step(self, ended: deque[Ask]) -> bool:
+        scheduler, figures = self._scheduler, self.figures
+        plan = scheduler.schedule(self.now_s) if scheduler.has_unfinished else None
+        if plan is None:
+            return False
+        seconds = self._seconds(plan.num_tokens)
+        self.now_s += seconds
+        figures.busy_s += seconds
+        if self.memory.moves is not None:
+            self.memory.moves.observe(plan.step_id, seconds)
+        sampled = [each for each in scheduler.running if each.num_pending_tokens > 0]
+        rows = [each.row for each in sampled if each.row is not None]
+        answers = [(next(self._tokens),) for _ in rows]
+        scheduler.apply(StepResult(plan.step_id, rows, answers))
+        figures.output_tokens += len(rows)
+        for branch in sampled:
+            ask = self._asks[branch]
+            if branch not in self._first:
+                self._first.add(branch)
+                figures.first_token_s.append(self.now_s - ask.at_s)
+                figures.prompt_tokens += len(ask.prompt)
+                figures.memory_tokens += branch.num_cached_tokens
+            if branch.num_output_tokens >= ask.num_answer_tokens:
+                self._end(branch, ask, ended)
+        return True
+
+    def _end(self, branch: Branch, ask: Ask, ended: deque[Ask]) -> None:
+        del self._asks[branch]
+        self._first.discard(branch)
+        if self._next_ask is not None:
+            following = self._next_ask(ask.session, tuple(branch.token_ids), self.now_s)
+            if following is not None:
+                ended.append(following)
+
+    def _seconds(self, num_tokens: int) -> float:
+        """Of a step in which all running sequences attend to what they have."""
+        machine = self._machine
+        num_pairs = sum(each.num_computed_tokens for each in self._scheduler.running)
+        seconds = machine.base_s + machine.token_s * num_tokens + machine.pair_s * num_pairs
+        return seconds * self._noise.uniform(1 - machine.noise, 1 + machine.noise)
+
+    def _skip(self, next_ask_s: float | None) -> None:
+        """Nothing can be computed: go on to the next thing that happens."""
+        times = [] if next_ask_s is None else [next_ask_s]
+        if self.disk is not None and self.disk.next_end_s is not None:
+            times.append(max(self.now_s, self.disk.next_end_s))
+        if self._scheduler.has_unfinished:
+            times.append(self.now_s + WAIT_S)
+        self.now_s = max(self.now_s, min(times)) + 1e-9
+        self.memory.set_time(self.now_s)
+
+    def _finish(self) -> Figures:
+        figures, stats = self.figures, self._scheduler.running_set.stats
+        figures.virtual_s = self.now_s
+        figures.num_preemptions = stats.num_preemptions
+        figures.num_recomputed_tokens = stats.num_recomputed_tokens
+        if self.disk is not None and self.memory.moves is not None:
+            loads = self.memory.moves.loads.stats
+            figures.disk_tokens = loads.num_hit_tokens
+            figures.memory_tokens -= loads.num_hit_tokens
+            figures.num_loaded_tokens = loads.num_loaded_tokens
+            figures.num_loads, figures.num_declined = loads.num_loads, loads.num_declined
+            figures.num_late = loads.num_late
+            figures.written_bytes = self.disk.written_bytes
+            self.disk.close()
+        self._folder.cleanup()
+        return figures
