@@ -1,6 +1,6 @@
 """Whether one tenant can tell by the clock what another has in the cache: samples, statistics.
 
-    python -m benchmarks.server.cache_timing --samples 300
+    python -m benchmarks.server.cache_timing --samples 300 [--disk]
 
 A server with keys is started. In each round alice sends a prompt that nobody has sent before; then,
 in random order, bob sends the same prompt, bob sends one that nobody has sent, and alice sends hers
@@ -8,6 +8,11 @@ again. The time is from sending a call to its whole answer, one token. If bob's 
 come from one distribution, he learns nothing; alice's own repetition is the control, which must be
 told apart. Mann and Whitney's test, two-sided; the share is how often a sample of the first kind is
 faster than one of the second (0.5: not to be told apart).
+
+With --disk the server has a cache folder and a small KV cache: before the three calls alice waits
+until hers is stored, and sends more than the KV cache holds, so that it lies on disk only. Then,
+too, bob sends new prompts while alice's is being loaded, or computed: he sees how busy the server
+is, as he does without a disk. This is reported, and does not count.
 
 Ends with 1 where bob's calls differ (p < 0.01) or alice's can't be told apart. A true null fails
 once in a hundred runs.
@@ -21,6 +26,8 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,11 +35,19 @@ from contextlib import contextmanager
 from benchmarks.server.load_client import free_port, get_status
 
 HOST = "127.0.0.1"
-KEYS = {"alice": "alice-key-1", "bob": "bob-key-1"}
+KEYS = {"alice": "alice-key-1", "bob": "bob-key-1", "operator": "operator-key-1"}
 SIGNIFICANT = 0.01
 START_LIMIT_S = 120.0
 FIRST_TOKEN, LAST_TOKEN = 300, 4000
 """Ordinary tokens of the embedded model."""
+
+DISK_BLOCKS = 256
+"""Of the KV cache where there is a disk: of 16 tokens each."""
+DISK_SERVE = (
+    f"--num-blocks {DISK_BLOCKS} --max-num-seqs 8 --cache-size 4GiB --cache-writes-per-day 1TiB"
+).split()
+STORE_S = 0.6
+"""In which an idle server stores a prompt: 1/16 of these blocks in each turn, every 0.1 s."""
 
 Times = dict[str, list[float]]
 
@@ -105,13 +120,25 @@ def served(arguments: Sequence[str]) -> Iterator[int]:
             process.wait()
 
 
-def measure(port: int, num_samples: int, num_tokens: int, seed: int) -> Times:
+class Prompts:
+    """Prompts that nobody has sent."""
+
+    def __init__(self, num_tokens: int, seed: int) -> None:
+        self.random, self._num_tokens = random.Random(seed), num_tokens
+
+    def fresh(self) -> list[int]:
+        return [self.random.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(self._num_tokens)]
+
+    def fill(self, client: Client) -> None:
+        """Wait until all is stored; then more than the KV cache of DISK_BLOCKS holds."""
+        time.sleep(STORE_S)
+        for _ in range(DISK_BLOCKS * 16 // self._num_tokens + 2):
+            client.time_s(self.fresh())
+
+
+def measure(port: int, num_samples: int, prompts: Prompts, *, has_disk: bool = False) -> Times:
     """Seconds of each kind of call, in turns."""
-    numbers = random.Random(seed)
-
-    def fresh() -> list[int]:
-        return [numbers.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(num_tokens)]
-
+    fresh = prompts.fresh
     alice, bob = (Client(port, KEYS[name]) for name in ("alice", "bob"))
     for client in (alice, bob):  # the first calls of a connection are slower
         for _ in range(3):
@@ -120,19 +147,55 @@ def measure(port: int, num_samples: int, num_tokens: int, seed: int) -> Times:
     for _ in range(num_samples):
         prompt = fresh()
         alice.time_s(prompt)
+        if has_disk:
+            prompts.fill(alice)
         calls = list(zip(times, (bob, bob, alice), (prompt, fresh(), prompt), strict=True))
-        numbers.shuffle(calls)
+        prompts.random.shuffle(calls)
         for kind, client, each in calls:
             times[kind].append(client.time_s(each))
     return times
 
 
-def report(times: Times) -> int:
-    """Print the table and the tests; the exit code."""
+def measure_beside(port: int, num_samples: int, prompts: Prompts) -> Times:
+    """Seconds of bob's new calls beside one of alice's, which begins a little earlier."""
+    alice, bob = (Client(port, KEYS[name]) for name in ("alice", "bob"))
+    times: Times = {"bob, beside a load": [], "bob, beside computing": []}
+    for _ in range(num_samples):
+        known = prompts.fresh()
+        alice.time_s(known)
+        prompts.fill(alice)
+        calls = list(zip(times, (known, prompts.fresh()), strict=True))
+        prompts.random.shuffle(calls)
+        for kind, each in calls:
+            other = threading.Thread(target=alice.time_s, args=(each,))
+            other.start()
+            time.sleep(0.002)
+            times[kind].append(bob.time_s(prompts.fresh()))
+            other.join()
+    return times
+
+
+def loaded_tokens(port: int) -> int:
+    """That the server has loaded from disk so far, as the operator sees it."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=60)
+    headers = {"Authorization": f"Bearer {KEYS['operator']}"}
+    connection.request("GET", "/health", headers=headers)
+    stats = json.loads(connection.getresponse().read())["engine"]
+    connection.close()
+    return int(stats["tiers"]["num_loaded_tokens"])
+
+
+def show(times: Times) -> None:
+    """Print the table."""
     print(f"{'call':22} {'samples':>8} {'p10 ms':>9} {'median ms':>10} {'p90 ms':>9}")
     for kind, values in times.items():
         deciles = [1e3 * value for value in statistics.quantiles(values, n=10)]
         print(f"{kind:22} {len(values):8} {deciles[0]:9.2f} {deciles[4]:10.2f} {deciles[8]:9.2f}")
+
+
+def report(times: Times) -> int:
+    """Print the table and the tests; the exit code."""
+    show(times)
     known, new, again = times.values()
     share, p = mann_whitney(known, new)
     print(f"bob: known to alice against new: share {share:.3f}, p = {p:.3g}")
@@ -153,9 +216,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=800, help="of a prompt (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and order (%(default)s)")
     parser.add_argument("serve", nargs="*", help="further arguments of `quire serve`, after --")
+    parser.add_argument("--disk", action="store_true", help="what alice has cached lies on disk")
     args = parser.parse_args(arguments)
-    with served(args.serve) as port:
-        return report(measure(port, args.samples, args.tokens, args.seed))
+    prompts = Prompts(args.tokens, args.seed)
+    if not args.disk:
+        with served(args.serve) as port:
+            return report(measure(port, args.samples, prompts))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served([*DISK_SERVE, "--cache-dir", folder, *args.serve]) as port,
+    ):
+        code = report(measure(port, args.samples, prompts, has_disk=True))
+        share = loaded_tokens(port) / (args.samples * args.tokens)
+        print(f"of alice's repetitions {share:.1%} were loaded from disk")
+        beside = measure_beside(port, args.samples // 3, prompts)
+    show(beside)
+    share, p = mann_whitney(*beside.values())
+    print(f"bob: beside a load against beside computing: share {share:.3f}, p = {p:.3g}")
+    return code
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The cache folder of an engine that is built: its lock, its secret, and a rank's pages on disk."""
 
+import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder
 from quire.errors import ConfigurationError
 from quire.options.engine_options import EngineOptions
 from quire.tiers.disk.disk_tier import DiskTier
+from quire.tiers.disk.files import Files
+from quire.tiers.disk.folder import CacheFolder
 from quire.tiers.fingerprint import read_description
 
 
@@ -136,4 +140,16 @@ def test_a_folder_that_is_too_small_for_the_model_is_refused(options: EngineOpti
         build_disk_tier(folder, small, rank_of(small), lambda: None)
     with cache_folder(options) as folder:
         assert folder is not None
+    folder.close()
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(options: EngineOptions) -> None:
+    class Unlisted(Files):
+        def names(self, folder: Path) -> list[str]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    assert options.cache_folder is not None
+    folder = CacheFolder.open(options.cache_folder, Unlisted())
+    with pytest.raises(ConfigurationError, match="can't be read: Input/output error"):
+        build_disk_tier(folder, options, rank_of(options), lambda: None)
     folder.close()

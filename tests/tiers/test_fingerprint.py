@@ -2,11 +2,12 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.tiers.fingerprint import DIGEST_BYTES, Fingerprint
+from quire.tiers.fingerprint import DIGEST_BYTES, Fingerprint, read_description
 
 PARTS = Fingerprint(
     weights="00" * 16,
@@ -72,3 +73,10 @@ def test_another_description_is_refused(change: dict[str, Any]) -> None:
 def test_what_is_no_number_of_json_is_refused() -> None:
     with pytest.raises(ValueError, match="JSON"):
         _ = replace(PARTS, model={"eps": float("nan")}).digest
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b"{}", PARTS.to_json()])
+def test_a_description_that_is_damaged_describes_nothing(tmp_path: Path, content: bytes) -> None:
+    name = "0" * 32  # of another one, so not even a sound text is its own
+    (tmp_path / f"{name}.json").write_bytes(content)
+    assert read_description(tmp_path, name) is None

@@ -53,8 +53,8 @@ def build_disk_tier(
     """Over the pages of a rank that is built. From now on the folder is the tier's to close.
     wake_up: as `DiskTier` says.
 
-    Raises ConfigurationError where the folder would be too small for this model, or the rank's
-    memory is not the host's.
+    Raises ConfigurationError where the folder would be too small for this model or can't be read,
+    or the rank's memory is not the host's.
     """
     assert rank.fingerprint is not None, "with a folder, `build_rank` makes one"
     if rank.device.type != "cpu":
@@ -62,14 +62,19 @@ def build_disk_tier(
             f"cache_dir is {options.cache_dir!r}, but the KV cache lies on {rank.device}; the cache"
             " on disk is served on the CPU only in this version; leave it out"
         )
-    tier = DiskTier(
-        folder,
-        rank.fingerprint.digest,
-        DiskBudget(options.cache_bytes, options.cache_bytes_per_day),
-        rank.runner.kv_storage.numpy(),
-        [_used_bytes(group) for group in rank.layout.groups],
-        wake_up,
-    )
+    try:
+        tier = DiskTier(
+            folder,
+            rank.fingerprint.digest,
+            DiskBudget(options.cache_bytes, options.cache_bytes_per_day),
+            rank.runner.kv_storage.numpy(),
+            [_used_bytes(group) for group in rank.layout.groups],
+            wake_up,
+        )
+    except OSError as error:
+        raise ConfigurationError(
+            f"cache_dir {options.cache_dir!r} can't be read: {error.strerror or error}"
+        ) from error
     keep_description(folder, rank.fingerprint)
     if len(tier.store.index) == 0:
         _explain_cold(folder, rank.fingerprint)
@@ -78,7 +83,11 @@ def build_disk_tier(
 
 def _explain_cold(folder: CacheFolder, fingerprint: Fingerprint) -> None:
     """Log why nothing is found, where something is kept: an upgrade, or another option."""
-    nearest = nearest_description(folder.path, fingerprint)
+    try:
+        nearest = nearest_description(folder.path, fingerprint)
+    except OSError as error:
+        logger.warning("%s: what is kept there can't be listed: %s", folder.path, error)
+        return
     if nearest is None:
         return
     differences = fingerprint.differences(nearest)

@@ -125,7 +125,7 @@ def read_description(folder: Path, name: str) -> Fingerprint | None:
     """Of the namespace of that name; None where there is none that is sound."""
     try:
         found = Fingerprint.from_json((folder / f"{name}{SUFFIX}").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last of brackets without end
         return None
     return found if found.digest.hex() == name else None
 

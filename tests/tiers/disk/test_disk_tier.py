@@ -423,3 +423,25 @@ def test_many_orders_from_many_steps_end_once_each(tmp_path: Path) -> None:
         again = world.load([number for number in numbers if number not in came])
         assert all(world.wait(again))
     world.tier.close()
+
+
+def test_a_file_that_cannot_be_closed_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = FaultyFiles()
+    world = World(tmp_path, files)
+    assert all(world.wait(world.store([1])) + world.wait(world.load([1])))
+    files.errors["close"] = broken_disk()
+    world.tier.close()
+    assert "closed with an error" in caplog.text
+    files.errors.clear()
+    files.release()
+    refusing = FaultyFiles()
+    refusing.errors |= {"close": broken_disk(), "names": broken_disk()}
+    with pytest.raises(ConfigurationError, match="can't be used"):
+        CacheFolder.open(tmp_path, refusing)
+    refusing.errors.clear()
+    refusing.release()
+    again = World(tmp_path)
+    assert all(again.wait(again.load([1]))) and again.has([1])
+    again.tier.close()

@@ -32,7 +32,10 @@ def umask() -> Iterator[None]:
     os.umask(before)
 
 
-def test_a_second_process_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "quire")
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -47,6 +50,7 @@ def test_a_second_process_is_refused_by_name(tmp_path: Path) -> None:
     assert os.listdir("/proc/self/fd") == descriptors
     threading.Timer(0.1, holder.kill).start()
     CacheFolder.open(tmp_path, wait_s=60).close()
+    assert caplog.messages == [f"{tmp_path}: waiting for process {holder.pid}, up to 60 s"]
     holder.communicate()
     CacheFolder.open(tmp_path).close()
 

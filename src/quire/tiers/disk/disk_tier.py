@@ -179,8 +179,11 @@ class DiskTier:
         late can't meet another process' writes."""
         self._loader.close(min(timeout_s, 0.5))
         if self._writer.close(timeout_s):
-            self.store.close()
-            self._folder.close()
+            for close in (self.store.close, self._folder.close):
+                try:
+                    close()
+                except OSError as error:  # the system has closed the file all the same
+                    logger.warning("%s: closed with an error: %s", self._folder.path, error)
         else:
             logger.warning("%s: a write hangs; the folder stays locked", self._folder.path)
 

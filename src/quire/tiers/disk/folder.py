@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -138,24 +139,30 @@ def _open_lock(path: Path, files: Files) -> int:
 
 def _take_lock(path: Path, files: Files, lock: int, wait_s: float) -> None:
     until_s = time.monotonic() + wait_s
+    has_waited = False
     while True:
         try:
             files.lock(lock)
             return
         except BlockingIOError:
-            if time.monotonic() < until_s:
-                time.sleep(LOCK_STEP_S)
-                continue
             holder = read_whole(files, lock, 32, 0).decode("ascii", "replace").strip()
-            raise ConfigurationError(
-                f"cache_dir {str(path)!r} is in use by process {holder or '(unknown)'}; one"
-                " engine uses a cache folder at a time, give each a folder of its own"
-            ) from None
+            holder = holder or "(unknown)"
+            if time.monotonic() >= until_s:
+                raise ConfigurationError(
+                    f"cache_dir {str(path)!r} is in use by process {holder}; one engine uses a"
+                    " cache folder at a time, give each a folder of its own"
+                ) from None
+            if not has_waited:
+                logger.info("%s: waiting for process %s, up to %g s", path, holder, wait_s)
+                has_waited = True
+            time.sleep(LOCK_STEP_S)
 
 
 def _close(files: Files, descriptor: int) -> None:
+    """After an error, which is the one to be reported."""
     if descriptor >= 0:
-        files.close(descriptor)
+        with suppress(OSError):
+            files.close(descriptor)
 
 
 def _secret(path: Path, files: Files) -> bytes:

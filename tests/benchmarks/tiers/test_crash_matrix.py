@@ -1,0 +1,22 @@
+"""The crash matrix in its short form: a few ways of all that goes wrong with a folder."""
+
+import subprocess
+import sys
+
+from benchmarks.tiers import crash_matrix
+
+
+def test_whatever_happens_to_a_folder_no_token_is_wrong() -> None:
+    """In a process of its own, since it forks, and this one has threads."""
+    command = [sys.executable, "-m", "benchmarks.tiers.crash_matrix", "--short"]
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stdout
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("| ")]
+    assert len(lines) == 1 + len(crash_matrix.CASES)
+    assert all(line.endswith("| ok |") for line in lines[1:])
+    killed = [line for line in lines if " killed" in line]
+    assert len(killed) == 3, "before, in the middle of, and after a call"
+    loaded = [line for line in lines if "tokens loaded" in line]
+    assert len(loaded) > 10, "something was there to go wrong"
