@@ -11,6 +11,7 @@ import torch
 
 from quire.assembly.model_kind import choose_kind
 from quire.assembly.rank_build import RankBuild, build_rank
+from quire.assembly import tier_build
 from quire.assembly.tier_build import build_disk_tier, cache_folder, secret_of
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder
 from quire.errors import ConfigurationError
@@ -58,7 +59,10 @@ def test_the_secret_is_the_folder_s(options: EngineOptions) -> None:
     assert len({secret_of(None), secret_of(None), found[0]}) == 3
 
 
-def test_a_folder_is_one_engine_s_until_that_is_gone(options: EngineOptions) -> None:
+def test_a_folder_is_one_engine_s_until_that_is_gone(
+    options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_build, "TAKE_OVER_S", 0.1)
     with cache_folder(options) as folder:
         assert folder is not None
         with pytest.raises(ConfigurationError, match="is in use by process"), cache_folder(options):

@@ -9,6 +9,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.core.memory.tiers.load_rule import ComputeTime
+from quire.engine import tier_work
 from quire.errors import InvalidRequestError
 from quire.tiers.disk.files import Files
 
@@ -39,6 +40,7 @@ def test_requests_end_while_a_read_hangs(tmp_path: Path, monkeypatch: pytest.Mon
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     assert time.monotonic() - began_s < 60, "it is not waited for what never comes"
     assert not llm.engine.tier_work.settle(0.0) and llm.engine.stats().num_held_blocks > 0
+    monkeypatch.setattr(tier_work, "SETTLE_S", 0.1)
     with pytest.raises(InvalidRequestError, match="hangs"):
         llm.sleep()
     gate.set()

@@ -65,10 +65,11 @@ class TierWork:
         moves.go_on(self._clock())
         return IDLE_TURN_S if moves.num_in_flight or moves.stores.num_waiting else None
 
-    def settle(self, limit_s: float = SETTLE_S) -> bool:
-        """Until no move is under way, so that nothing is held, but for so long at most; returns
-        whether that is so. For an engine without work."""
-        moves, end_s = self._memory.moves, self._clock() + limit_s
+    def settle(self, limit_s: float | None = None) -> bool:
+        """Until no move is under way, so that nothing is held, but for limit_s at most (None:
+        SETTLE_S); returns whether that is so. For an engine without work."""
+        moves = self._memory.moves
+        end_s = self._clock() + (SETTLE_S if limit_s is None else limit_s)
         while moves is not None and moves.num_in_flight and self._clock() < end_s:
             moves.tiers.wait(WAIT_S)
             moves.go_on(self._clock(), orders_stores=False)

@@ -77,6 +77,15 @@ def complete(server, index, **more):
     return choice["token_ids"], choice["logprobs"]["token_logprobs"], cached
 
 
+PATIENT = """
+import sys
+from quire.assembly import engine_main
+from quire.core.memory.tiers import loads
+loads.MIN_PATIENCE_S = 60.0
+sys.exit(engine_main.main())
+"""
+"""An engine's process that gives up no load because the machine is slow."""
+
 QUICK = """
 import sys
 from quire.assembly import engine_main, tier_build
@@ -94,7 +103,8 @@ def undisturbed(server):
 
 def test_an_engine_and_then_a_server_are_killed(tmp_path, undisturbed, why_torch):
     folder = tmp_path / "cache"
-    with launched(options(folder), max_engine_restarts=20) as first:
+    command = [sys.executable, "-c", PATIENT]
+    with launched(options(folder), command=command, max_engine_restarts=20) as first:
 
         def kill():
             first.wait_until(lambda stats: stats["tiers"]["num_stored_blocks"] > 3 * 34)
