@@ -74,8 +74,41 @@ def serve(asks: Sequence[Ask], num_blocks: int, disk: Disk | None) -> Figures:
     return VirtualServer(machine(), num_blocks, disk).run(fitting)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table."""
+def table(options: argparse.Namespace) -> list[str]:
+    """What is replayed, and a table in Markdown."""
+    size, page_bytes = machine().block_size, machine().block_size * machine().token_bytes
+    asks = read_asks(options.trace, options.requests, options.stretch, size)
+    lengths = lengths_by_block(asks, size)
+    num_blocks = int(options.pool * len(lengths))
+    most = 100 * (1 - sum(lengths.values()) / sum(len(ask.prompt) for ask in asks))
+    lines = [
+        f"{len(asks)} requests, {len(lengths)} different blocks of {page_bytes / 2**20:g} MiB, a"
+        f" pool of {num_blocks} ({num_blocks * page_bytes / 2**30:.1f} GiB); at most {most:.1f}% of"
+        " the prompts' tokens can be found",
+        "",
+        "| disk | keeps | found in memory | on disk | TTFT mean | p50 | p99 | busy | GB written a"
+        " day |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for word in options.disks.split(","):
+        disk, name, keeps = None, "none", "-"
+        if word != "none":
+            rate, share = map(float, word.split(":"))
+            disk = Disk(rate * 1e6, num_bytes=int(share * len(lengths)) * page_bytes)
+            name, keeps = f"{rate:g} MB/s", f"{share * len(lengths) * page_bytes / 2**30:.0f} GiB"
+        found = serve(asks, num_blocks, disk)
+        mean = sum(found.first_token_s) / len(found.first_token_s)
+        lines.append(
+            f"| {name} | {keeps} | {found.percent(found.memory_tokens):.1f}% |"
+            f" {found.percent(found.disk_tokens):.1f}% |"
+            f" {mean:.2f} s | {found.first_token(0.5):.2f} s | {found.first_token(0.99):.2f} s |"
+            f" {100 * found.busy_s / found.virtual_s:.0f}% |"
+            f" {found.written_bytes / 1e9 * 86400 / found.virtual_s:.0f} |"
+        )
+    return lines
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,41 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stretch", type=float, default=30.0)
     parser.add_argument("--pool", type=float, default=0.02)
     parser.add_argument("--disks", default="none,500:0.1,500:1,3000:1")
-    options = parser.parse_args(arguments)
-    size, page_bytes = machine().block_size, machine().block_size * machine().token_bytes
-    asks = read_asks(options.trace, options.requests, options.stretch, size)
-    lengths = lengths_by_block(asks, size)
-    num_different = len(lengths)
-    num_blocks = int(options.pool * num_different)
-    most = 100 * (1 - sum(lengths.values()) / sum(len(ask.prompt) for ask in asks))
-    print(
-        f"{len(asks)} requests, {num_different} different blocks of {page_bytes / 2**20:g} MiB, a"
-        f" pool of {num_blocks} ({num_blocks * page_bytes / 2**30:.1f} GiB); at most {most:.1f}% of"
-        " the prompts' tokens can be found\n"
-    )
-    print(
-        "| disk | keeps | found in memory | on disk | TTFT mean | p50 | p99 | busy | GB written a"
-        " day |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
-    for word in options.disks.split(","):
-        disk, keeps = None, "-"
-        if word != "none":
-            rate, share = map(float, word.split(":"))
-            disk = Disk(rate * 1e6, num_bytes=int(share * num_different) * page_bytes)
-            keeps = f"{share * num_different * page_bytes / 2**30:.0f} GiB"
-        found = serve(asks, num_blocks, disk)
-        mean = sum(found.first_token_s) / len(found.first_token_s)
-        name = "none" if disk is None else f"{disk.bytes_per_s / 1e6:g} MB/s"
-        print(
-            f"| {name} | {keeps} | {found.percent(found.memory_tokens):.1f}% |"
-            f" {found.percent(found.disk_tokens):.1f}% |"
-            f" {mean:.2f} s | {found.first_token(0.5):.2f} s | {found.first_token(0.99):.2f} s |"
-            f" {100 * found.busy_s / found.virtual_s:.0f}% |"
-            f" {found.written_bytes / 1e9 * 86400 / found.virtual_s:.0f} |",
-            flush=True,
-        )
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(table(parse(None))))

@@ -76,8 +76,30 @@ def serve(options: argparse.Namespace, disk: Disk | None, seed: int) -> Figures:
     return server.run(load.first(), options.hours * 3600)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table."""
+def table(options: argparse.Namespace) -> list[str]:
+    """Markdown."""
+    lines = [
+        "| seed | tier | output tokens/s | ratio | TTFT p50 / p99 | preempted | computed again |"
+        " found in memory / on disk |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for seed in range(options.seeds):
+        base = 0.0
+        for disk in (None, Disk(options.disk_mb * 1e6)):
+            found = serve(options, disk, seed)
+            base = base or found.tokens_per_s
+            lines.append(
+                f"| {seed} | {'none' if disk is None else f'{options.disk_mb:g} MB/s'} |"
+                f" {found.tokens_per_s:.1f} | {found.tokens_per_s / base:.2f} |"
+                f" {found.first_token(0.5):.2f} / {found.first_token(0.99):.2f} s |"
+                f" {found.num_preemptions} | {found.num_recomputed_tokens} |"
+                f" {found.percent(found.memory_tokens):.1f}% /"
+                f" {found.percent(found.disk_tokens):.1f}% |"
+            )
+    return lines
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -86,27 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--disk-mb", type=float, default=500.0)
     parser.add_argument("--load", type=float, default=2.0)
     parser.add_argument("--seeds", type=int, default=1)
-    options = parser.parse_args(arguments)
-    print(
-        "| seed | tier | output tokens/s | ratio | TTFT p50 / p99 | preempted | computed again"
-        " | found in memory / on disk |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for seed in range(options.seeds):
-        base = 0.0
-        for disk in (None, Disk(options.disk_mb * 1e6)):
-            found = serve(options, disk, seed)
-            base = base or found.tokens_per_s
-            print(
-                f"| {seed} | {'none' if disk is None else f'{options.disk_mb:g} MB/s'} |"
-                f" {found.tokens_per_s:.1f} | {found.tokens_per_s / base:.2f} |"
-                f" {found.first_token(0.5):.2f} / {found.first_token(0.99):.2f} s |"
-                f" {found.num_preemptions} | {found.num_recomputed_tokens} |"
-                f" {found.percent(found.memory_tokens):.1f}% /"
-                f" {found.percent(found.disk_tokens):.1f}% |",
-                flush=True,
-            )
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(table(parse(None))))

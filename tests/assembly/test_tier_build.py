@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from quire.assembly import tier_build
 from quire.assembly.model_kind import choose_kind
 from quire.assembly.rank_build import RankBuild, build_rank
-from quire.assembly import tier_build
 from quire.assembly.tier_build import build_disk_tier, cache_folder, secret_of
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder
 from quire.errors import ConfigurationError
