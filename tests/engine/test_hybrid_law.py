@@ -4,7 +4,6 @@ The family is a test's own (`tests.runtime.hybrid_family`), its layers of all ki
 """
 
 import random
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,10 @@ from typing import Any
 import pytest
 from tests.runtime.hybrid_family import LAYERS, registered, save_hybrid
 
-from quire.core.memory.tiers import loads, write_behind
-from quire.core.memory.tiers.contract import MoveEnd
-from quire.core.memory.tiers.load_rule import ComputeTime
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduling.admission import CapacityCheck
 from quire.engine_client.results import RequestOutput
 from quire.offline.llm import LLM
-from quire.tiers.disk.disk_tier import DiskTier
 
 NUM_REQUESTS = 8
 SHARED = 45
@@ -144,67 +139,3 @@ def test_a_branch_of_a_running_request_goes_on_as_if_alone(folder: Path, alone: 
         assert list(trunk.finish().token_ids) == expected
         assert num_shared >= 3
         assert list(branch.finish().token_ids)[:num_shared] == expected[:num_shared]
-
-
-def load_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a tier has is loaded: of these models computing takes less time."""
-    monkeypatch.setattr(ComputeTime, "predict_s", lambda *_: None)
-    monkeypatch.setattr(write_behind, "SETTLE_S", 0.0)
-
-
-def flip_bytes(cache: Path) -> None:
-    """Of every third page but those of the footer."""
-    for path in cache.glob("*/*.seg"):
-        data = bytearray(path.read_bytes())
-        for at in range(6000, len(data) * 3 // 4, 3 * 4096):
-            data[at] ^= 1
-        path.write_bytes(data)
-
-
-def be_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads are given up at once, and end a little later."""
-    monkeypatch.setattr(loads, "PATIENCE", 0.0)
-    monkeypatch.setattr(loads, "MIN_PATIENCE_S", 0.0)
-    ended, held_back = DiskTier.ended, deque[list[MoveEnd]]([[]] * 3)
-
-    def late(tier: DiskTier) -> list[MoveEnd]:
-        held_back.append(ended(tier))
-        return held_back.popleft()
-
-    monkeypatch.setattr(DiskTier, "ended", late)
-
-
-@pytest.mark.parametrize("what", ["swapped", "restarted", "damaged", "late"])
-def test_nothing_that_happens_in_a_tier_changes_a_token(
-    what: str, folder: Path, alone: Found, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    load_always(monkeypatch)
-    cache = tmp_path / "cache"
-    options: dict[str, Any] = {"cache_dir": str(cache), "max_num_seqs": 20}
-    prompts, params = make_crowd()
-    growth = make_llm(folder, num_blocks=4096).engine.scheduler.memory.growth
-    tiny = growth.most_to_hold(192) * 5 // 4
-    if what == "swapped":
-        options["num_blocks"] = tiny
-    for round_number in range(3):
-        llm = make_llm(folder, **options)
-        if what == "late" and round_number == 1:
-            be_late(monkeypatch)
-        for _ in range(1 + (what == "swapped")):
-            assert results(llm.generate(prompts, params, use_tqdm=False)) == alone
-        moves = llm.engine.scheduler.memory.moves
-        assert moves is not None
-        assert llm.engine.tier_work.settle()
-        assert llm.engine.stats().num_held_blocks == 0
-        llm.engine.tier_work.close()
-        stats = moves.loads.stats
-        if round_number == 0:
-            assert moves.stores.num_stored > 0
-            if what == "damaged":
-                flip_bytes(cache)
-        elif what == "damaged" and round_number == 1:
-            assert stats.num_failed_blocks > 0
-        elif what == "late":
-            assert stats.num_late > 0
-        else:
-            assert stats.num_loaded_tokens > 0
