@@ -120,6 +120,7 @@ class CapacityCheck:
         needed = memory.num_blocks_to_admit(sequence, match)
         if needed <= num_usable and (is_sure or self.fits_later(sequence, needed)):
             if moves is not None and moves.loads.begin(sequence, match, memory.now_s):
+                self._failed.pop(sequence, None)  # what it lacked it needs no more
                 return Verdict.LOADS
             self._note_start(sequence, needed, step_id)
             return match

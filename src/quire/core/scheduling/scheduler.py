@@ -244,10 +244,14 @@ class Scheduler:
                 self.running_set.preempt(self.running[-1], 0)
             self.admission.clear_way(suspect, from_all=True)
             match = self.memory.match(suspect)
+            if self.memory.num_blocks_to_admit(suspect, match) > self.memory.pool.num_free:
+                return  # moves under way hold what it needs
             self.admission.admit(suspect, match, self._next_step_id, now_s)
         elif suspect.num_computed_tokens >= suspect.num_slots or suspect.shares_tail:
             num_wanted = self.memory.copy_on_write.num_blocks([suspect])
             self.running_set.make_way(suspect, num_wanted)
+            if self.memory.pool.num_free < num_wanted:
+                return
             self._slots.append(suspect, self._next_step_id)
         chunks[suspect] = self.admission.chunk(suspect, budget)
 

@@ -32,7 +32,7 @@ class BlockMoves:
         self.tiers = tiers
         self.stores = WriteBehind(tiers, pool, cache, growth, numbers.__next__)
         self.loads = Loads(tiers, pool, cache, growth, take, numbers.__next__)
-        self._pool = pool
+        self._now_s = 0.0
         self._steps: dict[int, tuple[int, int]] = {}  # in flight: tokens and pairs
 
     @property
@@ -42,16 +42,16 @@ class BlockMoves:
 
     @property
     def num_free_soon(self) -> int:
-        """Blocks that are free as soon as moves under way have ended."""
-        counts = self._pool.ref_count
-        num_stored = sum([counts[block] == 1 for block in self.stores.in_flight.values()])
-        return num_stored + self.loads.num_ending
+        """Blocks that are free as soon as moves under way have ended. Not of those that hang: a
+        sequence that waited for these would stand still, although others could make room."""
+        return self.stores.num_ending(self._now_s) + self.loads.num_ending
 
     def go_on(self, now_s: float, *, is_last: bool = False, orders_stores: bool = True) -> None:
         """Take in what has ended, and, if it orders_stores, order what is to be stored.
 
         is_last: nothing is computed any more, so what would wait for a while need not.
         """
+        self._now_s = now_s
         for end in self.tiers.ended():
             if end.order_id in self.stores.in_flight:
                 self.stores.end(end.order_id, is_done=end.is_done)

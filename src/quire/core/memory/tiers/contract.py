@@ -19,6 +19,10 @@ Implemented by `quire.tiers` on files and on a GPU's host memory, and by `simula
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+# A move that has not ended after so long may hang: nothing waits for its block while it can have
+# another one.
+SOON_S = 1.0
+
 
 class StoreOrder(NamedTuple):
     """Keep a copy of a block's bytes.

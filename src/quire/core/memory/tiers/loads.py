@@ -17,7 +17,7 @@ from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.growth import Growth
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.prefix_index import PrefixMatch
-from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, Tiers
+from quire.core.memory.tiers.contract import SOON_S, LoadOrder, MoveEnd, Tiers
 from quire.core.memory.tiers.load_rule import ComputeTime
 from quire.core.memory.tiers.tier_match import TierFinder, TierMatch, TierPrefix, WantedContent
 from quire.core.sequence import Sequence
@@ -32,14 +32,15 @@ Taker = Callable[[int, Sequence], list[int]]
 
 @dataclass(slots=True, eq=False)
 class _Filling:
-    """A block that a content is loaded into. waiters: whose prefixes it is part of. is_forgotten:
-    the cache was cleared since, so what comes is not kept."""
+    """A block that a content is loaded into. waiters: whose prefixes it is part of. left_s: when
+    the last of them left. is_forgotten: the cache was cleared since, so what comes is not kept."""
 
     wanted: WantedContent
     block: int
     order_id: int
     has_landed: bool = False
     is_forgotten: bool = False
+    left_s: float = 0.0
     waiters: set[Sequence] = field(default_factory=set)
 
 
@@ -107,6 +108,7 @@ class Loads:
         self._by_order: dict[int, _Filling] = {}
         self._by_content: dict[tuple[int, bytes], _Filling] = {}
         self._num_known: dict[Sequence, int] = {}  # tokens that tiers had when it was decided
+        self._now_s = 0.0
 
     # ---- sequences --------------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class Loads:
         self._num_known[sequence] = found.num_tokens
         if found.num_tokens <= match.num_tokens or not found.missing:
             return False
-        new = [content for content in found.missing if content[:2] not in self._by_content]
+        new = [content for content in found.missing if not self._is_coming(content)]
         num_revived = sum([not self._pool.ref_count[block] for block in found.there])
         if len(new) + num_revived > self._pool.num_free:
             return False
@@ -183,7 +185,8 @@ class Loads:
     def land(self, end: MoveEnd, now_s: float) -> None:
         """An order has ended: its content is findable, or its block is given back."""
         filling = self._by_order.pop(end.order_id)
-        del self._by_content[filling.wanted[:2]]
+        if self._by_content.get(filling.wanted[:2]) is filling:  # else it was ordered anew
+            del self._by_content[filling.wanted[:2]]
         is_done = end.is_done and not filling.is_forgotten
         filling.has_landed = is_done
         self.stats.num_loaded_blocks += is_done
@@ -213,6 +216,7 @@ class Loads:
 
     def end_late(self, now_s: float) -> None:
         """Give up waiting for what takes too long; what came of it is kept."""
+        self._now_s = now_s
         for sequence, load in self._loads.items():
             patience_s = max(MIN_PATIENCE_S, PATIENCE * load.predicted_s)
             if load.num_pending and now_s > load.began_s + patience_s:
@@ -220,19 +224,13 @@ class Loads:
                 self._leave(sequence, load, only_pending=True)
 
     @property
-    def next_deadline_s(self) -> float | None:
-        """When the first of those that are waited for takes too long."""
-        ends = [
-            load.began_s + max(MIN_PATIENCE_S, PATIENCE * load.predicted_s)
-            for load in self._loads.values()
-            if load.num_pending
-        ]
-        return min(ends, default=None)
-
-    @property
     def num_ending(self) -> int:
-        """Blocks that nothing waits for any more: free when their order has ended."""
-        return sum([not filling.waiters for filling in self._by_order.values()])
+        """Blocks that nothing waits for any more: free when their order has ended, which is soon,
+        unless it hangs."""
+        since_s = self._now_s - SOON_S
+        return sum(
+            [not each.waiters and each.left_s >= since_s for each in self._by_order.values()]
+        )
 
     @property
     def num_in_flight(self) -> int:
@@ -254,6 +252,11 @@ class Loads:
         if sequence.parent is not None or sequence.needs_whole_prompt or sequence.is_in_one_step:
             return False
         return not held % self._growth.block_size and not (held and self._growth.bounded)
+
+    def _is_coming(self, content: WantedContent) -> bool:
+        """Whether another waits for it. One that was cancelled may not come: it is ordered anew."""
+        filling = self._by_content.get(content[:2])
+        return filling is not None and bool(filling.waiters)
 
     def _find(self, sequence: Sequence) -> TierMatch:
         cache, size = self._cache, self._growth.block_size
@@ -335,6 +338,7 @@ class Loads:
                 if filling.has_landed:
                     self._pool.release(filling.block)
                 else:
+                    filling.left_s = self._now_s
                     cancelled.append(filling.order_id)
         load.fillings, load.num_pending = kept, 0
         if cancelled:

@@ -15,7 +15,7 @@ from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.eviction import ContentKey
 from quire.core.memory.growth import Growth
 from quire.core.memory.prefix_cache import PrefixCache
-from quire.core.memory.tiers.contract import StoreOrder, Tiers
+from quire.core.memory.tiers.contract import SOON_S, StoreOrder, Tiers
 from quire.core.step import HOLE_BLOCK
 
 # Contents that may soon be dead weight wait for so long, unless `settle_s` says otherwise.
@@ -54,9 +54,12 @@ class WriteBehind:
         self._cache = cache
         self._new_order = new_order
         self._bounded = {rule.group for rule in growth.bounded}
+        self._growing = {rule.group for rule in growth.growing}
         self._size = growth.block_size
         self._most = min(MAX_ORDERS, max(MIN_ORDERS, int(pool.num_blocks * MAX_SHARE)))
         self._storing: set[int] = set()  # the blocks in flight
+        self._began_s: dict[int, float] = {}  # when, by order
+        self._now_s = 0.0
         # By block, in the order in which they came; of those that settle, from when on too.
         self._ready: OrderedDict[int, ContentKey] = OrderedDict()
         self._settling: OrderedDict[int, tuple[float, ContentKey]] = OrderedDict()
@@ -67,11 +70,22 @@ class WriteBehind:
         """Contents that were published and neither stored nor given up yet."""
         return len(self._ready) + len(self._settling) + len(self._pool.new_contents or ())
 
+    def num_ending(self, now_s: float) -> int:
+        """Blocks that only a store holds: free when it has ended; not where that may hang."""
+        counts, since_s, began_s = self._pool.ref_count, now_s - SOON_S, self._began_s
+        return sum(
+            [
+                counts[block] == 1 and began_s[order_id] >= since_s
+                for order_id, block in self.in_flight.items()
+            ]
+        )
+
     def orders(self, now_s: float, *, at_once: bool = False) -> list[StoreOrder]:
         """What is to be stored now; each block is referenced from here on.
 
         at_once: nothing will be demoted any more.
         """
+        self._now_s = now_s
         self._take_in(now_s)
         self._end_settling(now_s, at_once=at_once)
         orders: list[StoreOrder] = []
@@ -81,7 +95,7 @@ class WriteBehind:
             block, key = self._ready.popitem(last=False)
             if self._pool.content[block] != key:
                 self.num_too_late += 1
-            elif self._cache.tail(key[1]) is not None and self._pool.ref_count[block]:
+            elif self._pool.ref_count[block] and self._may_be_tail(key):
                 # A fork may yet write behind its tokens.
                 self._settle(block, key, now_s)
             elif self._is_wanted(block, key):
@@ -100,6 +114,7 @@ class WriteBehind:
     def end(self, order_id: int, *, is_done: bool) -> None:
         """A store has ended."""
         block = self.in_flight.pop(order_id)
+        del self._began_s[order_id]
         self._storing.discard(block)
         self._pool.release(block)
         self.num_stored += is_done
@@ -137,6 +152,15 @@ class WriteBehind:
             del self._settling[block]
             self._ready[block] = key
 
+    def _may_be_tail(self, key: ContentKey) -> bool:
+        """Whether it is partly filled, as far as is known: a window's block may outlive the one of
+        the group that knows."""
+        group, name = key
+        if group not in self._growing:
+            return False
+        length = self._cache.num_tokens(name)
+        return length is None or length < self._size
+
     def _is_wanted(self, block: int, key: ContentKey) -> bool:
         return (
             block not in self._storing
@@ -148,6 +172,7 @@ class WriteBehind:
         self._pool.share(block, is_use=False)
         order_id = self._new_order()
         self.in_flight[order_id] = block
+        self._began_s[order_id] = self._now_s
         self._storing.add(block)
         tail = self._cache.tail(key[1])
         if tail is None:

@@ -1,0 +1,115 @@
+"""What is stored, and when."""
+
+from tests.core.harness import make_sequence
+from tests.core.memory.test_kv_cache_manager import STEP, admit, compute, fork, write
+from tests.core.memory.tiers.slow_tiers import SlowTiers
+
+from quire.core.kv_groups import KVGroup, KVKind
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.memory.prefix_cache import sortable
+from quire.core.memory.tiers.write_behind import MAX_SHARE, SETTLE_S, WriteBehind
+from quire.core.scheduling import invariants
+
+FULL = KVGroup((0,), KVKind.FULL, 64)
+STATE = KVGroup((1,), KVKind.STATE, 64, num_state_blocks=1)
+PROMPT = list(range(14))
+
+
+def make(*groups: KVGroup, num_blocks: int = 64) -> tuple[KVCacheManager, SlowTiers]:
+    tiers = SlowTiers()
+    config = KVCacheConfig(groups or (FULL,), num_blocks, 4, True, b"secret", tiers=tiers)
+    return KVCacheManager(config), tiers
+
+
+def stores_of(memory: KVCacheManager) -> WriteBehind:
+    assert memory.moves is not None
+    return memory.moves.stores
+
+
+def test_full_blocks_go_at_once_and_tails_when_nobody_holds_them() -> None:
+    memory, tiers = make()
+    sequence = write(memory, PROMPT)
+    memory.set_time(0.1)
+    assert [each.name for each in tiers.stores.values()] == sequence.chain
+    memory.free(sequence)
+    memory.set_time(0.2)
+    *full, tail = tiers.stores.values()
+    assert all(not each.tokens and not each.parent for each in full)
+    assert (tail.parent, tail.tokens) == (sequence.chain[-1], sortable(PROMPT[12:]))
+    tiers.end(tiers.stores)
+    memory.set_time(0.3)
+    assert stores_of(memory).num_stored == 4
+    assert memory.pool.num_held == 0
+
+
+def test_a_tail_that_a_fork_writes_behind_waits() -> None:
+    memory, tiers = make(num_blocks=16)
+    parent = write(memory, PROMPT)
+    child = fork(memory, parent)
+    memory.free(parent)
+    for at in range(5):
+        memory.set_time(at * SETTLE_S)
+    assert not any(each.tokens for each in tiers.stores.values())
+    memory.free(child)
+    tiers.end(tiers.stores)
+    memory.set_time(10 * SETTLE_S)
+    assert any(each.tokens for each in tiers.stores.values())
+
+
+def test_a_tail_waits_also_where_the_main_group_has_lost_it() -> None:
+    """Its block of the other group is held by a fork, which may yet write to it."""
+    memory, tiers = make(FULL, KVGroup((1,), KVKind.FULL, 64))
+    parent = write(memory, PROMPT)
+    child = fork(memory, parent)
+    memory.free(parent)
+    tail = memory.pool.content[child.block_tables[0][3]]
+    assert tail is not None
+    memory.cache.remove_run([tail])
+    memory.pool.forget(child.block_tables[0][3])
+    for at in range(5):
+        memory.set_time(at * SETTLE_S)
+    assert tail[1] not in [each.name for each in tiers.stores.values()]
+    invariants.check_memory(memory, [child])
+
+
+def test_states_are_stored_a_while_later_unless_they_are_superseded() -> None:
+    memory, tiers = make(FULL, STATE)
+    sequence = make_sequence(memory, PROMPT[:12])
+    admit(memory, sequence)
+    compute(memory, sequence)
+    memory.end_step(STEP)
+    memory.free(sequence)
+    memory.set_time(0.1)
+    assert {each.group for each in tiers.stores.values()} == {0}
+    states = [block for block, key in enumerate(memory.pool.content) if key and key[0] == 1]
+    assert states
+    memory.set_time(0.2 + SETTLE_S)
+    assert {each.block for each in tiers.stores.values() if each.group == 1} == set(states)
+    memory, tiers = make(FULL, STATE)
+    memory.free(write(memory, PROMPT[:12]))
+    memory.set_time(0.1)
+    for block in states:
+        memory.pool.demote(block)
+    memory.set_time(0.2 + SETTLE_S)
+    assert {each.group for each in tiers.stores.values()} == {0}
+
+
+def test_what_is_under_way_is_bounded_and_the_rest_is_evicted_first() -> None:
+    memory, tiers = make(num_blocks=160)
+    memory.free(write(memory, list(range(400))))
+    memory.set_time(0.1)
+    most = int(160 * MAX_SHARE)
+    assert len(tiers.stores) == most
+    assert memory.pool.num_held == most
+    memory.free(write(memory, list(range(1000, 1560))))
+    tiers.end(tiers.stores)
+    for at in range(1, 40):
+        memory.set_time(at)
+        tiers.end(tiers.stores)
+    stores = stores_of(memory)
+    assert not stores.num_waiting
+    assert stores.num_too_late > 0
+    there = {key for key in memory.pool.content if key is not None}
+    assert there <= tiers.kept
+    assert stores.num_stored == len(tiers.kept)
+    assert memory.pool.num_held == 0
