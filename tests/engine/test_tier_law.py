@@ -22,4 +22,7 @@ def test_nothing_that_happens_in_a_tier_changes_a_token(
         alone = answers_alone(folder, number_format)
         if alone is None:
             pytest.skip("torch's products have other bits in other steps")
-        assert run_case(folder, case, alone, tmp_path).total() == 9
+        counts = run_case(folder, case, alone, tmp_path)
+    # Of all kinds together, a row takes so much at once that none has to grow.
+    assert counts.pop("preempted") > 0 or kind == "all kinds"
+    assert counts.total() == 9
