@@ -10,7 +10,7 @@ told apart. Mann and Whitney's test, two-sided; the share is how often a sample 
 faster than one of the second (0.5: not to be told apart).
 
 With --disk the server has a cache folder and a small KV cache: before the three calls alice waits
-until hers is stored, and sends more than the KV cache holds, so that it lies on disk only. Then,
+until hers is stored, and sends three times what the KV cache holds: it lies on disk only. Then,
 too, bob sends new prompts while alice's is being loaded, or computed: he sees how busy the server
 is, as he does without a disk. This is reported, and does not count.
 
@@ -130,9 +130,9 @@ class Prompts:
         return [self.random.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(self._num_tokens)]
 
     def fill(self, client: Client) -> None:
-        """Wait until all is stored; then more than the KV cache of DISK_BLOCKS holds."""
+        """Wait until all is stored; then three times what the KV cache of DISK_BLOCKS holds."""
         time.sleep(STORE_S)
-        for _ in range(DISK_BLOCKS * 16 // self._num_tokens + 2):
+        for _ in range(3 * DISK_BLOCKS * 16 // self._num_tokens):
             client.time_s(self.fresh())
 
 

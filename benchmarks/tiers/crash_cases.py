@@ -116,7 +116,7 @@ def kill_at_each_call(matrix: Matrix, moment: str) -> None:
         life = Life(folder, Trial(), seed=2, num_rounds=2)
         num_changes = matrix.serves(life)["changes"]
     assert num_changes > 40, "little was written"
-    for kill_at in matrix.few(range(1, num_changes + 1), 2):
+    for kill_at in matrix.few(range(1, num_changes + 1), 1):
         with matrix.folder() as folder:
             trial = Trial(kill_at=kill_at, moment=moment)
             result = matrix.lives.live(replace(life, folder=folder, trial=trial))
@@ -155,7 +155,7 @@ def _(matrix: Matrix) -> None:
 
 def damaged_lives(matrix: Matrix, damage: Callable[[Path, int], None], num_whole: int) -> None:
     """damage: of a file, at an offset. Before an engine starts."""
-    for sealed in (False, True):
+    for sealed in matrix.few((False, True), 1):
         sectors = [
             (index, offset)
             for index, path in enumerate(segments(matrix.left(sealed=sealed)))
@@ -211,7 +211,7 @@ def _(matrix: Matrix) -> None:
         path.unlink()
         path.mkdir()
 
-    for sealed in (False, True):
+    for sealed in matrix.few((False, True), 1):
         for change in matrix.few((gone, empty, doubled, others, longer, a_folder), 1):
             with matrix.folder(sealed=sealed) as folder:
                 change(segments(folder)[-1])
@@ -267,7 +267,7 @@ def _(matrix: Matrix) -> None:
         for after in (0, 1, 4, 20)
         for count in (1, 1 << 30)
     ]
-    for name, number, after, count in matrix.few(ways, 5, 300):
+    for name, number, after, count in matrix.few(ways, 3, 300):
         for sealed in (False, True)[: 1 if matrix.is_short else 2]:
             with matrix.folder(sealed=sealed) as folder:
                 trial = Trial(errors={name: number}, after=after, num_errors=count)

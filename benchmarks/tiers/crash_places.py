@@ -94,7 +94,7 @@ def _(matrix: Matrix) -> None:
     """The only one that is read across processes is that of files: times of their last change."""
     year_s = 365 * 86400
     for offsets_s in matrix.few(((-50 * year_s,), (100 * year_s,), (100 * year_s, -year_s)), 1):
-        for sealed in (False, True):
+        for sealed in matrix.few((False, True), 1):
             with matrix.folder(sealed=sealed) as folder:
                 for index, path in enumerate(segments(folder)):
                     at_s = path.stat().st_mtime + offsets_s[index % len(offsets_s)]

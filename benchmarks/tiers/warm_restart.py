@@ -78,6 +78,15 @@ class Server:
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=START_S)
         self._wait_until_ready()
 
+    @property
+    def url(self) -> str:
+        return str(self._client.base_url)
+
+    @property
+    def pid(self) -> int:
+        """Of the front."""
+        return self._process.pid
+
     def _wait_until_ready(self) -> None:
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:

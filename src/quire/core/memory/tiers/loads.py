@@ -22,9 +22,14 @@ from quire.core.memory.tiers.load_rule import ComputeTime
 from quire.core.memory.tiers.tier_match import TierFinder, TierMatch, TierPrefix, WantedContent
 from quire.core.sequence import Sequence
 
-# A load that takes so many times what was predicted is given up, but not before a while.
+# A load that takes so many times what was predicted is given up, but not before a while, and not
+# while it comes so fast that the rest would take longer to compute.
 PATIENCE = 2.0
 MIN_PATIENCE_S = 0.05
+
+# The rest has to come in so much of the time that it would take to compute, which is known roughly:
+# at 20 MB/s, a load that was waited for took 1.4 times what computing took.
+WORTH = 2 / 3
 
 Taker = Callable[[int, Sequence], list[int]]
 """(count, for whom) -> blocks out of the pool, held."""
@@ -54,6 +59,7 @@ class _Load:
     num_tokens: int
     began_s: float
     predicted_s: float
+    deadline_s: float
     num_pending: int
     num_failed: int = 0
 
@@ -218,10 +224,17 @@ class Loads:
         """Give up waiting for what takes too long; what came of it is kept."""
         self._now_s = now_s
         for sequence, load in self._loads.items():
-            patience_s = max(MIN_PATIENCE_S, PATIENCE * load.predicted_s)
-            if load.num_pending and now_s > load.began_s + patience_s:
-                self.stats.num_late += 1
-                self._leave(sequence, load, only_pending=True)
+            if not load.num_pending or now_s <= load.deadline_s:
+                continue
+            left_s = _left_s(load, now_s)
+            compute_s = self.compute_time.predict_s(_first_missing(load), load.num_tokens)
+            if compute_s is not None and left_s < WORTH * compute_s:
+                # The tier was misjudged, but is still faster than computing what lacks.
+                more_s = min(left_s / 2, now_s - load.began_s)
+                load.deadline_s = now_s + max(MIN_PATIENCE_S, more_s)
+                continue
+            self.stats.num_late += 1
+            self._leave(sequence, load, only_pending=True)
 
     @property
     def num_ending(self) -> int:
@@ -304,6 +317,7 @@ class Loads:
             found.num_tokens,
             now_s,
             predicted_s,
+            now_s + max(MIN_PATIENCE_S, PATIENCE * predicted_s),
             len(fillings),
         )
         self.stats.num_loads += 1
@@ -351,3 +365,17 @@ def _count(contents: Iterable[WantedContent], num_groups: int) -> list[int]:
     for content in contents:
         counts[content.group] += 1
     return counts
+
+
+def _left_s(load: _Load, now_s: float) -> float:
+    """How long what lacks of a load will take, at the pace so far; infinite if nothing has come."""
+    num_landed = len(load.fillings) - load.num_pending
+    if not num_landed:
+        return float("inf")
+    return (now_s - load.began_s) * load.num_pending / num_landed
+
+
+def _first_missing(load: _Load) -> int:
+    """The token from which on would have to be computed, if blocks come in their order."""
+    num_tokens = load.num_tokens - load.first_token
+    return load.num_tokens - num_tokens * load.num_pending // len(load.fillings)
