@@ -17,6 +17,8 @@ from pathlib import Path
 from quire.tiers.disk.files import Buffer, Files
 from quire.tiers.disk.folder import CacheFolder
 
+_open_unthrottled = CacheFolder.open
+
 
 class ThrottledFiles(Files):
     """bytes_per_s: of reads and writes together."""
@@ -47,11 +49,11 @@ class ThrottledFiles(Files):
 
 
 def use_files(files: Files) -> None:
-    """Engines that this process builds from now on reach their cache folders through these."""
-    own = CacheFolder.open
+    """Engines that this process builds from now on reach their cache folders through these, until
+    others are given."""
 
     def open_folder(path: Path, _: Files | None = None, wait_s: float = 0.0) -> CacheFolder:
-        return own(path, files, wait_s)
+        return _open_unthrottled(path, files, wait_s)
 
     setattr(CacheFolder, "open", staticmethod(open_folder))  # noqa: B010
 

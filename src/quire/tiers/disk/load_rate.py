@@ -7,6 +7,9 @@ GUESSED_BYTES_PER_S = 500e6
 GUESSED_LATENCY_S = 0.5e-3
 MEMORY_BYTES = 32 << 20
 """Bytes after which an older measurement weighs 1 / e of its first weight."""
+GUESS_BYTES = 256 << 10
+"""The first guess weighs as much as a measurement of so many bytes, so that one slow read says that
+a disk is slow."""
 FORGET_S = 300.0
 """Without any load, half of what was learned is forgotten in this time: a disk that was slow once
 is tried again."""
@@ -22,6 +25,7 @@ class LoadRate:
         self._lock = threading.Lock()
         self._bytes_per_s = GUESSED_BYTES_PER_S
         self._latency_s = GUESSED_LATENCY_S
+        self._known_bytes = GUESS_BYTES
         self._num_reading = 0
         self._busy_since_s = 0.0
         self._learned_s = -math.inf
@@ -41,7 +45,11 @@ class LoadRate:
             self._busy_since_s = now_s
             if num_bytes == 0:
                 return
-            weight = 1.0 - math.exp(-num_bytes / MEMORY_BYTES)
+            weight = max(
+                1.0 - math.exp(-num_bytes / MEMORY_BYTES),
+                num_bytes / (self._known_bytes + num_bytes),
+            )
+            self._known_bytes += num_bytes
             slowness = (1 - weight) / self._bytes_per_s + weight * busy_s / num_bytes
             self._bytes_per_s = 1.0 / slowness
             # Of one reader; while others read beside it, each gets a part of the bandwidth.
