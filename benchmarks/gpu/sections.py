@@ -70,6 +70,13 @@ SECTIONS = {
     "large-model": Section(("benchmarks.gpu.models:measure_large_model",), 120),
     "allocators": Section(("benchmarks.gpu.peers:measure_allocators",), 120),
     "peers": Section(("benchmarks.gpu.peers:measure_peers",), 120),
+    "host-tier": Section(
+        (
+            "benchmarks.gpu.host_tier:measure_copies",
+            "benchmarks.gpu.host_tier:check_swap",
+        ),
+        60,
+    ),
     "memory": Section(("benchmarks.gpu.models:check_memory",), 60),
     "ranks": Section(("benchmarks.gpu.ranks:check_one_rank",), 45),
 }

@@ -10,16 +10,25 @@ import pytest
 import torch
 
 from quire.assembly import tier_build
+from quire.assembly.build import build_engine
 from quire.assembly.model_kind import choose_kind
 from quire.assembly.rank_build import RankBuild, build_rank
-from quire.assembly.tier_build import build_disk_tier, cache_folder, secret_of
+from quire.assembly.tier_build import (
+    build_disk_tier,
+    build_tiers,
+    cache_folder,
+    check_host_tier,
+    secret_of,
+)
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder
-from quire.errors import ConfigurationError
+from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.options.engine_options import EngineOptions
 from quire.tiers.disk.disk_tier import DiskTier
 from quire.tiers.disk.files import Files
 from quire.tiers.disk.folder import CacheFolder
 from quire.tiers.fingerprint import read_description
+from quire.tiers.host.host_tier import HostTier
+from quire.tiers.stack import TierStack
 
 
 @pytest.fixture
@@ -145,6 +154,45 @@ def test_a_folder_that_is_too_small_for_the_model_is_refused(options: EngineOpti
     with cache_folder(options) as folder:
         assert folder is not None
     folder.close()
+
+
+def test_a_host_tier_is_refused_where_the_pool_is_the_host_s_memory() -> None:
+    given = {"host_cache_size": "64MiB", "device": "cpu"}
+    with pytest.raises(ConfigurationError, match=r"host_cache_size is 67108864, but on a CPU"):
+        build_engine(given)
+    check_host_tier(EngineOptions.from_mapping(given | {"kernels": "triton"}))
+    check_host_tier(EngineOptions.from_mapping({"device": "cpu"}))
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_with_a_host_tier_the_disk_works_on_its_slots(
+    options: EngineOptions, *, has_folder: bool
+) -> None:
+    assert options.cache_folder is not None
+    given = options_of(options.cache_folder, host_cache_size="2MiB")
+    if not has_folder:
+        given = EngineOptions.from_mapping({"kv_cache_memory": "2MiB", "host_cache_size": "2MiB"})
+    with cache_folder(given) as folder:
+        rank = rank_of(given)
+        tiers = build_tiers(folder, given, rank, lambda: None)
+    assert isinstance(tiers, TierStack if has_folder else HostTier)
+    counts = tiers.counts()
+    page_bytes = rank.layout.bytes_per_block
+    assert counts["host"]["pinned_bytes"] == (2 << 20) // page_bytes * page_bytes
+    assert set(counts) == ({"host", "disk"} if has_folder else {"host"})
+    tiers.close()
+
+
+def test_a_host_tier_has_bounds(options: EngineOptions) -> None:
+    rank = rank_of(EngineOptions.from_mapping({"kv_cache_memory": "2MiB"}))
+    small = EngineOptions.from_mapping({"host_cache_size": "1MiB", "block_size": 2048})
+    large = EngineOptions.from_mapping({"host_cache_size": 1 << 60})
+    with pytest.raises(InsufficientMemoryError, match="of available memory; lower it"):
+        build_tiers(None, large, rank, lambda: None)
+    rank = rank_of(EngineOptions.from_mapping({"kv_cache_memory": "64MiB", "block_size": 2048}))
+    with pytest.raises(ConfigurationError, match="give a larger host_cache_size"):
+        build_tiers(None, small, rank, lambda: None)
+    assert build_tiers(None, EngineOptions(), rank, lambda: None) is None
 
 
 def test_a_folder_that_cannot_be_listed_is_refused(options: EngineOptions) -> None:

@@ -150,6 +150,15 @@ def test_a_number_of_tokens_may_be_written_in_thousands(given: Any, taken: int |
         ({"cache_dir": "a", "enable_prefix_caching": False}, "cache_dir is 'a', but no prefixes"),
         ({"cache_dir": "a", "tensor_parallel_size": 2}, "cache_dir is 'a', but tensor_parallel_s"),
         ({"cache_dir": "a", "cache_size": "1MB"}, "cache_size is 1000000, but must be at least 1"),
+        (
+            {"host_cache_size": "1GiB", "enable_prefix_caching": False},
+            "host_cache_size is 1073741824, but no prefixes",
+        ),
+        (
+            {"host_cache_size": "1GiB", "tensor_parallel_size": 2},
+            "host_cache_size is 1073741824, but tensor_parallel_size is 2",
+        ),
+        ({"kv_offloading_size": 8}, "kv_offloading_size is 8, but must be left out: host_cache_s"),
         ({"cache_dir": ""}, "cache_dir is '', but must be a folder"),
         ({"trust_remote_code": 1}, "trust_remote_code is 1, but must be False or True: code from"),
         ({"trust_remote_code": 0}, "trust_remote_code is 0, but must be False or True"),

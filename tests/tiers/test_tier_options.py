@@ -40,9 +40,17 @@ def test_a_home_folder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TierOptions("~/cache").cache_folder == Path("/home/somebody/cache")
 
 
+def test_what_goes_through_the_host_s_memory_to_the_disk_has_some() -> None:
+    assert EngineOptions.from_mapping({"cache_dir": "a"}).host_cache_bytes == GIB // 4
+    options = EngineOptions.from_mapping({"host_cache_size": "8GiB"})
+    assert (options.host_cache_size, options.host_cache_bytes) == (8 * GIB, 8 * GIB)
+    assert EngineOptions.from_mapping(options.as_mapping()) == options
+
+
 def test_the_help_says_that_a_cpu_has_no_host_tier(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args(["serve", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "--cache-dir FOLDER folder that keeps cached prefixes on disk" in printed
-    assert "On a CPU no tier lies between it and the KV cache, which is host memory" in printed
+    assert "--host-cache-size SIZE page-locked host memory" in printed
+    assert "On a CPU there is none: the KV cache is host memory itself" in printed

@@ -17,7 +17,7 @@ from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import MemoryPlan
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.assembly.rank_build import RankBuild, build_rank
-from quire.assembly.tier_build import build_disk_tier, cache_folder, secret_of
+from quire.assembly.tier_build import build_tiers, cache_folder, check_host_tier, secret_of
 from quire.core.memory.growth import Growth
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.memory.tiers.contract import Tiers
@@ -85,6 +85,7 @@ def build_engine(
             options = {**options, "enable_prefix_caching": False}
         checked = EngineOptions.from_mapping(options)
     policy = find_policy(checked.scheduling_policy)  # before a model is fetched
+    check_host_tier(checked)
     with _named_out_of_memory(checked):
         kind = choose_kind(checked)
         generation = load_generation_config(kind.folder)
@@ -165,7 +166,7 @@ def _build(
         "runner": GENERATE if kind.generates else POOLING,
         "num_parameters": _num_parameters(folder),
     }
-    tiers = None if cache is None else build_disk_tier(cache, checked, rank, _do_nothing)
+    tiers = build_tiers(cache, checked, rank, _do_nothing)
     memory = make_memory(
         _memory_config(checked, layout, memory_plan, cache, tiers), memory_plan.max_model_len
     )

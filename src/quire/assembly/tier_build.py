@@ -1,5 +1,8 @@
 """Builds the tiers behind the pool: opens the cache folder, binds it to a rank's memory.
 
+    on the CPU    pool <-> disk            the pool is the host's memory
+    on a GPU      pool <-> host <-> disk   or one of the two; then the disk has a small host tier
+
 The folder is opened before the weights are read, so that one which is in use, or can't be had, is
 refused at once. Its secret names contents in place of one of this process alone: else nothing would
 be found again. Called by `build`.
@@ -9,17 +12,32 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.assembly.device_setup import TRITON, choose_device
 from quire.assembly.rank_build import RankBuild
 from quire.core.kv_groups import KVGroup, KVKind
-from quire.errors import ConfigurationError
+from quire.core.memory.tiers.contract import Tiers
+from quire.errors import ConfigurationError, InsufficientMemoryError
 from quire.observability.log import get_logger
+from quire.observability.machine_memory import available_memory_bytes
 from quire.options.engine_options import EngineOptions
 from quire.tiers.disk.disk_tier import DiskBudget, DiskTier
 from quire.tiers.disk.folder import SECRET_BYTES, CacheFolder
 from quire.tiers.fingerprint import Fingerprint, keep_description, nearest_description
+from quire.tiers.host.cuda_lanes import CudaLane, page_locked
+from quire.tiers.host.host_tier import HostTier
+from quire.tiers.host.plain_lane import PlainLane
+from quire.tiers.host.staged_copies import StagedCopies, copy_pairs_in_turn
+from quire.tiers.stack import TierStack
 
 TAKE_OVER_S = 10.0
 """An engine that has just died, or is about to end, may hold the folder for so long."""
+
+LEAST_SLOTS = 16
+"""Of a host tier: so that loads and writes to the disk don't wait for each other."""
 
 MOST_DIFFERENCES = 3
 """That a line of the log names."""
@@ -47,27 +65,100 @@ def secret_of(folder: CacheFolder | None) -> bytes:
     return secrets.token_bytes(SECRET_BYTES) if folder is None else folder.secret
 
 
-def build_disk_tier(
-    folder: CacheFolder, options: EngineOptions, rank: RankBuild, wake_up: Callable[[], None]
-) -> DiskTier:
-    """Over the pages of a rank that is built. From now on the folder is the tier's to close.
-    wake_up: as `DiskTier` says.
+def check_host_tier(options: EngineOptions) -> None:
+    """Raises ConfigurationError where the KV cache would lie in the host's memory itself."""
+    if options.host_cache_size is None or options.kernels == TRITON:
+        return  # Triton's interpreter on the CPU does as a GPU does, to try it out
+    if choose_device(options.device).type == "cpu":
+        raise ConfigurationError(
+            f"host_cache_size is {options.host_cache_size}, but on a CPU the KV cache is the host's"
+            " memory itself; leave it out, and give kv_cache_memory more"
+        )
 
-    Raises ConfigurationError where the folder would be too small for this model or can't be read,
-    or the rank's memory is not the host's.
+
+def build_tiers(
+    folder: CacheFolder | None,
+    options: EngineOptions,
+    rank: RankBuild,
+    wake_up: Callable[[], None],
+) -> Tiers | None:
+    """What lies behind the pool of a rank that is built; None: nothing does. From now on the folder
+    is the tiers' to close. wake_up: as `DiskTier` says.
+
+    Raises ConfigurationError where a tier would be too small for this model, and
+    InsufficientMemoryError where the host has too little memory.
+    """
+    storage = rank.runner.kv_storage
+    if options.host_cache_size is None and (folder is None or rank.device.type == "cpu"):
+        return None if folder is None else build_disk_tier(folder, options, rank, wake_up)
+    host = HostTier(new_copies(storage, _num_slots(options, storage.shape[1])))
+    if folder is None:
+        return host
+    try:
+        disk = build_disk_tier(folder, options, rank, wake_up, host.copies.slots)
+    except BaseException:
+        host.close()
+        raise
+    return TierStack(host, disk)
+
+
+def _num_slots(options: EngineOptions, page_bytes: int) -> int:
+    """For which host_cache_size has room."""
+    wanted = options.host_cache_bytes
+    num_slots = wanted // page_bytes
+    if num_slots < LEAST_SLOTS and options.host_cache_size is None:
+        num_slots = LEAST_SLOTS
+    elif num_slots < LEAST_SLOTS:
+        raise ConfigurationError(
+            f"host_cache_size is {wanted} bytes, but with blocks of {page_bytes} bytes at least"
+            f" {LEAST_SLOTS * page_bytes} are needed; give a larger host_cache_size"
+        )
+    num_bytes = num_slots * page_bytes
+    if num_bytes > (available := available_memory_bytes()):
+        raise InsufficientMemoryError(
+            f"host_cache_size is {num_bytes / 2**30:.1f} GiB, but the host has"
+            f" {available / 2**30:.1f} GiB of available memory; lower it"
+        )
+    return num_slots
+
+
+def new_copies(storage: torch.Tensor, num_slots: int) -> StagedCopies:
+    """Between a pool [num_blocks, bytes of a block] that holds nothing yet, and so many slots in
+    the host's memory, page-locked where the pool is on a GPU. Raises InsufficientMemoryError."""
+    shape = (num_slots, storage.shape[1])
+    if storage.device.type == "cpu":
+        host = torch.zeros(shape, dtype=torch.uint8)
+        lanes = (PlainLane(), PlainLane())
+        return StagedCopies(storage, host, lanes, copy_pairs_in_turn, lambda: None)
+    # Triton may be missing where there is no GPU.
+    from quire.kernels.triton.attention.copy_blocks import copy_blocks
+
+    memory, unlock = page_locked(num_slots * storage.shape[1], storage.device)
+    streams = (CudaLane(storage.device), CudaLane(storage.device))
+    copies = StagedCopies(storage, memory.view(shape), streams, copy_blocks, unlock)
+    copies.warm_up()
+    return copies
+
+
+def build_disk_tier(
+    folder: CacheFolder,
+    options: EngineOptions,
+    rank: RankBuild,
+    wake_up: Callable[[], None],
+    storage: NDArray[np.uint8] | None = None,
+) -> DiskTier:
+    """Over the pages of a rank on the CPU, or over `storage`, pages in the host's memory. From now
+    on the folder is the tier's to close. wake_up: as `DiskTier` says.
+
+    Raises ConfigurationError where the folder would be too small for this model or can't be read.
     """
     assert rank.fingerprint is not None, "with a folder, `build_rank` makes one"
-    if rank.device.type != "cpu":
-        raise ConfigurationError(
-            f"cache_dir is {options.cache_dir!r}, but the KV cache lies on {rank.device}; the cache"
-            " on disk is served on the CPU only in this version; leave it out"
-        )
     try:
         tier = DiskTier(
             folder,
             rank.fingerprint.digest,
             DiskBudget(options.cache_bytes, options.cache_bytes_per_day),
-            rank.runner.kv_storage.numpy(),
+            rank.runner.kv_storage.numpy() if storage is None else storage,
             [_used_bytes(group) for group in rank.layout.groups],
             wake_up,
         )

@@ -203,7 +203,7 @@ FAMILIES: Mapping[str, str] = {
     "--kda-": _STATES,
     "--kv-cache-dtype-": "keys and values have the model's dtype",
     "--kv-cache-metrics-": _NUMBERS,
-    "--kv-offloading-": _MEMORY,
+    "--kv-offloading-": "--host-cache-size says how much of the host's memory, such as 8GiB",
     "--log-config-file": _LOG,
     "--logging-config": _LOG,
     "--lora-": ADAPTERS,

@@ -264,19 +264,18 @@ class EngineOptions(
 
     def _check_together(self) -> None:
         super()._check_together()
-        if self.cache_dir is None:
-            return
-        if not self.enable_prefix_caching:
-            raise ConfigurationError(
-                f"cache_dir is {self.cache_dir!r}, but no prefixes are cached that could be kept"
-                " there (enable_prefix_caching is False); leave one of them out"
-            )
-        if self.tensor_parallel_size > 1:
-            raise ConfigurationError(
-                f"cache_dir is {self.cache_dir!r}, but tensor_parallel_size is"
-                f" {self.tensor_parallel_size}: the cache on disk is not served for several ranks"
-                " in this version; leave one of them out"
-            )
+        for name, value in self.given_tiers.items():
+            if not self.enable_prefix_caching:
+                raise ConfigurationError(
+                    f"{name} is {value}, but no prefixes are cached that could be kept there"
+                    " (enable_prefix_caching is False); leave one of them out"
+                )
+            if self.tensor_parallel_size > 1:
+                raise ConfigurationError(
+                    f"{name} is {value}, but tensor_parallel_size is"
+                    f" {self.tensor_parallel_size}: what lies behind the KV cache is not served for"
+                    " several ranks in this version; leave one of them out"
+                )
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:

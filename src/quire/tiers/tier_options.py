@@ -1,4 +1,4 @@
-"""The options of the disk tier; `options.engine_options` joins them with the others.
+"""The options of the tiers; `options.engine_options` joins them with the others.
 
 Torch-free, and with no import but how options are declared, so that the command line can check
 them.
@@ -11,6 +11,8 @@ from quire.errors import ConfigurationError
 from quire.option_fields import Bytes, Flag, Options, Text, option
 
 DEFAULT_SIZE = "20GiB"
+DEFAULT_STAGING = "256MiB"
+"""Of the host's memory, on a GPU with a cache_dir where nothing is said."""
 LEAST_BYTES = 1 << 20
 """Of any model. What the blocks of this one need is refused when the folder is opened."""
 
@@ -28,11 +30,10 @@ class TierOptions(Options):
         Text("a folder", is_path=True),
         group="memory",
         help="folder that keeps cached prefixes on disk, over restarts and crashes; one engine's at"
-        " a time. On a CPU no tier lies between it and the KV cache, which is host memory itself",
+        " a time",
         doc="a folder that keeps cached prefixes on disk: they are found again after a restart or"
         " a crash, and loaded where that is faster than to compute them. It is made if it is not"
-        " there, with mode 0700, and belongs to one engine at a time. On a CPU there is no tier in"
-        " the host's memory: the KV cache is that.",
+        " there, with mode 0700, and belongs to one engine at a time.",
         flag=Flag(metavar="FOLDER"),
     )
     cache_size: int | str | None = option(
@@ -54,10 +55,41 @@ class TierOptions(Options):
         flag=Flag(shown=f"{DAYS_REWRITES} times the cache size"),
     )
 
+    host_cache_size: int | str | None = option(
+        None,
+        Bytes(LEAST_BYTES),
+        group="memory",
+        help="page-locked host memory for what the KV cache on a GPU has no room for, such as 8GiB."
+        " On a CPU there is none: the KV cache is host memory itself",
+        doc="bytes of the host's memory that keep cached prefixes, and what preempted requests had"
+        ' computed, when the KV cache on a GPU has no room for them, or text such as "8GiB". It is'
+        " page-locked from the start, for this process alone. None: there is no such tier; with a"
+        f" cache_dir on a GPU, {DEFAULT_STAGING}, since what goes to the disk goes through it. On a"
+        " CPU it is refused: the KV cache is the host's memory.",
+        flag=Flag(shown=f"none, or {DEFAULT_STAGING} with a cache folder"),
+    )
+
+    @property
+    def given_tiers(self) -> dict[str, str]:
+        """The options that ask for a tier, and what they say; none: there is no tier."""
+        asking = {"cache_dir": self.cache_dir, "host_cache_size": self.host_cache_size}
+        return {name: repr(value) for name, value in asking.items() if value is not None}
+
     @property
     def cache_folder(self) -> Path | None:
         """cache_dir as a path; None: there is no disk tier."""
         return None if self.cache_dir is None else Path(self.cache_dir).expanduser()
+
+    @property
+    def host_cache_bytes(self) -> int:
+        """host_cache_size, once it is checked; what a GPU's cache_dir goes through where it is not
+        given."""
+        if self.host_cache_size is None:
+            size = Bytes(LEAST_BYTES).settle("host_cache_size", DEFAULT_STAGING, is_optional=True)
+            assert isinstance(size, int)
+            return size
+        assert isinstance(self.host_cache_size, int)
+        return self.host_cache_size
 
     @property
     def cache_bytes(self) -> int:

@@ -16,7 +16,7 @@ from tests.tiers.disk.faulty_files import (
     read_only,
 )
 from tests.tiers.disk.store_world import FINGERPRINT, name_of, segments
-from tests.tiers.disk.tier_world import NUM_BLOCKS, SIZES, World, until
+from tests.tiers.disk.tier_world import NUM_BLOCKS, SIZES, World, contents, until
 
 from quire.core.memory.tiers.contract import StoreOrder, Tail, Tiers
 from quire.errors import ConfigurationError
@@ -109,10 +109,10 @@ def test_a_read_that_hangs_keeps_only_its_own_blocks(tmp_path: Path) -> None:
     assert all(world.wait(world.load(range(1, 10)))), "another reader goes on"
     world.clock.now_s += HANG_S + 1
     assert not world.have_ended(hung)
-    assert world.tier.load_s([1, 0]) == float("inf"), "paused for a second"
+    assert world.tier.load_s(contents(1, 0)) == float("inf"), "paused for a second"
     assert not world.tier.counters().is_reading
     world.clock.now_s += 1.5
-    assert world.tier.load_s([1, 0]) < 1
+    assert world.tier.load_s(contents(1, 0)) < 1
     assert all(world.wait(world.load(range(10, 20)))) and world.has(range(1, 20))
     world.tier.cancel(hung)
     assert not world.have_ended(hung), "its block may still be written to"
@@ -136,7 +136,7 @@ def test_where_all_reads_hang_what_waits_ends_and_close_returns(tmp_path: Path) 
         world.have_ended(hung)
     waiting = world.load(range(10, 20))
     assert world.wait(waiting) == [False] * 10
-    assert world.tier.load_s([1, 1]) == float("inf")
+    assert world.tier.load_s(contents(1, 1)) == float("inf")
     assert not world.have_ended(hung)
     begun_s = time.monotonic()
     world.tier.close(timeout_s=0.1)
@@ -215,7 +215,7 @@ def test_close_writes_what_was_ordered(tmp_path: Path) -> None:
     assert b"QUIREEND" in segment.read_bytes()[-64:]
     late = [*world.store([61]), *world.load([1])]
     assert world.wait(late) == [False, False] and not world.tier.takes_stores
-    assert world.tier.load_s([1, 1]) == float("inf")
+    assert world.tier.load_s(contents(1, 1)) == float("inf")
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
@@ -266,11 +266,11 @@ def test_a_disk_that_cannot_be_read_pauses_loads_and_comes_back(
     world.wait(world.store(range(20)))
     files.errors["preadv"] = broken_disk()
     assert not any(world.wait(world.load(range(5))))
-    assert world.tier.load_s([1, 0]) == float("inf")
+    assert world.tier.load_s(contents(1, 0)) == float("inf")
     assert not world.tier.find(0, name_of(1)), "what can't be read is not there"
     files.errors = {}
     world.clock.now_s += 1.1
-    assert world.tier.load_s([1, 0]) < 1
+    assert world.tier.load_s(contents(1, 0)) < 1
     assert all(world.wait(world.load(range(5, 20)))) and world.has(range(5, 20))
     assert "loads: paused: [Errno 5]" in caplog.text
     assert world.tier.counters().load_failures == 1
@@ -364,11 +364,11 @@ def test_predictions_count_what_is_ahead(tmp_path: Path) -> None:
     files = FaultyFiles()
     world = World(tmp_path, files)
     world.wait(world.store(range(60)))
-    alone_s = world.tier.load_s([10, 0])
-    assert 0 < world.tier.load_s([0, 1]) < alone_s < world.tier.load_s([60, 0])
+    alone_s = world.tier.load_s(contents(10, 0))
+    assert 0 < world.tier.load_s(contents(0, 1)) < alone_s < world.tier.load_s(contents(60, 0))
     gate = files.gate = threading.Event()
     loads = world.load(range(60))
-    assert world.tier.load_s([10, 0]) > alone_s
+    assert world.tier.load_s(contents(10, 0)) > alone_s
     gate.set()
     assert all(world.wait(loads))
     counters = world.tier.counters()

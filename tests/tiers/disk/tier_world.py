@@ -105,6 +105,11 @@ class World:
         return self._next_id
 
 
+def contents(*num_blocks: int) -> list[tuple[int, bytes]]:
+    """So many of each group."""
+    return [(group, name_of(at)) for group, count in enumerate(num_blocks) for at in range(count)]
+
+
 def until(condition: Callable[[], object], what: str) -> None:
     """Wait until a function returns something true."""
     until_s = time.monotonic() + PATIENCE_S

@@ -124,6 +124,11 @@ _STORED_BLOCKS = (
 
 _TIER_GAUGES = (
     ("used_bytes", "quire_tier_bytes", "What a tier takes, of all models together."),
+    (
+        "pinned_bytes",
+        "quire_tier_pinned_bytes",
+        "Page-locked memory of the host that a tier holds, used or not.",
+    ),
     ("num_records", "quire_tier_records", "Blocks that a tier keeps for this model."),
     ("queued_bytes", "quire_tier_queued_bytes", "What waits to be written to a tier."),
     (

@@ -170,9 +170,9 @@ class FakeTiers:
         self._rng.shuffle(ends)
         return ends
 
-    def load_s(self, num_blocks: Sequence[int]) -> float:
+    def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
         ahead_s = max(0.0, self._free_s - self._now())
-        true_s = ahead_s + self._tier.latency_s + self._tier.block_s * sum(num_blocks)
+        true_s = ahead_s + self._tier.latency_s + self._tier.block_s * len(contents)
         return true_s * math.pow(self._tier.misjudged, self._rng.uniform(-1.0, 1.0))
 
     @property

@@ -153,13 +153,9 @@ class DiskTier:
             ended += self._ended.popleft()
         return ended
 
-    def load_s(self, num_blocks: Sequence[int]) -> float:
-        return self._loader.seconds(
-            sum(
-                count * record_bytes(size)
-                for count, size in zip(num_blocks, self._pages.bytes_of_group, strict=True)
-            )
-        )
+    def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
+        sizes = [record_bytes(size) for size in self._pages.bytes_of_group]
+        return self._loader.seconds(sum([sizes[group] for group, _ in contents]))
 
     @property
     def takes_stores(self) -> bool:

@@ -41,7 +41,7 @@ class NamesOnly:
         self._under_way.clear()
         return ends
 
-    def load_s(self, num_blocks: Sequence[int]) -> float:
+    def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
         return float("inf")
 
     def wait(self, timeout_s: float) -> None:

@@ -6,6 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 from quire.kernels.triton.attention.copy_blocks import copy_blocks
+from quire.tiers.host import staged_copies
+from quire.tiers.host.plain_lane import PlainLane
+from quire.tiers.host.staged_copies import StagedCopies
 
 
 def _storage(num_blocks, num_bytes, distance=None, seed=0):
@@ -49,3 +52,18 @@ def test_nothing_to_copy():
 def test_what_does_not_fit_is_named(source, pairs, message):
     with pytest.raises(ValueError, match=message):
         copy_blocks(source, torch.zeros(2, 64, dtype=torch.uint8), torch.tensor(pairs))
+
+
+def test_the_host_tier_copies_through_a_staging_area(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_copies, "STAGING_BYTES", 2 * 64)
+    pool = torch.randint(0, 256, (9, 64), dtype=torch.uint8)
+    before, host = pool.clone(), torch.zeros((6, 64), dtype=torch.uint8)
+    lanes = (PlainLane(), PlainLane())
+    copies = StagedCopies(pool, host, lanes, copy_blocks, lambda: None)
+    blocks, slots = [7, 2, 4, 8, 0], [1, 2, 5, 3, 0]
+    copies.store(blocks, slots)
+    assert torch.equal(host[slots], before[blocks]) and not host[4].any()
+    pool.zero_()
+    copies.load(slots, blocks)
+    assert torch.equal(pool[blocks], before[blocks])
+    assert not pool[[1, 3, 5, 6]].any()

@@ -87,9 +87,9 @@ class Tiers(Protocol):
         """The moves that have ended since the last call."""
         ...
 
-    def load_s(self, num_blocks: Sequence[int]) -> float:
-        """How long a load of so many blocks by group would take, asked for now: those ahead of it
-        included. Infinite while nothing can be read."""
+    def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
+        """How long a load of these would take, asked for now: what is ahead of it included.
+        Infinite while one of them can't be read. contents: group and name of each."""
         ...
 
     @property

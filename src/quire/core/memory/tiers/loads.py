@@ -10,7 +10,7 @@ load holds what the prefix takes, what was there before included.
     admitted, ended, or outranked                  release: nothing is held any more
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.core.memory.block_pool import BlockPool
@@ -140,7 +140,7 @@ class Loads:
         num_revived = sum([not self._pool.ref_count[block] for block in found.there])
         if len(new) + num_revived > self._pool.num_free:
             return False
-        predicted_s = self._tiers.load_s(_count(new, len(self._growth.rules)))
+        predicted_s = self._tiers.load_s([content[:2] for content in new])
         compute_s = self.compute_time.predict_s(match.num_tokens, found.num_tokens)
         if predicted_s == float("inf") or (compute_s is not None and compute_s <= predicted_s):
             self.stats.num_declined += 1
@@ -357,14 +357,6 @@ class Loads:
         load.fillings, load.num_pending = kept, 0
         if cancelled:
             self._tiers.cancel(cancelled)
-
-
-def _count(contents: Iterable[WantedContent], num_groups: int) -> list[int]:
-    """By group."""
-    counts = [0] * num_groups
-    for content in contents:
-        counts[content.group] += 1
-    return counts
 
 
 def _left_s(load: _Load, now_s: float) -> float:

@@ -1,0 +1,272 @@
+"""The host tier: copies of a GPU's cached blocks in page-locked memory of the host.
+
+Implements `Tiers` over what copies (`copies.BlockCopies`); alone it is all that lies behind the
+pool, and `stack.TierStack` puts the disk behind it. Nothing here is a thread: orders are launched
+when they come, and what has ended is asked of the device. Made in `assembly`.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder, Tail
+from quire.tiers.host.copies import BlockCopies, Copy
+from quire.tiers.host.slot_table import Key, SlotTable
+
+GUESSED_BYTES_PER_S = 10e9
+"""Until a load has ended: less than a bus of sixteen lanes of the fourth generation brings."""
+LATENCY_S = 0.2e-3
+"""Of a load, with what launching it takes."""
+MEMORY_BYTES = 256 << 20
+"""Bytes after which an older measurement weighs 1 / e of its first weight."""
+POLL_S = 0.1e-3
+"""How often an engine that waits asks the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierCounters:
+    """Counts since the start of the process, and what holds now.
+
+    pinned_bytes: page-locked, whether or not they hold contents. used_bytes, num_records: of
+    contents that are kept now. *_done, *_failed: orders, by how they ended. loaded_s,
+    stored_s: of copies, without what they waited for. bytes_per_s: of loads, as learned. evicted:
+    contents that made room for others.
+    """
+
+    pinned_bytes: int
+    used_bytes: int
+    num_records: int
+    loads_done: int
+    loads_failed: int
+    loaded_bytes: int
+    loaded_s: float
+    bytes_per_s: float
+    stores_done: int
+    stores_failed: int
+    stored_bytes: int
+    stored_s: float
+    evicted: int
+
+
+class SlotLoad(NamedTuple):
+    """A load order whose content lies in a slot that is pinned for it."""
+
+    order_id: int
+    block: int
+    slot: int
+
+
+class _SlotStore(NamedTuple):
+    """A store order, and the slot that was taken for it."""
+
+    order: StoreOrder
+    slot: int
+
+
+@dataclass(eq=False, slots=True)
+class _SlotStores:
+    """Stores that are copied together. is_forgotten: the tier was cleared meanwhile."""
+
+    copy: Copy
+    stores: list[_SlotStore]
+    is_forgotten: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _SlotLoads:
+    """Loads that are copied together."""
+
+    copy: Copy
+    loads: list[SlotLoad]
+
+
+class HostTier:
+    """Called from the engine's thread only; no call waits for the device, `close` and `wait` aside.
+
+    Invariant: each order that was taken in ends exactly once, by `ended`. A slot has one pin for
+    each store into it and each load out of it that is under way; the stack's own come on top.
+    """
+
+    def __init__(self, copies: BlockCopies, clock: Callable[[], float] = time.monotonic) -> None:
+        """copies: closed by `close`."""
+        self.copies = copies
+        self.block_bytes = int(copies.slots.shape[1])
+        self.table = SlotTable(len(copies.slots))
+        # What was stored and is kept since it was last asked for; None: whoever asks is not there.
+        self.new_contents: list[Key] | None = None
+        self._clock = clock
+        self._stores: list[_SlotStores] = []
+        self._loads: list[_SlotLoads] = []
+        self._ended: list[MoveEnd] = []
+        self._storing: set[Key] = set()
+        self._is_closed = False
+        self._num_bytes_ahead = 0  # of loads
+        self._slowness = 1.0 / GUESSED_BYTES_PER_S
+        self._num_loads_done = self._num_loads_failed = 0
+        self._num_stores_done = self._num_stores_failed = 0
+        self._loaded_s = self._stored_s = 0.0
+
+    # ---- the contract ------------------------------------------------------------------------
+
+    def find(self, group: int, name: bytes) -> bool:
+        return self.table.find((group, name)) is not None
+
+    def tails(self, parent: bytes) -> Sequence[Tail]:
+        return self.table.tails(parent)
+
+    def start(self, stores: Sequence[StoreOrder], loads: Sequence[LoadOrder]) -> None:
+        found: list[SlotLoad] = []
+        for order in loads:
+            slot = self.table.find((order.group, order.name))
+            if slot is None or self._is_closed:
+                self._num_loads_failed += 1
+                self._ended.append(MoveEnd(order.order_id, False))
+                continue
+            self.table.pin(slot)
+            found.append(SlotLoad(order.order_id, order.block, slot))
+        self.load(found)
+        self._store(stores)
+
+    def cancel(self, order_ids: Iterable[int]) -> None:
+        """What was ordered is under way by now, and ends soon."""
+
+    def ended(self) -> list[MoveEnd]:
+        self._take_in()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
+        if self._is_closed or not all([self.find(*content) for content in contents]):
+            return math.inf
+        num_bytes = self._num_bytes_ahead + len(contents) * self.block_bytes
+        return LATENCY_S + num_bytes * self._slowness
+
+    @property
+    def takes_stores(self) -> bool:
+        return not self._is_closed and self.table.num_takeable > 0
+
+    def wait(self, timeout_s: float) -> None:
+        until_s = self._clock() + timeout_s
+        while not self.has_ended and self._clock() < until_s:
+            time.sleep(POLL_S)
+
+    def clear(self) -> None:
+        self.table.forget_all()
+        if self.new_contents is not None:
+            self.new_contents = []
+        for batch in self._stores:
+            batch.is_forgotten = True
+
+    def close(self) -> None:
+        """What is kept is lost with the process, so nothing more is stored; copies under way end,
+        and the memory is given back."""
+        self._is_closed = True
+        self.copies.close()
+
+    def counts(self) -> dict[str, dict[str, float]]:
+        """`counters` by name, under the tier's name, "host"."""
+        return {"host": asdict(self.counters())}
+
+    # ---- for a tier behind it ----------------------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches of copies under way."""
+        return len(self._stores) + len(self._loads)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `ended` would return anything. Takes in what has."""
+        self._take_in()
+        return bool(self._ended)
+
+    def load(self, loads: Sequence[SlotLoad]) -> None:
+        """Copy out of these slots, each of which has a pin for it, which goes when that ends."""
+        if not loads:
+            return
+        self._num_bytes_ahead += len(loads) * self.block_bytes
+        copy = self.copies.load([each.slot for each in loads], [each.block for each in loads])
+        self._loads.append(_SlotLoads(copy, list(loads)))
+
+    def counters(self) -> HostTierCounters:
+        size = self.block_bytes
+        return HostTierCounters(
+            pinned_bytes=self.copies.pinned_bytes,
+            used_bytes=len(self.table) * size,
+            num_records=len(self.table),
+            loads_done=self._num_loads_done,
+            loads_failed=self._num_loads_failed,
+            loaded_bytes=self._num_loads_done * size,
+            loaded_s=self._loaded_s,
+            bytes_per_s=1.0 / self._slowness,
+            stores_done=self._num_stores_done,
+            stores_failed=self._num_stores_failed,
+            stored_bytes=self._num_stores_done * size,
+            stored_s=self._stored_s,
+            evicted=self.table.num_evicted,
+        )
+
+    # ---- parts -------------------------------------------------------------------------------
+
+    def _store(self, orders: Sequence[StoreOrder]) -> None:
+        """Take a slot for each content that is not there, and copy into them."""
+        stores: list[_SlotStore] = []
+        for order in orders:
+            key = order.group, order.name
+            if self.table.find(key) is not None:
+                self._num_stores_done += 1
+                self._ended.append(MoveEnd(order.order_id, True))
+                continue
+            slot = None if self._is_closed or key in self._storing else self.table.take()
+            if slot is None:
+                self._num_stores_failed += 1
+                self._ended.append(MoveEnd(order.order_id, False))
+                continue
+            self._storing.add(key)
+            stores.append(_SlotStore(order, slot))
+        if stores:
+            blocks = [order.block for order, _ in stores]
+            copy = self.copies.store(blocks, [slot for _, slot in stores])
+            self._stores.append(_SlotStores(copy, stores))
+
+    def _take_in(self) -> None:
+        """End what the device says is over; copies of both directions end in any order."""
+        if self._loads:
+            over = [batch for batch in self._loads if batch.copy.is_over()]
+            self._loads = [batch for batch in self._loads if batch not in over]
+            for batch in over:
+                self._end_loads(batch)
+        if self._stores:
+            stored = [each for each in self._stores if each.copy.is_over()]
+            self._stores = [each for each in self._stores if each not in stored]
+            for each in stored:
+                self._end_stores(each)
+
+    def _end_loads(self, batch: _SlotLoads) -> None:
+        num_bytes = len(batch.loads) * self.block_bytes
+        seconds = max(batch.copy.seconds, 1e-7)
+        weight = 1.0 - math.exp(-num_bytes / MEMORY_BYTES)
+        self._slowness += weight * (seconds / num_bytes - self._slowness)
+        self._num_bytes_ahead -= num_bytes
+        self._num_loads_done += len(batch.loads)
+        self._loaded_s += seconds
+        for load in batch.loads:
+            self.table.unpin(load.slot)
+            self._ended.append(MoveEnd(load.order_id, True))
+
+    def _end_stores(self, batch: _SlotStores) -> None:
+        self._stored_s += batch.copy.seconds
+        for order, slot in batch.stores:
+            key = order.group, order.name
+            self._storing.discard(key)
+            is_kept = not batch.is_forgotten and self.table.fill(
+                slot, key, order.parent, order.tokens
+            )
+            self.table.unpin(slot)
+            self._num_stores_done += is_kept
+            self._num_stores_failed += not is_kept
+            if is_kept and self.new_contents is not None:
+                self.new_contents.append(key)
+            self._ended.append(MoveEnd(order.order_id, is_kept))
