@@ -38,7 +38,7 @@ ARROWS = {
     "attention": "formats",
     "recurrence": "formats",
     "formats": "kernels",
-    "tiers": "core kernels",
+    "tiers": "core kernels ipc",
     "distributed": "kernels",
     "sampling": "kernels",
     "text": "hub",

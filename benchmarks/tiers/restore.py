@@ -32,8 +32,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.memory.tiers.contract import LoadOrder, StoreOrder
+from quire.kernels.cpu.library import load_library
 from quire.tiers.disk.disk_tier import DiskBudget, DiskTier
 from quire.tiers.disk.folder import CacheFolder
+from quire.tiers.disk.native_files import NativeFiles
 from quire.tiers.disk.store import SegmentStore
 
 FINGERPRINT = bytes(16)
@@ -58,7 +60,8 @@ def seconds_of(function: Callable[[], object]) -> float:
 def open_tier(folder: Path, pool: Pool) -> DiskTier:
     budget = DiskBudget(max(4 * pool.nbytes, GIB))
     return DiskTier(
-        CacheFolder.open(folder), FINGERPRINT, budget, pool, [pool.shape[1]], lambda: None
+        *(CacheFolder.open(folder, NativeFiles(load_library())), FINGERPRINT, budget),
+        *(pool, [pool.shape[1]], lambda: None),
     )
 
 
@@ -91,8 +94,7 @@ def restore(folder: Path, pool: Pool) -> float:
         ended = tier.ended()
         assert all(end.is_done for end in ended), "a block did not come"
         num_ended += len(ended)
-        if not ended:
-            time.sleep(2e-4)
+        tier.wait(0.01)  # as an engine that has nothing else to do
     took_s = time.perf_counter() - begun_s
     tier.close()
     return took_s

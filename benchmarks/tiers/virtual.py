@@ -162,11 +162,11 @@ class VirtualDisk:
             MoveEnd(order.order_id, came) for order, came in zip(loads, done, strict=True)
         ]
 
-    def load_s(self, num_blocks: Sequence[int]) -> float:
+    def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
         if not self.reads:
             return float("inf")
         ahead_s = max(0.0, self._free_s[LoadOrder] - self._now())
-        return ahead_s + self._disk.latency_s + sum(num_blocks) * self._read_s
+        return ahead_s + self._disk.latency_s + len(contents) * self._read_s
 
     @property
     def takes_stores(self) -> bool:

@@ -117,7 +117,8 @@ def test_what_can_not_be_split_is_refused_before_any_process_starts(tmp_path: Pa
 
 
 def test_streams_outlive_a_rank(tmp_path: Path) -> None:
-    """The engine's process ends with the rank, and the front starts both again."""
+    """The engine's process ends with the rank, and the front starts both again: these take the
+    cache folder over."""
     folder = save_checkpoint("llama", tmp_path)
     options = {"model": str(folder), "dtype": "float32", "max_model_len": 192}
     prompt = list(range(40, 60))
@@ -126,7 +127,8 @@ def test_streams_outlive_a_rank(tmp_path: Path) -> None:
     (expected,) = llm.generate({"prompt_token_ids": prompt}, wish, use_tqdm=False)
 
     async def run() -> None:
-        engine = await AsyncEngine.start(options | {"tensor_parallel_size": 2})
+        ranks = {"tensor_parallel_size": 2, "cache_dir": str(tmp_path / "cache")}
+        engine = await AsyncEngine.start(options | ranks)
         listener = engine._dispatcher
         judge, deaths = listener.on_death, []
 

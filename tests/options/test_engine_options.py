@@ -148,7 +148,6 @@ def test_a_number_of_tokens_may_be_written_in_thousands(given: Any, taken: int |
         ({"cache_size": "1GiB"}, "cache_size is 1073741824, but there is no cache_dir"),
         ({"cache_writes_per_day": 0}, "cache_writes_per_day is 0, but there is no cache_dir"),
         ({"cache_dir": "a", "enable_prefix_caching": False}, "cache_dir is 'a', but no prefixes"),
-        ({"cache_dir": "a", "tensor_parallel_size": 2}, "cache_dir is 'a', but tensor_parallel_s"),
         ({"cache_dir": "a", "cache_size": "1MB"}, "cache_size is 1000000, but must be at least 1"),
         (
             {"host_cache_size": "1GiB", "enable_prefix_caching": False},

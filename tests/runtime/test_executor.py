@@ -1,5 +1,6 @@
 """Rank 0 with other ranks' processes, which only remember what they are told."""
 
+import fcntl
 import os
 import signal
 import threading
@@ -72,7 +73,7 @@ def test_all_ranks_make_all_calls(start, tmp_path) -> None:
     runner.sample({0: b"\x03"})
     assert [runner.result().step_id for _ in range(2)] == [0, 1]
     runner.reset()
-    assert len(own.calls) == 7
+    assert len(own.calls) == 7 == runner.num_calls
     assert wait_for_lines(calls, 8) == ['[1, 2, "ranks"]', *own.calls]
     workers.end()
     workers.end()
@@ -233,3 +234,16 @@ def test_a_build_that_breaks_off_tells_which_rank_is_to_blame(make_workers, monk
         first_rank(make_workers(), torch.device("cpu")),
     ):
         pass
+
+
+def test_what_all_ranks_use_is_locked_until_the_last_has_ended(tmp_path) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        workers = Workers(COMMAND, {}, 3, lock.fileno())
+    with (tmp_path / "lock").open("w") as other:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert len(workers.moves) == 2
+        workers.end()
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert all(sock.fileno() < 0 for sock in workers.moves)

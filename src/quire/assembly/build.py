@@ -17,7 +17,13 @@ from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import MemoryPlan
 from quire.assembly.model_kind import ModelKind, choose_kind
 from quire.assembly.rank_build import RankBuild, build_rank
-from quire.assembly.tier_build import build_tiers, cache_folder, check_host_tier, secret_of
+from quire.assembly.tier_build import (
+    build_ranked_tiers,
+    build_tiers,
+    cache_folder,
+    check_host_tier,
+    secret_of,
+)
 from quire.core.memory.growth import Growth
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, paged_manager
 from quire.core.memory.tiers.contract import Tiers
@@ -109,8 +115,8 @@ def build_engine(
     return engine
 
 
-def build_worker(join: Join, tell_joining: Callable[[], None]) -> Runner:
-    """The runner of a rank beyond the first; see `runtime.worker.Build`."""
+def build_worker(join: Join, tell_joining: Callable[[], None]) -> tuple[EngineOptions, RankBuild]:
+    """A rank beyond the first, and the options it was built by; see `runtime.worker.Build`."""
     checked = EngineOptions.from_mapping(join.options)
     device = choose_device(checked.device, join.rank, join.size)
     tell_joining()
@@ -123,7 +129,8 @@ def build_worker(join: Join, tell_joining: Callable[[], None]) -> Runner:
     )
     with _named_out_of_memory(checked):
         kind = choose_kind(checked)
-        return build_rank(kind.options, kind.folder, kind.config, group, _ignore_progress).runner
+        rank = build_rank(kind.options, kind.folder, kind.config, group, _ignore_progress)
+    return kind.options, rank
 
 
 def _do_nothing() -> None:
@@ -145,7 +152,7 @@ def _build(
     cache: CacheFolder | None,
 ) -> Engine:
     checked, folder, config = kind.options, kind.folder, kind.config
-    rank, runner = _build_ranks(checked, folder, config, on_progress)
+    rank, runner, tiers = _build_ranks(checked, folder, config, on_progress, cache)
     if compiler is not None:
         compiler.finish()  # it would stretch the steps that are measured below
     memory_plan, layout = rank.memory_plan, rank.layout
@@ -166,7 +173,6 @@ def _build(
         "runner": GENERATE if kind.generates else POOLING,
         "num_parameters": _num_parameters(folder),
     }
-    tiers = build_tiers(cache, checked, rank, _do_nothing)
     memory = make_memory(
         _memory_config(checked, layout, memory_plan, cache, tiers), memory_plan.max_model_len
     )
@@ -222,19 +228,33 @@ def tokenizer_folder(checked: EngineOptions) -> Path:
 
 
 def _build_ranks(
-    checked: EngineOptions, folder: Path, config: ModelConfig, on_progress: OnProgress
-) -> tuple[RankBuild, Runner]:
-    """This process's share of the model, and the runner that drives all of them."""
+    checked: EngineOptions,
+    folder: Path,
+    config: ModelConfig,
+    on_progress: OnProgress,
+    cache: CacheFolder | None,
+) -> tuple[RankBuild, Runner, Tiers | None]:
+    """This process's share of the model, the runner that drives all of them, and what lies behind
+    their memory."""
     size = checked.tensor_parallel_size
     if size == 1:
         rank = build_rank(checked, folder, config, None, on_progress)
-        return rank, rank.runner
+        return rank, rank.runner, build_tiers(cache, checked, rank, _do_nothing)
     check_split(config, size)
     device = choose_device(checked.device, 0, size)
-    workers = Workers(WORKER_COMMAND, checked.as_mapping(), size)
+    lock = None if cache is None else cache.lock_descriptor
+    workers = Workers(WORKER_COMMAND, checked.as_mapping(), size, lock)
     with first_rank(workers, device, fixed_order=checked.batch_invariant) as group:
         rank = build_rank(checked, folder, config, group, on_progress)
-    return rank, DistributedRunner(rank.runner, workers)
+    runner = DistributedRunner(rank.runner, workers)
+    if cache is None:
+        return rank, runner, None
+    try:
+        tiers = build_ranked_tiers(cache, checked, rank, workers.moves, lambda: runner.num_calls)
+    except BaseException:
+        workers.end()  # they hold the folder's lock, too
+        raise
+    return rank, runner, tiers
 
 
 @contextmanager

@@ -54,13 +54,15 @@ Facts = dict[str, int | str | None]
 
 @dataclass(frozen=True, slots=True)
 class RankBuild:
-    """device: of this rank. layout: with all ranks' pages together, for the ledger. facts: about
-    what computes. fingerprint: of the rank's pages; None: nothing keeps them."""
+    """device: of this rank. layout: with all ranks' pages together, for the ledger; own_layout: of
+    this rank's. facts: about what computes. fingerprint: of the rank's pages; None: nothing keeps
+    them."""
 
     device: torch.device
     runner: ModelRunner
     memory_plan: MemoryPlan
     layout: KVCacheLayout
+    own_layout: KVCacheLayout
     facts: Facts
     fingerprint: Fingerprint | None
 
@@ -111,11 +113,18 @@ def build_rank(
             setup,
             config,
             layout,
+            rank=0 if group is None else group.rank,
             num_ranks=builder.num_ranks,
             is_native=runner.is_native,
         )
     return RankBuild(
-        setup.device, runner, memory_plan, builder.whole_layout, general | facts, fingerprint
+        setup.device,
+        runner,
+        memory_plan,
+        builder.whole_layout,
+        layout,
+        general | facts,
+        fingerprint,
     )
 
 

@@ -5,12 +5,17 @@
 
 The folder is opened before the weights are read, so that one which is in use, or can't be had, is
 refused at once. Its secret names contents in place of one of this process alone: else nothing would
-be found again. Called by `build`.
+be found again. Where there are several ranks, each opens its share of the tier in its own process.
+Called by `build` and `worker_main`.
 """
 
 import secrets
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,16 +26,21 @@ from quire.assembly.rank_build import RankBuild
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.tiers.contract import Tiers
 from quire.errors import ConfigurationError, InsufficientMemoryError
+from quire.kernels.cpu.library import NativeUnavailableError, load_library
 from quire.observability.log import get_logger
 from quire.observability.machine_memory import available_memory_bytes
 from quire.options.engine_options import EngineOptions
 from quire.tiers.disk.disk_tier import DiskBudget, DiskTier
-from quire.tiers.disk.folder import SECRET_BYTES, CacheFolder
-from quire.tiers.fingerprint import Fingerprint, keep_description, nearest_description
+from quire.tiers.disk.files import Files
+from quire.tiers.disk.folder import SECRET_BYTES, CacheFolder, RankPart
+from quire.tiers.disk.native_files import NativeFiles
+from quire.tiers.fingerprint import Fingerprint, joined, keep_description, nearest_description
 from quire.tiers.host.cuda_lanes import CudaLane, page_locked
 from quire.tiers.host.host_tier import HostTier
 from quire.tiers.host.plain_lane import PlainLane
 from quire.tiers.host.staged_copies import StagedCopies, copy_pairs_in_turn
+from quire.tiers.rank_service import RankService
+from quire.tiers.ranks import RankedTiers, RankLink
 from quire.tiers.stack import TierStack
 
 TAKE_OVER_S = 10.0
@@ -52,12 +62,20 @@ def cache_folder(options: EngineOptions) -> Iterator[CacheFolder | None]:
     if options.cache_folder is None:
         yield None
         return
-    folder = CacheFolder.open(options.cache_folder, wait_s=TAKE_OVER_S)
+    folder = CacheFolder.open(options.cache_folder, _files(), wait_s=TAKE_OVER_S)
     try:
         yield folder
     except BaseException:
         folder.close()
         raise
+
+
+def _files() -> Files:
+    """Those that read by the native library, where there is one."""
+    try:
+        return NativeFiles(load_library())
+    except NativeUnavailableError:
+        return Files()
 
 
 def secret_of(folder: CacheFolder | None) -> bytes:
@@ -159,7 +177,7 @@ def build_disk_tier(
             rank.fingerprint.digest,
             DiskBudget(options.cache_bytes, options.cache_bytes_per_day),
             rank.runner.kv_storage.numpy() if storage is None else storage,
-            [_used_bytes(group) for group in rank.layout.groups],
+            [_used_bytes(group) for group in rank.own_layout.groups],
             wake_up,
         )
     except OSError as error:
@@ -167,15 +185,75 @@ def build_disk_tier(
             f"cache_dir {options.cache_dir!r} can't be read: {error.strerror or error}"
         ) from error
     keep_description(folder, rank.fingerprint)
-    if len(tier.store.index) == 0:
+    if len(tier.store.index) == 0 and folder.part.rank == 0:
         _explain_cold(folder, rank.fingerprint)
     return tier
+
+
+def build_ranked_tiers(
+    folder: CacheFolder,
+    options: EngineOptions,
+    rank: RankBuild,
+    sockets: list[socket.socket],
+    num_calls: Callable[[], int],
+) -> Tiers:
+    """Of all ranks, in rank 0. sockets: to the others, for moves. num_calls: see `RankedTiers`.
+
+    Raises what `build_disk_tier` does, EngineDeadError where a rank has died, and
+    ConfigurationError on GPUs: their calls return before they have read and written all, so the
+    number of calls says too little (see `rank_service`).
+    """
+    assert rank.fingerprint is not None, "with a folder, `build_rank` makes one"
+    if rank.device.type != "cpu":
+        raise ConfigurationError(
+            f"cache_dir is {options.cache_dir!r}, but tensor_parallel_size is"
+            f" {options.tensor_parallel_size} on GPUs: the cache on disk is served for several"
+            " ranks on the CPU only in this version; leave one of them out"
+        )
+    changed = threading.Event()
+    links = [RankLink(number, sock) for number, sock in enumerate(sockets, 1)]
+    descriptions = [rank.fingerprint.to_json(), *(link.description for link in links)]
+    local = _build_share(folder, options, rank, 0, descriptions, changed.set)
+    try:
+        for link in links:
+            link.open(descriptions, changed.set)
+    except BaseException:
+        local.close(0.0)
+        raise
+    return RankedTiers(local, links, num_calls, changed)
+
+
+def rank_service(
+    sock: socket.socket, lock: int, options: EngineOptions, rank: RankBuild, number: int
+) -> RankService:
+    """Of a rank beyond the first, which is built. sock: to rank 0, for moves. lock: the descriptor
+    of the folder's lock, inherited from rank 0."""
+    assert options.cache_folder is not None and rank.fingerprint is not None
+    folder = CacheFolder.join(options.cache_folder, lock, _files())
+    open_tier = partial(_build_share, folder, options, rank, number)
+    return RankService(sock, rank.fingerprint.to_json(), open_tier)
+
+
+def _build_share(
+    folder: CacheFolder,
+    options: EngineOptions,
+    rank: RankBuild,
+    number: int,
+    descriptions: list[bytes],
+    wake_up: Callable[[], None],
+) -> DiskTier:
+    fingerprints = joined([Fingerprint.from_json(each) for each in descriptions])
+    live = frozenset(each.digest for each in fingerprints)
+    folder.part = RankPart(number, len(fingerprints), live)
+    return build_disk_tier(
+        folder, options, replace(rank, fingerprint=fingerprints[number]), wake_up
+    )
 
 
 def _explain_cold(folder: CacheFolder, fingerprint: Fingerprint) -> None:
     """Log why nothing is found, where something is kept: an upgrade, or another option."""
     try:
-        nearest = nearest_description(folder.path, fingerprint)
+        nearest = nearest_description(folder, fingerprint)
     except OSError as error:
         logger.warning("%s: what is kept there can't be listed: %s", folder.path, error)
         return

@@ -4,7 +4,8 @@ What is in it, by the part of the fingerprint:
 
     weights    the content of all tensors that fill the model, as they are stored
     model      its config as it was understood, and the positions' frequencies under max_model_len
-    pages      block size, groups and windows, where each layer lies and in which format; ranks
+    pages      block size, groups and windows, where each layer lies and in which format; of
+               how many ranks which
     numerics   the number formats, and whatever computes: kernels, backends, libraries, device
     code       the sources of what computes, those of others' classes too
 
@@ -91,11 +92,12 @@ class PageIdentity:
         config: ModelConfig,
         layout: KVCacheLayout,
         *,
+        rank: int,
         num_ranks: int,
         is_native: bool,
     ) -> Fingerprint:
-        """After `saw`. is_native: as `ModelRunner` says. Raises ConfigurationError for parts that
-        can't be told from others."""
+        """After `saw`. rank: of num_ranks; each has other heads in its pages. is_native: as
+        `ModelRunner` says. Raises ConfigurationError for parts that can't be told from others."""
         backend = setup.new_backend()
         attention = {"backend": _name(type(backend))}
         if backend.package is not None:
@@ -114,7 +116,7 @@ class PageIdentity:
         return Fingerprint(
             weights=self.weights.digest().hex(),
             model=_config(config) | {"positions": _short_digest(positions)},
-            pages=_pages(options.block_size, layout) | {"ranks": num_ranks},
+            pages=_pages(options.block_size, layout) | {"ranks": num_ranks, "rank": rank},
             numerics=numerics,
             code={"quire": _package_digest(PACKAGE), **_sources_of_others(seen)},
             label=options.model or "the embedded model",

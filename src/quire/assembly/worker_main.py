@@ -1,31 +1,72 @@
 """The process of a rank beyond the first: `python -m quire.assembly.worker_main --fd N`.
 
 Rank 0, which is in the engine's process, starts it with one end of a socket pair as descriptor N.
-What it does is in `runtime.worker`. Started by `runtime.executor`.
+What it does is in `runtime.worker`. With a cache on disk it has two descriptors more, and a thread
+that serves the rank's share of that; see `tiers.rank_service`. Started by `runtime.executor`.
 """
 
 import os
+import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from quire.assembly import process_main
 from quire.core.step import Runner
-from quire.runtime.worker import Build, Join, serve_calls
+from quire.runtime.worker import Build, Join, report_failure, serve_calls
+
+if TYPE_CHECKING:
+    from quire.tiers.rank_service import RankService
 
 
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
-    """Run the process; its exit code. build: makes the runner; `build.build_worker` by default."""
-    _, sock = process_main.begin(process_main.parser("quire.assembly.worker_main"), argv)
-    return serve_calls(sock, build or _build)
+    """Run the process; its exit code. build: makes the runner; by default of a `_Rank`."""
+    arguments = process_main.parser("quire.assembly.worker_main")
+    arguments.add_argument("--moves-fd", type=int, help="of another socket, for a cache's moves")
+    arguments.add_argument("--lock-fd", type=int, help="of the cache folder's lock; with that")
+    parsed, sock = process_main.begin(arguments, argv)
+    if build is not None:
+        return serve_calls(sock, build)
+    rank = _Rank(sock, parsed.moves_fd, parsed.lock_fd)
+    return serve_calls(sock, rank.build, rank.count_call)
 
 
-def _build(join: Join, report_joining: Callable[[], None]) -> Runner:
-    # Imported here: it brings torch, for which the watching thread must not wait.
-    from quire.assembly.build import build_worker
+class _Rank:
+    """What this process builds: a runner, and a tier where there is a cache folder."""
 
-    runner = build_worker(join, report_joining)
-    process_main.freeze_heap()
-    return runner
+    def __init__(self, sock: socket.socket, moves: int | None, lock: int | None) -> None:
+        """sock: to rank 0, for calls. moves, lock: descriptors, both or none."""
+        self._sock, self._moves, self._lock = sock, moves, lock
+        self._service: RankService | None = None
+
+    def build(self, join: Join, report_joining: Callable[[], None]) -> Runner:
+        # Imported here: it brings torch, for which the watching thread must not wait.
+        from quire.assembly.build import build_worker
+        from quire.assembly.tier_build import rank_service
+
+        options, rank = build_worker(join, report_joining)
+        if self._moves is not None:
+            assert self._lock is not None, "they come together"
+            moves = socket.socket(fileno=self._moves)
+            self._service = rank_service(moves, self._lock, options, rank, join.rank)
+            threading.Thread(target=self._serve_moves, name="quire-moves", daemon=True).start()
+        process_main.freeze_heap()
+        return rank.runner
+
+    def count_call(self) -> None:
+        if self._service is not None:
+            self._service.count_call()
+
+    def _serve_moves(self) -> None:
+        assert self._service is not None
+        try:
+            self._service.run()
+        except Exception as error:
+            # Moves may still touch blocks that nobody would hear of: the rank must end.
+            report_failure(self._sock, error)
+            sys.stderr.flush()
+            os._exit(1)
 
 
 if __name__ == "__main__":

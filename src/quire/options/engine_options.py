@@ -270,12 +270,12 @@ class EngineOptions(
                     f"{name} is {value}, but no prefixes are cached that could be kept there"
                     " (enable_prefix_caching is False); leave one of them out"
                 )
-            if self.tensor_parallel_size > 1:
-                raise ConfigurationError(
-                    f"{name} is {value}, but tensor_parallel_size is"
-                    f" {self.tensor_parallel_size}: what lies behind the KV cache is not served for"
-                    " several ranks in this version; leave one of them out"
-                )
+        if self.host_cache_size is not None and self.tensor_parallel_size > 1:
+            raise ConfigurationError(
+                f"host_cache_size is {self.host_cache_size}, but tensor_parallel_size is"
+                f" {self.tensor_parallel_size}: a tier in the host's memory is not served for"
+                " several ranks in this version; leave one of them out"
+            )
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:

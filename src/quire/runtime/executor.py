@@ -72,18 +72,30 @@ class Workers:
     """The processes of ranks 1 to size - 1.
 
     They end when this object does, however that comes about.
+
+    moves: a second socket to each, in the order of the ranks, for what goes on beside the calls;
+    without a folder_lock there are none.
     """
 
-    def __init__(self, command: Sequence[str], options: Mapping[str, Any], size: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        options: Mapping[str, Any],
+        size: int,
+        folder_lock: int | None = None,
+    ) -> None:
         """Starts them. command: what to run; `--fd N` and the arguments of logging are appended.
-        options: of the engine, as plain data."""
+        options: of the engine, as plain data. folder_lock: the descriptor of a lock on what all
+        ranks use together; each process gets it as `--lock-fd`, and `--moves-fd` with it."""
         self.size = size
+        self.moves: list[socket.socket] = []
+        self._folder_lock = folder_lock
         self._has_lost_rank = threading.Event()
         folder = tempfile.TemporaryDirectory(prefix="quire-")
         self.rendezvous = Path(folder.name) / "ranks"
         self._sockets: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._end = weakref.finalize(self, _end, self._sockets, self._processes, folder)
+        self._end = weakref.finalize(self, _end, self._sockets, self.moves, self._processes, folder)
         try:
             for rank in range(1, size):
                 self._start(command)
@@ -94,13 +106,16 @@ class Workers:
             raise EngineDeadError(f"the process of a rank can't be started: {error}") from error
 
     def _start(self, command: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair()
-        self._sockets.append(ours)
-        with theirs:
+        with contextlib.ExitStack() as theirs:
+            descriptors = {"--fd": _add_socket(self._sockets, theirs)}
+            if self._folder_lock is not None:
+                descriptors["--moves-fd"] = _add_socket(self.moves, theirs)
+                descriptors["--lock-fd"] = self._folder_lock
+            words = [word for name, number in descriptors.items() for word in (name, str(number))]
             self._processes.append(
                 subprocess.Popen(
-                    [*command, "--fd", str(theirs.fileno()), *log.arguments()],
-                    pass_fds=(theirs.fileno(),),
+                    [*command, *words, *log.arguments()],
+                    pass_fds=tuple(descriptors.values()),
                     stdin=subprocess.DEVNULL,
                     stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
                     start_new_session=True,  # a terminal's Ctrl-C is for rank 0 to understand
@@ -189,12 +204,21 @@ class Workers:
         self._end()
 
 
+def _add_socket(ours: list[socket.socket], theirs: contextlib.ExitStack) -> int:
+    """Makes a pair. Returns the descriptor of the end that a worker inherits, which is closed here
+    with `theirs`; the other one is added to `ours`."""
+    mine, other = socket.socketpair()
+    ours.append(mine)
+    return theirs.enter_context(other).fileno()
+
+
 def _end(
     sockets: Sequence[socket.socket],
+    moves: Sequence[socket.socket],
     processes: Sequence[subprocess.Popen[bytes]],
     folder: tempfile.TemporaryDirectory[str],
 ) -> None:
-    for sock in sockets:
+    for sock in (*sockets, *moves):
         with contextlib.suppress(OSError):  # the other end has gone first
             sock.shutdown(socket.SHUT_RDWR)  # a thread may still watch it, and keep it from closing
         sock.close()
@@ -254,6 +278,13 @@ class DistributedRunner:
         self._runner = runner
         self._workers = workers
         self._failure: str | None = None
+        self._num_calls = 0
+
+    @property
+    def num_calls(self) -> int:
+        """That rank 0 has made; the others are to have made as many before what was ordered since
+        is right for them."""
+        return self._num_calls
 
     def execute(self, plan: StepPlan) -> None:
         """Raises EngineDeadError, as all others do, where any rank fails."""
@@ -277,6 +308,7 @@ class DistributedRunner:
                 made = make()
                 if self._workers.has_lost_rank:  # a collective that was let go of leaves anything
                     raise RuntimeError("another rank is gone")
+                self._num_calls += 1
                 return made
             except Exception as error:
                 failure = self._give_up(str(error) or type(error).__name__)

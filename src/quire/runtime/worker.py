@@ -89,8 +89,13 @@ Build: TypeAlias = Callable[[Join, Callable[[], None]], Runner]
 to be called just before the ranks meet."""
 
 
-def serve_calls(sock: socket.socket, build: Build) -> int:
-    """Be a worker until rank 0 is gone. Returns the process's exit code."""
+def serve_calls(
+    sock: socket.socket, build: Build, on_call: Callable[[], object] | None = None
+) -> int:
+    """Be a worker until rank 0 is gone. Returns the process's exit code.
+
+    on_call: called after each call that was made.
+    """
     rendezvous: Path | None = None
     try:
         join = receive_call(sock)
@@ -100,14 +105,15 @@ def serve_calls(sock: socket.socket, build: Build) -> int:
         send(sock, WorkerReady())
         while True:
             _make(receive_call(sock), runner)
+            if on_call is not None:
+                on_call()
     except PeerGoneError:
         code = 0
     except QuireError as error:
         code = _report(sock, Failed(error.code, str(error)))
     except Exception as error:
         # The last line of defence: the process ends either way, and rank 0 learns why.
-        traceback.print_exc()
-        code = _report(sock, Failed(QuireError.code, f"{type(error).__name__}: {error}"))
+        code = report_failure(sock, error)
     if code == 0 and rendezvous is not None:  # a rank 0 that was killed has not tidied up
         with contextlib.suppress(OSError):
             rendezvous.unlink(missing_ok=True)
@@ -127,6 +133,12 @@ def _make(call: ToWorker, runner: Runner) -> None:
             runner.reset()
         case Join():
             raise AssertionError("the worker was given its rank twice")
+
+
+def report_failure(sock: socket.socket, error: Exception) -> int:
+    """Tell rank 0 of an error that nobody has foreseen. Returns the process's exit code."""
+    traceback.print_exception(error)
+    return _report(sock, Failed(QuireError.code, f"{type(error).__name__}: {error}"))
 
 
 def _report(sock: socket.socket, failed: Failed) -> int:

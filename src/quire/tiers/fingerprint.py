@@ -8,8 +8,8 @@ is in the names of the records, not here. Plain data: `assembly.tier_identity` c
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 
 _PERSON = b"quire-pages"
 _NO_PART = "nothing"
-_SHOWN = ("model", "dtype", "kv_dtype", "quantization", "kernels", "block_size")
+_SHOWN = ("model", "dtype", "kv_dtype", "quantization", "kernels", "block_size", "share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ class Fingerprint:
     def in_short(self) -> str:
         """What people tell namespaces apart by, in a line."""
         facts = {**self.numerics, **self.pages, "model": self.model.get("architecture")}
+        if facts.get("ranks", 1) > 1:
+            facts["share"] = f"{facts['rank']} of {facts['ranks']}"
         texts = {name: str(facts.get(name)).removeprefix("torch.") for name in _SHOWN}
         return ", ".join(f"{name} {text}" for name, text in texts.items() if text != "None")
 
@@ -95,6 +97,14 @@ class Fingerprint:
         return {"format": FORMAT, **asdict(self)}
 
 
+def joined(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
+    """Of the pages of each rank, made from those of all: what one rank computes depends on the
+    weights of all others."""
+    digests = b"".join(each.digest for each in fingerprints)
+    of_all = hashlib.blake2b(digests, digest_size=DIGEST_BYTES, person=_PERSON).hexdigest()
+    return [replace(each, pages={**each.pages, "all_ranks": of_all}) for each in fingerprints]
+
+
 def _leaves(part: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Of nested mappings, under names with dots; a list is one of them."""
     if not isinstance(part, Mapping):
@@ -105,16 +115,13 @@ def _leaves(part: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def keep_description(folder: CacheFolder, fingerprint: Fingerprint) -> None:
-    """Write beside the namespace what it is, for `quire cache`, and remove what describes others
-    that are gone. Nothing depends on these files: where they can't be written, a line is logged."""
+    """Write beside the namespace what it is, for `quire cache`. The first of several ranks also
+    removes what describes namespaces that are gone. Nothing depends on these files: where they
+    can't be written, a line is logged."""
     name = fingerprint.digest.hex()
     try:
-        names = set(folder.files.names(folder.path))
-        for each in sorted(names):
-            described = each.removesuffix(".new").removesuffix(SUFFIX)
-            is_left = each.endswith(_NEW_SUFFIX) or described not in names
-            if described != each and is_namespace(described) and is_left and described != name:
-                folder.files.unlink(folder.path / each)
+        if folder.part.rank == 0:
+            _remove_old_descriptions(folder, {name, *_own_names(folder)})
         if read_description(folder.path, name) is None:
             _write_description(folder, name, fingerprint.to_json())
     except OSError as error:
@@ -130,11 +137,11 @@ def read_description(folder: Path, name: str) -> Fingerprint | None:
     return found if found.digest.hex() == name else None
 
 
-def nearest_description(folder: Path, fingerprint: Fingerprint) -> Fingerprint | None:
-    """Of the other namespaces that the folder holds, the one with the fewest differences; None:
-    there are none, or none is described. Raises OSError."""
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    found = [read_description(folder, name) for name in names if is_namespace(name)]
+def nearest_description(folder: CacheFolder, fingerprint: Fingerprint) -> Fingerprint | None:
+    """Of the other namespaces that the folder holds, and not this engine's ranks, the one with the
+    fewest differences; None: there are none, or none is described. Raises OSError."""
+    names = {path.name for path in folder.path.iterdir() if path.is_dir()} - _own_names(folder)
+    found = [read_description(folder.path, name) for name in sorted(names) if is_namespace(name)]
     others = [each for each in found if each is not None and each.digest != fingerprint.digest]
     return min(others, key=lambda each: len(fingerprint.differences(each)), default=None)
 
@@ -142,6 +149,20 @@ def nearest_description(folder: Path, fingerprint: Fingerprint) -> Fingerprint |
 def is_namespace(name: str) -> bool:
     """Whether a file's name may be a fingerprint's digest."""
     return len(name) == 2 * DIGEST_BYTES and set(name) <= set("0123456789abcdef")
+
+
+def _own_names(folder: CacheFolder) -> set[str]:
+    """Of the namespaces in which the ranks write that use the folder together."""
+    return {digest.hex() for digest in folder.part.fingerprints}
+
+
+def _remove_old_descriptions(folder: CacheFolder, kept: set[str]) -> None:
+    names = set(folder.files.names(folder.path))
+    for each in sorted(names):
+        described = each.removesuffix(".new").removesuffix(SUFFIX)
+        is_left = each.endswith(_NEW_SUFFIX) or described not in names
+        if described != each and is_namespace(described) and is_left and described not in kept:
+            folder.files.unlink(folder.path / each)
 
 
 def _write_description(folder: CacheFolder, name: str, text: bytes) -> None:

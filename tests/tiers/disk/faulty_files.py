@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from quire.tiers.disk.files import Buffer, Files
+from quire.tiers.disk.files import Buffer, Files, RecordRun, Targets
+from quire.tiers.disk.native_files import NativeFiles
 
 
 class KilledError(BaseException):
@@ -23,6 +24,9 @@ class FaultyFiles(Files):
         middle. errors: name of a call -> what it raises instead. most_bytes: that a read or write
         moves at once. gate: what reads wait for. after: called after each call.
     """
+
+    native: ClassVar[NativeFiles | None] = None
+    """What reads records, in the tests of `each_reader`; None: `Files` does."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -66,6 +70,16 @@ class FaultyFiles(Files):
             buffers = [buffers[0][: self.most_bytes]]
         return super().preadv(descriptor, buffers, offset)
 
+    def read_records(self, descriptor: int, records: RecordRun, targets: Targets) -> list[bool]:
+        """A native read is one that `preadv` would be told of, with the faults of that."""
+        if self.native is None or self.most_bytes is not None:
+            return super().read_records(descriptor, records, targets)
+        views = [targets.view(index) for index in records.indexes]
+        self.before("preadv", (descriptor, views, records.offsets[0]))
+        if self.gate is not None:
+            self.gate.wait()
+        return self.native.read_records(descriptor, records, targets)
+
     def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
         if self.write_gate is not None:
             self.write_gate.wait()
@@ -95,7 +109,7 @@ def _method(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     return lambda files, *given: partial(_counted, name, own)(files, *given)
 
 
-for _name in [name for name in vars(Files) if not name.startswith("_")]:
+for _name in [name for name in vars(Files) if not name.startswith("_") and name != "read_records"]:
     setattr(FaultyFiles, _name, _method(_name, getattr(FaultyFiles, _name)))
 
 

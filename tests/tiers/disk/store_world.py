@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from quire.core.memory.tiers.contract import StoreOrder
-from quire.tiers.disk.files import Files
+from quire.tiers.disk.files import Files, Targets
 from quire.tiers.disk.folder import CacheFolder
 from quire.tiers.disk.store import SegmentStore
 
@@ -38,10 +38,11 @@ def write(store: SegmentStore, numbers: Iterable[int], num_bytes: int = NUM_BYTE
 
 def read(store: SegmentStore, names: Sequence[bytes], num_bytes: int = NUM_BYTES) -> list[bool]:
     """Which came; each that came is checked."""
-    targets = [bytearray(num_bytes) for _ in names]
-    done = store.read([(0, name) for name in names], [memoryview(each) for each in targets]).done
-    for name, target, is_done in zip(names, targets, done, strict=True):
-        assert not is_done or target == payload_of(name, num_bytes)
+    memory = bytearray(num_bytes * len(names))
+    targets = Targets.in_turn(memory, [num_bytes] * len(names))
+    done = store.read([(0, name) for name in names], targets).done
+    for index, (name, is_done) in enumerate(zip(names, done, strict=True)):
+        assert not is_done or targets.view(index) == payload_of(name, num_bytes)
     return done
 
 

@@ -21,8 +21,11 @@ from tests.tiers.disk.store_world import (
     write,
 )
 
+from quire.tiers.disk.files import Targets
 from quire.tiers.disk.record import ENTRY_BYTES, HEADER_BYTES
 from quire.tiers.disk.segment import DESCRIPTOR_BYTES, TRAILER_BYTES
+
+pytestmark = pytest.mark.usefixtures("each_reader")
 
 NUMBERS = range(1, 13)
 NAMES = [name_of(number) if number % 5 else name_of(number) + b"/3" for number in NUMBERS]
@@ -137,7 +140,7 @@ def test_a_file_that_shrank_or_went_is_a_miss(segment: Path) -> None:
     opened = Opened(segment.parent.parent, files=FaultyFiles())
     os.truncate(segment, 5000)
     target = bytearray(payload_of(NAMES[-1]))
-    last = opened.store.read([(0, NAMES[-1])], [memoryview(target)])
+    last = opened.store.read([(0, NAMES[-1])], Targets.in_turn(target, [len(target)]))
     assert last.done == [False], "what the memory held before did not come from the file"
     done = read(opened.store, NAMES)
     assert done == [True] * done.count(True) + [False] * done.count(False)
@@ -210,8 +213,8 @@ def test_one_record_that_cannot_be_read_costs_only_itself(tmp_path: Path) -> Non
 
     opened = Opened(tmp_path, files=files)
     files.fails_when = fails
-    targets = [bytearray(NUM_BYTES) for _ in NAMES]
-    wanted = [(0, name) for name in NAMES], [memoryview(target) for target in targets]
+    sizes = [NUM_BYTES] * len(NAMES)
+    wanted = [(0, name) for name in NAMES], Targets.in_turn(bytearray(sum(sizes)), sizes)
     result = opened.store.read(*wanted)
     assert result.error is not None and result.done == [index != 6 for index in range(12)]
     again = opened.store.read(*wanted)
@@ -224,6 +227,8 @@ def test_a_length_other_than_asked_for_is_a_miss(tmp_path: Path) -> None:
     make(tmp_path, sealed=True)
     opened = Opened(tmp_path, files=FaultyFiles())
     target = bytearray(NUM_BYTES - 8)
-    assert opened.store.read([(0, NAMES[0])], [memoryview(target)]).done == [False]
+    assert opened.store.read([(0, NAMES[0])], Targets.in_turn(target, [len(target)])).done == [
+        False
+    ]
     assert target == bytes(NUM_BYTES - 8)
     opened.close(seals=False)

@@ -26,6 +26,8 @@ from quire.tiers.disk.folder import CacheFolder
 from quire.tiers.disk.io_limits import DAY_S
 from quire.tiers.disk.loader import HANG_S, MAX_READERS, NUM_READERS
 
+pytestmark = pytest.mark.usefixtures("each_reader")
+
 
 def test_what_is_stored_comes_back_in_the_next_process(tmp_path: Path) -> None:
     world = World(tmp_path)

@@ -2,10 +2,12 @@
 
 import math
 import random
+import threading
+import time
 
 import pytest
 
-from quire.tiers.disk.io_limits import DAY_S, DayBudget, Health
+from quire.tiers.disk.io_limits import DAY_S, DayBudget, Health, IoPace, Spent
 from quire.tiers.disk.load_rate import GUESSED_BYTES_PER_S, LoadRate
 
 
@@ -70,6 +72,92 @@ def test_the_wait_for_a_day_budget_is_what_it_takes() -> None:
     assert DayBudget(None, clock).take(1 << 60) and DayBudget(None, clock).wait_s(1) == 0
 
 
+class Ledger:
+    """Keeps what was spent; broken: it can't."""
+
+    spent: Spent | None = None
+    broken: OSError | None = None
+    num_writes = 0
+
+    def read_spent(self) -> Spent | None:
+        return self.spent
+
+    def write_spent(self, spent: Spent) -> None:
+        if self.broken is not None:
+            raise self.broken
+        self.spent, self.num_writes = spent, self.num_writes + 1
+
+
+@pytest.mark.parametrize("ends_cleanly", [True, False])
+def test_processes_in_turn_have_one_budget(ends_cleanly: bool) -> None:
+    clock, ledger, num_taken = Clock(), Ledger(), 0
+    for _ in range(200):  # a loop of restarts
+        budget = DayBudget(1_000_000, clock, ledger, clock)
+        for _ in range(3):
+            num_taken += 1_000 * budget.take(1_000)
+        if ends_cleanly:
+            budget.close()
+    # What was kept ahead is lost with a process that is killed: most of what may be written.
+    assert (200_000 if ends_cleanly else 20_000) <= num_taken <= 250_000
+    clock.now_s += DAY_S
+    budget = DayBudget(1_000_000, clock, ledger, clock)
+    assert sum(1_000 * budget.take(1_000) for _ in range(300)) == 250_000
+    assert ledger.num_writes < 1_000
+
+
+def test_a_calendar_that_was_set_back_gives_no_bytes() -> None:
+    clock, ledger = Clock(), Ledger()
+    ledger.spent = Spent(250_000, clock.now_s + 1e6)
+    assert not DayBudget(1_000_000, clock, ledger, clock).take(1)
+
+
+def test_nothing_is_taken_that_the_ledger_can_not_keep() -> None:
+    clock, ledger = Clock(), Ledger()
+    budget = DayBudget(1_000_000, clock, ledger, clock)
+    ledger.broken = OSError("full")
+    with pytest.raises(OSError, match="full"):
+        budget.take(1_000)
+    ledger.broken = None
+    assert budget.take(250_000)
+
+
+def beside_steps() -> IoPace:
+    """A pace with a long debt, of an engine that asks again and again."""
+    pace = IoPace()
+    pace.asked()
+    pace.asked()
+    pace.used(3600.0, pace.hold_back(0.0))
+    return pace
+
+
+def test_an_engine_that_waits_gets_what_it_waits_for_at_once() -> None:
+    pace = IoPace()
+    for _ in range(3):
+        pace.asked()
+        assert not pace.is_beside_steps
+        pace.used(3600.0, pace.hold_back(3600.0))  # returns, whatever was used before
+        pace.waits()
+
+
+def test_beside_steps_nothing_begins_until_its_time_or_its_patience_is_over() -> None:
+    pace = beside_steps()
+    assert pace.is_beside_steps
+    before_s = time.monotonic()
+    pace.hold_back(0.02)
+    assert time.monotonic() - before_s >= 0.02
+
+
+def test_what_is_held_back_begins_when_the_engine_waits() -> None:
+    pace = beside_steps()
+    held = threading.Thread(target=pace.hold_back, args=(3600.0,), daemon=True)
+    held.start()
+    held.join(0.01)
+    assert held.is_alive()
+    pace.waits()
+    held.join(60.0)
+    assert not held.is_alive()
+
+
 @pytest.mark.parametrize("bytes_per_s", [5e6, 100e6, 3e9])
 def test_bandwidth_and_latency_are_learned(bytes_per_s: float) -> None:
     rate, now_s = LoadRate(), 0.0
@@ -80,7 +168,7 @@ def test_bandwidth_and_latency_are_learned(bytes_per_s: float) -> None:
         rate.ended(now_s, took_s, 1 << 20)
         now_s += 0.1  # between reads nothing is learned
     wanted_s = 64 * (2e-3 + (1 << 20) / bytes_per_s)
-    assert rate.seconds(64 << 20, now_s) == pytest.approx(wanted_s, rel=0.1)
+    assert rate.speed(now_s).seconds(64 << 20) == pytest.approx(wanted_s, rel=0.1)
 
 
 def test_readers_beside_each_other_are_one_stream() -> None:
@@ -97,8 +185,8 @@ def test_what_was_learned_is_forgotten_slowly() -> None:
     rate = LoadRate()
     rate.begun(0.0)
     rate.ended(1000.0, 1000.0, 1 << 30)
-    slow_s = rate.seconds(1 << 20, 1000.0)
+    slow_s = rate.speed(1000.0).seconds(1 << 20)
     assert slow_s > 0.5
-    assert rate.seconds(1 << 20, 1300.0) < 0.1 * slow_s
+    assert rate.speed(1300.0).seconds(1 << 20) < 0.1 * slow_s
     guessed_s = (1 << 20) / GUESSED_BYTES_PER_S
-    assert rate.seconds(1 << 20, 1e6) == pytest.approx(guessed_s + rate.latency_s, rel=0.01)
+    assert rate.speed(1e6).seconds(1 << 20) == pytest.approx(guessed_s + rate.latency_s, rel=0.01)

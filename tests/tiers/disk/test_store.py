@@ -21,10 +21,13 @@ from tests.tiers.disk.store_world import (
 
 from quire.core.memory.tiers.contract import StoreOrder, Tail
 from quire.errors import ConfigurationError
+from quire.tiers.disk.files import Targets
 from quire.tiers.disk.record import Record
 from quire.tiers.disk.record_index import MAX_TAILS
 from quire.tiers.disk.segment import pack_entries, unpack_entries
 from quire.tiers.disk.store import segment_bytes_for
+
+pytestmark = pytest.mark.usefixtures("each_reader")
 
 BUDGET, SEGMENT = 40_000, 8_000
 
@@ -67,7 +70,9 @@ def test_groups_have_names_of_their_own(tmp_path: Path) -> None:
     for _ in range(2):
         for group, payload in enumerate(payloads):
             target = bytearray(len(payload))
-            assert opened.store.read([(group, name)], [memoryview(target)]).done == [True]
+            assert opened.store.read(
+                [(group, name)], Targets.in_turn(target, [len(target)])
+            ).done == [True]
             assert target == payload
         assert not opened.store.index.find(3, name)
         opened.close()

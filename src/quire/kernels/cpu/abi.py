@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 
 class DType(IntEnum):

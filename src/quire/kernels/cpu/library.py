@@ -103,6 +103,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "quire_gated_delta": (None, [*_STATES, POINTER(state_abi.GatedDelta)]),
     "quire_mamba2": (None, [*_STATES, POINTER(state_abi.Mamba2)]),
     "quire_short_conv": (None, [*_STATES, POINTER(state_abi.ShortConv)]),
+    "quire_xxh3_128": (None, [c_int32, c_void_p, c_int64, c_void_p]),
+    "quire_read_records": (
+        c_int32,
+        [c_int32, c_int32, c_int64, c_void_p, c_void_p, c_void_p],
+    ),
 }
 
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder, Tail
 from quire.observability.log import get_logger
 from quire.tiers.disk.folder import CacheFolder
-from quire.tiers.disk.io_limits import DayBudget
+from quire.tiers.disk.io_limits import DayBudget, IoPace
+from quire.tiers.disk.load_rate import LoadSpeed
 from quire.tiers.disk.loader import Loader
 from quire.tiers.disk.pages import Pages
 from quire.tiers.disk.record import record_bytes
@@ -32,7 +33,8 @@ logger = get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
     """num_bytes: that the folder takes at most, over all namespaces. bytes_a_day: that are written
-    in 24 hours at most, a quarter of them at once; 0: none, None: no limit."""
+    in 24 hours at most, a quarter of them at once; 0: none, None: no limit. Where several ranks use
+    the folder, both are of all together: each has an equal share."""
 
     num_bytes: int
     bytes_a_day: int | None = None
@@ -108,9 +110,11 @@ class DiskTier:
         read.
         """
         self._pages = pages = Pages(storage, bytes_of_group)
-        segment_bytes = segment_bytes_for(budget.num_bytes, max(bytes_of_group))
+        size = folder.part.size
+        segment_bytes = segment_bytes_for(budget.num_bytes, max(bytes_of_group), size)
+        bytes_a_day = None if budget.bytes_a_day is None else budget.bytes_a_day // size
         began_s = clock()
-        self.store = SegmentStore(folder, fingerprint, budget.num_bytes, segment_bytes)
+        self.store = SegmentStore(folder, fingerprint, budget.num_bytes // size, segment_bytes)
         logger.info(
             "%s: %d records found in %.3f s",
             self.store.path,
@@ -120,10 +124,12 @@ class DiskTier:
         self._folder, self._wake_up, self._clock = folder, wake_up, clock
         self._ended: deque[list[MoveEnd]] = deque()
         self._has_ended = threading.Event()
-        self._loader = Loader(self.store, pages, self._end, clock)
+        self._pace = IoPace()
+        self._loader = Loader(self.store, pages, self._end, clock, self._pace)
         self._writer = StoreWriter(
             *(self.store, pages, self._end),
-            *(DayBudget(budget.bytes_a_day, clock), clock),
+            *(DayBudget(bytes_a_day, clock, folder), clock),
+            pace=self._pace,
             max_queued_bytes=max(int(pages.num_bytes * QUEUED_SHARE), MIN_QUEUED_BYTES),
             are_loads_busy=lambda: self._loader.is_busy,
         )
@@ -145,6 +151,7 @@ class DiskTier:
         self._writer.cancel(self._loader.cancel(order_ids))
 
     def ended(self) -> list[MoveEnd]:
+        self._pace.asked()
         self._has_ended.clear()
         self._loader.check()
         self._writer.check()
@@ -154,14 +161,27 @@ class DiskTier:
         return ended
 
     def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
-        sizes = [record_bytes(size) for size in self._pages.bytes_of_group]
-        return self._loader.seconds(sum([sizes[group] for group, _ in contents]))
+        return self._loader.seconds(self._num_bytes(contents))
+
+    def load_speed(self) -> LoadSpeed:
+        """Of this tier's loads, as predicted now."""
+        return self._loader.speed()
+
+    def load_s_at(self, speed: LoadSpeed, contents: Sequence[tuple[int, bytes]]) -> float:
+        """What `load_s` would say if loads came at this speed."""
+        return speed.seconds(self._loader.num_bytes_ahead + self._num_bytes(contents))
+
+    def forget(self, group: int, name: bytes) -> None:
+        """A content is not found any more, until it is stored again, or by the next process."""
+        if (place := self.store.index.place((group, name))) is not None:
+            self.store.index.forget((group, name), place)
 
     @property
     def takes_stores(self) -> bool:
         return self._writer.takes_orders
 
     def wait(self, timeout_s: float) -> None:
+        self._pace.waits()
         self._has_ended.wait(timeout_s)
 
     def clear(self) -> None:
@@ -210,12 +230,17 @@ class DiskTier:
             load_failures=loader.health.num_failures,
             store_failures=writer.health.num_failures,
             is_reading=not loader.health.is_paused,
-            is_writing=not writer.health.is_paused,
+            is_writing=writer.is_writing,
         )
 
     def counts(self) -> dict[str, dict[str, float]]:
         """`counters` by name, under the tier's name, "disk"."""
         return {"disk": asdict(self.counters())}
+
+    def _num_bytes(self, contents: Sequence[tuple[int, bytes]]) -> int:
+        """With their records' headers."""
+        sizes = [record_bytes(size) for size in self._pages.bytes_of_group]
+        return sum([sizes[group] for group, _ in contents])
 
     def _end(self, ended: list[MoveEnd]) -> None:
         self._ended.append(ended)

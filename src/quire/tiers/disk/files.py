@@ -5,16 +5,58 @@ call: that is how the tests kill the tier between two calls. A file is made with
 folder with 0700, whatever the process' umask is.
 """
 
+import ctypes
 import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from quire.tiers.disk.record import payload_digest
 
 Buffer = memoryview | bytes | bytearray
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 MAX_BUFFERS = 1024
 """Of one preadv or pwritev; IOV_MAX of Linux."""
+MAX_GAP_BYTES = 32 << 10
+"""Between two records that one call reads: less than what a disk reads while it seeks."""
+
+
+class RecordRun(NamedTuple):
+    """Records of one file that lie close together, by their offsets; of the payload of each its
+    offset, its bytes, its digest, and the number of its target."""
+
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    digests: Sequence[bytes]
+    indexes: Sequence[int]
+
+
+_gap = memoryview(bytearray(MAX_GAP_BYTES))  # what is read between records: never looked at
+
+
+class Targets(NamedTuple):
+    """Parts of a writable memory that are to be filled, each with its begin and its bytes.
+
+    address: of the memory's first byte.
+    """
+
+    memory: memoryview
+    address: int
+    begins: Sequence[int]
+    sizes: Sequence[int]
+
+    @classmethod
+    def in_turn(cls, memory: bytearray, sizes: Sequence[int]) -> "Targets":
+        """One behind the other, from the memory's begin."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if memory else 0
+        begins = [sum(sizes[:index]) for index in range(len(sizes))]
+        return cls(memoryview(memory), address, begins, sizes)
+
+    def view(self, index: int) -> memoryview:
+        begin = self.begins[index]
+        return self.memory[begin : begin + self.sizes[index]]
 
 
 class Files:
@@ -39,6 +81,31 @@ class Files:
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill the buffers in turn; returns how many bytes came, fewer at the end of the file."""
         return os.preadv(descriptor, buffers, offset)
+
+    def read_records(self, descriptor: int, records: RecordRun, targets: Targets) -> list[bool]:
+        """Fill the targets; which of the records came, with all bytes and the right digest.
+
+        Here by as few `preadv` as it takes. Raises OSError.
+        """
+        buffers: list[memoryview] = []
+        offset = end = records.offsets[0]
+        for begin, num_bytes, _, index in zip(*records, strict=True):
+            if begin > end:
+                buffers.append(_gap[: begin - end])
+            buffers.append(targets.view(index))
+            end = begin + num_bytes
+        while offset < end:
+            came = self.preadv(descriptor, buffers, offset)
+            if came == 0:  # the file ends here
+                break
+            offset += came
+            if offset < end:
+                buffers = after(buffers, came)
+        # What did not come is not there, whatever the memory held before.
+        return [
+            begin + num_bytes <= offset and payload_digest(targets.view(index)) == digest
+            for begin, num_bytes, digest, index in zip(*records, strict=True)
+        ]
 
     def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Write the buffers one after the other; returns how many bytes were written."""

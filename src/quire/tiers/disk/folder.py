@@ -2,35 +2,59 @@
 
     lock                    held while an engine uses the folder; holds its process id
     secret                  16 random bytes, with which names are made
+    spent                   what was written of a day's bytes, for the next process
     <fingerprint>/          a namespace: what determines the bytes of blocks, 32 hex digits
         NNNNNNNN.seg        its segments
 
 Other names are left alone. Folders have mode 0700 and files 0600.
+
+The processes of one engine's ranks use a folder together. Each writes in a namespace of its own,
+and of the segments that nobody reads any more, each has its part to count and to remove: so no two
+of them ever write or remove the same file. They hold one lock, whose descriptor the first has given
+to the others: it is free when all of them have closed it, or have ended.
 """
 
 import errno
 import os
 import re
 import secrets
+import struct
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+import xxhash
 
 from quire.errors import ConfigurationError
 from quire.observability.log import get_logger
 from quire.tiers.disk.files import Files, read_whole, write_whole
+from quire.tiers.disk.io_limits import Spent
 from quire.tiers.disk.segment import segment_number
 
 FINGERPRINT_BYTES = 16
 SECRET_BYTES = 16
 LOCK_STEP_S = 0.05
 
+_SPENT = struct.Struct("<8sQd16s")
+_SPENT_MAGIC = b"QUIRESPD"
 _NAMESPACE = re.compile("[0-9a-f]{32}")
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """Which of the processes that use a folder together this is, and what they write in.
+
+    fingerprints: of the namespaces of all of them.
+    """
+
+    rank: int = 0
+    size: int = 1
+    fingerprints: frozenset[bytes] = frozenset()
 
 
 class OldSegment(NamedTuple):
@@ -43,12 +67,17 @@ class OldSegment(NamedTuple):
 
 @dataclass(slots=True)
 class CacheFolder:
-    """A folder that this process holds the lock of, until `close`."""
+    """A folder that this process holds the lock of, until `close`.
+
+    secret: empty in ranks beyond the first, which name nothing. part: all of it, unless it is set
+    before a store is made.
+    """
 
     path: Path
     files: Files
     secret: bytes
     _lock: int
+    part: RankPart = field(default_factory=RankPart)
 
     @classmethod
     def open(cls, path: Path, files: Files | None = None, wait_s: float = 0.0) -> "CacheFolder":
@@ -77,8 +106,19 @@ class CacheFolder:
             raise
         return folder
 
+    @classmethod
+    def join(cls, path: Path, lock: int, files: Files | None = None) -> "CacheFolder":
+        """The same folder in the process of another rank. lock: a descriptor of the lock that is
+        held, inherited; this closes it."""
+        return cls(path, files or Files(), b"", lock)
+
+    @property
+    def lock_descriptor(self) -> int:
+        """For `join`, in processes that inherit it."""
+        return self._lock
+
     def close(self) -> None:
-        """Let others have the folder."""
+        """Let others have the folder, once all ranks have done so."""
         self.files.close(self._lock)
 
     def namespace(self, fingerprint: bytes) -> Path:
@@ -93,20 +133,71 @@ class CacheFolder:
         return [bytes.fromhex(name) for name in names if _NAMESPACE.fullmatch(name)]
 
     def old_segments(self, fingerprint: bytes) -> list[OldSegment]:
-        """The segments of all namespaces but one, by the time of their last change.
+        """The segments of all namespaces but one, and those of other ranks, by the time of their
+        last change; of several ranks each has its own part of them.
 
         Raises OSError.
         """
         found = []
-        for other in self.fingerprints():
-            if other != fingerprint:
-                folder = self.namespace(other)
-                found += [
-                    old_segment(self.files, folder / each)
-                    for each in self.files.names(folder)
-                    if segment_number(each) is not None
-                ]
-        return sorted(found, key=lambda old: old.changed_ns)
+        for other in set(self.fingerprints()) - {fingerprint} - self.part.fingerprints:
+            folder = self.namespace(other)
+            found += [
+                old_segment(self.files, folder / each)
+                for each in self._names(folder)
+                if (number := segment_number(each)) is not None and self._has_part(number)
+            ]
+        return sorted(found, key=lambda old: (old.changed_ns, old.path))
+
+    def remove_if_empty(self, namespace: Path) -> None:
+        """Raises OSError."""
+        if not self._names(namespace):
+            with suppress(FileNotFoundError):  # another rank was faster
+                self.files.remove_folder(namespace)
+
+    def _has_part(self, number: int) -> bool:
+        return number % self.part.size == self.part.rank
+
+    def _names(self, namespace: Path) -> list[str]:
+        """None are left where another rank has just removed it with the last of its segments."""
+        try:
+            return self.files.names(namespace)
+        except FileNotFoundError:
+            return []
+
+    def read_spent(self) -> Spent | None:
+        """What was kept by `write_spent`, a rank's share of it; None: nothing, or nothing that can
+        be trusted."""
+        path = self.path / "spent"
+        try:
+            descriptor = self.files.open_to_read(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            logger.warning("%s can't be read: %s; the day's bytes begin anew", path, error)
+            return None
+        try:
+            content = read_whole(self.files, descriptor, _SPENT.size + 1, 0)
+        except OSError as error:
+            logger.warning("%s can't be read: %s; the day's bytes begin anew", path, error)
+            return None
+        finally:
+            self.files.close(descriptor)
+        if len(content) == _SPENT.size:
+            magic, num_bytes, at_s, digest = _SPENT.unpack(content)
+            if magic == _SPENT_MAGIC and digest == xxhash.xxh3_128_digest(content[:-16]):
+                return Spent(-(-num_bytes // self.part.size), at_s)
+        logger.warning("%s is damaged; the day's bytes begin anew", path)
+        return None
+
+    def write_spent(self, spent: Spent) -> None:
+        """Keep it for the next process; of several ranks, which write alike, the first one does
+        so for all. Raises OSError."""
+        if self.part.rank > 0:
+            return
+        num_bytes = spent.num_bytes * self.part.size
+        content = _SPENT.pack(_SPENT_MAGIC, num_bytes, spent.at_s, bytes(16))[:-16]
+        content += xxhash.xxh3_128_digest(content)
+        _replace(self.path, self.files, "spent", content)
 
     def _write_pid(self) -> None:
         try:
@@ -187,19 +278,24 @@ def _secret(path: Path, files: Files) -> bytes:
 
 
 def _make_secret(path: Path, files: Files) -> bytes:
-    new = path / "secret.new"
+    secret = secrets.token_bytes(SECRET_BYTES)
+    _replace(path, files, "secret", secret)
+    return secret
+
+
+def _replace(path: Path, files: Files, name: str, content: bytes) -> None:
+    """Give a file this content, or leave it as it was. Raises OSError."""
+    new = path / f"{name}.new"
     if new.exists():  # of a process that ended while it wrote
         files.unlink(new)
-    secret = secrets.token_bytes(SECRET_BYTES)
     descriptor = files.create(new)
     try:
-        write_whole(files, descriptor, [secret], 0)
+        write_whole(files, descriptor, [content], 0)
         files.sync_data(descriptor)
     except OSError:
         files.close(descriptor)
         files.unlink(new)
         raise
     files.close(descriptor)
-    files.rename(new, path / "secret")
+    files.rename(new, path / name)
     files.sync_folder(path)
-    return secret

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from typing import NamedTuple
 
 GUESSED_BYTES_PER_S = 500e6
 GUESSED_LATENCY_S = 0.5e-3
@@ -13,6 +14,20 @@ a disk is slow."""
 FORGET_S = 300.0
 """Without any load, half of what was learned is forgotten in this time: a disk that was slow once
 is tried again."""
+
+
+class LoadSpeed(NamedTuple):
+    """What a load takes: to begin, and by its bytes. Infinite while nothing can be read."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, num_bytes: int) -> float:
+        """For so many bytes, with what is ahead of them included in num_bytes."""
+        return self.latency_s + num_bytes * self.s_per_byte if num_bytes else self.latency_s
+
+
+NO_SPEED = LoadSpeed(math.inf, math.inf)
 
 
 class LoadRate:
@@ -57,13 +72,13 @@ class LoadRate:
             self._latency_s += 0.05 * (max(rest_s, 0.0) - self._latency_s)
             self._learned_s = now_s
 
-    def seconds(self, num_bytes: int, now_s: float) -> float:
-        """For so many bytes, with what is ahead of them included in num_bytes."""
+    def speed(self, now_s: float) -> LoadSpeed:
+        """As predicted now."""
         share = 0.0
         if math.isfinite(self._learned_s):
             share = 0.5 ** (max(now_s - self._learned_s, 0.0) / FORGET_S)
         bytes_per_s = self._bytes_per_s**share * GUESSED_BYTES_PER_S ** (1 - share)
-        return float(self._latency_s + num_bytes / bytes_per_s)
+        return LoadSpeed(self._latency_s, 1.0 / bytes_per_s)
 
     @property
     def bytes_per_s(self) -> float:

@@ -7,21 +7,25 @@ took; another reader is started in its place.
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd
 from quire.observability.log import get_logger
-from quire.tiers.disk.io_limits import Health
-from quire.tiers.disk.load_rate import LoadRate
+from quire.tiers.disk.io_limits import Health, IoPace
+from quire.tiers.disk.load_rate import NO_SPEED, LoadRate, LoadSpeed
 from quire.tiers.disk.pages import Pages
 from quire.tiers.disk.store import SegmentStore
 
-READ_BYTES = 1 << 20
-"""Of one read: enough for a disk, and still in a processor's cache when it is checked."""
+READ_BYTES = 2 << 20
+"""Of one read: so many that what Python does for it is little beside it."""
 NUM_READERS, MAX_READERS = 3, 6
 HANG_S = 3.0
-"""A read that has taken so long hangs; with all readers busy, a disk of 5 MB/s takes 0.6 s."""
+"""A read that has taken so long hangs; with all readers busy, a disk of 5 MB/s takes 1.3 s."""
+MIN_HELD_S, HELD_SHARE = 0.03, 1.5
+"""A load is held back beside steps until it has taken so long, or so many times what was predicted:
+less than what whoever waits for it puts up with."""
 
 logger = get_logger(__name__)
 
@@ -73,10 +77,12 @@ class Loader:
         pages: Pages,
         end: Callable[[list[MoveEnd]], None],
         clock: Callable[[], float],
+        pace: IoPace,
     ) -> None:
         """pages: that are filled. end: takes what has ended; called from any thread."""
         self.health = Health(f"{store.path}: loads", clock)
-        self.rate = LoadRate()
+        self._alone, self._beside = LoadRate(), LoadRate()  # with no steps meanwhile, and with some
+        self._pace = pace
         self.times = LoadTimes()
         self.num_done = self.num_failed = self.num_cancelled = 0
         self.num_bytes = 0
@@ -122,10 +128,19 @@ class Loader:
     def seconds(self, num_bytes: int) -> float:
         """Until so many bytes would have come, those ahead included; infinite while loads are
         paused, or while all readers hang."""
+        return self.speed().seconds(self.num_bytes_ahead + num_bytes)
+
+    def speed(self) -> LoadSpeed:
+        """As predicted now."""
         self.check()
         if self._is_closed or self.health.is_paused or all(r.is_hung for r in self._readers):
-            return float("inf")
-        return self.rate.seconds(self.num_bytes_ahead + num_bytes, self._clock())
+            return NO_SPEED
+        return self.rate.speed(self._clock())
+
+    @property
+    def rate(self) -> LoadRate:
+        """Of loads as they would come now."""
+        return self._beside if self._pace.is_beside_steps else self._alone
 
     @property
     def num_bytes_ahead(self) -> int:
@@ -196,32 +211,45 @@ class Loader:
         reader.thread.start()
 
     def _read_on(self, reader: _ReadingThread) -> None:
+        pace = self._pace
         while (batch := self._queue.get()) is not None:
-            batches, num_bytes = self._take(batch)
-            orders = [order for batch in batches for order in batch.orders]
-            if not orders:
-                continue
-            keys = [(group, name) for _, _, group, name in orders]
-            targets = self._pages.views(orders)
-            reader.since_s = since_s = self._clock()
-            self.rate.begun(since_s)
-            done, error = self._store.read(keys, targets)
-            now_s = self._clock()
-            came = num_bytes
-            if not all(done):
-                came = sum(
-                    len(target) for target, is_done in zip(targets, done, strict=True) if is_done
-                )
-            # A disk that has hung says nothing about what it does otherwise.
-            self.rate.ended(now_s, now_s - since_s, 0 if reader.is_hung else came)
-            reader.since_s, reader.is_hung = None, False
-            reader.num_bytes_ended += num_bytes
-            if error is not None:
-                self.health.failed(error)
-            elif came:
-                self.health.worked()
-            self._count(batches, done, came, now_s)
-            self._end(list(map(MoveEnd, [order[0] for order in orders], done)))
+            rate = self.rate
+            rate.begun(self._clock())  # what it is held back is a part of what a load takes
+            set_aside_s = pace.hold_back(self._patience_s(batch.request))
+            began_s = time.thread_time()
+            self._read(reader, rate, batch)
+            pace.used(time.thread_time() - began_s, set_aside_s)
+
+    def _patience_s(self, request: _Request) -> float:
+        """A load that comes later than it was predicted is not held back: it would be given up."""
+        limit_s = max(MIN_HELD_S, HELD_SHARE * request.predicted_s)
+        return 0.0 if self._is_closed else request.begun_s + limit_s - self._clock()
+
+    def _read(self, reader: _ReadingThread, rate: LoadRate, batch: _LoadBatch) -> None:
+        """Fill the blocks of this batch, and of those after it that fit into a read."""
+        batches, num_bytes = self._take(batch)
+        orders = [order for batch in batches for order in batch.orders]
+        if not orders:
+            rate.ended(self._clock(), 0.0, 0)
+            return
+        keys = [(group, name) for _, _, group, name in orders]
+        targets = self._pages.targets(orders)
+        reader.since_s = since_s = self._clock()
+        done, error = self._store.read(keys, targets)
+        now_s = self._clock()
+        came = num_bytes
+        if not all(done):
+            came = sum(size for size, is_done in zip(targets.sizes, done, strict=True) if is_done)
+        # A disk that has hung says nothing about what it does otherwise.
+        rate.ended(now_s, now_s - since_s, 0 if reader.is_hung else came)
+        reader.since_s, reader.is_hung = None, False
+        reader.num_bytes_ended += num_bytes
+        if error is not None:
+            self.health.failed(error)
+        elif came:
+            self.health.worked()
+        self._count(batches, done, came, now_s)
+        self._end(list(map(MoveEnd, [order[0] for order in orders], done)))
 
     def _take(self, batch: _LoadBatch | None) -> tuple[list[_LoadBatch], int]:
         """This batch, and those after it as far as they fit into a read, without those that were

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.memory.tiers.contract import LoadOrder, StoreOrder
+from quire.tiers.disk.files import Targets
 from quire.tiers.disk.record import MAX_GROUPS
 
 
@@ -34,11 +35,20 @@ class Pages:
         self.num_bytes = storage.nbytes
         self._stride = storage.shape[1]
         self._memory = storage.reshape(-1).data
+        self._address = int(storage.ctypes.data)
 
-    def views(self, orders: Sequence[LoadOrder] | Sequence[StoreOrder]) -> list[memoryview]:
+    def views(self, orders: Sequence[StoreOrder]) -> list[memoryview]:
         """The used bytes of each order's block."""
         memory, stride, sizes = self._memory, self._stride, self.bytes_of_group
         return [memory[order[1] * stride : order[1] * stride + sizes[order[2]]] for order in orders]
+
+    def targets(self, orders: Sequence[LoadOrder]) -> Targets:
+        """The used bytes of each order's block."""
+        stride, of_group = self._stride, self.bytes_of_group
+        begins = [order[1] * stride for order in orders]
+        return Targets(
+            self._memory, self._address, begins, [of_group[order[2]] for order in orders]
+        )
 
     def num_bytes_of(self, orders: Sequence[LoadOrder] | Sequence[StoreOrder]) -> int:
         sizes = self.bytes_of_group

@@ -10,13 +10,14 @@ part of when the power failed, is a miss.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from operator import add, sub
 from pathlib import Path
 from typing import NamedTuple
 
 from quire.core.memory.tiers.contract import StoreOrder
 from quire.errors import ConfigurationError
 from quire.observability.log import get_logger
-from quire.tiers.disk.files import MAX_BUFFERS, Files, after
+from quire.tiers.disk.files import MAX_BUFFERS, MAX_GAP_BYTES, Files, RecordRun, Targets
 from quire.tiers.disk.folder import CacheFolder, OldSegment, old_segment
 from quire.tiers.disk.open_files import OpenFiles
 from quire.tiers.disk.record import ENTRY_BYTES, Record, payload_digest, record_bytes
@@ -36,17 +37,14 @@ SEGMENTS_IN_BUDGET = 8
 """At least: so that what is lost when one goes is a small part."""
 REWRITTEN_SHARE = 0.25
 """Of a segment that is evicted, at most: records that were loaded since they were written."""
-MAX_GAP_BYTES = 32 << 10
-"""Between two records that one call reads: less than what a disk reads while it seeks."""
 RESUMED_SHARE = 0.75
 """A last segment that is less full than this is continued after a start."""
 
 logger = get_logger(__name__)
-_gap = memoryview(bytearray(MAX_GAP_BYTES))  # what is read between records: never looked at
 
 
-_Wanted = tuple[Place, int, Key, memoryview]
-"""Of a read: where a record is, its number in the read, its key, and what is to be filled."""
+_Wanted = tuple[Place, int]
+"""Of a read: where a record is, and its number in the read."""
 
 
 class ReadResult(NamedTuple):
@@ -64,15 +62,19 @@ class _Sealed:
     keys: list[Key]
 
 
-def segment_bytes_for(budget_bytes: int, largest_payload_bytes: int) -> int:
-    """How large segments are. Raises ConfigurationError where the budget is too small."""
-    wanted = min(MAX_SEGMENT_BYTES, budget_bytes // SEGMENTS_IN_BUDGET)
+def segment_bytes_for(budget_bytes: int, largest_payload_bytes: int, num_ranks: int = 1) -> int:
+    """How large segments are. budget_bytes: of all ranks together, each has an equal share.
+
+    Raises ConfigurationError where the budget is too small.
+    """
+    wanted = min(MAX_SEGMENT_BYTES, budget_bytes // num_ranks // SEGMENTS_IN_BUDGET)
     overhead = DESCRIPTOR_BYTES + TRAILER_BYTES + ENTRY_BYTES + (1 << 17)
     if record_bytes(largest_payload_bytes) + overhead > wanted:
-        least = SEGMENTS_IN_BUDGET * (record_bytes(largest_payload_bytes) + overhead)
+        least = num_ranks * SEGMENTS_IN_BUDGET * (record_bytes(largest_payload_bytes) + overhead)
+        ranks = "" if num_ranks == 1 else f" in each of {num_ranks} ranks"
         raise ConfigurationError(
             f"cache_size is {budget_bytes} bytes, but with blocks of {largest_payload_bytes} bytes"
-            f" at least {least} are needed; give a larger cache_size"
+            f"{ranks} at least {least} are needed; give a larger cache_size"
         )
     return wanted
 
@@ -95,7 +97,7 @@ class SegmentStore:
         self.num_damaged = 0  # records that were not what the index says
         self.num_rewritten = 0
         self.num_bytes_written = 0
-        self._files, self._fingerprint = folder.files, fingerprint
+        self._folder, self._files, self._fingerprint = folder, folder.files, fingerprint
         self._old = folder.old_segments(fingerprint)
         self.index = RecordIndex()
         self._reading = OpenFiles(folder.files)
@@ -114,30 +116,31 @@ class SegmentStore:
             + (opened.sealed_bytes if (opened := self._open) else 0)
         )
 
-    def read(self, keys: Sequence[Key], targets: Sequence[memoryview]) -> ReadResult:
-        """Fill each memory with a content, whose length it must have; records that lie close
+    def read(self, keys: Sequence[Key], targets: Targets) -> ReadResult:
+        """Fill each target with a content, whose length it must have; records that lie close
         together are read by one call. A target that is not done holds anything."""
         done = [False] * len(keys)
         error: OSError | None = None
         waiting: Sequence[int] = range(len(keys))
+        find, sizes = self.index.place, targets.sizes
         for _ in range(3):  # a record may move to another segment meanwhile
             places = [
-                (place, index, keys[index], targets[index])
+                (place, index)
                 for index in waiting
-                if (place := self.index.place(keys[index])) is not None
-                and place.num_bytes == len(targets[index])
+                if (place := find(keys[index])) is not None and place[2] == sizes[index]
             ]
-            places.sort()
             waiting = []
-            for run in _runs(places, self._broken):
+            for run in (
+                [places] if self._is_one_run(places) else _runs(sorted(places), self._broken)
+            ):
                 try:
-                    self._read_run(run, done)
+                    self._read_run(run, keys, targets, done)
                 except FileNotFoundError:  # its segment was evicted
                     waiting += [wanted[1] for wanted in run]
                 except OSError as raised:
                     error = raised
                     self._broken.add(run[0][0].segment)
-                    self._read_one_by_one(run, done)
+                    self._read_one_by_one(run, keys, targets, done)
             if not waiting:
                 break
         for index in waiting:  # their file was removed by something else
@@ -234,41 +237,40 @@ class SegmentStore:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def _read_run(self, run: Sequence[_Wanted], done: list[bool]) -> None:
+    def _read_run(
+        self, run: Sequence[_Wanted], keys: Sequence[Key], targets: Targets, done: list[bool]
+    ) -> None:
         """Read records of one segment by one call, and check what came. Raises OSError."""
-        buffers: list[memoryview] = []
-        offset = end = run[0][0].offset
-        for (_, begin, num_bytes, _), _, _, target in run:
-            if begin > end:
-                buffers.append(_gap[: begin - end])
-            buffers.append(target)
-            end = begin + num_bytes
+        places, indexes = zip(*run, strict=True)
+        _, offsets, sizes, digests = zip(*places, strict=True)
+        records = RecordRun(offsets, sizes, digests, indexes)
         with self._reading.reading(segment_path(self.path, run[0][0].segment)) as descriptor:
-            while offset < end:
-                came = self._files.preadv(descriptor, buffers, offset)
-                if came == 0:  # the file ends here
-                    break
-                offset += came
-                if offset < end:
-                    buffers = after(buffers, came)
-        hits = []
-        for place, index, key, target in run:
-            _, begin, num_bytes, digest = place
-            # What did not come is not there, whatever the memory held before.
-            if begin + num_bytes <= offset and payload_digest(target) == digest:
-                done[index] = True
-                hits.append(key)
-            elif self.index.forget(key, place):
+            are_sound = self._files.read_records(descriptor, records, targets)
+        for (place, index), is_sound in zip(run, are_sound, strict=True):
+            done[index] = is_sound
+            if not is_sound and self.index.forget(keys[index], place):
                 self.num_damaged += 1
-        self.index.count_hits(hits)
+        self.index.count_hits([keys[index] for index in indexes if done[index]])
 
-    def _read_one_by_one(self, run: Sequence[_Wanted], done: list[bool]) -> None:
+    def _is_one_run(self, places: Sequence[_Wanted]) -> bool:
+        """Whether `_runs` would leave them together; nearly always, and found out more quickly."""
+        if not places or 2 * len(places) > MAX_BUFFERS:
+            return False
+        segments, offsets, sizes, _ = zip(*[place for place, _ in places], strict=True)
+        if segments.count(segments[0]) < len(segments) or segments[0] in self._broken:
+            return False
+        gaps = list(map(sub, offsets[1:], map(add, offsets, sizes)))
+        return not gaps or (min(gaps) >= 0 and max(gaps) <= MAX_GAP_BYTES)
+
+    def _read_one_by_one(
+        self, run: Sequence[_Wanted], keys: Sequence[Key], targets: Targets, done: list[bool]
+    ) -> None:
         """After a failure: find out which records can't be read, and forget these."""
-        for wanted in run:
+        for place, index in run:
             try:
-                self._read_run([wanted], done)
+                self._read_run([(place, index)], keys, targets, done)
             except OSError:  # the first error of the run is reported
-                if self.index.forget(wanted[2], wanted[0]):
+                if self.index.forget(keys[index], place):
                     self.num_damaged += 1
 
     # -- writing -----------------------------------------------------------------------------------
@@ -312,9 +314,8 @@ class SegmentStore:
         _unlink(self._files, old.path)
         self._reading.drop(old.path)
         self._old.remove(old)
-        folder = old.path.parent
-        if folder != self.path and not self._files.names(folder):
-            self._files.remove_folder(folder)
+        if old.path.parent != self.path:
+            self._folder.remove_if_empty(old.path.parent)
 
     def _evict(self, number: int) -> None:
         """Remove the segment of that number; what of it was loaded is written anew, the most
@@ -346,9 +347,9 @@ class SegmentStore:
             needed = _needed_bytes(record) + DESCRIPTOR_BYTES + TRAILER_BYTES
             if needed > left:
                 break
-            payload = memoryview(bytearray(place.num_bytes))
-            if self.read([key], [payload]).done[0]:
-                self._append([(record, payload)], _needed_bytes(record))
+            payload = bytearray(place.num_bytes)
+            if self.read([key], Targets.in_turn(payload, [len(payload)])).done[0]:
+                self._append([(record, memoryview(payload))], _needed_bytes(record))
                 left -= needed
                 self.index.clear_hits(key)
                 self.num_rewritten += 1

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from quire.core.memory.tiers.contract import MoveEnd, StoreOrder
 from quire.observability.log import get_logger
-from quire.tiers.disk.io_limits import DayBudget, Health
+from quire.tiers.disk.io_limits import DayBudget, Health, IoPace
 from quire.tiers.disk.pages import Pages
 from quire.tiers.disk.record import MAX_GROUPS, MAX_NAME_BYTES, MAX_TOKENS_BYTES, record_bytes
 from quire.tiers.disk.store import SegmentStore
@@ -28,6 +28,8 @@ SEAL_S = 1.0
 YIELD_S, YIELD_STEP_S = 0.02, 0.002
 """How long a write waits at most for loads to end, and how often it looks: beside loads without end
 50 MB/s are still written."""
+MOST_HELD_S = 0.1
+"""Beside steps, a write is held back so long at most: what waits holds blocks."""
 
 logger = get_logger(__name__)
 
@@ -43,6 +45,7 @@ class StoreWriter:
         day_budget: DayBudget,
         clock: Callable[[], float],
         *,
+        pace: IoPace,
         max_queued_bytes: int,
         are_loads_busy: Callable[[], bool],
     ) -> None:
@@ -55,7 +58,7 @@ class StoreWriter:
         self._store, self._pages, self._end, self._clock = store, pages, end, clock
         self._index = store.index
         self._day_budget, self._max_queued_bytes = day_budget, max_queued_bytes
-        self._are_loads_busy = are_loads_busy
+        self._are_loads_busy, self._pace = are_loads_busy, pace
         self._queue: queue.SimpleQueue[StoreOrder | None] = queue.SimpleQueue()
         self._waiting: dict[int, StoreOrder] = {}
         self._queued_bytes = self._taken_bytes = 0  # each written by one thread
@@ -78,6 +81,13 @@ class StoreWriter:
             or self.num_bytes_ahead >= self._max_queued_bytes
             or self._clock() < self._out_of_budget_until_s
         )
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether what comes is written: not after a failure until a write has worked, nor while a
+        write hangs, nor when the bytes of a day are spent. By any thread."""
+        is_out_of_budget = self._clock() < self._out_of_budget_until_s
+        return self.health.is_good and not self._is_hung and not is_out_of_budget
 
     @property
     def num_bytes_ahead(self) -> int:
@@ -161,8 +171,12 @@ class StoreWriter:
                 self._try(self._store.remove_all)
             if orders:
                 self._let_loads_go_first()
+                set_aside_s = self._pace.hold_back(0.0 if self._is_closed else MOST_HELD_S)
+                began_s = time.thread_time()
                 self._write(orders)
+                self._pace.used(time.thread_time() - began_s, set_aside_s)
         self._try(self._store.seal)
+        self._try(self._day_budget.close)
 
     def _settle(self) -> None:
         if not self._is_settled:
@@ -203,8 +217,13 @@ class StoreWriter:
         for order in orders:
             key = order.group, order.name
             is_new = key not in chosen and not self._index.find(*key)
-            if is_allowed and is_new and self._is_within_budget(order):
-                chosen[key] = order
+            if is_allowed and is_new:
+                try:
+                    if self._is_within_budget(order):
+                        chosen[key] = order
+                except OSError as error:  # what is spent can't be kept, so nothing may be written
+                    self.health.failed(error)
+                    is_allowed = False
         if chosen:
             written = list(chosen.values())
             payloads = self._pages.views(written)

@@ -51,7 +51,7 @@ class SlowTiers:
         ended, self._ended = self._ended, []
         return ended
 
-    def load_s(self, num_blocks: Sequence[int]) -> float:
+    def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
         return self.seconds
 
     def wait(self, timeout_s: float) -> None:

@@ -34,7 +34,7 @@ class Loading(NamesOnly):
     def cancel(self, order_ids: object) -> None:
         """They go on."""
 
-    def load_s(self, num_blocks: Sequence[int]) -> float:
+    def load_s(self, contents: Sequence[tuple[int, bytes]]) -> float:
         return PREDICTED_S
 
 

@@ -37,5 +37,6 @@ void token_logprobs(Pool&, const float* logits, int64_t ld, int64_t V, const Log
 void gated_delta(Pool&, const StateLayer&, const StateStep&, const GatedDelta&);
 void mamba2(Pool&, const StateLayer&, const StateStep&, const Mamba2&);
 void short_conv(Pool&, const StateLayer&, const StateStep&, const ShortConv&);
+void xxh3_128(const uint8_t* input, int64_t num_bytes, uint8_t* digest);
 
 }  // namespace quire::QUIRE_ISA

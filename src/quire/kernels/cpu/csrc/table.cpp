@@ -28,6 +28,7 @@ const Kernels QUIRE_JOIN(kernels_, QUIRE_ISA) = {
     QUIRE_ISA::gated_delta,
     QUIRE_ISA::mamba2,
     QUIRE_ISA::short_conv,
+    QUIRE_ISA::xxh3_128,
 };
 
 }  // namespace quire

@@ -6,6 +6,7 @@
 #include <new>
 
 #include "library/kernels.h"
+#include "library/read_records.h"
 #include "packing/pack.h"
 #include "library/program.h"
 
@@ -194,6 +195,17 @@ void quire_short_conv(void* context, const StateLayer* layer, const StateStep* s
                       const ShortConv* call) {
   auto& [kernels, pool] = *static_cast<Context*>(context);
   kernels->short_conv(pool, *layer, *step, *call);
+}
+
+void quire_xxh3_128(int32_t isa, const void* input, int64_t num_bytes, void* digest) {
+  kTables[isa]->xxh3_128(static_cast<const uint8_t*>(input), num_bytes,
+                         static_cast<uint8_t*>(digest));
+}
+
+int32_t quire_read_records(int32_t isa, int32_t descriptor, int64_t num_records,
+                           const int64_t* places, const void* digests, void* are_sound) {
+  return read_records(*kTables[isa], descriptor, num_records, places,
+                      static_cast<const uint8_t*>(digests), static_cast<uint8_t*>(are_sound));
 }
 
 }  // extern "C"

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 7
+#define QUIRE_ABI_VERSION 8
 
 namespace quire {
 struct AttentionLayer;
@@ -74,5 +74,8 @@ void quire_mamba2(void* context, const quire::StateLayer* layer, const quire::St
                   const quire::Mamba2* call);
 void quire_short_conv(void* context, const quire::StateLayer* layer, const quire::StateStep* step,
                       const quire::ShortConv* call);
+void quire_xxh3_128(int32_t isa, const void* input, int64_t num_bytes, void* digest);
+int32_t quire_read_records(int32_t isa, int32_t descriptor, int64_t num_records,
+                           const int64_t* places, const void* digests, void* are_sound);
 }
 #pragma GCC visibility pop

@@ -81,6 +81,9 @@ struct Kernels {
   void (*gated_delta)(Pool&, const StateLayer&, const StateStep&, const GatedDelta&);
   void (*mamba2)(Pool&, const StateLayer&, const StateStep&, const Mamba2&);
   void (*short_conv)(Pool&, const StateLayer&, const StateStep&, const ShortConv&);
+
+  // xxh3.cpp: the 16 bytes of XXH3_128bits of more than 240 bytes, by one thread.
+  void (*xxh3_128)(const uint8_t* input, int64_t num_bytes, uint8_t* digest);
 };
 
 }  // namespace quire
