@@ -3,6 +3,7 @@
 On the CPU, where the copies are plain ones; all else is what serves a GPU.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from tests.engine.test_hybrid_law import (
     Found,
     alone,
     folder,
-    load_always,
     make_crowd,
     make_llm,
     results,
 )
+from tests.engine.tier_law import eager
 
 from quire.assembly import build
 from quire.engine.sleep import sleep, wake_up
@@ -27,9 +28,10 @@ pytestmark = pytest.mark.parametrize("folder", ["windows", "all kinds"], indirec
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(build, "check_host_tier", lambda options: None)
-    load_always(monkeypatch)
+    with eager():
+        yield
 
 
 def tiny_llm(folder: Path, **options: Any) -> LLM:
@@ -43,7 +45,7 @@ def finish(llm: LLM) -> dict[str, dict[str, float]]:
     """What its tiers count, at the end."""
     moves = llm.engine.scheduler.memory.moves
     assert moves is not None
-    llm.engine.settle()
+    assert llm.engine.tier_work.settle(60.0)
     assert llm.engine.stats().num_held_blocks == 0
     assert moves.loads.stats.num_loaded_tokens > 0
     llm.engine.tier_work.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.assembly import tier_build
 from quire.core.memory.tiers.load_rule import ComputeTime
 from quire.engine import tier_work
 from quire.errors import InvalidRequestError
@@ -24,6 +25,7 @@ def make_llm(folder: Path) -> LLM:
 
 def test_requests_end_while_a_read_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ComputeTime, "predict_s", lambda *_: None)  # loads whatever is there
+    monkeypatch.setattr(tier_build, "_files", Files)  # whose reads can be held up
     first = make_llm(tmp_path)
     (expected,) = first.generate(PROMPT, GREEDY, use_tqdm=False)
     first.engine.tier_work.close()
