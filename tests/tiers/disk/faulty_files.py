@@ -37,6 +37,7 @@ class FaultyFiles(Files):
         self.fails_when: Callable[[str, tuple[Any, ...]], OSError | None] = lambda name, given: None
         self.most_bytes: int | None = None
         self.gate: threading.Event | None = None
+        self.num_at_gate = 0  # reads that have come there, so far
         self.write_gate: threading.Event | None = None
         self.after: Callable[[], None] = lambda: None
         self._opened: set[int] = set()
@@ -64,8 +65,7 @@ class FaultyFiles(Files):
             raise error
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if self.gate is not None:
-            self.gate.wait()
+        self._pass_gate()
         if self.most_bytes is not None:
             buffers = [buffers[0][: self.most_bytes]]
         return super().preadv(descriptor, buffers, offset)
@@ -76,9 +76,14 @@ class FaultyFiles(Files):
             return super().read_records(descriptor, records, targets)
         views = [targets.view(index) for index in records.indexes]
         self.before("preadv", (descriptor, views, records.offsets[0]))
-        if self.gate is not None:
-            self.gate.wait()
+        self._pass_gate()
         return self.native.read_records(descriptor, records, targets)
+
+    def _pass_gate(self) -> None:
+        gate = self.gate
+        if gate is not None:
+            self.num_at_gate += 1
+            gate.wait()
 
     def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
         if self.write_gate is not None:

@@ -106,7 +106,7 @@ def test_a_read_that_hangs_keeps_only_its_own_blocks(tmp_path: Path) -> None:
     world.wait(world.store(range(20)))
     gate = files.gate = threading.Event()
     hung = world.load([0])
-    until(lambda: world.tier._loader.num_bytes_ahead and not world.tier._loader._waiting, "taken")
+    until(lambda: files.num_at_gate, "taken")
     files.gate = None
     assert all(world.wait(world.load(range(1, 10)))), "another reader goes on"
     world.clock.now_s += HANG_S + 1

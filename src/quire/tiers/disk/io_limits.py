@@ -12,7 +12,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 DAY_S = 86400.0
 BURST_SHARE = 0.25
 """Of a day's bytes that may be written at once; the rest comes evenly over the day."""
-SHARE = 0.08
+SHARE = 0.25
 """Of one processor's time, for all threads of a tier, while steps run."""
 SLEEP_S = 0.002
 """A thread that is held back looks so often whether steps still run."""

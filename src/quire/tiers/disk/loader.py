@@ -18,13 +18,16 @@ from quire.tiers.disk.load_rate import NO_SPEED, LoadRate, LoadSpeed
 from quire.tiers.disk.pages import Pages
 from quire.tiers.disk.store import SegmentStore
 
-READ_BYTES = 2 << 20
-"""Of one read: so many that what Python does for it is little beside it."""
+READ_BYTES, MAX_READ_BYTES = 1 << 20, 8 << 20
+"""Of one read: enough for a disk; and where bytes come from the system's cache so many that what
+Python does for a read is little beside it."""
+CACHED_BYTES_PER_S = 4e9
+"""What one reader gets from the system's cache at least, and from no disk."""
 NUM_READERS, MAX_READERS = 3, 6
 HANG_S = 3.0
-"""A read that has taken so long hangs; with all readers busy, a disk of 5 MB/s takes 1.3 s."""
-MIN_HELD_S, HELD_SHARE = 0.03, 1.5
-"""A load is held back beside steps until it has taken so long, or so many times what was predicted:
+"""A read that has taken so long hangs; with all readers busy, a disk of 5 MB/s takes 0.6 s."""
+MIN_HELD_S, HELD_SHARE = 0.02, 1.0
+"""A load is held back beside steps until it has taken so long, or so much of what was predicted:
 less than what whoever waits for it puts up with."""
 
 logger = get_logger(__name__)
@@ -51,11 +54,12 @@ class _LoadBatch:
 @dataclass(eq=False, slots=True)
 class _ReadingThread:
     """since_s: when its read began; None: it waits. num_bytes_ended: of the loads that it has taken
-    and ended; written by itself alone."""
+    and ended; read_bytes: of its next read. Both are written by itself alone."""
 
     since_s: float | None = None
     is_hung: bool = False
     num_bytes_ended: int = 0
+    read_bytes: int = READ_BYTES
     thread: threading.Thread | None = field(default=None)
 
 
@@ -227,7 +231,7 @@ class Loader:
 
     def _read(self, reader: _ReadingThread, rate: LoadRate, batch: _LoadBatch) -> None:
         """Fill the blocks of this batch, and of those after it that fit into a read."""
-        batches, num_bytes = self._take(batch)
+        batches, num_bytes = self._take(batch, reader.read_bytes)
         orders = [order for batch in batches for order in batch.orders]
         if not orders:
             rate.ended(self._clock(), 0.0, 0)
@@ -242,6 +246,8 @@ class Loader:
             came = sum(size for size, is_done in zip(targets.sizes, done, strict=True) if is_done)
         # A disk that has hung says nothing about what it does otherwise.
         rate.ended(now_s, now_s - since_s, 0 if reader.is_hung else came)
+        is_cached = came >= CACHED_BYTES_PER_S * (now_s - since_s) and rate is self._alone
+        reader.read_bytes = min(2 * reader.read_bytes, MAX_READ_BYTES) if is_cached else READ_BYTES
         reader.since_s, reader.is_hung = None, False
         reader.num_bytes_ended += num_bytes
         if error is not None:
@@ -251,9 +257,9 @@ class Loader:
         self._count(batches, done, came, now_s)
         self._end(list(map(MoveEnd, [order[0] for order in orders], done)))
 
-    def _take(self, batch: _LoadBatch | None) -> tuple[list[_LoadBatch], int]:
-        """This batch, and those after it as far as they fit into a read, without those that were
-        dropped; and the bytes of all."""
+    def _take(self, batch: _LoadBatch | None, most_bytes: int) -> tuple[list[_LoadBatch], int]:
+        """This batch, and those after it as far as they fit into most_bytes, without those that
+        were dropped; and the bytes of all."""
         batches: list[_LoadBatch] = []
         num_bytes = 0
         while batch is not None:
@@ -262,8 +268,9 @@ class Loader:
                 self._waiting.pop(batch, None)
             if is_taken:
                 batches.append(batch)
-                num_bytes += self._pages.num_bytes_of(batch.orders)
-                if 2 * num_bytes > READ_BYTES:
+                own_bytes = self._pages.num_bytes_of(batch.orders)
+                num_bytes += own_bytes
+                if num_bytes + own_bytes > most_bytes:
                     break
             try:
                 batch = self._queue.get_nowait()
