@@ -24,6 +24,7 @@ from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import Sequence as Branch
 from quire.core.step import StepResult
+from quire.tiers.disk.files import Targets
 from quire.tiers.disk.folder import CacheFolder
 from quire.tiers.disk.record import record_bytes
 from quire.tiers.disk.store import SegmentStore
@@ -155,7 +156,8 @@ class VirtualDisk:
         done: list[bool] = []
         if loads:
             keys = [(order.group, order.name) for order in loads]
-            targets = [memoryview(bytearray(len(PAYLOAD))) for _ in loads]
+            sizes = [len(PAYLOAD)] * len(loads)
+            targets = Targets.in_turn(bytearray(sum(sizes)), sizes)
             done = self.store.read(keys, targets).done
         ends = [MoveEnd(order.order_id, True) for order in stores]
         return ends + [

@@ -93,6 +93,7 @@ class TierWork:
         moves = self._memory.moves
         if moves is not None and not self._is_closed:
             self._is_closed = True
-            if not self.drain():
+            # Where nothing is taken, the log says why.
+            if not self.drain() and moves.tiers.takes_stores:
                 logger.warning("not all that was cached could be stored before the end")
             moves.tiers.close()
