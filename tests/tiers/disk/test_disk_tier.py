@@ -370,7 +370,12 @@ def test_predictions_count_what_is_ahead(tmp_path: Path) -> None:
     assert 0 < world.tier.load_s(contents(0, 1)) < alone_s < world.tier.load_s(contents(60, 0))
     gate = files.gate = threading.Event()
     loads = world.load(range(60))
-    assert world.tier.load_s(contents(10, 0)) > alone_s
+    begun_s = world.tier.load_s(contents(10, 0))
+    assert begun_s > alone_s
+    while not any(reader.since_s is not None for reader in world.tier._loader._readers):
+        time.sleep(0.001)
+    world.clock.now_s += 1.0
+    assert world.tier.load_s(contents(10, 0)) > 100 * begun_s, "a read that goes on says something"
     gate.set()
     assert all(world.wait(loads))
     counters = world.tier.counters()

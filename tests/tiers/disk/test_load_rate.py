@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.tiers.disk.load_rate import LoadRate
+from quire.tiers.disk.load_rate import LoadRate, expected_speed
 
 
 def read(rate: LoadRate, begun_s: float, num_bytes: int, bytes_per_s: float) -> float:
@@ -23,3 +23,18 @@ def test_many_reads_tell_the_rate() -> None:
     for _ in range(64):
         now_s = read(rate, now_s, 1 << 20, 50e6)
     assert rate.bytes_per_s == pytest.approx(50e6, rel=0.05)
+
+
+def test_what_is_learned_alone_or_beside_steps_bounds_the_guess_of_the_other() -> None:
+    slow, guessed = LoadRate(), LoadRate()
+    slow.begun(0.0)
+    slow.ended(1.0, 1.0, 5_000_000)
+    for is_beside_steps in (False, True):
+        for alone, beside in ((slow, guessed), (guessed, slow)):
+            speed = expected_speed(alone, beside, 1.0, is_beside_steps=is_beside_steps)
+            assert 4e6 < 1.0 / speed.s_per_byte < 6e6
+    fast = LoadRate()
+    fast.begun(0.0)
+    fast.ended(1.0, 1.0, 2_000_000_000)
+    assert expected_speed(fast, slow, 1.0, is_beside_steps=False) == fast.speed(1.0)
+    assert expected_speed(fast, slow, 1.0, is_beside_steps=True) == slow.speed(1.0)

@@ -72,10 +72,15 @@ class LoadRate:
             self._latency_s += 0.05 * (max(rest_s, 0.0) - self._latency_s)
             self._learned_s = now_s
 
+    @property
+    def is_learned(self) -> bool:
+        """Whether anything was, so that it is more than a guess."""
+        return math.isfinite(self._learned_s)
+
     def speed(self, now_s: float) -> LoadSpeed:
         """As predicted now."""
         share = 0.0
-        if math.isfinite(self._learned_s):
+        if self.is_learned:
             share = 0.5 ** (max(now_s - self._learned_s, 0.0) / FORGET_S)
         bytes_per_s = self._bytes_per_s**share * GUESSED_BYTES_PER_S ** (1 - share)
         return LoadSpeed(self._latency_s, 1.0 / bytes_per_s)
@@ -87,3 +92,14 @@ class LoadRate:
     @property
     def latency_s(self) -> float:
         return self._latency_s
+
+
+def expected_speed(
+    alone: LoadRate, beside: LoadRate, now_s: float, *, is_beside_steps: bool
+) -> LoadSpeed:
+    """Of loads that come while no steps run, or beside some; what was learned of one kind bounds
+    what is guessed of the other, so that a slow disk is tried once."""
+    speed_alone, speed_beside = alone.speed(now_s), beside.speed(now_s)
+    if is_beside_steps:  # never faster than alone
+        return max(speed_alone, speed_beside, key=lambda speed: speed.s_per_byte)
+    return speed_beside if beside.is_learned and not alone.is_learned else speed_alone

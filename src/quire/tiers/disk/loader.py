@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd
 from quire.observability.log import get_logger
 from quire.tiers.disk.io_limits import Health, IoPace
-from quire.tiers.disk.load_rate import NO_SPEED, LoadRate, LoadSpeed
+from quire.tiers.disk.load_rate import NO_SPEED, LoadRate, LoadSpeed, expected_speed
 from quire.tiers.disk.pages import Pages
 from quire.tiers.disk.store import SegmentStore
 
@@ -53,11 +53,13 @@ class _LoadBatch:
 
 @dataclass(eq=False, slots=True)
 class _ReadingThread:
-    """since_s: when its read began; None: it waits. num_bytes_ended: of the loads that it has taken
-    and ended; read_bytes: of its next read. Both are written by itself alone."""
+    """since_s: when its read began; None: it waits. num_bytes: of that read. num_bytes_ended: of
+    the loads that it has taken and ended; read_bytes: of its next read. All three are written by
+    itself alone."""
 
     since_s: float | None = None
     is_hung: bool = False
+    num_bytes: int = 0
     num_bytes_ended: int = 0
     read_bytes: int = READ_BYTES
     thread: threading.Thread | None = field(default=None)
@@ -139,7 +141,8 @@ class Loader:
         self.check()
         if self._is_closed or self.health.is_paused or all(r.is_hung for r in self._readers):
             return NO_SPEED
-        return self.rate.speed(self._clock())
+        is_beside = self._pace.is_beside_steps
+        return expected_speed(self._alone, self._beside, self._clock(), is_beside_steps=is_beside)
 
     @property
     def rate(self) -> LoadRate:
@@ -238,6 +241,7 @@ class Loader:
             return
         keys = [(group, name) for _, _, group, name in orders]
         targets = self._pages.targets(orders)
+        reader.num_bytes = num_bytes
         reader.since_s = since_s = self._clock()
         done, error = self._store.read(keys, targets)
         now_s = self._clock()
