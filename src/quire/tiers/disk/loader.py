@@ -141,8 +141,19 @@ class Loader:
         self.check()
         if self._is_closed or self.health.is_paused or all(r.is_hung for r in self._readers):
             return NO_SPEED
-        is_beside = self._pace.is_beside_steps
-        return expected_speed(self._alone, self._beside, self._clock(), is_beside_steps=is_beside)
+        now_s, is_beside = self._clock(), self._pace.is_beside_steps
+        speed = expected_speed(self._alone, self._beside, now_s, is_beside_steps=is_beside)
+        # Reads that go on say something, too: else a slow disk is tried until the first has ended.
+        under_way = [
+            (now_s - since_s, reader.num_bytes)
+            for reader in self._readers
+            if (since_s := reader.since_s) is not None and not reader.is_hung
+        ]
+        if not under_way:
+            return speed
+        longest_s = max([took_s for took_s, _ in under_way])
+        num_bytes = max(1, sum([num_bytes for _, num_bytes in under_way]))
+        return speed._replace(s_per_byte=max(speed.s_per_byte, longest_s / num_bytes))
 
     @property
     def rate(self) -> LoadRate:
