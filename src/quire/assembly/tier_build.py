@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -66,7 +66,8 @@ def cache_folder(options: EngineOptions) -> Iterator[CacheFolder | None]:
     try:
         yield folder
     except BaseException:
-        folder.close()
+        with suppress(OSError):  # the system has closed it all the same
+            folder.close()
         raise
 
 

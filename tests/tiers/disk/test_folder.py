@@ -14,6 +14,7 @@ from tests.tiers.disk.store_world import FINGERPRINT, Opened, names_in, read, wr
 
 from quire.errors import ConfigurationError
 from quire.tiers.disk.folder import CacheFolder
+from quire.tiers.disk.io_limits import Spent
 
 HOLD = """
 import sys
@@ -156,4 +157,27 @@ def test_a_fingerprint_has_sixteen_bytes(tmp_path: Path) -> None:
     folder = CacheFolder.open(tmp_path)
     with pytest.raises(ValueError, match="16 bytes"):
         folder.namespace(b"short")
+    folder.close()
+
+
+def test_what_was_being_written_of_the_days_bytes_is_removed(tmp_path: Path) -> None:
+    CacheFolder.open(tmp_path).close()
+    (tmp_path / "spent.new").write_bytes(b"half")
+    CacheFolder.open(tmp_path).close()
+    assert not (tmp_path / "spent.new").exists()
+
+
+def test_the_days_bytes_are_read_though_their_file_closes_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CacheFolder.open(tmp_path)
+    folder.write_spent(Spent(4096, 5.0))
+
+    def fail(descriptor: int) -> None:
+        os.close(descriptor)
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.files, "close", fail)
+        assert folder.read_spent() == Spent(4096, 5.0)
     folder.close()

@@ -96,6 +96,7 @@ class CacheFolder:
             _take_lock(path, files, lock, wait_s)
             folder = cls(path, files, _secret(path, files), lock)
             folder._write_pid()
+            folder._remove_leftover()
         except OSError as error:
             _close(files, lock)
             raise ConfigurationError(
@@ -181,7 +182,7 @@ class CacheFolder:
             logger.warning("%s can't be read: %s; the day's bytes begin anew", path, error)
             return None
         finally:
-            self.files.close(descriptor)
+            _close(self.files, descriptor)
         if len(content) == _SPENT.size:
             magic, num_bytes, at_s, digest = _SPENT.unpack(content)
             if magic == _SPENT_MAGIC and digest == xxhash.xxh3_128_digest(content[:-16]):
@@ -198,6 +199,13 @@ class CacheFolder:
         content = _SPENT.pack(_SPENT_MAGIC, num_bytes, spent.at_s, bytes(16))[:-16]
         content += xxhash.xxh3_128_digest(content)
         _replace(self.path, self.files, "spent", content)
+
+    def _remove_leftover(self) -> None:
+        """Of a process that ended while it wrote what it had spent."""
+        leftover = self.path / "spent.new"
+        if leftover.exists():
+            with suppress(OSError):  # of a folder that is only read
+                self.files.unlink(leftover)
 
     def _write_pid(self) -> None:
         try:
@@ -250,7 +258,7 @@ def _take_lock(path: Path, files: Files, lock: int, wait_s: float) -> None:
 
 
 def _close(files: Files, descriptor: int) -> None:
-    """After an error, which is the one to be reported."""
+    """After an error, which is the one to be reported, or after all was read."""
     if descriptor >= 0:
         with suppress(OSError):
             files.close(descriptor)
