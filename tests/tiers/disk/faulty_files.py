@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.tiers.disk.files import Buffer, Files, RecordRun, Targets
 from quire.tiers.disk.native_files import NativeFiles
 
@@ -70,12 +73,14 @@ class FaultyFiles(Files):
             buffers = [buffers[0][: self.most_bytes]]
         return super().preadv(descriptor, buffers, offset)
 
-    def read_records(self, descriptor: int, records: RecordRun, targets: Targets) -> list[bool]:
+    def read_records(
+        self, descriptor: int, records: RecordRun, targets: Targets
+    ) -> NDArray[np.bool_]:
         """A native read is one that `preadv` would be told of, with the faults of that."""
         if self.native is None or self.most_bytes is not None:
             return super().read_records(descriptor, records, targets)
         views = [targets.view(index) for index in records.indexes]
-        self.before("preadv", (descriptor, views, records.offsets[0]))
+        self.before("preadv", (descriptor, views, int(records.offsets[0])))
         self._pass_gate()
         return self.native.read_records(descriptor, records, targets)
 

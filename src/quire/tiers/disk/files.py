@@ -10,7 +10,10 @@ import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.tiers.disk.record import payload_digest
 
@@ -25,12 +28,12 @@ MAX_GAP_BYTES = 32 << 10
 
 class RecordRun(NamedTuple):
     """Records of one file that lie close together, by their offsets; of the payload of each its
-    offset, its bytes, its digest, and the number of its target."""
+    offset, its bytes, its digest, and the number of its target. All [n]; digests have 16 bytes."""
 
-    offsets: Sequence[int]
-    sizes: Sequence[int]
-    digests: Sequence[bytes]
-    indexes: Sequence[int]
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    digests: NDArray[Any]
+    indexes: NDArray[np.int64]
 
 
 _gap = memoryview(bytearray(MAX_GAP_BYTES))  # what is read between records: never looked at
@@ -39,24 +42,24 @@ _gap = memoryview(bytearray(MAX_GAP_BYTES))  # what is read between records: nev
 class Targets(NamedTuple):
     """Parts of a writable memory that are to be filled, each with its begin and its bytes.
 
-    address: of the memory's first byte.
+    address: of the memory's first byte. begins, sizes: [n].
     """
 
     memory: memoryview
     address: int
-    begins: Sequence[int]
-    sizes: Sequence[int]
+    begins: NDArray[np.int64]
+    sizes: NDArray[np.int64]
 
     @classmethod
     def in_turn(cls, memory: bytearray, sizes: Sequence[int]) -> "Targets":
         """One behind the other, from the memory's begin."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if memory else 0
-        begins = [sum(sizes[:index]) for index in range(len(sizes))]
-        return cls(memoryview(memory), address, begins, sizes)
+        all_sizes = np.array(sizes, np.int64)
+        return cls(memoryview(memory), address, np.cumsum(all_sizes) - all_sizes, all_sizes)
 
     def view(self, index: int) -> memoryview:
-        begin = self.begins[index]
-        return self.memory[begin : begin + self.sizes[index]]
+        begin = int(self.begins[index])
+        return self.memory[begin : begin + int(self.sizes[index])]
 
 
 class Files:
@@ -82,14 +85,32 @@ class Files:
         """Fill the buffers in turn; returns how many bytes came, fewer at the end of the file."""
         return os.preadv(descriptor, buffers, offset)
 
-    def read_records(self, descriptor: int, records: RecordRun, targets: Targets) -> list[bool]:
+    def read_records(
+        self, descriptor: int, records: RecordRun, targets: Targets
+    ) -> NDArray[np.bool_]:
         """Fill the targets; which of the records came, with all bytes and the right digest.
 
         Here by as few `preadv` as it takes. Raises OSError.
         """
+        are_sound: list[bool] = []
+        rows = list(zip(*[column.tolist() for column in records], strict=True))
+        for first in range(0, len(rows), MAX_BUFFERS // 2):
+            part = rows[first : first + MAX_BUFFERS // 2]
+            end = self._read_in_turn(descriptor, part, targets)
+            # What did not come is not there, whatever the memory held before.
+            are_sound += [
+                begin + num_bytes <= end and payload_digest(targets.view(index)) == digest
+                for begin, num_bytes, digest, index in part
+            ]
+        return np.array(are_sound)
+
+    def _read_in_turn(
+        self, descriptor: int, rows: Sequence[tuple[int, int, bytes, int]], targets: Targets
+    ) -> int:
+        """Fill the targets of records by calls of `preadv`; returns where what came ends."""
         buffers: list[memoryview] = []
-        offset = end = records.offsets[0]
-        for begin, num_bytes, _, index in zip(*records, strict=True):
+        offset = end = rows[0][0]
+        for begin, num_bytes, _, index in rows:
             if begin > end:
                 buffers.append(_gap[: begin - end])
             buffers.append(targets.view(index))
@@ -101,11 +122,7 @@ class Files:
             offset += came
             if offset < end:
                 buffers = after(buffers, came)
-        # What did not come is not there, whatever the memory held before.
-        return [
-            begin + num_bytes <= offset and payload_digest(targets.view(index)) == digest
-            for begin, num_bytes, digest, index in zip(*records, strict=True)
-        ]
+        return offset
 
     def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Write the buffers one after the other; returns how many bytes were written."""

@@ -250,7 +250,7 @@ class Loader:
         if not orders:
             rate.ended(self._clock(), 0.0, 0)
             return
-        keys = [(group, name) for _, _, group, name in orders]
+        keys = [order[2:] for order in orders]  # group and name
         targets = self._pages.targets(orders)
         reader.num_bytes = num_bytes
         reader.since_s = since_s = self._clock()
@@ -258,7 +258,7 @@ class Loader:
         now_s = self._clock()
         came = num_bytes
         if not all(done):
-            came = sum(size for size, is_done in zip(targets.sizes, done, strict=True) if is_done)
+            came = int(targets.sizes[done].sum())
         # A disk that has hung says nothing about what it does otherwise.
         rate.ended(now_s, now_s - since_s, 0 if reader.is_hung else came)
         is_cached = came >= CACHED_BYTES_PER_S * (now_s - since_s) and rate is self._alone

@@ -1,10 +1,9 @@
 """Reads records by one call of the native library, which needs no Python while it reads."""
 
-import ctypes
 import os
-from array import array
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.kernels.cpu.library import NativeLibrary
 from quire.tiers.disk.files import Files, RecordRun, Targets
@@ -19,20 +18,21 @@ class NativeFiles(Files):
     def __init__(self, library: NativeLibrary) -> None:
         self._read, self._isa = library.read_records, next(iter(library.isas().values()))
 
-    def read_records(self, descriptor: int, records: RecordRun, targets: Targets) -> list[bool]:
+    def read_records(
+        self, descriptor: int, records: RecordRun, targets: Targets
+    ) -> NDArray[np.bool_]:
         offsets, sizes, digests, indexes = records
-        if min(sizes) < MIN_BYTES:
+        if sizes.min() < MIN_BYTES:
             return super().read_records(descriptor, records, targets)
-        begins, count = targets.begins, len(offsets)
+        count = len(offsets)
         places = np.empty((count, 3), np.int64)
-        places[:, 0] = array("q", offsets)
-        places[:, 1] = array("q", sizes)
-        places[:, 2] = array("q", [begins[index] for index in indexes])
-        places[:, 2] += targets.address
-        are_sound = (ctypes.c_bool * count)()
+        places[:, 0], places[:, 1] = offsets, sizes
+        np.add(targets.begins[indexes], targets.address, out=places[:, 2])
+        are_sound = np.zeros(count, np.bool_)
         error = self._read(
-            *(self._isa, descriptor, count, places.ctypes.data, b"".join(digests), are_sound)
+            *(self._isa, descriptor, count),
+            *(places.ctypes.data, digests.tobytes(), are_sound.ctypes.data),
         )
         if error:
             raise OSError(error, os.strerror(error))
-        return list(are_sound)
+        return are_sound

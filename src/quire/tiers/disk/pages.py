@@ -11,7 +11,8 @@ from quire.tiers.disk.record import MAX_GROUPS
 
 
 class Pages:
-    """bytes_of_group: how many bytes of a page each group uses, from the first."""
+    """bytes_of_group: how many bytes of a page each group uses, from the first. address, num_bytes:
+    of all pages."""
 
     def __init__(self, storage: NDArray[np.uint8], bytes_of_group: Sequence[int]) -> None:
         """storage: [num_blocks, bytes of a block], contiguous and writable.
@@ -35,7 +36,7 @@ class Pages:
         self.num_bytes = storage.nbytes
         self._stride = storage.shape[1]
         self._memory = storage.reshape(-1).data
-        self._address = int(storage.ctypes.data)
+        self.address = int(storage.ctypes.data)
 
     def views(self, orders: Sequence[StoreOrder]) -> list[memoryview]:
         """The used bytes of each order's block."""
@@ -44,11 +45,13 @@ class Pages:
 
     def targets(self, orders: Sequence[LoadOrder]) -> Targets:
         """The used bytes of each order's block."""
-        stride, of_group = self._stride, self.bytes_of_group
-        begins = [order[1] * stride for order in orders]
-        return Targets(
-            self._memory, self._address, begins, [of_group[order[2]] for order in orders]
-        )
+        count = len(orders)
+        begins = np.fromiter([order[1] for order in orders], np.int64, count) * self._stride
+        if len(self.bytes_of_group) == 1:
+            sizes = np.full(count, self.bytes_of_group[0], np.int64)
+        else:
+            sizes = np.array(self.bytes_of_group, np.int64)[[order[2] for order in orders]]
+        return Targets(self._memory, self.address, begins, sizes)
 
     def num_bytes_of(self, orders: Sequence[LoadOrder] | Sequence[StoreOrder]) -> int:
         sizes = self.bytes_of_group

@@ -4,10 +4,14 @@
 it is at some time of the call. What changes it takes the lock for a moment.
 """
 
+import struct
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.memory.tiers.contract import Tail
 from quire.tiers.disk.record import Record
@@ -19,7 +23,13 @@ thousand, and whoever asks compares each."""
 Key = tuple[int, bytes]
 """(group, name)."""
 
+PLACE = np.dtype([("segment", "<i8"), ("offset", "<i8"), ("num_bytes", "<i8"), ("digest", "V16")])
+"""A `Place` as the index has it: small in memory, and many are looked up in few calls."""
+
+_PLACE = struct.Struct("<qqq16s")
 _NO_TAILS: dict[Key, Tail] = {}
+
+assert _PLACE.size == PLACE.itemsize
 
 
 class Place(NamedTuple):
@@ -31,24 +41,48 @@ class Place(NamedTuple):
     digest: bytes
 
 
+class Places(NamedTuple):
+    """Those of several keys. rows: [n] PLACE; numbers: [n] int64, of the keys that have them."""
+
+    rows: NDArray[Any]
+    numbers: NDArray[np.int64]
+
+
+def place_of(row: np.void) -> Place:
+    """Of one row of `Places`."""
+    return Place(*_PLACE.unpack(row.tobytes()))
+
+
 class RecordIndex:
     """Invariant: a key is in `_tail_parts`, and its tail among those of its parent, if and only if
     it is in `_places` with tokens; no parent has an empty list; only what is in `_places` has hits.
     """
 
     def __init__(self) -> None:
-        self._places: dict[Key, Place] = {}
+        self._places: dict[Key, bytes] = {}  # PLACE
         self._tail_parts: dict[Key, tuple[bytes, bytes]] = {}  # parent, tokens
         self._tails: dict[bytes, dict[Key, Tail]] = {}  # by parent
         self._hits: dict[Key, int] = {}
         self._lock = threading.Lock()
-        self.place = self._places.get
 
     def __len__(self) -> int:
         return len(self._places)
 
     def find(self, group: int, name: bytes) -> bool:
         return (group, name) in self._places
+
+    def place(self, key: Key) -> Place | None:
+        row = self._places.get(key)
+        return None if row is None else Place(*_PLACE.unpack(row))
+
+    def places(self, keys: Sequence[Key]) -> Places:
+        """Of those that are kept."""
+        rows = list(map(self._places.get, keys))
+        if None not in rows:
+            numbers = np.arange(len(keys))
+        else:
+            numbers = np.array([number for number, row in enumerate(rows) if row], np.int64)
+        return Places(np.frombuffer(b"".join(filter(None, rows)), PLACE), numbers)
 
     def tails(self, parent: bytes) -> list[Tail]:
         """The partly filled blocks with tokens that follow a digest, each once: the MAX_TAILS that
@@ -69,7 +103,7 @@ class RecordIndex:
                 group, name, parent, tokens, offset, num_bytes, digest = record
                 key = group, name
                 keys.append(key)
-                self._places[key] = Place(segment, offset, num_bytes, digest)
+                self._places[key] = _PLACE.pack(segment, offset, num_bytes, digest)
                 if tokens and key not in self._tail_parts:
                     self._tail_parts[key] = parent, tokens
                     self._tails.setdefault(parent, {})[key] = Tail(tokens, name)
@@ -78,7 +112,7 @@ class RecordIndex:
     def forget(self, key: Key, place: Place) -> bool:
         """Take a content out, unless it has moved to another place. Whether it was there."""
         with self._lock:
-            if self._places.get(key) is not place:
+            if self._places.get(key) != _PLACE.pack(*place):
                 return False
             del self._places[key]
             self._hits.pop(key, None)

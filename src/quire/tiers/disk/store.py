@@ -8,20 +8,23 @@ its payload has the digest of the index, so a file that was damaged since, or th
 part of when the power failed, is a miss.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from operator import add, sub
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.memory.tiers.contract import StoreOrder
 from quire.errors import ConfigurationError
 from quire.observability.log import get_logger
-from quire.tiers.disk.files import MAX_BUFFERS, MAX_GAP_BYTES, Files, RecordRun, Targets
+from quire.tiers.disk.files import MAX_GAP_BYTES, Files, RecordRun, Targets
 from quire.tiers.disk.folder import CacheFolder, OldSegment, old_segment
 from quire.tiers.disk.open_files import OpenFiles
 from quire.tiers.disk.record import ENTRY_BYTES, Record, payload_digest, record_bytes
-from quire.tiers.disk.record_index import Key, Place, RecordIndex
+from quire.tiers.disk.record_index import Key, Place, Places, RecordIndex, place_of
 from quire.tiers.disk.segment import (
     DESCRIPTOR_BYTES,
     TRAILER_BYTES,
@@ -41,10 +44,6 @@ RESUMED_SHARE = 0.75
 """A last segment that is less full than this is continued after a start."""
 
 logger = get_logger(__name__)
-
-
-_Wanted = tuple[Place, int]
-"""Of a read: where a record is, and its number in the read."""
 
 
 class ReadResult(NamedTuple):
@@ -119,34 +118,27 @@ class SegmentStore:
     def read(self, keys: Sequence[Key], targets: Targets) -> ReadResult:
         """Fill each target with a content, whose length it must have; records that lie close
         together are read by one call. A target that is not done holds anything."""
-        done = [False] * len(keys)
+        done = np.zeros(len(keys), np.bool_)
         error: OSError | None = None
-        waiting: Sequence[int] = range(len(keys))
-        find, sizes = self.index.place, targets.sizes
+        waiting: list[int] | None = None  # all
         for _ in range(3):  # a record may move to another segment meanwhile
-            places = [
-                (place, index)
-                for index in waiting
-                if (place := find(keys[index])) is not None and place[2] == sizes[index]
-            ]
+            places = _places_of(self.index, keys, waiting, targets.sizes)
             waiting = []
-            for run in (
-                [places] if self._is_one_run(places) else _runs(sorted(places), self._broken)
-            ):
+            for run in _runs(places, self._broken):
                 try:
                     self._read_run(run, keys, targets, done)
                 except FileNotFoundError:  # its segment was evicted
-                    waiting += [wanted[1] for wanted in run]
+                    waiting += run.numbers.tolist()
                 except OSError as raised:
                     error = raised
-                    self._broken.add(run[0][0].segment)
+                    self._broken.add(_segment_of(run))
                     self._read_one_by_one(run, keys, targets, done)
             if not waiting:
                 break
-        for index in waiting:  # their file was removed by something else
-            if (place := self.index.place(keys[index])) is not None:
-                self.index.forget(keys[index], place)
-        return ReadResult(done, error)
+        for number in waiting or ():  # their file was removed by something else
+            if (place := self.index.place(keys[number])) is not None:
+                self.index.forget(keys[number], place)
+        return ReadResult(done.tolist(), error)
 
     def append(self, orders: Sequence[StoreOrder], payloads: Sequence[memoryview]) -> None:
         """Write contents that are not there yet. Raises OSError; then those that are in the index
@@ -238,39 +230,31 @@ class SegmentStore:
     # -- reading -----------------------------------------------------------------------------------
 
     def _read_run(
-        self, run: Sequence[_Wanted], keys: Sequence[Key], targets: Targets, done: list[bool]
+        self, run: Places, keys: Sequence[Key], targets: Targets, done: NDArray[np.bool_]
     ) -> None:
         """Read records of one segment by one call, and check what came. Raises OSError."""
-        places, indexes = zip(*run, strict=True)
-        _, offsets, sizes, digests = zip(*places, strict=True)
-        records = RecordRun(offsets, sizes, digests, indexes)
-        with self._reading.reading(segment_path(self.path, run[0][0].segment)) as descriptor:
+        rows, numbers = run
+        records = RecordRun(rows["offset"], rows["num_bytes"], rows["digest"], numbers)
+        with self._reading.reading(segment_path(self.path, _segment_of(run))) as descriptor:
             are_sound = self._files.read_records(descriptor, records, targets)
-        for (place, index), is_sound in zip(run, are_sound, strict=True):
-            done[index] = is_sound
-            if not is_sound and self.index.forget(keys[index], place):
+        done[numbers] = are_sound
+        for row, number in zip(rows[~are_sound], numbers[~are_sound].tolist(), strict=True):
+            if self.index.forget(keys[number], place_of(row)):
                 self.num_damaged += 1
-        self.index.count_hits([keys[index] for index in indexes if done[index]])
-
-    def _is_one_run(self, places: Sequence[_Wanted]) -> bool:
-        """Whether `_runs` would leave them together; nearly always, and found out more quickly."""
-        if not places or 2 * len(places) > MAX_BUFFERS:
-            return False
-        segments, offsets, sizes, _ = zip(*[place for place, _ in places], strict=True)
-        if segments.count(segments[0]) < len(segments) or segments[0] in self._broken:
-            return False
-        gaps = list(map(sub, offsets[1:], map(add, offsets, sizes)))
-        return not gaps or (min(gaps) >= 0 and max(gaps) <= MAX_GAP_BYTES)
+        if are_sound.all() and len(numbers) == len(keys):
+            self.index.count_hits(keys)
+        else:
+            self.index.count_hits([keys[number] for number in numbers[are_sound].tolist()])
 
     def _read_one_by_one(
-        self, run: Sequence[_Wanted], keys: Sequence[Key], targets: Targets, done: list[bool]
+        self, run: Places, keys: Sequence[Key], targets: Targets, done: NDArray[np.bool_]
     ) -> None:
         """After a failure: find out which records can't be read, and forget these."""
-        for place, index in run:
+        for begin, number in enumerate(run.numbers.tolist()):
             try:
-                self._read_run([(place, index)], keys, targets, done)
+                self._read_run(_part(run, slice(begin, begin + 1)), keys, targets, done)
             except OSError:  # the first error of the run is reported
-                if self.index.forget(keys[index], place):
+                if self.index.forget(keys[number], place_of(run.rows[begin])):
                     self.num_damaged += 1
 
     # -- writing -----------------------------------------------------------------------------------
@@ -367,18 +351,44 @@ def _needed_bytes(record: Record) -> int:
     return record_bytes(record.num_bytes, len(record.tokens)) + ENTRY_BYTES + len(record.tokens)
 
 
-def _runs(places: Sequence[_Wanted], broken: Collection[int]) -> Iterator[list[_Wanted]]:
-    """Cut sorted places where they lie in different segments or far from each other. In broken
-    segments each is read alone, since what lies between two of them may be what is broken."""
-    run: list[_Wanted] = []
-    segment = end = -1
-    for wanted in places:
-        own_segment, offset, num_bytes, _ = wanted[0]
-        is_near = own_segment == segment and 0 <= offset - end <= MAX_GAP_BYTES
-        if run and (not is_near or 2 * len(run) >= MAX_BUFFERS or segment in broken):
-            yield run
-            run = []
-        run.append(wanted)
-        segment, end = own_segment, offset + num_bytes
-    if run:
-        yield run
+def _places_of(
+    index: RecordIndex, keys: Sequence[Key], waiting: list[int] | None, sizes: NDArray[np.int64]
+) -> Places:
+    """Where the keys of these numbers lie (None: all), as far as they have these sizes."""
+    if waiting is None:
+        places = index.places(keys)
+    else:
+        places = index.places([keys[number] for number in waiting])
+        places = places._replace(numbers=np.array(waiting)[places.numbers])
+    have_size = places.rows["num_bytes"] == sizes[places.numbers]
+    return places if have_size.all() else _part(places, have_size)
+
+
+def _segment_of(run: Places) -> int:
+    """Which all of a run lie in."""
+    return int(run.rows["segment"][0])
+
+
+def _part(places: Places, which: NDArray[np.bool_] | NDArray[np.int64] | slice) -> Places:
+    return Places(places.rows[which], places.numbers[which])
+
+
+def _runs(places: Places, broken: Collection[int]) -> list[Places]:
+    """Cut places where they lie in different segments or far from each other. In broken segments
+    each is read alone, since what lies between two of them may be what is broken."""
+    cuts = _cuts(places, broken)
+    if len(cuts) == 0:  # nearly always
+        return [places] if len(places.numbers) else []
+    places = _part(places, np.lexsort((places.rows["offset"], places.rows["segment"])))
+    ends = [0, *_cuts(places, broken).tolist(), len(places.numbers)]
+    return [_part(places, slice(begin, end)) for begin, end in pairwise(ends)]
+
+
+def _cuts(places: Places, broken: Collection[int]) -> NDArray[np.int64]:
+    """Before which of the places, in their order, one read would end."""
+    segments, offsets = places.rows["segment"], places.rows["offset"]
+    gaps = offsets[1:] - offsets[:-1] - places.rows["num_bytes"][:-1]
+    are_near = (segments[1:] == segments[:-1]) & (gaps >= 0) & (gaps <= MAX_GAP_BYTES)
+    if broken:
+        are_near &= ~np.isin(segments[1:], list(broken))
+    return np.flatnonzero(~are_near) + 1
