@@ -109,11 +109,14 @@ class SegmentStore:
 
     @property
     def used_bytes(self) -> int:
-        return (
-            sum(old.num_bytes for old in list(self._old))  # copies: metrics ask from other threads
-            + sum(sealed.num_bytes for sealed in list(self._sealed.values()))
-            + (opened.sealed_bytes if (opened := self._open) else 0)
-        )
+        # Copies: metrics ask from other threads.
+        return sum(old.num_bytes for old in list(self._old)) + self.own_bytes
+
+    @property
+    def own_bytes(self) -> int:
+        """What the segments of this namespace take."""
+        sealed_bytes = sum(sealed.num_bytes for sealed in list(self._sealed.values()))
+        return sealed_bytes + (opened.sealed_bytes if (opened := self._open) else 0)
 
     def read(self, keys: Sequence[Key], targets: Targets) -> ReadResult:
         """Fill each target with a content, whose length it must have; records that lie close
