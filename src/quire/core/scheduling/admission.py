@@ -133,6 +133,15 @@ class CapacityCheck:
         failed.num_missing_blocks, failed.look_again_at = needed, step_id + LOOK_AGAIN_STEPS
         return Verdict.NO_CAPACITY
 
+    def num_lacking(self, sequence: Sequence) -> int:
+        """Free blocks that it needs, with room for those that outrank it to grow, and that were not
+        there when it was last checked; 0 where it lacked none."""
+        failed = self._failed.get(sequence)
+        if failed is None:
+            return 0
+        num_outranking = bisect_left(self._running_set.running, sequence.rank, key=rank_of)
+        return failed.num_missing_blocks + num_outranking * self._memory.num_blocks_to_grow
+
     def look_again(self, sequence: Sequence) -> None:
         """Blocks were taken for it: its next check looks up its cached prefix anew."""
         if sequence in self._failed:
@@ -340,7 +349,7 @@ class Admission:
         num_theirs = sum(num_held(sequence.block_tables) for sequence in outranked)
         moves = self._memory.moves
         if moves is not None:
-            num_theirs += sum(map(moves.loads.num_held, running_set.loading(head, rank)))
+            num_theirs += moves.loads.num_held(running_set.loading(head, rank))
         return num_wanted <= self._memory.num_free_soon + num_theirs
 
     def admit_waiting(
@@ -351,9 +360,11 @@ class Admission:
         Those that do not fit are passed over, within bounds; a preempted one never is.
         """
         passed_over: list[Sequence] = []
+        drawn: set[Sequence] = set()
         for sequence in self._waiting.candidates():
             if budget.is_spent or not self._running_set.free_rows:
                 break
+            drawn.add(sequence)
             if self._is_early(sequence):
                 continue
             if sequence.is_in_one_step and sequence.num_tokens > budget.num_tokens:
@@ -373,9 +384,29 @@ class Admission:
                     or sequence.num_overtaken >= MAX_OVERTAKEN
                     or len(passed_over) >= MAX_PASSED_OVER
                 ):
+                    self._take_loaded(passed_over, drawn)
                     break
         if not len(self._waiting):
             self.capacity.is_crowded = False
+
+    def _take_loaded(self, passed_over: list[Sequence], drawn: set[Sequence]) -> None:
+        """Nothing behind those that were passed over is admitted before one of them. So what was
+        loaded for sequences behind them, which are not drawn, is given up for the first that it is
+        enough for: else it would be held until running ones end, and keep all that wait."""
+        moves, memory = self._memory.moves, self._memory
+        if moves is None:
+            return
+        behind = [other for other in moves.loads.sequences if other not in drawn]
+        if not behind:
+            return
+        num_free, num_held = memory.num_free_soon, moves.loads.num_held(behind)
+        for sequence in passed_over:
+            num_wanted = self.capacity.num_lacking(sequence)
+            if num_free < num_wanted <= num_free + num_held:
+                for other in sorted(behind, key=rank_of, reverse=True):
+                    if memory.num_free_soon < num_wanted:
+                        moves.loads.give_up(other)
+                return
 
     def admit(self, sequence: Sequence, match: PrefixMatch, step_id: int, now_s: float) -> None:
         """Waiting -> RUNNING: a row and tables for all tokens known so far."""

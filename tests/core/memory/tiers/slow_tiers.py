@@ -1,15 +1,17 @@
-"""Tiers whose moves end when a test says so: names and order ids, no bytes."""
+"""Tiers whose moves end when a test says so: names and order ids, and bytes of a fake runner."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder, Tail
+from quire.simulation.fakes.fake_store import BlockBytes, FakeStore
 
 
 class SlowTiers:
     """kept: what is found. stores, loads: orders under way. cancelled: of them. seconds: what a
-    load is predicted to take."""
+    load is predicted to take. store: of a fake runner, whose bytes are moved; None: none are."""
 
     def __init__(self) -> None:
+        self.store: FakeStore | None = None
         self.kept: set[tuple[int, bytes]] = set()
         self.kept_tails: dict[bytes, list[Tail]] = {}
         self.stores: dict[int, StoreOrder] = {}
@@ -18,6 +20,7 @@ class SlowTiers:
         self.takes_stores = True
         self.seconds = 0.001
         self._ended: list[MoveEnd] = []
+        self._bytes: dict[tuple[int, bytes], BlockBytes] = {}
 
     def find(self, group: int, name: bytes) -> bool:
         return (group, name) in self.kept
@@ -39,9 +42,13 @@ class SlowTiers:
         for order_id in list(order_ids):
             store = self.stores.pop(order_id, None)
             if store is None:
-                del self.loads[order_id]
+                load = self.loads.pop(order_id)
+                if self.store is not None and is_done:
+                    self.store.write_block(load.block, self._bytes[load.group, load.name])
             elif is_done:
                 self.kept.add((store.group, store.name))
+                if self.store is not None:
+                    self._bytes[store.group, store.name] = self.store.read_block(store.block)
                 if store.tokens:
                     tails = self.kept_tails.setdefault(store.parent, [])
                     tails.append(Tail(store.tokens, store.name))

@@ -82,7 +82,7 @@ def test_what_comes_is_found_and_nothing_is_held_in_the_end(kinds: str) -> None:
     pass_time(memory)
     assert not loads_of(memory).awaits(sequence)
     assert memory.match(sequence).num_tokens == len(PROMPT)
-    assert memory.pool.num_held == loads_of(memory).num_held(sequence) > 0
+    assert memory.pool.num_held == loads_of(memory).num_held([sequence]) > 0
     memory.free(sequence)
     pass_time(memory)
     assert memory.pool.num_held == 0

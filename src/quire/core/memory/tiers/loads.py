@@ -10,7 +10,8 @@ load holds what the prefix takes, what was there before included.
     admitted, ended, or outranked                  release: nothing is held any more
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quire.core.memory.block_pool import BlockPool
@@ -177,14 +178,15 @@ class Loads:
         """For which something was loaded, or is being loaded."""
         return list(self._loads)
 
-    def num_held(self, sequence: Sequence) -> int:
-        """Blocks that only its load holds."""
-        load = self._loads.get(sequence)
-        if load is None:
-            return 0
+    def num_held(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that only the loads of these sequences hold."""
+        those = {sequence for sequence in sequences if sequence in self._loads}
+        loads = [self._loads[sequence] for sequence in those]
+        fillings = {each for load in loads for each in load.fillings if each.waiters <= those}
+        held = Counter([each.block for each in fillings])
+        held.update([block for load in loads for block in load.there])
         counts = self._pool.ref_count
-        own = [each.block for each in load.fillings if len(each.waiters) == 1]
-        return sum([counts[block] == 1 for block in (*own, *load.there)])
+        return sum([counts[block] == count for block, count in held.items()])
 
     # ---- moves ------------------------------------------------------------------------------
 
