@@ -4,7 +4,7 @@ import random
 
 import pytest
 from tests.core.harness import make_sequence
-from tests.core.memory.test_kv_cache_manager import STEP, admit, compute
+from tests.core.memory.test_kv_cache_manager import STEP, admit, compute, write
 from tests.core.memory.tiers.slow_tiers import SlowTiers
 
 from quire.core.kv_groups import KVGroup, KVKind
@@ -246,3 +246,30 @@ def test_nothing_leaks_whatever_happens(kinds: str) -> None:
         assert not loads_of(memory)._num_known
         assert not loads_of(memory)._by_content
     assert num_loaded > 20
+
+
+def test_of_what_is_given_up_the_tail_is_evicted_first() -> None:
+    memory, tiers = make()
+    prompt = list(range(40))
+    keep(memory, tiers, prompt)
+    sequence = begin(memory, [*prompt, 99])
+    tiers.end(tiers.loads)
+    pass_time(memory)
+    assert memory.match(sequence).num_tokens == 40
+    loads_of(memory).give_up(sequence)
+    write(memory, list(range(100, 100 + 4 * (memory.pool.num_free - 7))))
+    assert memory.match(sequence).num_tokens == 28
+
+
+def test_of_what_is_there_the_tail_is_evicted_first() -> None:
+    memory, tiers = make()
+    prompt = list(range(40))
+    keep(memory, tiers, prompt)
+    run(memory, prompt[:36])
+    sequence = begin(memory, [*prompt, 99])
+    assert len(tiers.loads) == 1
+    tiers.end(tiers.loads, is_done=False)
+    pass_time(memory)
+    loads_of(memory).give_up(sequence)
+    write(memory, list(range(100, 100 + 4 * (memory.pool.num_free - 7))))
+    assert memory.match(sequence).num_tokens == 28

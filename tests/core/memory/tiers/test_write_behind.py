@@ -113,3 +113,14 @@ def test_what_is_under_way_is_bounded_and_the_rest_is_evicted_first() -> None:
     assert there <= tiers.kept
     assert stores.num_stored == len(tiers.kept)
     assert memory.pool.num_held == 0
+
+
+def test_of_what_was_stored_at_once_the_tail_is_evicted_first() -> None:
+    memory, tiers = make(num_blocks=160)
+    memory.free(write(memory, list(range(40))))
+    memory.set_time(0.1)
+    assert len(tiers.stores) == 10
+    tiers.end(tiers.stores)
+    memory.set_time(0.2)
+    write(memory, list(range(100, 100 + 4 * (memory.pool.num_free - 7))))
+    assert memory.match(make_sequence(memory, list(range(41)))).num_tokens == 28

@@ -11,7 +11,7 @@ from typing import Any
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.growth import Growth
 from quire.core.memory.prefix_cache import PrefixCache
-from quire.core.memory.tiers.contract import Tiers
+from quire.core.memory.tiers.contract import MoveEnd, Tiers
 from quire.core.memory.tiers.load_rule import pairs_of
 from quire.core.memory.tiers.loads import Loads, Taker
 from quire.core.memory.tiers.write_behind import WriteBehind
@@ -52,11 +52,15 @@ class BlockMoves:
         is_last: nothing is computed any more, so what would wait for a while need not.
         """
         self._now_s = now_s
+        stored: list[MoveEnd] = []
         for end in self.tiers.ended():
             if end.order_id in self.stores.in_flight:
-                self.stores.end(end.order_id, is_done=end.is_done)
+                stored.append(end)
             else:
                 self.loads.land(end, now_s)
+        # The last ordered first, so that a prefix's tail is evicted before what comes before it.
+        for end in sorted(stored, reverse=True):
+            self.stores.end(end.order_id, is_done=end.is_done)
         self.loads.end_late(now_s)
         orders = self.stores.orders(now_s, at_once=is_last) if orders_stores else []
         if orders:

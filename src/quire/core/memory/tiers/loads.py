@@ -162,9 +162,9 @@ class Loads:
             if sequence.num_admissions == 0:
                 hit = min(reached, sequence.num_prompt_tokens)
                 self.stats.num_hit_tokens += max(0, hit - load.first_token)
+        # The prefix's tail goes first, so that it is evicted before what comes before it.
         self._leave(sequence, load)
-        for block in load.there:
-            self._pool.release(block)
+        self._pool.release_all(reversed(load.there))
 
     def give_up(self, sequence: Sequence) -> None:
         """Its blocks are needed: nothing is held for it, and it does not ask again."""
@@ -344,6 +344,7 @@ class Loads:
     def _leave(self, sequence: Sequence, load: _Load, *, only_pending: bool = False) -> None:
         """It waits for none of its fillings any more, or for none that has not come."""
         cancelled: list[int] = []
+        released: list[int] = []
         kept: list[_Filling] = []
         for filling in load.fillings:
             if only_pending and filling.has_landed:
@@ -352,10 +353,11 @@ class Loads:
             filling.waiters.discard(sequence)
             if not filling.waiters:
                 if filling.has_landed:
-                    self._pool.release(filling.block)
+                    released.append(filling.block)
                 else:
                     filling.left_s = self._now_s
                     cancelled.append(filling.order_id)
+        self._pool.release_all(reversed(released))
         load.fillings, load.num_pending = kept, 0
         if cancelled:
             self._tiers.cancel(cancelled)
