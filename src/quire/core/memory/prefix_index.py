@@ -155,7 +155,7 @@ class PrefixIndex:
         self._extend_chain(sequence)
         chain, longest = sequence.chain, (len(sequence.token_ids) - 1) // size
         chains = [chain]
-        if self.cache.has_public:
+        if _reads_public(self.cache, sequence):
             chains.append(self._public_chain(sequence, longest))
         if bounded:
             return self._match_hybrid(sequence, chains, longest)
@@ -225,7 +225,7 @@ class PrefixIndex:
         if not tail:
             return best
         parents = [sequence.chain[index - 1] if index else sequence.chain_root]
-        if cache.has_public:
+        if _reads_public(self.cache, sequence):
             public_chain = self._public_chain(sequence, index)
             parents.append(public_chain[index - 1] if index else cache.public_root)
         for parent in parents:
@@ -388,6 +388,12 @@ class PrefixIndex:
             sequence.chain_tokens += self.cache.extend_chain(
                 sequence.chain, sequence.chain_root, sequence.token_ids
             )
+
+
+def _reads_public(cache: PrefixCache, sequence: Sequence) -> bool:
+    """Whether blocks that all may read can be there for it: from the first on, as the cache knows,
+    or later ones, which were loaded behind blocks of its own."""
+    return cache.has_public or bool(sequence.public_chain)
 
 
 def explain_miss(

@@ -9,6 +9,7 @@ from tests.core.memory.tiers.slow_tiers import SlowTiers
 
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
+from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
 from quire.core.memory.tiers.loads import Loads
 from quire.core.scheduling import invariants
 from quire.core.sequence import Sequence
@@ -273,3 +274,27 @@ def test_of_what_is_there_the_tail_is_evicted_first() -> None:
     loads_of(memory).give_up(sequence)
     write(memory, list(range(100, 100 + 4 * (memory.pool.num_free - 7))))
     assert memory.match(sequence).num_tokens == 28
+
+
+def test_public_blocks_that_were_loaded_behind_own_ones_are_found() -> None:
+    memory, tiers = make()
+    public = make_sequence(memory, PROMPT[:12], domain=PUBLIC_DOMAIN)
+    admit(memory, public)
+    go_through(memory, public)
+    memory.free(public)
+    pass_time(memory)
+    tiers.end(tiers.stores)
+    pass_time(memory)
+    memory.prefixes.clear()
+    tiers.takes_stores = False
+    own = make_sequence(memory, PROMPT[:4], domain="tenant")
+    admit(memory, own)
+    go_through(memory, own)
+    memory.free(own)
+    sequence = begin(memory, [*PROMPT[:12], 99], domain="tenant")
+    assert len(tiers.loads) == 2
+    tiers.end(tiers.loads)
+    pass_time(memory)
+    assert memory.match(sequence).num_tokens == 12
+    memory.free(sequence)
+    assert memory.match(make_sequence(memory, [*PROMPT[:12], 99], domain="other")).num_tokens == 0
