@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from quire.core.memory.block_pool import BlockPool
-from quire.core.memory.growth import Growth
+from quire.core.memory.growth import STEPS_IN_FLIGHT, Growth
 from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.tiers.contract import MoveEnd, Tiers
 from quire.core.memory.tiers.load_rule import pairs_of
@@ -33,7 +33,8 @@ class BlockMoves:
         self.stores = WriteBehind(tiers, pool, cache, growth, numbers.__next__)
         self.loads = Loads(tiers, pool, cache, growth, take, numbers.__next__)
         self._now_s = 0.0
-        self._steps: dict[int, tuple[int, int]] = {}  # in flight: tokens and pairs
+        # In flight, of those that compute prompts: tokens and pairs.
+        self._steps: dict[int, tuple[int, int]] = {}
 
     @property
     def num_in_flight(self) -> int:
@@ -68,20 +69,24 @@ class BlockMoves:
 
     def launch(self, step_id: int, chunks: Mapping[Sequence, int]) -> None:
         """A step is sent that computes so many tokens of each; their counts have them already."""
+        self._steps.pop(step_id - STEPS_IN_FLIGHT, None)  # it has ended, whether observed or not
+        num_tokens = sum(chunks.values())
+        # Where all rows decode, they mostly wait for the weights: that says nothing about prompts.
+        if num_tokens == len(chunks):
+            return
         num_pairs = sum(
             [
                 pairs_of(sequence.num_computed_tokens - num_new, num_new)
                 for sequence, num_new in chunks.items()
             ]
         )
-        self._steps[step_id] = sum(chunks.values()), num_pairs
+        self._steps[step_id] = num_tokens, num_pairs
 
     def observe(self, step_id: int, seconds: float) -> None:
-        """A step has ended and took so long; those before it, too."""
-        if step_id in self._steps:
-            self.loads.compute_time.observe(*self._steps[step_id], seconds)
-        for ended in [each for each in self._steps if each <= step_id]:
-            del self._steps[ended]
+        """A step has ended and took so long."""
+        step = self._steps.pop(step_id, None)
+        if step is not None:
+            self.loads.compute_time.observe(*step, seconds)
 
     def counts(self) -> dict[str, Any]:
         """What was loaded and stored since the start, by name (see `LoadStats`, `WriteBehind`), and
