@@ -19,6 +19,7 @@ from quire.core.memory.copy_on_write import CopyOnWrite
 from quire.core.memory.group_match import NOTHING, GroupMatch, GroupPart, StatePages
 from quire.core.memory.growth import Growth, StateRule, WindowRule
 from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.memory.prefix_cache import PrefixCache
 from quire.core.memory.prefix_index import PrefixIndex
 from quire.core.memory.state_snapshots import StateSnapshots
 from quire.core.scheduling.running_set import RunningSet
@@ -111,6 +112,15 @@ def take_any_state(original: Any) -> Any:
         return GroupPart(index * self._growth.block_size + num_common, partial, found)
 
     return part
+
+
+def find_parts(original: Any) -> Any:
+    """Also where a state would need the whole."""
+
+    def neighbour(self: PrefixCache, parent: bytes, token_ids: Any, **_: bool) -> Any:
+        return original(self, parent, token_ids)
+
+    return neighbour
 
 
 def leave_states_shared(original: Any) -> Any:
@@ -243,7 +253,10 @@ MUTATIONS: dict[str, Patch] = {
     "a hit goes on from the state of a shorter prefix": replace(
         GroupMatch, "states", take_an_older_state
     ),
-    "a part of a block is hit with any state": replace(GroupMatch, "part", take_any_state),
+    "a part of a block is hit with any state": both(
+        replace(GroupMatch, "part", take_any_state),
+        replace(PrefixCache, "neighbour", find_parts),
+    ),
     "a snapshot is written in its place": replace(CopyOnWrite, "_is_kept", always(False)),
     "a fork's state is written in its place": replace(
         CopyOnWrite, "_shared_entries", leave_states_shared

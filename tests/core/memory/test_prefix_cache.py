@@ -1,5 +1,6 @@
 """Equal hashes mean equal prefixes of one domain, and nothing else does."""
 
+import random
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -240,3 +241,25 @@ def test_whether_others_have_a_first_block_is_counted_by_domain() -> None:
     cache.remove_run([(0, b"b")])
     assert not cache.is_first_of_others([1, 2, 3, 4])
     cache.check()
+
+
+def test_the_longest_block_that_agrees_whole_is_that_of_the_definition() -> None:
+    rng = random.Random(0)
+    num_found = 0
+    for _ in range(300):
+        cache = PrefixCache(1, 4, b"secret")
+        root = cache.root("")
+        contents = {tuple(rng.choices((1, 2), k=rng.randrange(1, 5))) for _ in range(6)}
+        for block, tokens in enumerate(contents):
+            name = hash_tail(root, tokens)
+            cache.insert_run(0, [name], [block], [sortable(tokens)], root)
+        wanted = rng.choices((1, 2), k=rng.randrange(1, 5))
+        found = cache.neighbour(root, wanted, is_whole=True)
+        whole = [each for each in contents if list(each) == wanted[: len(each)]]
+        longest = max(whole, key=len, default=None)
+        assert (found and found.token_ids) == longest
+        num_found += found is not None
+        if found is not None:
+            assert found.num_common_tokens == len(found.token_ids)
+            assert found.digest == hash_tail(root, found.token_ids)
+    assert 100 < num_found < 300

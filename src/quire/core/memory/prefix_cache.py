@@ -216,22 +216,28 @@ class PrefixCache:
         if remembers and len(evictions) >= self._evictions_per_generation:
             self._old_evictions, self._evictions = evictions, {}
 
-    def neighbour(self, parent: bytes, token_ids: Sequence[int]) -> Neighbour | None:
+    def neighbour(
+        self, parent: bytes, token_ids: Sequence[int], *, is_whole: bool = False
+    ) -> Neighbour | None:
         """The block after `parent` that agrees longest with token_ids; None if there is none.
 
-        Its common tokens may be 0: then it only shows what else was seen there.
+        Its common tokens may be 0: then it only shows what else was seen there. is_whole: of those
+        all of whose tokens agree.
         """
         siblings = self._children.get(parent)
         if siblings is None:
             return None
         wanted = sortable(token_ids)
-        near = self._listed(siblings)
-        place = bisect_left(near, (wanted, b""))
-        near = near[max(0, place - 1) : place + 1]
+        listed = self._listed(siblings)
+        place = bisect_left(listed, (wanted, b""))
+        near = listed[max(0, place - 1) : place + 1]
         common, tokens, digest = max(
             (_num_common_bytes(wanted, tokens), tokens, digest) for tokens, digest in near
         )
-        return Neighbour(digest, common // TOKEN_BYTES, _unsorted(tokens))
+        num_common = common // TOKEN_BYTES
+        if is_whole and num_common * TOKEN_BYTES < len(tokens):
+            return _longest_whole(listed, wanted[: num_common * TOKEN_BYTES])
+        return Neighbour(digest, num_common, _unsorted(tokens))
 
     def has_other_child(self, parent: bytes, digest: bytes) -> bool:
         """Whether a block follows `parent`, other than that of `digest`."""
@@ -284,6 +290,16 @@ class PrefixCache:
         assert isinstance(siblings, list), "an only child is another one"
         del siblings[bisect_left(siblings, child)]
         self._children[parent] = siblings if len(siblings) > 1 else siblings[0][1]
+
+
+def _longest_whole(listed: Sequence[_Child], wanted: bytes) -> Neighbour | None:
+    """Of these children the longest whose tokens `wanted` begins with."""
+    for length in range(len(wanted), 0, -TOKEN_BYTES):
+        tokens = wanted[:length]
+        place = bisect_left(listed, (tokens, b""))
+        if place < len(listed) and listed[place][0] == tokens:
+            return Neighbour(listed[place][1], length // TOKEN_BYTES, _unsorted(tokens))
+    return None
 
 
 def hash_tail(parent: bytes, token_ids: Sequence[int]) -> bytes:

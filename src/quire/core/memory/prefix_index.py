@@ -218,7 +218,7 @@ class PrefixIndex:
 
     def _find_part(self, sequence: Sequence, index: int) -> tuple[int, bytes, tuple[int, ...]]:
         """How many tokens of block `index` a cached content agrees with, that content, and its
-        block by group with slots."""
+        block by group with slots. Of one with states all tokens agree: no state is of a part."""
         size, token_ids, cache = self.cache.block_size, sequence.token_ids, self.cache
         tail = token_ids[index * size : min((index + 1) * size, len(token_ids) - 1)]
         best: tuple[int, bytes, tuple[int, ...]] = (0, b"", ())
@@ -229,7 +229,7 @@ class PrefixIndex:
             public_chain = self._public_chain(sequence, index)
             parents.append(public_chain[index - 1] if index else cache.public_root)
         for parent in parents:
-            near = cache.neighbour(parent, tail)
+            near = cache.neighbour(parent, tail, is_whole=bool(self._growth.states))
             if near is not None and near.num_common_tokens > best[0]:
                 found = cache.find_all(near.digest, self._growing)
                 if found is not None:

@@ -298,3 +298,22 @@ def test_public_blocks_that_were_loaded_behind_own_ones_are_found() -> None:
     assert memory.match(sequence).num_tokens == 12
     memory.free(sequence)
     assert memory.match(make_sequence(memory, [*PROMPT[:12], 99], domain="other")).num_tokens == 0
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+@pytest.mark.parametrize(("beside", "follows"), [(50, 99), (99, 50)])
+def test_a_state_within_a_block_is_found_beside_blocks_that_go_on_from_it(
+    beside: int, follows: int, is_loaded: bool
+) -> None:
+    memory, tiers = make("full, state", num_blocks=60)
+    if is_loaded:
+        keep(memory, tiers, PROMPT)
+    else:
+        tiers.takes_stores = False
+        run(memory, PROMPT)
+    run(memory, [*PROMPT, *[beside] * 4])
+    sequence = begin(memory, [*PROMPT, *[follows] * 4])
+    assert bool(tiers.loads) == is_loaded
+    tiers.end(tiers.loads)
+    pass_time(memory)
+    assert memory.match(sequence).num_tokens == len(PROMPT)
