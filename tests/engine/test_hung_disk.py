@@ -15,6 +15,7 @@ from quire.errors import InvalidRequestError
 from quire.tiers.disk.files import Files
 
 PROMPT = {"prompt_token_ids": list(range(300, 500))}
+LATER = list(range(600, 800))
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 
@@ -42,12 +43,16 @@ def test_requests_end_while_a_read_hangs(tmp_path: Path, monkeypatch: pytest.Mon
     assert time.monotonic() - began_s < 60, "it is not waited for what never comes"
     assert not llm.engine.tier_work.settle(0.0) and llm.engine.stats().num_held_blocks > 0
     monkeypatch.setattr(tier_work, "SETTLE_S", 0.1)
+    monkeypatch.setattr(tier_work, "DRAIN_S", 0.1)
     with pytest.raises(InvalidRequestError, match="hangs"):
         llm.sleep()
     gate.set()
     assert llm.engine.tier_work.settle(60.0) and llm.engine.stats().num_held_blocks == 0
+    llm.generate({"prompt_token_ids": LATER}, GREEDY, use_tqdm=False)
     llm.sleep()
     llm.wake_up()
+    (output,) = llm.generate({"prompt_token_ids": LATER}, GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == 192, "what was published last was stored as well"
     (output,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     llm.engine.tier_work.close()

@@ -1,5 +1,6 @@
 """How layers form groups and pages, and that copies move whole blocks."""
 
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -66,3 +67,13 @@ def test_one_block_may_be_copied_to_several(
 def test_memory_that_is_not_there() -> None:
     with pytest.raises(InsufficientMemoryError, match="lower kv_cache_memory or num_blocks"):
         KVCache(layout(spec()), 1 << 45, CPU)
+
+
+def test_memory_that_was_asked_for_is_given_back() -> None:
+    """And no more is asked for."""
+    cache, may_go_on = KVCache(layout(spec()), 4, CPU), threading.Event()
+    cache.touch(cache.storage.nbytes, may_go_on.is_set)
+    cache.release()
+    may_go_on.set()
+    assert cache._first_touch is not None and cache._first_touch.num_bytes_touched == 0
+    cache.storage.fill_(1)

@@ -185,6 +185,9 @@ def build_disk_tier(
         raise ConfigurationError(
             f"cache_dir {options.cache_dir!r} can't be read: {error.strerror or error}"
         ) from error
+    if storage is None:
+        # What was kept is loaded into the pool's first blocks, which nothing was written to yet.
+        rank.runner.touch_memory(tier.store.own_bytes, lambda: not tier.is_beside_steps)
     keep_description(folder, rank.fingerprint)
     if len(tier.store.index) == 0 and folder.part.rank == 0:
         _explain_cold(folder, rank.fingerprint)

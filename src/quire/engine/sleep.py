@@ -9,6 +9,7 @@ from quire.errors import InvalidRequestError
 
 def sleep(engine: Engine) -> None:
     """Give the memory of the KV cache back, with all that is cached, pinned and published there.
+    Tiers behind it keep what they have.
 
     Requests are refused until `wake_up`. Nothing happens where it is asleep. Raises
     InvalidRequestError while requests are under way, where several processes have the memory, and
@@ -21,6 +22,7 @@ def sleep(engine: Engine) -> None:
     if engine.has_work():
         raise InvalidRequestError("requests are under way; let them end, or abort them, first")
     if not engine.is_asleep:
+        engine.tier_work.drain()  # what can't be stored in time is computed again
         if not engine.tier_work.settle():
             raise InvalidRequestError(
                 "the engine can't sleep yet: a read or write of the cache folder hangs; try again"

@@ -75,10 +75,11 @@ class TierWork:
             moves.go_on(self._clock(), orders_stores=False)
         return moves is None or not moves.num_in_flight
 
-    def drain(self, limit_s: float = DRAIN_S) -> bool:
-        """Store what was published, for so long at most; returns whether all of it is. For an
-        engine that ends."""
-        moves, end_s = self._memory.moves, self._clock() + limit_s
+    def drain(self, limit_s: float | None = None) -> bool:
+        """Store what was published, for so long at most (None: DRAIN_S); returns whether all of it
+        is. For an engine that ends or sleeps."""
+        moves = self._memory.moves
+        end_s = self._clock() + (DRAIN_S if limit_s is None else limit_s)
         while moves is not None:
             moves.go_on(self._clock(), is_last=True)
             is_over = self._clock() >= end_s or not moves.tiers.takes_stores

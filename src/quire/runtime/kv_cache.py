@@ -9,7 +9,7 @@ each with the places of its own layers (`page_layout.py`). What lies inside a la
 backend's own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch
 from quire.attention.interface import LayerKV
 from quire.core.step import BlockCopy
 from quire.errors import InsufficientMemoryError
-from quire.kernels.cpu.memory import allocate, give_back
+from quire.kernels.cpu.memory import FirstTouch, allocate, give_back
 from quire.kernels.transfers import DeviceLink
 from quire.recurrence.state_backend import LayerStates
 from quire.runtime.page_layout import KVCacheLayout
@@ -29,6 +29,7 @@ class KVCache:
     def __init__(self, layout: KVCacheLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        self._first_touch: FirstTouch | None = None
         shape = (num_blocks, layout.bytes_per_block)
         try:
             # Either way the operating system commits a page of memory when it is first written.
@@ -43,8 +44,16 @@ class KVCache:
                 " lower kv_cache_memory or num_blocks"
             ) from error
 
+    def touch(self, num_bytes: int, may_go_on: Callable[[], bool]) -> None:
+        """On the CPU, have the system give the memory of the first blocks before it is written; see
+        `FirstTouch`. Called once, and waits for nothing."""
+        if self.storage.device.type == "cpu":
+            self._first_touch = FirstTouch(self.storage, num_bytes, may_go_on)
+
     def release(self) -> None:
         """Give the memory back to the system; what was in the blocks is lost. Views stay valid."""
+        if self._first_touch is not None:
+            self._first_touch.stop()
         if self.storage.device.type == "cpu":
             give_back(self.storage)
         else:

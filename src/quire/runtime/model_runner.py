@@ -153,6 +153,10 @@ class ModelRunner:
         """The pages of all blocks, [num_blocks, bytes_per_block] uint8; see `kv_cache`."""
         return self._kv_cache.storage
 
+    def touch_memory(self, num_bytes: int, may_go_on: Callable[[], bool]) -> None:
+        """See `KVCache.touch`."""
+        self._kv_cache.touch(num_bytes, may_go_on)
+
     @property
     def is_native(self) -> bool:
         """Whether one native program computes all layers; else torch, or Triton, has a part."""

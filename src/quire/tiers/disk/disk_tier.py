@@ -23,7 +23,6 @@ from quire.tiers.disk.pages import Pages
 from quire.tiers.disk.record import record_bytes
 from quire.tiers.disk.store import SegmentStore, segment_bytes_for
 from quire.tiers.disk.write_behind import StoreWriter
-from quire.tiers.first_touch import FirstTouch
 
 QUEUED_SHARE, MIN_QUEUED_BYTES = 1 / 8, 16 << 20
 """Of the pool's bytes, at most so many wait to be written, but a few always may."""
@@ -134,11 +133,6 @@ class DiskTier:
             max_queued_bytes=max(int(pages.num_bytes * QUEUED_SHARE), MIN_QUEUED_BYTES),
             are_loads_busy=lambda: self._loader.is_busy,
         )
-        # The pool hands its blocks out from the first one on.
-        num_bytes = min(pages.num_bytes, self.store.own_bytes)
-        self._first_touch = FirstTouch(
-            pages.address, num_bytes, lambda: not self._pace.is_beside_steps
-        )
 
     def find(self, group: int, name: bytes) -> bool:
         return self.store.index.find(group, name)
@@ -183,6 +177,11 @@ class DiskTier:
             self.store.index.forget((group, name), place)
 
     @property
+    def is_beside_steps(self) -> bool:
+        """Whether the engine computes, and does not wait for what ends. By any thread."""
+        return self._pace.is_beside_steps
+
+    @property
     def takes_stores(self) -> bool:
         return self._writer.takes_orders
 
@@ -192,7 +191,6 @@ class DiskTier:
 
     def clear(self) -> None:
         """The files go a little later; after a crash before that, they are found again."""
-        self._first_touch.stop()
         self._writer.clear()
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -200,7 +198,6 @@ class DiskTier:
         let others have the folder. Returns after timeout_s and a second at most, also if the disk
         hangs; the folder then stays locked until the process ends, so that a write which returns
         late can't meet another process' writes."""
-        self._first_touch.stop()
         self._loader.close(min(timeout_s, 0.5))
         if self._writer.close(timeout_s):
             for close in (self.store.close, self._folder.close):
