@@ -13,8 +13,9 @@ from quire.observability.log import get_logger
 WAIT_S = 0.01
 """So long at most is waited for a load while there is nothing else to do: messages may come."""
 
-IDLE_TURN_S = 0.1
-"""While the engine is idle, what was published is stored in turns so far apart."""
+IDLE_TURN_S, PAUSED_TURN_S = 0.1, 2.0
+"""While the engine is idle, what was published is stored in turns so far apart; while nothing is
+taken, it is tried again so often."""
 
 SETTLE_S = 20.0
 """For moves under way to end, where the memory is to go: a disk may hang for a while."""
@@ -63,7 +64,11 @@ class TierWork:
         if moves is None:
             return None
         moves.go_on(self._clock())
-        return IDLE_TURN_S if moves.num_in_flight or moves.stores.num_waiting else None
+        if moves.num_in_flight:
+            return IDLE_TURN_S
+        if not moves.stores.num_waiting:
+            return None
+        return IDLE_TURN_S if moves.tiers.takes_stores else PAUSED_TURN_S
 
     def settle(self, limit_s: float | None = None) -> bool:
         """Until no move is under way, so that nothing is held, but for limit_s at most (None:

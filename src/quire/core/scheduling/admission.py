@@ -269,7 +269,7 @@ class Admission:
     """Moves sequences from the waiting queue to the running set.
 
     Nothing is admitted in a step that preempted (the scheduler sees to that), a preempted sequence
-    is never overtaken, and a new one at most MAX_OVERTAKEN times.
+    is overtaken only while what it lost is loaded, and a new one at most MAX_OVERTAKEN times.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class SlowTiers:
 
     def cancel(self, order_ids: Iterable[int]) -> None:
         for order_id in order_ids:
-            assert order_id in self.loads
+            assert order_id in self.loads or order_id in self.stores
             self.cancelled.append(order_id)
 
     def end(self, order_ids: Iterable[int], *, is_done: bool = True) -> None:

@@ -7,7 +7,7 @@ from tests.core.memory.tiers.slow_tiers import SlowTiers
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.prefix_cache import sortable
-from quire.core.memory.tiers.write_behind import MAX_SHARE, SETTLE_S, WriteBehind
+from quire.core.memory.tiers.write_behind import LENT_S, MAX_SHARE, SETTLE_S, WriteBehind
 from quire.core.scheduling import invariants
 
 FULL = KVGroup((0,), KVKind.FULL, 64)
@@ -124,3 +124,28 @@ def test_of_what_was_stored_at_once_the_tail_is_evicted_first() -> None:
     memory.set_time(0.2)
     write(memory, list(range(100, 100 + 4 * (memory.pool.num_free - 7))))
     assert memory.match(make_sequence(memory, list(range(41)))).num_tokens == 28
+
+
+def test_free_blocks_that_are_needed_are_taken_from_stores_that_have_not_begun() -> None:
+    memory, tiers = make(num_blocks=256)
+    memory.set_time(1.0)
+    held = write(memory, PROMPT)
+    memory.set_time(1.0)
+    free = write(memory, [50, *PROMPT])
+    memory.free(free)
+    memory.set_time(1.01)
+    ordered = list(tiers.stores)
+    memory.set_time(1.0 + LENT_S)
+    stores_of(memory).give_up(2)
+    assert not tiers.cancelled, "their stores may be over in a moment"
+    memory.set_time(1.02 + LENT_S)
+    stores_of(memory).give_up(2)
+    assert tiers.cancelled == ordered[:-3:-1]
+    stores_of(memory).give_up(100)
+    own = [order for order in ordered if tiers.stores[order].block not in held.block_tables[0]]
+    assert tiers.cancelled == own[::-1], "what a sequence holds is not free when its store ends"
+    tiers.end(tiers.cancelled[:2], is_done=False)
+    num_free = memory.pool.num_free
+    memory.set_time(1.03 + LENT_S)
+    assert memory.pool.num_free == num_free + 2
+    assert stores_of(memory).num_not_stored == 2

@@ -10,6 +10,7 @@ begin with would be gone there first. Contents that a sequence goes on from are 
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from math import inf
 
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.eviction import ContentKey
@@ -25,6 +26,9 @@ SETTLE_S = 1.0
 MAX_SHARE = 1 / 16
 MAX_ORDERS = 256
 MIN_ORDERS = 4
+
+# A running sequence that needs a free block waits for its store so long at most.
+LENT_S = 0.05
 
 
 class WriteBehind:
@@ -59,6 +63,7 @@ class WriteBehind:
         self._most = min(MAX_ORDERS, max(MIN_ORDERS, int(pool.num_blocks * MAX_SHARE)))
         self._storing: set[int] = set()  # the blocks in flight
         self._began_s: dict[int, float] = {}  # when, by order
+        self._given_up: dict[int, float] = {}  # until when they end, by order, unless they hang
         self._now_s = 0.0
         # By block, in the order in which they came; of those that settle, from when on too.
         self._ready: OrderedDict[int, ContentKey] = OrderedDict()
@@ -73,9 +78,11 @@ class WriteBehind:
     def num_ending(self, now_s: float) -> int:
         """Blocks that only a store holds: free when it has ended; not where that may hang."""
         counts, since_s, began_s = self._pool.ref_count, now_s - SOON_S, self._began_s
+        until_s = self._given_up.get
         return sum(
             [
-                counts[block] == 1 and began_s[order_id] >= since_s
+                counts[block] == 1
+                and (began_s[order_id] >= since_s or until_s(order_id, -inf) >= now_s)
                 for order_id, block in self.in_flight.items()
             ]
         )
@@ -115,10 +122,26 @@ class WriteBehind:
         """A store has ended."""
         block = self.in_flight.pop(order_id)
         del self._began_s[order_id]
+        self._given_up.pop(order_id, None)
         self._storing.discard(block)
         self._pool.release(block)
         self.num_stored += is_done
         self.num_not_stored += not is_done
+
+    def give_up(self, count: int) -> None:
+        """So many blocks that only stores hold are needed now: of those that were ordered a while
+        ago, the last, which have hardly begun, end soon and undone."""
+        counts, before_s = self._pool.ref_count, self._now_s - LENT_S
+        late = [
+            order_id
+            for order_id, block in reversed(self.in_flight.items())
+            if counts[block] == 1
+            and self._began_s[order_id] <= before_s
+            and order_id not in self._given_up
+        ][:count]
+        if late:
+            self._tiers.cancel(late)
+            self._given_up.update(dict.fromkeys(late, self._now_s + LENT_S))
 
     def clear(self) -> None:
         """Give up what waits."""
