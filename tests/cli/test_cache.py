@@ -153,6 +153,28 @@ def test_what_is_emptied_is_gone_and_nothing_else(filled: Path, capsys: Capture)
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify", "empty"])
+def test_what_only_has_a_name_of_ours_is_left_alone(
+    action: str, filled: Path, capsys: Capture
+) -> None:
+    aim = filled.parent / "somebody's"
+    aim.mkdir()
+    (aim / "00000001.seg").write_text("precious")
+    namespace = filled / MODEL.digest.hex()
+    os.mkfifo(namespace / "00000005.seg")
+    (namespace / "00000006.seg").mkdir()
+    (namespace / "00000007.seg").symlink_to(aim / "00000001.seg")
+    (namespace / "99999999999.seg").write_text("precious")
+    (filled / ("ab" * 16)).symlink_to(aim)
+    (filled / ("cd" * 16)).write_text("precious")
+    os.mkfifo(filled / f"{'ef' * 16}.json")
+    (filled / f"{MODEL.digest.hex()}.json").unlink()
+    os.mkfifo(filled / f"{MODEL.digest.hex()}.json")
+    assert asked(capsys, action, str(filled))["code"] == 0
+    assert len(list(namespace.iterdir())) == 4 + (action != "empty")
+    assert (aim / "00000001.seg").read_text() == "precious"
+
+
+@pytest.mark.parametrize("action", ["inspect", "verify", "empty"])
 def test_a_folder_that_is_none_of_ours_is_left_alone(
     action: str, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -75,7 +75,17 @@ def test_what_is_no_number_of_json_is_refused() -> None:
         _ = replace(PARTS, model={"eps": float("nan")}).digest
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b"{}", PARTS.to_json()])
+NESTED = json.dumps(json.loads(PARTS.to_json()) | {"model": {"a": "deep"}})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"[" * 100_000, b"\xff", b"{}", PARTS.to_json()),
+        NESTED.replace('"deep"', "NaN").encode(),
+        NESTED.replace('"deep"', "[" * 600 + "]" * 600).encode(),
+    ],
+)
 def test_a_description_that_is_damaged_describes_nothing(tmp_path: Path, content: bytes) -> None:
     name = "0" * 32  # of another one, so not even a sound text is its own
     (tmp_path / f"{name}.json").write_bytes(content)

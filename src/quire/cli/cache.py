@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 from quire.core.memory.memory_report import format_bytes
 from quire.errors import ConfigurationError
 from quire.tiers.disk.files import Files, read_whole
-from quire.tiers.disk.folder import CacheFolder
+from quire.tiers.disk.folder import CacheFolder, segment_files
 from quire.tiers.disk.record import Record, payload_digest
-from quire.tiers.disk.segment import Contents, read_segment, segment_number
+from quire.tiers.disk.segment import Contents, read_segment
 from quire.tiers.fingerprint import SUFFIX, is_namespace, read_description
 
 _LOCK = "lock"
@@ -184,17 +184,17 @@ def _namespace(path: Path) -> Namespace:
 
 
 def _namespaces(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if is_namespace(path.name) and path.is_dir())
+    """Not what links point to: an engine leaves these alone."""
+    names = [path for path in folder.iterdir() if is_namespace(path.name)]
+    return sorted(path for path in names if path.is_dir() and not path.is_symlink())
 
 
 def _segments(namespace: Path) -> Iterator[tuple[Path, Contents | None]]:
     """The segments of a namespace with what is in them; None: of others, or unreadable."""
-    for path in sorted(namespace.iterdir()):
-        number = segment_number(path.name)
-        if number is None:
-            continue
+    files = Files()
+    for number, (path, _, _) in segment_files(files, namespace).items():
         try:
-            contents = read_segment(Files(), path, number, bytes.fromhex(namespace.name))
+            contents = read_segment(files, path, number, bytes.fromhex(namespace.name))
         except OSError:
             contents = None
         yield path, contents
@@ -274,21 +274,20 @@ def _verify_segment(path: Path, records: list[Record], check: Check) -> None:
 def empty(folder: Path) -> Removal:
     """Remove all segments and their descriptions, and the folders that are empty then."""
     removal = Removal(str(folder))
-    with _held(folder):
+    with _held(folder) as held:
         for namespace in _namespaces(folder):
-            for path in sorted(namespace.iterdir()):
-                if segment_number(path.name) is not None:
-                    _remove(path, removal)
+            for file in segment_files(held.files, namespace).values():
+                _remove(file.path, removal)
             if not any(namespace.iterdir()):
                 namespace.rmdir()
         for path in sorted(folder.glob(f"*{SUFFIX}")):
-            if is_namespace(path.stem):
+            if is_namespace(path.stem) and (path.is_file() or path.is_symlink()):
                 _remove(path, removal)
     return removal
 
 
 def _remove(path: Path, removal: Removal) -> None:
-    removal.num_bytes += path.stat().st_size
+    removal.num_bytes += path.lstat().st_size
     removal.num_files += 1
     path.unlink()
 

@@ -8,13 +8,14 @@ is in the names of the records, not here. Plain data: `assembly.tier_identity` c
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from quire.observability.log import get_logger
-from quire.tiers.disk.files import write_whole
+from quire.tiers.disk.files import Files, read_whole, write_whole
 from quire.tiers.disk.folder import CacheFolder
 
 DIGEST_BYTES = 16
@@ -24,6 +25,8 @@ FORMAT = 1
 SUFFIX = ".json"
 """Of a description's file, beside its namespace, whose name it has."""
 _NEW_SUFFIX = f"{SUFFIX}.new"
+MAX_BYTES = 16 << 20
+"""Of a description: more than any has."""
 
 logger = get_logger(__name__)
 
@@ -130,11 +133,17 @@ def keep_description(folder: CacheFolder, fingerprint: Fingerprint) -> None:
 
 def read_description(folder: Path, name: str) -> Fingerprint | None:
     """Of the namespace of that name; None where there is none that is sound."""
+    files = Files()
     try:
-        found = Fingerprint.from_json((folder / f"{name}{SUFFIX}").read_bytes())
+        descriptor = files.open_to_read(folder / f"{name}{SUFFIX}")
+        try:
+            text = read_whole(files, descriptor, min(files.size(descriptor), MAX_BYTES), 0)
+        finally:
+            files.close(descriptor)
+        found = Fingerprint.from_json(text)
+        return found if found.digest.hex() == name else None
     except (OSError, ValueError, RecursionError):  # the last of brackets without end
         return None
-    return found if found.digest.hex() == name else None
 
 
 def nearest_description(folder: CacheFolder, fingerprint: Fingerprint) -> Fingerprint | None:
@@ -167,7 +176,7 @@ def _remove_old_descriptions(folder: CacheFolder, kept: set[str]) -> None:
 
 def _write_description(folder: CacheFolder, name: str, text: bytes) -> None:
     files, new = folder.files, folder.path / f"{name}{_NEW_SUFFIX}"
-    if new.exists():  # of a process that ended while it wrote
+    if os.path.lexists(new):  # of a process that ended while it wrote
         files.unlink(new)
     descriptor = files.create(new)
     try:

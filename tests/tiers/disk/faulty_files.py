@@ -137,4 +137,4 @@ def read_only() -> OSError:
 
 def disk_bytes(folder: Path) -> int:
     """What all segments below a folder take."""
-    return sum(path.stat().st_size for path in folder.rglob("*.seg"))
+    return sum(path.lstat().st_size for path in folder.rglob("*.seg"))

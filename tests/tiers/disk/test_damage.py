@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,16 @@ from tests.tiers.disk.store_world import (
 )
 
 from quire.tiers.disk.files import Targets
-from quire.tiers.disk.record import ENTRY_BYTES, HEADER_BYTES
-from quire.tiers.disk.segment import DESCRIPTOR_BYTES, TRAILER_BYTES
+from quire.tiers.disk.record import ENTRY_BYTES, HEADER_BYTES, Record, pack_entries, seed_of
+from quire.tiers.disk.segment import (
+    _TRAILER,
+    _TRAILER_MAGIC,
+    DESCRIPTOR_BYTES,
+    TRAILER_BYTES,
+    VERSION,
+    _trailer,
+    read_segment,
+)
 
 pytestmark = pytest.mark.usefixtures("each_reader")
 
@@ -177,6 +185,41 @@ def test_records_of_another_namespace_behind_an_own_descriptor_are_not_read(
         head = own.read_bytes()[:DESCRIPTOR_BYTES]
         found, _ = found_after(own, head + foreign.read_bytes()[DESCRIPTOR_BYTES:])
         assert found == []
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda record, end: record._replace(offset=(1 << 64) - 64),
+        lambda record, end: record._replace(num_bytes=(1 << 32) - 1),
+        lambda record, end: record._replace(offset=end),
+    ],
+)
+def test_a_footer_that_points_beyond_its_records_is_none(
+    tmp_path: Path, forge: Callable[[Record, int], Record]
+) -> None:
+    """With checksums that are right: whoever writes in the folder can make them."""
+    file = make(tmp_path, sealed=True)
+    contents = read_segment(FaultyFiles(), file, 1, FINGERPRINT)
+    assert contents is not None
+    footer = pack_entries([forge(record, contents.end) for record in contents.records])
+    trailer = _trailer(footer, len(contents.records), contents.end, seed_of(FINGERPRINT))
+    content = file.read_bytes()[: contents.end]
+    assert found_after(file, content + footer + trailer) == (NAMES, NAMES)
+
+
+def test_a_footer_as_large_as_no_segment_is_not_read(tmp_path: Path) -> None:
+    """The file is nearly all hole: it takes no room on the disk, but would take all memory."""
+    file = make(tmp_path, sealed=False)
+    size = 1 << 43
+    with file.open("r+b") as opened:
+        opened.truncate(size)
+        opened.seek(size - TRAILER_BYTES)
+        head = _TRAILER_MAGIC, VERSION, 10**9, DESCRIPTOR_BYTES
+        footer_bytes = size - DESCRIPTOR_BYTES - TRAILER_BYTES
+        opened.write(_TRAILER.pack(*head, footer_bytes, b""))
+    contents = read_segment(FaultyFiles(), file, 1, FINGERPRINT)
+    assert contents is not None and len(contents.records) == len(NAMES)
 
 
 def test_a_descriptor_of_another_version_is_not_read(tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.tiers.disk.faulty_files import FaultyFiles, KilledError, full_disk, read_only
-from tests.tiers.disk.store_world import FINGERPRINT, Opened, names_in, read, write
+from tests.tiers.disk.faulty_files import FaultyFiles, KilledError, disk_bytes, full_disk, read_only
+from tests.tiers.disk.store_world import FINGERPRINT, OTHER, Opened, names_in, read, write
 
 from quire.errors import ConfigurationError
 from quire.tiers.disk.folder import CacheFolder
@@ -151,6 +151,94 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     opened.close()
     assert all(path.read_bytes() == b"mine" for path in others)
     assert (tmp_path / "not-a-namespace").is_dir()
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def dead_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def link(path: Path) -> None:
+    """To what must not be touched."""
+    aim = path.parent.parent.parent / "somebody's"
+    aim.mkdir(exist_ok=True)
+    (aim / "00000001.seg").write_text("precious")
+    path.symlink_to(aim if len(path.name) == 32 else aim / "00000001.seg")
+
+
+@pytest.mark.parametrize("make", [pipe, Path.mkdir, dead_link, link, Path.touch])
+@pytest.mark.parametrize(
+    "place",
+    ["namespace", "own/00000009.seg", "own/4294967295.seg", "own/99999999999.seg", "other/7.seg"],
+)
+def test_what_only_has_a_name_of_ours_is_left_alone(
+    make: Callable[[Path], None], place: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a" / "cache"
+    before = Opened(path)
+    write(before.store, range(1, 4))
+    before.close()
+    names = {"own": FINGERPRINT.hex(), "other": OTHER.hex(), "7.seg": "00000007.seg"}
+    stranger = path.joinpath(*(names.get(part, part) for part in place.split("/")))
+    if place == "namespace":
+        stranger = path / ("ab" * 16)
+    stranger.parent.mkdir(exist_ok=True)
+    make(stranger)
+    opened = Opened(path, budget_bytes=20_000, segment_bytes=4000)
+    assert len(opened.store.index) == 3
+    opened.store.settle()
+    for number in range(10, 50):
+        write(opened.store, [number])
+    assert disk_bytes(path / FINGERPRINT.hex()) < 24_000
+    opened.close()
+    # An empty file is what a kill leaves of a segment: it may be removed.
+    assert make is Path.touch or os.path.lexists(stranger)
+    assert all(kept.read_text() == "precious" for kept in (tmp_path / "a").glob("somebody's/*"))
+
+
+def test_a_file_that_a_link_points_to_is_not_written(tmp_path: Path) -> None:
+    aim = tmp_path / "somebody's"
+    aim.write_text("precious")
+    for name in ("lock", "secret", "spent"):
+        path = tmp_path / f"cache-{name}"
+        path.mkdir()
+        (path / name).symlink_to(aim)
+        try:
+            folder = CacheFolder.open(path)
+        except ConfigurationError as error:
+            assert name != "spent" and "symbolic links" in str(error)
+        else:
+            assert folder.read_spent() is None
+            folder.write_spent(Spent(1, 2.0))
+            assert folder.read_spent() == Spent(1, 2.0)
+            folder.close()
+        assert aim.read_text() == "precious"
+    for name in ("secret.new", "spent.new"):
+        (tmp_path / name).symlink_to("nowhere")
+    folder = CacheFolder.open(tmp_path)
+    folder.write_spent(Spent(1, 2.0))
+    folder.close()
+    os.mkfifo(tmp_path / "cache-secret" / "pipe")
+    (tmp_path / "cache-secret" / "pipe").rename(tmp_path / "secret")
+    with pytest.raises(ConfigurationError, match="can't be used"):
+        CacheFolder.open(tmp_path)
+
+
+def test_two_processes_make_the_folder_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = os.mkdir
+
+    def second(path: Path, mode: int) -> None:
+        monkeypatch.undo()
+        mkdir(path, mode)
+        os.mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", second)
+    CacheFolder.open(tmp_path / "new" / "cache").close()
 
 
 def test_a_fingerprint_has_sixteen_bytes(tmp_path: Path) -> None:

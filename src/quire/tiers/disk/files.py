@@ -2,7 +2,8 @@
 
 All of `quire.tiers.disk` goes through one `Files`, so that a subclass can fail, delay or end any
 call: that is how the tests kill the tier between two calls. A file is made with mode 0600 and a
-folder with 0700, whatever the process' umask is.
+folder with 0700, whatever the process' umask is. What is opened is never what a link points to, and
+opening never waits for the other end of a pipe: such things may lie in a folder, but are not ours.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ Buffer = memoryview | bytes | bytearray
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 MAX_BUFFERS = 1024
 """Of one preadv or pwritev; IOV_MAX of Linux."""
+_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 MAX_GAP_BYTES = 32 << 10
 """Between two records that one call reads: less than what a disk reads while it seeks."""
 
@@ -66,11 +68,11 @@ class Files:
     """Calls of the system. Each raises OSError as the call does; descriptors are plain ints."""
 
     def open_to_read(self, path: Path) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | _OPEN_FLAGS)
 
     def open_to_write(self, path: Path) -> int:
         """A file that exists."""
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(path, os.O_RDWR | _OPEN_FLAGS)
 
     def create(self, path: Path) -> int:
         """A new file; FileExistsError if there is one."""
@@ -146,8 +148,13 @@ class Files:
         """With those above it, as far as they are missing; none that is there is changed."""
         missing = [each for each in (path, *path.parents) if not each.exists()]
         for each in reversed(missing):
-            os.mkdir(each, FOLDER_MODE)
-            os.chmod(each, FOLDER_MODE)
+            try:
+                os.mkdir(each, FOLDER_MODE)
+            except FileExistsError:
+                if not each.is_dir():  # else another process was faster
+                    raise
+            else:
+                os.chmod(each, FOLDER_MODE)
 
     def remove_folder(self, path: Path) -> None:
         os.rmdir(path)
@@ -162,7 +169,12 @@ class Files:
         return os.listdir(folder)
 
     def status(self, path: Path) -> os.stat_result:
-        return os.stat(path)
+        """Of a link, its own."""
+        return os.stat(path, follow_symlinks=False)
+
+    def exists(self, path: Path) -> bool:
+        """Whether anything has this name."""
+        return os.path.lexists(path)
 
     def size(self, descriptor: int) -> int:
         return os.fstat(descriptor).st_size

@@ -6,7 +6,8 @@
     <fingerprint>/          a namespace: what determines the bytes of blocks, 32 hex digits
         NNNNNNNN.seg        its segments
 
-Other names are left alone. Folders have mode 0700 and files 0600.
+Other names are left alone, and so are links, pipes and whatever else has one of these names but is
+no plain file or folder. Folders have mode 0700 and files 0600.
 
 The processes of one engine's ranks use a folder together. Each writes in a namespace of its own,
 and of the segments that nobody reads any more, each has its part to count and to remove: so no two
@@ -18,6 +19,7 @@ import errno
 import os
 import re
 import secrets
+import stat
 import struct
 import time
 from contextlib import suppress
@@ -31,7 +33,7 @@ from quire.errors import ConfigurationError
 from quire.observability.log import get_logger
 from quire.tiers.disk.files import Files, read_whole, write_whole
 from quire.tiers.disk.io_limits import Spent
-from quire.tiers.disk.segment import segment_number
+from quire.tiers.disk.segment import segment_number, segment_path
 
 FINGERPRINT_BYTES = 16
 SECRET_BYTES = 16
@@ -57,8 +59,8 @@ class RankPart:
     fingerprints: frozenset[bytes] = frozenset()
 
 
-class OldSegment(NamedTuple):
-    """A segment that nothing is read from: of another namespace, or of none."""
+class SegmentFile(NamedTuple):
+    """A segment as the folder lists it, whatever is in it."""
 
     path: Path
     num_bytes: int
@@ -130,10 +132,10 @@ class CacheFolder:
 
     def fingerprints(self) -> list[bytes]:
         """Of the namespaces that have a folder. Raises OSError."""
-        names = sorted(self.files.names(self.path))
-        return [bytes.fromhex(name) for name in names if _NAMESPACE.fullmatch(name)]
+        names = [name for name in self.files.names(self.path) if _NAMESPACE.fullmatch(name)]
+        return [bytes.fromhex(name) for name in sorted(names) if self._is_folder(name)]
 
-    def old_segments(self, fingerprint: bytes) -> list[OldSegment]:
+    def old_segments(self, fingerprint: bytes) -> list[SegmentFile]:
         """The segments of all namespaces but one, and those of other ranks, by the time of their
         last change; of several ranks each has its own part of them.
 
@@ -141,29 +143,24 @@ class CacheFolder:
         """
         found = []
         for other in set(self.fingerprints()) - {fingerprint} - self.part.fingerprints:
-            folder = self.namespace(other)
-            found += [
-                old_segment(self.files, folder / each)
-                for each in self._names(folder)
-                if (number := segment_number(each)) is not None and self._has_part(number)
-            ]
+            segments = segment_files(self.files, self.namespace(other))
+            found += [file for number, file in segments.items() if self._has_part(number)]
         return sorted(found, key=lambda old: (old.changed_ns, old.path))
 
     def remove_if_empty(self, namespace: Path) -> None:
         """Raises OSError."""
-        if not self._names(namespace):
+        if not _names(self.files, namespace):
             with suppress(FileNotFoundError):  # another rank was faster
                 self.files.remove_folder(namespace)
 
     def _has_part(self, number: int) -> bool:
         return number % self.part.size == self.part.rank
 
-    def _names(self, namespace: Path) -> list[str]:
-        """None are left where another rank has just removed it with the last of its segments."""
+    def _is_folder(self, name: str) -> bool:
         try:
-            return self.files.names(namespace)
-        except FileNotFoundError:
-            return []
+            return stat.S_ISDIR(self.files.status(self.path / name).st_mode)
+        except FileNotFoundError:  # another rank has just removed it
+            return False
 
     def read_spent(self) -> Spent | None:
         """What was kept by `write_spent`, a rank's share of it; None: nothing, or nothing that can
@@ -203,7 +200,7 @@ class CacheFolder:
     def _remove_leftover(self) -> None:
         """Of a process that ended while it wrote what it had spent."""
         leftover = self.path / "spent.new"
-        if leftover.exists():
+        if os.path.lexists(leftover):
             with suppress(OSError):  # of a folder that is only read
                 self.files.unlink(leftover)
 
@@ -216,9 +213,28 @@ class CacheFolder:
             logger.warning("%s: the process id can't be written: %s", self.path / "lock", error)
 
 
-def old_segment(files: Files, path: Path) -> OldSegment:
-    status = files.status(path)
-    return OldSegment(path, status.st_size, status.st_mtime_ns)
+def segment_files(files: Files, namespace: Path) -> dict[int, SegmentFile]:
+    """The segments of a namespace by their numbers, ascending; without those that another process
+    has just removed. Raises OSError."""
+    numbers = [segment_number(name) for name in _names(files, namespace)]
+    found = {}
+    for number in sorted(number for number in numbers if number is not None):
+        path = segment_path(namespace, number)
+        try:
+            status = files.status(path)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISREG(status.st_mode):
+            found[number] = SegmentFile(path, status.st_size, status.st_mtime_ns)
+    return found
+
+
+def _names(files: Files, namespace: Path) -> list[str]:
+    """None are left where another process has just removed it with the last of its segments."""
+    try:
+        return files.names(namespace)
+    except FileNotFoundError:
+        return []
 
 
 def _open_lock(path: Path, files: Files) -> int:
@@ -294,7 +310,7 @@ def _make_secret(path: Path, files: Files) -> bytes:
 def _replace(path: Path, files: Files, name: str, content: bytes) -> None:
     """Give a file this content, or leave it as it was. Raises OSError."""
     new = path / f"{name}.new"
-    if new.exists():  # of a process that ended while it wrote
+    if os.path.lexists(new):  # of a process that ended while it wrote
         files.unlink(new)
     descriptor = files.create(new)
     try:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.tiers.disk.files import Files, read_whole
-from quire.tiers.disk.folder import CacheFolder
+from quire.tiers.disk.folder import CacheFolder, segment_files
 from quire.tiers.disk.record import Record, payload_digest
-from quire.tiers.disk.segment import Contents, read_segment, segment_number
+from quire.tiers.disk.segment import Contents, read_segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,9 @@ def inspect(folder: CacheFolder, *, reads_payloads: bool) -> Iterator[NamespaceR
     """
     for fingerprint in folder.fingerprints():
         namespace = folder.namespace(fingerprint)
-        paths = {
-            number: namespace / name
-            for name in folder.files.names(namespace)
-            if (number := segment_number(name)) is not None
-        }
         reports = [
-            _inspect_segment(folder.files, path, number, fingerprint, reads_payloads)
-            for number, path in sorted(paths.items())
+            _inspect_segment(folder.files, file.path, number, fingerprint, reads_payloads)
+            for number, file in segment_files(folder.files, namespace).items()
         ]
         yield NamespaceReport(fingerprint, tuple(reports))
 
@@ -86,10 +81,9 @@ def empty(folder: CacheFolder) -> int:
     num_bytes = 0
     for fingerprint in folder.fingerprints():
         namespace = folder.namespace(fingerprint)
-        for name in folder.files.names(namespace):
-            if segment_number(name) is not None:
-                num_bytes += folder.files.status(namespace / name).st_size
-                folder.files.unlink(namespace / name)
+        for file in segment_files(folder.files, namespace).values():
+            num_bytes += file.num_bytes
+            folder.files.unlink(file.path)
         if not folder.files.names(namespace):
             folder.files.remove_folder(namespace)
     return num_bytes

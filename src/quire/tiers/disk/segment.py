@@ -38,6 +38,10 @@ _TRAILER = struct.Struct("<8sIIQQ16x16s")
 _TRAILER_MAGIC = b"QUIREEND"
 TRAILER_BYTES = _TRAILER.size
 
+MAX_NUMBER = (1 << 32) - 1
+MAX_FOOTER_BYTES = 256 << 20
+"""As many as a whole segment has: what says that it has more is no footer."""
+
 assert DESCRIPTOR_BYTES == TRAILER_BYTES == 64
 
 
@@ -59,10 +63,12 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_number(name: str) -> int | None:
-    """Of a file of that name; None where it is no segment's."""
-    digits, dot, suffix = name.partition(".")
-    is_number = len(digits) >= 8 and digits.isascii() and digits.isdigit()
-    return int(digits) if dot and suffix == "seg" and is_number else None
+    """Of a file of that name; None where `segment_path` makes no such name."""
+    digits = name.removesuffix(".seg")
+    if digits == name or not (digits.isascii() and digits.isdigit()):
+        return None
+    number = int(digits)
+    return number if number <= MAX_NUMBER and name == f"{number:08d}.seg" else None
 
 
 def _pack_descriptor(number: int, fingerprint: bytes) -> bytes:
@@ -101,13 +107,20 @@ def _read_footer(files: Files, descriptor: int, size: int, seed: int) -> Content
     if len(trailer) < TRAILER_BYTES:
         return None
     magic, version, num_records, offset, num_bytes, _ = _TRAILER.unpack(trailer)
-    is_plausible = offset + num_bytes + TRAILER_BYTES == size
+    is_plausible = (
+        offset >= DESCRIPTOR_BYTES
+        and offset + num_bytes + TRAILER_BYTES == size
+        and num_records * ENTRY_BYTES <= num_bytes <= MAX_FOOTER_BYTES
+    )
     if (magic, version, is_plausible) != (_TRAILER_MAGIC, VERSION, True):
         return None
     footer = read_whole(files, descriptor, num_bytes, offset)
     if len(footer) < num_bytes or trailer != _trailer(footer, num_records, offset, seed):
         return None
-    return Contents(unpack_entries(footer, num_records), offset, is_sealed=True)
+    records = unpack_entries(footer, num_records)
+    if any([record[4] + record[5] > offset for record in records]):  # offset, num_bytes
+        return None
+    return Contents(records, offset, is_sealed=True)
 
 
 def _scan(files: Files, descriptor: int, size: int, seed: int) -> Contents:

@@ -21,7 +21,7 @@ from quire.core.memory.tiers.contract import StoreOrder
 from quire.errors import ConfigurationError
 from quire.observability.log import get_logger
 from quire.tiers.disk.files import MAX_GAP_BYTES, Files, RecordRun, Targets
-from quire.tiers.disk.folder import CacheFolder, OldSegment, old_segment
+from quire.tiers.disk.folder import CacheFolder, SegmentFile, segment_files
 from quire.tiers.disk.open_files import OpenFiles
 from quire.tiers.disk.record import ENTRY_BYTES, Record, payload_digest, record_bytes
 from quire.tiers.disk.record_index import Key, Place, Places, RecordIndex, place_of
@@ -31,7 +31,6 @@ from quire.tiers.disk.segment import (
     Contents,
     OpenSegment,
     read_segment,
-    segment_number,
     segment_path,
 )
 
@@ -200,24 +199,18 @@ class SegmentStore:
     def _recover(self) -> None:
         if not self.path.exists():
             return
-        found = {}
-        for name in self._files.names(self.path):
-            if (number := segment_number(name)) is not None:
-                found[number] = self.path / name
-        self._next_number = max(found, default=0) + 1
-        for number, path in sorted(found.items()):
-            contents = None
-            if path == segment_path(self.path, number):
-                contents = self._contents(number, path)
+        found = segment_files(self._files, self.path)
+        for number, file in found.items():
+            contents = self._contents(number, file.path)
             if contents is None:
-                self._old.insert(0, old_segment(self._files, path))
+                self._old.insert(0, file)
                 continue
-            num_bytes = self._files.status(path).st_size
             keys = self.index.learn(contents.records, number)
-            self._sealed[number] = _Sealed(num_bytes, keys)
+            self._sealed[number] = _Sealed(file.num_bytes, keys)
             has_room = contents.end < self.segment_bytes * RESUMED_SHARE
             if not contents.is_sealed or (has_room and number == max(found)):
                 self._unfinished.append((number, contents))
+        self._next_number = max(self._sealed, default=0) + 1
 
     def _contents(self, number: int, path: Path) -> Contents | None:
         try:
@@ -277,6 +270,9 @@ class SegmentStore:
             self.seal()
         if self._open is None:
             self._files.make_folder(self.path)
+            # Something that is no segment of ours may have a name as our segments have.
+            while self._files.exists(segment_path(self.path, self._next_number)):
+                self._next_number += 1
             self._open = OpenSegment.create(
                 self._files, self.path, self._next_number, self._fingerprint
             )
@@ -297,7 +293,7 @@ class SegmentStore:
                 return
             self._evict(min(self._sealed))
 
-    def _remove_old(self, old: OldSegment) -> None:
+    def _remove_old(self, old: SegmentFile) -> None:
         _unlink(self._files, old.path)
         self._reading.drop(old.path)
         self._old.remove(old)
