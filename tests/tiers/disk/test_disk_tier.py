@@ -139,6 +139,8 @@ def test_where_all_reads_hang_what_waits_ends_and_close_returns(tmp_path: Path) 
     waiting = world.load(range(10, 20))
     assert world.wait(waiting) == [False] * 10
     assert world.tier.load_s(contents(1, 1)) == float("inf")
+    world.clock.now_s += 600  # beyond each pause after a failure
+    assert not world.tier.counters().is_reading
     assert not world.have_ended(hung)
     begun_s = time.monotonic()
     world.tier.close(timeout_s=0.1)

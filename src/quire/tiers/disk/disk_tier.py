@@ -234,7 +234,7 @@ class DiskTier:
             damaged=store.num_damaged,
             load_failures=loader.health.num_failures,
             store_failures=writer.health.num_failures,
-            is_reading=not loader.health.is_paused,
+            is_reading=loader.is_reading,
             is_writing=writer.is_writing,
         )
 

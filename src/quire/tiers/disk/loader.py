@@ -161,6 +161,12 @@ class Loader:
         return self._beside if self._pace.is_beside_steps else self._alone
 
     @property
+    def is_reading(self) -> bool:
+        """Whether loads may come: not during a pause, nor while all readers hang. By any thread."""
+        all_hang = all([reader.is_hung for reader in tuple(self._readers)])
+        return not (self.health.is_paused or all_hang)
+
+    @property
     def num_bytes_ahead(self) -> int:
         ended = sum(reader.num_bytes_ended for reader in self._readers)
         return self._num_bytes_ordered - self._num_bytes_dropped - ended
