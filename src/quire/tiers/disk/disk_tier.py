@@ -114,7 +114,10 @@ class DiskTier:
         segment_bytes = segment_bytes_for(budget.num_bytes, max(bytes_of_group), size)
         bytes_a_day = None if budget.bytes_a_day is None else budget.bytes_a_day // size
         began_s = clock()
-        self.store = SegmentStore(folder, fingerprint, budget.num_bytes // size, segment_bytes)
+        day_budget = DayBudget(bytes_a_day, clock, folder)
+        self.store = SegmentStore(
+            *(folder, fingerprint, budget.num_bytes // size, segment_bytes), day_budget.take
+        )
         logger.info(
             "%s: %d records found in %.3f s",
             self.store.path,
@@ -128,7 +131,7 @@ class DiskTier:
         self._loader = Loader(self.store, pages, self._end, clock, self._pace)
         self._writer = StoreWriter(
             *(self.store, pages, self._end),
-            *(DayBudget(bytes_a_day, clock, folder), clock),
+            *(day_budget, clock),
             pace=self._pace,
             max_queued_bytes=max(int(pages.num_bytes * QUEUED_SHARE), MIN_QUEUED_BYTES),
             are_loads_busy=lambda: self._loader.is_busy,

@@ -111,6 +111,11 @@ class DayBudget:
             made_up = self._rate * max(calendar() - spent.at_s, 0.0)
             self._left -= max(spent.num_bytes - made_up, 0.0)
 
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing may be written, at any time."""
+        return self._bytes_a_day == 0
+
     def take(self, num_bytes: int) -> bool:
         """Whether so many bytes may be written now; they are then taken out.
 

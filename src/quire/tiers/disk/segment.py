@@ -239,6 +239,10 @@ class OpenSegment:
             self.files.close(self.descriptor)
         self.files.sync_folder(self.path.parent)
 
+    def give_up(self) -> None:
+        """Close the file as it is: it is about to be removed. Raises OSError; it is closed then."""
+        self.files.close(self.descriptor)
+
     def _cut(self) -> None:
         """Take off what a failed write may have left behind `end`."""
         try:

@@ -8,7 +8,7 @@ its payload has the digest of the index, so a file that was damaged since, or th
 part of when the power failed, is a miss.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -88,13 +88,16 @@ class SegmentStore:
         fingerprint: bytes,
         budget_bytes: int,
         segment_bytes: int = MAX_SEGMENT_BYTES,
+        may_rewrite: Callable[[int], bool] = lambda num_bytes: True,
     ) -> None:
-        """Reads the index; writes nothing. Raises OSError."""
+        """Reads the index; writes nothing. may_rewrite: whether so many bytes may be written again
+        of what is evicted; asked for each record, and may raise OSError. Raises OSError."""
         self.path = folder.namespace(fingerprint)
         self.budget_bytes, self.segment_bytes = budget_bytes, segment_bytes
         self.num_damaged = 0  # records that were not what the index says
         self.num_rewritten = 0
         self.num_bytes_written = 0
+        self._may_rewrite = may_rewrite
         self._folder, self._files, self._fingerprint = folder, folder.files, fingerprint
         self._old = folder.old_segments(fingerprint)
         self.index = RecordIndex()
@@ -179,10 +182,14 @@ class SegmentStore:
             del self._unfinished[0]
 
     def remove_all(self) -> None:
-        """Remove all segments of this namespace. Raises OSError; then the others are left."""
+        """Remove all segments of this namespace. Raises OSError; then the others are left, and it
+        can be called again."""
         self.index.forget_all()
         self._unfinished.clear()
-        self.seal()
+        opened, self._open = self._open, None
+        if opened is not None:
+            self._sealed[opened.number] = _Sealed(opened.sealed_bytes, [])
+            opened.give_up()
         while self._sealed:
             self._evict(min(self._sealed))
 
@@ -328,7 +335,7 @@ class SegmentStore:
         for key, place in sorted(live, key=lambda entry: -self.index.num_hits(entry[0])):
             record = Record(*key, *self.index.tail_parts(key), 0, place.num_bytes, place.digest)
             needed = _needed_bytes(record) + DESCRIPTOR_BYTES + TRAILER_BYTES
-            if needed > left:
+            if needed > left or not self._may_rewrite(needed):
                 break
             payload = bytearray(place.num_bytes)
             if self.read([key], Targets.in_turn(payload, [len(payload)])).done[0]:

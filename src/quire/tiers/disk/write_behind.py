@@ -8,7 +8,8 @@ a copy that is not made is a miss later, a block that is held too long is memory
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from quire.core.memory.tiers.contract import MoveEnd, StoreOrder
 from quire.observability.log import get_logger
@@ -63,7 +64,8 @@ class StoreWriter:
         self._waiting: dict[int, StoreOrder] = {}
         self._queued_bytes = self._taken_bytes = 0  # each written by one thread
         self._since_s: float | None = None  # when the write under way began
-        self._is_hung = self._is_closed = self._is_settled = self._must_clear = False
+        self._is_hung = self._is_closed = self._must_clear = False
+        self._is_settled, self._is_removed = False, True  # the thread's; removed: what was cleared
         self._give_up_s = float("-inf")
         self._out_of_budget_until_s = clock() + day_budget.wait_s(1)
         self._thread = threading.Thread(
@@ -162,34 +164,40 @@ class StoreWriter:
     # -- in the thread -----------------------------------------------------------------------------
 
     def _write_on(self) -> None:
-        self._try(self._settle)
+        if not self._day_budget.is_none:  # a folder that is only read stays as it is
+            self._try(self._settle)
         is_open = True
         while is_open:
             orders, is_open = self._take(self._queue.get())
             if self._must_clear:
-                self._must_clear = False
-                self._try(self._store.remove_all)
-            if orders:
+                self._must_clear = self._is_removed = False
+                self._try(self._settle)
+                # These were taken before: what is ordered since stands behind what woke this up.
+                self.num_failed += len(orders)
+                self._end([MoveEnd(order.order_id, False) for order in orders])
+            elif orders:
                 self._let_loads_go_first()
                 set_aside_s = self._pace.hold_back(0.0 if self._is_closed else MOST_HELD_S)
                 began_s = time.thread_time()
                 self._write(orders)
                 self._pace.used(time.thread_time() - began_s, set_aside_s)
+        if not self._is_removed:
+            self._try(self._settle)
         self._try(self._store.seal)
         self._try(self._day_budget.close)
 
     def _settle(self) -> None:
-        if not self._is_settled:
+        """What comes before anything is written, until it has worked."""
+        if not self._is_removed:
+            self._store.remove_all()
+            self._is_removed = True
+        if not (self._is_settled or self._day_budget.is_none):
             self._store.settle()
             self._is_settled = True
 
-    def _append(self, orders: Sequence[StoreOrder], payloads: Sequence[memoryview]) -> None:
-        self._settle()
-        self._store.append(orders, payloads)
-
     def _take(self, order: StoreOrder | None) -> tuple[list[StoreOrder], bool]:
         """This order and those after it as far as they fit into a write, without those that were
-        cancelled; and whether more may come."""
+        cancelled; and whether more may come. None wakes the thread up: to clear, or to end."""
         orders: list[StoreOrder] = []
         num_bytes = 0
         while order is not None:
@@ -203,7 +211,8 @@ class StoreWriter:
             except queue.Empty:
                 break
         self._taken_bytes += num_bytes
-        return orders, order is not None or not self._is_closed
+        is_last = order is None and self._is_closed and self._queue.empty()
+        return orders, not is_last
 
     def _let_loads_go_first(self) -> None:
         until_s = time.monotonic() + YIELD_S
@@ -212,24 +221,15 @@ class StoreWriter:
 
     def _write(self, orders: Sequence[StoreOrder]) -> None:
         """Append what is new and within the limits, and end all."""
-        chosen: dict[tuple[int, bytes], StoreOrder] = {}
-        is_allowed = not self.health.is_paused and not self._is_too_late()
-        for order in orders:
-            key = order.group, order.name
-            is_new = key not in chosen and not self._index.find(*key)
-            if is_allowed and is_new:
-                try:
-                    if self._is_within_budget(order):
-                        chosen[key] = order
-                except OSError as error:  # what is spent can't be kept, so nothing may be written
-                    self.health.failed(error)
-                    is_allowed = False
-        if chosen:
-            written = list(chosen.values())
+        with self._under_way():  # what is spent is kept on the disk, which may hang
+            written = self._chosen(orders)
+        if written:
             payloads = self._pages.views(written)
             before_s = self._clock()
-            self._try(lambda: self._append(written, payloads))
+            self._try(self._settle, lambda: self._store.append(written, payloads))
             self.seconds += self._clock() - before_s
+            if self._must_clear:  # while this was written
+                self._index.forget_all()
             for order, payload in zip(written, payloads, strict=True):
                 if self._index.find(order.group, order.name):
                     self.num_bytes += len(payload)
@@ -241,15 +241,40 @@ class StoreWriter:
         self.num_failed += len(ended) - num_done
         self._end(ended)
 
-    def _try(self, operation: Callable[[], object]) -> None:
-        """Do something with the disk; a failure of it is a pause."""
-        self._since_s = self._clock()
+    def _chosen(self, orders: Sequence[StoreOrder]) -> list[StoreOrder]:
+        """Those of new contents, each once, as far as the limits allow."""
+        chosen: dict[tuple[int, bytes], StoreOrder] = {}
+        if self.health.is_paused or self._is_too_late():
+            return []
+        for order in orders:
+            key = order.group, order.name
+            if key in chosen or self._index.find(*key):
+                continue
+            try:
+                if self._is_within_budget(order):
+                    chosen[key] = order
+            except OSError as error:  # what is spent can't be kept, so nothing may be written
+                self.health.failed(error)
+                break
+        return list(chosen.values())
+
+    def _try(self, *operations: Callable[[], object]) -> None:
+        """Do something with the disk; a failure of it is a pause, and ends it."""
         try:
-            operation()
+            with self._under_way():
+                for operation in operations:
+                    operation()
         except OSError as error:
             self.health.failed(error)
         else:
             self.health.worked()
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """What takes too long in here hangs."""
+        self._since_s = self._clock()
+        try:
+            yield
         finally:
             self._since_s = None
 
