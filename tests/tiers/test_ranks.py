@@ -14,12 +14,14 @@ from tests.tiers.disk.store_world import FINGERPRINT, OTHER, Opened, name_of, pa
 
 from quire.core.memory.tiers.contract import LoadOrder, StoreOrder
 from quire.errors import ConfigurationError, EngineDeadError
+from quire.ipc import send
 from quire.tiers.disk import io_limits
 from quire.tiers.disk.disk_tier import DiskBudget, DiskTier
 from quire.tiers.disk.files import Files
 from quire.tiers.disk.folder import CacheFolder, RankPart
 from quire.tiers.disk.io_limits import Spent
 from quire.tiers.disk.store import SegmentStore
+from quire.tiers.rank_messages import ClearTier, MovesEnded, RankPages, TierOpened, ToRank0
 from quire.tiers.rank_service import RankService
 from quire.tiers.ranks import RankedTiers, RankLink
 
@@ -319,3 +321,26 @@ def test_ends_that_come_in_any_order_are_told_once(make: Callable[..., Ranks]) -
             assert (ranks.storages[1][number] == bytes_of(1, number)).all()
     assert ranks.tiers.ended() == []
     ranks.close()
+
+
+def test_a_rank_is_gone_once_all_was_received_that_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what it said before would end orders that have ended with the rank."""
+    gate, take = threading.Event(), RankLink._take
+
+    def take_later(link: RankLink, news: ToRank0) -> None:
+        gate.wait()
+        take(link, news)
+
+    monkeypatch.setattr(RankLink, "_take", take_later)
+    ours, theirs = socket.socketpair()
+    for message in (RankPages(b""), TierOpened(), MovesEnded([1], [], [])):
+        send(theirs, message)
+    link = RankLink(1, ours)
+    link.open([b""], lambda: None)
+    theirs.close()
+    link.send(ClearTier())
+    assert not link.is_gone and not link.ended
+    gate.set()
+    assert link.wait_closed(PATIENCE_S) and link.is_gone
+    assert list(link.ended) == [MovesEnded([1], [], [])]
+    ours.close()

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd, StoreOrder, Tail
@@ -93,10 +94,9 @@ class RankLink:
         receive.start()
 
     def send(self, message: FromRank0) -> None:
-        try:
+        # That it is gone is known once all has been received that it said before.
+        with suppress(PeerGoneError):
             send(self._sock, message)
-        except PeerGoneError:
-            self.is_gone = True
 
     def wait_closed(self, timeout_s: float) -> bool:
         """After CloseTier. Whether the rank's tier is closed by then, or the rank is gone."""
