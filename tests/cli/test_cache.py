@@ -131,6 +131,35 @@ def test_every_record_is_checked(filled: Path, capsys: Capture) -> None:
     assert code == 1 and ": damaged\n" in printed and f"damaged: {path}: 1/0303" in printed
 
 
+def test_headers_are_checked_where_there_is_a_footer(filled: Path, capsys: Capture) -> None:
+    """Without one, nobody can tell damage from a write that was cut off."""
+    path = filled / MODEL.digest.hex() / "00000001.seg"
+    torn = filled / OTHER.digest.hex() / "00000001.seg"
+    for each in (path, torn):
+        content = bytearray(each.read_bytes())
+        content[content.index(bytes([1]) * PAGE_BYTES) - 100] ^= 1  # in the second record's header
+        each.write_bytes(content)
+    found = asked(capsys, "verify", str(filled))
+    assert (found["code"], found["damaged"], found["num_records"]) == (1, [f"{path}: headers"], 7)
+    size = torn.stat().st_size
+    assert found["unread"] == [f"{torn}: {size - 64 - 128 - 1024}"]
+    path.unlink()
+    code, printed = run(capsys, "verify", str(filled))
+    assert code == 0 and f"cut off by a kill, or damaged: {torn}: " in printed
+
+
+def test_a_damaged_secret_is_not_replaced(filled: Path, capsys: Capture) -> None:
+    """It may come back from a backup, while one that was made anew finds nothing."""
+    for content in (b"damaged", None):
+        if content is None:
+            (filled / "secret").unlink()
+        else:
+            (filled / "secret").write_bytes(content)
+        for action in ("inspect", "verify", "empty"):
+            assert asked(capsys, action, str(filled))["code"] == 0
+        assert not (filled / "secret").exists() or (filled / "secret").read_bytes() == content
+
+
 def test_a_segment_of_another_place_is_named(filled: Path, capsys: Capture) -> None:
     path = filled / MODEL.digest.hex() / "00000007.seg"
     path.write_bytes((filled / OTHER.digest.hex() / "00000001.seg").read_bytes())

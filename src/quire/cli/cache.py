@@ -1,7 +1,7 @@
 """`quire cache`: says what a cache folder holds, checks every byte of it, or empties it.
 
     quire cache inspect FOLDER      beside an engine that uses it, too; changes nothing
-    quire cache verify FOLDER       reads all records; changes nothing
+    quire cache verify FOLDER       reads all records; changes nothing but the lock's process id
     quire cache empty FOLDER        removes them; the secret stays
 
 A folder is only touched where it looks like one of ours, and of what is in it only what an engine
@@ -21,8 +21,8 @@ from quire.core.memory.memory_report import format_bytes
 from quire.errors import ConfigurationError
 from quire.tiers.disk.files import Files, read_whole
 from quire.tiers.disk.folder import CacheFolder, segment_files
-from quire.tiers.disk.record import Record, payload_digest
-from quire.tiers.disk.segment import Contents, read_segment
+from quire.tiers.disk.record import payload_digest
+from quire.tiers.disk.segment import Contents, read_segment, segment_number
 from quire.tiers.fingerprint import SUFFIX, is_namespace, read_description
 
 _LOCK = "lock"
@@ -91,8 +91,10 @@ class Survey:
 
 @dataclass(slots=True)
 class Check:
-    """damaged: "FILE: GROUP/NAME" of each record whose bytes are not what was written; foreign:
-    files that are no segment of their folder, or can't be read."""
+    """damaged: "FILE: GROUP/NAME" of each record whose bytes are not what was written, and
+    "FILE: headers" of a sealed segment in which one of these is not; foreign: files that are no
+    segment of their folder, or can't be read. unread: "FILE: BYTES" behind the last whole record
+    of a segment without a footer, of a write that was cut off by a kill, or damaged."""
 
     folder: str
     num_records: int = 0
@@ -100,6 +102,7 @@ class Check:
     elapsed_s: float = 0.0
     damaged: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     @property
     def is_bad(self) -> bool:
@@ -112,6 +115,7 @@ class Check:
         first = f"{self.num_records} records, {size}, read in {self.elapsed_s:.1f} s ({rate}/s)"
         wrong = [f"damaged: {each}" for each in self.damaged]
         wrong += [f"no segment of its folder, or unreadable: {each}" for each in self.foreign]
+        wrong += [f"cut off by a kill, or damaged: {each} bytes" for each in self.unread]
         if wrong:
             wrong.append(
                 "an engine takes all of these for misses; `quire cache empty` removes them"
@@ -228,7 +232,7 @@ def _check_is_ours(folder: Path) -> None:
 def _held(folder: Path) -> Iterator[CacheFolder]:
     """The folder, which no engine uses meanwhile. Raises ConfigurationError where one does."""
     _check_is_ours(folder)
-    held = CacheFolder.open(folder)
+    held = CacheFolder.open(folder, needs_secret=False)
     try:
         yield held
     finally:
@@ -248,16 +252,24 @@ def verify(folder: Path) -> Check:
                 if contents is None:
                     check.foreign.append(str(path))
                 else:
-                    _verify_segment(path, contents.records, check)
+                    _verify_segment(path, contents, check)
     check.elapsed_s = time.monotonic() - start_s
     return check
 
 
-def _verify_segment(path: Path, records: list[Record], check: Check) -> None:
+def _verify_segment(path: Path, contents: Contents, check: Check) -> None:
     files = Files()
+    number, fingerprint = segment_number(path.name), bytes.fromhex(path.parent.name)
+    assert number is not None, path
+    if contents.is_sealed:
+        found = read_segment(files, path, number, fingerprint, by_footer=False)
+        if found is None or found.records != contents.records:
+            check.damaged.append(f"{path}: headers")
+    elif rest := path.stat().st_size - contents.end:
+        check.unread.append(f"{path}: {rest}")
     descriptor = files.open_to_read(path)
     try:
-        for record in records:
+        for record in contents.records:
             check.num_records += 1
             check.num_bytes += record.num_bytes
             try:

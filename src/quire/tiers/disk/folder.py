@@ -71,8 +71,8 @@ class SegmentFile(NamedTuple):
 class CacheFolder:
     """A folder that this process holds the lock of, until `close`.
 
-    secret: empty in ranks beyond the first, which name nothing. part: all of it, unless it is set
-    before a store is made.
+    secret: empty where nothing is named, as in ranks beyond the first. part: all of it, unless it
+    is set before a store is made.
     """
 
     path: Path
@@ -82,11 +82,19 @@ class CacheFolder:
     part: RankPart = field(default_factory=RankPart)
 
     @classmethod
-    def open(cls, path: Path, files: Files | None = None, wait_s: float = 0.0) -> "CacheFolder":
+    def open(
+        cls,
+        path: Path,
+        files: Files | None = None,
+        wait_s: float = 0.0,
+        *,
+        needs_secret: bool = True,
+    ) -> "CacheFolder":
         """Make the folder if there is none, and lock it.
 
         A folder that can't be written to, but has been used before, can be opened. wait_s: for
         another process to let go of it: one that was killed holds it until its last read returns.
+        needs_secret: else it is neither read nor made, for who names nothing.
 
         Raises ConfigurationError where another process holds it, or where it can't be had.
         """
@@ -96,7 +104,7 @@ class CacheFolder:
             files.make_folder(path)
             lock = _open_lock(path, files)
             _take_lock(path, files, lock, wait_s)
-            folder = cls(path, files, _secret(path, files), lock)
+            folder = cls(path, files, _secret(path, files) if needs_secret else b"", lock)
             folder._write_pid()
             folder._remove_leftover()
         except OSError as error:

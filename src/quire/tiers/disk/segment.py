@@ -81,9 +81,12 @@ def _trailer(footer: bytes, num_records: int, offset: int, seed: int) -> bytes:
     return head + xxhash.xxh3_128_digest(footer + head, seed)
 
 
-def read_segment(files: Files, path: Path, number: int, fingerprint: bytes) -> Contents | None:
+def read_segment(
+    files: Files, path: Path, number: int, fingerprint: bytes, *, by_footer: bool = True
+) -> Contents | None:
     """What is in a file; None where it is not this namespace's segment of that number.
 
+    by_footer: where there is a sound one; else by the records' headers, as if there were none.
     Raises OSError. Payloads are not read: they are checked when they are loaded.
     """
     descriptor = files.open_to_read(path)
@@ -94,7 +97,7 @@ def read_segment(files: Files, path: Path, number: int, fingerprint: bytes) -> C
             return None
         size = files.size(descriptor)
         seed = seed_of(fingerprint)
-        sealed = _read_footer(files, descriptor, size, seed)
+        sealed = _read_footer(files, descriptor, size, seed) if by_footer else None
         return sealed or _scan(files, descriptor, size, seed)
     finally:
         files.close(descriptor)
