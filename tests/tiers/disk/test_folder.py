@@ -241,6 +241,18 @@ def test_two_processes_make_the_folder_at_once(
     CacheFolder.open(tmp_path / "new" / "cache").close()
 
 
+@pytest.mark.parametrize(("mode", "warns"), [(0o700, 0), (0o755, 0), (0o770, 1), (0o777, 1)])
+def test_a_folder_that_others_can_write_to_is_told_of(
+    mode: int, warns: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, link = tmp_path / "cache", tmp_path / "link"
+    path.mkdir()
+    path.chmod(mode)
+    link.symlink_to(path)
+    CacheFolder.open(link).close()
+    assert caplog.text.count(f"has mode {mode:o}") == warns
+
+
 def test_a_fingerprint_has_sixteen_bytes(tmp_path: Path) -> None:
     folder = CacheFolder.open(tmp_path)
     with pytest.raises(ValueError, match="16 bytes"):

@@ -104,6 +104,7 @@ class CacheFolder:
             files.make_folder(path)
             lock = _open_lock(path, files)
             _take_lock(path, files, lock, wait_s)
+            _warn_of_others(path, files)
             folder = cls(path, files, _secret(path, files) if needs_secret else b"", lock)
             folder._write_pid()
             folder._remove_leftover()
@@ -279,6 +280,16 @@ def _take_lock(path: Path, files: Files, lock: int, wait_s: float) -> None:
                 logger.info("%s: waiting for process %s, up to %g s", path, holder, wait_s)
                 has_waited = True
             time.sleep(LOCK_STEP_S)
+
+
+def _warn_of_others(path: Path, files: Files) -> None:
+    mode = stat.S_IMODE(files.status(path.resolve()).st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        logger.warning(
+            "%s has mode %03o, so others can write there what is then taken for cached: give it"
+            " mode 700",
+            *(path, mode),
+        )
 
 
 def _close(files: Files, descriptor: int) -> None:
