@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quire.cli import cache
 from quire.cli.main import main
 from quire.core.memory.tiers.contract import StoreOrder
 from quire.tiers.disk.folder import CacheFolder
@@ -106,7 +107,7 @@ def test_a_folder_that_is_in_use_can_be_looked_at_but_no_more(
     fill(folder, replace(MODEL, label="third", code={"x": "y"}), 3)
     found = asked(capsys, "inspect", str(filled))
     assert len(found["namespaces"]) == 3
-    # Where the kernel lists no locks, nobody is seen.
+    # Where the kernel lists no locks, or none of this device, nobody is seen.
     assert found["holder"] in (os.getpid(), None)
     for action in ("verify", "empty"):
         code, printed = run(capsys, action, str(filled))
@@ -114,6 +115,27 @@ def test_a_folder_that_is_in_use_can_be_looked_at_but_no_more(
         assert f"is in use by process {os.getpid()}" in printed
     folder.close()
     assert asked(capsys, "verify", str(filled))["code"] == 0
+
+
+def test_the_holder_is_found_among_all_locks(
+    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, locks = (filled / "lock").stat(), tmp_path / "locks"
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    others = [
+        f"1: POSIX  ADVISORY  WRITE 11 {device}:{status.st_ino} 0 EOF",
+        f"2: FLOCK  ADVISORY  WRITE 12 ff:fe:{status.st_ino} 0 EOF",
+        f"3: FLOCK  ADVISORY  WRITE {status.st_ino} {device}:77 0 EOF",
+        f"3: -> FLOCK  ADVISORY  WRITE 13 {device}:{status.st_ino} 0 EOF",
+    ]
+    own = f"4: FLOCK  ADVISORY  WRITE 4242 {device}:{status.st_ino} 0 EOF"
+    monkeypatch.setattr(cache, "_ALL_LOCKS", locks)
+    locks.write_text("\n".join(others))
+    assert cache.holder_of(filled) is None
+    locks.write_text("\n".join([*others, own]))
+    assert cache.holder_of(filled) == 4242
+    locks.unlink()
+    assert cache.holder_of(filled) is None
 
 
 def test_every_record_is_checked(filled: Path, capsys: Capture) -> None:

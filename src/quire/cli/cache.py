@@ -9,6 +9,7 @@ made. Called by `main`.
 """
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -210,12 +211,11 @@ def holder_of(folder: Path) -> int | None:
     status = (folder / _LOCK).stat()
     if not _ALL_LOCKS.exists():
         return None
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     for line in _ALL_LOCKS.read_text().splitlines():
-        _, _, *rest = line.split()  # "1: FLOCK ADVISORY WRITE 4242 fe:00:1234 0 EOF"
-        if len(rest) < 4 or "->" in line:  # "->": one that waits
-            continue
-        if rest[2].rpartition(":")[2] == str(status.st_ino):
-            return int(rest[1])
+        match line.split():  # one that waits has "->" after its number
+            case [_, "FLOCK", _, _, process, place, *_] if place == f"{device}:{status.st_ino}":
+                return int(process)
     return None
 
 
