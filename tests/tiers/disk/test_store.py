@@ -221,6 +221,29 @@ def test_a_seal_that_fails_loses_nothing(tmp_path: Path, call: str) -> None:
     again.close()
 
 
+def test_a_segment_that_cannot_be_gone_on_with_is_left_as_it_is(tmp_path: Path) -> None:
+    """Else nothing would be written as long as it is there."""
+    for numbers in (range(1, 5), range(6, 10)):
+        opened = Opened(tmp_path, files=FaultyFiles())
+        opened.store.seal()
+        write(opened.store, numbers)
+        opened.close(seals=False)
+    first = segments(tmp_path)[0]
+    files = FaultyFiles()
+    files.fails_when = lambda name, given: (
+        broken_disk() if name == "open_to_write" and given[0] == first else None
+    )
+    opened = Opened(tmp_path, files=files)
+    with pytest.raises(OSError, match="Input/output"):
+        opened.store.settle()
+    opened.store.settle()
+    write(opened.store, [20])
+    names = names_in(opened.store, range(1, 21))
+    assert len(names) == 9 and all(read(opened.store, names))
+    assert opened.store.used_bytes >= sum(path.stat().st_size for path in segments(tmp_path))
+    opened.close()
+
+
 def test_eviction_goes_on_where_rewriting_cannot(tmp_path: Path) -> None:
     """On a full disk room comes from removing."""
     files = FaultyFiles()

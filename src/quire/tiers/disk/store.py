@@ -168,18 +168,20 @@ class SegmentStore:
         """Bring the folder within the budget, seal what was left unsealed, and go on with the last
         segment if it has room.
 
-        Called before anything else is written. Raises OSError; it can be called again.
+        Called before anything else is written. Raises OSError; it can be called again, and goes on
+        behind a segment that can't be written to, which is left as it is.
         """
         self._make_room(0)
         while self._unfinished:
             number, contents = self._unfinished[0]
             if number in self._sealed:
                 self.seal()
+            del self._unfinished[0]
+            if number in self._sealed:
                 self._open = OpenSegment.resume(
                     self._files, self.path, number, self._fingerprint, contents
                 )
                 del self._sealed[number]
-            del self._unfinished[0]
 
     def remove_all(self) -> None:
         """Remove all segments of this namespace. Raises OSError; then the others are left, and it
