@@ -3,15 +3,17 @@
     python -m benchmarks.tiers.restore --folder FOLDER [--mib 512] [--pages 196608,24576] \\
         [--rounds 5] [--records 100000]
 
-FOLDER lies on the disk that is measured; what is written there is removed at the end. For each size
-of a page a tier stores blocks of random bytes, is closed, and is opened again for each restore, as
-after a restart of the process. In a round take turns, all into the same memory:
+FOLDER lies on the disk that is measured; what is written there is removed at the end. For each
+size of a page and each round, a tier stores blocks of random bytes and is closed, and is opened
+again for each restore, as after a restart of the process. Then take turns, all into the same
+memory:
 
-- cold: after POSIX_FADV_DONTNEED, a plain preadv of the files, 1 MiB at a time and in their order;
-- cold: a restore of all blocks by one order each, all given at once; every checksum is verified,
-  and in the first round every byte is compared;
-- warm: both again, from the page cache;
-- a copy of as many bytes with `numpy.copyto`, by one thread.
+- warm: a restore of all blocks by one order each, all given at once, out of the page cache as
+  writing has left it; every checksum is verified, and in the first round every byte is compared;
+- warm: a plain preadv of the files, 1 MiB at a time and in their order;
+- a copy of as many bytes with `numpy.copyto`, by one thread;
+- cold: both again, each after POSIX_FADV_DONTNEED;
+- read before: the restore once more, out of what reading has left in the page cache.
 
 Rates are bytes of blocks (of files, for plain reads) by wall time, medians over the rounds; a ratio
 is the median of the rounds' ratios. Then: how long the index of so many small records takes to be
@@ -19,6 +21,7 @@ found, and how long the engine's thread is kept by orders to store.
 """
 
 import argparse
+import gc
 import os
 import secrets
 import shutil
@@ -87,6 +90,7 @@ def restore(folder: Path, pool: Pool) -> float:
     """Load all blocks in a tier that was opened for it. Returns the seconds that the loads took."""
     tier = open_tier(folder, pool)
     orders = [LoadOrder(number, number, 0, name_of(number)) for number in range(len(pool))]
+    gc.freeze()  # as an engine's process does
     begun_s = time.perf_counter()
     tier.start((), orders)
     num_ended = 0
@@ -125,25 +129,38 @@ def measure_pages(folder: Path, page_bytes: int, total_bytes: int, rounds: int) 
     num_blocks = total_bytes // page_bytes
     pool = np.random.default_rng(0).integers(0, 256, (num_blocks, page_bytes), dtype=np.uint8)
     wanted = pool.copy()
-    tier = open_tier(folder, pool)
-    took_us = sorted(1e6 * took_s for took_s in store_all(tier, num_blocks))
-    tier.close(timeout_s=300)
-    files = sorted(folder.rglob("*.seg"))
-    file_bytes = sum(path.stat().st_size for path in files)
+    took_us: list[float] = []
     rates: dict[str, list[float]] = defaultdict(list)
-    for round_number in range(rounds):
-        for heat in ("cold", "warm"):
-            if heat == "cold":
-                drop_from_cache(files)
-            rates[f"{heat} plain"].append(
-                file_bytes / seconds_of(lambda: read_plainly(files, pool)) / GB
-            )
-            if heat == "cold":
-                drop_from_cache(files)
-            pool[:] = 0
-            rates[f"{heat} restore"].append(pool.nbytes / restore(folder, pool) / GB)
-            assert round_number or np.array_equal(pool, wanted), "other bytes came"
+
+    def measure_restore(name: str) -> None:
+        pool[:] = 0
+        rates[f"{name} restore"].append(pool.nbytes / restore(folder, pool) / GB)
+
+    def measure_plain(name: str) -> None:
+        num_bytes = sum(path.stat().st_size for path in files)
+        rates[f"{name} plain"].append(
+            num_bytes / seconds_of(lambda: read_plainly(files, pool)) / GB
+        )
+
+    for number in range(rounds):
+        pool[:] = wanted
+        tier = open_tier(folder, pool)
+        took_us += [1e6 * took_s for took_s in store_all(tier, num_blocks)]
+        tier.close(timeout_s=300)
+        files = sorted(folder.rglob("*.seg"))
+        measure_restore("warm")
+        assert number or np.array_equal(pool, wanted), "other bytes came"
+        measure_plain("warm")
         rates["memcpy"].append(pool.nbytes / seconds_of(lambda: np.copyto(pool, wanted)) / GB)
+        drop_from_cache(files)
+        read_plainly(files, pool)  # from then on a virtual disk's host may have them in its cache
+        drop_from_cache(files)
+        measure_plain("cold")
+        drop_from_cache(files)
+        measure_restore("cold")
+        measure_restore("read")
+        shutil.rmtree(folder)
+    took_us.sort()
 
     def ratio(left: str, right: str) -> float:
         pairs = zip(rates[left], rates[right], strict=True)
@@ -156,6 +173,7 @@ def measure_pages(folder: Path, page_bytes: int, total_bytes: int, rounds: int) 
         f" | {ratio('cold restore', 'cold plain'):.2f}"
         f" | {medians['warm restore']:.2f} | {medians['warm plain']:.2f}"
         f" | {medians['memcpy']:.2f} | {ratio('warm restore', 'memcpy'):.2f}"
+        f" | {ratio('read restore', 'memcpy'):.2f}"
         f" | {took_us[len(took_us) // 2]:.0f} / {took_us[int(0.99 * len(took_us))]:.0f} |"
     ]
 
@@ -192,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         "GB/s; the last column: microseconds of the engine's thread for 16 stores, median / p99\n\n"
         "| page | cold restore | cold preadv | ratio | warm restore | warm preadv | memcpy"
-        " | restore / memcpy | 16 stores |\n|---|---|---|---|---|---|---|---|---|"
+        " | restore / memcpy | read before | 16 stores |\n|---|---|---|---|---|---|---|---|---|---|"
     )
     for page_bytes in map(int, given.pages.split(",")):
         folder = given.folder / f"restore-{page_bytes}-{secrets.token_hex(4)}"

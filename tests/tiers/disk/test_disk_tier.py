@@ -133,7 +133,7 @@ def test_where_all_reads_hang_what_waits_ends_and_close_returns(tmp_path: Path) 
     hung = []
     for number in range(MAX_READERS):  # each takes a reader, old or new
         hung += world.load([number])
-        until(lambda: not world.tier._loader._waiting, "a reader takes it")
+        until(lambda: not world.tier._loader._requests, "a reader takes it")
         world.clock.now_s += HANG_S + 1
         world.have_ended(hung)
     waiting = world.load(range(10, 20))
@@ -184,7 +184,7 @@ def test_what_is_cancelled_before_it_begins_ends_undone(tmp_path: Path) -> None:
     taken = []
     for number in range(NUM_READERS):
         taken += world.load([number])
-        until(lambda: not world.tier._loader._waiting, "a reader takes it")
+        until(lambda: not world.tier._loader._requests, "a reader takes it")
     loads = world.load(range(3, 11))
     world.tier.cancel([*loads[:4], 12345])
     assert world.wait(loads[:4]) == [False] * 4

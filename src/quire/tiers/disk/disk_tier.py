@@ -104,7 +104,8 @@ class DiskTier:
             it until `close` has returned, and a read that hangs even later.
         bytes_of_group: how many bytes of a block each group uses, from the first; only these are
             stored.
-        wake_up: called from any thread after something has ended; must not wait.
+        wake_up: called from any thread after a store, or all loads of a call, have ended, or some
+            have failed; must not wait.
 
         Raises ConfigurationError where the budget is too small, OSError where the folder can't be
         read.
@@ -250,7 +251,8 @@ class DiskTier:
         sizes = [record_bytes(size) for size in self._pages.bytes_of_group]
         return sum([sizes[group] for group, _ in contents])
 
-    def _end(self, ended: list[MoveEnd]) -> None:
+    def _end(self, ended: list[MoveEnd], wakes: bool = True) -> None:
         self._ended.append(ended)
-        self._has_ended.set()
-        self._wake_up()
+        if wakes:
+            self._has_ended.set()
+            self._wake_up()

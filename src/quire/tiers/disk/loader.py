@@ -1,29 +1,30 @@
 """Threads that fill blocks from the store, in the order in which they were asked for.
 
-Loads wait in a queue, in batches of READ_BYTES, until a reader takes a batch. Whoever takes a load
-out of `_waiting` ends it: a reader, or whoever cancels. A read that hangs keeps only what it
-took; another reader is started in its place.
+Loads wait in their requests until a reader takes as many as one read brings. Whoever takes a load
+out of its request ends it: a reader, or whoever cancels. A read that hangs keeps only what it took;
+another reader is started in its place.
 """
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd
 from quire.observability.log import get_logger
 from quire.tiers.disk.io_limits import Health, IoPace
 from quire.tiers.disk.load_rate import NO_SPEED, LoadRate, LoadSpeed, expected_speed
 from quire.tiers.disk.pages import Pages
-from quire.tiers.disk.store import SegmentStore
+from quire.tiers.disk.store import ReadResult, SegmentStore
 
-READ_BYTES, MAX_READ_BYTES = 1 << 20, 8 << 20
-"""Of one read: enough for a disk; and where bytes come from the system's cache so many that what
+READ_BYTES, MAX_READ_BYTES = 1 << 20, 12 << 20
+"""Of one read: enough for a disk; and so many at most that a load ends in steps."""
+READ_S = 1e-3
+"""A read takes about so long where bytes come fast, as they do from the system's cache: then what
 Python does for a read is little beside it."""
-CACHED_BYTES_PER_S = 4e9
-"""What one reader gets from the system's cache at least, and from no disk."""
-NUM_READERS, MAX_READERS = 3, 6
+NUM_READERS, MAX_READERS = 2, 6
 HANG_S = 3.0
 """A read that has taken so long hangs; with all readers busy, a disk of 5 MB/s takes 0.6 s."""
 MIN_HELD_S, HELD_SHARE = 0.02, 1.0
@@ -35,20 +36,18 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """The loads of one call of `start`. num_left: not ended yet; guarded by the loader's lock."""
+    """The loads of one call of `start`. waiting: that no reader has taken. num_left: not ended yet.
+    Guarded by the loader's lock."""
 
     begun_s: float
     predicted_s: float
+    waiting: list[LoadOrder]
     num_left: int
     has_failed: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class _LoadBatch:
-    """Loads of one request that one read takes. Once it is taken, its orders stay as they are."""
-
-    request: _Request
-    orders: list[LoadOrder]
+_Part = tuple[_Request, list[LoadOrder]]
+"""Loads of one request that one read takes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -81,11 +80,12 @@ class Loader:
         self,
         store: SegmentStore,
         pages: Pages,
-        end: Callable[[list[MoveEnd]], None],
+        end: Callable[[list[MoveEnd], bool], None],
         clock: Callable[[], float],
         pace: IoPace,
     ) -> None:
-        """pages: that are filled. end: takes what has ended; called from any thread."""
+        """pages: that are filled. end: takes what has ended, and whether that is worth waking the
+        engine up for; called from any thread."""
         self.health = Health(f"{store.path}: loads", clock)
         self._alone, self._beside = LoadRate(), LoadRate()  # with no steps meanwhile, and with some
         self._pace = pace
@@ -93,9 +93,9 @@ class Loader:
         self.num_done = self.num_failed = self.num_cancelled = 0
         self.num_bytes = 0
         self._store, self._pages, self._end, self._clock = store, pages, end, clock
-        self._queue: queue.SimpleQueue[_LoadBatch | None] = queue.SimpleQueue()
-        self._waiting: dict[_LoadBatch, None] = {}  # in their order
-        self._lock = threading.Lock()  # of _waiting, what is in it, and the counters
+        self._requests: deque[_Request] = deque()  # of which loads wait, in their order
+        self._lock = threading.Lock()  # of _requests, what is in it, and the counters
+        self._has_requests = threading.Condition(self._lock)
         self._num_bytes_ordered = self._num_bytes_dropped = 0
         self._is_closed = False
         self._readers: list[_ReadingThread] = []
@@ -104,30 +104,27 @@ class Loader:
 
     def start(self, orders: Sequence[LoadOrder]) -> None:
         if self._is_closed:
-            self._end([MoveEnd(order.order_id, False) for order in orders])
+            self._end([MoveEnd(order.order_id, False) for order in orders], True)
             return
         num_bytes = self._pages.num_bytes_of(orders)
-        request = _Request(self._clock(), self.seconds(num_bytes), len(orders))
+        request = _Request(self._clock(), self.seconds(num_bytes), list(orders), len(orders))
         self._num_bytes_ordered += num_bytes
-        # A reader takes several batches where groups with smaller pages leave room.
-        count = max(READ_BYTES // max(self._pages.bytes_of_group), 1)
-        for begin in range(0, len(orders), count):
-            batch = _LoadBatch(request, list(orders[begin : begin + count]))
-            with self._lock:
-                self._waiting[batch] = None
-            self._queue.put(batch)
+        with self._lock:
+            self._requests.append(request)
+            self._has_requests.notify(-(-num_bytes // READ_BYTES))
 
     def cancel(self, order_ids: Iterable[int]) -> set[int]:
         """End those that no reader has taken. Returns the ids of those that it does not know."""
         unknown = set(order_ids)
-        dropped: list[tuple[_Request, LoadOrder]] = []
+        dropped: list[_Part] = []
         with self._lock:
-            for batch in self._waiting:
-                found = [order for order in batch.orders if order.order_id in unknown]
+            for request in self._requests:
+                found = [order for order in request.waiting if order.order_id in unknown]
                 if found:
-                    unknown.difference_update(order.order_id for order in found)
-                    dropped += [(batch.request, order) for order in found]
-                    batch.orders = [order for order in batch.orders if order not in found]
+                    ids = {order.order_id for order in found}
+                    unknown -= ids
+                    request.waiting = [each for each in request.waiting if each.order_id not in ids]
+                    dropped.append((request, found))
         self._drop(dropped)
         return unknown
 
@@ -174,7 +171,7 @@ class Loader:
     @property
     def is_busy(self) -> bool:
         """Whether loads wait, or are read by a reader that does not hang."""
-        return bool(self._waiting) or any(
+        return bool(self._requests) or any(
             reader.since_s is not None and not reader.is_hung for reader in self._readers
         )
 
@@ -187,6 +184,9 @@ class Loader:
             if reader.is_hung or since_s is None or now_s - since_s < HANG_S:
                 continue
             reader.is_hung = True
+            if reader.since_s is not since_s:  # it has just ended
+                reader.is_hung = False
+                continue
             self.health.failed(TimeoutError(f"a read has taken {HANG_S:g} s and goes on"))
             if len(self._readers) < MAX_READERS and not self._is_closed:
                 self._start_reader()
@@ -196,11 +196,11 @@ class Loader:
     def close(self, timeout_s: float) -> bool:
         """End what waits, undone. Returns whether all readers have ended; one that hangs has not,
         and ends when its read does."""
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
+            self._has_requests.notify_all()
         self._drop_all()
         deadline_s = self._clock() + timeout_s
-        for _ in self._readers:
-            self._queue.put(None)
         for reader in self._readers:
             assert reader.thread is not None
             reader.thread.join(max(deadline_s - self._clock(), 0.0))
@@ -208,21 +208,24 @@ class Loader:
 
     def _drop_all(self) -> None:
         with self._lock:
-            batches = list(self._waiting)
-            self._waiting.clear()
-        self._drop([(batch.request, order) for batch in batches for order in batch.orders])
+            dropped = [(request, request.waiting) for request in self._requests]
+            for request in self._requests:
+                request.waiting = []
+            self._requests.clear()
+        self._drop(dropped)
 
-    def _drop(self, dropped: Sequence[tuple[_Request, LoadOrder]]) -> None:
+    def _drop(self, dropped: Sequence[_Part]) -> None:
         """These end undone."""
-        if not dropped:
+        orders = [order for _, orders in dropped for order in orders]
+        if not orders:
             return
-        self._num_bytes_dropped += self._pages.num_bytes_of([order for _, order in dropped])
+        self._num_bytes_dropped += self._pages.num_bytes_of(orders)
         with self._lock:
-            self.num_cancelled += len(dropped)
-            for request, _ in dropped:
-                request.num_left -= 1
+            self.num_cancelled += len(orders)
+            for request, own in dropped:
+                request.num_left -= len(own)
                 request.has_failed = True
-        self._end([MoveEnd(order.order_id, False) for _, order in dropped])
+        self._end([MoveEnd(order.order_id, False) for order in orders], True)
 
     # -- in the readers' threads ---------------------------------------------------------------
 
@@ -236,85 +239,94 @@ class Loader:
 
     def _read_on(self, reader: _ReadingThread) -> None:
         pace = self._pace
-        while (batch := self._queue.get()) is not None:
+        while (request := self._next_request()) is not None:
             rate = self.rate
             rate.begun(self._clock())  # what it is held back is a part of what a load takes
-            set_aside_s = pace.hold_back(self._patience_s(batch.request))
+            set_aside_s = pace.hold_back(self._patience_s(request))
             began_s = time.thread_time()
-            self._read(reader, rate, batch)
+            self._read(reader, rate, self._take(reader.read_bytes))
             pace.used(time.thread_time() - began_s, set_aside_s)
+
+    def _next_request(self) -> _Request | None:
+        """Waits until loads of one wait; None: the loader is closed."""
+        with self._lock:
+            while not self._requests and not self._is_closed:
+                self._has_requests.wait()
+            return self._requests[0] if self._requests else None
 
     def _patience_s(self, request: _Request) -> float:
         """A load that comes later than it was predicted is not held back: it would be given up."""
         limit_s = max(MIN_HELD_S, HELD_SHARE * request.predicted_s)
         return 0.0 if self._is_closed else request.begun_s + limit_s - self._clock()
 
-    def _read(self, reader: _ReadingThread, rate: LoadRate, batch: _LoadBatch) -> None:
-        """Fill the blocks of this batch, and of those after it that fit into a read."""
-        batches, num_bytes = self._take(batch, reader.read_bytes)
-        orders = [order for batch in batches for order in batch.orders]
-        if not orders:
+    def _read(self, reader: _ReadingThread, rate: LoadRate, parts: Sequence[_Part]) -> None:
+        """Fill the blocks of these loads, and end them."""
+        orders = parts[0][1] if len(parts) == 1 else [each for _, own in parts for each in own]
+        if not orders:  # another has taken them
             rate.ended(self._clock(), 0.0, 0)
             return
-        keys = [order[2:] for order in orders]  # group and name
-        targets = self._pages.targets(orders)
-        reader.num_bytes = num_bytes
+        reader.num_bytes = num_bytes = self._pages.num_bytes_of(orders)
         reader.since_s = since_s = self._clock()
-        done, error = self._store.read(keys, targets)
+        done, error = self._fill(orders)
         now_s = self._clock()
         came = num_bytes
         if not all(done):
-            came = int(targets.sizes[done].sum())
+            came = self._pages.num_bytes_of(list(compress(orders, done)))
         # A disk that has hung says nothing about what it does otherwise.
         rate.ended(now_s, now_s - since_s, 0 if reader.is_hung else came)
-        is_cached = came >= CACHED_BYTES_PER_S * (now_s - since_s) and rate is self._alone
-        reader.read_bytes = min(2 * reader.read_bytes, MAX_READ_BYTES) if is_cached else READ_BYTES
+        reader.read_bytes = READ_BYTES
+        if rate is self._alone:
+            in_time = int(came * READ_S / max(now_s - since_s, 1e-6))
+            reader.read_bytes = min(max(in_time, READ_BYTES), MAX_READ_BYTES)
         reader.since_s, reader.is_hung = None, False
         reader.num_bytes_ended += num_bytes
         if error is not None:
             self.health.failed(error)
         elif came:
             self.health.worked()
-        self._count(batches, done, came, now_s)
-        self._end(list(map(MoveEnd, [order[0] for order in orders], done)))
+        ends = list(map(MoveEnd, [order[0] for order in orders], done))
+        # Whoever waits, waits for a whole load: to be woken for each read would slow it down.
+        self._end(ends, self._count(parts, done, came, now_s) or not all(done))
 
-    def _take(self, batch: _LoadBatch | None, most_bytes: int) -> tuple[list[_LoadBatch], int]:
-        """This batch, and those after it as far as they fit into most_bytes, without those that
-        were dropped; and the bytes of all."""
-        batches: list[_LoadBatch] = []
-        num_bytes = 0
-        while batch is not None:
-            with self._lock:
-                is_taken = batch in self._waiting
-                self._waiting.pop(batch, None)
-            if is_taken:
-                batches.append(batch)
-                own_bytes = self._pages.num_bytes_of(batch.orders)
-                num_bytes += own_bytes
-                if num_bytes + own_bytes > most_bytes:
-                    break
-            try:
-                batch = self._queue.get_nowait()
-            except queue.Empty:
-                break
-        else:
-            self._queue.put(None)  # it was meant for this thread, after what it has taken
-        return batches, num_bytes
+    def _fill(self, orders: Sequence[LoadOrder]) -> ReadResult:
+        try:
+            keys = [order[2:] for order in orders]  # group and name
+            return self._store.read(keys, self._pages.targets(orders))
+        except Exception as error:
+            # Nothing may end a reader: what it has taken would hold its blocks for ever.
+            logger.exception("%s: a read failed, which is a fault of quire", self._store.path)
+            return ReadResult([False] * len(orders), error)
+
+    def _take(self, most_bytes: int) -> list[_Part]:
+        """What has waited longest, as far as it surely fits into most_bytes, but at least one."""
+        parts: list[_Part] = []
+        count = max(most_bytes // max(self._pages.bytes_of_group), 1)
+        with self._lock:
+            while self._requests and count > 0:
+                request = self._requests[0]
+                taken = request.waiting[:count]
+                del request.waiting[:count]
+                if not request.waiting:
+                    self._requests.popleft()
+                count -= len(taken)
+                parts.append((request, taken))
+        return parts
 
     def _count(
-        self, batches: Sequence[_LoadBatch], done: Sequence[bool], num_bytes: int, now_s: float
-    ) -> None:
-        """All orders of these batches have ended, in turn."""
-        num_done = sum(done)
+        self, parts: Sequence[_Part], done: Sequence[bool], num_bytes: int, now_s: float
+    ) -> bool:
+        """All orders of these parts have ended, in turn. Returns whether a request has."""
+        num_done, has_ended = sum(done), False
         with self._lock:
             self.num_done += num_done
             self.num_failed += len(done) - num_done
             self.num_bytes += num_bytes
-            for batch in batches:
-                request = batch.request
-                request.num_left -= len(batch.orders)
+            for request, orders in parts:
+                request.num_left -= len(orders)
                 request.has_failed |= num_done < len(done)
+                has_ended |= request.num_left == 0
                 if request.num_left == 0 and not request.has_failed:
                     self.times.num_requests += 1
                     self.times.predicted_s += request.predicted_s
                     self.times.real_s += now_s - request.begun_s
+        return has_ended

@@ -46,10 +46,10 @@ logger = get_logger(__name__)
 
 
 class ReadResult(NamedTuple):
-    """done: whether each payload came, sound. error: what the system said, if it did."""
+    """done: whether each payload came, sound. error: why some did not, if there was one."""
 
     done: list[bool]
-    error: OSError | None
+    error: Exception | None
 
 
 @dataclass(frozen=True, slots=True)
