@@ -454,3 +454,24 @@ def test_a_file_that_cannot_be_closed_ends_nothing(
     again = World(tmp_path)
     assert all(again.wait(again.load([1]))) and again.has([1])
     again.tier.close()
+
+
+@pytest.mark.parametrize("name", ["read", "append"])
+def test_a_fault_in_a_thread_ends_its_orders_and_not_the_thread(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path)
+    assert all(world.wait(world.store(range(8))))
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no more")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(world.tier.store, name, fail)
+        orders = [*world.store(range(8, 10)), *world.load(range(4))]
+        ended = world.wait(orders)
+    assert ended == [name == "read"] * 2 + [name == "append"] * 4
+    assert "which is a fault of quire" in caplog.text and "MemoryError: no more" in caplog.text
+    world.clock.now_s += 60.0  # the pause is over
+    assert all(world.wait([*world.store(range(10, 12)), *world.load(range(4))]))
+    world.tier.close()

@@ -253,8 +253,8 @@ class StoreWriter:
             try:
                 if self._is_within_budget(order):
                     chosen[key] = order
-            except OSError as error:  # what is spent can't be kept, so nothing may be written
-                self.health.failed(error)
+            except Exception as error:  # what is spent can't be kept, so nothing may be written
+                self._note(error)
                 break
         return list(chosen.values())
 
@@ -264,10 +264,17 @@ class StoreWriter:
             with self._under_way():
                 for operation in operations:
                     operation()
-        except OSError as error:
-            self.health.failed(error)
+        except Exception as error:
+            self._note(error)
         else:
             self.health.worked()
+
+    def _note(self, error: Exception) -> None:
+        """Nothing may end the thread: what it has taken, and what comes, would hold blocks for
+        ever."""
+        if not isinstance(error, OSError):
+            logger.exception("%s: a write failed, which is a fault of quire", self._store.path)
+        self.health.failed(error)
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
