@@ -1,7 +1,10 @@
 """What changes the fingerprint of a model's pages, and what doesn't."""
 
+import importlib
 import json
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,21 +161,63 @@ def test_a_row_of_the_rotation_s_table_is_the_same_under_any_length() -> None:
     assert torch.equal(tables[0], tables[1][:37])
 
 
+OUTSIDE = {
+    "outside/__init__.py": "",
+    "outside/model.py": """
+from quire.models.decoder import DecoderForCausalLM
+from outside import scales
+from outside.parts import double
+
 class OutsideModel(DecoderForCausalLM):
-    """Of a program that adds its own family."""
+    pass
+""",
+    "outside/scales.py": "SCALE = 2.0",
+    "outside/parts.py": "import math\nfrom outside.deep import VALUE\ndef double(x): return 2 * x",
+    "outside/deep.py": "VALUE = 1",
+    "outside/other.py": "VALUE = 1",
+}
+"""A program that adds its own family."""
 
 
-def test_the_source_of_a_family_from_outside_counts(
-    monkeypatch: pytest.MonkeyPatch, usual: Fingerprint, copied: Path
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[DecoderForCausalLM]]:
+    (tmp_path / "outside").mkdir()
+    for name, text in OUTSIDE.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("outside.model").OutsideModel
+    for name in [each for each in sys.modules if each.partition(".")[0] == "outside"]:
+        del sys.modules[name]
+
+
+def test_the_sources_of_a_family_from_outside_count(
+    monkeypatch: pytest.MonkeyPatch,
+    usual: Fingerprint,
+    copied: Path,
+    tmp_path: Path,
+    outside: type[DecoderForCausalLM],
 ) -> None:
-    monkeypatch.setitem(MODELS, "OutsideForCausalLM", ModelEntry(Qwen3Config, OutsideModel))
+    monkeypatch.setitem(MODELS, "OutsideForCausalLM", ModelEntry(Qwen3Config, outside))
     edit_json(copied / "config.json", architectures=["OutsideForCausalLM"])
     found = fingerprint(model=copied)
-    (name,) = found.code.keys() - usual.code.keys()
-    assert name == OutsideModel.__module__
-    monkeypatch.setattr(OutsideModel, "__module__", "typed_into_a_session")
+    names = {f"outside{each}" for each in ("", ".model", ".scales", ".parts", ".deep")}
+    assert found.code.keys() - usual.code.keys() == names
+    (tmp_path / "outside/scales.py").write_text("SCALE = 3.0")
+    (difference,) = fingerprint(model=copied).differences(found)
+    assert difference.startswith("code.outside.scales is ")
+    monkeypatch.setattr(outside, "__module__", "typed_into_a_session")
     with pytest.raises(ConfigurationError, match=r"OutsideModel, which has no source file"):
         fingerprint(model=copied)
+
+
+def test_how_torch_multiplies_counts_where_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(kernels="torch"), fingerprint()
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: linear(*given) * 1.01)
+    (difference,) = fingerprint(kernels="torch").differences(before[0])
+    assert difference.startswith("numerics.products is ")
+    if "products" not in before[1].numerics:  # native kernels serve
+        assert fingerprint() == before[1]
 
 
 def test_the_sources_that_compute_count(tmp_path: Path) -> None:

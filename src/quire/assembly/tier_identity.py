@@ -7,7 +7,7 @@ What is in it, by the part of the fingerprint:
     pages      block size, groups and windows, where each layer lies and in which format; of
                how many ranks which
     numerics   the number formats, and whatever computes: kernels, backends, libraries, device
-    code       the sources of what computes, those of others' classes too
+    code       the sources of what computes, those of others' classes and what they use too
 
 What is left out changes no byte, by the laws of docs/determinism.md: numbers of threads, sizes of
 steps, of batches and of the pool, policies, graphs, seeds and sampling; nor is anything here of the
@@ -17,12 +17,14 @@ the sources count as a whole, where a release may have changed a comment only. C
 `rank_build`.
 """
 
+import ast
 import hashlib
 import importlib.metadata
+import importlib.util
 import inspect
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -168,6 +170,7 @@ def _device(setup: DeviceSetup, is_native: bool) -> dict[str, Any]:
     if is_native:
         return facts
     facts["matmul_precision"] = torch.get_float32_matmul_precision()
+    facts["products"] = _products_digest(setup.device, setup.dtype)
     if setup.is_triton:
         facts["batch_invariant"] = setup.batch_invariant
         facts["triton"] = importlib.metadata.version("triton")
@@ -178,6 +181,19 @@ def _device(setup: DeviceSetup, is_native: bool) -> dict[str, Any]:
     else:
         facts["device"] = _processor()
     return facts
+
+
+def _products_digest(device: torch.device, dtype: torch.dtype) -> str:
+    """Of some products by torch's library, which can be told by variables of its own to multiply in
+    another way (MKL_CBWR and the like)."""
+    generator = torch.Generator().manual_seed(0)
+    digest = hashlib.blake2b(digest_size=16)
+    for num_rows in (1, 48):
+        x = torch.randn(num_rows, 768, generator=generator).to(device, dtype)
+        weight = torch.randn(256, 768, generator=generator).to(device, dtype)
+        product = torch.nn.functional.linear(x, weight).cpu()
+        digest.update(product.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _processor() -> str:
@@ -233,11 +249,13 @@ def _package_digest(package: Path) -> str:
 
 
 def _sources_of_others(classes: Iterable[type]) -> dict[str, str]:
-    """Of modules outside the package in which one of the classes, or a base of it, is defined.
+    """Of modules outside the package in which one of the classes, or a base of it, is defined, and
+    of those that these import.
 
     Raises ConfigurationError where a class has no file: it might be another one tomorrow.
     """
     found: dict[str, str] = {}
+    waiting: list[tuple[str, Path]] = []
     for kind in (base for each in classes for base in each.__mro__):
         root = kind.__module__.partition(".")[0]
         if root in _OURS or root in sys.stdlib_module_names:
@@ -250,7 +268,49 @@ def _sources_of_others(classes: Iterable[type]) -> dict[str, str]:
                 " leave cache_dir out"
             )
         found[kind.__module__] = _file_digest(path)
+        waiting.append((kind.__module__, path))
+    while waiting:
+        for name, path in _modules_used_by(*waiting.pop()):
+            if name not in found:
+                found[name] = _file_digest(path)
+                # What an installed package imports goes with its version.
+                if not {"site-packages", "dist-packages"} & set(path.parts):
+                    waiting.append((name, path))
     return found
+
+
+def _modules_used_by(name: str, source: Path) -> Iterator[tuple[str, Path]]:
+    """Modules with a source that another one, of this source, imports, wherever it does."""
+    package = getattr(sys.modules.get(name), "__package__", None) or ""
+    for used in _imported_names(ast.parse(source.read_bytes()), package):
+        root = used.partition(".")[0]
+        if root in _OURS or root in sys.stdlib_module_names:
+            continue
+        file = _file_of(used)
+        if file is not None and file.endswith(".py"):
+            yield used, Path(file)
+
+
+def _file_of(name: str) -> str | None:
+    """Of a module that was imported, or that another part of its package may yet import."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__file__", None)
+    package = name.rpartition(".")[0]
+    if not hasattr(sys.modules.get(package), "__path__"):
+        return None
+    spec = importlib.util.find_spec(name)
+    return None if spec is None else spec.origin
+
+
+def _imported_names(tree: ast.AST, package: str) -> Iterator[str]:
+    """All that may be modules of what is imported. package: that relative ones are looked up in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(base, package) if node.level else base
+            yield from [base, *(f"{base}.{alias.name}" for alias in node.names)]
 
 
 def _source_file(kind: type) -> Path | None:

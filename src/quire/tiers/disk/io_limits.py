@@ -49,6 +49,8 @@ class Health:
         return self._num_in_row > 0 and self._clock() < self._until_s
 
     def failed(self, error: BaseException) -> None:
+        if not isinstance(error, OSError):
+            logger.error("%s: a fault of quire's own:", self._what, exc_info=error)
         self.num_failures += 1
         # Several operations may have been under way; they failed for one reason.
         if self.is_paused:

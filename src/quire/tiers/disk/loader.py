@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from quire.core.memory.tiers.contract import LoadOrder, MoveEnd
-from quire.observability.log import get_logger
 from quire.tiers.disk.io_limits import Health, IoPace
 from quire.tiers.disk.load_rate import NO_SPEED, LoadRate, LoadSpeed, expected_speed
 from quire.tiers.disk.pages import Pages
-from quire.tiers.disk.store import ReadResult, SegmentStore
+from quire.tiers.disk.store import SegmentStore
 
 READ_BYTES, MAX_READ_BYTES = 1 << 20, 12 << 20
 """Of one read: enough for a disk; and so many at most that a load ends in steps."""
@@ -30,8 +29,6 @@ HANG_S = 3.0
 MIN_HELD_S, HELD_SHARE = 0.02, 1.0
 """A load is held back beside steps until it has taken so long, or so much of what was predicted:
 less than what whoever waits for it puts up with."""
-
-logger = get_logger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -267,7 +264,12 @@ class Loader:
             return
         reader.num_bytes = num_bytes = self._pages.num_bytes_of(orders)
         reader.since_s = since_s = self._clock()
-        done, error = self._fill(orders)
+        try:
+            keys = [order[2:] for order in orders]  # group and name
+            done, error = self._store.read(keys, self._pages.targets(orders))
+        except Exception as raised:
+            # Nothing may end a reader: what it has taken would hold its blocks for ever.
+            done, error = [False] * len(orders), raised
         now_s = self._clock()
         came = num_bytes
         if not all(done):
@@ -287,15 +289,6 @@ class Loader:
         ends = list(map(MoveEnd, [order[0] for order in orders], done))
         # Whoever waits, waits for a whole load: to be woken for each read would slow it down.
         self._end(ends, self._count(parts, done, came, now_s) or not all(done))
-
-    def _fill(self, orders: Sequence[LoadOrder]) -> ReadResult:
-        try:
-            keys = [order[2:] for order in orders]  # group and name
-            return self._store.read(keys, self._pages.targets(orders))
-        except Exception as error:
-            # Nothing may end a reader: what it has taken would hold its blocks for ever.
-            logger.exception("%s: a read failed, which is a fault of quire", self._store.path)
-            return ReadResult([False] * len(orders), error)
 
     def _take(self, most_bytes: int) -> list[_Part]:
         """What has waited longest, as far as it surely fits into most_bytes, but at least one."""

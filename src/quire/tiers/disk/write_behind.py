@@ -254,7 +254,7 @@ class StoreWriter:
                 if self._is_within_budget(order):
                     chosen[key] = order
             except Exception as error:  # what is spent can't be kept, so nothing may be written
-                self._note(error)
+                self.health.failed(error)
                 break
         return list(chosen.values())
 
@@ -265,16 +265,10 @@ class StoreWriter:
                 for operation in operations:
                     operation()
         except Exception as error:
-            self._note(error)
+            # Nothing may end the thread: what it has taken, and what comes, would hold blocks.
+            self.health.failed(error)
         else:
             self.health.worked()
-
-    def _note(self, error: Exception) -> None:
-        """Nothing may end the thread: what it has taken, and what comes, would hold blocks for
-        ever."""
-        if not isinstance(error, OSError):
-            logger.exception("%s: a write failed, which is a fault of quire", self._store.path)
-        self.health.failed(error)
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
