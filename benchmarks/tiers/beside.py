@@ -17,6 +17,7 @@ arrival to its token. --cold: the files are dropped from the page cache before e
 """
 
 import argparse
+import gc
 import random
 import shutil
 import statistics
@@ -172,6 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "memory": engine_of(given, NUM_PREFIXES, None),
             "disk": engine_of(given, PREFIXES_IN_POOL, folder),
         }
+        gc.collect()
+        gc.freeze()  # as an engine's process does
         drivers = {name: Driver(engine, given) for name, engine in engines.items()}
         for driver in drivers.values():
             driver.fill()

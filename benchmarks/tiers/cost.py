@@ -7,10 +7,11 @@ Two engines with equal pools compute the same fresh prompts in turns; one has a 
 which all that it publishes is written behind the steps. The time of a round ends with its last
 token; what is still to be written then is written before the next round begins, outside of both
 times. Prints prompt and output tokens a second of both, medians over the rounds, and the median of
-the rounds' ratios.
+the rounds' ratios; and what both take of the processors, which other processes disturb less.
 """
 
 import argparse
+import gc
 import random
 import shutil
 import statistics
@@ -44,17 +45,17 @@ def engine_of(given: argparse.Namespace, cache_dir: Path | None) -> Engine:
 
 def seconds_of(
     engine: Engine, prompts: Sequence[Sequence[int]], given: argparse.Namespace
-) -> float:
-    """Until the last token of all prompts, which come at once."""
+) -> tuple[float, float]:
+    """Until the last token of all prompts, which come at once: by the clock, and of processors."""
     params = DecodingParams(max_tokens=given.output, temperature=0.0)
-    began_s = time.perf_counter()
+    began_s, used_s = time.perf_counter(), time.process_time()
     for number, prompt in enumerate(prompts):
         engine.add(Request(f"request {number}", list(prompt), params))
     while engine.has_work():
         engine.step()
-    took_s = time.perf_counter() - began_s
+    took_s, used_s = time.perf_counter() - began_s, time.process_time() - used_s
     engine.tier_work.drain(30.0)
-    return took_s
+    return took_s, used_s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,25 +71,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = Path(tempfile.mkdtemp(prefix="quire-cost-", dir=given.folder))
     chance = random.Random(5)
     rates: dict[str, list[float]] = {"off": [], "on": []}
+    used: dict[str, list[float]] = {"off": [], "on": []}
     num_tokens = given.requests * (given.prompt + given.output)
     try:
         engines = {"off": engine_of(given, None), "on": engine_of(given, folder)}
+        gc.collect()
+        gc.freeze()  # as an engine's process does
         for number in range(-1, given.rounds):
             prompts = [
                 [chance.randrange(100, 30_000) for _ in range(given.prompt)]
                 for _ in range(given.requests)
             ]
             for name in sorted(engines, reverse=bool(number % 2)):
-                took_s = seconds_of(engines[name], prompts, given)
+                took_s, used_s = seconds_of(engines[name], prompts, given)
                 if number >= 0:  # the first round warms up
                     rates[name].append(num_tokens / took_s)
+                    used[name].append(used_s)
         ratios = [on / off for off, on in zip(rates["off"], rates["on"], strict=True)]
         stored = tier_bytes(engines["on"])[1] / MIB
         engines["on"].tier_work.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for name, values in rates.items():
-        print(f"cache folder {name}: {statistics.median(values):.0f} tokens/s")
+        print(
+            f"cache folder {name}: {statistics.median(values):.0f} tokens/s,"
+            f" {statistics.median(used[name]):.3f} s of processors a round"
+        )
     print(f"on / off: {statistics.median(ratios):.3f}", end="")
     print(f" ({', '.join(f'{ratio:.3f}' for ratio in ratios)}); {stored:.0f} MiB stored")
 

@@ -7,7 +7,13 @@ from tests.core.memory.tiers.slow_tiers import SlowTiers
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.memory.prefix_cache import sortable
-from quire.core.memory.tiers.write_behind import LENT_S, MAX_SHARE, SETTLE_S, WriteBehind
+from quire.core.memory.tiers.write_behind import (
+    BETWEEN_ORDERS_S,
+    LENT_S,
+    MAX_SHARE,
+    SETTLE_S,
+    WriteBehind,
+)
 from quire.core.scheduling import invariants
 
 FULL = KVGroup((0,), KVKind.FULL, 64)
@@ -133,12 +139,12 @@ def test_free_blocks_that_are_needed_are_taken_from_stores_that_have_not_begun()
     memory.set_time(1.0)
     free = write(memory, [50, *PROMPT])
     memory.free(free)
-    memory.set_time(1.01)
+    memory.set_time(2.0)
     ordered = list(tiers.stores)
-    memory.set_time(1.0 + LENT_S)
+    memory.set_time(1.99 + LENT_S)
     stores_of(memory).give_up(2)
     assert not tiers.cancelled, "their stores may be over in a moment"
-    memory.set_time(1.02 + LENT_S)
+    memory.set_time(2.01 + LENT_S)
     stores_of(memory).give_up(2)
     assert tiers.cancelled == ordered[:-3:-1]
     stores_of(memory).give_up(100)
@@ -146,6 +152,24 @@ def test_free_blocks_that_are_needed_are_taken_from_stores_that_have_not_begun()
     assert tiers.cancelled == own[::-1], "what a sequence holds is not free when its store ends"
     tiers.end(tiers.cancelled[:2], is_done=False)
     num_free = memory.pool.num_free
-    memory.set_time(1.03 + LENT_S)
+    memory.set_time(2.02 + LENT_S)
     assert memory.pool.num_free == num_free + 2
     assert stores_of(memory).num_not_stored == 2
+
+
+def test_a_few_blocks_are_ordered_together() -> None:
+    memory, tiers = make(num_blocks=256)
+    sequence = write(memory, PROMPT)
+    memory.set_time(1.0)
+    assert len(tiers.stores) == 3
+    memory.free(sequence)
+    memory.set_time(1.0 + BETWEEN_ORDERS_S / 2)
+    assert len(tiers.stores) == 3, "the rest of it can wait for more"
+    write(memory, [*range(100, 130)])
+    memory.set_time(1.0 + 0.6 * BETWEEN_ORDERS_S)
+    assert len(tiers.stores) == 3 + 8, "it is no more a few"
+    write(memory, [*range(200, 206)])
+    memory.set_time(1.0 + 0.7 * BETWEEN_ORDERS_S)
+    assert len(tiers.stores) == 11
+    memory.set_time(1.0 + 1.7 * BETWEEN_ORDERS_S)
+    assert len(tiers.stores) == 12

@@ -27,6 +27,10 @@ MAX_SHARE = 1 / 16
 MAX_ORDERS = 256
 MIN_ORDERS = 4
 
+# Where fewer wait than half of what may be under way, orders go out so far apart: a step that has
+# some costs more, and so does a small write.
+BETWEEN_ORDERS_S = 0.05
+
 # A running sequence that needs a free block waits for its store so long at most.
 LENT_S = 0.05
 
@@ -65,6 +69,7 @@ class WriteBehind:
         self._began_s: dict[int, float] = {}  # when, by order
         self._given_up: dict[int, float] = {}  # until when they end, by order, unless they hang
         self._now_s = 0.0
+        self._ordered_s = -inf
         # By block, in the order in which they came; of those that settle, from when on too.
         self._ready: OrderedDict[int, ContentKey] = OrderedDict()
         self._settling: OrderedDict[int, tuple[float, ContentKey]] = OrderedDict()
@@ -93,11 +98,15 @@ class WriteBehind:
         at_once: nothing will be demoted any more.
         """
         self._now_s = now_s
+        orders: list[StoreOrder] = []
+        is_early = self._ordered_s <= now_s < self._ordered_s + BETWEEN_ORDERS_S
+        if is_early and not at_once and self.num_waiting < self._most // 2:
+            return orders
         self._take_in(now_s)
         self._end_settling(now_s, at_once=at_once)
-        orders: list[StoreOrder] = []
-        if not self._tiers.takes_stores:
+        if not self._ready or not self._tiers.takes_stores:
             return orders
+        self._ordered_s = now_s
         while self._ready and len(self.in_flight) < self._most:
             block, key = self._ready.popitem(last=False)
             if self._pool.content[block] != key:
