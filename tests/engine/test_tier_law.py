@@ -16,7 +16,9 @@ def test_nothing_that_happens_in_a_tier_changes_a_token(
     place: int, kind: str, tmp_path: Path
 ) -> None:
     number_format = list(FORMATS)[(place + 2) % 3]
-    case = Case(kind, number_format, CHUNKS[(place + place // 3) % 3], BLOCK_SIZES[place // 2])
+    # Of larger blocks hardly a sequence is preempted in the first three.
+    block_size = BLOCK_SIZES[(0, 0, 0, 1, 2, 2)[place]]
+    case = Case(kind, number_format, CHUNKS[(place + place // 3) % 3], block_size)
     with registered():
         folder = save_hybrid(tmp_path, layer_types=KINDS[kind])
         alone = answers_alone(folder, number_format)

@@ -10,7 +10,6 @@ from tests.tiers.disk.faulty_files import FaultyFiles, full_disk
 from tests.tiers.disk.store_world import name_of, segments
 from tests.tiers.disk.tier_world import NUM_BLOCKS, World, until
 
-from quire.core.memory.tiers.contract import StoreOrder
 from quire.tiers.disk.disk_tier import DiskBudget
 from quire.tiers.disk.files import Buffer
 from quire.tiers.disk.folder import CacheFolder
@@ -56,8 +55,8 @@ def test_what_was_taken_before_all_is_cleared_is_not_found(tmp_path: Path) -> No
     with pytest.MonkeyPatch.context() as patch:
         take, is_taken, gate = StoreWriter._take, threading.Event(), threading.Event()
 
-        def wait_with(writer: StoreWriter, order: StoreOrder | None) -> Any:
-            taken = take(writer, order)
+        def wait_with(writer: StoreWriter) -> Any:
+            taken = take(writer)
             if taken[0]:
                 is_taken.set()
                 gate.wait()

@@ -156,7 +156,8 @@ class DiskTier:
 
     def ended(self) -> list[MoveEnd]:
         self._pace.asked()
-        self._has_ended.clear()
+        if self._has_ended.is_set():  # without a lock, in a step that has nothing to take in
+            self._has_ended.clear()
         self._loader.check()
         self._writer.check()
         ended: list[MoveEnd] = []

@@ -193,9 +193,10 @@ class IoPace:
         self._has_waited = True
         self.is_beside_steps = False
 
-    def hold_back(self, most_s: float) -> float:
+    def hold_back(self, most_s: float, look_s: float = SLEEP_S) -> float:
         """Return when the next operation may begin, after most_s at the latest: what is set aside
-        for it, in seconds of a processor. `used` follows."""
+        for it, in seconds of a processor. `used` follows. look_s: how often it is looked whether
+        steps still run."""
         until_s = time.monotonic() + most_s
         while True:
             with self._lock:
@@ -207,7 +208,7 @@ class IoPace:
                     expected_s = self._expected_s
                     self._free_at_s = max(self._free_at_s, now_s) + expected_s / SHARE
                     return expected_s
-            time.sleep(min(free_at_s - now_s, SLEEP_S))
+            time.sleep(min(free_at_s - now_s, look_s))
 
     def used(self, processor_s: float, set_aside_s: float) -> None:
         """The operation that was let go has taken so much of a processor."""

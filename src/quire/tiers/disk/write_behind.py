@@ -8,6 +8,7 @@ a copy that is not made is a miss later, a block that is held too long is memory
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -29,8 +30,9 @@ SEAL_S = 1.0
 YIELD_S, YIELD_STEP_S = 0.02, 0.002
 """How long a write waits at most for loads to end, and how often it looks: beside loads without end
 50 MB/s are still written."""
-MOST_HELD_S = 0.1
-"""Beside steps, a write is held back so long at most: what waits holds blocks."""
+MOST_HELD_S, LOOK_S = 0.1, 0.01
+"""Beside steps, a write is held back so long at most, since what waits holds blocks; it looks
+whether steps still run so often."""
 
 logger = get_logger(__name__)
 
@@ -60,7 +62,9 @@ class StoreWriter:
         self._index = store.index
         self._day_budget, self._max_queued_bytes = day_budget, max_queued_bytes
         self._are_loads_busy, self._pace = are_loads_busy, pace
-        self._queue: queue.SimpleQueue[StoreOrder | None] = queue.SimpleQueue()
+        # Of one call each: to wake the thread up takes longer than all else. None: see `_take`.
+        self._queue: queue.SimpleQueue[list[StoreOrder] | None] = queue.SimpleQueue()
+        self._pending: deque[StoreOrder] = deque()  # out of the queue; the thread's own
         self._waiting: dict[int, StoreOrder] = {}
         self._queued_bytes = self._taken_bytes = 0  # each written by one thread
         self._since_s: float | None = None  # when the write under way began
@@ -97,7 +101,7 @@ class StoreWriter:
 
     def start(self, orders: Sequence[StoreOrder]) -> None:
         """Raises ValueError for an order that no record can hold."""
-        ended = []
+        ended, taken = [], []
         for order in orders:
             _check_order(order)
             if self._index.find(order.group, order.name):
@@ -111,7 +115,9 @@ class StoreWriter:
                 continue
             self._queued_bytes += self._pages.num_bytes_of([order])
             self._waiting[order.order_id] = order
-            self._queue.put(order)
+            taken.append(order)
+        if taken:
+            self._queue.put(taken)
         if ended:
             self._end(ended)
 
@@ -168,7 +174,7 @@ class StoreWriter:
             self._try(self._settle)
         is_open = True
         while is_open:
-            orders, is_open = self._take(self._queue.get())
+            orders, is_open = self._take()
             if self._must_clear:
                 self._must_clear = self._is_removed = False
                 self._try(self._settle)
@@ -177,7 +183,8 @@ class StoreWriter:
                 self._end([MoveEnd(order.order_id, False) for order in orders])
             elif orders:
                 self._let_loads_go_first()
-                set_aside_s = self._pace.hold_back(0.0 if self._is_closed else MOST_HELD_S)
+                most_s = 0.0 if self._is_closed else MOST_HELD_S
+                set_aside_s = self._pace.hold_back(most_s, LOOK_S)
                 began_s = time.thread_time()
                 self._write(orders)
                 self._pace.used(time.thread_time() - began_s, set_aside_s)
@@ -195,23 +202,26 @@ class StoreWriter:
             self._store.settle()
             self._is_settled = True
 
-    def _take(self, order: StoreOrder | None) -> tuple[list[StoreOrder], bool]:
-        """This order and those after it as far as they fit into a write, without those that were
-        cancelled; and whether more may come. None wakes the thread up: to clear, or to end."""
+    def _take(self) -> tuple[list[StoreOrder], bool]:
+        """Waits for orders; as many as fit into a write, without those that were cancelled, and
+        whether more may come. None in the queue wakes the thread up: to clear, or to end."""
         orders: list[StoreOrder] = []
-        num_bytes = 0
-        while order is not None:
+        num_bytes, is_woken = 0, False
+        while num_bytes < WRITE_BYTES and len(orders) < MAX_ORDERS:
+            if not self._pending:
+                if orders and self._queue.empty():
+                    break
+                came = self._queue.get()
+                if came is None:
+                    is_woken = True
+                    break
+                self._pending.extend(came)
+            order = self._pending.popleft()
             if self._waiting.pop(order.order_id, None) is not None:
                 orders.append(order)
                 num_bytes += self._pages.num_bytes_of([order])
-                if num_bytes >= WRITE_BYTES or len(orders) >= MAX_ORDERS:
-                    break
-            try:
-                order = self._queue.get_nowait()
-            except queue.Empty:
-                break
         self._taken_bytes += num_bytes
-        is_last = order is None and self._is_closed and self._queue.empty()
+        is_last = is_woken and self._is_closed and self._queue.empty()
         return orders, not is_last
 
     def _let_loads_go_first(self) -> None:
