@@ -11,8 +11,7 @@ import psutil
 import pytest
 from tests.server.launching import WAIT_S, is_running, launched
 
-from quire.tiers.disk.folder import CacheFolder
-from quire.tiers.disk.inspection import inspect
+from quire.cli.cache import verify
 
 PROMPT_TOKENS, NEW_TOKENS = 600, 300
 SIZES = {"num_blocks": 1024, "max_num_seqs": 8, "max_model_len": 1024, "seed": 5}
@@ -151,8 +150,6 @@ def test_a_folder_in_use_is_refused_by_name_and_taken_over_from_the_dead(tmp_pat
             assert second.wait_for_exit() == 0
         _, living = psutil.wait_procs([engine], timeout=WAIT_S)
         assert not any(is_running(each) for each in living)
-    opened = CacheFolder.open(folder)
-    (namespace,) = inspect(opened, reads_payloads=True)
-    opened.close()
-    assert namespace.is_sound
-    assert namespace.num_contents >= 2 * (PROMPT_TOKENS + NEW_TOKENS) // 16, "of both calls"
+    checked = verify(folder)
+    assert not checked.is_bad and not checked.unread
+    assert checked.num_records >= 2 * (PROMPT_TOKENS + NEW_TOKENS) // 16, "of both calls"
