@@ -25,7 +25,7 @@ TOUCHED_BYTES = 4 << 20
 POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, which Python does not name: gives pages that can be written, and leaves what
 is in them. Linux has it since 5.14."""
-SLEEP_S = 0.005
+SLEEP_S = 0.1
 
 logger = get_logger(__name__)
 

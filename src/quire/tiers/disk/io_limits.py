@@ -14,8 +14,6 @@ BURST_SHARE = 0.25
 """Of a day's bytes that may be written at once; the rest comes evenly over the day."""
 SHARE = 0.25
 """Of one processor's time, for all threads of a tier, while steps run."""
-SLEEP_S = 0.002
-"""A thread that is held back looks so often whether steps still run."""
 GUESSED_S = 1e-4
 """Of a processor, for an operation whose cost is not known yet."""
 KEPT_SHARE = 1 / 32
@@ -177,26 +175,32 @@ class IoPace:
     """
 
     def __init__(self) -> None:
-        self.is_beside_steps = False
+        self._is_alone = threading.Event()
+        self._is_alone.set()
         self._has_waited = True
         self._lock = threading.Lock()
         self._free_at_s = 0.0
         self._expected_s = GUESSED_S
 
+    @property
+    def is_beside_steps(self) -> bool:
+        return not self._is_alone.is_set()
+
     def asked(self) -> None:
         """The engine has asked what has ended. By its thread."""
-        self.is_beside_steps = not self._has_waited
+        if not self._has_waited and self._is_alone.is_set():
+            self._is_alone.clear()
         self._has_waited = False
 
     def waits(self) -> None:
         """The engine waits for what ends. By its thread."""
         self._has_waited = True
-        self.is_beside_steps = False
+        if not self._is_alone.is_set():
+            self._is_alone.set()
 
-    def hold_back(self, most_s: float, look_s: float = SLEEP_S) -> float:
+    def hold_back(self, most_s: float) -> float:
         """Return when the next operation may begin, after most_s at the latest: what is set aside
-        for it, in seconds of a processor. `used` follows. look_s: how often it is looked whether
-        steps still run."""
+        for it, in seconds of a processor. `used` follows."""
         until_s = time.monotonic() + most_s
         while True:
             with self._lock:
@@ -208,7 +212,8 @@ class IoPace:
                     expected_s = self._expected_s
                     self._free_at_s = max(self._free_at_s, now_s) + expected_s / SHARE
                     return expected_s
-            time.sleep(min(free_at_s - now_s, look_s))
+            # To be woken up again and again would disturb steps more than most operations.
+            self._is_alone.wait(free_at_s - now_s)
 
     def used(self, processor_s: float, set_aside_s: float) -> None:
         """The operation that was let go has taken so much of a processor."""

@@ -27,12 +27,11 @@ HANG_S = 10.0
 """A write or sync that has taken so long hangs: what waits behind it is given up."""
 SEAL_S = 1.0
 """Beyond its time, for `close` to seal in."""
-YIELD_S, YIELD_STEP_S = 0.02, 0.002
+YIELD_S, YIELD_STEP_S = 0.02, 0.005
 """How long a write waits at most for loads to end, and how often it looks: beside loads without end
 50 MB/s are still written."""
-MOST_HELD_S, LOOK_S = 0.1, 0.01
-"""Beside steps, a write is held back so long at most, since what waits holds blocks; it looks
-whether steps still run so often."""
+MOST_HELD_S = 0.1
+"""Beside steps, a write is held back so long at most: what waits holds blocks."""
 
 logger = get_logger(__name__)
 
@@ -183,8 +182,7 @@ class StoreWriter:
                 self._end([MoveEnd(order.order_id, False) for order in orders])
             elif orders:
                 self._let_loads_go_first()
-                most_s = 0.0 if self._is_closed else MOST_HELD_S
-                set_aside_s = self._pace.hold_back(most_s, LOOK_S)
+                set_aside_s = self._pace.hold_back(0.0 if self._is_closed else MOST_HELD_S)
                 began_s = time.thread_time()
                 self._write(orders)
                 self._pace.used(time.thread_time() - began_s, set_aside_s)
