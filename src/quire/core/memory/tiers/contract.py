@@ -98,8 +98,9 @@ class Tiers(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Until a move has ended that `ended` has not told of, or for so long. For an engine that
-        has nothing else to do."""
+        """Until something has ended that `ended` has not told of and that is worth going on for: a
+        store, all loads of one call, a load that failed; or for so long. For an engine that has
+        nothing else to do."""
         ...
 
     def counts(self) -> Mapping[str, Mapping[str, float]]:
