@@ -205,6 +205,11 @@ def test_the_sources_of_a_family_from_outside_count(
     (tmp_path / "outside/scales.py").write_text("SCALE = 3.0")
     (difference,) = fingerprint(model=copied).differences(found)
     assert difference.startswith("code.outside.scales is ")
+    compiled = tmp_path / "outside/model.so"
+    compiled.write_bytes(b"\x7fELF\0")
+    with monkeypatch.context() as patch:
+        patch.setattr(tier_identity, "_source_file", lambda kind: compiled)
+        assert fingerprint(model=copied).code.keys() - usual.code.keys() == {"outside.model"}
     monkeypatch.setattr(outside, "__module__", "typed_into_a_session")
     with pytest.raises(ConfigurationError, match=r"OutsideModel, which has no source file"):
         fingerprint(model=copied)

@@ -280,9 +280,13 @@ def _sources_of_others(classes: Iterable[type]) -> dict[str, str]:
 
 
 def _modules_used_by(name: str, source: Path) -> Iterator[tuple[str, Path]]:
-    """Modules with a source that another one, of this source, imports, wherever it does."""
+    """Modules with a source that another one, of this source, imports, wherever it does. A compiled
+    one says nothing of that."""
+    if source.suffix != ".py":
+        return
     package = getattr(sys.modules.get(name), "__package__", None) or ""
-    for used in _imported_names(ast.parse(source.read_bytes()), package):
+    tree = ast.parse(source.read_bytes(), str(source))
+    for used in _imported_names(tree, package):
         root = used.partition(".")[0]
         if root in _OURS or root in sys.stdlib_module_names:
             continue

@@ -1,8 +1,10 @@
 """Which sequences are preempted when blocks or rows run out; all still end."""
 
 import pytest
-from tests.core.harness import Harness, greedy_harness, make_memory
+from tests.core.harness import Harness, greedy_harness, make_groups, make_memory
+from tests.core.memory.tiers.slow_tiers import SlowTiers
 
+from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.policy import PriorityPolicy
 from quire.core.sequence import Sequence, SequenceState
@@ -455,4 +457,25 @@ def test_one_that_is_to_be_forked_from_and_beams_reserve_nothing() -> None:
     harness.step()
     assert parent.num_slots == 8
     assert all(beam.num_slots == 8 for beam in harness.scheduler.beams.members_with(leader))
+    harness.run()
+
+
+def test_no_store_is_given_up_where_reserves_are_enough() -> None:
+    tiers = SlowTiers()
+    config = KVCacheConfig(make_groups(2), 60, 4, True, b"secret", tiers=tiers)
+    harness = greedy_harness(KVCacheManager(config), num_lookahead_blocks=1)
+    harness.add("before", 13, 1)
+    harness.run()
+    sequence = harness.add("a", 4, 20)
+    harness.step()
+    harness.now_s += 2.0  # by now the stores may hang, and nothing counts on them
+    harness.step()
+    assert len(tiers.stores) > 2
+    running_set, pool = harness.scheduler.running_set, harness.memory.pool
+    assert running_set.reclaim(pool.num_free + 1, sequence, from_running=True)
+    assert not tiers.cancelled
+    assert not running_set.reclaim(pool.num_free + 1, sequence, from_running=True)
+    assert len(tiers.cancelled) == 1
+    tiers.takes_stores = False
+    tiers.end(list(tiers.stores))
     harness.run()

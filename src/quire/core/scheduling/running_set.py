@@ -172,8 +172,9 @@ class RunningSet:
             self._take_reserves(num_wanted)
             self._take_loaded(num_wanted, needy, rank)
             self._take_kept(num_wanted, needy, rank)
-            if from_running and self._memory.moves is not None:
-                self._memory.moves.stores.give_up(num_wanted - pool.num_free)
+            num_missing = num_wanted - pool.num_free
+            if from_running and num_missing > 0 and self._memory.moves is not None:
+                self._memory.moves.stores.give_up(num_missing)
         while (
             from_running
             and self._memory.num_free_soon < num_wanted

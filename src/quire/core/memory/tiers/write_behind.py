@@ -140,6 +140,7 @@ class WriteBehind:
     def give_up(self, count: int) -> None:
         """So many blocks that only stores hold are needed now: of those that were ordered a while
         ago, the last, which have hardly begun, end soon and undone."""
+        assert count > 0, count
         counts, before_s = self._pool.ref_count, self._now_s - LENT_S
         late = [
             order_id
