@@ -7,7 +7,7 @@ and convolutions. Registered in this process as docs/extending.md describes.
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -90,9 +90,6 @@ class HybridConfig(ModelConfig):
     @property
     def recurrent_specs(self) -> tuple[GatedDeltaSpec | ShortConvSpec, ...]:
         return tuple(RECURRENT[kind] for kind in self.layer_types if kind in RECURRENT)
-
-    def first_layer(self) -> Self:
-        return replace(self, tie_word_embeddings=False)  # no layer stands for the others
 
 
 Where = Mapping[str, Any]
@@ -204,7 +201,6 @@ def registered() -> Iterator[None]:
         HybridConfig,
         HybridForCausalLM,
         embedding="embed_tokens.weight",
-        first_layer="no layer stands for the others",
     )
     try:
         yield

@@ -13,7 +13,9 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from quire.kernels.gelu_mul import gelu_mul
+from quire.kernels import activations
+from quire.kernels.activations import ActivationFunction, Gating
+from quire.kernels.layer_norm import layer_norm
 from quire.kernels.rms_norm import add_rms_norm, rms_norm
 from quire.kernels.silu_mul import silu_mul
 
@@ -29,21 +31,21 @@ class RowTable(Protocol):
 class Operators(Protocol):
     """Each is defined, with its roundings, by `TorchOperators`."""
 
-    def embed(self, table: torch.Tensor | RowTable, token_ids: torch.Tensor) -> torch.Tensor:
-        """table: of [V, H]; token_ids [T] int64, each below V -> [T, H]."""
+    def embed(self, table: torch.Tensor | RowTable, indices: torch.Tensor) -> torch.Tensor:
+        """table: of [V, H]; indices [T] int64, each below V: token ids, or positions -> [T, H]."""
         ...
 
     def rms_norm(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
         offset: float | None = None,
         *,
         overwrites: bool = False,
     ) -> torch.Tensor:
-        """x [..., D], weight [D] -> [..., D]. overwrites: x is not read afterwards, so the result
-        may take its place."""
+        """x [..., D], weight [D] -> [..., D]. weight: None: ones. overwrites: x is not read
+        afterwards, so the result may take its place."""
         ...
 
     def add_rms_norm(
@@ -71,24 +73,43 @@ class Operators(Protocol):
         """gate_up [..., 2F], gate first -> silu(gate) * up, [..., F]."""
         ...
 
-    def gelu_mul(self, gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
-        """gate_up [..., 2F], gate first -> gelu(gate) * up, [..., F]. approximate: "tanh", or
-        "none"."""
+    def gated(self, gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
+        """gate_up [..., 2F], gate first -> act(gate) * up, [..., F], as `Gating` says."""
+        ...
+
+    def gate(
+        self, x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction
+    ) -> torch.Tensor:
+        """x [..., D], by [..., D] or [..., 1] -> x * act(by). x may be overwritten."""
+        ...
+
+    def activate(self, x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
+        """x [..., D] -> act(x). x may be overwritten."""
+        ...
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        """x [..., D] -> cap * tanh(x / cap). x may be overwritten."""
+        ...
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        """x [..., D], weight and bias [D] -> [..., D]."""
         ...
 
 
 class TorchOperators:
     """On any device, and the definition of the others."""
 
-    def embed(self, table: torch.Tensor | RowTable, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, table: torch.Tensor | RowTable, indices: torch.Tensor) -> torch.Tensor:
         if isinstance(table, torch.Tensor):
-            return functional.embedding(token_ids, table)
-        return table.unpack(token_ids)
+            return functional.embedding(indices, table)
+        return table.unpack(indices)
 
     def rms_norm(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
         offset: float | None = None,
         *,
@@ -116,8 +137,27 @@ class TorchOperators:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul(gate_up)
 
-    def gelu_mul(self, gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
-        return gelu_mul(gate_up, approximate)
+    def gated(self, gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
+        return activations.gated(gate_up, gating)
+
+    def gate(
+        self, x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction
+    ) -> torch.Tensor:
+        return activations.gate(x, by, activation)
+
+    def activate(self, x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
+        if activation is ActivationFunction.GELU:
+            # In place: memory for a new tensor may cost more than the function (2026-11-23).
+            return torch.ops.aten.gelu_(x)  # type: ignore[no-any-return]
+        return activations.activate(x, activation)
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return activations.soft_cap(x, cap)
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        return layer_norm(x, weight, bias, eps)
 
 
 TORCH_OPERATORS = TorchOperators()

@@ -19,10 +19,11 @@ import torch
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None = None
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float | None = None
 ) -> torch.Tensor:
-    """x [..., D], weight [D] -> [..., D]."""
-    _check(x, weight)
+    """x [..., D], weight [D] -> [..., D]. weight: None: nothing multiplies the quotient."""
+    if weight is not None:
+        _check(x, weight)
     return _rms_norm_torch(x, weight, eps, offset)
 
 
@@ -58,10 +59,12 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _rms_norm_torch(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float | None
 ) -> torch.Tensor:
     wide = x.float()
     quotient = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return quotient.to(x.dtype)
     if offset is not None:
         return (quotient * (weight.float() + offset)).to(x.dtype)
     return quotient.to(x.dtype).mul_(weight)

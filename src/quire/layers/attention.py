@@ -79,7 +79,7 @@ class Attention(nn.Module):
     def forward(
         self, hidden: torch.Tensor, angles: Angles | None, attention: AttentionCall
     ) -> torch.Tensor:
-        """hidden [T, H] -> [T, H]. angles: None: nothing is rotated, nor normed by head.
+        """hidden [T, H] -> [T, H]. angles: None: nothing is rotated.
 
         The attention call gets q, k and v as strided views of the fused output, which is its to
         overwrite, and a `Rotation` that says how to norm and rotate the first two.
@@ -88,16 +88,12 @@ class Attention(nn.Module):
         if self.qk_norm is not None and not self.qk_norm.per_head:
             q, k = self._normed(q, k)
         q, k, v = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in (q, k, v))
-        if angles is None:
-            attended = attention(self.layer, q, k, v)
-            whole: torch.Tensor = self.o_proj(attended.flatten(-2))
-            return whole
-        rotation = Rotation(angles)
+        rotation = None if angles is None else Rotation(angles)
         if self.qk_norm is not None and self.qk_norm.per_head:
-            if self.qk_norm.offset is None:
+            if rotation is not None and self.qk_norm.offset is None:
                 assert self.q_norm is not None and self.k_norm is not None
                 weights = self.q_norm.weight, self.k_norm.weight
-                rotation = Rotation(angles, *weights, self.qk_norm.eps)
+                rotation = Rotation(rotation.angles, *weights, self.qk_norm.eps)
             else:  # which a rotation has no place for
                 q, k = self._normed(q, k)
         attended = attention(self.layer, q, k, v, rotation=rotation)

@@ -2,18 +2,15 @@
 
 import torch
 
+from quire.kernels.activations import ActivationFunction, Gating
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.operator_module import OperatorModule
-
-SILU = "silu"
-GELU_APPROXIMATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
-"""As a config.json names the function -> as torch names its form."""
 
 
 class MLP(OperatorModule):
     """gate and up are one fused linear, so x is read once.
 
-    activation: SILU, which their linear computes too, or a key of GELU_APPROXIMATIONS.
+    activation: SILU is computed with their linear.
     """
 
     def __init__(
@@ -24,10 +21,10 @@ class MLP(OperatorModule):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
-        activation: str = SILU,
+        activation: ActivationFunction = ActivationFunction.SILU,
     ) -> None:
         super().__init__()
-        self.approximate = None if activation == SILU else GELU_APPROXIMATIONS[activation]
+        self.gating = Gating(activation)
         self.gate_up_proj = Linear(
             hidden_size,
             (intermediate_size, intermediate_size),
@@ -48,9 +45,9 @@ class MLP(OperatorModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
-        if self.approximate is None:
+        if self.gating.activation is ActivationFunction.SILU:
             gated = self.gate_up_proj.silu_mul(x)
         else:
-            gated = self.operators.gelu_mul(self.gate_up_proj(x), self.approximate)
+            gated = self.operators.gated(self.gate_up_proj(x), self.gating)
         output: torch.Tensor = self.down_proj(gated)
         return output

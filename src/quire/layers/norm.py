@@ -1,4 +1,4 @@
-"""RMSNorm with its weight; its `operators` compute it."""
+"""The norms with their weights; their `operators` compute them."""
 
 import torch
 
@@ -33,3 +33,25 @@ class RMSNorm(OperatorModule):
         """x, residual [..., D] -> (norm of the sum, the sum), residual + scale * x. Neither is
         read afterwards."""
         return self.operators.add_rms_norm(x, residual, self.weight, self.eps, self.offset, scale)
+
+
+class LayerNorm(OperatorModule):
+    """weight * (x - mean) / sqrt(variance + eps) + bias over the last dimension, D = size."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = empty_parameter((size,), dtype, device)
+        self.bias = empty_parameter((size,), dtype, device) if has_bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., D] -> [..., D]."""
+        return self.operators.layer_norm(x, self.weight, self.bias, self.eps)

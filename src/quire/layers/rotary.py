@@ -61,6 +61,14 @@ class Rope(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerRope:
+    """A rotation that layers have: its type, and R."""
+
+    rope: Rope
+    rotary_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class DefaultRope(Rope):
     """arXiv:2104.09864."""
 

@@ -12,9 +12,9 @@ import torch
 
 from quire.attention.interface import AttentionSpec
 from quire.errors import CheckpointError, UnsupportedModelError, shown
+from quire.kernels.activations import HF_ACTIVATIONS, ActivationFunction
 from quire.layers.attention import QKNorm
-from quire.layers.mlp import SILU
-from quire.layers.rotary import Rope, RopeLimits
+from quire.layers.rotary import LayerRope, Rope, RopeLimits
 from quire.layers.sharded import vocab_share
 from quire.models.config_bounds import MAX_WEIGHTS, checked_integer
 from quire.models.config_fields import ConfigFields
@@ -95,10 +95,6 @@ class ModelConfig(ABC):
         """Equal for two lengths under which the model computes the same of the same tokens."""
         return str(max_model_len).encode()
 
-    def first_layer(self) -> Self:
-        """The model with one layer, and with two ends."""
-        return replace(self, num_layers=1, tie_word_embeddings=False)
-
     def why_not_split(self, num_ranks: int) -> str | None:
         """Why the model can't be split over so many ranks, as a sentence goes on; None: it can."""
         return None if num_ranks == 1 else "this architecture is computed by one rank only"
@@ -134,8 +130,13 @@ class DecoderConfig(ModelConfig):
     qkv_bias, output_bias, mlp_bias: which projections have a bias.
     qk_norm: q and k are normalised before the rotation: each "head", or the whole "width".
     norm_offset: of all norms, as `kernels.rms_norm` says.
-    activation: of the MLP, as `layers.mlp` names it.
+    activation: of the MLP.
     rotary_dim: how many elements of each head of q and k rotate, the first ones; None: all.
+    other_ropes: rotations that some layers have in place of `rope`'s.
+    layer_ropes: for each layer, 0 for `rope`, i for `other_ropes[i - 1]`, None for q and k that are
+        not rotated; None: all have `rope`.
+    attention_soft_cap, logits_soft_cap: see `AttentionSpec`, and `kernels.activations.soft_cap`.
+    has_sinks: see `AttentionSpec`.
     attention_scale: multiplies q·k; None: one over the root of the head size.
     embedding_scale, residual_scale, logits_scale: multiply the embeddings, what each block adds to
         the residual stream, and the logits.
@@ -149,8 +150,13 @@ class DecoderConfig(ModelConfig):
     mlp_bias: bool = False
     qk_norm: Literal["head", "width"] | None = None
     norm_offset: float | None = None
-    activation: str = SILU
+    activation: ActivationFunction = ActivationFunction.SILU
     rotary_dim: int | None = None
+    other_ropes: tuple[LayerRope, ...] = ()
+    layer_ropes: tuple[int | None, ...] | None = None
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    has_sinks: bool = False
     attention_scale: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -161,13 +167,14 @@ class DecoderConfig(ModelConfig):
         cls,
         fields: ConfigFields,
         *,
-        activations: tuple[str, ...] = (SILU,),
+        activations: tuple[str, ...] = ("silu",),
         partial_rotary: float | None = None,
         **difference: Any,
     ) -> Self:
         """Read the fields that all models share, then refuse what is left.
 
-        activations: those that the family may have, first what it has where the config is silent.
+        activations: names of those that the family may have, as config.json has them; first what
+            it has where the config is silent.
         partial_rotary: the share of a head that rotates where the config has no
             partial_rotary_factor; None: heads rotate as a whole, and that field is refused.
         difference: values of the dataclass's own fields that win over those read here.
@@ -204,7 +211,7 @@ class DecoderConfig(ModelConfig):
             "rotary_dim": rotary_dim,
             "dtype": read_dtype(fields),
             "windows": (None,) * num_layers,
-            "activation": fields.choice("hidden_act", activations[0], activations),
+            "activation": HF_ACTIVATIONS[fields.choice("hidden_act", activations[0], activations)],
         }
         fields.finish()
         config = cls(**(shared | difference))
@@ -236,20 +243,27 @@ class DecoderConfig(ModelConfig):
         return f"and its rope type {name!r} adds none"
 
     @property
+    def ropes(self) -> tuple[LayerRope, ...]:
+        """All rotations that layers have, as `layer_ropes` counts them."""
+        return (LayerRope(self.rope, self.rotary_dim or self.head_dim), *self.other_ropes)
+
+    def rope_of(self, layer: int) -> int | None:
+        """Which of `ropes` a layer has; None: none."""
+        return 0 if self.layer_ropes is None else self.layer_ropes[layer]
+
+    @property
     def bytes_per_position(self) -> int:
-        return (self.rotary_dim or self.head_dim) * ROTARY_ITEM_BYTES
+        return sum(each.rotary_dim for each in self.ropes) * ROTARY_ITEM_BYTES
 
     def position_key(self, max_model_len: int) -> bytes:
-        """The frequencies of the rotation, which a few rope types choose by the length. A subclass
+        """The frequencies of the rotations, which a few rope types choose by the length. A subclass
         that reads the length elsewhere says so here."""
-        limits = RopeLimits(
-            self.rotary_dim or self.head_dim, self.max_position_embeddings, max_model_len
-        )
-        frequencies, factor = self.rope.frequencies(limits)
-        return frequencies.numpy().tobytes() + float(factor).hex().encode()
-
-    def first_layer(self) -> Self:
-        return replace(self, num_layers=1, windows=self.windows[:1], tie_word_embeddings=False)
+        key = b""
+        for each in self.ropes:
+            limits = RopeLimits(each.rotary_dim, self.max_position_embeddings, max_model_len)
+            frequencies, factor = each.rope.frequencies(limits)
+            key += frequencies.numpy().tobytes() + float(factor).hex().encode()
+        return key
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
@@ -260,6 +274,8 @@ class DecoderConfig(ModelConfig):
                 head_dim=self.head_dim,
                 scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
                 window=window,
+                soft_cap=self.attention_soft_cap,
+                has_sinks=self.has_sinks,
             )
             for window in self.windows
         )

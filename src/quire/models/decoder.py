@@ -69,7 +69,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
         self.mlp = make_mlp(config, dtype=dtype, device=device)
 
-    def forward(self, stream: ResidualStream, angles: Angles, attention: AttentionCall) -> None:
+    def forward(
+        self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
+    ) -> None:
         """Adds to the stream."""
         normed = stream.normed(self.input_layernorm)
         stream.add(self.self_attn(normed, angles, attention), self.residual_scale)
@@ -98,9 +100,21 @@ class DecoderModel(nn.Module):
             for layer in range(config.num_layers)
         )
         self.norm = make_norm(config, dtype=dtype, device=device)
-        rotary_dim = config.rotary_dim or config.head_dim
-        limits = RopeLimits(rotary_dim, config.max_position_embeddings, max_model_len)
-        self.rotary = RotaryEmbedding(config.rope, limits, dtype=dtype, device=device)
+        self.rotary = nn.ModuleList(
+            RotaryEmbedding(
+                each.rope,
+                RopeLimits(each.rotary_dim, config.max_position_embeddings, max_model_len),
+                dtype=dtype,
+                device=device,
+            )
+            for each in config.ropes
+        )
+        self.layer_ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+
+    def angles(self, positions: torch.Tensor) -> list[Angles | None]:
+        """Of the tokens at positions [T], for each layer; None: it rotates nothing."""
+        angles = [rotary(positions) for rotary in self.rotary]
+        return [None if index is None else angles[index] for index in self.layer_ropes]
 
 
 class HeadlessDecoder(TextModel):
@@ -138,11 +152,11 @@ class HeadlessDecoder(TextModel):
             raise ValueError("give exactly one of token_ids and input_embeds")
         start = self.embed(token_ids) if token_ids is not None else input_embeds
         assert start is not None
-        angles = self.model.rotary(positions)
+        angles = self.model.angles(positions)
         stream = ResidualStream(start, self.operators)
         captured: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.model.layers):
-            layer(stream, angles, attention)
+            layer(stream, angles[index], attention)
             if index in capture_layers:
                 captured[index] = stream.read().clone()
         return ModelOutput(stream.normed(self.model.norm), captured)
@@ -159,10 +173,13 @@ class DecoderForCausalLM(HeadlessDecoder, CausalLM):
     ) -> None:
         super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
         self.logits_scale = config.logits_scale
+        self.logits_soft_cap = config.logits_soft_cap
         self.lm_head = LMHead(self.model.embed_tokens, tied=config.tie_word_embeddings)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._scaled(self.lm_head(hidden), self.logits_scale)
+        logits = self._scaled(self.lm_head(hidden), self.logits_scale)
+        cap = self.logits_soft_cap
+        return logits if cap is None else self.operators.soft_cap(logits, cap)
 
 
 class DecoderForScores(HeadlessDecoder):

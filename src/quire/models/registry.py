@@ -18,7 +18,6 @@ from quire.models.config import ModelConfig
 from quire.models.config_fields import overridden
 from quire.models.decoder import DecoderForCausalLM, DecoderForScores, HeadlessDecoder
 from quire.models.families.bert import (
-    FIRST_LAYER,
     BertConfig,
     BertForScores,
     BertForTokenScores,
@@ -48,7 +47,6 @@ class ModelEntry:
 
     checkpoint_parts: our fused linears' names -> their parts' names in the checkpoint.
     embedding, head: the checkpoint's names of the two tensors that may be tied.
-    first_layer: how the names of the first layer's tensors begin, with its number and a dot.
     rename: the names in files -> these; None: they are equal.
     """
 
@@ -57,7 +55,6 @@ class ModelEntry:
     checkpoint_parts: Mapping[str, tuple[str, ...]] = field(default_factory=CHECKPOINT_PARTS.copy)
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
-    first_layer: str = "model.layers.0."
     rename: Rename | None = None
 
     @property
@@ -79,7 +76,7 @@ def _headless(config: type[ModelConfig]) -> ModelEntry:
 
 def _bert(model: type[TextModel], rename: Rename) -> ModelEntry:
     parts = {"qkv_proj": CHECKPOINT_PARTS["qkv_proj"]}
-    return ModelEntry(BertConfig, model, parts, first_layer=FIRST_LAYER, rename=rename)
+    return ModelEntry(BertConfig, model, parts, rename=rename)
 
 
 MODELS: dict[str, ModelEntry] = {

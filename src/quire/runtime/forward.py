@@ -17,7 +17,8 @@ from quire.attention.interface import AttentionBackend
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.program import Program
-from quire.kernels.cpu.recorder import Recorder, UnrecordableError
+from quire.kernels.cpu.recorded_values import UnrecordableError
+from quire.kernels.cpu.recorder import Recorder
 from quire.layers.operator_module import recorded_by
 from quire.models.interface import CausalLM, TextModel
 from quire.observability.log import get_logger

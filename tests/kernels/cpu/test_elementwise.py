@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from quire.kernels.activations import ActivationFunction, Gating, gated
 from quire.kernels.cpu import abi, elementwise
 from quire.kernels.cpu.library import NativeKernels, NativeLibrary
-from quire.kernels.gelu_mul import gelu_mul
 from quire.kernels.rms_norm import rms_norm
 from quire.kernels.rotary import rotary
 
@@ -92,7 +92,9 @@ def test_scale_is_torchs_to_the_bit(
 def test_gelu_mul(kernels: NativeKernels, dtype: torch.dtype, num_rows: int, size: int) -> None:
     gate_up = random(num_rows, 2 * size + 3, dtype=dtype)[:, : 2 * size] * 4
     ours = elementwise.gelu_mul(kernels, gate_up)
-    torch.testing.assert_close(ours, gelu_mul(gate_up, "tanh"), rtol=2 * ULP[dtype], atol=1e-5)
+    torch.testing.assert_close(
+        ours, gated(gate_up, Gating(ActivationFunction.GELU_TANH)), rtol=2 * ULP[dtype], atol=1e-5
+    )
     for row in range(0, num_rows, 13):
         alone = elementwise.gelu_mul(kernels, gate_up[row : row + 1])
         assert torch.equal(alone[0], ours[row])

@@ -5,15 +5,18 @@ import ctypes
 import pytest
 import torch
 
+from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, OpKind
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.program import Program
-from quire.kernels.cpu.recorder import Recorder, UnrecordableError
+from quire.kernels.cpu.recorded_values import UnrecordableError
+from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.operators import TORCH_OPERATORS
 from quire.kernels.rotary import Angles, Rotation
 
+GELU = Gating(ActivationFunction.GELU_TANH)
 WIDTH, VOCAB, MOST_TOKENS = 48, 90, 7
 LAYERS = (abi.AttentionLayer * 1)(abi.AttentionLayer(num_heads=4, num_kv_heads=2, head_dim=8))
 
@@ -55,7 +58,7 @@ def test_a_list_computes_what_its_operators_do(recorder: Recorder) -> None:
             product = operators.rms_norm(multiply(normed), weight, 1e-5, overwrites=True)
             normed, total = operators.add_rms_norm(product, total, weight, 1e-5, offset, scale)
             total = operators.add(multiply(normed), total)
-        return operators.gelu_mul(operators.rms_norm(total, weight, 1e-5), "tanh")
+        return operators.gated(operators.rms_norm(total, weight, 1e-5), GELU)
 
     with recorder.recording():
         output = compute(recorder, recorder.inputs[0], lambda x: recorder.linear(x, linear))
@@ -187,14 +190,14 @@ def test_what_was_overwritten_can_not_be_read(recorder: Recorder) -> None:
             recorder.rms_norm(total, random(WIDTH), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "gelu_mul", "embed"])
+@pytest.mark.parametrize("name", ["rms_norm", "gated", "embed"])
 def test_other_forms_are_refused(recorder: Recorder, name: str) -> None:
     with recorder.recording():
         total = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
         with pytest.raises(UnrecordableError):
             if name == "rms_norm":
                 recorder.rms_norm(total, random(WIDTH).half(), 1e-5)
-            elif name == "gelu_mul":
-                recorder.gelu_mul(total, "none")
+            elif name == "gated":
+                recorder.gated(total, Gating(ActivationFunction.GELU))
             else:
                 recorder.embed(random(VOCAB, WIDTH), torch.tensor([1, 2]))

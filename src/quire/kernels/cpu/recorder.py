@@ -10,9 +10,8 @@ Shapes: T tokens of a step, K inputs and N outputs of a linear.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,79 +21,19 @@ from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, OpKind
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.operator_recorder import OperatorRecorder, address_of
 from quire.kernels.cpu.program import (
     Memory,
     Operand,
     Operation,
-    OperationList,
     Program,
     RowsProgram,
 )
-from quire.kernels.operators import RowTable
+from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.rotary import Rotation
 
-_PLACEHOLDER_TOKENS = 2
 
-
-class UnrecordableError(Exception):
-    """`forward` computes something for which there is no native operation."""
-
-
-@dataclass(slots=True, eq=False)
-class _Value:
-    """What an operation computes. rows: the placeholder that the model gets for it, [2, width].
-    is_overwritten: another value was computed in its memory."""
-
-    rows: torch.Tensor
-    memory: Memory
-    is_overwritten: bool = False
-
-
-class _Values:
-    """The values of one recording, found by their placeholders and by views of these.
-
-    token_ids, positions: placeholders of a step's.
-    """
-
-    def __init__(self) -> None:
-        self.token_ids = torch.zeros(_PLACEHOLDER_TOKENS, dtype=torch.int64)
-        self.positions = torch.zeros(_PLACEHOLDER_TOKENS, dtype=torch.int64)
-        self._by_storage: dict[int, _Value] = {}
-
-    def new(self, memory: Memory) -> _Value:
-        """A value in this memory."""
-        rows = torch.empty((_PLACEHOLDER_TOKENS, memory.width), dtype=memory.dtype)
-        value = self._by_storage[rows.untyped_storage().data_ptr()] = _Value(rows, memory)
-        return value
-
-    def in_place_of(self, tensor: torch.Tensor) -> _Value:
-        """A value that is computed where another is, which is not read afterwards."""
-        if not self.operand(tensor).is_whole:
-            raise UnrecordableError("a part of a value is replaced")
-        replaced = self._by_storage[tensor.untyped_storage().data_ptr()]
-        replaced.is_overwritten = True
-        return self.new(replaced.memory)
-
-    def operand(self, tensor: torch.Tensor) -> Operand:
-        """Where the value is of which this is a placeholder, or some columns of one."""
-        value = self._by_storage.get(tensor.untyped_storage().data_ptr())
-        if value is None or tensor.dim() != 2 or tensor.stride(1) != 1:
-            raise UnrecordableError("an operator is given what no operator has computed")
-        if value.is_overwritten:
-            raise UnrecordableError("an operator is given what another has overwritten")
-        return Operand(value.memory, int(tensor.storage_offset()), tensor.shape[1])
-
-    def has(self, tensor: object) -> bool:
-        """Whether it is a placeholder, or a view of one."""
-        if tensor is self.token_ids or tensor is self.positions:
-            return True
-        return (
-            isinstance(tensor, torch.Tensor)
-            and tensor.untyped_storage().data_ptr() in self._by_storage
-        )
-
-
-class Recorder:
+class Recorder(OperatorRecorder):
     """`kernels.operators.Operators`, an `AttentionCall`, and what computes packed linears."""
 
     def __init__(
@@ -106,12 +45,10 @@ class Recorder:
     ) -> None:
         """max_num_tokens: the most of a step. attention_layers: bound, in the order of the model's
         attention layers."""
+        super().__init__(dtype)
         self._kernels = kernels
-        self._dtype = dtype
         self._max_num_tokens = max_num_tokens
         self._attention_layers = attention_layers
-        self._values = _Values()
-        self._ops = OperationList()
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,82 +78,6 @@ class Recorder:
             self._kernels, given.memory, result.memory, self._max_num_tokens
         )
 
-    def embed(self, table: torch.Tensor | RowTable, token_ids: torch.Tensor) -> torch.Tensor:
-        if token_ids is not self._values.token_ids:
-            raise UnrecordableError("other token ids than the step's are embedded")
-        fields: dict[str, Any]
-        if isinstance(table, PackedLinear):
-            width, fields = table.num_inputs, {"linear": _address(table.struct)}
-        elif isinstance(table, torch.Tensor):
-            width, fields = table.shape[1], {"weight": self._dense(table)}
-        else:
-            raise UnrecordableError(f"rows of {type(table).__name__} are looked up")
-        out = self._values.new(Memory("residual", width, self._dtype, dense=True))
-        self._add(OpKind.EMBED, None, out, {"size": width} | fields, table)
-        return out.rows
-
-    def rms_norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        offset: float | None = None,
-        *,
-        overwrites: bool = False,
-    ) -> torch.Tensor:
-        operand = self._values.operand(x)
-        kind = OpKind.RMS_NORM
-        fields: dict[str, Any] = {"size": operand.width, "eps": eps, "weight": self._dense(weight)}
-        if offset is not None:
-            kind, fields["factor"] = OpKind.OFFSET_RMS_NORM, offset
-        if overwrites:
-            self._ops.append(Operation(kind, operand, operand, fields, weight))
-            return x
-        out = self._new("normed", operand.width)
-        self._add(kind, operand, out, fields, weight)
-        return out.rows
-
-    def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        offset: float | None = None,
-        scale: float = 1.0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = self.add(x, residual, scale)
-        return self.rms_norm(total, weight, eps, offset), total
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """In place of the residual; by the linear that computed x, if nothing came in between."""
-        operand, out = self._values.operand(x), self._values.in_place_of(residual)
-        last = self._ops[-1] if self._ops else None
-        if last is not None and scale == 1.0 and operand.is_whole and _stores(last, operand.memory):
-            last.out = _whole(out)
-            last.fields = {**last.fields, "epilogue": Epilogue.ADD_RESIDUAL}
-            self._values.in_place_of(x)
-        else:
-            fields = {"epilogue": Epilogue.ADD_RESIDUAL, "factor": scale, "size": operand.width}
-            self._add(OpKind.SCALE, operand, out, fields)
-        return out.rows
-
-    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-        operand, out = self._values.operand(x), self._values.in_place_of(x)
-        self._add(OpKind.SCALE, operand, out, {"factor": factor, "size": operand.width})
-        return out.rows
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        raise UnrecordableError("silu is an epilogue of its linear, and no operation")
-
-    def gelu_mul(self, gate_up: torch.Tensor, approximate: str) -> torch.Tensor:
-        operand = self._values.operand(gate_up)
-        if approximate != "tanh" or not operand.is_whole:
-            raise UnrecordableError("only gelu's approximation by tanh is an operation")
-        out = self._new("gated", operand.width // 2)
-        self._add(OpKind.GELU_MUL, operand, out, {"size": operand.width // 2})
-        return out.rows
-
     def linear(
         self,
         x: torch.Tensor,
@@ -230,7 +91,7 @@ class Recorder:
         is_gated = epilogue is Epilogue.SILU_MUL
         width = linear.num_outputs // 2 if is_gated else linear.num_outputs
         out = self._new("gated" if is_gated else "product", width, out_dtype)
-        fields = {"epilogue": epilogue, "linear": _address(linear.struct)}
+        fields = {"epilogue": epilogue, "linear": address_of(linear.struct)}
         self._add(OpKind.LINEAR, operand, out, fields, linear)
         return out.rows
 
@@ -253,9 +114,9 @@ class Recorder:
             raise UnrecordableError("attention is latent")
         spec.dtype = abi.DTYPES[self._dtype]
         qkv = self._joined(spec, q, k, v)
-        rotary, attention = self._rotary(rotation), {"layer": _address(spec)}
+        rotary, attention = self._rotary(rotation), {"layer": address_of(spec)}
         kept = (self._attention_layers, rotary, rotation)
-        fields = attention | {"rotary": _address(rotary)}
+        fields = attention | {"rotary": address_of(rotary)}
         self._ops.append(Operation(OpKind.ROTATE_AND_WRITE_KV, None, qkv, fields, kept))
         out = self._new("attended", spec.num_heads * spec.head_dim)
         self._add(OpKind.ATTENTION, qkv, out, attention)
@@ -284,25 +145,6 @@ class Recorder:
             rotary.k_norm = self._dense(rotation.k_norm)
             rotary.norm_eps = rotation.eps
         return rotary
-
-    def _new(self, role: str, width: int, dtype: torch.dtype | None = None) -> _Value:
-        return self._values.new(Memory(role, width, dtype or self._dtype))
-
-    def _dense(self, parameter: torch.Tensor) -> int:
-        """Its address."""
-        if parameter.dtype != self._dtype or not parameter.is_contiguous():
-            raise UnrecordableError(f"a parameter is {parameter.dtype}, or not contiguous")
-        return parameter.data_ptr()
-
-    def _add(
-        self,
-        kind: OpKind,
-        x: Operand | None,
-        out: _Value,
-        fields: Mapping[str, Any],
-        kept: object = None,
-    ) -> None:
-        self._ops.append(Operation(kind, x, _whole(out), fields, kept))
 
 
 class _ViewsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -333,17 +175,3 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
             yield from _flat(value)
         else:
             yield value
-
-
-def _stores(op: Operation, memory: Memory) -> bool:
-    """Whether it is a linear that stores its result there as it is."""
-    is_linear = op.kind is OpKind.LINEAR and op.fields["epilogue"] is Epilogue.STORE
-    return is_linear and op.out.memory is memory
-
-
-def _whole(value: _Value) -> Operand:
-    return Operand(value.memory, 0, value.memory.width)
-
-
-def _address(struct: ctypes.Structure) -> int:
-    return ctypes.addressof(struct)

@@ -17,12 +17,14 @@ class TritonOperators(TorchOperators):
     def rms_norm(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         eps: float,
         offset: float | None = None,
         *,
         overwrites: bool = False,
     ) -> torch.Tensor:
+        if weight is None:
+            return super().rms_norm(x, weight, eps, offset)
         return rms_norm(x, weight, eps, offset)
 
     def add_rms_norm(

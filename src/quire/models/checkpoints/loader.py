@@ -120,10 +120,8 @@ def weight_bytes(
     """
     entry, method = MODELS[config.architecture], methods.method
     _check_match(folder, entry.open(folder), config, method)
-    num_bytes = 0
-    for path, module in _one_layer_model(config, entry, method).named_modules():
-        is_of_a_layer = f"{path}.".startswith(entry.first_layer)
-        num_bytes += _module_bytes(module, dtype) * (config.num_layers if is_of_a_layer else 1)
+    modules = _blueprint(config, entry, method).modules()
+    num_bytes = sum(_module_bytes(module, dtype) for module in modules)
     if config.tie_word_embeddings and method.is_exact:  # then both ends are there once
         num_bytes -= config.vocab_size * config.hidden_size * dtype.itemsize
     return num_bytes
@@ -242,22 +240,14 @@ def _untied_shapes(
     config: ModelConfig, entry: ModelEntry, method: LinearMethod
 ) -> dict[str, tuple[int, ...]]:
     """The checkpoint's names of all tensors of a model with two ends -> their shapes."""
-    model = _one_layer_model(config, entry, method)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, (slot,) in checkpoint_slots(model, entry.checkpoint_parts).items():
-        if name.startswith(entry.first_layer):
-            rest = name.removeprefix(entry.first_layer)
-            parent = entry.first_layer.removesuffix("0.")
-            shapes |= {f"{parent}{i}.{rest}": slot.shape for i in range(config.num_layers)}
-        else:
-            shapes[name] = slot.shape
-    return shapes
+    slots = checkpoint_slots(_blueprint(config, entry, method), entry.checkpoint_parts)
+    return {name: slot.shape for name, (slot,) in slots.items()}
 
 
-def _one_layer_model(config: ModelConfig, entry: ModelEntry, method: LinearMethod) -> TextModel:
-    """A model with two ends and without memory, to read sizes from: all layers have the same."""
-    small = config.first_layer()
-    model = entry.model(small, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
+def _blueprint(config: ModelConfig, entry: ModelEntry, method: LinearMethod) -> TextModel:
+    """The model with two ends and without memory, to read sizes from."""
+    untied = dataclasses.replace(config, tie_word_embeddings=False)
+    model = entry.model(untied, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
     for module in model.modules():
         if isinstance(module, Linear):
             module.method = method

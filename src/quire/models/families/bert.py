@@ -19,10 +19,11 @@ from torch.nn import functional
 from quire.attention.interface import AttentionCall, AttentionSpec
 from quire.errors import CheckpointError
 from quire.formats.weight_format import empty_parameter
+from quire.kernels.activations import HF_ACTIVATIONS, ActivationFunction
 from quire.layers.attention import Attention, AttentionBias
-from quire.layers.encoder import FeedForward, LayerNorm
+from quire.layers.encoder import FeedForward
 from quire.layers.linear import Linear, LinearKind
-from quire.layers.mlp import GELU_APPROXIMATIONS
+from quire.layers.norm import LayerNorm
 from quire.models.config import ModelConfig, read_architecture, read_dtype, read_num_labels
 from quire.models.config_fields import ConfigFields
 from quire.models.interface import ModelOutput, TextModel
@@ -53,16 +54,15 @@ _OTHER_NAMES = {
 }
 # Heads that it was trained with, and what follows from the config.
 _UNUSED = ("cls.", "bert.embeddings.position_ids")
-FIRST_LAYER = "bert.encoder.layer.0."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig(ModelConfig):
-    """approximate: of the GELU, as torch names its form. classifier_dropout is of training only."""
+    """classifier_dropout is of training only."""
 
     layer_norm_eps: float
     type_vocab_size: int
-    approximate: str
+    activation: ActivationFunction
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -82,7 +82,7 @@ class BertConfig(ModelConfig):
                 f"config.json: hidden_size is {hidden_size}, but must be a multiple of"
                 f" num_attention_heads, {num_heads}"
             )
-        activation = fields.choice("hidden_act", "gelu", tuple(GELU_APPROXIMATIONS))
+        activation = fields.choice("hidden_act", "gelu", ("gelu", "gelu_pytorch_tanh"))
         config = cls(
             architecture=read_architecture(fields),
             vocab_size=fields.integer("vocab_size"),
@@ -97,7 +97,7 @@ class BertConfig(ModelConfig):
             num_labels=read_num_labels(fields),
             layer_norm_eps=fields.number("layer_norm_eps", 1e-12),
             type_vocab_size=fields.integer("type_vocab_size"),
-            approximate=GELU_APPROXIMATIONS[activation],
+            activation=HF_ACTIVATIONS[activation],
         )
         fields.value("tie_word_embeddings")  # there is one end only
         fields.finish()
@@ -195,7 +195,7 @@ class BertLayer(nn.Module):
         self.mlp = FeedForward(
             config.hidden_size,
             config.intermediate_size,
-            approximate=config.approximate,
+            activation=config.activation,
             dtype=dtype,
             device=device,
         )

@@ -54,7 +54,9 @@ class Olmo2Layer(nn.Module):
         self.mlp = make_mlp(config, dtype=dtype, device=device)
         self.post_feedforward_layernorm = make_norm(config, dtype=dtype, device=device)
 
-    def forward(self, stream: ResidualStream, angles: Angles, attention: AttentionCall) -> None:
+    def forward(
+        self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
+    ) -> None:
         """Adds to the stream."""
         attended = self.self_attn(stream.read(), angles, attention)
         stream.add(self.post_attention_layernorm(attended, overwrites=True))

@@ -1,0 +1,107 @@
+"""ActivationFunction functions and the gates of MLPs, in torch.
+
+Called by `kernels.operators`; the native and the Triton forms have these as their references.
+
+    silu(x) = x / (1 + exp(-x))
+    gelu(x) = x / 2 (1 + erf(x / sqrt(2))), or its approximation by tanh (arXiv:1606.08415)
+    relu(x) = max(x, 0), or its square (arXiv:2109.08668)
+
+A gate is the product of an activation and something linear (arXiv:2002.05202). Each function is
+rounded to its input's dtype before it multiplies, as in transformers.
+
+Shapes: ... any leading dimensions, D elements, F intermediate size. dtypes: fp32, bf16, fp16.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch.nn import functional
+
+
+class ActivationFunction(Enum):
+    """What is computed of each element by itself."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+    RELU_SQUARED = "relu_squared"
+    SIGMOID = "sigmoid"
+
+
+HF_ACTIVATIONS = {
+    "silu": ActivationFunction.SILU,
+    "swish": ActivationFunction.SILU,
+    "gelu": ActivationFunction.GELU,
+    "gelu_new": ActivationFunction.GELU_TANH,
+    "gelu_pytorch_tanh": ActivationFunction.GELU_TANH,
+    "relu": ActivationFunction.RELU,
+    "relu2": ActivationFunction.RELU_SQUARED,
+}
+"""As a config.json names the function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """How gate and up of a gated MLP are joined: act(gate) * (up + up_offset).
+
+    limit: gate is at most that before, and up within that on both sides; None: as they are.
+    alpha: of SILU alone, x * sigmoid(alpha * x) (gpt-oss: 1.702, with a limit of 7 and an
+        up_offset of 1).
+    """
+
+    activation: ActivationFunction = ActivationFunction.SILU
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.alpha == 1.0 or self.activation is ActivationFunction.SILU
+
+
+def activate(x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
+    """x [..., D] -> act(x), [..., D]."""
+    match activation:
+        case ActivationFunction.SILU:
+            return functional.silu(x)
+        case ActivationFunction.GELU:
+            return functional.gelu(x)
+        case ActivationFunction.GELU_TANH:
+            return functional.gelu(x, approximate="tanh")
+        case ActivationFunction.RELU:
+            return functional.relu(x)
+        case ActivationFunction.RELU_SQUARED:
+            return functional.relu(x).square_()
+        case ActivationFunction.SIGMOID:
+            return torch.sigmoid(x)
+
+
+def gated(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
+    """gate_up [..., 2F], gate first -> [..., F]."""
+    size = gate_up.shape[-1]
+    if size % 2:
+        raise ValueError(f"gate_up is {tuple(gate_up.shape)}, but its last dimension must be even")
+    gate, up = gate_up.chunk(2, dim=-1)
+    if gating.limit is not None:
+        gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    if gating.up_offset:
+        up = up + gating.up_offset
+    if gating.alpha != 1.0:
+        return gate * torch.sigmoid(gate * gating.alpha) * up
+    return activate(gate, gating.activation).mul_(up)
+
+
+def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
+    """x [..., D], by [..., D] or [..., 1] -> x * act(by), [..., D]."""
+    if by.shape[:-1] != x.shape[:-1] or by.shape[-1] not in (1, x.shape[-1]):
+        raise ValueError(
+            f"by is {tuple(by.shape)}, but x, {tuple(x.shape)}, needs the same, or a last dimension"
+            " of 1"
+        )
+    return x * activate(by, activation)
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """x [..., D] -> cap * tanh(x / cap), so that none is above cap in size."""
+    return torch.tanh(x / cap).mul_(cap)
