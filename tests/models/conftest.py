@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.family_shapes import SMALL
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.attention.interface import AttentionSpec
@@ -17,17 +18,6 @@ from quire.models.interface import CausalLM
 from quire.models.registry import load_config
 
 CPU = torch.device("cpu")
-
-# The sizes of all families' test models; a test changes what it is about.
-SMALL: dict[str, Any] = {
-    "vocab_size": 1013,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 
 
 class DenseAttention:
@@ -40,7 +30,7 @@ class DenseAttention:
 
     def __call__(self, layer, q, k, v, sinks=None, rotation=None):
         spec = self.specs[layer]
-        assert sinks is None
+        assert (sinks is not None) == spec.has_sinks
         if rotation is not None:
             q, k = rotate(q, k, rotation)
         assert q.shape[1:] == (spec.num_heads, spec.head_dim)
@@ -49,12 +39,17 @@ class DenseAttention:
         values = self.values[layer] = torch.cat((self.values.get(layer, v[:0]), v))
         repeats = spec.num_heads // spec.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(repeats, 1)) * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         key_at = torch.arange(len(keys))
         query_at = key_at[len(keys) - len(q) :, None]
         seen = key_at <= query_at
         if spec.window is not None:
             seen &= key_at > query_at - spec.window
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
+        weights = scores.softmax(-1)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(repeats, 1))
 
 
