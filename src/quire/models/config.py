@@ -18,6 +18,7 @@ from quire.layers.rotary import LayerRope, Rope, RopeLimits
 from quire.layers.sharded import vocab_share
 from quire.models.config_bounds import MAX_WEIGHTS, checked_integer
 from quire.models.config_fields import ConfigFields
+from quire.models.layer_kinds import FULL, SLIDING, read_layer_types
 from quire.models.rope_config import read_rope, read_rotary_dim
 from quire.recurrence.state_backend import RecurrentSpec
 
@@ -26,7 +27,6 @@ ROTARY_ITEM_BYTES = 4
 """Of `layers.rotary.RotaryEmbedding.table`."""
 TOKEN_CLASSIFIER_SUFFIX = "ForTokenClassification"
 _CLASSIFIER_SUFFIXES = ("ForSequenceClassification", TOKEN_CLASSIFIER_SUFFIX)
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +183,7 @@ class DecoderConfig(ModelConfig):
         hidden_size = fields.integer("hidden_size")
         max_position_embeddings = fields.integer("max_position_embeddings")
         num_layers = fields.integer("num_hidden_layers")
-        head_dim = fields.optional_integer("head_dim")
-        if head_dim is None:
-            head_dim = _divided_head_dim(hidden_size, num_heads)
+        head_dim = fields.head_dim()
         rotary_dim = None
         if partial_rotary is not None:
             rotary_dim = read_rotary_dim(fields, head_dim=head_dim, default_factor=partial_rotary)
@@ -202,17 +200,18 @@ class DecoderConfig(ModelConfig):
             "max_position_embeddings": max_position_embeddings,
             "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
             "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
-            "rope": read_rope(
-                fields,
-                head_dim=head_dim,
-                max_position_embeddings=max_position_embeddings,
-                rotary_dim=rotary_dim,
-            ),
             "rotary_dim": rotary_dim,
             "dtype": read_dtype(fields),
             "windows": (None,) * num_layers,
             "activation": HF_ACTIVATIONS[fields.choice("hidden_act", activations[0], activations)],
         }
+        if "rope" not in difference:
+            shared["rope"] = read_rope(
+                fields,
+                head_dim=head_dim,
+                max_position_embeddings=max_position_embeddings,
+                rotary_dim=rotary_dim,
+            )
         fields.finish()
         config = cls(**(shared | difference))
         config._check_products()
@@ -265,20 +264,21 @@ class DecoderConfig(ModelConfig):
             key += frequencies.numpy().tobytes() + float(factor).hex().encode()
         return key
 
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """Of a layer; a subclass whose layers differ otherwise says so here."""
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
+            window=self.windows[layer],
+            soft_cap=self.attention_soft_cap,
+            has_sinks=self.has_sinks,
+        )
+
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        return tuple(
-            AttentionSpec(
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
-                window=window,
-                soft_cap=self.attention_soft_cap,
-                has_sinks=self.has_sinks,
-            )
-            for window in self.windows
-        )
+        return tuple(map(self.attention_spec, range(self.num_layers)))
 
     @property
     def norm_of_q_and_k(self) -> QKNorm | None:
@@ -310,35 +310,20 @@ class DecoderConfig(ModelConfig):
         )
 
 
-def _divided_head_dim(hidden_size: int, num_heads: int) -> int:
-    """Where the config says none, as transformers has it."""
-    what = f"config.json: hidden_size {hidden_size} over num_attention_heads {num_heads}"
-    return checked_integer(what, "head_dim", hidden_size // num_heads)
-
-
 def read_window_layers(fields: ConfigFields) -> tuple[int | None, ...]:
     """Qwen's windows: `layer_types` names each layer's kind; without it, the layers from
     `max_window_layers` on have the window, if `use_sliding_window` is on at all."""
-    num_layers = fields.integer("num_hidden_layers")
-    first_window_layer = fields.integer("max_window_layers", num_layers)
+    first = fields.integer("max_window_layers", fields.integer("num_hidden_layers"))
     window = fields.optional_integer("sliding_window")
     if not fields.flag("use_sliding_window", False):
         window = None
-    kinds = fields.value("layer_types")
-    if kinds is None:
-        return tuple(window if layer >= first_window_layer else None for layer in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise CheckpointError(
-            f"config.json: layer_types is {shown(kinds)}, but must be a list of num_hidden_layers, "
-            f"{num_layers}, names"
+    kinds = read_layer_types(fields, lambda layer: SLIDING if layer >= first else FULL)
+    if window is None and fields.value("layer_types") is not None and SLIDING in kinds:
+        raise UnsupportedModelError(
+            f"config.json: layer_types has {SLIDING}, which is understood only with "
+            "use_sliding_window and a sliding_window"
         )
-    for kind in kinds:
-        if kind not in (_FULL, _SLIDING) or (kind == _SLIDING and window is None):
-            raise UnsupportedModelError(
-                f"config.json: layer_types has {shown(kind)}; understood are {_FULL} and, with "
-                f"use_sliding_window and a sliding_window, {_SLIDING}"
-            )
-    return tuple(window if kind == _SLIDING else None for kind in kinds)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def read_num_labels(fields: ConfigFields) -> int:

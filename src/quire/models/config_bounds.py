@@ -39,6 +39,7 @@ INTEGERS: Mapping[str, Bounds] = {
     "original_max_position_embeddings": Bounds(2, MAX_POSITIONS),  # its logarithm divides
     "sliding_window": Bounds(1, (1 << 31) - 1),
     "max_window_layers": Bounds(0, 1 << 16),
+    "no_rope_layer_interval": Bounds(1, 1 << 16),
     "num_labels": Bounds(1, 1 << 20),
     "type_vocab_size": Bounds(1, 16),
     "max_seq_length": Bounds(1, MAX_POSITIONS),

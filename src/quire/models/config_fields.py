@@ -20,6 +20,7 @@ _BOOKKEEPING = {
     "architectures",
     "attention_dropout",  # applied in training only, as is everything named dropout
     "attn_implementation",
+    "auto_map",  # names code in the folder, which is never run
     "chunk_size_feed_forward",  # how the same MLP is cut up
     "dtype",
     "finetuning_task",
@@ -164,6 +165,24 @@ class ConfigFields:
                 "understood"
             )
         return str(value)
+
+    def plain(self, name: str, value: Any) -> None:
+        """Reads a field that families may have of which one value is understood. Raises
+        UnsupportedModelError for another."""
+        found = self.value(name)
+        if found is not None and found != value:
+            raise UnsupportedModelError(
+                f"config.json: {name} is {shown(found)}, but only {value!r} is understood"
+            )
+
+    def head_dim(self) -> int:
+        """Of all layers: `head_dim`, or as transformers has it, hidden_size over the heads."""
+        size = self.optional_integer("head_dim")
+        if size is not None:
+            return size
+        hidden_size, num_heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        what = f"config.json: hidden_size {hidden_size} over num_attention_heads {num_heads}"
+        return checked_integer(what, "head_dim", hidden_size // num_heads)
 
     def finish(self) -> None:
         """Raises UnsupportedModelError for a field that is set, and neither read nor harmless."""

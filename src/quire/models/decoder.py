@@ -36,7 +36,7 @@ def make_attention(
     return Attention(
         layer,
         config.hidden_size,
-        config.attention_specs[layer],
+        config.attention_spec(layer),
         bias=AttentionBias(qkv=config.qkv_bias, output=config.output_bias),
         qk_norm=config.norm_of_q_and_k,
         dtype=dtype,

@@ -4,12 +4,13 @@ To add a family: its file in `families/`, and one line in `MODELS`; a program ma
 Called by `models.checkpoints.loader` and `assembly`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from quire.errors import UnsupportedModelError, shown
+from quire.models.checkpoints.arranged import ArrangedCheckpoint, Arrangement
 from quire.models.checkpoints.quantized import refuse_quantized_config
 from quire.models.checkpoints.readers import find_reader, open_checkpoint
 from quire.models.checkpoints.renamed import Rename, RenamedCheckpoint, with_prefix
@@ -26,12 +27,21 @@ from quire.models.families.bert import (
     rename_with_token_head,
     rename_without_head,
 )
+from quire.models.families.glm import (
+    Glm4ForCausalLM,
+    GlmConfig,
+    neighbouring_pairs,
+    rename_glm4,
+)
 from quire.models.families.granite import GraniteConfig
 from quire.models.families.llama import LlamaConfig, LlamaForCausalLM
 from quire.models.families.mistral import MistralConfig
 from quire.models.families.olmo2 import Olmo2Config, Olmo2ForCausalLM
+from quire.models.families.olmo3 import Olmo3Config
+from quire.models.families.phi3 import Phi3Config, fused_linears
 from quire.models.families.qwen2 import Qwen2Config
 from quire.models.families.qwen3 import Qwen3Config
+from quire.models.families.smollm3 import SmolLM3Config
 from quire.models.interface import CausalLM, TextModel
 
 CHECKPOINT_PARTS: dict[str, tuple[str, ...]] = {
@@ -48,6 +58,7 @@ class ModelEntry:
     checkpoint_parts: our fused linears' names -> their parts' names in the checkpoint.
     embedding, head: the checkpoint's names of the two tensors that may be tied.
     rename: the names in files -> these; None: they are equal.
+    arrangement: of a config: how files hold its linears; None: as Llama's do.
     """
 
     config: type[ModelConfig]
@@ -56,17 +67,22 @@ class ModelEntry:
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
     rename: Rename | None = None
+    arrangement: Callable[[Any], Arrangement] | None = None
 
     @property
     def generates(self) -> bool:
         """Whether the model predicts tokens."""
         return issubclass(self.model, CausalLM)
 
-    def open(self, folder: Path) -> CheckpointSource:
-        """The weights of a model folder, under the names that the model has for them. Raises
-        CheckpointError."""
+    def open(self, folder: Path, config: ModelConfig) -> CheckpointSource:
+        """The weights of a model folder, with the names and the arrangement that the model has for
+        them. config: of this entry's type. Raises CheckpointError."""
         checkpoint = open_checkpoint(folder)
-        return checkpoint if self.rename is None else RenamedCheckpoint(checkpoint, self.rename)
+        if self.rename is not None:
+            checkpoint = RenamedCheckpoint(checkpoint, self.rename)
+        if self.arrangement is not None:
+            checkpoint = ArrangedCheckpoint(checkpoint, self.arrangement(config))
+        return checkpoint
 
 
 def _headless(config: type[ModelConfig]) -> ModelEntry:
@@ -84,6 +100,10 @@ MODELS: dict[str, ModelEntry] = {
     "BertForSequenceClassification": _bert(BertForScores, rename_with_head),
     "BertForTokenClassification": _bert(BertForTokenScores, rename_with_token_head),
     "BertModel": _bert(BertModel, rename_without_head),
+    "Glm4ForCausalLM": ModelEntry(
+        GlmConfig, Glm4ForCausalLM, rename=rename_glm4, arrangement=neighbouring_pairs
+    ),
+    "GlmForCausalLM": ModelEntry(GlmConfig, DecoderForCausalLM, arrangement=neighbouring_pairs),
     "GraniteForCausalLM": ModelEntry(GraniteConfig, DecoderForCausalLM),
     "GraniteModel": _headless(GraniteConfig),
     "LlamaForCausalLM": ModelEntry(LlamaConfig, LlamaForCausalLM),
@@ -93,12 +113,15 @@ MODELS: dict[str, ModelEntry] = {
     "MistralForSequenceClassification": ModelEntry(MistralConfig, DecoderForScores),
     "MistralModel": _headless(MistralConfig),
     "Olmo2ForCausalLM": ModelEntry(Olmo2Config, Olmo2ForCausalLM),
+    "Olmo3ForCausalLM": ModelEntry(Olmo3Config, Olmo2ForCausalLM),
+    "Phi3ForCausalLM": ModelEntry(Phi3Config, DecoderForCausalLM, arrangement=fused_linears),
     "Qwen2ForCausalLM": ModelEntry(Qwen2Config, LlamaForCausalLM),
     "Qwen2ForSequenceClassification": ModelEntry(Qwen2Config, DecoderForScores),
     "Qwen2Model": _headless(Qwen2Config),
     "Qwen3ForCausalLM": ModelEntry(Qwen3Config, LlamaForCausalLM),
     "Qwen3ForSequenceClassification": ModelEntry(Qwen3Config, DecoderForScores),
     "Qwen3Model": _headless(Qwen3Config),
+    "SmolLM3ForCausalLM": ModelEntry(SmolLM3Config, DecoderForCausalLM),
 }
 
 

@@ -25,7 +25,7 @@ def read_rotary_dim(config: ConfigFields, *, head_dim: int, default_factor: floa
     default_factor: where the config is silent. Raises CheckpointError for a factor that is
     malformed, or by which no whole pairs rotate.
     """
-    inner = _rope_parameters(config).get(_PARTIAL)
+    inner = read_rope_parameters(config).get(_PARTIAL)
     factor = config.number(_PARTIAL, default_factor)
     if inner is not None:
         # As in transformers: the one among the rope parameters goes first.
@@ -53,7 +53,7 @@ def read_rope(
     """
     theta = config.number("rope_theta", _DEFAULT_THETA)
     original_length = config.optional_integer(_ORIGINAL_LENGTH)
-    raw = _rope_parameters(config)
+    raw = read_rope_parameters(config)
     rope_type = raw.pop("rope_type", None) or raw.get("type", "default")
     raw.pop("type", None)
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
@@ -89,8 +89,8 @@ def read_rope(
     return ROPE_TYPES[rope_type](**values)
 
 
-def _rope_parameters(config: ConfigFields) -> dict[str, Any]:
-    """In either of their two places, without nulls."""
+def read_rope_parameters(config: ConfigFields) -> dict[str, Any]:
+    """In either of their two places, without nulls; changes to them change nothing else."""
     scaling, parameters = config.value("rope_scaling"), config.value("rope_parameters")
     raw = scaling or parameters or {}
     if not isinstance(raw, dict):

@@ -77,7 +77,7 @@ def load_model(
     Raises CheckpointError that names the file or the tensors at fault.
     """
     entry = MODELS[config.architecture]
-    checkpoint = entry.open(folder)
+    checkpoint = entry.open(folder, config)
     method = DenseMethod() if methods is None else methods.method
     _check_match(folder, checkpoint, config, method)
     if config.tie_word_embeddings and _ends_differ(checkpoint, entry):
@@ -119,7 +119,7 @@ def weight_bytes(
     Raises CheckpointError where its weights are not those that `config` describes.
     """
     entry, method = MODELS[config.architecture], methods.method
-    _check_match(folder, entry.open(folder), config, method)
+    _check_match(folder, entry.open(folder, config), config, method)
     modules = _blueprint(config, entry, method).modules()
     num_bytes = sum(_module_bytes(module, dtype) for module in modules)
     if config.tie_word_embeddings and method.is_exact:  # then both ends are there once

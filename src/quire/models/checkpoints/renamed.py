@@ -4,7 +4,7 @@ The same weights are saved under several names: with or without the prefix of th
 model with a head, by old and by new versions of transformers. Called by `models.registry`.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -49,5 +49,14 @@ def with_prefix(prefix: str, *unused: str) -> Rename:
         if name.startswith(unused):
             return None
         return name if name.startswith(prefix) else prefix + name
+
+    return rename
+
+
+def with_words(words: Mapping[str, str]) -> Rename:
+    """Names of which some words, between dots, are others."""
+
+    def rename(name: str) -> str | None:
+        return ".".join(words.get(word, word) for word in name.split("."))
 
     return rename

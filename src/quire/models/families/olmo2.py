@@ -11,15 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
-from torch import nn
-
-from quire.attention.interface import AttentionCall
-from quire.kernels.rotary import Angles
-from quire.layers.residual import ResidualStream
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
-from quire.models.decoder import DecoderForCausalLM, make_attention, make_mlp, make_norm
+from quire.models.decoder import DecoderForCausalLM
+from quire.models.layer_shapes import PostNormLayer
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"rms_norm_eps": 1e-5}
@@ -42,28 +37,7 @@ class Olmo2Config(DecoderConfig):
         )
 
 
-class Olmo2Layer(nn.Module):
-    """Attention and MLP; each reads the residual stream, and the norm of its result is added."""
-
-    def __init__(
-        self, config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__()
-        self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
-        self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
-        self.mlp = make_mlp(config, dtype=dtype, device=device)
-        self.post_feedforward_layernorm = make_norm(config, dtype=dtype, device=device)
-
-    def forward(
-        self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
-    ) -> None:
-        """Adds to the stream."""
-        attended = self.self_attn(stream.read(), angles, attention)
-        stream.add(self.post_attention_layernorm(attended, overwrites=True))
-        stream.add(self.post_feedforward_layernorm(self.mlp(stream.read()), overwrites=True))
-
-
 class Olmo2ForCausalLM(DecoderForCausalLM):
     """Of layers with norms behind."""
 
-    layer_type = Olmo2Layer
+    layer_type = PostNormLayer

@@ -1,0 +1,131 @@
+"""A checkpoint whose linears lie in its files in another arrangement than Llama's.
+
+Some families store fused linears as one tensor, linears as [inputs, outputs], or the outputs of q
+and k in another order, and each does so for all layers alike. What is asked for here has the usual
+arrangement and names; each piece is cut, turned or ordered as it is read, so that nothing else
+knows. Called by `models.registry`.
+"""
+
+from collections.abc import Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from quire.errors import CheckpointError, shown
+from quire.models.checkpoints.source import CheckpointSource
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How the files of a family hold its linears; each is named by the last word of its path.
+
+    fused: a linear in the files -> its parts' names and sizes, in the order of its outputs; a part
+        without a name is left out.
+    transposed: linears whose weights are stored as [inputs, outputs].
+    order: a linear, or a part of one -> which of the stored outputs is each of ours.
+    """
+
+    fused: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    transposed: frozenset[str] = frozenset()
+    order: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def from_pairs(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """The order of outputs for heads that are stored for a rotation of neighbours.
+
+    Elements 2i and 2i + 1 are turned together there, but i and i + rotary_dim / 2 by
+    `kernels.rotary`. Scores are the same, since q and k are ordered alike.
+    """
+    pairs = torch.arange(rotary_dim).view(-1, 2).T.flatten()
+    head = torch.cat((pairs, torch.arange(rotary_dim, head_dim)))
+    return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """Where a tensor lies: outputs [start, start + size) of `name`."""
+
+    name: str
+    start: int
+    size: int
+    transposed: bool
+    order: torch.Tensor | None
+
+
+class ArrangedCheckpoint(CheckpointSource):
+    """`source` in the usual arrangement."""
+
+    def __init__(self, source: CheckpointSource, arrangement: Arrangement) -> None:
+        """Raises CheckpointError for a tensor that has other sizes than `arrangement` says."""
+        self._source = source
+        self._stored: dict[str, _StoredTensor] = {}
+        for name in source.names:
+            self._stored |= _arranged(name, source.shape(name), arrangement)
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        return False  # it is made around another
+
+    @property
+    def names(self) -> Set[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored = self._stored[name]
+        shape = self._source.shape(stored.name)
+        return (stored.size, *(shape[:1] if stored.transposed else shape[1:]))
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self._stored[name].name)
+
+    def pieces(self, name: str) -> list[range]:
+        stored = self._stored[name]
+        # Every row of ours is a part of all rows in the file: they are read once, together.
+        return [range(stored.size)] if stored.transposed else super().pieces(name)
+
+    def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
+        stored = self._stored[name]
+        if stored.transposed or stored.order is not None:
+            return self._other_rows(stored, span)
+        shifted = range(stored.start + span.start, stored.start + span.stop)
+        return self._source.rows(stored.name, shifted)
+
+    @contextmanager
+    def _other_rows(self, stored: _StoredTensor, span: range) -> Iterator[torch.Tensor]:
+        wanted = torch.arange(span.start, span.stop)
+        if stored.order is not None:
+            wanted = stored.order[span.start : span.stop]
+        wanted = wanted + stored.start
+        if stored.transposed:
+            whole = range(self._source.shape(stored.name)[0])
+            with self._source.rows(stored.name, whole) as rows:
+                yield rows.index_select(1, wanted).T.contiguous()
+            return
+        first, last = int(wanted.min()), int(wanted.max())
+        with self._source.rows(stored.name, range(first, last + 1)) as rows:
+            yield rows.index_select(0, wanted - first)
+
+
+def _arranged(
+    name: str, shape: tuple[int, ...], arrangement: Arrangement
+) -> Iterator[tuple[str, _StoredTensor]]:
+    """Our names of what lies in one tensor of the files, and where."""
+    path, _, parameter = name.rpartition(".")
+    parent, _, linear = path.rpartition(".")
+    transposed = linear in arrangement.transposed and len(shape) == 2
+    num_outputs = shape[-1] if transposed else shape[0] if shape else 1
+    parts = arrangement.fused.get(linear, {linear: num_outputs})
+    if sum(parts.values()) != num_outputs:
+        raise CheckpointError(
+            f"the weights' tensor {shown(name)} has {num_outputs} outputs, but config.json says "
+            f"{' + '.join(map(str, parts.values()))}; the download is not whole, or config.json "
+            "describes another model"
+        )
+    start = 0
+    for part, size in parts.items():
+        ours = ".".join(filter(None, (parent, part, parameter)))
+        if part or not linear:
+            yield ours, _StoredTensor(name, start, size, transposed, arrangement.order.get(part))
+        start += size

@@ -1,0 +1,63 @@
+"""GLM-4: Llama whose heads rotate in part, and in neighbouring pairs.
+
+Sources: arXiv:2406.12793, and the model cards of GLM-4-0414. Their differences from Llama:
+
+- half of each head rotates where the config is silent, and in the files elements 2i and 2i + 1 are
+  turned together; the outputs of q and k are put in the usual order as they are read;
+- gate and up are one tensor in the files; q, k and v have biases where the config is silent;
+- a head size of its own, 128, and 2 KV heads where the config is silent;
+- GLM-4-0414 (`glm4`) has a norm before and behind attention and MLP.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.models.checkpoints.arranged import Arrangement, from_pairs
+from quire.models.checkpoints.renamed import with_words
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields
+from quire.models.decoder import DecoderForCausalLM
+from quire.models.layer_shapes import SandwichLayer
+
+# transformers' values for fields that a config leaves out.
+_DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
+_ROTATES = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlmConfig(DecoderConfig):
+    """`attention_bias` is of q, k and v."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields({**_DEFAULTS, **raw})
+        bias = fields.flag("attention_bias", True)
+        return cls.read(fields, partial_rotary=_ROTATES, qkv_bias=bias)
+
+
+class Glm4ForCausalLM(DecoderForCausalLM):
+    """Of layers with norms on both sides."""
+
+    layer_type = SandwichLayer
+
+
+rename_glm4 = with_words(
+    {
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    }
+)
+
+
+def neighbouring_pairs(config: DecoderConfig) -> Arrangement:
+    """How the files hold GLM-4's linears."""
+    size, rotary_dim = config.head_dim, config.rotary_dim or config.head_dim
+    return Arrangement(
+        fused={"gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)},
+        order={
+            "q_proj": from_pairs(config.num_heads, size, rotary_dim),
+            "k_proj": from_pairs(config.num_kv_heads, size, rotary_dim),
+        },
+    )

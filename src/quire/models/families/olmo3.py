@@ -1,0 +1,52 @@
+"""OLMo 3: OLMo 2 with sliding windows.
+
+Source: https://allenai.org/papers/olmo3. Its differences from OLMo 2:
+
+- a sliding window on three layers of four where the config names no kinds of layers;
+- a rope type that stretches is of the layers with full attention only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields
+from quire.models.layer_kinds import (
+    FULL,
+    SLIDING,
+    chosen_ropes,
+    read_layer_ropes,
+    read_layer_types,
+    read_windows,
+)
+
+# transformers' values for fields that a config leaves out.
+_DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
+_THETA = 500000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Olmo3Config(DecoderConfig):
+    """`attention_bias` is of all four projections; the MLP has none."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields({**_DEFAULTS, **raw})
+        attention_bias = fields.flag("attention_bias", False)
+        kinds = read_layer_types(fields, lambda layer: SLIDING if (layer + 1) % 4 else FULL)
+        ropes = read_layer_ropes(
+            fields,
+            head_dims=dict.fromkeys((FULL, SLIDING), fields.head_dim()),
+            # In the form of transformers 4, rope_theta is of the layers with full attention.
+            thetas={FULL: fields.number("rope_theta", _THETA), SLIDING: _THETA},
+        )
+        return cls.read(
+            fields,
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            qk_norm="width",
+            norm_offset=0.0,
+            windows=read_windows(fields, kinds),
+            **chosen_ropes(ropes, kinds),
+        )

@@ -1,0 +1,59 @@
+"""Phi-3, Phi-3.5 and Phi-4: Llama with fused linears in its files.
+
+Sources: arXiv:2404.14219, arXiv:2412.08905. Their differences from Llama:
+
+- q, k and v, and gate and up, are one tensor each in the files;
+- a sliding window on all layers, where the config names one;
+- LongRoPE, which also goes by the names "su" and "yarn" there; Phi-4-mini rotates heads in part.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.models.checkpoints.arranged import Arrangement
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields
+
+# transformers' values for fields that a config leaves out.
+_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+_OLD_NAMES = ("su", "yarn")
+# Of training, and of Phi-3's own code where it is told to leave out what we have.
+_UNUSED = ("embd_pdrop", "resid_pdrop", "full_attn_mod", "interpolate_factor")
+_BIASES = ("attention_bias", "lm_head_bias", "mlp_bias")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phi3Config(DecoderConfig):
+    """`sliding_window` holds for all layers."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields({**_DEFAULTS, **raw, **_renamed_rope(raw)})
+        for name in _UNUSED:
+            fields.value(name)
+        for name in _BIASES:
+            fields.plain(name, False)
+        window = fields.optional_integer("sliding_window")
+        num_layers = fields.integer("num_hidden_layers")
+        return cls.read(fields, partial_rotary=1.0, windows=(window,) * num_layers)
+
+
+def _renamed_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope parameters under the type's present name."""
+    for place in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(place)
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in _OLD_NAMES:
+            return {place: {**rope, "rope_type": "longrope"}}
+    return {}
+
+
+def fused_linears(config: DecoderConfig) -> Arrangement:
+    """How the files hold Phi-3's."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return Arrangement(
+        fused={
+            "qkv_proj": {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
+        }
+    )

@@ -1,0 +1,100 @@
+"""Reads what differs between the layers of a config.json: windows and rotations.
+
+Called by the families' `from_hf`; knows none of them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from quire.errors import CheckpointError, UnsupportedModelError, shown
+from quire.layers.rotary import LayerRope
+from quire.models.config_fields import ConfigFields
+from quire.models.rope_config import read_rope, read_rope_parameters, read_rotary_dim
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_layer_types(
+    fields: ConfigFields, default: Callable[[int], str], kinds: tuple[str, ...] = (FULL, SLIDING)
+) -> tuple[str, ...]:
+    """`layer_types`, which names each layer's kind. default: a layer's, where the config is silent.
+    kinds: those that the family has."""
+    num_layers = fields.integer("num_hidden_layers")
+    named = fields.value("layer_types")
+    if named is None:
+        return tuple(map(default, range(num_layers)))
+    if not isinstance(named, list) or len(named) != num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types is {shown(named)}, but must be a list of num_hidden_layers, "
+            f"{num_layers}, names"
+        )
+    for kind in named:
+        if kind not in kinds:
+            raise UnsupportedModelError(
+                f"config.json: layer_types has {shown(kind)}; understood are {', '.join(kinds)}"
+            )
+    return tuple(named)
+
+
+def read_windows(fields: ConfigFields, layer_types: tuple[str, ...]) -> tuple[int | None, ...]:
+    """`sliding_window` for the layers that slide."""
+    window = fields.optional_integer("sliding_window")
+    if window is None and SLIDING in layer_types:
+        raise CheckpointError(
+            f"config.json has layers of {SLIDING}, but no sliding_window, which says how far they "
+            "see"
+        )
+    return tuple(window if kind == SLIDING else None for kind in layer_types)
+
+
+def read_layer_ropes(
+    fields: ConfigFields,
+    *,
+    head_dims: dict[str, int],
+    thetas: dict[str, float],
+    partial_rotary: dict[str, float] | None = None,
+) -> dict[str, LayerRope]:
+    """Each kind's rotation, of a family that has one for each kind of layer.
+
+    In the form of transformers 5, `rope_parameters` by kind; or in that of 4, `rope_scaling`, which
+    is of layers with full attention only. head_dims, thetas: of each kind; theta counts where the
+    config is silent. partial_rotary: the shares of heads that rotate, likewise.
+    """
+    by_kind = read_rope_parameters(fields)
+    if not by_kind.keys() & head_dims.keys():
+        by_kind = {FULL: by_kind}
+    unknown = sorted(by_kind.keys() - head_dims.keys())
+    if unknown:
+        raise UnsupportedModelError(
+            f"config.json: the rope parameters are of {', '.join(map(shown, unknown))}, but only "
+            f"{', '.join(head_dims)} are understood"
+        )
+    max_position_embeddings = fields.integer("max_position_embeddings")
+    found = {}
+    for kind, head_dim in head_dims.items():
+        inner: Any = by_kind.get(kind) or {}
+        raw = ConfigFields({"rope_theta": thetas[kind], "rope_parameters": inner})
+        rotary_dim = None
+        if partial_rotary is not None:
+            factor = partial_rotary[kind]
+            rotary_dim = read_rotary_dim(raw, head_dim=head_dim, default_factor=factor)
+        rope = read_rope(
+            raw,
+            head_dim=head_dim,
+            max_position_embeddings=max_position_embeddings,
+            rotary_dim=rotary_dim,
+        )
+        found[kind] = LayerRope(rope, head_dim if rotary_dim is None else rotary_dim)
+    return found
+
+
+def chosen_ropes(ropes: dict[str, LayerRope], layer_types: tuple[str, ...]) -> dict[str, Any]:
+    """`DecoderConfig`'s fields of rotations, of which the first is that of full attention, which
+    bounds the context."""
+    kinds = [FULL, *(kind for kind in ropes if kind != FULL)]
+    return {
+        "rope": ropes[FULL].rope,
+        "rotary_dim": ropes[FULL].rotary_dim,
+        "other_ropes": tuple(ropes[kind] for kind in kinds[1:]),
+        "layer_ropes": tuple(map(kinds.index, layer_types)),
+    }
