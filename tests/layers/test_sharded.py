@@ -108,7 +108,7 @@ def test_both_ends_of_a_vocabulary_in_unequal_shares() -> None:
         embedding = VocabEmbedding(len(tokens), 6, dtype=torch.float32, device=CPU)
         head = LMHead(embedding, tied=True)
         head.use(sharding.wrap(head, head.method), torch.float32, CPU)
-        sharding.join_embeddings(nn.ModuleList([embedding, head]))
+        sharding.join(nn.ModuleList([embedding, head]))
         assert embedding.weight is not None
         embedding.weight.copy_(table[tokens.start : tokens.stop])
         return embedding(token_ids), head(hidden)

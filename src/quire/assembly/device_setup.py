@@ -128,7 +128,10 @@ def choose_setup(
         kernels=kernels,
         is_triton=is_triton,
         operators=TORCH_OPERATORS if linears is None else linears.operators,
-        methods=LinearMethods(weight_format.method(kernels, linears)),
+        methods=LinearMethods(
+            weight_format.method(kernels, linears),
+            dense=load_weight_format(None).method(kernels, linears),
+        ),
         attention_backend=options.attention_backend,
         batch_invariant=options.batch_invariant,
     )

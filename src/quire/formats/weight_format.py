@@ -17,8 +17,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from quire.kernels.activations import Gating, gated
 from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.experts import mix_experts
 from quire.kernels.operators import Operators
+from quire.kernels.routing import Routing
 from quire.kernels.silu_mul import silu_mul
 
 Shape = tuple[int, ...]
@@ -59,6 +62,20 @@ class LinearModule(nn.Module):
     def part_start(self, index: int) -> int:
         """The first output of part `index`."""
         return sum(self.part_sizes[:index])
+
+
+@dataclass(slots=True, eq=False)
+class ExpertLinears:
+    """All experts of a layer, as the method of their linears sees them: gated MLPs of equal sizes.
+
+    gate_up, down: of expert after expert; gate_up are gated linears. state: what the method keeps
+    of all of them together.
+    """
+
+    gate_up: tuple[LinearModule, ...]
+    down: tuple[LinearModule, ...]
+    gating: Gating
+    state: object = None
 
 
 class LinearMethod(ABC):
@@ -115,6 +132,19 @@ class LinearMethod(ABC):
     def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
         """x [..., I] -> silu(gate) * up [..., O/2], for a gated linear."""
         return silu_mul(self.apply(linear, x))
+
+    def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """x [T, H] -> [T, H], the weighted sum of each token's experts, as `kernels.experts`."""
+
+        def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            gate_up = layer.gate_up[expert]
+            if layer.gating == Gating():
+                inner = self.silu_mul(gate_up, rows)
+            else:
+                inner = gated(self.apply(gate_up, rows), layer.gating)
+            return self.apply(layer.down[expert], inner)
+
+        return mix_experts(x, routing, compute)
 
     def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
         """The linear's weight is the embedding's, `table` [O, I], filled as that; called after

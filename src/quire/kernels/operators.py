@@ -17,6 +17,7 @@ from quire.kernels import activations
 from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.layer_norm import layer_norm
 from quire.kernels.rms_norm import add_rms_norm, rms_norm
+from quire.kernels.routing import RouterSpec, Routing, route
 from quire.kernels.silu_mul import silu_mul
 
 
@@ -97,6 +98,16 @@ class Operators(Protocol):
         """x [..., D], weight and bias [D] -> [..., D]."""
         ...
 
+    def route(
+        self,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        spec: RouterSpec,
+        dtype: torch.dtype,
+    ) -> Routing:
+        """logits [T, E], in `dtype`, the model's, or fp32; bias [E] fp32, see `kernels.routing`."""
+        ...
+
 
 class TorchOperators:
     """On any device, and the definition of the others."""
@@ -158,6 +169,15 @@ class TorchOperators:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
     ) -> torch.Tensor:
         return layer_norm(x, weight, bias, eps)
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        spec: RouterSpec,
+        dtype: torch.dtype,
+    ) -> Routing:
+        return route(logits, bias, spec, dtype)
 
 
 TORCH_OPERATORS = TorchOperators()

@@ -75,7 +75,12 @@ class Linear(LinearModule):
     shard_axis: the axis of the weight [O, I] that is split over ranks; None: it is not split.
     adapter: adds to the output when one is attached.
     method: stores and multiplies the weights.
+    stays_dense: no format rounds the weights: a router's choice is too sensitive to that.
+    is_summed_later: of a ROW linear; the module that holds it sums over ranks, not its method.
     """
+
+    stays_dense = False
+    is_summed_later = False
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
     column linears   hold some outputs of each of their parts; nothing travels
     row linears      hold some inputs, so their outputs are parts of a sum over all ranks
+    experts          are of column and row linears; the sum over ranks is of all of them together
     embedding        holds the vectors of some tokens, zeros for the others, summed as well
     head             holds the logits of the same tokens; those of all ranks are put side by side
 
@@ -25,6 +26,7 @@ from torch.nn import functional
 from quire.distributed.group import RankGroup
 from quire.formats.weight_format import LinearMethod, LinearModule, RowSource, Shape
 from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.experts import SparseMLP
 from quire.layers.linear import Linear, LinearKind, WeightSlot
 
 
@@ -45,14 +47,19 @@ class Sharding:
         """The method for a linear of the share, around the one that stores and multiplies."""
         if isinstance(linear, LMHead):
             return GatheredMethod(method, self.group, self.vocab_size)
-        return SummedMethod(method, self.group) if linear.kind is LinearKind.ROW else method
+        if linear.kind is not LinearKind.ROW:
+            return method
+        wrapped = PartialMethod if linear.is_summed_later else SummedMethod
+        return wrapped(method, self.group)
 
-    def join_embeddings(self, model: nn.Module) -> None:
-        """Let the model's embedding take all tokens."""
+    def join(self, model: nn.Module) -> None:
+        """Let the model's embedding take all tokens, and its experts be summed over ranks."""
         tokens = vocab_share(self.vocab_size, self.group.rank, self.group.size)
         for module in model.modules():
             if isinstance(module, VocabEmbedding):
                 module.shard = EmbeddingShard(self.group, tokens)
+            elif isinstance(module, SparseMLP):
+                module.join = self.group.sum
 
     def cut(self, slot: WeightSlot, whole: tuple[int, ...]) -> WeightSlot:
         """The place of a tensor of shape `whole` of which `slot` takes this rank's share."""
@@ -78,15 +85,25 @@ class LinearMethods:
     """What stores and multiplies the weights of a model's linears.
 
     method: of the model's weight format. sharding: where each of several ranks has a share of the
-    model; None: there is one.
+    model; None: there is one. dense: of linears that stay dense; None: `method`, which is exact.
     """
 
     method: LinearMethod
     sharding: Sharding | None = None
+    dense: LinearMethod | None = None
 
     def of(self, linear: Linear) -> LinearMethod:
         """The method for this linear."""
-        return self.method if self.sharding is None else self.sharding.wrap(linear, self.method)
+        method = self.stored_by(linear)
+        return method if self.sharding is None else self.sharding.wrap(linear, method)
+
+    def stored_by(self, linear: Linear) -> LinearMethod:
+        """The method that stores and multiplies this linear's weights, of a share's size or not."""
+        if not linear.stays_dense:
+            return self.method
+        dense = self.method if self.dense is None else self.dense
+        assert dense.is_exact, "a format that rounds needs a dense method beside it"
+        return dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +171,8 @@ class _WrappedMethod(LinearMethod):
     ) -> torch.Tensor: ...
 
 
-class SummedMethod(_WrappedMethod):
-    """Of a row linear: the outputs are summed over ranks, in the dtype that they come in."""
+class PartialMethod(_WrappedMethod):
+    """Of a row linear whose outputs are summed over ranks later."""
 
     def load_part(
         self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
@@ -163,6 +180,15 @@ class SummedMethod(_WrappedMethod):
         if parameter == "bias" and self._group.rank > 0:
             rows = torch.zeros_like(rows)  # the sum is to have it once
         super().load_part(linear, parameter, index, first_row, rows)
+
+    def apply(
+        self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return self._inner.apply(linear, x, out_dtype)
+
+
+class SummedMethod(PartialMethod):
+    """Of a row linear: the outputs are summed over ranks, in the dtype that they come in."""
 
     def apply(
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None

@@ -14,6 +14,7 @@ from quire.attention.interface import AttentionSpec
 from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.kernels.activations import HF_ACTIVATIONS, ActivationFunction
 from quire.layers.attention import QKNorm
+from quire.layers.experts import MoESpec
 from quire.layers.rotary import LayerRope, Rope, RopeLimits
 from quire.layers.sharded import vocab_share
 from quire.models.config_bounds import MAX_WEIGHTS, checked_integer
@@ -131,6 +132,8 @@ class DecoderConfig(ModelConfig):
     qk_norm: q and k are normalised before the rotation: each "head", or the whole "width".
     norm_offset: of all norms, as `kernels.rms_norm` says.
     activation: of the MLP.
+    mixtures: for each layer, the mixture of experts that is its MLP, None for a dense one of
+        `intermediate_size`; None: all are dense.
     rotary_dim: how many elements of each head of q and k rotate, the first ones; None: all.
     other_ropes: rotations that some layers have in place of `rope`'s.
     layer_ropes: for each layer, 0 for `rope`, i for `other_ropes[i - 1]`, None for q and k that are
@@ -151,6 +154,7 @@ class DecoderConfig(ModelConfig):
     qk_norm: Literal["head", "width"] | None = None
     norm_offset: float | None = None
     activation: ActivationFunction = ActivationFunction.SILU
+    mixtures: tuple[MoESpec | None, ...] | None = None
     rotary_dim: int | None = None
     other_ropes: tuple[LayerRope, ...] = ()
     layer_ropes: tuple[int | None, ...] | None = None
@@ -224,7 +228,19 @@ class DecoderConfig(ModelConfig):
                 f"num_key_value_heads, {self.num_kv_heads}"
             )
         num_projected = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        self.check_size(self.hidden_size * (num_projected + 3 * self.intermediate_size))
+        num_mlp_weights = max(map(self.num_mlp_weights, range(self.num_layers)), default=0)
+        self.check_size(self.hidden_size * num_projected + num_mlp_weights)
+
+    def mixture_of(self, layer: int) -> MoESpec | None:
+        """The mixture of experts that is a layer's MLP; None: a dense one."""
+        return None if self.mixtures is None else self.mixtures[layer]
+
+    def num_mlp_weights(self, layer: int, *, active: bool = False) -> int:
+        """Of a layer, without biases. active: only those that one token reads."""
+        mixture = self.mixture_of(layer)
+        if mixture is None:
+            return 3 * self.hidden_size * self.intermediate_size
+        return mixture.num_weights(self.hidden_size, active=active)
 
     @property
     def max_supported_positions(self) -> int:
@@ -292,8 +308,13 @@ class DecoderConfig(ModelConfig):
             return f"the model's {self.num_heads} attention heads can't be shared out equally"
         if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
             return f"neither it nor the model's {self.num_kv_heads} KV heads divide the other"
-        if self.intermediate_size % num_ranks:
+        mixtures = self.mixtures or (None,)
+        if None in mixtures and self.intermediate_size % num_ranks:
             return f"the model's intermediate_size, {self.intermediate_size}, is no multiple of it"
+        for mixture in filter(None, mixtures):
+            reason = mixture.why_not_split(num_ranks)
+            if reason is not None:
+                return reason
         if not vocab_share(self.vocab_size, num_ranks - 1, num_ranks):
             return f"of the model's {self.vocab_size} tokens there would be none for the last rank"
         if self.qk_norm == "width" and num_ranks > 1:
@@ -301,8 +322,12 @@ class DecoderConfig(ModelConfig):
         return None
 
     def share_of(self, rank: int, num_ranks: int) -> Self:
+        mixtures = self.mixtures
+        if mixtures is not None:
+            mixtures = tuple(each and each.share(num_ranks) for each in mixtures)
         return replace(
             self,
+            mixtures=mixtures,
             num_heads=self.num_heads // num_ranks,
             num_kv_heads=max(1, self.num_kv_heads // num_ranks),
             intermediate_size=self.intermediate_size // num_ranks,

@@ -35,9 +35,12 @@ _BOOKKEEPING = {
     "num_labels",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "prefix",
     "problem_type",
     "return_dict",
+    "router_aux_loss_coef",
+    "router_jitter_noise",  # on the router's input, in training only
     "task_specific_params",
     "tf_legacy_loss",
     "tokenizer_class",

@@ -14,6 +14,7 @@ from quire.attention.interface import AttentionCall
 from quire.kernels.rotary import Angles
 from quire.layers.attention import Attention, AttentionBias
 from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.experts import SparseMLP
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.mlp import MLP
 from quire.layers.norm import RMSNorm
@@ -44,8 +45,13 @@ def make_attention(
     )
 
 
-def make_mlp(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> MLP:
+def make_mlp(
+    config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
+) -> MLP | SparseMLP:
     """Of a layer."""
+    mixture = config.mixture_of(layer)
+    if mixture is not None:
+        return SparseMLP(config.hidden_size, mixture, dtype=dtype, device=device)
     return MLP(
         config.hidden_size,
         config.intermediate_size,
@@ -67,7 +73,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = make_norm(config, dtype=dtype, device=device)
         self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
         self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
-        self.mlp = make_mlp(config, dtype=dtype, device=device)
+        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
 
     def forward(
         self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall

@@ -23,7 +23,7 @@ class PostNormLayer(nn.Module):
         super().__init__()
         self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
         self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
-        self.mlp = make_mlp(config, dtype=dtype, device=device)
+        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
         self.post_feedforward_layernorm = make_norm(config, dtype=dtype, device=device)
 
     def forward(
@@ -47,7 +47,7 @@ class SandwichLayer(nn.Module):
         self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
         self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
         self.pre_feedforward_layernorm = make_norm(config, dtype=dtype, device=device)
-        self.mlp = make_mlp(config, dtype=dtype, device=device)
+        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
         self.post_feedforward_layernorm = make_norm(config, dtype=dtype, device=device)
 
     def forward(

@@ -15,6 +15,7 @@ from quire.models.checkpoints.quantized import refuse_quantized_config
 from quire.models.checkpoints.readers import find_reader, open_checkpoint
 from quire.models.checkpoints.renamed import Rename, RenamedCheckpoint, with_prefix
 from quire.models.checkpoints.source import CheckpointSource
+from quire.models.checkpoints.unstacked import UnstackedCheckpoint
 from quire.models.config import ModelConfig
 from quire.models.config_fields import overridden
 from quire.models.decoder import DecoderForCausalLM, DecoderForScores, HeadlessDecoder
@@ -36,6 +37,10 @@ from quire.models.families.glm import (
 from quire.models.families.granite import GraniteConfig
 from quire.models.families.llama import LlamaConfig, LlamaForCausalLM
 from quire.models.families.mistral import MistralConfig
+from quire.models.families.moe import granite_moe, mixtral
+from quire.models.families.moe.glm4_moe import Glm4MoeConfig
+from quire.models.families.moe.olmoe import OlmoeConfig
+from quire.models.families.moe.qwen3_moe import Qwen3MoeConfig
 from quire.models.families.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from quire.models.families.olmo3 import Olmo3Config
 from quire.models.families.phi3 import Phi3Config, fused_linears
@@ -59,6 +64,7 @@ class ModelEntry:
     embedding, head: the checkpoint's names of the two tensors that may be tied.
     rename: the names in files -> these; None: they are equal.
     arrangement: of a config: how files hold its linears; None: as Llama's do.
+    unstack: makes a checkpoint with a tensor for each expert of the renamed one.
     """
 
     config: type[ModelConfig]
@@ -68,6 +74,7 @@ class ModelEntry:
     head: str = "lm_head.weight"
     rename: Rename | None = None
     arrangement: Callable[[Any], Arrangement] | None = None
+    unstack: Callable[[CheckpointSource], CheckpointSource] | None = None
 
     @property
     def generates(self) -> bool:
@@ -82,12 +89,17 @@ class ModelEntry:
             checkpoint = RenamedCheckpoint(checkpoint, self.rename)
         if self.arrangement is not None:
             checkpoint = ArrangedCheckpoint(checkpoint, self.arrangement(config))
-        return checkpoint
+        return checkpoint if self.unstack is None else self.unstack(checkpoint)
 
 
 def _headless(config: type[ModelConfig]) -> ModelEntry:
     """A decoder of which hidden states are wanted, whether its checkpoint has a head or not."""
     return ModelEntry(config, HeadlessDecoder, rename=with_prefix("model.", "lm_head.", "score."))
+
+
+def _mixture(config: type[ModelConfig], rename: Rename | None = None) -> ModelEntry:
+    """Experts' weights are stacked, or each in a tensor of its own."""
+    return ModelEntry(config, DecoderForCausalLM, rename=rename, unstack=UnstackedCheckpoint)
 
 
 def _bert(model: type[TextModel], rename: Rename) -> ModelEntry:
@@ -104,22 +116,27 @@ MODELS: dict[str, ModelEntry] = {
         GlmConfig, Glm4ForCausalLM, rename=rename_glm4, arrangement=neighbouring_pairs
     ),
     "GlmForCausalLM": ModelEntry(GlmConfig, DecoderForCausalLM, arrangement=neighbouring_pairs),
+    "Glm4MoeForCausalLM": _mixture(Glm4MoeConfig),
     "GraniteForCausalLM": ModelEntry(GraniteConfig, DecoderForCausalLM),
     "GraniteModel": _headless(GraniteConfig),
+    "GraniteMoeForCausalLM": _mixture(granite_moe.GraniteMoeConfig, granite_moe.rename),
     "LlamaForCausalLM": ModelEntry(LlamaConfig, LlamaForCausalLM),
     "LlamaForSequenceClassification": ModelEntry(LlamaConfig, DecoderForScores),
     "LlamaModel": _headless(LlamaConfig),
     "MistralForCausalLM": ModelEntry(MistralConfig, LlamaForCausalLM),
     "MistralForSequenceClassification": ModelEntry(MistralConfig, DecoderForScores),
     "MistralModel": _headless(MistralConfig),
+    "MixtralForCausalLM": _mixture(mixtral.MixtralConfig, mixtral.rename),
     "Olmo2ForCausalLM": ModelEntry(Olmo2Config, Olmo2ForCausalLM),
     "Olmo3ForCausalLM": ModelEntry(Olmo3Config, Olmo2ForCausalLM),
     "Phi3ForCausalLM": ModelEntry(Phi3Config, DecoderForCausalLM, arrangement=fused_linears),
+    "OlmoeForCausalLM": _mixture(OlmoeConfig),
     "Qwen2ForCausalLM": ModelEntry(Qwen2Config, LlamaForCausalLM),
     "Qwen2ForSequenceClassification": ModelEntry(Qwen2Config, DecoderForScores),
     "Qwen2Model": _headless(Qwen2Config),
     "Qwen3ForCausalLM": ModelEntry(Qwen3Config, LlamaForCausalLM),
     "Qwen3ForSequenceClassification": ModelEntry(Qwen3Config, DecoderForScores),
+    "Qwen3MoeForCausalLM": _mixture(Qwen3MoeConfig),
     "Qwen3Model": _headless(Qwen3Config),
     "SmolLM3ForCausalLM": ModelEntry(SmolLM3Config, DecoderForCausalLM),
 }

@@ -15,6 +15,7 @@ from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.program import Memory, Operand, Operation, OperationList
 from quire.kernels.cpu.recorded_values import UnrecordableError, Value, Values
 from quire.kernels.operators import RowTable
+from quire.kernels.routing import RouterSpec, Routing
 
 
 class OperatorRecorder:
@@ -118,6 +119,15 @@ class OperatorRecorder:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
     ) -> torch.Tensor:
         raise UnrecordableError("LayerNorm is no operation")
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        spec: RouterSpec,
+        dtype: torch.dtype,
+    ) -> Routing:
+        raise UnrecordableError("the choice of experts is no operation")
 
     def _new(self, role: str, width: int, dtype: torch.dtype | None = None) -> Value:
         return self._values.new(Memory(role, width, dtype or self._dtype))

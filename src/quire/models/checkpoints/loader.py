@@ -20,7 +20,6 @@ from torch import nn
 
 from quire.errors import CheckpointError
 from quire.formats.dense import DenseMethod
-from quire.formats.weight_format import LinearMethod
 from quire.hub.model_files import shown_name
 from quire.layers.linear import Linear, WeightSlot, without_weights
 from quire.layers.sharded import LinearMethods, Sharding
@@ -78,8 +77,8 @@ def load_model(
     """
     entry = MODELS[config.architecture]
     checkpoint = entry.open(folder, config)
-    method = DenseMethod() if methods is None else methods.method
-    _check_match(folder, checkpoint, config, method)
+    stored = LinearMethods(DenseMethod()) if methods is None else methods
+    _check_match(folder, checkpoint, config, stored)
     if config.tie_word_embeddings and _ends_differ(checkpoint, entry):
         _log.warning(
             "%s: its config ties the two ends of the model, but its weights hold two that differ; "
@@ -87,8 +86,8 @@ def load_model(
             folder,
         )
         config = dataclasses.replace(config, tie_word_embeddings=False)
-        _check_match(folder, checkpoint, config, method)
-    sharding = None if methods is None else methods.sharding
+        _check_match(folder, checkpoint, config, stored)
+    sharding = stored.sharding
     share = config
     if sharding is not None:
         share = split_config(config, sharding.group.rank, sharding.group.size)
@@ -100,9 +99,9 @@ def load_model(
             linear.use(methods.of(linear), dtype, device)
     slots = checkpoint_slots(model, entry.checkpoint_parts)
     if sharding is not None:
-        sharding.join_embeddings(model)
+        sharding.join(model)
         model.vocab_size = config.vocab_size
-        slots = _cut_slots(slots, sharding, _untied_shapes(config, entry, method))
+        slots = _cut_slots(slots, sharding, _untied_shapes(config, entry, stored))
     if config.tie_word_embeddings:
         _merge_ends(slots, checkpoint, entry)
     _fill(slots, checkpoint, reading)
@@ -118,11 +117,11 @@ def weight_bytes(
 
     Raises CheckpointError where its weights are not those that `config` describes.
     """
-    entry, method = MODELS[config.architecture], methods.method
-    _check_match(folder, entry.open(folder, config), config, method)
-    modules = _blueprint(config, entry, method).modules()
+    entry = MODELS[config.architecture]
+    _check_match(folder, entry.open(folder, config), config, methods)
+    modules = _blueprint(config, entry, methods).modules()
     num_bytes = sum(_module_bytes(module, dtype) for module in modules)
-    if config.tie_word_embeddings and method.is_exact:  # then both ends are there once
+    if config.tie_word_embeddings and methods.method.is_exact:  # then both ends are there once
         num_bytes -= config.vocab_size * config.hidden_size * dtype.itemsize
     return num_bytes
 
@@ -132,8 +131,9 @@ def _module_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     if not isinstance(module, Linear):
         return dtype.itemsize * sum(each.numel() for each in module.parameters(recurse=False))
     biases = module.output_size if module.has_bias else 0
+    own = sum(buffer.nbytes for buffer in module.buffers(recurse=False))
     weight = module.method.num_bytes(module.output_size, module.input_size, dtype)
-    return weight + biases * dtype.itemsize
+    return weight + biases * dtype.itemsize + own
 
 
 def checkpoint_slots(
@@ -237,32 +237,32 @@ def _ends_differ(checkpoint: CheckpointSource, entry: ModelEntry) -> bool:
 
 
 def _untied_shapes(
-    config: ModelConfig, entry: ModelEntry, method: LinearMethod
+    config: ModelConfig, entry: ModelEntry, methods: LinearMethods
 ) -> dict[str, tuple[int, ...]]:
     """The checkpoint's names of all tensors of a model with two ends -> their shapes."""
-    slots = checkpoint_slots(_blueprint(config, entry, method), entry.checkpoint_parts)
+    slots = checkpoint_slots(_blueprint(config, entry, methods), entry.checkpoint_parts)
     return {name: slot.shape for name, (slot,) in slots.items()}
 
 
-def _blueprint(config: ModelConfig, entry: ModelEntry, method: LinearMethod) -> TextModel:
+def _blueprint(config: ModelConfig, entry: ModelEntry, methods: LinearMethods) -> TextModel:
     """The model with two ends and without memory, to read sizes from."""
     untied = dataclasses.replace(config, tie_word_embeddings=False)
     model = entry.model(untied, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
     for module in model.modules():
         if isinstance(module, Linear):
-            module.method = method
+            module.method = methods.stored_by(module)
     return model
 
 
 def _check_match(
-    folder: Path, checkpoint: CheckpointSource, config: ModelConfig, method: LinearMethod
+    folder: Path, checkpoint: CheckpointSource, config: ModelConfig, methods: LinearMethods
 ) -> None:
     """Raises CheckpointError where the weights are not those of the model that `config` describes.
 
     Before anything of that model's size is allocated: a config may say whatever it likes.
     """
     entry = MODELS[config.architecture]
-    shapes = _untied_shapes(config, entry, method)
+    shapes = _untied_shapes(config, entry, methods)
     spare_names = set()
     if config.tie_word_embeddings:
         _, spare = _kept_and_spare_end(checkpoint, entry)

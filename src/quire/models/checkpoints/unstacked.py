@@ -1,0 +1,109 @@
+"""A checkpoint whose tensors of experts are stacked, as one with a tensor for each expert.
+
+Some files have the weights of all of a layer's experts in one tensor:
+
+    experts.gate_up_proj        [E, 2F, H]    gate, then up
+    experts.down_proj           [E, H, F]
+    transposed, as gpt-oss has them:
+    experts.gate_up_proj        [E, H, 2F]    gate and up alternate
+    experts.down_proj           [E, F, H]
+    experts.gate_up_proj_bias   [E, 2F]       gate and up alternate
+    experts.down_proj_bias      [E, H]
+
+They are lent as rows of `experts.0.gate_proj.weight` and so on, which are views of them: nothing is
+copied, and nothing but what is asked for is read. Called by `models.registry`.
+
+Shapes: E experts, F intermediate size, H hidden size.
+"""
+
+import re
+from collections.abc import Iterator, Set
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire.models.checkpoints.source import CheckpointSource
+
+_STACKED = re.compile(r"^(.*experts)\.(gate_up_proj|down_proj)(_bias)?$")
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertTensor:
+    """Where a tensor is: of the stacked `name`, that of an expert, part `index` of `count`."""
+
+    name: str
+    expert: int
+    index: int
+    count: int
+    is_bias: bool
+
+
+class UnstackedCheckpoint(CheckpointSource):
+    """`source` with the experts' tensors apart.
+
+    is_transposed: the stacked ones are as gpt-oss has them.
+    """
+
+    def __init__(self, source: CheckpointSource, *, is_transposed: bool = False) -> None:
+        self._source = source
+        self._is_transposed = is_transposed
+        self._names: dict[str, _ExpertTensor | str] = {}
+        for name in source.names:
+            found = _STACKED.match(name)
+            if found is None:
+                self._names[name] = name
+                continue
+            for place in self._tensors_of(name, found):
+                part = _PARTS[found[2]][place.index]
+                parameter = "bias" if place.is_bias else "weight"
+                self._names[f"{found[1]}.{place.expert}.{part}.{parameter}"] = place
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        return False  # it is made around another
+
+    @property
+    def names(self) -> Set[str]:
+        return self._names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        place = self._names[name]
+        if isinstance(place, str):
+            return self._source.shape(place)
+        _, *rest = self._source.shape(place.name)
+        if len(rest) != (1 if place.is_bias else 2):
+            return tuple(rest)  # which no linear has: the loader refuses it by name
+        if self._is_transposed:
+            rest.reverse()
+        return (rest[0] // place.count, *rest[1:])
+
+    def dtype(self, name: str) -> torch.dtype:
+        place = self._names[name]
+        return self._source.dtype(place if isinstance(place, str) else place.name)
+
+    def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
+        place = self._names[name]
+        if isinstance(place, str):
+            return self._source.rows(place, span)
+        return self._rows_of_expert(place, span)
+
+    @contextmanager
+    def _rows_of_expert(self, place: _ExpertTensor, span: range) -> Iterator[torch.Tensor]:
+        with self._source.rows(place.name, range(place.expert, place.expert + 1)) as lent:
+            whole = lent[0]
+            if self._is_transposed:
+                outputs = whole if place.is_bias else whole.T
+                part = outputs[place.index :: place.count]
+            else:
+                size = len(whole) // place.count
+                part = whole[place.index * size : (place.index + 1) * size]
+            yield part[span.start : span.stop]
+
+    def _tensors_of(self, name: str, found: "re.Match[str]") -> Iterator[_ExpertTensor]:
+        num_experts, count = self._source.shape(name)[0], len(_PARTS[found[2]])
+        for expert in range(num_experts):
+            for index in range(count):
+                yield _ExpertTensor(name, expert, index, count, found[3] is not None)

@@ -1,0 +1,66 @@
+"""GLM-4.5 to 4.7: DeepSeek-V3's mixtures of experts with grouped-query attention.
+
+Source: arXiv:2508.06471. Its differences from Llama:
+
+- but for the first `first_k_dense_replace` layers, the MLP is a mixture, with experts that all
+  tokens have beside it; scores are sigmoids of logits that are computed in fp32, a bias is added to
+  them for the choice alone, and weights are divided by their sum and scaled;
+- part of each head rotates, half of it where the config is silent;
+- biases of q, k and v, and norms on the heads of q and k, are options.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.kernels.routing import RouterSpec, Scoring
+from quire.layers.experts import MoESpec
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields
+from quire.models.mixture_config import by_layer, read_num_experts, read_router
+
+# transformers' values for fields that a config leaves out.
+_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glm4MoeConfig(DecoderConfig):
+    """`num_nextn_predict_layers` are behind the model's own and not part of it."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields({**_DEFAULTS, **raw})
+        fields.integer("num_nextn_predict_layers", 0)
+        size = fields.integer("moe_intermediate_size")
+        mixture = MoESpec(
+            router=read_sigmoid_router(fields),
+            intermediate_size=size,
+            fp32_logits=True,
+            shared_size=size * fields.integer("n_shared_experts", 1),
+        )
+        num_dense = fields.integer("first_k_dense_replace", 1)
+        return cls.read(
+            fields,
+            partial_rotary=0.5,
+            qkv_bias=fields.flag("attention_bias", False),
+            qk_norm="head" if fields.flag("use_qk_norm", False) else None,
+            mixtures=by_layer(fields, mixture, lambda layer: layer >= num_dense),
+        )
+
+
+def read_sigmoid_router(fields: ConfigFields) -> RouterSpec:
+    """DeepSeek-V3's router."""
+    return read_router(
+        fields,
+        read_num_experts(fields, 128),
+        scoring=Scoring.SIGMOID,
+        renormalizes=fields.flag("norm_topk_prob", True),
+        sums_best=fields.integer("n_group", 1) > 1,
+        has_bias=True,
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )

@@ -1,0 +1,59 @@
+"""Granite 3 with mixtures of experts: Granite's four multipliers, and experts in place of MLPs.
+
+By IBM (the model cards of granite-3.0-1b-a400m and 3b-a800m). Its differences from Granite, dense:
+
+- every layer's MLP is a mixture; weights are the softmax over the chosen experts' logits;
+- all experts' weights are stacked in one tensor in the checkpoint.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.kernels.routing import Scoring
+from quire.layers.experts import MoESpec
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields
+from quire.models.mixture_config import by_layer, read_num_experts, read_router, replaced
+
+# transformers' values for fields that a config leaves out.
+_DEFAULTS = {"num_experts_per_tok": 2}
+_PARTS = {
+    ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
+    ".block_sparse_moe.router.layer.": ".mlp.gate.",
+    ".block_sparse_moe.router.": ".mlp.gate.",
+    ".block_sparse_moe.": ".mlp.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraniteMoeConfig(DecoderConfig):
+    """Biases are an option of the whole attention block."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields({**_DEFAULTS, **raw})
+        attention_bias = fields.flag("attention_bias", False)
+        router = read_router(
+            fields,
+            read_num_experts(fields, 8),
+            scoring=Scoring.SOFTMAX_OF_CHOSEN,
+            rounds=True,
+        )
+        mixture = MoESpec(router=router, intermediate_size=fields.integer("intermediate_size"))
+        return cls.read(
+            fields,
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            embedding_scale=fields.number("embedding_multiplier", 1.0),
+            residual_scale=fields.number("residual_multiplier", 1.0),
+            attention_scale=fields.number("attention_multiplier", 1.0),
+            logits_scale=1.0 / fields.number("logits_scaling", 1.0),
+            mixtures=by_layer(fields, mixture, lambda _: True),
+        )
+
+
+def rename(name: str) -> str:
+    """The names in files -> ours, of stacked tensors those of `checkpoints.unstacked`."""
+    return replaced(name, _PARTS)

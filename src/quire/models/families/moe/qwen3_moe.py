@@ -1,0 +1,60 @@
+"""Qwen3 with mixtures of experts: Qwen3's attention, and experts in place of MLPs.
+
+Source: arXiv:2505.09388. Its differences from Qwen3, dense:
+
+- the MLP of every `decoder_sparse_step`-th layer, but for `mlp_only_layers`, is a mixture; weights
+  are of the softmax over all experts, divided by their sum with `norm_topk_prob`;
+- a head size of its own only where the config has one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.layers.experts import MoESpec
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields
+from quire.models.mixture_config import by_layer, read_layer_list, read_num_experts, read_router
+
+# transformers' values for fields that a config leaves out.
+_DEFAULTS = {
+    "decoder_sparse_step": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3MoeConfig(DecoderConfig):
+    """`use_sliding_window` gives all layers the window."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields({**_DEFAULTS, **raw})
+        attention_bias = fields.flag("attention_bias", False)
+        window = fields.optional_integer("sliding_window")
+        if not fields.flag("use_sliding_window", False):
+            window = None
+        router = read_router(
+            fields,
+            read_num_experts(fields, 128),
+            renormalizes=fields.flag("norm_topk_prob", False),
+            rounds=True,
+        )
+        mixture = MoESpec(router=router, intermediate_size=fields.integer("moe_intermediate_size"))
+        step, dense = (
+            fields.integer("decoder_sparse_step"),
+            read_layer_list(fields, "mlp_only_layers"),
+        )
+        return cls.read(
+            fields,
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            qk_norm="head",
+            windows=(window,) * fields.integer("num_hidden_layers"),
+            mixtures=by_layer(
+                fields, mixture, lambda layer: layer not in dense and (layer + 1) % step == 0
+            ),
+        )

@@ -1,0 +1,73 @@
+"""What the configs of mixtures of experts have in common, and the names of their weights.
+
+Called by `models.families.moe` and `models.registry`; knows no family.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from quire.errors import CheckpointError, shown
+from quire.kernels.routing import RouterSpec
+from quire.layers.experts import MoESpec
+from quire.models.config_fields import ConfigFields
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def read_num_experts(fields: ConfigFields, default: int | None = None) -> int:
+    """How many a layer has, by whichever of its names the config has it. Raises CheckpointError."""
+    found = {name: fields.optional_integer(name) for name in _NUM_EXPERTS}
+    given = {name: value for name, value in found.items() if value is not None}
+    if len(set(given.values())) > 1:
+        raise CheckpointError(
+            f"config.json: {' and '.join(given)} are {shown(list(given.values()))}, but are names "
+            "of one number"
+        )
+    for value in given.values():
+        return value
+    return fields.integer(_NUM_EXPERTS[0], default)
+
+
+def read_router(fields: ConfigFields, num_experts: int, **spec: Any) -> RouterSpec:
+    """Of `num_experts_per_tok` and, where the config has them, `n_group` and `topk_group`.
+
+    spec: the other fields of `RouterSpec`. Raises CheckpointError for numbers that don't fit each
+    other.
+    """
+    top_k = fields.integer("num_experts_per_tok")
+    num_groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    try:
+        return RouterSpec(
+            num_experts=num_experts,
+            top_k=top_k,
+            num_groups=num_groups,
+            top_groups=top_groups,
+            **spec,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"config.json: of the experts' router, {error}") from None
+
+
+def by_layer(
+    fields: ConfigFields, mixture: MoESpec, is_sparse: Callable[[int], bool]
+) -> tuple[MoESpec | None, ...]:
+    """`DecoderConfig.mixtures`: which layers have it."""
+    num_layers = fields.integer("num_hidden_layers")
+    return tuple(mixture if is_sparse(layer) else None for layer in range(num_layers))
+
+
+def read_layer_list(fields: ConfigFields, name: str) -> list[int]:
+    """Numbers of layers; none where the config is silent."""
+    layers = fields.value(name) or []
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise CheckpointError(
+            f"config.json: {name} is {shown(layers)}, but must be a list of integers"
+        )
+    return layers
+
+
+def replaced(name: str, parts: dict[str, str]) -> str:
+    """The name with parts of it replaced, each of which it has once at most."""
+    for theirs, ours in parts.items():
+        name = name.replace(theirs, ours)
+    return name
