@@ -31,7 +31,40 @@ PARTIAL_LONGROPE: dict[str, Any] = {
     "long_factor": [1.5 + index for index in range(12)],
 }
 
+LOCAL_AND_GLOBAL: dict[str, Any] = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+
+GROWING_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 7,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+
+EXPERTS: dict[str, Any] = {
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2Config",
+        SMALL
+        | {"head_dim": 24, "sliding_window": 7, "query_pre_attn_scalar": 48}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        SMALL
+        | {"head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 48}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": LOCAL_AND_GLOBAL},
+    ),
     "glm": ("GlmConfig", SMALL | {"head_dim": 24, **SMALL_IDS}),
     "glm4": ("Glm4Config", SMALL | {"head_dim": 24, **SMALL_IDS}),
     "granite": (
@@ -45,6 +78,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama": ("LlamaConfig", SMALL | {"head_dim": 24, "attention_bias": True}),
+    "ministral": (
+        "MinistralConfig",
+        SMALL
+        | {"sliding_window": 9, "head_dim": 24}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "ministral3": (
+        "Ministral3Config",
+        SMALL | SMALL_IDS | {"head_dim": 24, "sliding_window": 17, "rope_parameters": GROWING_YARN},
+    ),
     "mistral": ("MistralConfig", SMALL | {"sliding_window": 9, "head_dim": 24}),
     "olmo2": ("Olmo2Config", SMALL | {"tie_word_embeddings": True}),
     "olmo3": ("Olmo3Config", SMALL | {"sliding_window": 5, "num_hidden_layers": 4}),
@@ -66,6 +109,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | SMALL_IDS
         | {"no_rope_layers": [0, 1, 0], "head_dim": 24}
         | {"use_sliding_window": True, "sliding_window": 6},
+    ),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        SMALL
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7}
+        | {"n_shared_experts": 2, "use_qk_norm": True, "head_dim": 24},
+    ),
+    "granite-moe": (
+        "GraniteMoeConfig",
+        SMALL | EXPERTS | {"residual_multiplier": 0.4, "attention_multiplier": 0.1},
+    ),
+    "mixtral": ("MixtralConfig", SMALL | EXPERTS | {"sliding_window": 11}),
+    "olmoe": ("OlmoeConfig", SMALL | {"num_experts": 7, "num_experts_per_tok": 3}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        SMALL
+        | EXPERTS
+        | {"moe_intermediate_size": 40, "decoder_sparse_step": 2, "head_dim": 24}
+        | {"num_hidden_layers": 4},
     ),
 }
 """Name -> (the name of transformers' class of configs, all fields that it is given)."""

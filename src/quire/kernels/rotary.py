@@ -27,12 +27,14 @@ class Angles:
 
     table: [max_model_len, R] fp32, for each position R/2 cosines, then R/2 sines. positions: [T]
     int64. dtype: the model's, to which cosines and sines are rounded before they multiply.
+    growth: [T, 1], by which the models multiply queries before they are turned; None: by nothing.
     """
 
     def __init__(self, table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> None:
         self.table = table
         self.positions = positions
         self.dtype = dtype
+        self.growth: torch.Tensor | None = None
         self._cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,12 +8,13 @@ Shapes: T tokens, H hidden size, Hq query heads, Hkv KV heads, D head size.
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.kernels.activations import ActivationFunction
 from quire.kernels.rotary import Angles, Rotation
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.norm import RMSNorm
+from quire.layers.operator_module import OperatorModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class QKNorm:
     offset: float | None = None
 
 
-class Attention(nn.Module):
+class Attention(OperatorModule):
     """One layer's attention block; `layer` is its index in the attention call. qk_norm: None: q and
     k are rotated as they are."""
 
@@ -87,6 +88,10 @@ class Attention(nn.Module):
         q, k, v = self.qkv_proj(hidden).split(self.part_sizes, dim=-1)
         if self.qk_norm is not None and not self.qk_norm.per_head:
             q, k = self._normed(q, k)
+        if angles is not None and angles.growth is not None:
+            assert self.qk_norm is None
+            # No factor is below 1, so RELU leaves it as it is.
+            q = self.operators.gate(q, angles.growth, ActivationFunction.RELU)
         q, k, v = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in (q, k, v))
         rotation = None if angles is None else Rotation(angles)
         if self.qk_norm is not None and self.qk_norm.per_head:

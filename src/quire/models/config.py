@@ -15,6 +15,7 @@ from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.kernels.activations import HF_ACTIVATIONS, ActivationFunction
 from quire.layers.attention import QKNorm
 from quire.layers.experts import MoESpec
+from quire.layers.position_scale import QueryGrowth
 from quire.layers.rotary import LayerRope, Rope, RopeLimits
 from quire.layers.sharded import vocab_share
 from quire.models.config_bounds import MAX_WEIGHTS, checked_integer
@@ -141,6 +142,7 @@ class DecoderConfig(ModelConfig):
     attention_soft_cap, logits_soft_cap: see `AttentionSpec`, and `kernels.activations.soft_cap`.
     has_sinks: see `AttentionSpec`.
     attention_scale: multiplies q·k; None: one over the root of the head size.
+    query_growth: what queries are multiplied by at later positions; None: nothing.
     embedding_scale, residual_scale, logits_scale: multiply the embeddings, what each block adds to
         the residual stream, and the logits.
     """
@@ -162,6 +164,7 @@ class DecoderConfig(ModelConfig):
     logits_soft_cap: float | None = None
     has_sinks: bool = False
     attention_scale: float | None = None
+    query_growth: QueryGrowth | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0

@@ -38,6 +38,7 @@ INTEGERS: Mapping[str, Bounds] = {
     "max_position_embeddings": Bounds(1, MAX_POSITIONS),
     "original_max_position_embeddings": Bounds(2, MAX_POSITIONS),  # its logarithm divides
     "sliding_window": Bounds(1, (1 << 31) - 1),
+    "sliding_window_pattern": Bounds(1, 1 << 16),
     "max_window_layers": Bounds(0, 1 << 16),
     "no_rope_layer_interval": Bounds(1, 1 << 16),
     "num_experts": Bounds(1, 1 << 16),

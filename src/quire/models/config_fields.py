@@ -148,6 +148,11 @@ class ConfigFields:
         value = self.value(name)
         return default if value is None else checked_number(f"config.json: {name}", name, value)
 
+    def optional_number(self, name: str) -> float | None:
+        """A number within its bounds, or None where the field is absent or null."""
+        value = self.value(name)
+        return None if value is None else checked_number(f"config.json: {name}", name, value)
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
         value = self.value(name)

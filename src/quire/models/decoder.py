@@ -18,6 +18,7 @@ from quire.layers.experts import SparseMLP
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.mlp import MLP
 from quire.layers.norm import RMSNorm
+from quire.layers.position_scale import GrowthFactors
 from quire.layers.residual import ResidualStream
 from quire.layers.rotary import RopeLimits, RotaryEmbedding
 from quire.models.config import DecoderConfig
@@ -116,10 +117,17 @@ class DecoderModel(nn.Module):
             for each in config.ropes
         )
         self.layer_ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+        growth, self.growth = config.query_growth, None
+        if growth is not None and max_model_len > growth.length:  # else all factors are 1
+            self.growth = GrowthFactors(growth, max_model_len, dtype=dtype, device=device)
 
     def angles(self, positions: torch.Tensor) -> list[Angles | None]:
         """Of the tokens at positions [T], for each layer; None: it rotates nothing."""
         angles = [rotary(positions) for rotary in self.rotary]
+        if self.growth is not None:
+            factors = self.growth(positions)
+            for each in angles:
+                each.growth = factors
         return [None if index is None else angles[index] for index in self.layer_ropes]
 
 

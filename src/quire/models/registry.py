@@ -28,6 +28,8 @@ from quire.models.families.bert import (
     rename_with_token_head,
     rename_without_head,
 )
+from quire.models.families.gemma.gemma2 import Gemma2Config, GemmaForCausalLM
+from quire.models.families.gemma.gemma3 import Gemma3Config
 from quire.models.families.glm import (
     Glm4ForCausalLM,
     GlmConfig,
@@ -36,6 +38,7 @@ from quire.models.families.glm import (
 )
 from quire.models.families.granite import GraniteConfig
 from quire.models.families.llama import LlamaConfig, LlamaForCausalLM
+from quire.models.families.ministral import Ministral3Config, MinistralConfig
 from quire.models.families.mistral import MistralConfig
 from quire.models.families.moe import granite_moe, mixtral
 from quire.models.families.moe.glm4_moe import Glm4MoeConfig
@@ -112,6 +115,8 @@ MODELS: dict[str, ModelEntry] = {
     "BertForSequenceClassification": _bert(BertForScores, rename_with_head),
     "BertForTokenClassification": _bert(BertForTokenScores, rename_with_token_head),
     "BertModel": _bert(BertModel, rename_without_head),
+    "Gemma2ForCausalLM": ModelEntry(Gemma2Config, GemmaForCausalLM),
+    "Gemma3ForCausalLM": ModelEntry(Gemma3Config, GemmaForCausalLM),
     "Glm4ForCausalLM": ModelEntry(
         GlmConfig, Glm4ForCausalLM, rename=rename_glm4, arrangement=neighbouring_pairs
     ),
@@ -123,6 +128,8 @@ MODELS: dict[str, ModelEntry] = {
     "LlamaForCausalLM": ModelEntry(LlamaConfig, LlamaForCausalLM),
     "LlamaForSequenceClassification": ModelEntry(LlamaConfig, DecoderForScores),
     "LlamaModel": _headless(LlamaConfig),
+    "Ministral3ForCausalLM": ModelEntry(Ministral3Config, DecoderForCausalLM),
+    "MinistralForCausalLM": ModelEntry(MinistralConfig, DecoderForCausalLM),
     "MistralForCausalLM": ModelEntry(MistralConfig, LlamaForCausalLM),
     "MistralForSequenceClassification": ModelEntry(MistralConfig, DecoderForScores),
     "MistralModel": _headless(MistralConfig),

@@ -1,0 +1,1 @@
+"""Gemma 2 and its successors."""

@@ -1,0 +1,89 @@
+"""Gemma 2: soft caps, norms on both sides, and every other layer with a window.
+
+Source: arXiv:2408.00118. Its differences from Llama:
+
+- scores and logits are capped by tanh; scores are scaled by one over the root of a number that the
+  config names, 256 where it is silent;
+- a norm before and behind attention and MLP, whose weights are added to 1;
+- embeddings multiplied by the root of the hidden size, rounded to the model's dtype;
+- GELU, by tanh, as the gate of the MLP; tied ends, 4 KV heads and a head size of 256 where the
+  config is silent.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields
+from quire.models.decoder import DecoderForCausalLM
+from quire.models.layer_kinds import FULL, SLIDING, read_layer_types, read_windows
+from quire.models.layer_shapes import SandwichLayer
+
+# transformers' values for fields that a config leaves out.
+SHARED_DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_DEFAULTS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
+
+
+def gemma_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigFields:
+    """What Gemma's configs have alike. transformers reads `hidden_activation` in place of
+    `hidden_act`, which checkpoints have beside it."""
+    named = {**SHARED_DEFAULTS, **defaults, **raw}
+    named["hidden_act"] = named.pop("hidden_activation")
+    fields = ConfigFields(named)
+    fields.value("cache_implementation")  # of transformers' memory
+    fields.plain("use_bidirectional_attention", False)
+    fields.plain("sliding_window_size", named["sliding_window"])
+    return fields
+
+
+def gemma_parts(fields: ConfigFields) -> dict[str, Any]:
+    """What of `DecoderConfig` Gemma 2 and 3 read alike."""
+    attention_bias = fields.flag("attention_bias", False)
+    return {
+        "activations": _ACTIVATIONS,
+        "qkv_bias": attention_bias,
+        "output_bias": attention_bias,
+        "norm_offset": 1.0,
+        "attention_scale": fields.number("query_pre_attn_scalar", 256) ** -0.5,
+        "logits_soft_cap": fields.optional_number("final_logit_softcapping"),
+        "embedding_scale": fields.integer("hidden_size") ** 0.5,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma2Config(DecoderConfig):
+    """`layer_types` says which layers have the window."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = gemma_fields(raw, _DEFAULTS)
+        kinds = read_layer_types(fields, lambda layer: FULL if layer % 2 else SLIDING)
+        return cls.read(
+            fields,
+            **gemma_parts(fields),
+            attention_soft_cap=fields.optional_number("attn_logit_softcapping"),
+            windows=read_windows(fields, kinds),
+        )
+
+
+class GemmaForCausalLM(DecoderForCausalLM):
+    """Of layers with norms on both sides."""
+
+    layer_type = SandwichLayer
+
+    def __init__(
+        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()

@@ -1,0 +1,54 @@
+"""Gemma 3, its text: Gemma 2 with two rotations and q/k norms.
+
+Source: arXiv:2503.19786. Its differences from Gemma 2:
+
+- q and k are normalised by head; scores have no cap, and logits none where the config is silent;
+- five layers with a window, then one without;
+- layers with a window have a rotation of their own, and only the others' is stretched.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.models.config import DecoderConfig
+from quire.models.families.gemma.gemma2 import gemma_fields, gemma_parts
+from quire.models.layer_kinds import (
+    FULL,
+    SLIDING,
+    chosen_ropes,
+    read_layer_ropes,
+    read_layer_types,
+    read_windows,
+)
+
+# transformers' values for fields that a config leaves out.
+_PATTERN, _THETA, _LOCAL_THETA = 6, 1e6, 1e4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma3Config(DecoderConfig):
+    """`layer_types`, or `sliding_window_pattern`, says which layers have the window."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = gemma_fields(raw, {})
+        fields.plain("attn_logit_softcapping", None)
+        pattern = fields.integer("sliding_window_pattern", _PATTERN)
+        fields.value("_sliding_window_pattern")  # as transformers writes it beside layer_types
+        kinds = read_layer_types(fields, lambda layer: SLIDING if (layer + 1) % pattern else FULL)
+        ropes = read_layer_ropes(
+            fields,
+            head_dims=dict.fromkeys((FULL, SLIDING), fields.head_dim()),
+            thetas={
+                FULL: fields.number("rope_theta", _THETA),
+                SLIDING: fields.number("rope_local_base_freq", _LOCAL_THETA),
+            },
+        )
+        return cls.read(
+            fields,
+            **gemma_parts(fields),
+            qk_norm="head",
+            windows=read_windows(fields, kinds),
+            **chosen_ropes(ropes, kinds),
+        )
