@@ -5,7 +5,8 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_to_first_elements
 
-from quire.kernels.rotary import rotary
+from quire.kernels.rms_norm import rms_norm
+from quire.kernels.rotary import Angles, Rotation, rotary, rotate, rotate_queries
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PARTS = [(64, 16), (64, 32), (64, 48), (128, 32), (128, 64), (128, 96), (80, 20), (12, 2)]
@@ -111,3 +112,19 @@ def test_mixed_dtypes_are_refused():
     q, k, cos, sin = _inputs(2, 1, 1, 4, torch.bfloat16)
     with pytest.raises(ValueError, match="must have one dtype"):
         rotary(q, k, cos.float(), sin)
+
+
+@pytest.mark.parametrize("offset", [None, 1.0])
+def test_a_rotation_norms_then_turns_what_it_is_given(offset):
+    angles = Angles(torch.randn(9, 16), torch.tensor([3, 0, 8]), torch.float32)
+    q, k, _, _ = _inputs(3, 4, 2, 16, torch.float32)
+    q_norm, k_norm = torch.randn(2, 16)
+    normed = rms_norm(q, q_norm, 1e-6, offset), rms_norm(k, k_norm, 1e-6, offset)
+    turned = rotary(*normed, *angles.cos_sin())
+    for given, expected in ((None, normed), (angles, turned)):
+        rotation = Rotation(given, q_norm, k_norm, 1e-6, offset)
+        found = rotate(q.clone(), k.clone(), rotation)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        assert torch.equal(rotate_queries(q.clone(), rotation), expected[0])
+    plain = rotate(q, k, Rotation(None))
+    assert plain[0] is q and plain[1] is k

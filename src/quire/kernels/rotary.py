@@ -50,24 +50,34 @@ class Angles:
 class Rotation:
     """What is done to q and k before they are stored and compared.
 
-    q_norm, k_norm: [D], weights of the RMSNorm of each head before it is turned, both or none.
-    eps: of that norm.
+    angles: None: they are not turned. q_norm, k_norm: [D], weights of the RMSNorm of each head
+    before it is turned; None: it has none. eps, norm_offset: of those norms, as of
+    `kernels.rms_norm`.
     """
 
-    angles: Angles
+    angles: Angles | None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
+    norm_offset: float | None = None
 
 
 def rotate(
     q: torch.Tensor, k: torch.Tensor, rotation: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [T, Hq, D], k [T, Hkv, D] -> (normed and rotated q, k); both may be overwritten."""
-    if rotation.q_norm is not None and rotation.k_norm is not None:
-        q = rms_norm(q, rotation.q_norm, rotation.eps)
-        k = rms_norm(k, rotation.k_norm, rotation.eps)
+    if rotation.q_norm is not None:
+        q = rms_norm(q, rotation.q_norm, rotation.eps, rotation.norm_offset)
+    if rotation.k_norm is not None:
+        k = rms_norm(k, rotation.k_norm, rotation.eps, rotation.norm_offset)
+    if rotation.angles is None:
+        return q, k
     return rotary(q, k, *rotation.angles.cos_sin(), in_place=True)
+
+
+def rotate_queries(q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """The q of `rotate`, where there is no k."""
+    return rotate(q, q[:, :0], rotation)[0]
 
 
 def rotary(

@@ -101,6 +101,25 @@ def test_norms_each_head_first(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [None, 1.0])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_norms_with_an_offset_and_without_angles(is_turned, offset, dtype):
+    step = Step((4, 7, 1, 80, 16), dtype)
+    angles = step.angles if is_turned else None
+    for norms in (step.norms, (step.norms[0], None)):
+        step.pages.fill_(torch.nan)
+        rotation = Rotation(angles, *norms, eps=1e-6, norm_offset=offset)
+        expected_q, expected_kv = step.expected(rotation)
+        q, k, v = step.qkv()
+        rotate_and_write(q, k, v, rotation, step.kv, step.slots)
+        tolerance = 6 * torch.finfo(dtype).eps
+        torch.testing.assert_close(q, expected_q, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            step.kv, expected_kv, rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "rotary_dim"), PARTS)
 def test_rotates_a_part_of_each_head(size, rotary_dim, dtype):
     step = Step((3, 7, 2, size, 16), dtype, rotary_dim=rotary_dim)
@@ -226,9 +245,6 @@ def test_angles_that_do_not_fit_are_named(rotation, message):
 
 def test_norms_that_do_not_fit_are_named():
     step = Step((4, 4, 2, 64, 32), torch.float32)
-    for norms, message in [
-        ((torch.ones(64), None), "both or not at all"),
-        ((torch.ones(64), torch.ones(32)), r"k_norm is \(32,\)"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            rotate_and_write(*step.qkv(), Rotation(step.angles, *norms), step.kv, step.slots)
+    norms = torch.ones(64), torch.ones(32)
+    with pytest.raises(ValueError, match=r"k_norm is \(32,\)"):
+        rotate_and_write(*step.qkv(), Rotation(step.angles, *norms), step.kv, step.slots)

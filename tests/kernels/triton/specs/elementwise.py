@@ -61,6 +61,7 @@ def _rotary(
         "BLOCK_H": tile,
         "BLOCK_HALF": half,
         "SPREAD": size & -size if codes == "i8" else 1,
+        "OFFSET": None,
     }
     return KernelSpec(
         rotary_kv_write_kernel,

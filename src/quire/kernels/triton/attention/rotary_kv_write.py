@@ -41,7 +41,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.rotary import Rotation
+from quire.kernels.rotary import Angles, Rotation
 from quire.kernels.triton.attention.compact import (
     check_scales,
     pack_scales,
@@ -73,8 +73,7 @@ def rotate_and_write(
     rotation: None: q and k come as they are to be compared and stored, but for int8's matrix.
     kv: [N, 2, Hkv, B, D], pages any distance apart. slot_mapping: [T] int64, block * B + offset; -1
         is a token of padding, which is not written. No two others are equal.
-    scales: [N, Hkv, B] int32, where kv is of codes, int8 or uint8 (e4m3): each token's scales of K
-        and V, as `compact.py` packs them.
+    scales: [N, Hkv, B] int32, where kv is of int8 or uint8 (e4m3) codes: see `compact.py`.
     out: where q goes to, of any dtype; None: it is overwritten. k and v are left as they are.
     Returns q as it is to be attended with. All may be views whose last dimension is contiguous.
     """
@@ -122,6 +121,7 @@ def rotate_and_write(
         BLOCK_H=num_tile_heads,
         BLOCK_HALF=half,
         SPREAD=size & -size if kv.dtype == torch.int8 else 1,
+        OFFSET=None if rotation is None else rotation.norm_offset,
         num_warps=2,
         maxnreg=None if scales is None else MOST_REGISTERS,
         enable_fp_fusion=False,  # see the module's text
@@ -161,8 +161,19 @@ def _check(
 
 
 def _check_rotation(q: torch.Tensor, rotation: Rotation) -> None:
+    size = q.shape[2]
+    if rotation.angles is not None:
+        _check_angles(q, rotation.angles)
+    for name, weight in (("q_norm", rotation.q_norm), ("k_norm", rotation.k_norm)):
+        if weight is None:
+            continue
+        check_same(name, weight, "q", q)
+        if weight.shape != (size,) or not weight.is_contiguous():
+            raise ValueError(f"{name} is {tuple(weight.shape)}, but must be ({size},), contiguous")
+
+
+def _check_angles(q: torch.Tensor, angles: Angles) -> None:
     num_tokens, _, size = q.shape
-    angles = rotation.angles
     table, positions = angles.table, angles.positions
     is_table = table.dim() == 2 and 0 < table.shape[1] <= size and table.shape[1] % 2 == 0
     if not is_table or table.dtype != torch.float32 or not table.is_contiguous():
@@ -178,14 +189,6 @@ def _check_rotation(q: torch.Tensor, rotation: Rotation) -> None:
         )
     if angles.dtype != q.dtype:
         raise ValueError(f"angles are of {angles.dtype}, but must be as q, {q.dtype}")
-    if (rotation.q_norm is None) != (rotation.k_norm is None):
-        raise ValueError("q_norm and k_norm must be given both or not at all")
-    for name, weight in (("q_norm", rotation.q_norm), ("k_norm", rotation.k_norm)):
-        if weight is None:
-            continue
-        check_same(name, weight, "q", q)
-        if weight.shape != (size,) or not weight.is_contiguous():
-            raise ValueError(f"{name} is {tuple(weight.shape)}, but must be ({size},), contiguous")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -221,18 +224,19 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     SPREAD: tl.constexpr,  # rows of the Hadamard matrix; 1: none
+    OFFSET: tl.constexpr = None,  # added to the norms' weights; None: the quotient is rounded first
 ):
     """Programs (token, tile of heads): the tiles of q, then those of k and v."""
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lanes = tl.arange(0, BLOCK_HALF)
     places = _places(lanes, D, R)
+    heads = tl.where(tile < NUM_Q_TILES, tile, tile - NUM_Q_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
     if tile < NUM_Q_TILES:
-        heads = tile * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (heads < HQ)[:, None] & (lanes < D // 2)[None, :]
         source = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride
         low, high = _load(source, places, mask)
         low, high = _norm_and_rotate(
-            low, high, lanes, q_norm_ptr, eps, table_ptr, positions_ptr, token, D, R
+            low, high, lanes, q_norm_ptr, eps, table_ptr, positions_ptr, token, D, R, OFFSET
         )
         target = out_ptr + token * out_token_stride + heads[:, None] * out_head_stride
         if SPREAD == 1:
@@ -242,14 +246,13 @@ def rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
-            heads = (tile - NUM_Q_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
             mask = (heads < HKV)[:, None] & (lanes < D // 2)[None, :]
             source = v_ptr + token * v_token_stride + heads[:, None] * v_head_stride
             v_low, v_high = _load(source, places, mask)
             source = k_ptr + token * k_token_stride + heads[:, None] * k_head_stride
             k_low, k_high = _load(source, places, mask)
             k_low, k_high = _norm_and_rotate(
-                k_low, k_high, lanes, k_norm_ptr, eps, table_ptr, positions_ptr, token, D, R
+                k_low, k_high, lanes, k_norm_ptr, eps, table_ptr, positions_ptr, token, D, R, OFFSET
             )
             target = kv_ptr + slot // B * page_stride + slot % B * D + heads[:, None] * (B * D)
             if kv_scales_ptr is not None:
@@ -337,6 +340,7 @@ def _norm_and_rotate(  # type: ignore[no-untyped-def]
     token,
     D: tl.constexpr,
     R: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """(low, high) normed where there is a norm, then rotated where there are angles."""
     dtype = low.dtype
@@ -348,8 +352,15 @@ def _norm_and_rotate(  # type: ignore[no-untyped-def]
         scale = tl.rsqrt(squares / D + eps)[:, None]
         low_weight = tl.load(norm_ptr + low_at, is_lane, other=0.0).to(tl.float32)
         high_weight = tl.load(norm_ptr + high_at, is_lane, other=0.0).to(tl.float32)
-        low = ((low_wide * scale).to(dtype).to(tl.float32) * low_weight[None, :]).to(dtype)
-        high = ((high_wide * scale).to(dtype).to(tl.float32) * high_weight[None, :]).to(dtype)
+        low_wide, high_wide = low_wide * scale, high_wide * scale
+        if OFFSET is None:
+            low_wide = low_wide.to(dtype).to(tl.float32)
+            high_wide = high_wide.to(dtype).to(tl.float32)
+        else:
+            low_weight += OFFSET
+            high_weight += OFFSET
+        low = (low_wide * low_weight[None, :]).to(dtype)
+        high = (high_wide * high_weight[None, :]).to(dtype)
     if table_ptr is not None:
         is_turned = lanes < R // 2
         row = table_ptr + tl.load(positions_ptr + token) * R + lanes
