@@ -20,7 +20,13 @@ STRUCTURES = [
     for value in (*vars(abi).values(), *vars(state_abi).values())
     if isinstance(value, type) and issubclass(value, ctypes.Structure)
 ]
-ENUMERATIONS = {"DType": "k", "WeightLayout": "k", "Epilogue": "k", "OpKind": "kOp"}
+ENUMERATIONS = {
+    "DType": "k",
+    "WeightLayout": "k",
+    "Epilogue": "k",
+    "OpKind": "kOp",
+    "ActivationKind": "kAct",
+}
 """Name -> what its members' names begin with in C++."""
 
 C_NAMES = {("Op", "input"): "in"}

@@ -18,6 +18,7 @@ from quire.kernels.rotary import Angles, Rotation
 
 GELU = Gating(ActivationFunction.GELU_TANH)
 WIDTH, VOCAB, MOST_TOKENS = 48, 90, 7
+POSITIONS = torch.tensor([5, 1, 4])
 LAYERS = (abi.AttentionLayer * 1)(abi.AttentionLayer(num_heads=4, num_kv_heads=2, head_dim=8))
 
 
@@ -43,7 +44,9 @@ def kinds(program: Program) -> list[OpKind]:
 
 
 def run(program: Program, token_ids: torch.Tensor) -> torch.Tensor:
-    return program.run(abi.Step(num_tokens=len(token_ids), token_ids=token_ids.data_ptr()))
+    step = abi.Step(num_tokens=len(token_ids), token_ids=token_ids.data_ptr())
+    step.positions = POSITIONS.data_ptr()
+    return program.run(step)
 
 
 def test_a_list_computes_what_its_operators_do(recorder: Recorder) -> None:
@@ -111,11 +114,16 @@ def test_rows_of_the_callers_become_rows_of_the_callers(
         assert torch.equal(first, second)
 
 
+def heads_of_eight(part: torch.Tensor | None) -> torch.Tensor | None:
+    return part if part is None or part.dim() == 3 else part.unflatten(-1, (-1, 8))
+
+
 def attend(recorder: Recorder, change=lambda parts: parts, **options: object) -> torch.Tensor:
+    """change: of the parts of a product before they become heads."""
     linear, _ = packed(64, WIDTH, seed=2)
     total = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
     parts = change(recorder.linear(total, linear).split((32, 16, 16), dim=-1))
-    q, k, v = (part.unflatten(-1, (-1, 8)) for part in parts)
+    q, k, v = map(heads_of_eight, parts)
     angles = Angles(random(9, 8), recorder.inputs[1], torch.float32)
     given = {"rotation": Rotation(angles)} | options
     return recorder.attend(0, q, k, **{"v": v} | given).flatten(-2)
@@ -143,12 +151,11 @@ def test_parts_may_be_normed_where_they_lie(recorder: Recorder) -> None:
 
 
 ATTENDED_OTHERWISE = {
-    "sinks": lambda recorder: attend(recorder, sinks=torch.zeros(4)),
-    "latent": lambda recorder: attend(recorder, v=None),
-    "not rotated": lambda recorder: attend(recorder, rotation=None),
-    "in another order": lambda recorder: attend(recorder, lambda parts: (parts[0], *parts[:0:-1])),
-    "not in place": lambda recorder: attend(
-        recorder, lambda parts: (recorder.rms_norm(parts[0], random(32), 1e-5), *parts[1:])
+    "other heads": lambda recorder: attend(
+        recorder, lambda parts: (parts[0], parts[1], parts[2][:, :8])
+    ),
+    "other positions": lambda recorder: attend(
+        recorder, rotation=Rotation(Angles(random(9, 8), torch.arange(2), torch.float32))
     ),
 }
 
@@ -157,6 +164,44 @@ ATTENDED_OTHERWISE = {
 def test_attention_that_has_no_operation_is_refused(recorder: Recorder, use) -> None:
     with pytest.raises(UnrecordableError), recorder.recording():
         use(recorder)
+
+
+def test_parts_in_another_order_and_of_other_products(recorder: Recorder) -> None:
+    with recorder.recording():
+        output = attend(recorder, lambda parts: (parts[0], *parts[:0:-1]))
+    turned = recorder.finish(output).ops[2]
+    assert (turned.second - turned.input, turned.third - turned.input) == (48 * 4, 32 * 4)
+
+
+def test_queries_that_are_as_they_should_be_are_read_where_they_are(recorder: Recorder) -> None:
+    with recorder.recording():
+        attend(recorder)
+        output = attend(recorder, lambda parts: (parts[0], None, None), rotation=None, v=None)
+    assert kinds(recorder.finish(output))[-2:] == [OpKind.LINEAR, OpKind.ATTENTION]
+
+
+def test_heads_that_lie_apart_are_rotated_into_memory_of_their_own(recorder: Recorder) -> None:
+    def apart(parts):
+        wide, _ = packed(64, WIDTH, seed=3)
+        total = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
+        q = recorder.linear(total, wide).unflatten(-1, (4, 16))[..., :8]
+        return q, *parts[1:]
+
+    with recorder.recording():
+        output = attend(recorder, apart)
+    turned, attention = recorder.finish(output).ops[-2:]
+    assert (turned.in_head_stride, turned.out_head_stride) == (16, 8)
+    assert turned.out == attention.input != turned.input
+
+
+def test_attention_is_given_its_sinks(recorder: Recorder) -> None:
+    sinks = random(4)
+    with recorder.recording():
+        output = attend(recorder, sinks=sinks)
+    program = recorder.finish(output)
+    found = (ctypes.c_float * 4).from_address(LAYERS[0].sinks)
+    LAYERS[0].sinks = None
+    assert list(found) == sinks.tolist() and program
 
 
 COMPUTED_BY_TORCH = {
@@ -190,7 +235,7 @@ def test_what_was_overwritten_can_not_be_read(recorder: Recorder) -> None:
             recorder.rms_norm(total, random(WIDTH), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "gated", "embed"])
+@pytest.mark.parametrize("name", ["rms_norm", "gated", "embed", "add"])
 def test_other_forms_are_refused(recorder: Recorder, name: str) -> None:
     with recorder.recording():
         total = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
@@ -198,6 +243,99 @@ def test_other_forms_are_refused(recorder: Recorder, name: str) -> None:
             if name == "rms_norm":
                 recorder.rms_norm(total, random(WIDTH).half(), 1e-5)
             elif name == "gated":
-                recorder.gated(total, Gating(ActivationFunction.GELU))
+                recorder.gated(total[:, :7], Gating(ActivationFunction.GELU))
+            elif name == "add":
+                recorder.add(total[:, :7], total)
             else:
                 recorder.embed(random(VOCAB, WIDTH), torch.tensor([1, 2]))
+
+
+def heads(x: torch.Tensor) -> torch.Tensor:
+    """[T, 4, 5], heads that lie 12 apart."""
+    return x.unflatten(-1, (4, 12))[..., 3:8]
+
+
+SIGMOID = ActivationFunction.SIGMOID
+WEIGHT, HEAD_WEIGHT = random(WIDTH, seed=7), random(5, seed=8)
+OPERATORS = {
+    "norm of heads": lambda ops, x, y: ops.rms_norm(heads(x), HEAD_WEIGHT, 1e-5),
+    "offset norm of heads": lambda ops, x, y: ops.rms_norm(heads(x), HEAD_WEIGHT, 1e-5, 1.0),
+    "norm without weight": lambda ops, x, y: ops.rms_norm(heads(x), None, 1e-5),
+    "norm in place": lambda ops, x, y: ops.add(
+        ops.rms_norm(heads(x), None, 1e-5, overwrites=True), heads(y)
+    ),
+    "gated": lambda ops, x, y: ops.gated(x, Gating(ActivationFunction.GELU)),
+    "gated part": lambda ops, x, y: ops.gated(x[:, 3:21], Gating(limit=0.7, alpha=1.7)),
+    "silu_mul": lambda ops, x, y: ops.silu_mul(x),
+    "activate": lambda ops, x, y: ops.activate(x, ActivationFunction.RELU_SQUARED),
+    "activate heads": lambda ops, x, y: ops.activate(heads(x), SIGMOID),
+    "gate": lambda ops, x, y: ops.gate(x, y, SIGMOID),
+    "gate by rows": lambda ops, x, y: ops.gate(x, y[:, 5:6], SIGMOID),
+    "gate heads": lambda ops, x, y: ops.gate(heads(x), heads(y), ActivationFunction.SILU),
+    "gate heads by one": lambda ops, x, y: ops.gate(heads(x), heads(y)[..., :1], SIGMOID),
+    "gate within a product": lambda ops, x, y: ops.gate(
+        x.unflatten(-1, (4, 12))[..., :6], x.unflatten(-1, (4, 12))[..., 6:], SIGMOID
+    ),
+    "soft cap": lambda ops, x, y: ops.soft_cap(x, 0.5),
+    "layer norm": lambda ops, x, y: ops.layer_norm(x, WEIGHT, WEIGHT, 1e-5),
+    "layer norm without bias": lambda ops, x, y: ops.layer_norm(x, WEIGHT, None, 1e-5),
+    "a part is scaled": lambda ops, x, y: ops.add(ops.scale(x[:, :9], 3.0), x[:, 9:18], 0.5),
+    "a part is added to": lambda ops, x, y: ops.add(y, x)[:, 4:],
+    "heads are added": lambda ops, x, y: ops.add(heads(x), heads(y)),
+    "columns of heads": lambda ops, x, y: ops.scale(x.unflatten(-1, (4, 3, 4))[:, 2], 2.0),
+}
+
+
+def compute(operators, name: str, table: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor):
+    x, y = operators.embed(table, ids), operators.embed(table[2:], positions)
+    result = OPERATORS[name](operators, x, y)
+    return result if result.dim() == 2 else result.flatten(1)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_each_operator_is_as_torch_defines_it(recorder: Recorder, name: str) -> None:
+    table, token_ids = random(VOCAB, WIDTH), torch.tensor([3, 89, 0])
+    expected = compute(TORCH_OPERATORS, name, table, token_ids, POSITIONS)
+    with recorder.recording():
+        # Whole values alone are results.
+        output = recorder.scale(compute(recorder, name, table, *recorder.inputs), 1.0)
+    program = recorder.finish(output)
+    for _ in range(2):
+        torch.testing.assert_close(run(program, token_ids), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_linear_does_not_add_to_what_it_reads(recorder: Recorder) -> None:
+    linear, matrix = packed(WIDTH, WIDTH, seed=2)
+    table, token_ids = random(VOCAB, WIDTH), torch.tensor([3, 89, 0])
+    with recorder.recording():
+        total = recorder.embed(table, recorder.inputs[0])
+        output = recorder.add(recorder.linear(total, linear), total)
+    program = recorder.finish(output)
+    x = table[token_ids]
+    torch.testing.assert_close(run(program, token_ids), x + x @ matrix.T, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_the_callers_are_not_written_to(recorder: Recorder) -> None:
+    linear, matrix = packed(VOCAB, WIDTH, seed=2)
+    with recorder.recording():
+        rows = recorder.rows(WIDTH)
+        normed = recorder.rms_norm(rows, None, 1e-5, overwrites=True)
+        scaled = recorder.scale(rows, 0.5)
+        logits = recorder.linear(recorder.add(normed, scaled), linear, out_dtype=torch.float32)
+        logits = recorder.soft_cap(logits, 3.0)
+    program = recorder.finish_rows(rows, logits)
+    hidden = random(4, WIDTH)
+    before = hidden.clone()
+    expected = TORCH_OPERATORS.rms_norm(hidden, None, 1e-5) + hidden * 0.5
+    expected = 3.0 * torch.tanh(expected @ matrix.T / 3.0)
+    torch.testing.assert_close(program.run(hidden), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(hidden, before)
+
+
+def test_a_part_of_the_callers_rows_is_found_behind_their_beginning(recorder: Recorder) -> None:
+    with recorder.recording():
+        rows = recorder.rows(WIDTH)
+        output = recorder.scale(rows[:, 8:20], 2.0)
+    program = recorder.finish_rows(rows, output)
+    hidden = random(4, WIDTH + 5)[:, :WIDTH]
+    assert torch.equal(program.run(hidden), hidden[:, 8:20] * 2)

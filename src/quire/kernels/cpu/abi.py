@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 
 class DType(IntEnum):
@@ -58,7 +58,22 @@ class OpKind(IntEnum):
     ATTENTION = 4
     OFFSET_RMS_NORM = 5
     SCALE = 6
-    GELU_MUL = 7
+    GATED = 7
+    ACTIVATE = 8
+    GATE = 9
+    SOFT_CAP = 10
+    LAYER_NORM = 11
+
+
+class ActivationKind(IntEnum):
+    """What is computed of each element by itself: `kernels.activations.ActivationFunction`."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
+    RELU = 3
+    RELU_SQUARED = 4
+    SIGMOID = 5
 
 
 class Weights(ctypes.Structure):
@@ -151,6 +166,8 @@ class Rotary(ctypes.Structure):
         ("k_norm", c_void_p),
         ("norm_eps", c_float),
         ("rotary_dim", c_int32),
+        ("offsets_norm", c_int32),
+        ("norm_offset", c_float),
     )
 
 
@@ -162,14 +179,30 @@ class Op(ctypes.Structure):
         ("dtype", c_int32),
         ("out_dtype", c_int32),
         ("epilogue", c_int32),
+        ("activation", c_int32),
+        ("by_position", c_int32),
+        ("num_heads", c_int32),
         ("eps", c_float),
         ("factor", c_float),
+        ("limit", c_float),
+        ("up_offset", c_float),
+        ("reserved", c_int32),
         ("size", c_int64),
+        ("second_size", c_int64),
         ("in_stride", c_int64),
+        ("in_head_stride", c_int64),
+        ("second_stride", c_int64),
+        ("second_head_stride", c_int64),
+        ("third_stride", c_int64),
+        ("third_head_stride", c_int64),
         ("out_stride", c_int64),
+        ("out_head_stride", c_int64),
         ("input", c_void_p),
+        ("second", c_void_p),
+        ("third", c_void_p),
         ("out", c_void_p),
         ("weight", c_void_p),
+        ("bias", c_void_p),
         ("linear", c_void_p),
         ("layer", c_void_p),
         ("rotary", c_void_p),

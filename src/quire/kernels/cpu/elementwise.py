@@ -1,50 +1,55 @@
-"""RMSNorm, embedding, scales, GELU gate and rotation by the native library.
+"""The operators between linears and attention by the native library, each as one call.
 
-Each is one call. Programs (`program.py`) run the same kernels without Python between them; this
-door is for what runs layer by layer, and for tests. See `csrc/elementwise.cpp` for the formulas;
-roundings are those of `kernels.rms_norm` and `kernels.rotary`.
+Programs (`program.py`) run the same kernels without Python between them; this door is for tests.
+See `csrc/elementwise` for the formulas; roundings are those of `kernels.operators` and
+`kernels.rotary`.
 
-Legend: T tokens, H size of a row, V rows of the table, Hq query heads, Hkv KV heads, D head size.
+Legend: T tokens, H heads of a token, D size of a row, V rows of the table, Hq query heads, Hkv KV
+heads. x may be [T, D] or [T, H, D], with rows that lie apart, as may other operands.
 """
 
-from ctypes import byref, c_float
+from ctypes import addressof
+from typing import Any
 
 import torch
 
+from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.cpu import abi
+from quire.kernels.cpu.abi import ActivationKind, OpKind
 from quire.kernels.cpu.library import NativeKernels
+
+_DENSE = torch.contiguous_format
 
 
 def rms_norm(
     kernels: NativeKernels,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     offset: float | None = None,
 ) -> torch.Tensor:
-    """x [T, H], weight [H] -> [T, H]; rows of x may lie apart. Raises ValueError."""
-    _check_rows("x", x, x.dtype)
-    _check_rows("weight", weight, x.dtype)
-    if x.ndim != 2 or weight.shape != x.shape[1:]:
-        raise ValueError(
-            f"weight is {tuple(weight.shape)}, but x, {tuple(x.shape)}, needs {tuple(x.shape[1:])}"
-        )
-    out = torch.empty(x.shape, dtype=x.dtype)
-    num_rows, size = x.shape
-    kernels.library.rms_norm(
-        kernels.context,
-        abi.DTYPES[x.dtype],
-        x.data_ptr(),
-        x.stride(0),
-        weight.data_ptr(),
-        eps,
-        None if offset is None else byref(c_float(offset)),
-        out.data_ptr(),
-        size,
-        num_rows,
-        size,
-    )
-    return out
+    """x [..., D], weight [D] -> [..., D]. Raises ValueError."""
+    fields: dict[str, Any] = {"eps": eps}
+    if weight is not None:
+        fields["weight"] = _vector("weight", weight, x)
+    kind = OpKind.RMS_NORM
+    if offset is not None:
+        kind, fields["factor"] = OpKind.OFFSET_RMS_NORM, offset
+    return _run(kernels, kind, x, torch.empty_like(x, memory_format=_DENSE), **fields)
+
+
+def layer_norm(
+    kernels: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """x [..., D], weight and bias [D] -> [..., D]. Raises ValueError."""
+    fields: dict[str, Any] = {"eps": eps, "weight": _vector("weight", weight, x)}
+    if bias is not None:
+        fields["bias"] = _vector("bias", bias, x)
+    return _run(kernels, OpKind.LAYER_NORM, x, torch.empty_like(x, memory_format=_DENSE), **fields)
 
 
 def scale(
@@ -53,51 +58,59 @@ def scale(
     factor: float,
     added_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, H] -> factor * x, [T, H]; or added_to [T, H], to which that was added. Raises
+    """x [..., D] -> factor * x; or added_to [..., D], to which that was added. Raises
     ValueError."""
-    _check_rows("x", x, x.dtype)
-    out = torch.empty(x.shape, dtype=x.dtype) if added_to is None else added_to
-    _check_rows("added_to", out, x.dtype)
-    if x.ndim != 2 or out.shape != x.shape:
-        raise ValueError(f"added_to is {tuple(out.shape)}, but x is {tuple(x.shape)}")
-    num_rows, size = x.shape
-    kernels.library.scale(
-        kernels.context,
-        abi.DTYPES[x.dtype],
-        x.data_ptr(),
-        x.stride(0),
-        factor,
-        added_to is not None,
-        out.data_ptr(),
-        out.stride(0),
-        num_rows,
-        size,
-    )
-    return out
+    if added_to is None:
+        out = torch.empty_like(x, memory_format=_DENSE)
+        return _run(kernels, OpKind.SCALE, x, out, factor=factor)
+    if added_to.shape != x.shape:
+        raise ValueError(f"added_to is {tuple(added_to.shape)}, but x is {tuple(x.shape)}")
+    return _run(kernels, OpKind.SCALE, x, added_to, added_to, factor=factor)
 
 
-def gelu_mul(kernels: NativeKernels, gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2H], gate first -> gelu(gate) * up, [T, H], by tanh. Raises ValueError."""
-    _check_rows("gate_up", gate_up, gate_up.dtype)
-    if gate_up.ndim != 2 or gate_up.shape[1] % 2:
-        raise ValueError(f"gate_up is {tuple(gate_up.shape)}, but must be [T, an even number]")
-    num_rows, size = len(gate_up), gate_up.shape[1] // 2
-    out = torch.empty((num_rows, size), dtype=gate_up.dtype)
-    kernels.library.gelu_mul(
-        kernels.context,
-        abi.DTYPES[gate_up.dtype],
-        gate_up.data_ptr(),
-        gate_up.stride(0),
-        out.data_ptr(),
-        size,
-        num_rows,
-        size,
+def gated(kernels: NativeKernels, gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
+    """gate_up [..., 2D], gate first -> act(gate) * up, [..., D]. Raises ValueError."""
+    size = gate_up.shape[-1]
+    if size % 2:
+        raise ValueError(f"gate_up is {tuple(gate_up.shape)}, but must be [..., an even number]")
+    return _run(
+        kernels,
+        OpKind.GATED,
+        gate_up,
+        gate_up.new_empty(*gate_up.shape[:-1], size // 2),
+        activation=ActivationKind[gating.activation.name],
+        factor=gating.alpha,
+        limit=gating.limit or 0.0,
+        up_offset=gating.up_offset,
     )
-    return out
+
+
+def gate(
+    kernels: NativeKernels, x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction
+) -> torch.Tensor:
+    """x [..., D], by [..., D] or [..., 1] -> x * act(by), [..., D]. Raises ValueError."""
+    if by.shape[:-1] != x.shape[:-1] or by.shape[-1] not in (1, x.shape[-1]):
+        raise ValueError(f"by is {tuple(by.shape)}, but x is {tuple(x.shape)}")
+    fields = {"activation": ActivationKind[activation.name], "second_size": by.shape[-1]}
+    return _run(kernels, OpKind.GATE, x, torch.empty_like(x, memory_format=_DENSE), by, **fields)
+
+
+def activate(
+    kernels: NativeKernels, x: torch.Tensor, activation: ActivationFunction
+) -> torch.Tensor:
+    """x [..., D] -> act(x). Raises ValueError."""
+    out = torch.empty_like(x, memory_format=_DENSE)
+    return _run(kernels, OpKind.ACTIVATE, x, out, activation=ActivationKind[activation.name])
+
+
+def soft_cap(kernels: NativeKernels, x: torch.Tensor, cap: float) -> torch.Tensor:
+    """x [..., D] -> cap * tanh(x / cap). Raises ValueError."""
+    out = torch.empty_like(x, memory_format=_DENSE)
+    return _run(kernels, OpKind.SOFT_CAP, x, out, factor=cap)
 
 
 def embed(kernels: NativeKernels, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """table [V, H], token_ids [T] int64 below V -> [T, H]. Raises ValueError."""
+    """table [V, D], token_ids [T] int64 below V -> [T, D]. Raises ValueError."""
     _check_rows("table", table, table.dtype)
     if not table.is_contiguous() or token_ids.dtype != torch.int64 or token_ids.ndim != 1:
         raise ValueError(
@@ -105,49 +118,101 @@ def embed(kernels: NativeKernels, table: torch.Tensor, token_ids: torch.Tensor) 
             " the table's rows must follow each other"
         )
     token_ids = token_ids.contiguous()
-    out = torch.empty((len(token_ids), table.shape[1]), dtype=table.dtype)
-    kernels.library.embed(
-        kernels.context,
-        abi.DTYPES[table.dtype],
-        table.data_ptr(),
-        token_ids.data_ptr(),
-        out.data_ptr(),
-        len(token_ids),
-        table.shape[1],
-    )
+    size = table.shape[1]
+    out = torch.empty((len(token_ids), size), dtype=table.dtype)
+    op = abi.Op(kind=OpKind.EMBED, out_dtype=abi.DTYPES[table.dtype], size=size, out_stride=size)
+    op.weight, op.out = table.data_ptr(), out.data_ptr()
+    _run_step(kernels, op, abi.Step(num_tokens=len(token_ids), token_ids=token_ids.data_ptr()))
     return out
 
 
 def rotate_and_write_kv(
     kernels: NativeKernels,
     layer: abi.AttentionLayer,
-    rotary: abi.Rotary,
+    rotary: abi.Rotary | None,
     step: abi.Step,
-    qkv: torch.Tensor,
-) -> None:
-    """Normalise q and k per head where `rotary` says so, rotate them in place, store k and v.
+    heads: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+) -> torch.Tensor:
+    """Normalise q and k per head where `rotary` says so, rotate them, store k and v; returns q.
 
     rotary: its rotary_dim is even and at most D; a head's elements from there on do not rotate.
-
-    qkv: [T, (Hq + 2 Hkv) D] in the layer's dtype, a token's heads of q, then k, then v; rows may
-    lie apart. Positions and slots are the step's. Raises ValueError.
+    None: nothing is done to q and k. heads: q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, at most D],
+    in the layer's dtype, or neither k nor v: nothing is stored. Positions and slots are the step's.
+    Raises ValueError.
     """
-    width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
-    dtypes = {number: dtype for dtype, number in abi.DTYPES.items()}
-    _check_rows("qkv", qkv, dtypes[abi.DType(layer.dtype)])
-    if qkv.shape != (step.num_tokens, width):
-        raise ValueError(f"qkv is {tuple(qkv.shape)}, but must be {(step.num_tokens, width)}")
-    if rotary.rotary_dim % 2 or not 0 < rotary.rotary_dim <= layer.head_dim:
+    q, k, v = heads
+    rotary_dim = 0 if rotary is None else rotary.rotary_dim
+    if rotary_dim % 2 or not 0 <= rotary_dim <= layer.head_dim:
         raise ValueError(
-            f"rotary_dim is {rotary.rotary_dim}, but must be an even number up to {layer.head_dim}"
+            f"rotary_dim is {rotary_dim}, but must be an even number up to {layer.head_dim}"
         )
-    kernels.library.rotate_and_write_kv(
-        kernels.context, byref(layer), byref(rotary), byref(step), qkv.data_ptr(), qkv.stride(0)
-    )
+    if q.shape != (step.num_tokens, layer.num_heads, layer.head_dim):
+        expected = (step.num_tokens, layer.num_heads, layer.head_dim)
+        raise ValueError(f"q is {tuple(q.shape)}, but must be {expected}")
+    out = torch.empty_like(q, memory_format=_DENSE)
+    op = _op(OpKind.ROTATE_AND_WRITE_KV, q, out)
+    op.layer = addressof(layer)
+    op.rotary = None if rotary is None else addressof(rotary)
+    if k is not None and v is not None:
+        _point(op, "second", k)
+        _point(op, "third", v)
+        op.size = v.shape[-1]
+    _run_step(kernels, op, step)
+    return out
+
+
+def _run(
+    kernels: NativeKernels,
+    kind: OpKind,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    second: torch.Tensor | None = None,
+    **fields: object,
+) -> torch.Tensor:
+    op = _op(kind, x, out, **fields)
+    if second is not None:
+        _check_rows("the second operand", second, x.dtype)
+        _point(op, "second", second)
+    _run_step(kernels, op, abi.Step(num_tokens=len(x)))
+    return out
+
+
+def _op(kind: OpKind, x: torch.Tensor, out: torch.Tensor, **fields: object) -> abi.Op:
+    _check_rows("x", x, x.dtype)
+    _check_rows("out", out, x.dtype)
+    dtype = abi.DTYPES[x.dtype]
+    op = abi.Op(kind=kind, dtype=dtype, out_dtype=dtype, size=out.shape[-1], **fields)
+    op.num_heads = x.shape[1] if x.ndim == 3 else 1
+    _point(op, "input", x)
+    _point(op, "out", out)
+    return op
+
+
+def _point(op: abi.Op, name: str, rows: torch.Tensor) -> None:
+    begin = "in" if name == "input" else name
+    setattr(op, name, rows.data_ptr())
+    setattr(op, f"{begin}_stride", rows.stride(0))
+    setattr(op, f"{begin}_head_stride", rows.stride(1) if rows.ndim == 3 else 0)
+
+
+def _run_step(kernels: NativeKernels, op: abi.Op, step: abi.Step) -> None:
+    kernels.run((abi.Op * 1)(op), 1, step)
+
+
+def _vector(name: str, values: torch.Tensor, x: torch.Tensor) -> int:
+    """The address of an element for each of a row of x."""
+    _check_rows("x", x, x.dtype)
+    _check_rows(name, values, x.dtype)
+    if values.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{name} is {tuple(values.shape)}, but x, {tuple(x.shape)}, needs {tuple(x.shape[-1:])}"
+        )
+    return values.data_ptr()
 
 
 def _check_rows(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    if dtype not in abi.DTYPES or tensor.dtype != dtype or tensor.stride(-1) != 1:
+    is_adjacent = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+    if dtype not in abi.DTYPES or tensor.dtype != dtype or not is_adjacent or tensor.ndim > 3:
         raise ValueError(
             f"{name} is {tensor.dtype} with strides {tensor.stride()}, but must be {dtype}, one of"
             f" {', '.join(map(str, abi.DTYPES))}, with the elements of a row side by side"

@@ -10,7 +10,7 @@ check what callers may get wrong, this file checks nothing. Calls release the GI
 import ctypes
 import os
 from collections.abc import Callable
-from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,29 +48,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [c_void_p, _LAYER, _STEP, c_void_p, c_int64, c_void_p, c_int64, c_void_p],
     ),
     "quire_write_kv": (None, [c_void_p, _LAYER, _STEP, c_void_p, c_void_p, c_int64]),
-    "quire_rotate_and_write_kv": (
-        None,
-        [c_void_p, _LAYER, POINTER(abi.Rotary), _STEP, c_void_p, c_int64],
-    ),
-    "quire_rms_norm": (
-        None,
-        [
-            *(c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_float),
-            *(POINTER(c_float), c_void_p, c_int64, c_int64, c_int64),
-        ],
-    ),
-    "quire_scale": (
-        None,
-        [
-            *(c_void_p, c_int32, c_void_p, c_int64, c_float),
-            *(c_int32, c_void_p, c_int64, c_int64, c_int64),
-        ],
-    ),
-    "quire_gelu_mul": (
-        None,
-        [c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64],
-    ),
-    "quire_embed": (None, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
     "quire_argmax": (
         None,
         [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quire.kernels.activations import ActivationFunction, Gating
-from quire.kernels.cpu.abi import Epilogue, OpKind
+from quire.kernels.cpu.abi import ActivationKind, Epilogue, OpKind
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.program import Memory, Operand, Operation, OperationList
 from quire.kernels.cpu.recorded_values import UnrecordableError, Value, Values
@@ -27,7 +27,8 @@ class OperatorRecorder:
         self._ops = OperationList()
 
     def embed(self, table: torch.Tensor | RowTable, indices: torch.Tensor) -> torch.Tensor:
-        if indices is not self._values.token_ids:
+        by_position = indices is self._values.positions
+        if not by_position and indices is not self._values.token_ids:
             raise UnrecordableError("other token ids than the step's are embedded")
         fields: dict[str, Any]
         if isinstance(table, PackedLinear):
@@ -37,7 +38,8 @@ class OperatorRecorder:
         else:
             raise UnrecordableError(f"rows of {type(table).__name__} are looked up")
         out = self._values.new(Memory("residual", width, self._dtype, dense=True))
-        self._add(OpKind.EMBED, None, out, {"size": width} | fields, table)
+        fields |= {"size": width, "by_position": by_position}
+        self._add(OpKind.EMBED, None, out, fields, table)
         return out.rows
 
     def rms_norm(
@@ -49,19 +51,19 @@ class OperatorRecorder:
         *,
         overwrites: bool = False,
     ) -> torch.Tensor:
-        if weight is None:
-            raise UnrecordableError("a norm has no weight")
         operand = self._values.operand(x)
         kind = OpKind.RMS_NORM
-        fields: dict[str, Any] = {"size": operand.width, "eps": eps, "weight": self._dense(weight)}
+        fields: dict[str, Any] = {"size": operand.width, "eps": eps}
+        if weight is not None:
+            fields["weight"] = self._weight_of(operand, weight)
         if offset is not None:
             kind, fields["factor"] = OpKind.OFFSET_RMS_NORM, offset
-        if overwrites:
+        if overwrites and not operand.memory.is_given:
             self._ops.append(Operation(kind, operand, operand, fields, weight))
             return x
-        out = self._new("normed", operand.width)
-        self._add(kind, operand, out, fields, weight)
-        return out.rows
+        out = self._values.like(x, "normed")
+        self._ops.append(Operation(kind, operand, self._values.operand(out), fields, weight))
+        return out
 
     def add_rms_norm(
         self,
@@ -76,49 +78,93 @@ class OperatorRecorder:
         return self.rms_norm(total, weight, eps, offset), total
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """In place of the residual; by the linear that computed x, if nothing came in between."""
-        operand, out = self._values.operand(x), self._values.in_place_of(residual)
+        """In place of the residual, where that is a whole value; by the linear that computed x, if
+        nothing came in between."""
+        operand, addend = self._pair(x, residual)
+        if x.shape != residual.shape:
+            raise UnrecordableError("what is added is of another shape")
         last = self._ops[-1] if self._ops else None
-        if last is not None and scale == 1.0 and operand.is_whole and _stores(last, operand.memory):
-            last.out = _whole(out)
+        is_replaceable = self._values.is_replaceable(residual)
+        if is_replaceable and scale == 1.0 and operand.is_whole and _stores(last, operand, addend):
+            assert last is not None
+            out = self._values.over(residual)
+            last.out = _whole(addend)
             last.fields = {**last.fields, "epilogue": Epilogue.ADD_RESIDUAL}
             self._values.in_place_of(x)
-        else:
-            fields = {"epilogue": Epilogue.ADD_RESIDUAL, "factor": scale, "size": operand.width}
-            self._add(OpKind.SCALE, operand, out, fields)
-        return out.rows
+            return out
+        out = self._values.over(residual) if is_replaceable else self._values.over_or_like(x, "sum")
+        fields = {"factor": scale, "size": operand.width}
+        self._compute(OpKind.SCALE, operand, out, fields, second=addend)
+        return out
 
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-        operand, out = self._values.operand(x), self._values.in_place_of(x)
-        self._add(OpKind.SCALE, operand, out, {"factor": factor, "size": operand.width})
-        return out.rows
+        operand = self._values.operand(x)
+        out = self._values.over_or_like(x, "scaled")
+        self._compute(OpKind.SCALE, operand, out, {"factor": factor, "size": operand.width})
+        return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        raise UnrecordableError("silu is an epilogue of its linear, and no operation")
+        return self.gated(gate_up, Gating())
 
     def gated(self, gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
         operand = self._values.operand(gate_up)
-        if gating != Gating(ActivationFunction.GELU_TANH) or not operand.is_whole:
-            raise UnrecordableError("of gates only gelu's approximation by tanh is an operation")
-        out = self._new("gated", operand.width // 2)
-        self._add(OpKind.GELU_MUL, operand, out, {"size": operand.width // 2})
-        return out.rows
+        if operand.width % 2:
+            raise UnrecordableError("gate and up are not halves of a row")
+        out = self._values.like(gate_up, "gated", operand.width // 2)
+        fields: dict[str, Any] = {"size": operand.width // 2, "factor": gating.alpha}
+        fields |= {"activation": ActivationKind[gating.activation.name]}
+        fields |= {"limit": gating.limit or 0.0, "up_offset": gating.up_offset}
+        self._compute(OpKind.GATED, operand, out, fields)
+        return out
 
     def gate(
         self, x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction
     ) -> torch.Tensor:
-        raise UnrecordableError("a gate by another value is no operation")
+        operand, gates = self._pair(x, by)
+        if by.shape[:-1] != x.shape[:-1] or gates.width not in (1, operand.width):
+            raise UnrecordableError("a gate is of another shape than what it multiplies")
+        out = self._values.over_or_like(x, "gated")
+        fields = {"activation": ActivationKind[activation.name], "size": operand.width}
+        self._compute(OpKind.GATE, operand, out, fields | {"second_size": gates.width}, gates)
+        return out
 
     def activate(self, x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
-        raise UnrecordableError("an activation without a gate is no operation")
+        operand = self._values.operand(x)
+        out = self._values.over_or_like(x, "activated")
+        fields = {"activation": ActivationKind[activation.name], "size": operand.width}
+        self._compute(OpKind.ACTIVATE, operand, out, fields)
+        return out
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        raise UnrecordableError("a soft cap outside of attention is no operation")
+        operand = self._values.operand(x)
+        out = self._values.over_or_like(x, "capped")
+        self._compute(OpKind.SOFT_CAP, operand, out, {"factor": cap, "size": operand.width})
+        return out
 
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
     ) -> torch.Tensor:
-        raise UnrecordableError("LayerNorm is no operation")
+        operand = self._values.operand(x)
+        fields: dict[str, Any] = {"size": operand.width, "eps": eps}
+        fields["weight"] = self._weight_of(operand, weight)
+        if bias is not None:
+            fields["bias"] = self._weight_of(operand, bias)
+        out = self._values.like(x, "normed")
+        self._compute(OpKind.LAYER_NORM, operand, out, fields, kept=(weight, bias))
+        return out
+
+    def _pair(self, x: torch.Tensor, other: torch.Tensor) -> tuple[Operand, Operand]:
+        """Both operands, of one dtype. Each has as many rows a token as the other."""
+        first, second = self._values.operand(x), self._values.operand(other)
+        if first.memory.dtype != second.memory.dtype or first.num_heads != second.num_heads:
+            raise UnrecordableError("an operator is given two values of different kinds")
+        return first, second
+
+    def _weight_of(self, operand: Operand, weight: torch.Tensor) -> int:
+        """The address of a parameter that has an element for each of the operand's."""
+        if operand.memory.dtype != self._dtype or weight.shape != (operand.width,):
+            raise UnrecordableError("a norm's weight is not like what it multiplies")
+        return self._dense(weight)
 
     def route(
         self,
@@ -146,17 +192,30 @@ class OperatorRecorder:
         fields: Mapping[str, Any],
         kept: object = None,
     ) -> None:
-        self._ops.append(Operation(kind, x, _whole(out), fields, kept))
+        whole = Operand(out.memory, 0, out.memory.width)
+        self._ops.append(Operation(kind, x, whole, fields, kept))
+
+    def _compute(
+        self,
+        kind: OpKind,
+        x: Operand,
+        out: torch.Tensor,
+        fields: Mapping[str, Any],
+        second: Operand | None = None,
+        kept: object = None,
+    ) -> None:
+        self._ops.append(Operation(kind, x, self._values.operand(out), fields, kept, second))
 
 
-def _stores(op: Operation, memory: Memory) -> bool:
-    """Whether it is a linear that stores its result there as it is."""
-    is_linear = op.kind is OpKind.LINEAR and op.fields["epilogue"] is Epilogue.STORE
-    return is_linear and op.out.memory is memory
+def _stores(op: Operation | None, x: Operand, addend: Operand) -> bool:
+    """Whether it is a linear that stored x as it is, and may add it to what it doesn't read."""
+    if op is None or op.kind is not OpKind.LINEAR or op.fields["epilogue"] is not Epilogue.STORE:
+        return False
+    return op.out.memory is x.memory and not op.reads(addend.memory)
 
 
-def _whole(value: Value) -> Operand:
-    return Operand(value.memory, 0, value.memory.width)
+def _whole(operand: Operand) -> Operand:
+    return Operand(operand.memory, 0, operand.memory.width)
 
 
 def address_of(struct: ctypes.Structure) -> int:

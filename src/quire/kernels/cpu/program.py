@@ -38,18 +38,32 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
+class OperandPlace:
+    """Where an operation says where an operand lies. offset_bytes: from the first column on."""
+
+    op: abi.Op
+    address: str
+    stride: str
+    offset_bytes: int
+
+    def point_to(self, rows: torch.Tensor) -> None:
+        """The operand is in these rows [R, width]."""
+        setattr(self.op, self.address, rows.data_ptr() + self.offset_bytes)
+        setattr(self.op, self.stride, rows.stride(0))
+
+
+@dataclass(frozen=True, slots=True)
 class RowsProgram:
     """A finished list that reads rows of the caller's: the vocabulary projection.
 
-    ops: the operations at `reads` read the caller's rows, those at `writes` write the result, those
-    at `rereads` read what is there of the result. width, dtype: of the result's rows.
+    given: where operations read the caller's rows. results: where they write and read the result's.
+    width, dtype: of the result's rows.
     """
 
     kernels: NativeKernels
     ops: Any
-    reads: Sequence[abi.Op]
-    writes: Sequence[abi.Op]
-    rereads: Sequence[abi.Op]
+    given: Sequence[OperandPlace]
+    results: Sequence[OperandPlace]
     width: int
     dtype: torch.dtype
     kept: object
@@ -58,13 +72,10 @@ class RowsProgram:
     def run(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [R, H], no more than a step's tokens -> [R, width], which is the caller's."""
         out = torch.empty((len(rows), self.width), dtype=self.dtype)
-        address = out.data_ptr()
-        for op in self.reads:
-            op.input, op.in_stride = rows.data_ptr(), rows.stride(0)
-        for op in self.writes:
-            op.out, op.out_stride = address, self.width
-        for op in self.rereads:
-            op.input, op.in_stride = address, self.width
+        for place in self.given:
+            place.point_to(rows)
+        for place in self.results:
+            place.point_to(out)
         self.step.num_tokens = len(rows)
         self.kernels.run(self.ops, len(self.ops), self.step)
         return out
@@ -75,13 +86,15 @@ class Memory:
     """What a value is kept in, and all that are computed in place of it.
 
     role: memory of one role and width serves value after value. dense: a row begins where the one
-    before it ends. rows: [most tokens, width]; None until the list is finished.
+    before it ends. is_given: the caller brings it, and nothing is written there.
+    rows: [most tokens, width]; None until the list is finished.
     """
 
     role: str
     width: int
     dtype: torch.dtype
     dense: bool = False
+    is_given: bool = False
     rows: torch.Tensor | None = None
 
     def allocate(self, num_rows: int) -> torch.Tensor:
@@ -95,22 +108,39 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Columns [offset, offset + width) of what is in the memory."""
+    """Columns [offset, offset + width) of what is in the memory, or num_heads such groups of
+    columns, each beginning head_stride behind the one before it."""
 
     memory: Memory
     offset: int
     width: int
+    num_heads: int = 1
+    head_stride: int = 0
+
+    @property
+    def is_adjacent(self) -> bool:
+        """Whether its columns lie side by side."""
+        return self.num_heads == 1 or self.head_stride == self.width
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all columns."""
-        return self.width == self.memory.width
+        """Whether these are all columns, in order."""
+        return self.num_heads * self.width == self.memory.width and self.is_adjacent
 
     def place(self) -> tuple[int, int]:
         """The first element's address, and elements from a row to the next."""
         rows = self.memory.rows
         assert rows is not None, "the list is not finished"
-        return rows.data_ptr() + self.offset * rows.element_size(), rows.stride(0)
+        return rows.data_ptr() + self.offset_bytes, rows.stride(0)
+
+    @property
+    def offset_bytes(self) -> int:
+        """From a row's first element to ours."""
+        return self.offset * self.memory.dtype.itemsize
+
+
+_FIELDS = {"x": "in", "second": "second", "third": "third", "out": "out"}
+"""Operand -> what its fields of abi.Op begin with."""
 
 
 @dataclass(slots=True)
@@ -122,25 +152,50 @@ class Operation:
     out: Operand
     fields: Mapping[str, Any] = field(default_factory=dict)
     kept: object = None
+    second: Operand | None = None
+    third: Operand | None = None
+
+    def operands(self) -> dict[str, Operand]:
+        """By the names of ours."""
+        found = {"x": self.x, "second": self.second, "third": self.third, "out": self.out}
+        return {name: operand for name, operand in found.items() if operand is not None}
 
     @property
     def memories(self) -> list[Memory]:
         """That it reads and writes."""
-        return [operand.memory for operand in (self.x, self.out) if operand is not None]
+        return [operand.memory for operand in self.operands().values()]
 
     def reads(self, memory: Memory) -> bool:
-        """Whether its x is in this memory."""
-        return self.x is not None and self.x.memory is memory
+        """Whether one of its inputs is in this memory."""
+        inputs = (self.x, self.second, self.third)
+        return any(operand is not None and operand.memory is memory for operand in inputs)
 
     def lower(self) -> abi.Op:
         """As the native library reads it."""
         op = abi.Op(kind=self.kind, **self.fields)
         op.dtype = op.out_dtype = abi.DTYPES[self.out.memory.dtype]
-        op.out, op.out_stride = self.out.place()
+        op.num_heads = self.out.num_heads
         if self.x is not None:
             op.dtype = abi.DTYPES[self.x.memory.dtype]
-            op.input, op.in_stride = self.x.place()
+        for name, operand in self.operands().items():
+            address, stride = _address_and_stride(name)
+            for field_name, value in zip((address, stride), operand.place(), strict=True):
+                setattr(op, field_name, value)
+            setattr(op, f"{_FIELDS[name]}_head_stride", operand.head_stride)
         return op
+
+    def places(self, op: abi.Op, memory: Memory) -> list[OperandPlace]:
+        """Where `op`, which was lowered from this, points into the memory."""
+        return [
+            OperandPlace(op, *_address_and_stride(name), operand.offset_bytes)
+            for name, operand in self.operands().items()
+            if operand.memory is memory
+        ]
+
+
+def _address_and_stride(name: str) -> tuple[str, str]:
+    begin = _FIELDS[name]
+    return "input" if begin == "in" else begin, f"{begin}_stride"
 
 
 class OperationList(list[Operation]):
@@ -164,9 +219,8 @@ class OperationList(list[Operation]):
         return RowsProgram(
             kernels,
             ops,
-            reads=[native for op, native in pairs if op.reads(given)],
-            writes=[native for op, native in pairs if op.out.memory is result],
-            rereads=[native for op, native in pairs if op.reads(result)],
+            given=[place for op, native in pairs for place in op.places(native, given)],
+            results=[place for op, native in pairs for place in op.places(native, result)],
             width=result.width,
             dtype=result.dtype,
             kept=self._kept(),

@@ -3,6 +3,7 @@
 Called by `operator_recorder.py` and `recorder.py`.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,20 +46,54 @@ class Values:
 
     def in_place_of(self, tensor: torch.Tensor) -> Value:
         """A value that is computed where another is, which is not read afterwards."""
-        if not self.operand(tensor).is_whole:
-            raise UnrecordableError("a part of a value is replaced")
+        if not self.is_replaceable(tensor):
+            raise UnrecordableError("a part of a value is replaced, or what the caller gave")
         replaced = self._by_storage[tensor.untyped_storage().data_ptr()]
         replaced.is_overwritten = True
         return self.new(replaced.memory)
 
+    def is_replaceable(self, tensor: torch.Tensor) -> bool:
+        """Whether a value may be computed where this one is. Rows of the caller's stay theirs."""
+        operand = self.operand(tensor)
+        return operand.is_whole and not operand.memory.is_given
+
+    def over(self, x: torch.Tensor) -> torch.Tensor:
+        """A placeholder of what is computed where x is, as `in_place_of`; of x's shape."""
+        return self.in_place_of(x).rows.view(x.shape)
+
+    def like(self, x: torch.Tensor, role: str, width: int | None = None) -> torch.Tensor:
+        """A placeholder of a new value of x's shape and dtype. width: of its rows; None: x's."""
+        shape = (*x.shape[:-1], x.shape[-1] if width is None else width)
+        return self.new(Memory(role, math.prod(shape[1:]), x.dtype)).rows.view(shape)
+
+    def over_or_like(self, x: torch.Tensor, role: str) -> torch.Tensor:
+        """Where x is, which is not read afterwards, if that is a whole value; else a new one."""
+        return self.over(x) if self.is_replaceable(x) else self.like(x, role)
+
     def operand(self, tensor: torch.Tensor) -> Operand:
-        """Where the value is of which this is a placeholder, or some columns of one."""
+        """Where the value is of which this is a placeholder, or some columns of one, [T, width]; or
+        groups of columns, [T, ..., width], which lie equally far apart."""
         value = self._by_storage.get(tensor.untyped_storage().data_ptr())
-        if value is None or tensor.dim() != 2 or tensor.stride(1) != 1:
+        if value is None:
             raise UnrecordableError("an operator is given what no operator has computed")
         if value.is_overwritten:
             raise UnrecordableError("an operator is given what another has overwritten")
-        return Operand(value.memory, int(tensor.storage_offset()), tensor.shape[1])
+        is_of_tokens = tensor.dim() > 1 and tensor.shape[0] == _PLACEHOLDER_TOKENS
+        if not is_of_tokens or tensor.stride(0) != value.memory.width:
+            raise UnrecordableError("an operator is given what is not a row for each token")
+        width, num_heads, head_stride = tensor.shape[-1], 1, 0
+        if width > 1 and tensor.stride(-1) != 1:
+            raise UnrecordableError("an operator is given columns that lie apart")
+        for size, stride in reversed(
+            list(zip(tensor.shape[1:-1], tensor.stride()[1:-1], strict=True))
+        ):
+            if size == 1:
+                continue
+            if num_heads > 1 and stride != num_heads * head_stride:
+                raise UnrecordableError("an operator is given heads that lie unequally far apart")
+            head_stride = head_stride or stride
+            num_heads *= size
+        return Operand(value.memory, int(tensor.storage_offset()), width, num_heads, head_stride)
 
     def has(self, tensor: object) -> bool:
         """Whether it is a placeholder, or a view of one."""

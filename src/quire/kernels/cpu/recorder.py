@@ -57,7 +57,7 @@ class Recorder(OperatorRecorder):
 
     def rows(self, width: int) -> torch.Tensor:
         """A placeholder of the caller's rows, for `finish_rows`."""
-        return self._values.new(Memory("input", width, self._dtype)).rows
+        return self._values.new(Memory("input", width, self._dtype, is_given=True)).rows
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -74,6 +74,8 @@ class Recorder(OperatorRecorder):
     def finish_rows(self, rows: torch.Tensor, output: torch.Tensor) -> RowsProgram:
         """The program from the placeholder `rows` to the placeholder `output`."""
         given, result = self._values.operand(rows), self._values.operand(output)
+        if result.memory is given.memory or not result.is_whole:
+            raise UnrecordableError("the result is a part of a value")
         return self._ops.finish_rows(
             self._kernels, given.memory, result.memory, self._max_num_tokens
         )
@@ -87,7 +89,10 @@ class Recorder(OperatorRecorder):
     ) -> torch.Tensor:
         """x [T, K] -> [T, N], or [T, N / 2] where the epilogue multiplies gate and up."""
         operand = self._values.operand(x)
-        assert operand.width == linear.num_inputs and epilogue is not Epilogue.ADD_RESIDUAL
+        assert epilogue is not Epilogue.ADD_RESIDUAL
+        if operand.num_heads > 1 or operand.memory.dtype != self._dtype:
+            raise UnrecordableError("a linear is given heads, or another dtype than the model's")
+        assert operand.width == linear.num_inputs
         is_gated = epilogue is Epilogue.SILU_MUL
         width = linear.num_outputs // 2 if is_gated else linear.num_outputs
         out = self._new("gated" if is_gated else "product", width, out_dtype)
@@ -99,51 +104,74 @@ class Recorder(OperatorRecorder):
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        """See `attention.interface.AttentionCall`; q, k and v must be the parts of one product."""
-        if sinks is not None:
-            raise UnrecordableError("attention has sinks")
-        if rotation is None or rotation.angles.positions is not self._values.positions:
-            raise UnrecordableError("q and k are not rotated by the step's positions")
+        """See `attention.interface.AttentionCall`."""
         spec = self._attention_layers[layer]
-        if v is None or spec.value_dim:
+        if spec.value_dim:
             raise UnrecordableError("attention is latent")
         spec.dtype = abi.DTYPES[self._dtype]
-        qkv = self._joined(spec, q, k, v)
-        rotary, attention = self._rotary(rotation), {"layer": address_of(spec)}
-        kept = (self._attention_layers, rotary, rotation)
-        fields = attention | {"rotary": address_of(rotary)}
-        self._ops.append(Operation(OpKind.ROTATE_AND_WRITE_KV, None, qkv, fields, kept))
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+            spec.sinks = sinks.data_ptr()
+        queries = self._rotate_and_write(spec, q, k, v, rotation)
         out = self._new("attended", spec.num_heads * spec.head_dim)
-        self._add(OpKind.ATTENTION, qkv, out, attention)
+        kept = (self._attention_layers, sinks)
+        self._add(OpKind.ATTENTION, queries, out, {"layer": address_of(spec)}, kept)
         return out.rows.view(-1, spec.num_heads, spec.head_dim)
 
-    def _joined(self, spec: abi.AttentionLayer, *parts: torch.Tensor) -> Operand:
-        """The product of which q, k and v are the parts, one after the other."""
-        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        operands = [self._values.operand(part.flatten(-2)) for part in parts]
-        whole = Operand(operands[0].memory, 0, operands[0].memory.width)
-        end = 0
-        for part, num_heads, operand in zip(parts, heads, operands, strict=True):
-            is_next = operand.memory is whole.memory and operand.offset == end
-            if not is_next or part.shape[1:] != (num_heads, spec.head_dim):
-                raise UnrecordableError("q, k and v are not the parts of one product")
-            end += operand.width
-        if end != whole.width:
-            raise UnrecordableError("q, k and v are not all of their product")
-        return whole
+    def _rotate_and_write(
+        self,
+        spec: abi.AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        rotation: Rotation | None,
+    ) -> Operand:
+        """The queries, their heads side by side: where q is, if its heads lie so."""
+        queries = self._heads(q, spec.num_heads, spec.head_dim)
+        is_stored = k is not None and v is not None
+        if rotation is None and not is_stored and queries.is_adjacent:
+            return queries
+        keys = values = None
+        if k is not None and v is not None:
+            keys = self._heads(k, spec.num_kv_heads, spec.head_dim)
+            values = self._heads(v, spec.num_kv_heads, spec.head_dim)
+        out = queries
+        if not queries.is_adjacent or queries.memory.is_given:
+            out = self._values.operand(self._values.like(q, "queries"))
+        fields: dict[str, Any] = {"layer": address_of(spec), "size": spec.head_dim}
+        rotary = None if rotation is None else self._rotary(rotation)
+        if rotary is not None:
+            fields["rotary"] = address_of(rotary)
+        kept = (self._attention_layers, rotary, rotation)
+        kind = OpKind.ROTATE_AND_WRITE_KV
+        self._ops.append(Operation(kind, queries, out, fields, kept, keys, values))
+        return out
+
+    def _heads(self, x: torch.Tensor, num_heads: int, size: int) -> Operand:
+        """x [T, heads, size]."""
+        if x.shape[1:] != (num_heads, size) or x.dtype != self._dtype:
+            raise UnrecordableError("attention is given heads of another shape or dtype")
+        return self._values.operand(x)
 
     def _rotary(self, rotation: Rotation) -> abi.Rotary:
-        table = rotation.angles.table
-        rotary = abi.Rotary(table=table.data_ptr(), rotary_dim=table.shape[1])
-        if rotation.q_norm is not None and rotation.k_norm is not None:
+        rotary = abi.Rotary()
+        if rotation.angles is not None:
+            if rotation.angles.positions is not self._values.positions:
+                raise UnrecordableError("q and k are not rotated by the step's positions")
+            table = rotation.angles.table
+            rotary.table, rotary.rotary_dim = table.data_ptr(), table.shape[1]
+        if rotation.q_norm is not None:
             rotary.q_norm = self._dense(rotation.q_norm)
+        if rotation.k_norm is not None:
             rotary.k_norm = self._dense(rotation.k_norm)
-            rotary.norm_eps = rotation.eps
+        rotary.norm_eps = rotation.eps
+        rotary.offsets_norm = rotation.norm_offset is not None
+        rotary.norm_offset = rotation.norm_offset or 0.0
         return rotary
 
 

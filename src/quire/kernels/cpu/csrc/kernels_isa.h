@@ -6,6 +6,10 @@
 #include "library/state_abi.h"
 #include "threads/pool.h"
 
+namespace quire {
+struct Op;
+}
+
 namespace quire::QUIRE_ISA {
 
 void linear(Pool&, const Weights&, DType, const void* x, int64_t ldx, int64_t M, void* out,
@@ -13,16 +17,16 @@ void linear(Pool&, const Weights&, DType, const void* x, int64_t ldx, int64_t M,
 void attention(Pool&, const AttentionLayer&, const Step&, const void* q, int64_t ldq, void* out,
                int64_t ldo, float* lse);
 void write_kv(Pool&, const AttentionLayer&, const Step&, const void* k, const void* v, int64_t ld);
-void rotate_and_write_kv(Pool&, const AttentionLayer&, const Rotary&, const Step&, void* qkv,
-                         int64_t ld);
-void rms_norm(Pool&, DType, const void* x, int64_t ldx, const void* weight, float eps,
-              const float* offset, void* out, int64_t ldo, int64_t M, int64_t size);
-void scale(Pool&, DType, const void* x, int64_t ldx, float factor, bool adds, void* out,
-           int64_t ldo, int64_t M, int64_t size);
-void gelu_mul(Pool&, DType, const void* x, int64_t ldx, void* out, int64_t ldo, int64_t M,
-              int64_t size);
-void embed(Pool&, DType, const void* table, const int64_t* token_ids, void* out, int64_t T,
-           int64_t size);
+void rotate_and_write_kv(Pool&, const Op&, const Step&);
+void rms_norm(Pool&, const Op&, int64_t M);
+void layer_norm(Pool&, const Op&, int64_t M);
+void scale(Pool&, const Op&, int64_t M);
+void embed(Pool&, DType, const void* table, const int64_t* indices, void* out, int64_t ldo,
+           int64_t M, int64_t size);
+void gated(Pool&, const Op&, int64_t M);
+void activate(Pool&, const Op&, int64_t M);
+void gate(Pool&, const Op&, int64_t M);
+void soft_cap(Pool&, const Op&, int64_t M);
 void argmax(Pool&, const float* logits, int64_t ld, int64_t R, int64_t V, int64_t* index,
             float* largest);
 void sample(Pool&, const float* logits, int64_t ld, int64_t V, const SampleRow*, int64_t R,

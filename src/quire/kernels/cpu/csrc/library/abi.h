@@ -91,11 +91,13 @@ struct Step {
 
 // The rotation of q and k, and what precedes it.
 struct Rotary {
-  const float* table;    // [positions, R]: R/2 cosines, then R/2 sines
+  const float* table;    // [positions, R]: R/2 cosines, then R/2 sines; null where R is 0
   const void* q_norm;    // [D] in the model's dtype: each head of q is normalised first; or null
   const void* k_norm;    // the same for k
   float norm_eps;
   int32_t rotary_dim;    // R, even, at most D: the first elements of a head rotate, no others
+  int32_t offsets_norm;  // 1: weight + norm_offset multiplies before the quotient is rounded
+  float norm_offset;
 };
 
 // How one line of logits becomes a token; see quire/sampling/choice.py.

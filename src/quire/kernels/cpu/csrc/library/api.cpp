@@ -115,37 +115,6 @@ void quire_write_kv(void* context, const AttentionLayer* layer, const Step* step
   kernels->write_kv(pool, *layer, *step, k, v, ld);
 }
 
-void quire_rotate_and_write_kv(void* context, const AttentionLayer* layer, const Rotary* rotary,
-                               const Step* step, void* qkv, int64_t ld) {
-  auto& [kernels, pool] = *static_cast<Context*>(context);
-  kernels->rotate_and_write_kv(pool, *layer, *rotary, *step, qkv, ld);
-}
-
-void quire_rms_norm(void* context, int32_t dtype, const void* x, int64_t ldx, const void* weight,
-                    float eps, const float* offset, void* out, int64_t ldo, int64_t M,
-                    int64_t size) {
-  auto& [kernels, pool] = *static_cast<Context*>(context);
-  kernels->rms_norm(pool, DType(dtype), x, ldx, weight, eps, offset, out, ldo, M, size);
-}
-
-void quire_scale(void* context, int32_t dtype, const void* x, int64_t ldx, float factor,
-                 int32_t adds, void* out, int64_t ldo, int64_t M, int64_t size) {
-  auto& [kernels, pool] = *static_cast<Context*>(context);
-  kernels->scale(pool, DType(dtype), x, ldx, factor, adds != 0, out, ldo, M, size);
-}
-
-void quire_gelu_mul(void* context, int32_t dtype, const void* x, int64_t ldx, void* out,
-                    int64_t ldo, int64_t M, int64_t size) {
-  auto& [kernels, pool] = *static_cast<Context*>(context);
-  kernels->gelu_mul(pool, DType(dtype), x, ldx, out, ldo, M, size);
-}
-
-void quire_embed(void* context, int32_t dtype, const void* table, const int64_t* token_ids,
-                 void* out, int64_t T, int64_t size) {
-  auto& [kernels, pool] = *static_cast<Context*>(context);
-  kernels->embed(pool, DType(dtype), table, token_ids, out, T, size);
-}
-
 void quire_argmax(void* context, const float* logits, int64_t ld, int64_t R, int64_t V,
                   int64_t* index, float* largest) {
   auto& [kernels, pool] = *static_cast<Context*>(context);

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 8
+#define QUIRE_ABI_VERSION 9
 
 namespace quire {
 struct AttentionLayer;
@@ -14,7 +14,6 @@ struct StateStep;
 struct Weights;
 struct LogprobRow;
 struct Op;
-struct Rotary;
 struct SampleRow;
 struct Step;
 }  // namespace quire
@@ -43,18 +42,6 @@ void quire_attention(void* context, const quire::AttentionLayer* layer, const qu
                      const void* q, int64_t ldq, void* out, int64_t ldo, float* lse);
 void quire_write_kv(void* context, const quire::AttentionLayer* layer, const quire::Step* step,
                     const void* k, const void* v, int64_t ld);
-void quire_rotate_and_write_kv(void* context, const quire::AttentionLayer* layer,
-                               const quire::Rotary* rotary, const quire::Step* step, void* qkv,
-                               int64_t ld);
-void quire_rms_norm(void* context, int32_t dtype, const void* x, int64_t ldx, const void* weight,
-                    float eps, const float* offset, void* out, int64_t ldo, int64_t M,
-                    int64_t size);
-void quire_scale(void* context, int32_t dtype, const void* x, int64_t ldx, float factor,
-                 int32_t adds, void* out, int64_t ldo, int64_t M, int64_t size);
-void quire_gelu_mul(void* context, int32_t dtype, const void* x, int64_t ldx, void* out,
-                    int64_t ldo, int64_t M, int64_t size);
-void quire_embed(void* context, int32_t dtype, const void* table, const int64_t* token_ids,
-                 void* out, int64_t T, int64_t size);
 void quire_argmax(void* context, const float* logits, int64_t ld, int64_t R, int64_t V,
                   int64_t* index, float* largest);
 void quire_sample(void* context, const float* logits, int64_t ld, int64_t V,

@@ -12,6 +12,8 @@
 
 namespace quire {
 
+struct Op;
+
 struct Kernels {
   const char* name;
 
@@ -29,27 +31,21 @@ struct Kernels {
   void (*write_kv)(Pool&, const AttentionLayer&, const Step&, const void* k, const void* v,
                    int64_t ld);
 
-  // elementwise.cpp
-  // Normalises q and k per head where asked, rotates them (q in place) and stores k and v.
-  // qkv: [T, ld], a token's Hq query heads, then Hkv of k, then Hkv of v.
-  void (*rotate_and_write_kv)(Pool&, const AttentionLayer&, const Rotary&, const Step&, void* qkv,
-                              int64_t ld);
-  // out [M, ldo] = weight * x / sqrt(mean(x^2) + eps), x [M, ldx], all in T; out may be x.
-  // offset: null: the quotient is rounded to T before the weight multiplies it; else weight + offset
-  // multiplies it in fp32, and the product alone is rounded.
-  void (*rms_norm)(Pool&, DType, const void* x, int64_t ldx, const void* weight, float eps,
-                   const float* offset, void* out, int64_t ldo, int64_t M, int64_t size);
-  // out [M, ldo] = round(factor * x), x [M, ldx], both in T; adds: out = round(out + round(factor *
-  // x)). out may be x where it is not added to.
-  void (*scale)(Pool&, DType, const void* x, int64_t ldx, float factor, bool adds, void* out,
-                int64_t ldo, int64_t M, int64_t size);
-  // out [M, ldo] = round(gelu(gate)) * up, x [M, ldx] with size elements of gate, then of up, in T.
-  // gelu is the approximation by tanh.
-  void (*gelu_mul)(Pool&, DType, const void* x, int64_t ldx, void* out, int64_t ldo, int64_t M,
-                   int64_t size);
-  // out [T, size] = table[token_ids].
-  void (*embed)(Pool&, DType, const void* table, const int64_t* token_ids, void* out, int64_t T,
-                int64_t size);
+  // elementwise/rotary.cpp: normalises q and k per head where asked, rotates them, stores k and v.
+  void (*rotate_and_write_kv)(Pool&, const Op&, const Step&);
+  // elementwise/norms.cpp, scales.cpp: the operation over M tokens, as program.h says. out may be
+  // in, or second.
+  void (*rms_norm)(Pool&, const Op&, int64_t M);
+  void (*layer_norm)(Pool&, const Op&, int64_t M);
+  void (*scale)(Pool&, const Op&, int64_t M);
+  // out [M, ldo] = table[indices], rows of `size` elements.
+  void (*embed)(Pool&, DType, const void* table, const int64_t* indices, void* out, int64_t ldo,
+                int64_t M, int64_t size);
+  // elementwise/activations.cpp: out may be in where rows of both are equally long.
+  void (*gated)(Pool&, const Op&, int64_t M);
+  void (*activate)(Pool&, const Op&, int64_t M);
+  void (*gate)(Pool&, const Op&, int64_t M);
+  void (*soft_cap)(Pool&, const Op&, int64_t M);
 
   // sample.cpp
   // The lowest index of the largest of each line [R, ld] (a NaN counts as the largest), and it.

@@ -12,21 +12,21 @@ constexpr int64_t kTokensPerTask = 8;
 
 void embed(const Kernels& kernels, Pool& pool, const Op& op, const Step& step) {
   const int64_t T = step.num_tokens;
+  const int64_t* indices = op.by_position ? step.positions : step.token_ids;
   if (op.linear == nullptr) {
-    kernels.embed(pool, DType(op.dtype), op.weight, step.token_ids, op.out, T, op.size);
+    kernels.embed(pool, DType(op.out_dtype), op.weight, indices, op.out, op.out_stride, T, op.size);
     return;
   }
-  const int64_t row_bytes = op.out_stride * (op.dtype == kF32 ? 4 : 2);
+  const int64_t row_bytes = op.out_stride * (op.out_dtype == kF32 ? 4 : 2);
   pool.parallel((T + kTokensPerTask - 1) / kTokensPerTask, [&](int64_t task, int) {
     const int64_t first = task * kTokensPerTask;
     const int64_t count = T - first < kTokensPerTask ? T - first : kTokensPerTask;
-    unpack_rows(*op.linear, step.token_ids + first, count,
+    unpack_rows(*op.linear, indices + first, count,
                 static_cast<char*>(op.out) + first * row_bytes, op.out_stride);
   });
 }
 
 void run_op(const Kernels& kernels, Pool& pool, const Op& op, const Step& step) {
-  const auto dtype = static_cast<DType>(op.dtype);
   const int64_t T = step.num_tokens;
   switch (op.kind) {
     case kOpEmbed:
@@ -34,24 +34,32 @@ void run_op(const Kernels& kernels, Pool& pool, const Op& op, const Step& step) 
       break;
     case kOpRmsNorm:
     case kOpOffsetRmsNorm:
-      kernels.rms_norm(pool, dtype, op.in, op.in_stride, op.weight, op.eps,
-                       op.kind == kOpOffsetRmsNorm ? &op.factor : nullptr, op.out, op.out_stride, T,
-                       op.size);
+      kernels.rms_norm(pool, op, T);
+      break;
+    case kOpLayerNorm:
+      kernels.layer_norm(pool, op, T);
       break;
     case kOpScale:
-      kernels.scale(pool, dtype, op.in, op.in_stride, op.factor, op.epilogue == kAddResidual,
-                    op.out, op.out_stride, T, op.size);
+      kernels.scale(pool, op, T);
       break;
-    case kOpGeluMul:
-      kernels.gelu_mul(pool, dtype, op.in, op.in_stride, op.out, op.out_stride, T, op.size);
+    case kOpGated:
+      kernels.gated(pool, op, T);
+      break;
+    case kOpActivate:
+      kernels.activate(pool, op, T);
+      break;
+    case kOpGate:
+      kernels.gate(pool, op, T);
+      break;
+    case kOpSoftCap:
+      kernels.soft_cap(pool, op, T);
       break;
     case kOpLinear:
-      kernels.linear(pool, *op.linear, dtype, op.in, op.in_stride, T, op.out,
-                     static_cast<DType>(op.out_dtype), op.out_stride,
-                     static_cast<Epilogue>(op.epilogue));
+      kernels.linear(pool, *op.linear, DType(op.dtype), op.in, op.in_stride, T, op.out,
+                     DType(op.out_dtype), op.out_stride, Epilogue(op.epilogue));
       break;
     case kOpRotateAndWriteKV:
-      kernels.rotate_and_write_kv(pool, *op.layer, *op.rotary, step, op.out, op.out_stride);
+      kernels.rotate_and_write_kv(pool, op, step);
       break;
     case kOpAttention:
       kernels.attention(pool, *op.layer, step, op.in, op.in_stride, op.out, op.out_stride, nullptr);

@@ -11,30 +11,61 @@ enum OpKind : int32_t {
   kOpEmbed = 0,
   kOpRmsNorm = 1,
   kOpLinear = 2,
-  kOpRotateAndWriteKV = 3,
+  kOpRotateAndWriteKV = 3,  // in, second, third: heads of q, k, v; out: of q
   kOpAttention = 4,
   kOpOffsetRmsNorm = 5,  // weight + factor multiplies before the result is rounded
-  kOpScale = 6,          // out = factor * in; with kAddResidual out = out + factor * in
-  kOpGeluMul = 7,        // out = gelu(gate) * up, gate and up side by side in a row of in
+  kOpScale = 6,          // out = factor * in, or where second is not null second + factor * in
+  kOpGated = 7,          // out = act(gate) * up, gate and up side by side in a row of in
+  kOpActivate = 8,       // out = act(in)
+  kOpGate = 9,           // out = in * act(second)
+  kOpSoftCap = 10,       // out = factor * tanh(in / factor)
+  kOpLayerNorm = 11,
 };
 
-// Fields that an operation does not use are 0. Strides count elements.
+// What is computed of each element by itself.
+enum ActivationKind : int32_t {
+  kActSilu = 0,
+  kActGelu = 1,
+  kActGeluTanh = 2,
+  kActRelu = 3,
+  kActReluSquared = 4,
+  kActSigmoid = 5,
+};
+
+// Fields that an operation does not use are 0. Strides count elements. A token has num_heads rows
+// of each operand, head_stride apart, in most operations one.
 struct Op {
   int32_t kind;
-  int32_t dtype;     // DType of in
-  int32_t out_dtype; // DType of out: kOpLinear may store fp32 where dtype is bf16
-  int32_t epilogue;  // kOpLinear, kOpScale
-  float eps;         // kOpRmsNorm, kOpOffsetRmsNorm
-  float factor;      // kOpOffsetRmsNorm, kOpScale
-  int64_t size;      // elements of a row of out, but for kOpLinear and attention
+  int32_t dtype;      // DType of in, second and third
+  int32_t out_dtype;  // DType of out: kOpLinear may store fp32 where dtype is bf16
+  int32_t epilogue;   // kOpLinear
+  int32_t activation;  // kOpGated, kOpActivate, kOpGate
+  int32_t by_position;  // kOpEmbed: 1: the tokens' positions are looked up, 0: their ids
+  int32_t num_heads;  // 1 or more, but for kOpEmbed, kOpLinear and kOpAttention
+  float eps;          // kOpRmsNorm, kOpOffsetRmsNorm, kOpLayerNorm
+  float factor;       // kOpOffsetRmsNorm, kOpScale, kOpSoftCap; kOpGated: multiplies in the sigmoid
+  float limit;        // kOpGated: bounds gate above, and up on both sides; 0: nothing does
+  float up_offset;    // kOpGated: added to up
+  int32_t reserved;
+  int64_t size;  // elements of a row of out, but for kOpLinear; kOpRotateAndWriteKV: of a head of v
+  int64_t second_size;  // kOpGate: elements of a row of second, size or 1
   int64_t in_stride;
+  int64_t in_head_stride;
+  int64_t second_stride;
+  int64_t second_head_stride;
+  int64_t third_stride;
+  int64_t third_head_stride;
   int64_t out_stride;
+  int64_t out_head_stride;
   const void* in;
+  const void* second;
+  const void* third;
   void* out;
-  const void* weight;            // embedding table or norm weight
-  const Weights* linear;          // also of an embedding that shares a packed head
+  const void* weight;  // embedding table or norm weight; null: a norm without
+  const void* bias;    // kOpLayerNorm: [size], or null
+  const Weights* linear;  // also of an embedding that shares a packed head
   const AttentionLayer* layer;
-  const Rotary* rotary;
+  const Rotary* rotary;  // null: nothing is normed or turned
 };
 
 void run_program(const Kernels&, Pool&, const Op* ops, int64_t num_ops, const Step&);

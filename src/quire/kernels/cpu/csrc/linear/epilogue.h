@@ -10,13 +10,11 @@
 // round is to out's dtype: to bf16, or nothing at all (an fp32 `out` of a bf16 model, the logits,
 // keeps the accumulators as they are).
 #pragma once
+#include "elementwise/activation_math.h"
 #include "linear/linear.h"
 #include "simd.h"
 
 namespace quire::QUIRE_ISA {
-
-// x / (1 + e^-x)
-inline vf silu(vf x) { return x / (splat(1.0f) + exp(-x)); }
 
 // Sixteen results for out[0..15], of which the first n are stored.
 template <typename T>

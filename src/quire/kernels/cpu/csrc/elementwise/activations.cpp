@@ -1,0 +1,113 @@
+// Activations, gates and the soft cap.
+#include "attention/attention_math.h"
+#include "elementwise/activation_math.h"
+#include "elementwise/rows.h"
+#include "kernels_isa.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+// f(T{}, act) with act the function on sixteen numbers that are stored as T.
+template <typename F>
+inline void with_function(const Op& op, F&& f) {
+  with_dtype(op.dtype, [&](auto zero) {
+    switch (op.activation) {
+      case kActSilu:
+        f(zero, [](vf x) { return silu(x); });
+        break;
+      case kActGelu:
+        f(zero, [](vf x) { return gelu(x); });
+        break;
+      case kActGeluTanh:
+        f(zero, [](vf x) { return gelu_tanh(x); });
+        break;
+      case kActRelu:
+        f(zero, [](vf x) { return relu(x); });
+        break;
+      case kActReluSquared:
+        f(zero, [](vf x) { return relu(x) * relu(x); });
+        break;
+      case kActSigmoid:
+        f(zero, [](vf x) { return sigmoid(x); });
+        break;
+    }
+  });
+}
+
+// f(i, n) for each run of at most sixteen elements of a row, i the first of n that are left.
+template <typename F>
+inline void for_lanes(int64_t size, F&& f) {
+  for (int64_t i = 0; i < size; i += kLanes) f(i, size - i);
+}
+
+}  // namespace
+
+void gated(Pool& pool, const Op& op, int64_t M) {
+  const Gating gating{op.limit, op.factor, op.up_offset};
+  with_function(op, [&](auto zero, auto act) {
+    using T = decltype(zero);
+    const auto rows = rows_of_in<T>(op);
+    const auto outs = rows_of_out<T>(op);
+    for_rows(pool, op, M, [=, size = op.size](int64_t t, int64_t h) {
+      const T* x = rows.at(t, h);
+      T* out = outs.at(t, h);
+      for_lanes(size, [=](int64_t i, int64_t n) {
+        const vf gate = load_up_to(x + i, n), up = load_up_to(x + size + i, n);
+        store_up_to(out + i, gated_product<T>(gate, up, gating, act), n);
+      });
+    });
+  });
+}
+
+void activate(Pool& pool, const Op& op, int64_t M) {
+  with_function(op, [&](auto zero, auto act) {
+    using T = decltype(zero);
+    const auto rows = rows_of_in<T>(op);
+    const auto outs = rows_of_out<T>(op);
+    for_rows(pool, op, M, [=, size = op.size](int64_t t, int64_t h) {
+      const T* x = rows.at(t, h);
+      T* out = outs.at(t, h);
+      for_lanes(size, [=](int64_t i, int64_t n) {
+        store_up_to(out + i, act(load_up_to(x + i, n)), n);
+      });
+    });
+  });
+}
+
+void gate(Pool& pool, const Op& op, int64_t M) {
+  const bool is_one = op.second_size == 1;
+  with_function(op, [&](auto zero, auto act) {
+    using T = decltype(zero);
+    const auto rows = rows_of_in<T>(op), gates = rows_of_second<T>(op);
+    const auto outs = rows_of_out<T>(op);
+    for_rows(pool, op, M, [=, size = op.size](int64_t t, int64_t h) {
+      const T *x = rows.at(t, h), *by = gates.at(t, h);
+      T* out = outs.at(t, h);
+      float first[kLanes];
+      store(first, rounded<T>(act(load_n(by, 1))));
+      const vf one = splat(first[0]);
+      for_lanes(size, [=](int64_t i, int64_t n) {
+        const vf factor = is_one ? one : rounded<T>(act(load_up_to(by + i, n)));
+        store_up_to(out + i, load_up_to(x + i, n) * factor, n);
+      });
+    });
+  });
+}
+
+void soft_cap(Pool& pool, const Op& op, int64_t M) {
+  with_dtype(op.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto rows = rows_of_in<T>(op);
+    const auto outs = rows_of_out<T>(op);
+    for_rows(pool, op, M, [=, cap = op.factor, size = op.size](int64_t t, int64_t h) {
+      const T* x = rows.at(t, h);
+      T* out = outs.at(t, h);
+      for_lanes(size, [=](int64_t i, int64_t n) {
+        const vf share = rounded<T>(tanh(rounded<T>(load_up_to(x + i, n) / splat(cap))));
+        store_up_to(out + i, share * splat(cap), n);
+      });
+    });
+  });
+}
+
+}  // namespace quire::QUIRE_ISA
