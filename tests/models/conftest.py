@@ -60,19 +60,24 @@ def dense_attention() -> Callable[[CausalLM], DenseAttention]:
 
 @pytest.fixture
 def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, PreTrainedModel]]:
-    """save(config class, **fields) -> (folder, the transformers model in it)."""
+    """save(config class, **fields) -> (folder, the transformers model in it). base: fields of all
+    families, for one that has other names for them."""
 
     def save(
-        config_class: type[PreTrainedConfig], *, max_shard_size: str = "1GB", **fields: Any
+        config_class: type[PreTrainedConfig],
+        *,
+        max_shard_size: str = "1GB",
+        base: dict[str, Any] = SMALL,
+        **fields: Any,
     ) -> tuple[Path, PreTrainedModel]:
         torch.manual_seed(0)
-        config = config_class(**(SMALL | fields))
+        config = config_class(**(base | fields))
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Weights, biases and norms all differ from what an initialiser would give them.
                 parameter.normal_(0, 0.15)
-                if "norm" in name:
+                if ("norm" in name or "ln_" in name) and name.endswith("weight"):
                     parameter += 1
         folder = tmp_path / "model"
         model.save_pretrained(folder, max_shard_size=max_shard_size)

@@ -31,6 +31,8 @@ PARTIAL_LONGROPE: dict[str, Any] = {
     "long_factor": [1.5 + index for index in range(12)],
 }
 
+LEARNED: dict[str, Any] = SMALL_IDS | {"vocab_size": 1013, "n_positions": 64}
+
 LOCAL_AND_GLOBAL: dict[str, Any] = {
     "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -67,6 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("GlmConfig", SMALL | {"head_dim": 24, **SMALL_IDS}),
     "glm4": ("Glm4Config", SMALL | {"head_dim": 24, **SMALL_IDS}),
+    "gpt2": ("GPT2Config", LEARNED | {"n_embd": 48, "n_head": 3, "n_layer": 3, "n_inner": 100}),
     "granite": (
         "GraniteConfig",
         SMALL
@@ -89,8 +92,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | SMALL_IDS | {"head_dim": 24, "sliding_window": 17, "rope_parameters": GROWING_YARN},
     ),
     "mistral": ("MistralConfig", SMALL | {"sliding_window": 9, "head_dim": 24}),
+    "olmo": ("OlmoConfig", SMALL | {"attention_bias": True}),
     "olmo2": ("Olmo2Config", SMALL | {"tie_word_embeddings": True}),
     "olmo3": ("Olmo3Config", SMALL | {"sliding_window": 5, "num_hidden_layers": 4}),
+    "opt": (
+        "OPTConfig",
+        {"vocab_size": 1013, "max_position_embeddings": 64, "hidden_size": 48, "ffn_dim": 100}
+        | {"num_attention_heads": 3, "num_hidden_layers": 3}
+        | SMALL_IDS,
+    ),
     "phi3": (
         "Phi3Config",
         SMALL

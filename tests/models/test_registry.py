@@ -31,7 +31,7 @@ def test_reads_the_embedded_model():
     assert len(config.attention_specs) == 4
 
 
-@pytest.mark.parametrize("names", [["GPT2LMHeadModel"], [], None, ["LlamaForCausalLM"] * 2])
+@pytest.mark.parametrize("names", [["BloomForCausalLM"], [], None, ["LlamaForCausalLM"] * 2])
 def test_an_unknown_architecture_is_refused_with_the_list(names, tmp_path):
     with pytest.raises(UnsupportedModelError) as caught:
         load_config(_folder(tmp_path, architectures=names))
@@ -42,6 +42,13 @@ def test_an_unknown_architecture_is_refused_with_the_list(names, tmp_path):
 def test_a_missing_config_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         load_config(tmp_path)
+
+
+# Of families that call fields otherwise, or know none of that name.
+_OTHER_FIELDS = {
+    "GPT2LMHeadModel": {"intermediate_size": None, "num_key_value_heads": None},
+    "OPTForCausalLM": {"intermediate_size": None, "num_key_value_heads": None, "ffn_dim": 8},
+}
 
 
 def test_every_entry_names_the_parts_of_the_fused_linears(tmp_path):
@@ -57,9 +64,10 @@ def test_every_entry_names_the_parts_of_the_fused_linears(tmp_path):
         }
         if issubclass(entry.config, DecoderConfig):
             raw["num_key_value_heads"] = 1
-        config = entry.config.from_hf(raw)
+        raw |= _OTHER_FIELDS.get(name, {})
+        config = entry.config.from_hf({key: raw[key] for key in raw if raw[key] is not None})
         assert issubclass(entry.model, TextModel)
-        assert entry.generates == name.endswith("ForCausalLM")
+        assert entry.generates == name.endswith(("ForCausalLM", "LMHeadModel"))
         model = entry.model(
             config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=8
         )

@@ -55,6 +55,20 @@ class VocabEmbedding(OperatorModule):
         return self.operators.embed(table, token_ids)
 
 
+class PositionEmbedding(OperatorModule):
+    """One vector of the model's width for each position."""
+
+    def __init__(
+        self, max_positions: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = empty_parameter((max_positions, hidden_size), dtype, device)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """positions [T] int64 -> [T, H]."""
+        return self.operators.embed(self.weight, positions)
+
+
 class LMHead(Linear):
     """Logits over the vocabulary. A tied head has the embedding's weight for its own, which is
     stored once: as the embedding's table, or as this linear's method stores it if that is exact."""

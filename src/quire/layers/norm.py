@@ -38,6 +38,8 @@ class RMSNorm(OperatorModule):
 class LayerNorm(OperatorModule):
     """weight * (x - mean) / sqrt(variance + eps) + bias over the last dimension, D = size."""
 
+    weight: torch.Tensor
+
     def __init__(
         self,
         size: int,
@@ -45,13 +47,26 @@ class LayerNorm(OperatorModule):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        has_weight: bool = True,
         has_bias: bool = True,
     ) -> None:
+        """has_weight, has_bias: False: as if it were all ones, or all zeros."""
         super().__init__()
         self.eps = eps
-        self.weight = empty_parameter((size,), dtype, device)
+        if has_weight:
+            self.weight = empty_parameter((size,), dtype, device)
+        else:
+            ones = torch.ones(size, dtype=dtype, device=device)
+            self.register_buffer("weight", ones, persistent=False)
         self.bias = empty_parameter((size,), dtype, device) if has_bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., D] -> [..., D]."""
         return self.operators.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of RMSNorm."""
+        total = self.operators.add(x, residual, scale)
+        return self.forward(total), total

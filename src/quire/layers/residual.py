@@ -3,7 +3,7 @@
 import torch
 
 from quire.kernels.operators import Operators
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import LayerNorm, RMSNorm
 
 
 class ResidualStream:
@@ -31,7 +31,7 @@ class ResidualStream:
             self._total = self._operators.add(x, self._total, scale)
         return self._total
 
-    def normed(self, norm: RMSNorm) -> torch.Tensor:
+    def normed(self, norm: RMSNorm | LayerNorm) -> torch.Tensor:
         """The norm of the sum, [T, H]."""
         if self._added is None:
             normed: torch.Tensor = norm(self._total)

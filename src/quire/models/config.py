@@ -28,6 +28,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 ROTARY_ITEM_BYTES = 4
 """Of `layers.rotary.RotaryEmbedding.table`."""
 TOKEN_CLASSIFIER_SUFFIX = "ForTokenClassification"
+_LEARNED = "each of which has a learned vector"
 _CLASSIFIER_SUFFIXES = ("ForSequenceClassification", TOKEN_CLASSIFIER_SUFFIX)
 
 
@@ -86,7 +87,7 @@ class ModelConfig(ABC):
     @property
     def position_origin(self) -> str:
         """Where max_supported_positions comes from, as a sentence goes on."""
-        return "each of which has a learned vector"
+        return _LEARNED
 
     @property
     def bytes_per_position(self) -> int:
@@ -123,13 +124,17 @@ class ModelConfig(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """A decoder with RMSNorm, rotary positions, grouped-query attention and a gated MLP.
+    """A decoder with grouped-query attention; with RMSNorm, rotary positions and a gated MLP, where
+    its family says nothing else.
 
     The first fields are what every family's checkpoint says; those with a default are the parts
     that a family chooses (`models.decoder` obeys them), or adds to in a subclass.
 
     windows: for each layer, how many keys a query sees, itself included; None: all before it.
     qkv_bias, output_bias, mlp_bias: which projections have a bias.
+    rope: None: each position has a learned vector, which is added to the token's.
+    norm: RMSNorm; LayerNorm, whose eps is rms_norm_eps as well; or one without weight and bias.
+    is_gated: whether the MLP is; else it is `layers.encoder.FeedForward`.
     qk_norm: q and k are normalised before the rotation: each "head", or the whole "width".
     norm_offset: of all norms, as `kernels.rms_norm` says.
     activation: of the MLP.
@@ -148,8 +153,10 @@ class DecoderConfig(ModelConfig):
     """
 
     rms_norm_eps: float
-    rope: Rope
+    rope: Rope | None
     windows: tuple[int | None, ...]
+    norm: Literal["rms", "layer", "plain layer"] = "rms"
+    is_gated: bool = True
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -248,10 +255,14 @@ class DecoderConfig(ModelConfig):
     @property
     def max_supported_positions(self) -> int:
         """max_position_embeddings, or what the rope type stretches it to."""
+        if self.rope is None:
+            return self.max_position_embeddings
         return self.rope.max_positions(self.max_position_embeddings)
 
     @property
     def position_origin(self) -> str:
+        if self.rope is None:
+            return _LEARNED
         name, factor = (
             self.rope.type_name,
             self.max_supported_positions / max(1, self.max_position_embeddings),
@@ -263,11 +274,15 @@ class DecoderConfig(ModelConfig):
     @property
     def ropes(self) -> tuple[LayerRope, ...]:
         """All rotations that layers have, as `layer_ropes` counts them."""
+        if self.rope is None:
+            return ()
         return (LayerRope(self.rope, self.rotary_dim or self.head_dim), *self.other_ropes)
 
     def rope_of(self, layer: int) -> int | None:
         """Which of `ropes` a layer has; None: none."""
-        return 0 if self.layer_ropes is None else self.layer_ropes[layer]
+        if self.layer_ropes is None:
+            return None if self.rope is None else 0
+        return self.layer_ropes[layer]
 
     @property
     def bytes_per_position(self) -> int:

@@ -117,6 +117,27 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     return {**{name: raw[name] for name in raw if name not in names}, **overrides}
 
 
+def with_names(
+    raw: Mapping[str, Any],
+    names: Mapping[str, str],
+    *,
+    also: tuple[str, ...] = (),
+    refused: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """A config whose family calls fields otherwise, with our names.
+
+    names: theirs -> ours. also: ours that the family knows as well. refused: ours that it has no
+    field for. Raises UnsupportedModelError for a field of ours that means nothing there.
+    """
+    for name in sorted((set(names.values()) | set(refused)) - set(also)):
+        if raw.get(name) is not None:
+            raise UnsupportedModelError(
+                f"config.json: the field {name} is {shown(raw[name])}, which this architecture does"
+                " not have"
+            )
+    return {names.get(name, name): value for name, value in raw.items()}
+
+
 class ConfigFields:
     """The fields of one config. Reading a field marks it as understood; null means not set."""
 

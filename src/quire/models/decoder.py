@@ -1,7 +1,8 @@
 """A decoder-only transformer, from the parts that its config names.
 
 The families' files change parts. Pre-norm, with RMSNorm, rotary positions, grouped-query attention
-and a gated MLP: Llama, and what follows it. A family whose layers are other gives
+and a gated MLP: Llama, and what follows it; GPT-2, with LayerNorm, learned positions and a plain
+MLP, is made of the same layers. A family whose layers are other gives
 `DecoderForCausalLM` another `layer_type`. The trees of modules are named as checkpoints name them.
 """
 
@@ -13,11 +14,12 @@ from torch import nn
 from quire.attention.interface import AttentionCall
 from quire.kernels.rotary import Angles
 from quire.layers.attention import Attention, AttentionBias
-from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
+from quire.layers.encoder import FeedForward
 from quire.layers.experts import SparseMLP
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.mlp import MLP
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.position_scale import GrowthFactors
 from quire.layers.residual import ResidualStream
 from quire.layers.rotary import RopeLimits, RotaryEmbedding
@@ -29,6 +31,23 @@ def make_norm(config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
     """Over the hidden size."""
     size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
     return RMSNorm(size, eps, dtype=dtype, device=device, offset=offset)
+
+
+def make_stream_norm(
+    config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
+) -> RMSNorm | LayerNorm:
+    """Of the residual stream, of the kind that the config names."""
+    if config.norm == "rms":
+        return make_norm(config, dtype=dtype, device=device)
+    has_weights = config.norm == "layer"
+    return LayerNorm(
+        config.hidden_size,
+        config.rms_norm_eps,
+        dtype=dtype,
+        device=device,
+        has_weight=has_weights,
+        has_bias=has_weights,
+    )
 
 
 def make_attention(
@@ -48,12 +67,13 @@ def make_attention(
 
 def make_mlp(
     config: DecoderConfig, layer: int, *, dtype: torch.dtype, device: torch.device
-) -> MLP | SparseMLP:
+) -> MLP | FeedForward | SparseMLP:
     """Of a layer."""
     mixture = config.mixture_of(layer)
     if mixture is not None:
         return SparseMLP(config.hidden_size, mixture, dtype=dtype, device=device)
-    return MLP(
+    kind = MLP if config.is_gated else FeedForward
+    return kind(
         config.hidden_size,
         config.intermediate_size,
         bias=config.mlp_bias,
@@ -71,9 +91,9 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.residual_scale = config.residual_scale
-        self.input_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.input_layernorm = make_stream_norm(config, dtype=dtype, device=device)
         self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
-        self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.post_attention_layernorm = make_stream_norm(config, dtype=dtype, device=device)
         self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
 
     def forward(
@@ -106,7 +126,12 @@ class DecoderModel(nn.Module):
             layer_type(config, layer, dtype=dtype, device=device)
             for layer in range(config.num_layers)
         )
-        self.norm = make_norm(config, dtype=dtype, device=device)
+        self.embed_positions: PositionEmbedding | None = None
+        if config.rope is None:
+            self.embed_positions = PositionEmbedding(
+                config.max_position_embeddings, config.hidden_size, dtype=dtype, device=device
+            )
+        self.norm = make_stream_norm(config, dtype=dtype, device=device)
         self.rotary = nn.ModuleList(
             RotaryEmbedding(
                 each.rope,
@@ -166,6 +191,8 @@ class HeadlessDecoder(TextModel):
             raise ValueError("give exactly one of token_ids and input_embeds")
         start = self.embed(token_ids) if token_ids is not None else input_embeds
         assert start is not None
+        if self.model.embed_positions is not None:
+            start = self.operators.add(self.model.embed_positions(positions), start)
         angles = self.model.angles(positions)
         stream = ResidualStream(start, self.operators)
         captured: dict[int, torch.Tensor] = {}

@@ -37,6 +37,12 @@ from quire.models.families.glm import (
     rename_glm4,
 )
 from quire.models.families.granite import GraniteConfig
+from quire.models.families.learned_positions.gpt2 import (
+    GPT2Config,
+    rename_gpt2,
+    transposed_linears,
+)
+from quire.models.families.learned_positions.opt import OPTConfig, rename_opt, spare_positions
 from quire.models.families.llama import LlamaConfig, LlamaForCausalLM
 from quire.models.families.ministral import Ministral3Config, MinistralConfig
 from quire.models.families.mistral import MistralConfig
@@ -44,6 +50,7 @@ from quire.models.families.moe import granite_moe, mixtral
 from quire.models.families.moe.glm4_moe import Glm4MoeConfig
 from quire.models.families.moe.olmoe import OlmoeConfig
 from quire.models.families.moe.qwen3_moe import Qwen3MoeConfig
+from quire.models.families.olmo import OlmoConfig
 from quire.models.families.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from quire.models.families.olmo3 import Olmo3Config
 from quire.models.families.phi3 import Phi3Config, fused_linears
@@ -95,6 +102,9 @@ class ModelEntry:
         return checkpoint if self.unstack is None else self.unstack(checkpoint)
 
 
+_QKV_PARTS = {"qkv_proj": CHECKPOINT_PARTS["qkv_proj"]}
+
+
 def _headless(config: type[ModelConfig]) -> ModelEntry:
     """A decoder of which hidden states are wanted, whether its checkpoint has a head or not."""
     return ModelEntry(config, HeadlessDecoder, rename=with_prefix("model.", "lm_head.", "score."))
@@ -106,8 +116,7 @@ def _mixture(config: type[ModelConfig], rename: Rename | None = None) -> ModelEn
 
 
 def _bert(model: type[TextModel], rename: Rename) -> ModelEntry:
-    parts = {"qkv_proj": CHECKPOINT_PARTS["qkv_proj"]}
-    return ModelEntry(BertConfig, model, parts, rename=rename)
+    return ModelEntry(BertConfig, model, _QKV_PARTS, rename=rename)
 
 
 MODELS: dict[str, ModelEntry] = {
@@ -115,6 +124,13 @@ MODELS: dict[str, ModelEntry] = {
     "BertForSequenceClassification": _bert(BertForScores, rename_with_head),
     "BertForTokenClassification": _bert(BertForTokenScores, rename_with_token_head),
     "BertModel": _bert(BertModel, rename_without_head),
+    "GPT2LMHeadModel": ModelEntry(
+        GPT2Config,
+        DecoderForCausalLM,
+        _QKV_PARTS,
+        rename=rename_gpt2,
+        arrangement=transposed_linears,
+    ),
     "Gemma2ForCausalLM": ModelEntry(Gemma2Config, GemmaForCausalLM),
     "Gemma3ForCausalLM": ModelEntry(Gemma3Config, GemmaForCausalLM),
     "Glm4ForCausalLM": ModelEntry(
@@ -134,8 +150,12 @@ MODELS: dict[str, ModelEntry] = {
     "MistralForSequenceClassification": ModelEntry(MistralConfig, DecoderForScores),
     "MistralModel": _headless(MistralConfig),
     "MixtralForCausalLM": _mixture(mixtral.MixtralConfig, mixtral.rename),
+    "OPTForCausalLM": ModelEntry(
+        OPTConfig, DecoderForCausalLM, _QKV_PARTS, rename=rename_opt, arrangement=spare_positions
+    ),
     "Olmo2ForCausalLM": ModelEntry(Olmo2Config, Olmo2ForCausalLM),
     "Olmo3ForCausalLM": ModelEntry(Olmo3Config, Olmo2ForCausalLM),
+    "OlmoForCausalLM": ModelEntry(OlmoConfig, DecoderForCausalLM),
     "Phi3ForCausalLM": ModelEntry(Phi3Config, DecoderForCausalLM, arrangement=fused_linears),
     "OlmoeForCausalLM": _mixture(OlmoeConfig),
     "Qwen2ForCausalLM": ModelEntry(Qwen2Config, LlamaForCausalLM),

@@ -1,0 +1,1 @@
+"""Decoders whose positions have learned vectors."""

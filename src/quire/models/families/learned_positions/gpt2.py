@@ -1,0 +1,95 @@
+"""GPT-2: learned positions, LayerNorm and an MLP without a gate.
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). Its
+differences from Llama:
+
+- each position has a learned vector, which is added to the token's; nothing is rotated;
+- LayerNorm, biases everywhere, and GELU by tanh between two linears; tied ends;
+- q, k and v are one tensor in the files, and linears are stored as [inputs, outputs].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.models.checkpoints.arranged import Arrangement
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields, with_names
+
+_OUR_NAMES = {
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}
+_ALIASES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+_DEFAULTS = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+# Of training, of other heads than ours, and how transformers rounds scores.
+_UNUSED = (
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "n_ctx", "reorder_and_upcast_attn"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+    *("summary_type", "summary_use_proj", "gradient_checkpointing"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPT2Config(DecoderConfig):
+    """Where the config names no n_inner, it is 4 hidden sizes."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        named = with_names({**_DEFAULTS, **raw}, _OUR_NAMES, also=_ALIASES)
+        fields = ConfigFields(named)
+        if fields.value("intermediate_size") is None:
+            named["intermediate_size"] = 4 * fields.integer("hidden_size")
+        for name in _UNUSED:
+            fields.value(name)
+        fields.plain("scale_attn_by_inverse_layer_idx", False)
+        return cls.read(
+            fields,
+            activations=("gelu_new", "gelu", "gelu_pytorch_tanh", "relu"),
+            rope=None,
+            norm="layer",
+            is_gated=False,
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            attention_scale=None if fields.flag("scale_attn_weights", True) else 1.0,
+        )
+
+
+_WORDS = {
+    "h": "layers",
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    "ln_f": "norm",
+    "wte": "embed_tokens",
+    "wpe": "embed_positions",
+    "attn": "self_attn",
+    "c_attn": "qkv_proj",
+    "c_fc": "up_proj",
+}
+_MASKS = (".attn.bias", ".attn.masked_bias")
+
+
+def rename_gpt2(name: str) -> str | None:
+    """With or without transformers' prefix; masks, which old files hold, are left out."""
+    name = name.removeprefix("transformer.")
+    if name.endswith(_MASKS):
+        return None
+    if name.startswith("lm_head."):
+        return name
+    words = name.split(".")
+    ends = {"c_proj": "o_proj" if "attn" in words else "down_proj"}
+    return ".".join(["model", *((_WORDS | ends).get(word, word) for word in words)])
+
+
+def transposed_linears(config: DecoderConfig) -> Arrangement:
+    """How the files hold GPT-2's."""
+    return Arrangement(
+        fused={"qkv_proj": dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.hidden_size)},
+        transposed=frozenset({"qkv_proj", "o_proj", "up_proj", "down_proj"}),
+    )

@@ -1,0 +1,31 @@
+"""OLMo, the first: Llama with a LayerNorm that has no weights.
+
+Source: arXiv:2402.00838. `clip_qkv`, which a few of its checkpoints have, is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields, with_names
+
+_EPS = 1e-5  # as transformers' model has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OlmoConfig(DecoderConfig):
+    """`attention_bias` is of all four projections; the MLP has none."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields(with_names(raw, {}, refused=("rms_norm_eps",)))
+        fields.plain("clip_qkv", None)
+        attention_bias = fields.flag("attention_bias", False)
+        return cls.read(
+            fields,
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            norm="plain layer",
+            rms_norm_eps=_EPS,
+        )
