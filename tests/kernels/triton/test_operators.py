@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.kernels.triton.operators import TritonOperators
 from quire.layers.norm import RMSNorm
@@ -21,6 +22,14 @@ def test_each_is_as_torch_defines_it():
     close = torch.testing.assert_close
     close(operators.rms_norm(x, weight, 1e-5), TORCH_OPERATORS.rms_norm(x, weight, 1e-5))
     close(operators.silu_mul(x), TORCH_OPERATORS.silu_mul(x))
+    close(operators.rms_norm(x, None, 1e-5), TORCH_OPERATORS.rms_norm(x, None, 1e-5))
+    gating, sigmoid = Gating(ActivationFunction.GELU), ActivationFunction.SIGMOID
+    close(operators.gated(x, gating), TORCH_OPERATORS.gated(x, gating))
+    close(operators.gate(x, residual, sigmoid), TORCH_OPERATORS.gate(x, residual, sigmoid))
+    close(operators.activate(x, sigmoid), TORCH_OPERATORS.activate(x, sigmoid))
+    close(operators.soft_cap(x, 2.0), TORCH_OPERATORS.soft_cap(x, 2.0))
+    normed = TORCH_OPERATORS.layer_norm(x, weight, weight, 1e-5)
+    close(operators.layer_norm(x, weight, weight, 1e-5), normed)
     expected = TORCH_OPERATORS.add_rms_norm(x, residual, weight, 1e-5)
     close(operators.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5), expected)
 

@@ -6,7 +6,10 @@ Applied to a model by `layers.operator_module.use_operators`; defined, up to the
 
 import torch
 
+from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.operators import TorchOperators
+from quire.kernels.triton import activations
+from quire.kernels.triton.layer_norm import layer_norm
 from quire.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from quire.kernels.triton.silu_mul import silu_mul
 
@@ -23,8 +26,6 @@ class TritonOperators(TorchOperators):
         *,
         overwrites: bool = False,
     ) -> torch.Tensor:
-        if weight is None:
-            return super().rms_norm(x, weight, eps, offset)
         return rms_norm(x, weight, eps, offset)
 
     def add_rms_norm(
@@ -40,3 +41,22 @@ class TritonOperators(TorchOperators):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul(gate_up)
+
+    def gated(self, gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
+        return activations.gated(gate_up, gating)
+
+    def gate(
+        self, x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction
+    ) -> torch.Tensor:
+        return activations.gate(x, by, activation)
+
+    def activate(self, x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
+        return activations.activate(x, activation)
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return activations.soft_cap(x, cap)
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        return layer_norm(x, weight, bias, eps)

@@ -29,10 +29,13 @@ _THREAD_ELEMENTS = 8
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None = None
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float | None = None
 ) -> torch.Tensor:
-    """x [..., D], any even strides, weight [D] -> [..., D], contiguous."""
-    _check(x, weight)
+    """x [..., D], any even strides, weight [D] -> [..., D], contiguous. weight: None: nothing
+    multiplies the quotient."""
+    if weight is not None:
+        _check(x, weight)
+    _check_size(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, None, weight, eps, out, offset, 1.0)
     return out
@@ -52,6 +55,7 @@ def add_rms_norm(
     activations stay where they are, in the L2 cache; over copies where they aren't contiguous.
     """
     _check(x, weight)
+    _check_size(x)
     check_same("residual", residual, "x", x)
     if residual.shape != x.shape:
         raise ValueError(f"residual is {tuple(residual.shape)}, but must be as x, {tuple(x.shape)}")
@@ -67,6 +71,9 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
             f"weight is {tuple(weight.shape)}, strides {weight.stride()}, but x, {tuple(x.shape)}, "
             f"needs {tuple(x.shape[-1:])}, contiguous"
         )
+
+
+def _check_size(x: torch.Tensor) -> None:
     if x.shape[-1] > MAX_SIZE:
         raise ValueError(f"x is {tuple(x.shape)}, but its last dimension may be {MAX_SIZE} at most")
 
@@ -74,7 +81,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     out: torch.Tensor,
     offset: float | None,
@@ -110,7 +117,7 @@ def _launch(
 def rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [R, D], rows x_stride apart
     residual_ptr,  # [R, D], contiguous, becomes residual + x; None: there is none
-    weight_ptr,  # [D]
+    weight_ptr,  # [D]; None: ones
     out_ptr,  # [R, D], contiguous
     num_rows,
     x_stride,
@@ -138,9 +145,11 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
     quotient = x * scale[:, None]
-    weight = tl.load(weight_ptr + columns, columns < D, other=0.0).to(tl.float32)
-    if OFFSET is None:
-        quotient = quotient.to(dtype).to(tl.float32)
-    else:
-        weight += OFFSET
-    tl.store(out_ptr + places, (quotient * weight[None, :]).to(dtype), mask)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, columns < D, other=0.0).to(tl.float32)
+        if OFFSET is None:
+            quotient = quotient.to(dtype).to(tl.float32)
+        else:
+            weight += OFFSET
+        quotient *= weight[None, :]
+    tl.store(out_ptr + places, quotient.to(dtype), mask)

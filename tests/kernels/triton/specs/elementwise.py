@@ -2,8 +2,10 @@
 
 from tests.kernels.triton.compiling import KernelSpec
 
+from quire.kernels.triton.activations import activate_kernel, gate_kernel, gated_kernel
 from quire.kernels.triton.attention.copy_blocks import copy_blocks_kernel
 from quire.kernels.triton.attention.rotary_kv_write import MOST_REGISTERS, rotary_kv_write_kernel
+from quire.kernels.triton.layer_norm import layer_norm_kernel
 from quire.kernels.triton.rms_norm import rms_norm_kernel
 from quire.kernels.triton.silu_mul import silu_mul_kernel
 from quire.kernels.triton.support import next_power_of_two
@@ -35,6 +37,47 @@ def _silu_mul(dtype: str, size: int) -> KernelSpec:
         {"gate_up_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "gate_up_stride": "i32:16"},
         {"F": size, "BLOCK_F": 1024},
     )
+
+
+def _layer_norm(dtype: str, size: int, num_warps: int, *, has_bias: bool) -> KernelSpec:
+    names = ("x_ptr", "weight_ptr", "out_ptr", *(("bias_ptr",) if has_bias else ()))
+    constants: dict[str, object] = {"D": size, "BLOCK_D": next_power_of_two(size)}
+    return KernelSpec(
+        layer_norm_kernel,
+        f"{dtype} D{size}" + " with bias" * has_bias,
+        {**{name: f"*{dtype}" for name in names}, "x_stride": "i32:16", "eps": "fp32"},
+        constants | ({} if has_bias else {"bias_ptr": None}),
+        num_warps=num_warps,
+    )
+
+
+def _gated(dtype: str, size: int, activation: str, limit: float | None = None) -> KernelSpec:
+    constants = {"F": size, "BLOCK_F": 1024, "ACTIVATION": activation, "LIMIT": limit}
+    is_limited = limit is not None
+    return KernelSpec(
+        gated_kernel,
+        f"{dtype} F{size} {activation}" + " limited" * is_limited,
+        {"gate_up_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "gate_up_stride": "i32:16"},
+        constants | {"ALPHA": 1.702 if is_limited else 1.0, "UP_OFFSET": float(is_limited)},
+        options={"enable_fp_fusion": False},
+    )
+
+
+def _activate(dtype: str, size: int, function: str) -> KernelSpec:
+    arguments = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "x_stride": "i32:16", "cap": "fp32"}
+    constants = {"D": size, "FUNCTION": function, "BLOCK_D": 1024}
+    return KernelSpec(activate_kernel, f"{dtype} D{size} {function}", arguments, constants)
+
+
+def _gate(dtype: str, heads: tuple[int, int], *, by_one: bool = False) -> KernelSpec:
+    num_heads, size = heads
+    arguments = {name: f"*{dtype}" for name in ("x_ptr", "by_ptr", "out_ptr")}
+    for name in ("x", "by"):
+        arguments |= {f"{name}_{stride}_stride": "i32:16" for stride in ("token", "head")}
+    constants = {"H": num_heads, "D": size, "BY_ONE": by_one, "ACTIVATION": "sigmoid"}
+    block = min(next_power_of_two(size), 1024)
+    name = f"{dtype} {num_heads} of {size}" + " by one" * by_one
+    return KernelSpec(gate_kernel, name, arguments, constants | {"BLOCK_D": block})
 
 
 def _rotary(
@@ -81,6 +124,13 @@ SPECS = [
     _rms_norm("bf16", 4096, 4096, 16, with_residual=True),
     _rms_norm("fp32", 80, 128, 4, with_residual=False),
     _silu_mul("bf16", 14336),
+    _layer_norm("bf16", 768, 4, has_bias=True),
+    _gated("bf16", 9216, "gelu_tanh"),
+    _gated("bf16", 2880, "silu", 7.0),
+    _activate("fp32", 151936, "soft_cap"),
+    _activate("bf16", 3072, "gelu"),
+    _gate("bf16", (16, 256)),
+    _gate("bf16", (1, 2048), by_one=True),
     _rotary("bf16", (32, 8), 128),
     _rotary("fp32", (14, 2), 80, normed=True),
     _rotary("bf16", (32, 8), 128, codes="i8"),
@@ -103,6 +153,9 @@ MORE = [
     _rms_norm("bf16", 4096, 4096, 16, with_residual=True, FACTOR=0.22),
     _rms_norm("bf16", 4096, 4096, 16, with_residual=False, OFFSET=1.0),
     _rms_norm("fp32", 16384, 16384, 32, with_residual=True),
+    _layer_norm("fp32", 4096, 16, has_bias=False),
+    _gated("fp32", 1013, "gelu"),
+    _gated("fp16", 4096, "relu_squared"),
     _silu_mul("fp32", 3072),
     _silu_mul("fp16", 1013),
     _rotary("bf16", (16, 8), 128, normed=True),
