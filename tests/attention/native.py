@@ -52,7 +52,8 @@ class NativeStep(PagedStep):
                     tokens = slice(first, min(first + self.block_size, context))
                     page = layer.pages[self.tables[layer.group][i][number]].view(self.dtype)
                     if spec.value_dim is None:
-                        store_tokens(page, self.block_size, k[i][tokens], v[i][tokens])
+                        values = spec.with_zeros(v[i][tokens])
+                        store_tokens(page, self.block_size, k[i][tokens], values)
                     else:
                         stored = k[i][tokens].flatten()
                         page[: len(stored)] = stored

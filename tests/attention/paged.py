@@ -102,7 +102,8 @@ class PagedStep:
             self.q.append([self._random(generator, c, *q) for c in self.contexts])
             pairs = [self._random(generator, c, *kv) for c in self.contexts]
             self.k.append([p[:, 0] for p in pairs])
-            self.v.append([None if spec.value_dim else p[:, 1] for p in pairs])
+            size = spec.v_head_dim or spec.head_dim
+            self.v.append([None if spec.value_dim else p[:, 1, :, :size] for p in pairs])
             sinks = torch.randn(spec.num_heads, generator=generator)
             self.sinks.append(sinks if spec.has_sinks else None)
 
@@ -180,7 +181,7 @@ class PagedStep:
                     count = min(self.block_size, context - first)
                     page[0, :count] = k[i][first : first + count]
                     if v[i] is not None:
-                        page[1, :count] = v[i][first : first + count]
+                        page[1, :count] = spec.with_zeros(v[i][first : first + count])
 
     def run_all(self, query_lens, contexts=None, order=None):
         """Plan once and run every layer: the list of their outputs."""

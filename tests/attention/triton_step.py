@@ -54,7 +54,8 @@ class TritonStep(PagedStep):
                     first = number * self.block_size
                     count = min(self.block_size, context - first)
                     page[0, :, :count] = k[i][first : first + count].transpose(0, 1)
-                    page[1, :, :count] = v[i][first : first + count].transpose(0, 1)
+                    values = spec.with_zeros(v[i][first : first + count])
+                    page[1, :, :count] = values.transpose(0, 1)
 
     def _fill_latents(self, pages, group, k, contexts):
         for i, context in enumerate(contexts):

@@ -20,8 +20,8 @@ class Recorder:
 
     def __call__(self, layer, q, k, v, sinks=None, rotation=None):
         self.layer, self.sinks = layer, sinks
-        assert rotation is not None
-        q, k = rotate(q, k, rotation)
+        if rotation is not None:
+            q, k = rotate(q, k, rotation)
         self.q, self.k, self.v = q.clone(), k.clone(), v.clone()
         return q + 1
 
@@ -84,6 +84,30 @@ def test_norms_each_head_of_q_and_k_before_the_turn(hidden):
         torch.testing.assert_close(lengths, torch.full_like(lengths, size))
     v = block.qkv_proj(hidden)[:, 32:]
     assert torch.equal(seen.v, v.reshape(NUM_TOKENS, 2, 4))
+
+
+@pytest.mark.parametrize("offset", [None, 1.0])
+def test_norms_each_head_where_nothing_turns(hidden, offset):
+    block, seen = _attention(qk_norm_eps=1e-6), Recorder()
+    block.qk_norm = QKNorm(1e-6, offset=offset)
+    block.q_norm.offset = block.k_norm.offset = offset
+    block(hidden, None, seen)
+    q, k, _ = block.qkv_proj(hidden).split((24, 8, 8), dim=-1)
+    assert torch.equal(seen.q, block.q_norm(q.unflatten(-1, (6, 4))))
+    assert torch.equal(seen.k, block.k_norm(k.unflatten(-1, (2, 4))))
+
+
+def test_heads_of_values_may_be_smaller(hidden):
+    spec = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=4, scale=0.5, v_head_dim=3)
+    options = {"bias": AttentionBias(), "dtype": torch.float32, "device": torch.device("cpu")}
+    block = Attention(3, HIDDEN, spec, **options)
+    assert block.qkv_proj.part_sizes == (24, 8, 6) and block.o_proj.input_size == 18
+
+    def attend(layer, q, k, v, rotation):
+        assert v.shape == (NUM_TOKENS, 2, 3) and rotation is None
+        return q[..., :3]
+
+    assert block(hidden, None, attend).shape == hidden.shape
 
 
 @pytest.mark.parametrize("qkv", [False, True])

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from quire.attention.compact_kv import with_scales
 from quire.attention.interface import (
@@ -25,12 +26,13 @@ from quire.attention.interface import (
     LayerKV,
     NativeAttention,
     plain_page_format,
+    rotated,
 )
 from quire.attention.shared_prefix import DecodeRows, SharedTiles, shared_runs
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.rotary import Rotation, rotate
+from quire.kernels.rotary import Rotation
 
 TILE_TOKENS = 256
 """As in csrc/attention/attention_kernels.h."""
@@ -138,16 +140,15 @@ class CpuPagedAttention(AttentionBackend):
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        if rotation is not None:
-            assert not self._layers[layer].value_dim, "models of latent layers turn q, k themselves"
-            q, k = rotate(q, k, rotation)
         bound, kernels = self._layers[layer], self._kernels
-        q, k = _with_adjacent_heads(q), _with_adjacent_heads(k)
+        assert rotation is None or not bound.value_dim, "models of latent layers turn q, k"
+        q, k = rotated(q, k, rotation)
+        q = _with_adjacent_heads(q)
         assert len(q) == self._step.num_tokens, "run serves the step that was planned"
         if bound.kv_format == abi.KVFormat.INT8:
             bound.dtype = abi.DTYPES[q.dtype]
@@ -155,8 +156,9 @@ class CpuPagedAttention(AttentionBackend):
         if sinks is not None:
             self._sinks[layer] = sinks.float().contiguous()
             bound.sinks = self._sinks[layer].data_ptr()
-        self._write(bound, k, v)
-        out = q.new_empty(*q.shape[:2], bound.value_dim or bound.head_dim)
+        if k is not None:
+            self._write(bound, k, v)
+        out = q.new_empty(*q.shape[:2], bound.value_dim or bound.v_head_dim or bound.head_dim)
         kernels.library.attention(
             kernels.context,
             bound,
@@ -171,9 +173,11 @@ class CpuPagedAttention(AttentionBackend):
 
     def _write(self, bound: abi.AttentionLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
         kernels, address = self._kernels, None
+        k = _with_adjacent_heads(k)
         if not bound.value_dim:
             assert v is not None, "a layer that is not latent is called with values"
-            v = _with_adjacent_heads(v)
+            missing = bound.head_dim - v.shape[2]
+            v = _with_adjacent_heads(v if missing == 0 else functional.pad(v, (0, missing)))
             if k.stride(0) != v.stride(0):
                 k, v = k.contiguous(), v.contiguous()
             address = v.data_ptr()
@@ -216,6 +220,7 @@ def _bound(spec: AttentionSpec, layer: LayerKV) -> abi.AttentionLayer:
         pages=layer.pages.data_ptr(),
         page_stride=layer.pages.stride(0),
         value_dim=spec.value_dim or 0,
+        v_head_dim=spec.v_head_dim or 0,
         kv_format=abi.KVFormat.INT8 if is_compact else abi.KVFormat.PLAIN,
     )
 

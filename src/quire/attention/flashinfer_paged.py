@@ -6,9 +6,9 @@ token, which is how it serves grouped heads itself. A page is [2, Hkv, B, D], wh
 and pages may lie apart. Built by `backends.py`.
 
 What it lacks is refused when the memory is laid out: fp32, int8 and fp8 pages, sinks, latent
-layers, head sizes other than HEAD_DIMS, windows that look ahead. Its plan is made on the host for
-every step, so no step is captured, and its split of long contexts depends on the batch, so
-batch_invariant is refused as well.
+layers, values of another size than keys, head sizes other than HEAD_DIMS, windows that look ahead.
+Its plan is made on the host for every step, so no step is captured, and its split of long contexts
+depends on the batch, so batch_invariant is refused as well.
 """
 
 import importlib.util
@@ -98,6 +98,8 @@ class FlashInferAttention(AttentionBackend):
             lacking = "attention sinks"
         elif spec.value_dim is not None:
             lacking = "pages of latent layers"
+        elif spec.v_head_dim not in (None, spec.head_dim):
+            lacking = "values of another size than keys"
         elif spec.head_dim not in HEAD_DIMS:
             lacking = f"heads of {spec.head_dim} (of {', '.join(map(str, HEAD_DIMS))} it has)"
         elif spec.window is not None and not spec.causal:
@@ -187,12 +189,11 @@ class FlashInferAttention(AttentionBackend):
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        assert v is not None, "no layer here is latent"
         q, pages, wrapper = self._write(layer, q, k, v, sinks, rotation)
         out: torch.Tensor = wrapper.run(q, pages, out=torch.empty_like(q))
         return out
@@ -201,8 +202,8 @@ class FlashInferAttention(AttentionBackend):
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         sinks: torch.Tensor | None,
         rotation: Rotation | None,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:

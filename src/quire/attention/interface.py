@@ -13,7 +13,7 @@ queries and its output, in prefill as in decode: so a token's result does not de
 was computed in a prompt or alone.
 
 Shapes: T tokens of the step, S sequences of the step, R rows of the block tables, Hq query heads,
-Hkv KV heads, D head size, Dv value size (D but in latent layers), N blocks, B block size.
+Hkv KV heads, D head size, Dv value size (D in most layers), N blocks, B block size.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ import torch
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
-from quire.kernels.rotary import Rotation
+from quire.kernels.rotary import Rotation, rotate, rotate_queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,9 @@ class AttentionSpec:
     causal: False lets each query see all tokens of its sequence (encoders).
     value_dim: set, the layer is latent: there is one KV head, whose vector of head_dim elements a
         token is the key, and its first value_dim elements are the value; no V is stored. None: V
-        is stored beside K, of the same size.
+        is stored beside K.
+    v_head_dim: elements of a head of V where that is stored and smaller than a head of q and k;
+        zeros stand behind it in the pages, which are laid out as if it were as large. None: it is.
     """
 
     num_heads: int
@@ -52,11 +54,17 @@ class AttentionSpec:
     has_sinks: bool = False
     causal: bool = True
     value_dim: int | None = None
+    v_head_dim: int | None = None
 
     @property
     def output_dim(self) -> int:
         """Dv: elements of a head's result."""
-        return self.head_dim if self.value_dim is None else self.value_dim
+        return self.value_dim or self.v_head_dim or self.head_dim
+
+    def with_zeros(self, v: torch.Tensor) -> torch.Tensor:
+        """v [T, Hkv, Dv] as it is stored, [T, Hkv, D]."""
+        missing = self.head_dim - v.shape[-1]
+        return v if missing == 0 else torch.nn.functional.pad(v, (0, missing))
 
 
 @dataclass(slots=True)
@@ -158,6 +166,11 @@ def plain_page_format(
             f"{spec.num_kv_heads}; every KV head must serve as many query heads"
         )
     num_elements = 2 * block_size * spec.num_kv_heads * spec.head_dim
+    if spec.v_head_dim is not None and not 0 < spec.v_head_dim <= spec.head_dim:
+        raise ConfigurationError(
+            f"v_head_dim={spec.v_head_dim} is not from 1 to head_dim={spec.head_dim}: pages have as"
+            " much room for a head of V as for one of K"
+        )
     if spec.value_dim is not None:
         _check_latent(spec, spec.value_dim)
         num_elements = block_size * spec.head_dim
@@ -241,13 +254,15 @@ class AttentionBackend(ABC):
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        """Write k, v [T, Hkv, D] into the blocks, then attend with q [T, Hq, D].
+        """Write k [T, Hkv, D] and v [T, Hkv, Dv] into the blocks, then attend with q [T, Hq, D].
 
+        k: None, and v as well: an earlier call of this step with the same `layer` has written
+        them, and q alone is rotated: one layer attends what another has stored.
         v: None in latent layers, whose vectors are k; one that is given to them is ignored.
         sinks: [Hq], for specs with has_sinks. rotation: what is done to q and k first; None: they
         come as they are to be stored and compared, as always in latent layers: a rotation turns
@@ -265,8 +280,20 @@ class AttentionCall(Protocol):
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor: ...
+
+
+def rotated(
+    q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """q and k of a call as they are to be compared and stored, by torch; both may be
+    overwritten."""
+    if rotation is None:
+        return q, k
+    if k is None:
+        return rotate_queries(q, rotation), None
+    return rotate(q, k, rotation)

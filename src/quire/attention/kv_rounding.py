@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from quire.attention.compact_kv import quantize_vectors, rotate_vectors, widen_codes
-from quire.attention.interface import AttentionSpec
+from quire.attention.interface import AttentionSpec, rotated
 from quire.attention.reference import visible_keys
 from quire.errors import ConfigurationError
-from quire.kernels.rotary import Rotation, rotate
+from quire.kernels.rotary import Rotation
 
 PIECE_QUERIES = 256
 """Attended at once: scores take memory for each pair of query and key."""
@@ -134,23 +134,26 @@ def _log_weights(
 
 
 class _WholeSequence(ABC):
-    """An `AttentionCall` over one sequence that is computed at once and stored nowhere."""
+    """An `AttentionCall` over one sequence that is computed at once and not stored in pages."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], rounding: Rounding) -> None:
         self._specs = specs
         self._rounding = rounding
+        self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        if rotation is not None:
-            q, k = rotate(q, k, rotation)
+        q, k = rotated(q, k, rotation)
+        if k is not None and v is not None:
+            self._written[layer] = k, v
+        k, v = self._written[layer]
         return self._attend(layer, q, k.float(), v.float(), sinks).to(q.dtype)
 
     @abstractmethod

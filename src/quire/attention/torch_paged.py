@@ -43,10 +43,11 @@ from quire.attention.interface import (
     KVPageFormat,
     LayerKV,
     plain_page_format,
+    rotated,
 )
 from quire.attention.shared_prefix import DecodeRows, Ints, SharedTiles, shared_runs
 from quire.errors import ConfigurationError
-from quire.kernels.rotary import Rotation, rotate
+from quire.kernels.rotary import Rotation
 
 Table = npt.NDArray[np.int32]
 
@@ -302,7 +303,7 @@ class _LayerMemory:
         self.keys.write(slots, rotate_vectors(k) if self.is_rotated else k)
         if self.values is not None:
             assert v is not None, "a layer that is not latent is called with values"
-            self.values.write(slots, v)
+            self.values.write(slots, self.spec.with_zeros(v))
 
     def _attend_call(self, q: torch.Tensor, call: _Call) -> Part:
         """As `attend`, with all of D in the outputs."""
@@ -397,7 +398,7 @@ class TorchPagedAttention(AttentionBackend):
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
@@ -405,11 +406,10 @@ class TorchPagedAttention(AttentionBackend):
         bound = self._layers[layer]
         assert q.shape[0] == self._num_tokens, "run serves the step that was planned"
         assert (sinks is not None) == bound.spec.has_sinks
-        if rotation is not None:
-            assert bound.spec.value_dim is None, "models of latent layers turn q and k themselves"
-            q, k = rotate(q, k, rotation)
-        slots = self._slots[bound.group, bound.block_size]
-        bound.store(slots, k, v)
+        assert rotation is None or bound.spec.value_dim is None, "models of latent layers turn q, k"
+        q, k = rotated(q, k, rotation)
+        if k is not None:
+            bound.store(self._slots[bound.group, bound.block_size], k, v)
         plan = self._plans[bound.view]
         wide_q = (rotate_vectors(q) if bound.is_rotated else q.float()).contiguous()
         parts = [bound.attend(wide_q, call) for call in plan.calls]

@@ -217,7 +217,7 @@ class TritonPagedAttention(AttentionBackend):
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
@@ -227,18 +227,19 @@ class TritonPagedAttention(AttentionBackend):
         assert (sinks is not None) == bound.spec.has_sinks
         group = batch.groups[bound.group]
         assert q.shape[0] == group.slot_mapping.shape[0], "run serves the planned step"
-        pages = bound.pages
+        pages, dtype = bound.pages, q.dtype
         slots, is_latent = group.slot_mapping, bound.spec.value_dim is not None
         if is_latent:
             assert rotation is None, "models of latent layers turn q and k themselves"
-            latent_write(k, pages.numbers, slots)
+            if k is not None:
+                latent_write(k, pages.numbers, slots)
         else:
-            assert v is not None, "a layer that is not latent is called with values"
             kv, scales, narrow = pages.numbers, pages.scales, _narrow(q, pages)
+            v = None if v is None else bound.spec.with_zeros(v)
             q = rotate_and_write(q, k, v, rotation, kv, slots, out=narrow, scales=scales)
         if q.stride(1) != q.shape[2]:
             q = q.contiguous()
-        out = torch.empty((*q.shape[:2], bound.spec.output_dim), dtype=k.dtype, device=q.device)
+        out = torch.empty((*q.shape[:2], bound.decode.output_dim), dtype=dtype, device=q.device)
         step = self._work[bound.key]
         shape, work = bound.decode, step.work
         if step.rows is not None:
@@ -250,7 +251,7 @@ class TritonPagedAttention(AttentionBackend):
         if step.merges is not None:
             parts, scales = _by_head(work.parts, shape), _by_head(work.scales, shape)
             merge_parts(step.merges, parts, scales, sinks, out, None)
-        return out
+        return out[..., : bound.spec.output_dim]
 
 
 def _narrow(q: torch.Tensor, pages: KVPages) -> torch.Tensor | None:

@@ -54,7 +54,7 @@ class Attention(OperatorModule):
         self.layer = layer
         self.spec = spec
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.part_sizes = (q_size, kv_size, kv_size)
+        self.part_sizes = (q_size, kv_size, spec.num_kv_heads * spec.output_dim)
         self.qkv_proj = Linear(
             hidden_size,
             self.part_sizes,
@@ -64,7 +64,12 @@ class Attention(OperatorModule):
             device=device,
         )
         self.o_proj = Linear(
-            q_size, (hidden_size,), LinearKind.ROW, bias=bias.output, dtype=dtype, device=device
+            spec.num_heads * spec.output_dim,
+            (hidden_size,),
+            LinearKind.ROW,
+            bias=bias.output,
+            dtype=dtype,
+            device=device,
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
@@ -87,24 +92,21 @@ class Attention(OperatorModule):
         """
         q, k, v = self.qkv_proj(hidden).split(self.part_sizes, dim=-1)
         if self.qk_norm is not None and not self.qk_norm.per_head:
-            q, k = self._normed(q, k)
+            assert self.q_norm is not None and self.k_norm is not None
+            q, k = self.q_norm(q, overwrites=True), self.k_norm(k, overwrites=True)
         if angles is not None and angles.growth is not None:
             assert self.qk_norm is None
             # No factor is below 1, so RELU leaves it as it is.
             q = self.operators.gate(q, angles.growth, ActivationFunction.RELU)
-        q, k, v = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in (q, k, v))
-        rotation = None if angles is None else Rotation(angles)
-        if self.qk_norm is not None and self.qk_norm.per_head:
-            if rotation is not None and self.qk_norm.offset is None:
-                assert self.q_norm is not None and self.k_norm is not None
-                weights = self.q_norm.weight, self.k_norm.weight
-                rotation = Rotation(rotation.angles, *weights, self.qk_norm.eps)
-            else:  # which a rotation has no place for
-                q, k = self._normed(q, k)
-        attended = attention(self.layer, q, k, v, rotation=rotation)
+        q, k = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in (q, k))
+        v = v.unflatten(-1, (-1, self.spec.output_dim))
+        attended = attention(self.layer, q, k, v, rotation=self._rotation(angles))
         output: torch.Tensor = self.o_proj(attended.flatten(-2))
         return output
 
-    def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotation(self, angles: Angles | None) -> Rotation | None:
+        if self.qk_norm is None or not self.qk_norm.per_head:
+            return None if angles is None else Rotation(angles)
         assert self.q_norm is not None and self.k_norm is not None
-        return self.q_norm(q, overwrites=True), self.k_norm(k, overwrites=True)
+        weights = self.q_norm.weight, self.k_norm.weight
+        return Rotation(angles, *weights, self.qk_norm.eps, self.qk_norm.offset)

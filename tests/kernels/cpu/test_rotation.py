@@ -239,6 +239,7 @@ def test_smaller_values_have_zeros_behind_them(kernels: NativeKernels, dtype: to
     heads = make_heads(21, dtype, head_dim=40)
     q, k, v = heads.split()
     heads.split = lambda: (q, k, v[..., :23])  # type: ignore[method-assign]
+    heads.layer.v_head_dim = 23
     heads.run(kernels)
     _, stored = heads.stored()
     assert torch.equal(stored[..., :23], v[..., :23])

@@ -112,6 +112,8 @@ class AttentionLayer(ctypes.Structure):
         ("page_stride", c_int64),
         ("value_dim", c_int32),
         ("kv_format", c_int32),
+        ("v_head_dim", c_int32),
+        ("reserved", c_int32),
     )
 
 

@@ -136,8 +136,8 @@ def rotate_and_write_kv(
     """Normalise q and k per head where `rotary` says so, rotate them, store k and v; returns q.
 
     rotary: its rotary_dim is even and at most D; a head's elements from there on do not rotate.
-    None: nothing is done to q and k. heads: q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, at most D],
-    in the layer's dtype, or neither k nor v: nothing is stored. Positions and slots are the step's.
+    None: nothing is done to q and k. heads: q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv], in the
+    layer's dtype, or neither k nor v: nothing is stored. Positions and slots are the step's.
     Raises ValueError.
     """
     q, k, v = heads
@@ -156,7 +156,6 @@ def rotate_and_write_kv(
     if k is not None and v is not None:
         _point(op, "second", k)
         _point(op, "third", v)
-        op.size = v.shape[-1]
     _run_step(kernels, op, step)
     return out
 

@@ -117,11 +117,14 @@ class Recorder(OperatorRecorder):
         if sinks is not None:
             sinks = sinks.float().contiguous()
             spec.sinks = sinks.data_ptr()
+        if (k is None) != (v is None):
+            raise UnrecordableError("attention is given keys or values alone")
         queries = self._rotate_and_write(spec, q, k, v, rotation)
-        out = self._new("attended", spec.num_heads * spec.head_dim)
+        size = spec.v_head_dim or spec.head_dim
+        out = self._new("attended", spec.num_heads * size)
         kept = (self._attention_layers, sinks)
         self._add(OpKind.ATTENTION, queries, out, {"layer": address_of(spec)}, kept)
-        return out.rows.view(-1, spec.num_heads, spec.head_dim)
+        return out.rows.view(-1, spec.num_heads, size)
 
     def _rotate_and_write(
         self,
@@ -139,11 +142,11 @@ class Recorder(OperatorRecorder):
         keys = values = None
         if k is not None and v is not None:
             keys = self._heads(k, spec.num_kv_heads, spec.head_dim)
-            values = self._heads(v, spec.num_kv_heads, spec.head_dim)
+            values = self._heads(v, spec.num_kv_heads, spec.v_head_dim or spec.head_dim)
         out = queries
         if not queries.is_adjacent or queries.memory.is_given:
             out = self._values.operand(self._values.like(q, "queries"))
-        fields: dict[str, Any] = {"layer": address_of(spec), "size": spec.head_dim}
+        fields: dict[str, Any] = {"layer": address_of(spec)}
         rotary = None if rotation is None else self._rotary(rotation)
         if rotary is not None:
             fields["rotary"] = address_of(rotary)

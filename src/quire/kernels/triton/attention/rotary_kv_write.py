@@ -37,6 +37,8 @@ dtypes: q, k, v fp32, bf16 or fp16, all alike; kv one of these, or codes, whose 
 `attention/triton_paged`.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -59,8 +61,8 @@ _PROGRAM_ELEMENTS = 1024
 
 def rotate_and_write(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     rotation: Rotation | None,
     kv: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -70,6 +72,7 @@ def rotate_and_write(
 ) -> torch.Tensor:
     """Norm and rotate q [T, Hq, D] and k [T, Hkv, D], write k and v [T, Hkv, D] to their slots.
 
+    k, v: both None: there is q alone, and nothing is written.
     rotation: None: q and k come as they are to be compared and stored, but for int8's matrix.
     kv: [N, 2, Hkv, B, D], pages any distance apart. slot_mapping: [T] int64, block * B + offset; -1
         is a token of padding, which is not written. No two others are equal.
@@ -77,23 +80,56 @@ def rotate_and_write(
     out: where q goes to, of any dtype; None: it is overwritten. k and v are left as they are.
     Returns q as it is to be attended with. All may be views whose last dimension is contiguous.
     """
-    _check(q, k, v, (kv, scales), slot_mapping)
+    is_written = k is not None and v is not None
+    # The kernel is given queries for what it doesn't read.
+    keys, values = (k, v) if k is not None and v is not None else (q[:, :0], q[:, :0])
+    _check(q, keys, values, (kv, scales), slot_mapping, is_written)
     if rotation is not None:
         _check_rotation(q, rotation)
     is_moved = rotation is not None or out is not None or kv.dtype == torch.int8
     out = q if out is None else out
     if out.shape != q.shape or out.stride(2) != 1 or out.device != q.device:
         raise ValueError(f"out is {tuple(out.shape)}, but must be as q, {tuple(q.shape)}, by rows")
+    if q.shape[0] and (is_moved or is_written):
+        tiles = _HeadTiles.of(q, kv, is_moved=is_moved, is_written=is_written)
+        _launch((q, keys, values, out), rotation or Rotation(None), kv, scales, slot_mapping, tiles)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadTiles:
+    """heads: of a tile. q, kv: how many tiles a token has of each."""
+
+    heads: int
+    q: int
+    kv: int
+
+    @classmethod
+    def of(
+        cls, q: torch.Tensor, kv: torch.Tensor, *, is_moved: bool, is_written: bool
+    ) -> "_HeadTiles":
+        _, num_heads, size = q.shape
+        num_kv_heads, half = kv.shape[2], next_power_of_two(size // 2)
+        heads = min(
+            max(1, _PROGRAM_ELEMENTS // (2 * half)),
+            next_power_of_two(max(num_heads, num_kv_heads)),
+        )
+        num_q_tiles = triton.cdiv(num_heads, heads) if is_moved else 0
+        return cls(heads, num_q_tiles, triton.cdiv(num_kv_heads, heads) if is_written else 0)
+
+
+def _launch(
+    qkv_and_out: tuple[torch.Tensor, ...],
+    rotation: Rotation,
+    kv: torch.Tensor,
+    scales: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    tiles: _HeadTiles,
+) -> None:
+    q, k, v, out = qkv_and_out
     num_tokens, num_heads, size = q.shape
-    num_kv_heads, half = k.shape[1], next_power_of_two(size // 2)
-    num_tile_heads = min(
-        max(1, _PROGRAM_ELEMENTS // (2 * half)), next_power_of_two(max(num_heads, num_kv_heads))
-    )
-    if not num_tokens:
-        return out
-    angles = None if rotation is None else rotation.angles
-    num_q_tiles = triton.cdiv(num_heads, num_tile_heads) if is_moved else 0
-    rotary_kv_write_kernel[(num_tokens, num_q_tiles + triton.cdiv(num_kv_heads, num_tile_heads))](
+    angles = rotation.angles
+    rotary_kv_write_kernel[(num_tokens, tiles.q + tiles.kv)](
         q,
         k,
         v,
@@ -103,9 +139,9 @@ def rotate_and_write(
         slot_mapping,
         None if angles is None else angles.table,
         None if angles is None else angles.positions,
-        None if rotation is None else rotation.q_norm,
-        None if rotation is None else rotation.k_norm,
-        0.0 if rotation is None else rotation.eps,
+        rotation.q_norm,
+        rotation.k_norm,
+        rotation.eps,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
@@ -113,20 +149,19 @@ def rotate_and_write(
         kv.stride(0),
         0 if scales is None else scales.stride(0),
         HQ=num_heads,
-        HKV=num_kv_heads,
+        HKV=kv.shape[2],
         D=size,
         R=size if angles is None else angles.table.shape[1],
         B=kv.shape[3],
-        NUM_Q_TILES=num_q_tiles,
-        BLOCK_H=num_tile_heads,
-        BLOCK_HALF=half,
+        NUM_Q_TILES=tiles.q,
+        BLOCK_H=tiles.heads,
+        BLOCK_HALF=next_power_of_two(size // 2),
         SPREAD=size & -size if kv.dtype == torch.int8 else 1,
-        OFFSET=None if rotation is None else rotation.norm_offset,
+        OFFSET=rotation.norm_offset,
         num_warps=2,
         maxnreg=None if scales is None else MOST_REGISTERS,
         enable_fp_fusion=False,  # see the module's text
     )
-    return out
 
 
 def _check(
@@ -135,13 +170,14 @@ def _check(
     v: torch.Tensor,
     pages: tuple[torch.Tensor, torch.Tensor | None],
     slots: torch.Tensor,
+    is_written: bool,
 ) -> None:
     kv, scales = pages
     check_scales(kv, scales)
     check_same("k", k, "q", q)
     check_same("v", v, "q", q)
     num_tokens, _, size = q.shape
-    expected = (num_tokens, kv.shape[2], size)
+    expected = (num_tokens, kv.shape[2] if is_written else 0, size)
     if k.shape != expected or v.shape != expected or kv.shape[1] != 2 or kv.shape[4] != size:
         raise ValueError(
             f"k is {tuple(k.shape)} and v {tuple(v.shape)}, but q, {tuple(q.shape)}, and kv, "

@@ -246,11 +246,11 @@ NoScale pack_query(const typename M::Element* q, int head_dim, int index, int nu
   return {};
 }
 
-// A record becomes the result: out [D], and the natural log of the sum of exp(score). A sink is one
-// more score, with a value of 0.
+// A record becomes the result: out [size], and the natural log of the sum of exp(score). A sink is
+// one more score, with a value of 0.
 template <typename T>
 void finish(float* record, const RecordShape& shape, const Softmax& softmax, const float* sink,
-            int head_dim, T* out, float* lse) {
+            int size, T* out, float* lse) {
   float peak = shape.peak(record) * softmax.factor;  // as exponents of 2
   float sum = reduce_add(load(shape.sums(record)));
   float kept = 1.0f;
@@ -263,8 +263,8 @@ void finish(float* record, const RecordShape& shape, const Softmax& softmax, con
   }
   const vf inverse = splat(kept / sum);
   int d = 0;
-  for (; d + 16 <= head_dim; d += 16) store(out + d, load(record + d) * inverse);
-  if (d < head_dim) store_n(out + d, load(record + d) * inverse, head_dim - d);
+  for (; d + 16 <= size; d += 16) store(out + d, load(record + d) * inverse);
+  if (d < size) store_n(out + d, load(record + d) * inverse, size - d);
   if (lse) *lse = peak * kLn2 + __builtin_logf(sum);
 }
 

@@ -195,9 +195,9 @@ struct Attention {
   }
 
   void finish_row(int token, int head, int g, float* record) const {
-    const int query_head = head * group_size + g;
-    finish(record, shape, softmax, layer.sinks ? layer.sinks + query_head : nullptr,
-           layer.head_dim, out + token * ldo + int64_t(query_head) * layer.head_dim,
+    const int query_head = head * group_size + g, size = output_dim(layer);
+    finish(record, shape, softmax, layer.sinks ? layer.sinks + query_head : nullptr, size,
+           out + token * ldo + int64_t(query_head) * size,
            lse ? lse + int64_t(token) * layer.num_heads + query_head : nullptr);
   }
 };

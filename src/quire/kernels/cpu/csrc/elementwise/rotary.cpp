@@ -61,7 +61,7 @@ class Rotation {
   Rotation(const Op& op, const Step& step)
       : layer_(*op.layer), rotary_(op.rotary != nullptr ? *op.rotary : kNoRotary), step_(step),
         pages_(*op.layer), q_(rows_of_in<T>(op)), k_(rows_of_second<T>(op)),
-        v_(rows_of_third<T>(op)), out_(rows_of_out<T>(op)), value_size_(int(op.size)),
+        v_(rows_of_third<T>(op)), out_(rows_of_out<T>(op)), value_size_(output_dim(*op.layer)),
         q_norm_(norm(rotary_.q_norm)), k_norm_(norm(rotary_.k_norm)) {}
 
   int64_t scratch_bytes() const {

@@ -54,7 +54,13 @@ struct AttentionLayer {
   int64_t page_stride;   // bytes from a block to the next
   int32_t value_dim;     // of a latent layer, whose V is a part of K; 0: V is stored
   int32_t kv_format;     // KVFormat of the pages
+  int32_t v_head_dim;    // elements of a head of v and of the result, stored as D with zeros; 0: D
+  int32_t reserved;
 };
+
+inline int32_t output_dim(const AttentionLayer& layer) {
+  return layer.v_head_dim != 0 ? layer.v_head_dim : layer.head_dim;
+}
 
 // Where one KV group's memory lies in a step.
 struct KVGroupStep {

@@ -22,9 +22,9 @@ struct Kernels {
   void (*linear)(Pool&, const Weights&, DType, const void* x, int64_t ldx, int64_t M, void* out,
                  DType out_dtype, int64_t ldo, Epilogue);
 
-  // attention.cpp: q [T, ldq] with Hq * D elements a token (rotated) -> out [T, ldo], in latent
-  // layers with Hq * value_dim. K and V of the step's tokens are in the pages already. lse: [T, Hq]
-  // natural log-sum-exp, or null.
+  // attention.cpp: q [T, ldq] with Hq * D elements a token (rotated) -> out [T, ldo] with Hq *
+  // output_dim(layer), in latent layers with Hq * value_dim. K and V of the step's tokens are in the
+  // pages already. lse: [T, Hq] natural log-sum-exp, or null.
   void (*attention)(Pool&, const AttentionLayer&, const Step&, const void* q, int64_t ldq,
                     void* out, int64_t ldo, float* lse);
   // Stores k, v [T, ld] (Hkv * D elements a token) at the step's slots. v: null in latent layers.

@@ -47,7 +47,7 @@ struct Op {
   float limit;        // kOpGated: bounds gate above, and up on both sides; 0: nothing does
   float up_offset;    // kOpGated: added to up
   int32_t reserved;
-  int64_t size;  // elements of a row of out, but for kOpLinear; kOpRotateAndWriteKV: of a head of v
+  int64_t size;  // elements of a row of out, but for kOpLinear and attention
   int64_t second_size;  // kOpGate: elements of a row of second, size or 1
   int64_t in_stride;
   int64_t in_head_stride;
