@@ -49,6 +49,13 @@ def choose_kind(options: EngineOptions) -> ModelKind:
     folder = resolve_model_folder(options.model, options.revision)
     said = read_pooling_folder(folder) if has_modules(folder) else None
     config = load_config(folder, overrides=overrides)
+    if config.wrapper is not None:
+        logger.info(
+            "%s is served for text, by its language model (%s); what its files hold for images and"
+            " sound is left out",
+            config.wrapper,
+            config.architecture,
+        )
     could_generate = MODELS[config.architecture].generates
     if options.runner == GENERATE and not could_generate:
         raise ConfigurationError(

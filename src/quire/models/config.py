@@ -38,6 +38,7 @@ class ModelConfig(ABC):
 
     dtype: the checkpoint's own, as its config says; None: it doesn't say.
     num_labels: what the model's head scores; 0: it has no such head.
+    wrapper: the multimodal architecture of which this is the language model; None: it is whole.
     """
 
     architecture: str
@@ -52,6 +53,7 @@ class ModelConfig(ABC):
     dtype: torch.dtype | None
     tie_word_embeddings: bool = False
     num_labels: int = 0
+    wrapper: str | None = None
 
     @classmethod
     @abstractmethod

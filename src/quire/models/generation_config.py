@@ -35,7 +35,10 @@ def load_generation_config(folder: Path) -> GenerationConfig:
     end_tokens = raw.get("eos_token_id")
     if end_tokens is None:
         path_of_end_tokens = folder / "config.json"
-        end_tokens = read_json_object(path_of_end_tokens).get("eos_token_id")
+        config = read_json_object(path_of_end_tokens)
+        text = config.get("text_config")  # of a multimodal model: its language model's
+        inner = text.get("eos_token_id") if isinstance(text, dict) else None
+        end_tokens = inner if config.get("eos_token_id") is None else config["eos_token_id"]
     else:
         path_of_end_tokens = path
     return GenerationConfig(_read_defaults(path, raw), _token_ids(path_of_end_tokens, end_tokens))

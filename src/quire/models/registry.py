@@ -58,6 +58,7 @@ from quire.models.families.qwen2 import Qwen2Config
 from quire.models.families.qwen3 import Qwen3Config
 from quire.models.families.smollm3 import SmolLM3Config
 from quire.models.interface import CausalLM, TextModel
+from quire.models.wrappers import WRAPPERS, unwrapped
 
 CHECKPOINT_PARTS: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -95,6 +96,8 @@ class ModelEntry:
         """The weights of a model folder, with the names and the arrangement that the model has for
         them. config: of this entry's type. Raises CheckpointError."""
         checkpoint = open_checkpoint(folder)
+        if config.wrapper is not None:
+            checkpoint = RenamedCheckpoint(checkpoint, WRAPPERS[config.wrapper].rename)
         if self.rename is not None:
             checkpoint = RenamedCheckpoint(checkpoint, self.rename)
         if self.arrangement is not None:
@@ -174,20 +177,23 @@ def load_config(
 ) -> ModelConfig:
     """The config of a model folder in Hugging Face's format. pools_hidden: nothing but hidden
     states is wanted, so that the model is built without a head that predicts tokens. overrides:
-    fields in place of the folder's.
+    fields in place of the folder's; of a multimodal model, of those of its language model.
 
     Raises CheckpointError where config.json can't be read or lacks something, and
     UnsupportedModelError for an architecture, or a field, that is not understood.
     """
     path = folder / "config.json"
-    raw = overridden(find_reader(folder).read_config(folder), overrides or {})
-    refuse_quantized_config(str(folder), raw)
+    whole = find_reader(folder).read_config(folder)
+    text, wrapper = unwrapped(whole)
+    raw = overridden(text, overrides or {})
+    for each in (whole, raw):
+        refuse_quantized_config(str(folder), each)
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or name not in MODELS:
         raise UnsupportedModelError(
             f"{path}: architectures is {shown(names)}, which quire does not serve; it must be one "
-            f"of {', '.join(MODELS)}"
+            f"of {', '.join((*MODELS, *WRAPPERS))}"
         )
     base = name.removesuffix("ForCausalLM") + "Model"
     if pools_hidden and MODELS[name].generates and base in MODELS:
@@ -195,4 +201,4 @@ def load_config(
     config = MODELS[name].config.from_hf(raw)
     if config.tie_word_embeddings and not MODELS[name].generates:
         config = replace(config, tie_word_embeddings=False)  # there is one end only
-    return replace(config, architecture=name)
+    return replace(config, architecture=name, wrapper=wrapper)

@@ -1,0 +1,152 @@
+"""Multimodal models of which the language model is served, for text.
+
+Their config.json has the language model's in `text_config`, or, in old ones, among its own fields;
+their files hold its tensors under another prefix, beside those of images and sound, which are left
+out by name. A request that brings an image is refused where requests are read (`quire.text`).
+
+To add one: a line in `WRAPPERS`, and in `TEXT_MODELS` where its language model has a type of its
+own. Called by `models.registry`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.errors import CheckpointError, UnsupportedModelError, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A multimodal architecture.
+
+    unused: how the names of tensors begin that the language model doesn't have, with or without
+        "model." before. is_tied: whether the two ends are, where the config is silent.
+    flat_text: the type of the language model in configs without text_config; None: there are none.
+    """
+
+    unused: tuple[str, ...]
+    is_tied: bool = False
+    flat_text: str | None = None
+
+    def rename(self, name: str) -> str | None:
+        """The language model's own name for a tensor; None: it has no such."""
+        if name.removeprefix("model.").startswith(self.unused):
+            return None
+        for prefix, ours in _TEXT_PREFIXES.items():
+            if name.startswith(prefix):
+                return ours + name.removeprefix(prefix)
+        return name
+
+
+_TEXT_PREFIXES = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+}
+"""In files of transformers 4, and from 4.52 on; very old ones have none."""
+
+_PROJECTED = ("vision_tower.", "multi_modal_projector.")
+_QWEN = ("visual.", "mtp.")
+
+WRAPPERS: dict[str, Wrapper] = {
+    "Gemma3ForConditionalGeneration": Wrapper(_PROJECTED, is_tied=True),
+    "LlavaForConditionalGeneration": Wrapper(_PROJECTED),
+    "LlavaNextForConditionalGeneration": Wrapper((*_PROJECTED, "image_newline")),
+    "LlavaOnevisionForConditionalGeneration": Wrapper((*_PROJECTED, "image_newline")),
+    "Mistral3ForConditionalGeneration": Wrapper(_PROJECTED, is_tied=True),
+    "Qwen2VLForConditionalGeneration": Wrapper(_QWEN, flat_text="qwen2_vl_text"),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper(_QWEN, flat_text="qwen2_5_vl_text"),
+    "Qwen3VLForConditionalGeneration": Wrapper(_QWEN),
+}
+"""By the name in config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextModelType:
+    """architecture: as `registry.MODELS` names it. sizes: transformers' for fields that every
+    config must have, which a text_config leaves out where they are these."""
+
+    architecture: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def _sizes(*sizes: int) -> dict[str, int]:
+    names = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "max_position_embeddings"),
+    )
+    return dict(zip(names, sizes, strict=True))
+
+
+TEXT_MODELS: dict[str, TextModelType] = {
+    "gemma3_text": TextModelType("Gemma3ForCausalLM", _sizes(262208, 2304, 9216, 26, 8, 131072)),
+    "llama": TextModelType("LlamaForCausalLM", _sizes(32000, 4096, 11008, 32, 32, 2048)),
+    "ministral3": TextModelType(
+        "Ministral3ForCausalLM", _sizes(131072, 4096, 14336, 34, 32, 262144)
+    ),
+    "mistral": TextModelType("MistralForCausalLM", _sizes(32000, 4096, 14336, 32, 32, 131072)),
+    "qwen2": TextModelType("Qwen2ForCausalLM", _sizes(151936, 4096, 22016, 32, 32, 32768)),
+    "qwen2_5_vl_text": TextModelType("Qwen2ForCausalLM"),
+    "qwen2_vl_text": TextModelType("Qwen2ForCausalLM"),
+    "qwen3": TextModelType("Qwen3ForCausalLM"),
+    "qwen3_vl_text": TextModelType("Qwen3ForCausalLM"),
+}
+"""By `model_type` of the text_config."""
+
+_ROPE_PLACES = ("rope_scaling", "rope_parameters")
+_DTYPES = ("dtype", "torch_dtype")
+
+
+def unwrapped(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """The config of the language model inside of a multimodal one, and the wrapper's name; of any
+    other config itself, and None. Raises CheckpointError, and UnsupportedModelError for a language
+    model that is not served."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    wrapper = WRAPPERS.get(name) if isinstance(name, str) else None
+    if wrapper is None:
+        return dict(raw), None
+    text = raw.get("text_config")
+    if text is None and wrapper.flat_text is not None:
+        text = _without_images(raw) | {"model_type": wrapper.flat_text}
+    if not isinstance(text, dict):
+        raise CheckpointError(
+            f"config.json of {name} has the text_config {shown(text)}, but it must be an object, "
+            "which describes the language model"
+        )
+    kind = TEXT_MODELS.get(str(text.get("model_type")))
+    if kind is None:
+        raise UnsupportedModelError(
+            f"config.json of {name}: the model_type of its text_config is "
+            f"{shown(text.get('model_type'))}, but served are {', '.join(TEXT_MODELS)}"
+        )
+    return _text_fields(raw, text, wrapper, kind), name
+
+
+def _text_fields(
+    raw: Mapping[str, Any], text: Mapping[str, Any], wrapper: Wrapper, kind: TextModelType
+) -> dict[str, Any]:
+    found: dict[str, Any] = {**kind.sizes, **text, "architectures": [kind.architecture]}
+    if not any(text.get(name) for name in _DTYPES):
+        found |= {name: raw[name] for name in _DTYPES if raw.get(name)}
+    for place in _ROPE_PLACES:
+        if isinstance(text.get(place), dict):
+            found[place] = _of_one_axis(text[place])
+    # transformers reads the outer one alone; what only the inner one says was meant as well.
+    ties = [each.get("tie_word_embeddings") for each in (raw, text)]
+    found["tie_word_embeddings"] = next((tie for tie in ties if tie is not None), wrapper.is_tied)
+    return found
+
+
+def _of_one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rope parameters without the sections that rotate by time, height and width: a token of text
+    has the same position on all three, so that it rotates as without them."""
+    plain = {name: rope[name] for name in rope if not name.startswith("mrope_")}
+    for name in ("type", "rope_type"):
+        if plain.get(name) == "mrope":
+            plain[name] = "default"
+    return plain
+
+
+def _without_images(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: raw[name] for name in raw if name != "vision_config"}
