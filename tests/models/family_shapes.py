@@ -127,6 +127,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7}
         | {"n_shared_experts": 2, "use_qk_norm": True, "head_dim": 24},
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        SMALL | EXPERTS | {"head_dim": 24, "sliding_window": 11, "swiglu_limit": 0.9},
+    ),
     "granite-moe": (
         "GraniteMoeConfig",
         SMALL | EXPERTS | {"residual_multiplier": 0.4, "attention_multiplier": 0.1},

@@ -8,8 +8,10 @@ Shapes: T tokens, H hidden size, Hq query heads, Hkv KV heads, D head size.
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.formats.weight_format import empty_parameter
 from quire.kernels.activations import ActivationFunction
 from quire.kernels.rotary import Angles, Rotation
 from quire.layers.linear import Linear, LinearKind
@@ -71,6 +73,9 @@ class Attention(OperatorModule):
             dtype=dtype,
             device=device,
         )
+        self.sinks: nn.Parameter | None = None
+        if spec.has_sinks:
+            self.sinks = empty_parameter((spec.num_heads,), dtype, device)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.qk_norm = qk_norm
@@ -100,7 +105,7 @@ class Attention(OperatorModule):
             q = self.operators.gate(q, angles.growth, ActivationFunction.RELU)
         q, k = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in (q, k))
         v = v.unflatten(-1, (-1, self.spec.output_dim))
-        attended = attention(self.layer, q, k, v, rotation=self._rotation(angles))
+        attended = attention(self.layer, q, k, v, self.sinks, self._rotation(angles))
         output: torch.Tensor = self.o_proj(attended.flatten(-2))
         return output
 

@@ -6,6 +6,7 @@ Called by `models.checkpoints.loader` and `assembly`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from quire.models.families.learned_positions.opt import OPTConfig, rename_opt, s
 from quire.models.families.llama import LlamaConfig, LlamaForCausalLM
 from quire.models.families.ministral import Ministral3Config, MinistralConfig
 from quire.models.families.mistral import MistralConfig
-from quire.models.families.moe import granite_moe, mixtral
+from quire.models.families.moe import gpt_oss, granite_moe, mixtral
 from quire.models.families.moe.glm4_moe import Glm4MoeConfig
 from quire.models.families.moe.olmoe import OlmoeConfig
 from quire.models.families.moe.qwen3_moe import Qwen3MoeConfig
@@ -113,9 +114,13 @@ def _headless(config: type[ModelConfig]) -> ModelEntry:
     return ModelEntry(config, HeadlessDecoder, rename=with_prefix("model.", "lm_head.", "score."))
 
 
-def _mixture(config: type[ModelConfig], rename: Rename | None = None) -> ModelEntry:
+def _mixture(
+    config: type[ModelConfig],
+    rename: Rename | None = None,
+    unstack: Callable[[CheckpointSource], CheckpointSource] = UnstackedCheckpoint,
+) -> ModelEntry:
     """Experts' weights are stacked, or each in a tensor of its own."""
-    return ModelEntry(config, DecoderForCausalLM, rename=rename, unstack=UnstackedCheckpoint)
+    return ModelEntry(config, DecoderForCausalLM, rename=rename, unstack=unstack)
 
 
 def _bert(model: type[TextModel], rename: Rename) -> ModelEntry:
@@ -141,6 +146,9 @@ MODELS: dict[str, ModelEntry] = {
     ),
     "GlmForCausalLM": ModelEntry(GlmConfig, DecoderForCausalLM, arrangement=neighbouring_pairs),
     "Glm4MoeForCausalLM": _mixture(Glm4MoeConfig),
+    "GptOssForCausalLM": _mixture(
+        gpt_oss.GptOssConfig, gpt_oss.rename, partial(UnstackedCheckpoint, is_transposed=True)
+    ),
     "GraniteForCausalLM": ModelEntry(GraniteConfig, DecoderForCausalLM),
     "GraniteModel": _headless(GraniteConfig),
     "GraniteMoeForCausalLM": _mixture(granite_moe.GraniteMoeConfig, granite_moe.rename),

@@ -29,6 +29,15 @@ MULTIPLIERS = {
     "attention_multiplier": 0.1,
     "logits_scaling": 0.5,
 }
+YARN = {
+    "rope_parameters": {
+        "rope_theta": 1e4,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    }
+}
 
 SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Qwen3-MoE": (transformers.Qwen3MoeConfig, SIZES),
@@ -52,6 +61,14 @@ SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         {"num_experts": 7, "num_experts_per_tok": 7, "norm_topk_prob": True},
     ),
     "Granite-MoE": (transformers.GraniteMoeConfig, EXPERTS | MULTIPLIERS),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        EXPERTS | {"head_dim": 24, "sliding_window": 10, "swiglu_limit": 0.9, **YARN},
+    ),
+    "gpt-oss, without biases of attention": (
+        transformers.GptOssConfig,
+        EXPERTS | {"head_dim": 16, "attention_bias": False, "sliding_window": 5},
+    ),
     "GLM-4-MoE": (transformers.Glm4MoeConfig, GROUPS),
     "GLM-4-MoE, one group, norms and biases": (
         transformers.Glm4MoeConfig,
@@ -87,7 +104,9 @@ def test_stacked_weights_as_transformers_has_them(name, save_checkpoint, assert_
     assert_same_logits(folder, reference)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "OLMoE", "GLM-4-MoE", "Granite-MoE", "Mixtral"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-MoE", "OLMoE", "GLM-4-MoE", "Granite-MoE", "Mixtral", "gpt-oss"]
+)
 def test_silent_fields_have_transformers_values(name):
     kind, _ = SHAPES[name]
     raw = kind(hidden_size=4096, num_attention_heads=32).to_dict()
