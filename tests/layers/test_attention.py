@@ -103,7 +103,7 @@ def test_heads_of_values_may_be_smaller(hidden):
     block = Attention(3, HIDDEN, spec, **options)
     assert block.qkv_proj.part_sizes == (24, 8, 6) and block.o_proj.input_size == 18
 
-    def attend(layer, q, k, v, rotation):
+    def attend(layer, q, k, v, sinks, rotation):
         assert v.shape == (NUM_TOKENS, 2, 3) and rotation is None
         return q[..., :3]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models.family_shapes import SMALL
+from tests.models.plain_states import PlainStates
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.attention.interface import AttentionSpec
@@ -34,6 +35,8 @@ class DenseAttention:
         if rotation is not None:
             q, k = rotate(q, k, rotation)
         assert q.shape[1:] == (spec.num_heads, spec.head_dim)
+        if spec.value_dim is not None:
+            v = k
         assert k.shape[1:] == v.shape[1:] == (spec.num_kv_heads, spec.head_dim)
         keys = self.keys[layer] = torch.cat((self.keys.get(layer, k[:0]), k))
         values = self.values[layer] = torch.cat((self.values.get(layer, v[:0]), v))
@@ -50,7 +53,8 @@ class DenseAttention:
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
         weights = scores.softmax(-1)[..., : len(keys)]
-        return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(repeats, 1))
+        attended = torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(repeats, 1))
+        return attended[..., : spec.output_dim]
 
 
 @pytest.fixture
@@ -123,15 +127,14 @@ def run() -> Callable[..., torch.Tensor]:
 
     def run(model: CausalLM, token_ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
         assert sum(chunks) == len(token_ids)
-        attention = DenseAttention(model.attention_specs)
+        attention, states = DenseAttention(model.attention_specs), PlainStates(model)
         positions = torch.arange(len(token_ids)).split(chunks)
+        logits = []
         with torch.inference_mode():
-            return torch.cat(
-                [
-                    model.logits(model(ids, at, attention).hidden)
-                    for ids, at in zip(token_ids.split(chunks), positions, strict=True)
-                ]
-            )
+            for ids, at in zip(token_ids.split(chunks), positions, strict=True):
+                states.plan(len(ids))
+                logits.append(model.logits(model(ids, at, attention).hidden))
+        return torch.cat(logits)
 
     return run
 

@@ -113,6 +113,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", SMALL | {"head_dim": 24}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        SMALL
+        | {
+            "head_dim": 24,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        SMALL
+        | {
+            "head_dim": 24,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 16,
+        },
+    ),
     "smollm3": (
         "SmolLM3Config",
         SMALL

@@ -48,6 +48,10 @@ def test_a_missing_config_is_named(tmp_path):
 _OTHER_FIELDS = {
     "GPT2LMHeadModel": {"intermediate_size": None, "num_key_value_heads": None},
     "OPTForCausalLM": {"intermediate_size": None, "num_key_value_heads": None, "ffn_dim": 8},
+    # With a layer of each kind.
+    "Qwen3NextForCausalLM": {"num_hidden_layers": 4},
+    "Qwen3_5ForCausalLM": {"num_hidden_layers": 4},
+    "Qwen3_5MoeForCausalLM": {"num_hidden_layers": 4},
 }
 
 

@@ -18,6 +18,8 @@ from enum import Enum
 import torch
 from torch.nn import functional
 
+from quire.kernels.whole_vectors import in_whole_vectors
+
 
 class ActivationFunction(Enum):
     """What is computed of each element by itself."""
@@ -99,7 +101,7 @@ def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> t
             f"by is {tuple(by.shape)}, but x, {tuple(x.shape)}, needs the same, or a last dimension"
             " of 1"
         )
-    return x * activate(by, activation)
+    return x * in_whole_vectors(lambda part: activate(part, activation), by)
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from quire.kernels import activations
 from quire.kernels.activations import ActivationFunction, Gating
+from quire.kernels.delta_gates import delta_gates
+from quire.kernels.gated_rms_norm import gated_rms_norm
 from quire.kernels.layer_norm import layer_norm
 from quire.kernels.rms_norm import add_rms_norm, rms_norm
 from quire.kernels.routing import RouterSpec, Routing, route
@@ -108,6 +110,26 @@ class Operators(Protocol):
         """logits [T, E], in `dtype`, the model's, or fp32; bias [E] fp32, see `kernels.routing`."""
         ...
 
+    def gated_rms_norm(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        gates_first: bool = False,
+    ) -> torch.Tensor:
+        """x, gate [T, G, D], weight [D] or [G, D] -> [T, G, D], as `kernels.gated_rms_norm` says. x
+        may be overwritten."""
+        ...
+
+    def delta_gates(
+        self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """a, b [T, H], a_log, dt_bias [H] -> (g, beta), each [T, H] fp32, as `kernels.delta_gates`
+        says."""
+        ...
+
 
 class TorchOperators:
     """On any device, and the definition of the others."""
@@ -178,6 +200,22 @@ class TorchOperators:
         dtype: torch.dtype,
     ) -> Routing:
         return route(logits, bias, spec, dtype)
+
+    def gated_rms_norm(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        gates_first: bool = False,
+    ) -> torch.Tensor:
+        return gated_rms_norm(x, gate, weight, eps, gates_first=gates_first)
+
+    def delta_gates(
+        self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return delta_gates(a, b, a_log, dt_bias)
 
 
 TORCH_OPERATORS = TorchOperators()

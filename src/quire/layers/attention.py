@@ -38,8 +38,11 @@ class QKNorm:
 
 
 class Attention(OperatorModule):
-    """One layer's attention block; `layer` is its index in the attention call. qk_norm: None: q and
-    k are rotated as they are."""
+    """One layer's attention block; `layer` is its index in the attention call.
+
+    qk_norm: None: q and k are rotated as they are. is_gated: a fourth projection, of q's size,
+    gates each head's result by its sigmoid (Qwen3-Next).
+    """
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class Attention(OperatorModule):
         *,
         bias: AttentionBias,
         qk_norm: QKNorm | None = None,
+        is_gated: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -65,6 +69,11 @@ class Attention(OperatorModule):
             dtype=dtype,
             device=device,
         )
+        self.gate_proj: Linear | None = None
+        if is_gated:
+            self.gate_proj = Linear(
+                hidden_size, (q_size,), LinearKind.COLUMN, bias=bias.qkv, dtype=dtype, device=device
+            )
         self.o_proj = Linear(
             spec.num_heads * spec.output_dim,
             (hidden_size,),
@@ -105,8 +114,11 @@ class Attention(OperatorModule):
             q = self.operators.gate(q, angles.growth, ActivationFunction.RELU)
         q, k = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in (q, k))
         v = v.unflatten(-1, (-1, self.spec.output_dim))
-        attended = attention(self.layer, q, k, v, self.sinks, self._rotation(angles))
-        output: torch.Tensor = self.o_proj(attended.flatten(-2))
+        attended = attention(self.layer, q, k, v, self.sinks, self._rotation(angles)).flatten(-2)
+        if self.gate_proj is not None:
+            by = self.gate_proj(hidden)
+            attended = self.operators.gate(attended, by, ActivationFunction.SIGMOID)
+        output: torch.Tensor = self.o_proj(attended)
         return output
 
     def _rotation(self, angles: Angles | None) -> Rotation | None:

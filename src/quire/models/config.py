@@ -4,7 +4,7 @@ Each decoder family's config derives from `DecoderConfig` and says its differenc
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -150,6 +150,7 @@ class DecoderConfig(ModelConfig):
     has_sinks: see `AttentionSpec`.
     attention_scale: multiplies q·k; None: one over the root of the head size.
     query_growth: what queries are multiplied by at later positions; None: nothing.
+    has_attention_gate: see `layers.attention`.
     embedding_scale, residual_scale, logits_scale: multiply the embeddings, what each block adds to
         the residual stream, and the logits.
     """
@@ -174,6 +175,7 @@ class DecoderConfig(ModelConfig):
     has_sinks: bool = False
     attention_scale: float | None = None
     query_growth: QueryGrowth | None = None
+    has_attention_gate: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -314,7 +316,12 @@ class DecoderConfig(ModelConfig):
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        return tuple(map(self.attention_spec, range(self.num_layers)))
+        return tuple(map(self.attention_spec, self.attention_layers))
+
+    @property
+    def attention_layers(self) -> Sequence[int]:
+        """The layers that have attention, in the order of the attention call's `layer`."""
+        return range(self.num_layers)
 
     @property
     def norm_of_q_and_k(self) -> QKNorm | None:

@@ -55,6 +55,13 @@ INTEGERS: Mapping[str, Bounds] = {
     "num_labels": Bounds(1, 1 << 20),
     "type_vocab_size": Bounds(1, 16),
     "max_seq_length": Bounds(1, MAX_POSITIONS),
+    "shared_expert_intermediate_size": Bounds(1, 1 << 22),
+    "full_attention_interval": Bounds(1, 4096),
+    "linear_conv_kernel_dim": Bounds(2, 4),  # as `recurrence.state_specs` has it
+    "linear_key_head_dim": Bounds(1, 1 << 14),
+    "linear_value_head_dim": Bounds(16, 1 << 14, multiple_of=16),
+    "linear_num_key_heads": Bounds(1, 1 << 14),
+    "linear_num_value_heads": Bounds(1, 1 << 14),
 }
 
 NUMBERS: Mapping[str, Bounds] = {

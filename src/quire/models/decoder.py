@@ -55,11 +55,12 @@ def make_attention(
 ) -> Attention:
     """Of a layer."""
     return Attention(
-        layer,
+        config.attention_layers.index(layer),
         config.hidden_size,
         config.attention_spec(layer),
         bias=AttentionBias(qkv=config.qkv_bias, output=config.output_bias),
         qk_norm=config.norm_of_q_and_k,
+        is_gated=config.has_attention_gate,
         dtype=dtype,
         device=device,
     )
@@ -168,6 +169,7 @@ class HeadlessDecoder(TextModel):
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.attention_specs = config.attention_specs
+        self.recurrent_specs = config.recurrent_specs
         self.embedding_scale = config.embedding_scale
         self.model = DecoderModel(
             config, self.layer_type, dtype=dtype, device=device, max_model_len=max_model_len

@@ -38,6 +38,7 @@ from quire.models.families.glm import (
     rename_glm4,
 )
 from quire.models.families.granite import GraniteConfig
+from quire.models.families.hybrids import delta_hybrid, qwen3_5, qwen3_next
 from quire.models.families.learned_positions.gpt2 import (
     GPT2Config,
     rename_gpt2,
@@ -123,6 +124,20 @@ def _mixture(
     return ModelEntry(config, DecoderForCausalLM, rename=rename, unstack=unstack)
 
 
+def _delta_hybrid(
+    config: type[ModelConfig], arrangement: Callable[[Any], Arrangement]
+) -> ModelEntry:
+    """Qwen3-Next, and what followed."""
+    return ModelEntry(
+        config,
+        delta_hybrid.DeltaHybridForCausalLM,
+        CHECKPOINT_PARTS | delta_hybrid.DELTA_NET_PARTS,
+        rename=delta_hybrid.rename,
+        arrangement=arrangement,
+        unstack=UnstackedCheckpoint,
+    )
+
+
 def _bert(model: type[TextModel], rename: Rename) -> ModelEntry:
     return ModelEntry(BertConfig, model, _QKV_PARTS, rename=rename)
 
@@ -176,6 +191,9 @@ MODELS: dict[str, ModelEntry] = {
     "Qwen3ForSequenceClassification": ModelEntry(Qwen3Config, DecoderForScores),
     "Qwen3MoeForCausalLM": _mixture(Qwen3MoeConfig),
     "Qwen3Model": _headless(Qwen3Config),
+    "Qwen3NextForCausalLM": _delta_hybrid(qwen3_next.Qwen3NextConfig, qwen3_next.arrangement),
+    "Qwen3_5ForCausalLM": _delta_hybrid(qwen3_5.Qwen35Config, qwen3_5.arrangement),
+    "Qwen3_5MoeForCausalLM": _delta_hybrid(qwen3_5.Qwen35MoeConfig, qwen3_5.arrangement),
     "SmolLM3ForCausalLM": ModelEntry(SmolLM3Config, DecoderForCausalLM),
 }
 

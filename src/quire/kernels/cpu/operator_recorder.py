@@ -3,8 +3,6 @@
 `recorder.py` says what recording is, and adds the rest.
 """
 
-import ctypes
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,19 +10,15 @@ import torch
 from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.cpu.abi import ActivationKind, Epilogue, OpKind
 from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.program import Memory, Operand, Operation, OperationList
-from quire.kernels.cpu.recorded_values import UnrecordableError, Value, Values
+from quire.kernels.cpu.program import Memory, Operand, Operation
+from quire.kernels.cpu.recorded_values import UnrecordableError
+from quire.kernels.cpu.recording import Recording, address_of
 from quire.kernels.operators import RowTable
 from quire.kernels.routing import RouterSpec, Routing
 
 
-class OperatorRecorder:
-    """`kernels.operators.Operators`. dtype: the model's."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._values = Values()
-        self._ops = OperationList()
+class OperatorRecorder(Recording):
+    """`kernels.operators.Operators`."""
 
     def embed(self, table: torch.Tensor | RowTable, indices: torch.Tensor) -> torch.Tensor:
         by_position = indices is self._values.positions
@@ -153,19 +147,6 @@ class OperatorRecorder:
         self._compute(OpKind.LAYER_NORM, operand, out, fields, kept=(weight, bias))
         return out
 
-    def _pair(self, x: torch.Tensor, other: torch.Tensor) -> tuple[Operand, Operand]:
-        """Both operands, of one dtype. Each has as many rows a token as the other."""
-        first, second = self._values.operand(x), self._values.operand(other)
-        if first.memory.dtype != second.memory.dtype or first.num_heads != second.num_heads:
-            raise UnrecordableError("an operator is given two values of different kinds")
-        return first, second
-
-    def _weight_of(self, operand: Operand, weight: torch.Tensor) -> int:
-        """The address of a parameter that has an element for each of the operand's."""
-        if operand.memory.dtype != self._dtype or weight.shape != (operand.width,):
-            raise UnrecordableError("a norm's weight is not like what it multiplies")
-        return self._dense(weight)
-
     def route(
         self,
         logits: torch.Tensor,
@@ -175,36 +156,21 @@ class OperatorRecorder:
     ) -> Routing:
         raise UnrecordableError("the choice of experts is no operation")
 
-    def _new(self, role: str, width: int, dtype: torch.dtype | None = None) -> Value:
-        return self._values.new(Memory(role, width, dtype or self._dtype))
-
-    def _dense(self, parameter: torch.Tensor) -> int:
-        """Its address."""
-        if parameter.dtype != self._dtype or not parameter.is_contiguous():
-            raise UnrecordableError(f"a parameter is {parameter.dtype}, or not contiguous")
-        return parameter.data_ptr()
-
-    def _add(
+    def gated_rms_norm(
         self,
-        kind: OpKind,
-        x: Operand | None,
-        out: Value,
-        fields: Mapping[str, Any],
-        kept: object = None,
-    ) -> None:
-        whole = Operand(out.memory, 0, out.memory.width)
-        self._ops.append(Operation(kind, x, whole, fields, kept))
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        gates_first: bool = False,
+    ) -> torch.Tensor:
+        raise UnrecordableError("a norm with a gate is no operation")
 
-    def _compute(
-        self,
-        kind: OpKind,
-        x: Operand,
-        out: torch.Tensor,
-        fields: Mapping[str, Any],
-        second: Operand | None = None,
-        kept: object = None,
-    ) -> None:
-        self._ops.append(Operation(kind, x, self._values.operand(out), fields, kept, second))
+    def delta_gates(
+        self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise UnrecordableError("the gates of Gated DeltaNet are no operation")
 
 
 def _stores(op: Operation | None, x: Operand, addend: Operand) -> bool:
@@ -216,8 +182,3 @@ def _stores(op: Operation | None, x: Operand, addend: Operand) -> bool:
 
 def _whole(operand: Operand) -> Operand:
     return Operand(operand.memory, 0, operand.memory.width)
-
-
-def address_of(struct: ctypes.Structure) -> int:
-    """Where the structure lies; it must outlive what points to it."""
-    return ctypes.addressof(struct)

@@ -21,7 +21,7 @@ from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, OpKind
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.operator_recorder import OperatorRecorder, address_of
+from quire.kernels.cpu.operator_recorder import OperatorRecorder
 from quire.kernels.cpu.program import (
     Memory,
     Operand,
@@ -30,6 +30,7 @@ from quire.kernels.cpu.program import (
     RowsProgram,
 )
 from quire.kernels.cpu.recorded_values import UnrecordableError
+from quire.kernels.cpu.recording import address_of
 from quire.kernels.rotary import Rotation
 
 

@@ -15,6 +15,7 @@ import torch
 
 from quire.errors import CheckpointError, shown
 from quire.models.checkpoints.source import CheckpointSource
+from quire.models.checkpoints.taken_rows import Taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,13 @@ class Arrangement:
         without a name is left out.
     transposed: linears whose weights are stored as [inputs, outputs].
     order: a linear, or a part of one -> which of the stored outputs is each of ours.
+    taken: a linear in the files -> its parts' names, and what of it each of them takes.
     """
 
     fused: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
     order: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    taken: Mapping[str, Mapping[str, Taken]] = field(default_factory=dict)
 
 
 def from_pairs(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
@@ -45,13 +48,14 @@ def from_pairs(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """Where a tensor lies: outputs [start, start + size) of `name`."""
+    """Where a tensor lies: outputs [start, start + size) of `name`; or what is `taken` of it."""
 
     name: str
     start: int
     size: int
     transposed: bool
     order: torch.Tensor | None
+    taken: Taken | None = None
 
 
 class ArrangedCheckpoint(CheckpointSource):
@@ -75,6 +79,8 @@ class ArrangedCheckpoint(CheckpointSource):
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self._stored[name]
         shape = self._source.shape(stored.name)
+        if stored.taken is not None:
+            return stored.taken.shape(shape)
         return (stored.size, *(shape[:1] if stored.transposed else shape[1:]))
 
     def dtype(self, name: str) -> torch.dtype:
@@ -87,10 +93,16 @@ class ArrangedCheckpoint(CheckpointSource):
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
         stored = self._stored[name]
+        if stored.taken is not None:
+            return self._taken_rows(stored.name, stored.taken, span)
         if stored.transposed or stored.order is not None:
             return self._other_rows(stored, span)
         shifted = range(stored.start + span.start, stored.start + span.stop)
         return self._source.rows(stored.name, shifted)
+
+    @contextmanager
+    def _taken_rows(self, name: str, taken: Taken, span: range) -> Iterator[torch.Tensor]:
+        yield taken.read(lambda rows: self._source.rows(name, rows), span)
 
     @contextmanager
     def _other_rows(self, stored: _StoredTensor, span: range) -> Iterator[torch.Tensor]:
@@ -116,6 +128,9 @@ def _arranged(
     parent, _, linear = path.rpartition(".")
     transposed = linear in arrangement.transposed and len(shape) == 2
     num_outputs = shape[-1] if transposed else shape[0] if shape else 1
+    if linear in arrangement.taken:
+        yield from _taken(name, num_outputs, arrangement.taken[linear])
+        return
     parts = arrangement.fused.get(linear, {linear: num_outputs})
     if sum(parts.values()) != num_outputs:
         raise CheckpointError(
@@ -129,3 +144,20 @@ def _arranged(
         if part or not linear:
             yield ours, _StoredTensor(name, start, size, transposed, arrangement.order.get(part))
         start += size
+
+
+def _taken(
+    name: str, num_rows: int, parts: Mapping[str, Taken]
+) -> Iterator[tuple[str, _StoredTensor]]:
+    """The same, of a tensor whose parts take what they say."""
+    path, _, parameter = name.rpartition(".")
+    parent, _, _ = path.rpartition(".")
+    for part, taken in parts.items():
+        if taken.num_source_rows != num_rows:
+            raise CheckpointError(
+                f"the weights' tensor {shown(name)} has {num_rows} rows, but config.json says "
+                f"{taken.num_source_rows}; the download is not whole, or config.json describes "
+                "another model"
+            )
+        ours = ".".join(filter(None, (parent, part, parameter)))
+        yield ours, _StoredTensor(name, 0, num_rows, False, None, taken)

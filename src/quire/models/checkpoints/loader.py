@@ -21,6 +21,7 @@ from torch import nn
 from quire.errors import CheckpointError
 from quire.formats.dense import DenseMethod
 from quire.hub.model_files import shown_name
+from quire.layers.fused_parameter import FusedParameter
 from quire.layers.linear import Linear, WeightSlot, without_weights
 from quire.layers.sharded import LinearMethods, Sharding
 from quire.models.checkpoints.quantized import refuse_quantized_weights
@@ -143,7 +144,7 @@ def checkpoint_slots(
     slots: dict[str, tuple[WeightSlot, ...]] = {}
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | FusedParameter):
             parts = checkpoint_parts.get(leaf, (leaf,))
             assert len(parts) == len(module.part_sizes), path
             for (parameter, index), slot in module.slots().items():

@@ -1,0 +1,72 @@
+"""A recording under way: its values, its operations, and how the latter are noted.
+
+`recorder.py` says what recording is.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quire.kernels.cpu.abi import OpKind
+from quire.kernels.cpu.program import Memory, Operand, Operation, OperationList
+from quire.kernels.cpu.recorded_values import UnrecordableError, Value, Values
+
+
+class Recording:
+    """What recorders of operators, of attention and of states share. dtype: the model's."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._values = Values()
+        self._ops = OperationList()
+
+    def _pair(self, x: torch.Tensor, other: torch.Tensor) -> tuple[Operand, Operand]:
+        """Both operands, of one dtype. Each has as many rows a token as the other."""
+        first, second = self._values.operand(x), self._values.operand(other)
+        if first.memory.dtype != second.memory.dtype or first.num_heads != second.num_heads:
+            raise UnrecordableError("an operator is given two values of different kinds")
+        return first, second
+
+    def _weight_of(self, operand: Operand, weight: torch.Tensor) -> int:
+        """The address of a parameter that has an element for each of the operand's."""
+        if operand.memory.dtype != self._dtype or weight.shape != (operand.width,):
+            raise UnrecordableError("a norm's weight is not like what it multiplies")
+        return self._dense(weight)
+
+    def _new(self, role: str, width: int, dtype: torch.dtype | None = None) -> Value:
+        return self._values.new(Memory(role, width, dtype or self._dtype))
+
+    def _dense(self, parameter: torch.Tensor) -> int:
+        """Its address."""
+        if parameter.dtype != self._dtype or not parameter.is_contiguous():
+            raise UnrecordableError(f"a parameter is {parameter.dtype}, or not contiguous")
+        return parameter.data_ptr()
+
+    def _add(
+        self,
+        kind: OpKind,
+        x: Operand | None,
+        out: Value,
+        fields: Mapping[str, Any],
+        kept: object = None,
+    ) -> None:
+        whole = Operand(out.memory, 0, out.memory.width)
+        self._ops.append(Operation(kind, x, whole, fields, kept))
+
+    def _compute(
+        self,
+        kind: OpKind,
+        x: Operand,
+        out: torch.Tensor,
+        fields: Mapping[str, Any],
+        second: Operand | None = None,
+        kept: object = None,
+    ) -> None:
+        self._ops.append(Operation(kind, x, self._values.operand(out), fields, kept, second))
+
+
+def address_of(struct: ctypes.Structure) -> int:
+    """Where the structure lies; it must outlive what points to it."""
+    return ctypes.addressof(struct)

@@ -1,0 +1,49 @@
+"""A parameter that is fused of several tensors of a checkpoint.
+
+For what is no linear, but has one row for each of a fused linear's outputs: the taps of a short
+convolution over q, k and v. Each part is sharded by itself, as a linear's parts are. Called by
+`layers.mixers`; filled by `models.checkpoints.loader`.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from quire.formats.weight_format import empty_parameter
+from quire.layers.linear import WeightSlot
+
+
+class FusedParameter(nn.Module):
+    """weight: [sum of the parts, *row_shape], the parts one after the other. bias: [sum of the
+    parts], or None."""
+
+    def __init__(
+        self,
+        part_sizes: tuple[int, ...],
+        row_shape: tuple[int, ...],
+        *,
+        has_bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.part_sizes = part_sizes
+        size = sum(part_sizes)
+        self.weight = empty_parameter((size, *row_shape), dtype, device)
+        self.bias = empty_parameter((size,), dtype, device) if has_bias else None
+
+    def slots(self) -> dict[tuple[str, int], WeightSlot]:
+        """(name, part) -> the place of that tensor of the checkpoint."""
+        found = {}
+        for name, whole in self.named_parameters():
+            start = 0
+            for index, size in enumerate(self.part_sizes):
+                part = whole[start : start + size]
+                slot = WeightSlot(tuple(part.shape), partial(_copy_rows, part))
+                found[name, index], start = slot, start + size
+        return found
+
+
+def _copy_rows(part: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
+    part[first_row : first_row + len(rows)].copy_(rows)

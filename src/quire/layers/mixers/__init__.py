@@ -1,0 +1,1 @@
+"""Layers that mix tokens in other ways than plain attention: through states, or through latents."""

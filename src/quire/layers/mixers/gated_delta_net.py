@@ -1,0 +1,95 @@
+"""Gated DeltaNet: linear attention whose state forgets and corrects itself.
+
+Source: Yang et al., "Gated Delta Networks", 2024; the block of Qwen3-Next and Qwen3.5. One
+projection gives q, k, v, the output's gate z, and per value head b and a. A short convolution goes
+over q, k and v, the gated delta rule over its result, and a norm of each head, gated by z, over the
+rule's.
+
+Shapes: T tokens, H hidden size, Hk key heads, Hv value heads, dk and dv their sizes, C = 2 Hk dk +
+Hv dv channels of the convolution.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.formats.weight_format import empty_parameter
+from quire.layers.linear import Linear, LinearKind
+from quire.layers.mixers.causal_conv import CausalConv
+from quire.layers.norm import RMSNorm
+from quire.layers.operator_module import OperatorModule
+from quire.layers.recurrent import RecurrentModule
+from quire.recurrence.state_specs import GatedDeltaSpec, ShortConvSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSizes:
+    """Of one layer, of a rank's share where there are several."""
+
+    hidden_size: int
+    delta: GatedDeltaSpec
+    conv_width: int
+
+    @property
+    def part_sizes(self) -> tuple[int, int, int]:
+        """Of q, k and v of a token."""
+        keys = self.delta.num_k_heads * self.delta.key_dim
+        return keys, keys, self.delta.num_v_heads * self.delta.value_dim
+
+    @property
+    def conv(self) -> ShortConvSpec:
+        """Over q, k and v."""
+        return ShortConvSpec(sum(self.part_sizes), self.conv_width)
+
+
+class GatedDeltaNet(RecurrentModule, OperatorModule):
+    """One layer's block, in place of attention. layer: of the convolution's state; the rule's is
+    the next."""
+
+    def __init__(
+        self,
+        layer: int,
+        sizes: DeltaNetSizes,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(layer + 1)
+        self.spec, parts = sizes.delta, sizes.part_sizes
+        heads = self.spec.num_v_heads
+        self.part_sizes = (sum(parts), parts[2], heads, heads)
+        self.in_proj = Linear(
+            sizes.hidden_size,
+            (*parts, *self.part_sizes[1:]),
+            LinearKind.COLUMN,
+            bias=False,
+            dtype=dtype,
+            device=device,
+        )
+        self.conv = CausalConv(layer, sizes.conv, parts, has_bias=False, dtype=dtype, device=device)
+        self.A_log = empty_parameter((heads,), dtype, device)
+        self.dt_bias = empty_parameter((heads,), dtype, device)
+        self.norm = RMSNorm(self.spec.value_dim, eps, dtype=dtype, device=device)
+        self.out_proj = Linear(
+            parts[2],
+            (sizes.hidden_size,),
+            LinearKind.ROW,
+            bias=False,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H] -> [T, H]."""
+        spec = self.spec
+        qkv, z, b, a = self.in_proj(hidden).split(self.part_sizes, dim=-1)
+        keys = spec.num_k_heads * spec.key_dim
+        q, k, v = self.conv(qkv).split((keys, keys, qkv.shape[-1] - 2 * keys), dim=-1)
+        q, k = (part.unflatten(-1, (-1, spec.key_dim)) for part in (q, k))
+        v, z = (part.unflatten(-1, (-1, spec.value_dim)) for part in (v, z))
+        g, beta = self.operators.delta_gates(a, b, self.A_log, self.dt_bias)
+        read = self.states.gated_delta(self.layer, q, k, v, g, beta)
+        gated = self.operators.gated_rms_norm(read, z, self.norm.weight, self.norm.eps)
+        output: torch.Tensor = self.out_proj(gated.flatten(-2))
+        return output

@@ -1,0 +1,89 @@
+"""Which rows of a checkpoint's tensor one of a model's is made of.
+
+For what `Arrangement.taken` names: parts that alternate, and heads that are stored transposed.
+Called by `arranged.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+ReadRows = Callable[[range], AbstractContextManager[torch.Tensor]]
+"""Rows of a tensor in the files, lent as `CheckpointSource.rows` lends them."""
+
+_MOST_READ_TOO_MUCH = 2
+"""A range is read as a whole if at most so many times as many rows are read as are wanted."""
+
+
+class Taken(ABC):
+    """What one of our tensors takes of one in the files."""
+
+    @property
+    @abstractmethod
+    def num_source_rows(self) -> int:
+        """Of the tensor in the files."""
+
+    @abstractmethod
+    def shape(self, source: tuple[int, ...]) -> tuple[int, ...]:
+        """Of our tensor. source: the shape in the files, of so many rows."""
+
+    @abstractmethod
+    def read(self, rows: ReadRows, span: range) -> torch.Tensor:
+        """Rows `span` of our tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOf(Taken):
+    """Some rows, in any order. rows: the number of each of them in the files, int64."""
+
+    rows: torch.Tensor
+    num_source_rows: int
+
+    def shape(self, source: tuple[int, ...]) -> tuple[int, ...]:
+        return (len(self.rows), *source[1:])
+
+    def read(self, rows: ReadRows, span: range) -> torch.Tensor:
+        return torch.cat([*_read(rows, self.rows[span.start : span.stop])])
+
+
+def _read(rows: ReadRows, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
+    """In pieces, so that not much more is read than is wanted."""
+    first, last = int(wanted.min()), int(wanted.max())
+    if last - first < _MOST_READ_TOO_MUCH * len(wanted):
+        with rows(range(first, last + 1)) as lent:
+            yield lent[wanted - first]
+        return
+    for half in wanted.chunk(2):
+        yield from _read(rows, half)
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedHeads(Taken):
+    """Of each head some rows, transposed: [heads * I, K] of [heads * stride, I], rows [start,
+    start + K) of each head's stride. I: num_inputs."""
+
+    num_heads: int
+    stride: int
+    start: int
+    num_rows: int
+    num_inputs: int
+
+    @property
+    def num_source_rows(self) -> int:
+        return self.num_heads * self.stride
+
+    def shape(self, source: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.num_heads * prod(source[1:]), self.num_rows)
+
+    def read(self, rows: ReadRows, span: range) -> torch.Tensor:
+        parts, size = [], self.num_inputs
+        for head in range(span.start // size, -(-span.stop // size)):
+            first = head * self.stride + self.start
+            with rows(range(first, first + self.num_rows)) as lent:
+                begin, end = (min(max(at - head * size, 0), size) for at in (span.start, span.stop))
+                parts.append(lent[:, begin:end].t().contiguous())
+        return torch.cat(parts)

@@ -1,0 +1,1 @@
+"""Families whose layers have recurrent states, beside attention or in its place."""

@@ -1,0 +1,200 @@
+"""What Qwen3-Next and Qwen3.5 share: three layers of Gated DeltaNet to one of gated attention.
+
+By Alibaba (model cards of Qwen3-Next-80B-A3B and Qwen3.5). The differences from Qwen3:
+
+- most layers are `layers.mixers.gated_delta_net`; the others have attention whose result is gated;
+- a quarter of each head of q and k rotates;
+- norms are centred at zero: one plus the weight multiplies, but for DeltaNet's own norm.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from quire.attention.interface import AttentionCall
+from quire.errors import CheckpointError, UnsupportedModelError
+from quire.kernels.rotary import Angles
+from quire.layers.experts import MoESpec
+from quire.layers.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
+from quire.layers.residual import ResidualStream
+from quire.models.checkpoints.taken_rows import RowsOf, Taken
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields
+from quire.models.decoder import DecoderForCausalLM, make_attention, make_mlp, make_norm
+from quire.models.layer_kinds import FULL, read_layer_types
+from quire.models.mixture_config import read_num_experts, read_router, replaced
+from quire.recurrence.state_backend import RecurrentSpec
+from quire.recurrence.state_specs import GatedDeltaSpec
+
+LINEAR = "linear_attention"
+DELTA_NET_PARTS = {
+    "in_proj": ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "conv_taps": ("q_taps", "k_taps", "v_taps"),
+}
+"""Our fused tensors -> their parts, as the families' arrangements name them."""
+PARTIAL_ROTARY = 0.25
+_NAMES = {".mlp.shared_expert.": ".mlp.shared_experts."}
+DEFAULTS = {"head_dim": 256}
+MOE_DEFAULTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 512}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaHybridConfig(DecoderConfig):
+    """layer_types: LINEAR or FULL for each layer. delta: of one LINEAR layer. conv_width: taps of
+    its convolution."""
+
+    layer_types: tuple[str, ...]
+    delta: GatedDeltaSpec
+    conv_width: int
+
+    @classmethod
+    def read_hybrid(cls, fields: ConfigFields, **difference: Any) -> Self:
+        """As `read`, with the fields that these families share."""
+        interval = fields.integer("full_attention_interval", 4)
+        kinds = read_layer_types(
+            fields, lambda layer: LINEAR if (layer + 1) % interval else FULL, (LINEAR, FULL)
+        )
+        fields.choice("mamba_ssm_dtype", "float32", ("float32",))
+        if not fields.flag("attn_output_gate", True):
+            raise UnsupportedModelError(
+                "config.json: attn_output_gate is false, but transformers has no such model"
+            )
+        attention_bias = fields.flag("attention_bias", False)
+        config = cls.read(
+            fields,
+            partial_rotary=PARTIAL_ROTARY,
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            has_attention_gate=True,
+            qk_norm="head",
+            norm_offset=1.0,
+            layer_types=kinds,
+            delta=read_delta(fields),
+            conv_width=fields.integer("linear_conv_kernel_dim", 4),
+            **difference,
+        )
+        config.check_size(config.hidden_size * 4 * sum(config.delta_net.part_sizes))
+        return config
+
+    @property
+    def delta_net(self) -> DeltaNetSizes:
+        """Of a LINEAR layer."""
+        return DeltaNetSizes(self.hidden_size, self.delta, self.conv_width)
+
+    @property
+    def recurrent_specs(self) -> tuple[RecurrentSpec, ...]:
+        sizes = self.delta_net
+        return (sizes.conv, sizes.delta) * self.layer_types.count(LINEAR)
+
+    @property
+    def attention_layers(self) -> Sequence[int]:
+        return [layer for layer, kind in enumerate(self.layer_types) if kind == FULL]
+
+    def recurrent_index(self, layer: int) -> int:
+        """Of a LINEAR layer's first state in `recurrent_specs`."""
+        return 2 * self.layer_types[:layer].count(LINEAR)
+
+    def why_not_split(self, num_ranks: int) -> str | None:
+        if self.delta.num_k_heads % num_ranks:
+            return (
+                f"the model's {self.delta.num_k_heads} key heads of linear attention can't be "
+                "shared out equally"
+            )
+        return DecoderConfig.why_not_split(self, num_ranks)
+
+    def share_of(self, rank: int, num_ranks: int) -> Self:
+        delta = replace(
+            self.delta,
+            num_k_heads=self.delta.num_k_heads // num_ranks,
+            num_v_heads=self.delta.num_v_heads // num_ranks,
+        )
+        return replace(DecoderConfig.share_of(self, rank, num_ranks), delta=delta)
+
+
+def read_delta(fields: ConfigFields) -> GatedDeltaSpec:
+    """The heads of linear attention."""
+    num_k_heads = fields.integer("linear_num_key_heads", 16)
+    num_v_heads = fields.integer("linear_num_value_heads", 32)
+    if num_v_heads % num_k_heads:
+        raise CheckpointError(
+            f"config.json: linear_num_value_heads is {num_v_heads}, but must be a multiple of "
+            f"linear_num_key_heads, {num_k_heads}"
+        )
+    sizes = fields.integer("linear_key_head_dim", 128), fields.integer("linear_value_head_dim", 128)
+    return GatedDeltaSpec(num_k_heads, num_v_heads, *sizes)
+
+
+class DeltaHybridLayer(nn.Module):
+    """A mixer and an MLP; each reads the norm of the residual stream, and is added to it."""
+
+    def __init__(
+        self, config: DeltaHybridConfig, layer: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.linear_attn: GatedDeltaNet | None = None
+        if config.layer_types[layer] == LINEAR:
+            self.linear_attn = GatedDeltaNet(
+                config.recurrent_index(layer),
+                config.delta_net,
+                config.rms_norm_eps,
+                dtype=dtype,
+                device=device,
+            )
+        else:
+            self.self_attn = make_attention(config, layer, dtype=dtype, device=device)
+        self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
+
+    def forward(
+        self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
+    ) -> None:
+        """Adds to the stream."""
+        normed = stream.normed(self.input_layernorm)
+        if self.linear_attn is not None:
+            stream.add(self.linear_attn(normed))
+        else:
+            stream.add(self.self_attn(normed, angles, attention))
+        stream.add(self.mlp(stream.normed(self.post_attention_layernorm)))
+
+
+class DeltaHybridForCausalLM(DecoderForCausalLM):
+    """Of layers with states and layers with attention."""
+
+    layer_type = DeltaHybridLayer
+
+
+def read_mixture(fields: ConfigFields, *, num_experts: int, renormalizes: bool) -> MoESpec:
+    """Experts beside one that all tokens have, to a share that it gates itself. num_experts: where
+    the config is silent."""
+    router = read_router(
+        fields, read_num_experts(fields, num_experts), renormalizes=renormalizes, rounds=True
+    )
+    return MoESpec(
+        router=router,
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        shared_size=fields.integer("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )
+
+
+def rename(name: str) -> str | None:
+    """The names in files -> ours. Leaves out the layers that predict further tokens, as
+    transformers does."""
+    return None if name.startswith("mtp.") else replaced(name, _NAMES)
+
+
+def conv_parts(config: DeltaHybridConfig) -> dict[str, int]:
+    """Of a convolution's channels."""
+    keys, _, values = config.delta_net.part_sizes
+    return {"conv.q_taps": keys, "conv.k_taps": keys, "conv.v_taps": values}
+
+
+def gated_query(config: DeltaHybridConfig) -> dict[str, Taken]:
+    """q and its gate, of which each head has both in turn."""
+    size = 2 * config.num_heads * config.head_dim
+    query, gate = torch.arange(size).view(config.num_heads, 2, config.head_dim).unbind(1)
+    return {"q_proj": RowsOf(query.flatten(), size), "gate_proj": RowsOf(gate.flatten(), size)}

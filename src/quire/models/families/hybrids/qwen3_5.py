@@ -1,0 +1,70 @@
+"""Qwen3.5, its text: Qwen3-Next with other tensors for its states; dense, or of experts.
+
+By Alibaba (model cards of Qwen3.5). `delta_hybrid.py` says what its layers are. All MLPs of a model
+are plain ones, or all are mixtures.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.models.checkpoints.arranged import Arrangement
+from quire.models.config_fields import ConfigFields
+from quire.models.families.hybrids.delta_hybrid import (
+    DEFAULTS,
+    MOE_DEFAULTS,
+    DeltaHybridConfig,
+    conv_parts,
+    gated_query,
+    read_mixture,
+)
+from quire.models.mixture_config import by_layer
+
+_MTP_FIELDS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+"""Of layers that predict further tokens, which are left out."""
+_NO_DENSE_LAYER = {"intermediate_size": 512}
+"""Configs of mixtures don't have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen35Config(DeltaHybridConfig):
+    """Of the dense ones."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        return cls.read_hybrid(read_fields(raw))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen35MoeConfig(DeltaHybridConfig):
+    """Of those of experts."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = read_fields({**MOE_DEFAULTS, **_NO_DENSE_LAYER, **raw})
+        mixture = read_mixture(fields, num_experts=256, renormalizes=True)
+        return cls.read_hybrid(fields, mixtures=by_layer(fields, mixture, lambda _: True))
+
+
+def read_fields(raw: Mapping[str, Any]) -> ConfigFields:
+    """Without what says how positions of images rotate: those of text are a number each, for which
+    all sections rotate alike."""
+    changed = {**DEFAULTS, **raw}
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(name)
+        if isinstance(rope, dict):
+            changed[name] = {key: rope[key] for key in rope if not key.startswith("mrope_")}
+    fields = ConfigFields(changed)
+    for name in _MTP_FIELDS:
+        fields.value(name)
+    return fields
+
+
+def arrangement(config: DeltaHybridConfig) -> Arrangement:
+    """Takes q and its gate apart, and the parts of linear attention that lie one after another."""
+    keys, _, values = config.delta_net.part_sizes
+    projected = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}
+    return Arrangement(
+        fused={"in_proj_qkv": projected, "conv1d": conv_parts(config)},
+        taken={"q_proj": gated_query(config)},
+    )

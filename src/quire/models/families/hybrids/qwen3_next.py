@@ -1,0 +1,73 @@
+"""Qwen3-Next: Gated DeltaNet, gated attention, and mixtures of many small experts.
+
+By Alibaba (model card of Qwen3-Next-80B-A3B). `delta_hybrid.py` says what its layers are. Beside
+that the MLP of every `decoder_sparse_step`-th layer, but for `mlp_only_layers`, is a mixture.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from quire.models.checkpoints.arranged import Arrangement
+from quire.models.checkpoints.taken_rows import RowsOf, Taken
+from quire.models.config_fields import ConfigFields
+from quire.models.families.hybrids.delta_hybrid import (
+    DEFAULTS,
+    MOE_DEFAULTS,
+    DeltaHybridConfig,
+    conv_parts,
+    gated_query,
+    read_mixture,
+)
+from quire.models.mixture_config import by_layer, read_layer_list
+
+_DEFAULTS = {**DEFAULTS, **MOE_DEFAULTS, "num_experts_per_tok": 10, "decoder_sparse_step": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3NextConfig(DeltaHybridConfig):
+    """Nothing more."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = ConfigFields({**_DEFAULTS, **raw})
+        step = fields.integer("decoder_sparse_step")
+        dense = read_layer_list(fields, "mlp_only_layers")
+        mixture = read_mixture(
+            fields, num_experts=512, renormalizes=fields.flag("norm_topk_prob", True)
+        )
+        return cls.read_hybrid(
+            fields,
+            mixtures=by_layer(
+                fields, mixture, lambda layer: layer not in dense and (layer + 1) % step == 0
+            ),
+        )
+
+
+def arrangement(config: Qwen3NextConfig) -> Arrangement:
+    """Takes apart what each key head has in turn: q, k, v and z of its value heads; b and a."""
+    delta = config.delta
+    repeats = delta.num_v_heads // delta.num_k_heads
+    values = repeats * delta.value_dim
+    sizes = (delta.key_dim, delta.key_dim, values, values)
+    return Arrangement(
+        fused={"conv1d": conv_parts(config)},
+        taken={
+            "in_proj_qkvz": _in_turn(delta.num_k_heads, "qkvz", sizes),
+            "in_proj_ba": _in_turn(delta.num_k_heads, "ba", (repeats, repeats)),
+            "q_proj": gated_query(config),
+        },
+    )
+
+
+def _in_turn(num_heads: int, parts: str, sizes: tuple[int, ...]) -> dict[str, Taken]:
+    """Of each head, so many rows of each part."""
+    total = num_heads * sum(sizes)
+    rows = torch.arange(total).view(num_heads, -1)
+    found, start = {}, 0
+    for part, size in zip(parts, sizes, strict=True):
+        found[f"in_proj_{part}"] = RowsOf(rows[:, start : start + size].flatten(), total)
+        start += size
+    return dict(found)
