@@ -1,10 +1,30 @@
-"""What a folder is served as."""
+"""What a model is served as, and what is refused before its weights are fetched."""
 
 import json
 import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.hub.conftest import SHARDS, model_files
+from tests.hub.conftest import start_hub as start_hub
+from tests.hub.hub_server import FakeHub
 
 from quire.assembly.model_kind import choose_kind
+from quire.errors import CheckpointError, QuireError, UnsupportedModelError
 from quire.options.engine_options import EngineOptions
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
 
 TEXT = {
     "model_type": "llama",
@@ -17,7 +37,9 @@ TEXT = {
 }
 
 
-def test_a_multimodal_model_is_served_for_text_and_that_is_said(tmp_path, caplog):
+def test_a_multimodal_model_is_served_for_text_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     names = ["LlavaForConditionalGeneration"]
     config = {"architectures": names, "text_config": TEXT, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -29,3 +51,50 @@ def test_a_multimodal_model_is_served_for_text_and_that_is_said(tmp_path, caplog
     assert record.getMessage().startswith(
         "LlavaForConditionalGeneration is served for text, by its language model (LlamaForCausalLM)"
     )
+
+
+def _hub(start: Callable[[FakeHub], FakeHub], **changes: Any) -> FakeHub:
+    return start(FakeHub(model_files() | {"config.json": json.dumps(LLAMA | changes).encode()}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["NobodysForCausalLM"]}, "NobodysForCausalLM"),
+        ({"some_new_field": 1}, "some_new_field"),
+        ({"quantization_config": {"quant_method": "awq"}}, "AWQ"),
+    ],
+)
+def test_what_is_not_served_is_refused_before_its_weights_are_fetched(
+    changes: dict[str, Any], expected: str, start_hub: Callable[[FakeHub], FakeHub]
+) -> None:
+    hub = _hub(start_hub, **changes)
+    with pytest.raises(UnsupportedModelError, match=expected):
+        choose_kind(EngineOptions(model="org/model"))
+    assert "config.json" in hub.fetched() and not {*hub.fetched()} & {*SHARDS}
+
+
+@pytest.mark.parametrize("elsewhere", [{"tokenizer": "a/folder"}, {"skip_tokenizer_init": True}])
+def test_a_missing_tokenizer_matters_where_it_is_read(
+    elsewhere: dict[str, Any], start_hub: Callable[[FakeHub], FakeHub]
+) -> None:
+    hub = _hub(start_hub)
+    del hub.files["tokenizer.json"]
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        choose_kind(EngineOptions(model="org/model"))
+    assert not {*hub.fetched()} & {*SHARDS}
+    kind = choose_kind(EngineOptions(model="org/model", **elsewhere))
+    assert kind.config.architecture == "LlamaForCausalLM"
+    assert {*hub.fetched()} >= {*SHARDS}
+
+
+def test_progress_of_a_download_is_told(start_hub: Callable[[FakeHub], FakeHub]) -> None:
+    _hub(start_hub)
+    told = []
+    choose_kind(EngineOptions(model="org/model"), lambda *report: told.append(report))
+    assert told[-1] == ("downloading org/model", 500_000, 500_000)
+
+
+def test_a_folder_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(QuireError, match=r"has no config\.json"):
+        choose_kind(EngineOptions(model=str(tmp_path)))

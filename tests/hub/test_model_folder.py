@@ -1,10 +1,13 @@
-"""Where a model's name leads. The hub itself is never called."""
+"""Where a model's name leads. In place of the hub answers a server on a loopback port."""
 
 import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -13,22 +16,18 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from tests.hub.conftest import SHARDS, model_files
+from tests.hub.hub_server import COMMIT, FakeHub
 
-from quire.errors import CheckpointError, ConfigurationError
-from quire.hub.model_folder import EMBEDDED_MODEL, resolve_model_folder
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """The calls that reached the hub's client, which answers with a folder."""
-    calls = []
-
-    def snapshot_download(name, **options):
-        calls.append((name, options))
-        return str(tmp_path / "snapshot")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    return calls
+from quire.errors import CheckpointError, ConfigurationError, UnsupportedModelError
+from quire.hub import fetching, repository
+from quire.hub.found_model import FoundModel
+from quire.hub.model_folder import (
+    EMBEDDED_MODEL,
+    find_model,
+    resolve_model_folder,
+    resolve_text_folder,
+)
 
 
 def test_no_name_is_the_embedded_model(hub):
@@ -37,7 +36,7 @@ def test_no_name_is_the_embedded_model(hub):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in folder.iterdir()
     }
-    assert not hub
+    assert not hub.requests
 
 
 def test_a_folder_is_itself(hub, tmp_path, monkeypatch):
@@ -47,46 +46,160 @@ def test_a_folder_is_itself(hub, tmp_path, monkeypatch):
     assert resolve_model_folder(str(tmp_path / "org")) == tmp_path / "org"
     assert resolve_model_folder("org/model") == Path("org/model")
     assert resolve_model_folder("~/org/model") == tmp_path / "org" / "model"
-    assert not hub
+    assert not hub.requests
 
 
-def test_a_hub_id_is_fetched_without_pickles(hub, tmp_path):
-    assert resolve_model_folder("org/model", revision="v2") == tmp_path / "snapshot"
-    [(name, options)] = hub
-    assert (name, options["revision"]) == ("org/model", "v2")
-    assert options["allow_patterns"] == ["*.safetensors", "*.json", "*.jinja"]
+TEXT = {
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("1_Pooling/config.json", "model.safetensors.index.json"),
+}
+
+
+def _names(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+def test_a_hub_id_is_fetched_without_what_is_not_needed(revision, hub, cache):
+    folder = resolve_model_folder("org/model", revision, needs_tokenizer=True)
+    assert folder == cache / "models--org--model" / "snapshots" / COMMIT
+    assert _names(folder) == TEXT | {*SHARDS}
+    for name in _names(folder):
+        assert (folder / name).read_bytes() == hub.files[name]
+    assert {*hub.fetched()} == TEXT | {*SHARDS}
+    hub.requests.clear()
+    assert resolve_model_folder("org/model", revision) == folder
+    assert not hub.fetched()
+
+
+def test_the_small_files_come_first_and_are_checked(hub):
+    seen = []
+
+    def check(folder):
+        seen.append(_names(folder))
+        raise UnsupportedModelError("not this one")
+
+    with pytest.raises(UnsupportedModelError, match="not this one"):
+        resolve_model_folder("org/model", check=check)
+    assert seen == [TEXT]
+    assert {*hub.fetched()} == TEXT
+
+
+def test_a_model_is_found_without_its_weights(hub):
+    found = find_model("org/model")
+    assert _names(found.folder) == TEXT
+    assert (found.has_weights, found.revision) == (False, COMMIT)
+    assert resolve_model_folder("org/model", found.revision) == found.folder
+    assert find_model("org/model") == FoundModel(found.folder, True, COMMIT)
+
+
+def test_of_a_tokenizer_only_small_files_are_fetched(hub):
+    assert _names(resolve_text_folder("org/model")) == TEXT
+    del hub.files["tokenizer.json"]
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json.*--tokenizer"):
+        resolve_text_folder("org/model", "main")
+
+
+def _without(*names):
+    return lambda files: [files.pop(name) for name in names]
 
 
 @pytest.mark.parametrize(
-    ("file", "wanted"),
+    ("change", "expected"),
     [
-        ("model-00001-of-00002.safetensors", True),
-        ("model.safetensors.index.json", True),
-        ("tokenizer.json", True),
-        ("chat_template.jinja", True),
-        ("pytorch_model.bin", False),
-        ("model.pt", False),
-        ("consolidated.safetensors", False),
-        ("original/params.json", False),
-        ("modeling_custom.py", False),
+        (_without("tokenizer.json"), r"org/model has no tokenizer\.json"),
+        (_without("config.json", "tokenizer.json"), "has neither config.json nor"),
+        (_without("model.safetensors.index.json"), r"only as pickles \(model\.pth, pytorch_mod"),
+        (
+            _without("model.safetensors.index.json", "pytorch_model.bin", "model.pth"),
+            "only in GGUF format",
+        ),
+        (
+            _without(
+                *("model.safetensors.index.json", "pytorch_model.bin"), "model.pth", "model.gguf"
+            ),
+            "has no weights: neither model.safetensors nor",
+        ),
+        (_without(SHARDS[1]), f"names 2 files, of which {SHARDS[1]} does not exist"),
+        (_without(*SHARDS), f"names 2 files, of which {SHARDS[0]}, {SHARDS[1]} do not exist"),
     ],
 )
-def test_the_patterns_choose_the_files_that_are_read(file, wanted, hub):
-    resolve_model_folder("org/model")
-    options = hub[0][1]
-    chosen = huggingface_hub.utils.filter_repo_objects(
-        [file], allow_patterns=options["allow_patterns"], ignore_patterns=options["ignore_patterns"]
+def test_what_is_missing_is_said_before_weights_are_fetched(change, expected, hub):
+    change(hub.files)
+    with pytest.raises(CheckpointError, match=expected):
+        resolve_model_folder("org/model", needs_tokenizer=True)
+    assert not {*hub.fetched()} - TEXT
+
+
+def test_a_gated_model_is_said_before_weights_are_fetched(start_hub):
+    hub = start_hub(FakeHub(model_files(), gated=True))
+    with pytest.raises(CheckpointError, match=r"accepted its terms.*HF_TOKEN=\.\.\."):
+        resolve_model_folder("org/model")
+    assert not {*hub.fetched()} - TEXT
+
+
+def test_a_token_is_sent(start_hub, monkeypatch):
+    hub = start_hub(FakeHub(model_files(), token="hf_secret"))
+    with pytest.raises(CheckpointError, match=r"no such model, or shows it only to its owners"):
+        resolve_model_folder("org/model")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert _names(resolve_model_folder("org/model")) == TEXT | {*SHARDS}
+    assert {*hub.fetched()} == TEXT | {*SHARDS}
+
+
+def test_a_revision_that_is_not_there_is_said(hub):
+    with pytest.raises(CheckpointError, match=r"revision 'v9', .* no such revision"):
+        resolve_model_folder("org/model", "v9")
+
+
+def test_a_model_that_was_fetched_is_served_without_the_hub(hub, monkeypatch):
+    folder = resolve_model_folder("org/model")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert resolve_model_folder("org/model") == folder
+    assert find_model("org/model").has_weights
+    assert resolve_text_folder("org/model") == folder
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert resolve_model_folder("org/model") == folder
+
+
+def test_half_a_model_is_not_served_without_the_hub(hub, monkeypatch):
+    folder = resolve_model_folder("org/model")
+    (folder / SHARDS[1]).unlink()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(CheckpointError, match=f"of which {SHARDS[1]} does not exist"):
+        resolve_model_folder("org/model")
+    with pytest.raises(CheckpointError, match=r"the hub can't be reached .*refused"):
+        resolve_model_folder("org/other")
+
+
+def test_the_environment_names_the_hub(hub, tmp_path):
+    """As a whole process reads it."""
+    code = "from quire.hub.model_folder import resolve_model_folder as f; print(f('org/model'))"
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert list(chosen) == ([file] if wanted else [])
+    assert _names(Path(done.stdout.strip())) == TEXT | {*SHARDS}
+    assert done.stdout.startswith(str(tmp_path / "home"))
 
 
 def _refusal(monkeypatch, error, name="org/model", revision=None):
     """What is said where the hub's client raises `error`."""
 
-    def fail(name, **options):
+    def fail(name, *arguments, **options):
         raise error
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    if isinstance(error, OSError) and error.errno is not None:  # of files, not of the network
+        listed = repository.Repository(name, revision, COMMIT, dict.fromkeys(model_files()))
+        monkeypatch.setattr(fetching, "list_repository", lambda name, revision: listed)
+        monkeypatch.setattr(repository, "snapshot_download", fail)
+    else:
+        monkeypatch.setattr(fetching, "list_repository", fail)
     with pytest.raises(CheckpointError) as caught:
         resolve_model_folder(name, revision=revision)
     message = str(caught.value)
@@ -97,7 +210,8 @@ def _refusal(monkeypatch, error, name="org/model", revision=None):
 def test_what_the_hub_can_not_give_says_both_ways(monkeypatch):
     message = _refusal(monkeypatch, ConnectionError("refused\nby it"), revision="v2")
     assert "'org/model', revision 'v2', is not a folder here" in message
-    assert "refused by it" in message
+    assert "can't be reached" in message and "refused by it" in message
+    message = _refusal(monkeypatch, ValueError("odd"))
     assert "name a folder" in message and "a hub id such as" in message
 
 
@@ -147,7 +261,7 @@ def test_a_path_that_leads_nowhere_is_no_matter_of_the_hub(name, hub):
         resolve_model_folder(name)
     assert "a hub id such as" in str(caught.value)
     assert ("nor is there a folder /no/such" in str(caught.value)) is (name == "/no/such/folder")
-    assert not hub
+    assert not hub.requests
 
 
 def test_a_gguf_file_is_called_so(hub, tmp_path):
@@ -159,7 +273,7 @@ def test_a_gguf_file_is_called_so(hub, tmp_path):
         assert "--quantization int4" in str(caught.value)
     with pytest.raises(CheckpointError, match="in GGUF format"):
         resolve_model_folder("org/model-q4.gguf")
-    assert not hub
+    assert not hub.requests
 
 
 def test_a_file_of_a_model_is_answered_with_its_folder(hub, tmp_path):
@@ -167,7 +281,7 @@ def test_a_file_of_a_model_is_answered_with_its_folder(hub, tmp_path):
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"but a model is a folder .* the folder: {tmp_path}"):
         resolve_model_folder(str(path))
-    assert not hub
+    assert not hub.requests
 
 
 @pytest.mark.parametrize("local", [True, False])

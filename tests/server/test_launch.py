@@ -5,10 +5,12 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import httpx
 import psutil
@@ -17,6 +19,9 @@ from tests.engine_client.fake_engine_process import COMMAND as FAKE
 from tests.server.launching import WAIT_S, launched
 
 from quire.errors import CheckpointError, ConfigurationError
+from quire.hub.found_model import FoundModel
+from quire.hub.model_folder import EMBEDDED_MODEL
+from quire.server import launch
 from quire.server.config import ServerConfig
 from quire.server.launch import _return_memory, _say, _url, make_plan, serve
 
@@ -324,3 +329,15 @@ def test_a_line_that_cannot_be_written_ends_nothing():
     with open("/dev/full", "w") as full:
         _say("lost", full)
         _say("lost as well", full)  # and closing it, which flushes, raises nothing either
+
+
+def test_weights_that_are_not_here_are_the_engines_to_fetch(monkeypatch, tmp_path):
+    shutil.copytree(EMBEDDED_MODEL, tmp_path / "snapshot")
+    found = FoundModel(tmp_path / "snapshot", has_weights=False, revision="abc")
+    monkeypatch.setattr(launch, "find_model", lambda *name, needs_tokenizer: found)
+    plan = make_plan({"model": "org/model", "revision": "main"}, ServerConfig())
+    assert (plan.options.model, plan.options.revision) == ("org/model", "abc")
+    assert plan.model_names == ("org/model",)
+    monkeypatch.setattr(launch, "find_model", lambda *name, **_: replace(found, has_weights=True))
+    plan = make_plan({"model": "org/model", "revision": "main"}, ServerConfig())
+    assert (plan.options.model, plan.options.revision) == (str(tmp_path / "snapshot"), None)

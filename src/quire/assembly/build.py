@@ -41,7 +41,7 @@ from quire.engine_client.device_ledger import TYPICAL_REQUEST_TOKENS
 from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.messages import OnProgress
 from quire.errors import InsufficientMemoryError
-from quire.hub.model_folder import resolve_model_folder
+from quire.hub.model_folder import resolve_text_folder
 from quire.models.checkpoints.readers import open_checkpoint
 from quire.models.config import ModelConfig
 from quire.models.generation_config import GenerationConfig, load_generation_config
@@ -93,7 +93,7 @@ def build_engine(
     policy = find_policy(checked.scheduling_policy)  # before a model is fetched
     check_host_tier(checked)
     with _named_out_of_memory(checked):
-        kind = choose_kind(checked)
+        kind = choose_kind(checked, on_progress)
         generation = load_generation_config(kind.folder)
         compiler = None
         if not checked.skip_tokenizer_init:
@@ -224,7 +224,7 @@ def _grammar_work(compiler: SharedCompiler, limits: ModelLimits) -> GrammarWork:
 def tokenizer_folder(checked: EngineOptions) -> Path:
     """Of the tokenizer that the options name."""
     revision = None if checked.tokenizer else checked.revision
-    return resolve_model_folder(checked.tokenizer or checked.model, revision)
+    return resolve_text_folder(checked.tokenizer or checked.model, revision)
 
 
 def _build_ranks(

@@ -4,12 +4,14 @@ Called by `build`, in every rank.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from quire.assembly.config_overrides import settle_overrides
 from quire.core.pooling import Activation, ModelPooling, PairForm
 from quire.errors import ConfigurationError
-from quire.hub.model_folder import resolve_model_folder
+from quire.hub.found_model import OnProgress
+from quire.hub.model_folder import resolve_model_folder, resolve_text_folder
 from quire.models.checkpoints.readers import find_reader
 from quire.models.config import ModelConfig
 from quire.models.config_fields import overridden
@@ -42,11 +44,18 @@ class ModelKind:
     generates: bool
 
 
-def choose_kind(options: EngineOptions) -> ModelKind:
-    """Of the model that the options name. Raises ConfigurationError and its kinds."""
+def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -> ModelKind:
+    """Of the model that the options name, fetched if need be, which on_progress is told of; None: a
+    bar on stderr. Raises ConfigurationError and its kinds, before weights are fetched."""
     options = settle_overrides(options)
     overrides = options.hf_overrides
-    folder = resolve_model_folder(options.model, options.revision)
+    folder = resolve_model_folder(
+        options.model,
+        options.revision,
+        check=partial(load_config, overrides=overrides),
+        needs_tokenizer=options.tokenizer is None and not options.skip_tokenizer_init,
+        on_progress=on_progress,
+    )
     said = read_pooling_folder(folder) if has_modules(folder) else None
     config = load_config(folder, overrides=overrides)
     if config.wrapper is not None:
@@ -95,7 +104,7 @@ def _pooling(
 def _token_ids(options: EngineOptions, words: str) -> tuple[int, ...]:
     source = options.tokenizer or options.model
     revision = None if options.tokenizer else options.revision
-    tokenizer = Tokenizer.from_folder(resolve_model_folder(source, revision))
+    tokenizer = Tokenizer.from_folder(resolve_text_folder(source, revision))
     found: list[int] = []
     for word in words.split(","):
         token_ids = tokenizer.encode(word, add_special_tokens=False)

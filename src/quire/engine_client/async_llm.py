@@ -22,7 +22,7 @@ from quire.engine_client.messages import ClearPrefixes, SetPaused
 from quire.engine_client.outputs import OutputSnapshots, RequestAssembler
 from quire.engine_client.results import RequestMetrics, RequestOutput
 from quire.errors import EngineDeadError, InvalidRequestError, QuireError, unknown_name
-from quire.hub.model_folder import resolve_model_folder
+from quire.hub.model_folder import resolve_text_folder
 from quire.option_fields import takes_arguments_of
 from quire.options.engine_options import EngineOptions
 from quire.options.foreign_methods import FOREIGN_METHODS
@@ -97,7 +97,7 @@ class AsyncLLM:
             named = self.options.tokenizer is not None
             source = self.options.tokenizer if named else self.options.model
             revision = None if named else self.options.revision
-            self._tokenizer = Tokenizer.from_folder(resolve_model_folder(source, revision))
+            self._tokenizer = Tokenizer.from_folder(resolve_text_folder(source, revision))
         self._seeds = random.Random(self.options.seed)
         self._open: dict[str, _OpenRequest] = {}
         self._may_begin = asyncio.Event()

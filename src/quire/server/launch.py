@@ -18,7 +18,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 import uvicorn
@@ -28,7 +27,8 @@ from quire.engine_client.async_engine import AsyncEngine
 from quire.engine_client.grammars import SharedCompiler
 from quire.engine_client.recovery import RecoveryConfig
 from quire.errors import ConfigurationError, QuireError, ServerDrainingError
-from quire.hub.model_folder import resolve_model_folder
+from quire.hub.found_model import FoundModel
+from quire.hub.model_folder import find_model, resolve_text_folder
 from quire.observability import log
 from quire.observability.spans import Spans, open_spans
 from quire.options.engine_options import EngineOptions
@@ -104,7 +104,7 @@ class _ModelFiles:
     out whether a grammar can be obeyed, before the engine has said how many tokens the model has.
     """
 
-    folder: Path
+    model: FoundModel
     tokenizer: Tokenizer
     grammars: SharedCompiler
     chat_template: ChatTemplate
@@ -138,7 +138,8 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
     files = _load_files(options, server)
     names = server.served_model_name or (options.model or EMBEDDED_MODEL_NAME,)
     if options.model is not None:  # the engine need not look it up, or fetch it, once more
-        options = replace(options, model=str(files.folder), revision=None)
+        model, revision = files.model.named_for_others(options.model)
+        options = replace(options, model=model, revision=revision)
     return ServerPlan(
         options,
         server,
@@ -167,10 +168,9 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
 
 
 def _load_files(options: EngineOptions, server: ServerConfig) -> _ModelFiles:
-    folder = resolve_model_folder(options.model, options.revision)
-    text_folder = folder
-    if options.tokenizer is not None:
-        text_folder = resolve_model_folder(options.tokenizer)
+    own = options.tokenizer is None
+    model = find_model(options.model, options.revision, needs_tokenizer=own)
+    text_folder = model.folder if own else resolve_text_folder(options.tokenizer)
     tokenizer = Tokenizer.from_folder(text_folder, remembers_words=False)
     if server.chat_template_file is None:
         template = ChatTemplate.from_folder(text_folder)
@@ -181,7 +181,7 @@ def _load_files(options: EngineOptions, server: ServerConfig) -> _ModelFiles:
         template, tokenizer, fields, server.tool_call_parser, server.reasoning_parser
     )
     grammars = SharedCompiler(lambda: tokenizer, tokenizer.vocab_size)
-    return _ModelFiles(folder, tokenizer, grammars, template, dialect, fields)
+    return _ModelFiles(model, tokenizer, grammars, template, dialect, fields)
 
 
 async def _serve(plan: ServerPlan, sock: socket.socket) -> int:

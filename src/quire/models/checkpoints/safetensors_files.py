@@ -14,15 +14,12 @@ from pathlib import Path
 
 import torch
 
-from quire.errors import CheckpointError, shown
-from quire.hub.model_files import GGUF_ADVICE, read_json_object, shown_name
+from quire.errors import CheckpointError
+from quire.hub.model_files import shown_name
+from quire.hub.weight_files import INDEX_FILE, SINGLE_FILE, weight_paths
 from quire.models.checkpoints.safetensors_header import read_header
 from quire.models.checkpoints.source import CheckpointSource
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-
-_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -94,7 +91,7 @@ class SafetensorsFiles(CheckpointSource):
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, _MappedFile] = {}
-        for path in _weight_files(folder):
+        for path in weight_paths(folder):
             file = _MappedFile(path)
             for name in file.tensors:
                 if name in self._files:
@@ -114,52 +111,3 @@ class SafetensorsFiles(CheckpointSource):
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
         """As they are stored."""
         return self._files[name].rows(name, span)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / SINGLE_FILE).exists():
-        return [folder / SINGLE_FILE]
-    if (folder / INDEX_FILE).exists():
-        return _sharded_files(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; name one in Hugging Face's format")
-    pickles = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
-    if pickles:
-        raise CheckpointError(
-            f"{folder} has its weights only as pickles ({', '.join(pickles[:3])}), which can run "
-            "any code when they are read, so quire never does. Convert them once: load the folder "
-            "in transformers and call model.save_pretrained(FOLDER, safe_serialization=True)"
-        )
-    if any(folder.glob("*.gguf")):
-        raise CheckpointError(f"{folder} has its weights only in GGUF format; {GGUF_ADVICE}")
-    raise CheckpointError(
-        f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there; the download"
-        " is not whole, or the model was published in another format only"
-    )
-
-
-_MAX_NAME_BYTES = 255
-"""Of a file's name, on the file systems that there are."""
-
-
-def _is_file_name(name: object) -> bool:
-    """Whether a folder may hold a file of this name."""
-    return (
-        isinstance(name, str)
-        and name.isprintable()
-        and len(name.encode()) <= _MAX_NAME_BYTES
-        and Path(name).name == name
-    )
-
-
-def _sharded_files(folder: Path) -> list[Path]:
-    path = folder / INDEX_FILE
-    weight_map = read_json_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path} has no weight_map from tensors to files; fetch it again")
-    for name in weight_map.values():
-        if not _is_file_name(name):
-            raise CheckpointError(
-                f"{path} names the file {shown(name)}, which is not in its folder"
-            )
-    return [folder / name for name in sorted(set(weight_map.values()))]
