@@ -39,6 +39,11 @@ class VocabEmbedding(OperatorModule):
         self.source: RowSource | None = None
         self.shard: Callable[[torch.Tensor, LookUp], torch.Tensor] | None = None
 
+    @property
+    def active_share(self) -> float:
+        """Of the table that a token reads; see `models.footprint`."""
+        return 1 / self.vocab_size
+
     def take_rows_from(self, source: RowSource) -> None:
         """Give up the table of our own."""
         self.weight, self.source = None, source

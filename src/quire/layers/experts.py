@@ -150,6 +150,7 @@ class Experts(nn.ModuleList):
             Expert(hidden_size, spec, dtype=dtype, device=device)
             for _ in range(spec.router.num_experts)
         )
+        self.active_share = spec.router.top_k / spec.router.num_experts  # see `models.footprint`
         # Held apart from the modules, as these are.
         self.linears = ExpertLinears(
             tuple(each.gate_up_proj for each in self._each()),

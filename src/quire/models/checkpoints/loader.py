@@ -102,7 +102,7 @@ def load_model(
     if sharding is not None:
         sharding.join(model)
         model.vocab_size = config.vocab_size
-        slots = _cut_slots(slots, sharding, _untied_shapes(config, entry, stored))
+        slots = _cut_slots(slots, sharding, tensor_shapes(config, entry, stored))
     if config.tie_word_embeddings:
         _merge_ends(slots, checkpoint, entry)
     _fill(slots, checkpoint, reading)
@@ -120,14 +120,19 @@ def weight_bytes(
     """
     entry = MODELS[config.architecture]
     _check_match(folder, entry.open(folder, config), config, methods)
-    modules = _blueprint(config, entry, methods).modules()
-    num_bytes = sum(_module_bytes(module, dtype) for module in modules)
+    return stored_bytes(config, dtype, methods)
+
+
+def stored_bytes(config: ModelConfig, dtype: torch.dtype, methods: LinearMethods) -> int:
+    """What the model that `config` describes takes once it is loaded."""
+    modules = blueprint(config, MODELS[config.architecture], methods).modules()
+    num_bytes = sum(module_bytes(module, dtype) for module in modules)
     if config.tie_word_embeddings and methods.method.is_exact:  # then both ends are there once
         num_bytes -= config.vocab_size * config.hidden_size * dtype.itemsize
     return num_bytes
 
 
-def _module_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+def module_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     """Of the module's own parameters in a model of this dtype, as a linear's method stores them."""
     if not isinstance(module, Linear):
         return dtype.itemsize * sum(each.numel() for each in module.parameters(recurse=False))
@@ -237,15 +242,15 @@ def _ends_differ(checkpoint: CheckpointSource, entry: ModelEntry) -> bool:
     return both and not checkpoint.equal(entry.embedding, entry.head)
 
 
-def _untied_shapes(
+def tensor_shapes(
     config: ModelConfig, entry: ModelEntry, methods: LinearMethods
 ) -> dict[str, tuple[int, ...]]:
     """The checkpoint's names of all tensors of a model with two ends -> their shapes."""
-    slots = checkpoint_slots(_blueprint(config, entry, methods), entry.checkpoint_parts)
+    slots = checkpoint_slots(blueprint(config, entry, methods), entry.checkpoint_parts)
     return {name: slot.shape for name, (slot,) in slots.items()}
 
 
-def _blueprint(config: ModelConfig, entry: ModelEntry, methods: LinearMethods) -> TextModel:
+def blueprint(config: ModelConfig, entry: ModelEntry, methods: LinearMethods) -> TextModel:
     """The model with two ends and without memory, to read sizes from."""
     untied = dataclasses.replace(config, tie_word_embeddings=False)
     model = entry.model(untied, dtype=torch.float32, device=torch.device("meta"), max_model_len=1)
@@ -263,7 +268,7 @@ def _check_match(
     Before anything of that model's size is allocated: a config may say whatever it likes.
     """
     entry = MODELS[config.architecture]
-    shapes = _untied_shapes(config, entry, methods)
+    shapes = tensor_shapes(config, entry, methods)
     spare_names = set()
     if config.tie_word_embeddings:
         _, spare = _kept_and_spare_end(checkpoint, entry)

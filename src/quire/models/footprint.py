@@ -1,0 +1,48 @@
+"""How many weights a model has, and how many bytes it stores and reads, from its config alone.
+
+Nothing is allocated: the sizes are read from a blueprint. Decoding is bound by what it reads, so
+`token_bytes` over the memory's speed bounds the tokens per second of one sequence. Called by
+`assembly.model_report`.
+
+A module of whose weights a token reads only a share says so by an attribute `active_share`: of an
+embedding that is one row of V, of a mixture's experts the chosen ones of all. It counts for what is
+inside of the module, too.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.formats.dense import DenseMethod
+from quire.layers.sharded import LinearMethods
+from quire.models.checkpoints.loader import blueprint, module_bytes, stored_bytes
+from quire.models.config import ModelConfig
+from quire.models.registry import MODELS
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """weight_bytes: of all that is stored. token_bytes: of the weights that one sequence reads to
+    decode a token, those of its head included."""
+
+    weight_bytes: int
+    token_bytes: int
+
+
+def footprint(config: ModelConfig, dtype: torch.dtype, methods: LinearMethods) -> Footprint:
+    """Of the model that `config` describes, in a model of this dtype, whose linears have `methods`.
+    Its architecture must be in the registry."""
+    whole = blueprint(config, MODELS[config.architecture], methods)
+    return Footprint(stored_bytes(config, dtype, methods), round(_read_bytes(whole, dtype, 1.0)))
+
+
+def num_weights(config: ModelConfig) -> Footprint:
+    """The same, in weights in place of bytes."""
+    return footprint(config, torch.int8, LinearMethods(DenseMethod()))  # a byte each
+
+
+def _read_bytes(module: nn.Module, dtype: torch.dtype, share: float) -> float:
+    share *= getattr(module, "active_share", 1.0)
+    inner = sum(_read_bytes(child, dtype, share) for child in module.children())
+    return share * module_bytes(module, dtype) + inner
