@@ -235,6 +235,10 @@ def _environment_keys() -> list[str]:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        from quire.cli.doctor.model import examine_model  # only this command looks at a model
+
+        return examine_model(args.model, args.revision, args.tokens, measure=args.measure)
     from quire.cli.doctor.findings import examine  # only this command looks at the machine
 
     return examine(args.port, measure=args.measure)

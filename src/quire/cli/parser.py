@@ -30,7 +30,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",
     "batch": "answer a file of calls in OpenAI's batch format",
     "bench": "measure throughput, memory or quality, beside baselines",
-    "doctor": "say what this machine has, and what would make it faster",
+    "doctor": "say what this machine has, or what a model is and takes here",
     "cache": "inspect, verify or empty a folder of cached prefixes",
 }
 BENCHMARKS = {
@@ -50,11 +50,12 @@ _USAGES = {
     "chat": "%(prog)s [options] [MODEL]",
     "serve": "%(prog)s [options] [MODEL]",
     "batch": "%(prog)s [options] FILE -o ANSWERS",
-    "doctor": "%(prog)s [options]",
+    "doctor": "%(prog)s [options] [MODEL]",
 }
 
 DEFAULT_GENERATE_TOKENS = 128
 DEFAULT_PORT = 8000
+DEFAULT_DOCTOR_TOKENS = 4096
 
 _DESCRIPTION = "An inference engine for large language models."
 
@@ -178,6 +179,21 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder or a hub id: say what it is, whether and how it is served here, and what"
+        " memory and speed it takes; none of its weights are fetched",
+    )
+    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of MODEL")
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        default=DEFAULT_DOCTOR_TOKENS,
+        metavar="N",
+        help="size MODEL's KV cache for a sequence of so many (%(default)s)",
+    )
     parser.add_argument(
         "--port",
         type=int,

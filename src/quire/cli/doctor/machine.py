@@ -112,7 +112,7 @@ def read_machine(port: int, *, measure: bool, root: Path = ROOT) -> Machine:
         extras={name: _missing(modules) for name, modules in EXTRAS.items()},
         cache_folder=str(cache_folder),
         cache_free_bytes=_free_bytes(cache_folder),
-        read_bytes_per_s=_read_speed(num_usable, available_bytes) if measure else None,
+        read_bytes_per_s=measure_reads(num_usable, available_bytes) if measure else None,
         port=port,
         is_port_free=_is_free(port),
     )
@@ -239,7 +239,7 @@ def _free_bytes(folder: Path) -> int | None:
     return None
 
 
-def _read_speed(num_threads: int, available_bytes: int) -> float:
+def measure_reads(num_threads: int, available_bytes: int) -> float:
     """Bytes per second that so many threads read from memory together."""
     import numpy as np  # a tenth of a second, for this alone
 

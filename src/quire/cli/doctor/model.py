@@ -1,0 +1,136 @@
+"""Prints what a model is, how it would be served here, and what it takes.
+
+For `quire doctor MODEL`. Knows no model: what is printed is asked of `assembly.model_report`, and
+how fast memory is read of `machine`.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+
+from quire.assembly.model_report import ModelReport, Precision, report_on
+from quire.cli.doctor.machine import measure_reads
+from quire.core.memory.memory_report import format_bytes
+from quire.errors import QuireError
+from quire.observability.machine_memory import available_memory_bytes
+
+OVERHEAD_BYTES = 600 << 20
+"""The program and its workspace, beside weights and KV cache."""
+
+_WIDTHS = (10, 10, 12, 12, 16, 12)
+_WHOLE_RATE = 100
+"""Tokens per second from here on have no decimals."""
+
+
+def examine_model(
+    model: str,
+    revision: str | None,
+    num_tokens: int,
+    *,
+    measure: bool,
+    report: Callable[[str, str | None, int], ModelReport] = report_on,
+) -> int:
+    """Print it. Returns the exit code: 1 where the model can't be served.
+
+    measure: also read memory for a third of a second, for the tokens per second that it allows.
+    """
+    try:
+        found = report(model, revision, num_tokens)
+    except QuireError as error:
+        print(f"{model}: not served")
+        print(f"problem: {error}")
+        return 1
+    available = available_memory_bytes()
+    speed = None
+    if measure and found.device_type == "cpu":
+        speed = measure_reads(len(os.sched_getaffinity(0)), available)
+    for line in describe_model(model, found, available, speed):
+        print(line)
+    problems = [each for each in (found.problem, found.tokenizer_problem) if each is not None]
+    for problem in problems:
+        print(f"problem: {problem}")
+    return int(bool(problems))
+
+
+def describe_model(
+    model: str, found: ModelReport, available: int, speed: float | None
+) -> Iterator[str]:
+    """The lines. available: bytes of memory. speed: bytes that memory gives a second; None: not
+    measured."""
+    does = "generates text" if found.generates else "embeds or scores"
+    yield f"{model}: {found.architecture}, {does}"
+    rows = {
+        "folder": f"{found.folder}{'' if found.has_weights else ', without its weights'}",
+        "served": f"by {_kernels(found)}, in {found.dtype} where nothing else is asked for",
+        "parameters": _parameters(found),
+        "layers": f"{found.num_layers}; KV: {_kinds(found)}",
+        "positions": f"{found.max_positions:,}",
+        "speed": _speed(found, available, speed),
+    }
+    for name, value in rows.items():
+        yield f"  {name:<12}{value}"
+    yield ""
+    length = f"KV {found.num_tokens:,}"
+    yield _row(("precision", "weights", "read a token", length, "tokens/s", "fits here"))
+    for precision in found.precisions:
+        yield _precision(precision, available, speed)
+    yield ""
+    yield f"  {length}: of one sequence of so many tokens. tokens/s: the most that the bytes allow"
+    yield "  one sequence to decode, at its start and behind so many tokens."
+
+
+def _kernels(found: ModelReport) -> str:
+    if found.kernels == "torch":
+        return "torch, since native kernels can't be had (`quire doctor` says why)"
+    kinds = {"cuda": "Triton kernels", "cpu": f"native kernels ({found.kernels})"}
+    return kinds.get(found.device_type, found.kernels)
+
+
+def _parameters(found: ModelReport) -> str:
+    text = f"{found.num_weights:,}"
+    if 2 * found.num_active_weights < found.num_weights:
+        text += f", of which a token is computed from {found.num_active_weights:,}"
+    return text
+
+
+def _kinds(found: ModelReport) -> str:
+    return ", ".join(f"{kind} in {count}" for kind, count in found.kv_kinds) or "none"
+
+
+def _speed(found: ModelReport, available: int, speed: float | None) -> str:
+    memory = f"{format_bytes(available)} of memory are available"
+    if found.device_type != "cpu":
+        return f"not known of a GPU before it is used; {memory} on the host"
+    if speed is None:
+        return f"not measured; {memory}"
+    return f"{speed / 1e9:.1f} GB/s read from memory just now; {memory}"
+
+
+def _precision(precision: Precision, available: int, speed: float | None) -> str:
+    if precision.obstacle is not None:
+        return f"  {precision.name:<{_WIDTHS[0]}}  not here: {precision.obstacle}"
+    needed = precision.weight_bytes + precision.kv_bytes + OVERHEAD_BYTES
+    return _row(
+        (
+            precision.name,
+            format_bytes(precision.weight_bytes),
+            format_bytes(precision.token_bytes),
+            format_bytes(precision.kv_bytes),
+            _rates(precision, speed),
+            "yes" if needed <= available else f"needs {format_bytes(needed)}",
+        )
+    )
+
+
+def _rates(precision: Precision, speed: float | None) -> str:
+    if speed is None:
+        return "-"
+    rates = (
+        speed / precision.token_bytes,
+        speed / (precision.token_bytes + precision.kv_bytes),
+    )
+    return " to ".join(f"{rate:,.{1 if rate < _WHOLE_RATE else 0}f}" for rate in rates)
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    cells_and_widths = zip(cells, _WIDTHS, strict=True)
+    return ("  " + "".join(f"{cell:<{width}}  " for cell, width in cells_and_widths)).rstrip()

@@ -1,0 +1,93 @@
+"""`quire doctor MODEL`: from a made-up report to lines, and the exit code."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire.assembly.model_report import ModelReport, Precision
+from quire.cli import main as cli
+from quire.cli.doctor.model import describe_model, examine_model
+from quire.errors import UnsupportedModelError
+from quire.hub.model_folder import EMBEDDED_MODEL
+
+GIB = 1 << 30
+
+REPORT = ModelReport(
+    folder=Path("/models/m"),
+    architecture="SomeForCausalLM",
+    generates=True,
+    num_weights=1_000_000_000,
+    num_active_weights=1_000_000_000,
+    num_layers=16,
+    kv_kinds=(("full", 4), ("window of 512", 12)),
+    max_positions=40_960,
+    has_weights=True,
+    dtype="bfloat16",
+    kernels="avx512",
+    device_type="cpu",
+    num_tokens=4096,
+    precisions=(
+        Precision("bfloat16", 2 * GIB, GIB, GIB),
+        Precision("float32", 4 * GIB, 2 * GIB, 2 * GIB),
+        Precision("int8", obstacle="no kernels"),
+    ),
+    problem=None,
+    tokenizer_problem=None,
+)
+
+
+def lines(report: ModelReport, speed: float | None = 64.0 * GIB) -> str:
+    return "\n".join(describe_model("m", report, 4 * GIB, speed))
+
+
+def test_what_a_model_is_and_takes_is_told_in_lines() -> None:
+    printed = lines(REPORT)
+    for expected in (
+        "m: SomeForCausalLM, generates text",
+        "served      by native kernels (avx512), in bfloat16",
+        "parameters  1,000,000,000\n",
+        "layers      16; KV: full in 4, window of 512 in 12",
+        "positions   40,960",
+        "4.0 GiB of memory are available",
+        "bfloat16    2.0 GiB     1.0 GiB       1.0 GiB       64.0 to 32.0      yes",
+        "float32     4.0 GiB     2.0 GiB       2.0 GiB       32.0 to 16.0      needs 6.6 GiB",
+        "int8        not here: no kernels",
+    ):
+        assert expected in printed, expected
+    assert "without its weights" not in printed
+
+
+def test_a_mixture_tells_what_a_token_is_computed_from() -> None:
+    printed = lines(replace(REPORT, num_active_weights=100_000_000))
+    assert "parameters  1,000,000,000, of which a token is computed from 100,000,000" in printed
+
+
+def test_what_is_not_measured_is_not_promised() -> None:
+    assert "speed       not measured" in lines(REPORT, None)
+    on_gpu = replace(REPORT, device_type="cuda", kernels="triton", has_weights=False)
+    printed = lines(on_gpu, None)
+    assert "by Triton kernels" in printed and "not known of a GPU" in printed
+    assert "/models/m, without its weights" in printed
+    assert "by torch, since" in lines(replace(REPORT, kernels="torch"))
+
+
+@pytest.mark.parametrize("field", ["problem", "tokenizer_problem"])
+def test_problems_are_the_exit_code(field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = replace(REPORT, **{field: "something lacks"})  # type: ignore[arg-type]
+    assert examine_model("m", "v1", 7, measure=False, report=lambda *asked: report) == 1
+    assert capsys.readouterr().out.endswith("problem: something lacks\n")
+
+
+def test_a_model_that_is_not_served_is_told_why(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(*asked: object) -> ModelReport:
+        raise UnsupportedModelError("not this one")
+
+    assert examine_model("m", None, 7, measure=False, report=refuse) == 1
+    assert capsys.readouterr().out == "m: not served\nproblem: not this one\n"
+
+
+def test_the_command_examines_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(EMBEDDED_MODEL), "--tokens", "100", "--no-measure"]) == 0
+    printed = capsys.readouterr().out
+    assert "Qwen3ForCausalLM, generates text" in printed and "KV 100" in printed
