@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from quire.formats.dense import DenseMethod
+from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints.loader import tensor_shapes
 from quire.models.registry import MODELS, load_config
 
@@ -33,7 +34,7 @@ Shapes = dict[str, tuple[int, ...]]
 def write_weights(folder: Path, shard_bytes: int, seed: int = 0) -> int:
     """Write them beside config.json. Returns their bytes."""
     config = load_config(folder)
-    shapes = tensor_shapes(config, MODELS[config.architecture], DenseMethod())
+    shapes = tensor_shapes(config, MODELS[config.architecture], LinearMethods(DenseMethod()))
     if config.tie_word_embeddings:
         del shapes[MODELS[config.architecture].head]
     generator = torch.Generator().manual_seed(seed)

@@ -137,7 +137,7 @@ def _precision(
         layout = _layout(setup, options, config, num_tokens)
     except QuireError as error:
         return Precision(name, obstacle=str(error))
-    sizes = footprint(config, setup.dtype, setup.methods.method)
+    sizes = footprint(config, setup.dtype, setup.methods)
     num_blocks = Growth(layout.groups, options.block_size).most_to_hold(num_tokens)
     kv_bytes = num_blocks * layout.bytes_per_block
     return Precision(name, sizes.weight_bytes, sizes.token_bytes, kv_bytes)

@@ -34,7 +34,8 @@ def footprint(config: ModelConfig, dtype: torch.dtype, methods: LinearMethods) -
     """Of the model that `config` describes, in a model of this dtype, whose linears have `methods`.
     Its architecture must be in the registry."""
     whole = blueprint(config, MODELS[config.architecture], methods)
-    return Footprint(stored_bytes(config, dtype, methods), round(_read_bytes(whole, dtype, 1.0)))
+    stored = stored_bytes(whole, config, dtype, methods)
+    return Footprint(stored, round(_read_bytes(whole, dtype, 1.0)))
 
 
 def num_weights(config: ModelConfig) -> Footprint:

@@ -120,13 +120,14 @@ def weight_bytes(
     """
     entry = MODELS[config.architecture]
     _check_match(folder, entry.open(folder, config), config, methods)
-    return stored_bytes(config, dtype, methods)
+    return stored_bytes(blueprint(config, entry, methods), config, dtype, methods)
 
 
-def stored_bytes(config: ModelConfig, dtype: torch.dtype, methods: LinearMethods) -> int:
-    """What the model that `config` describes takes once it is loaded."""
-    modules = blueprint(config, MODELS[config.architecture], methods).modules()
-    num_bytes = sum(module_bytes(module, dtype) for module in modules)
+def stored_bytes(
+    whole: TextModel, config: ModelConfig, dtype: torch.dtype, methods: LinearMethods
+) -> int:
+    """What the model that `config` describes takes once it is loaded. whole: its blueprint."""
+    num_bytes = sum(module_bytes(module, dtype) for module in whole.modules())
     if config.tie_word_embeddings and methods.method.is_exact:  # then both ends are there once
         num_bytes -= config.vocab_size * config.hidden_size * dtype.itemsize
     return num_bytes

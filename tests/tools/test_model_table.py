@@ -1,0 +1,29 @@
+"""The table of families in docs/models.md."""
+
+import pytest
+from tools import model_table
+from tools.model_table import PAGE, Family, families, with_table
+
+from quire.kernels.cpu.library import NativeUnavailableError, load_library
+
+
+def test_the_page_has_the_table_of_today() -> None:
+    """`python tools/model_table.py` writes it."""
+    try:
+        load_library()
+    except NativeUnavailableError as error:
+        pytest.skip(f"no native kernels: {error}")
+    page = PAGE.read_text()
+    assert with_table(page) == page
+
+
+def test_a_family_without_a_config_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = Family("LlamaForCausalLM", ("full",), True, True)
+    monkeypatch.setattr(model_table, "_family", lambda name: llama)
+    with pytest.raises(ValueError, match=r"put a config of .*Qwen3ForCausalLM.* into tests"):
+        families()
+
+
+def test_a_family_that_nobody_described_has_a_line() -> None:
+    family = Family("SomeForCausalLM", ("window", "full"), False, False)
+    assert family.line == "| `SomeForCausalLM` |  | window, full | module by module | no |"
