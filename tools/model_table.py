@@ -20,8 +20,8 @@ from tests.models.family_shapes import FAMILIES, make_config
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quire.assembly.model_report import kv_kinds
 from quire.assembly.rank_build import build_rank
+from quire.assembly.reports.model_report import kv_kinds
 from quire.formats.registry import weight_format_names
 from quire.models.config import ModelConfig
 from quire.models.registry import MODELS, load_config

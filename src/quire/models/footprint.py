@@ -1,8 +1,8 @@
-"""How many weights a model has, and how many bytes it stores and reads, from its config alone.
+"""Counts the bytes that a model stores and reads, from its config.
 
 Nothing is allocated: the sizes are read from a blueprint. Decoding is bound by what it reads, so
 `token_bytes` over the memory's speed bounds the tokens per second of one sequence. Called by
-`assembly.model_report`.
+`assembly.reports.model_report`.
 
 A module of whose weights a token reads only a share says so by an attribute `active_share`: of an
 embedding that is one row of V, of a mixture's experts the chosen ones of all. It counts for what is

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.assembly.model_report import ModelReport, Precision
+from quire.assembly.reports.model_report import ModelReport, Precision
 from quire.cli import main as cli
 from quire.cli.doctor.model import describe_model, examine_model
 from quire.errors import UnsupportedModelError

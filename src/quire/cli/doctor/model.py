@@ -1,17 +1,20 @@
 """Prints what a model is, how it would be served here, and what it takes.
 
-For `quire doctor MODEL`. Knows no model: what is printed is asked of `assembly.model_report`, and
-how fast memory is read of `machine`.
+For `quire doctor MODEL`. Knows no model: `assembly.reports.model_report` does, and `machine` knows
+how fast memory is read.
 """
 
 import os
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from quire.assembly.model_report import ModelReport, Precision, report_on
 from quire.cli.doctor.machine import measure_reads
 from quire.core.memory.memory_report import format_bytes
 from quire.errors import QuireError
 from quire.observability.machine_memory import available_memory_bytes
+
+if TYPE_CHECKING:
+    from quire.assembly.reports.model_report import ModelReport, Precision
 
 OVERHEAD_BYTES = 600 << 20
 """The program and its workspace, beside weights and KV cache."""
@@ -27,12 +30,17 @@ def examine_model(
     num_tokens: int,
     *,
     measure: bool,
-    report: Callable[[str, str | None, int], ModelReport] = report_on,
+    report: "Callable[[str, str | None, int], ModelReport] | None" = None,
 ) -> int:
     """Print it. Returns the exit code: 1 where the model can't be served.
 
     measure: also read memory for a third of a second, for the tokens per second that it allows.
+    report: None: that of `assembly`.
     """
+    if report is None:
+        from quire.assembly.reports.model_report import report_on as report  # brings torch
+
+        assert report is not None
     try:
         found = report(model, revision, num_tokens)
     except QuireError as error:
@@ -52,7 +60,7 @@ def examine_model(
 
 
 def describe_model(
-    model: str, found: ModelReport, available: int, speed: float | None
+    model: str, found: "ModelReport", available: int, speed: float | None
 ) -> Iterator[str]:
     """The lines. available: bytes of memory. speed: bytes that memory gives a second; None: not
     measured."""
@@ -78,25 +86,25 @@ def describe_model(
     yield "  one sequence to decode, at its start and behind so many tokens."
 
 
-def _kernels(found: ModelReport) -> str:
+def _kernels(found: "ModelReport") -> str:
     if found.kernels == "torch":
         return "torch, since native kernels can't be had (`quire doctor` says why)"
     kinds = {"cuda": "Triton kernels", "cpu": f"native kernels ({found.kernels})"}
     return kinds.get(found.device_type, found.kernels)
 
 
-def _parameters(found: ModelReport) -> str:
+def _parameters(found: "ModelReport") -> str:
     text = f"{found.num_weights:,}"
     if 2 * found.num_active_weights < found.num_weights:
         text += f", of which a token is computed from {found.num_active_weights:,}"
     return text
 
 
-def _kinds(found: ModelReport) -> str:
+def _kinds(found: "ModelReport") -> str:
     return ", ".join(f"{kind} in {count}" for kind, count in found.kv_kinds) or "none"
 
 
-def _speed(found: ModelReport, available: int, speed: float | None) -> str:
+def _speed(found: "ModelReport", available: int, speed: float | None) -> str:
     memory = f"{format_bytes(available)} of memory are available"
     if found.device_type != "cpu":
         return f"not known of a GPU before it is used; {memory} on the host"
@@ -105,7 +113,7 @@ def _speed(found: ModelReport, available: int, speed: float | None) -> str:
     return f"{speed / 1e9:.1f} GB/s read from memory just now; {memory}"
 
 
-def _precision(precision: Precision, available: int, speed: float | None) -> str:
+def _precision(precision: "Precision", available: int, speed: float | None) -> str:
     if precision.obstacle is not None:
         return f"  {precision.name:<{_WIDTHS[0]}}  not here: {precision.obstacle}"
     needed = precision.weight_bytes + precision.kv_bytes + OVERHEAD_BYTES
@@ -121,7 +129,7 @@ def _precision(precision: Precision, available: int, speed: float | None) -> str
     )
 
 
-def _rates(precision: Precision, speed: float | None) -> str:
+def _rates(precision: "Precision", speed: float | None) -> str:
     if speed is None:
         return "-"
     rates = (

@@ -11,7 +11,7 @@ from tests.hub.conftest import SHARDS, model_files
 from tests.hub.conftest import start_hub as start_hub
 from tests.hub.hub_server import FakeHub
 
-from quire.assembly.model_report import kv_kinds, report_on
+from quire.assembly.reports.model_report import kv_kinds, report_on
 from quire.errors import UnsupportedModelError
 from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.models.registry import load_config

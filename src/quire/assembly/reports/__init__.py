@@ -1,0 +1,1 @@
+"""What would be built, and what it would take, without building it."""
