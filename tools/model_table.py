@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from quire.assembly.rank_build import build_rank
 from quire.assembly.reports.model_report import kv_kinds
 from quire.formats.registry import weight_format_names
+from quire.kernels.cpu.library import load_library
 from quire.models.config import ModelConfig
 from quire.models.registry import MODELS, load_config
 from quire.options.engine_options import EngineOptions
@@ -39,6 +40,7 @@ EXAMPLES = {
     "Glm4ForCausalLM": "GLM-4-0414",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7",
     "GlmForCausalLM": "GLM-4-9B",
+    "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "Granite 3 (dense)",
     "GraniteMoeForCausalLM": "Granite 3 (mixtures)",
     "LlamaForCausalLM": "Llama 1 to 3, SmolLM2, TinyLlama",
@@ -81,7 +83,8 @@ class Family:
 
 def families() -> list[Family]:
     """One for each architecture that predicts tokens. Raises ValueError for one without a config
-    among the tests'."""
+    among the tests', and NativeUnavailableError."""
+    load_library()  # or nothing would be native
     found = [_family(name) for name in FAMILIES]
     known = {family.architecture for family in found}
     unknown = {name for name, entry in MODELS.items() if entry.generates} - known

@@ -36,7 +36,7 @@ def test_the_embedded_model_is_all_there() -> None:
     assert found.kv_kinds == (("full", config.num_layers),)
     sizes = {each.name: each for each in found.precisions}
     assert [*sizes] == ["bfloat16", "float32", "int8", "int4"]
-    weights = [sizes[name].weight_bytes for name in ("float32", "bfloat16", "int8", "int4")]
+    weights = [sizes[name].weight_bytes for name in ("float32", "bfloat16", "int8")]
     assert weights == sorted(weights, reverse=True)
     token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     for name, item_bytes in (("bfloat16", 2), ("float32", 4)):
