@@ -232,6 +232,22 @@ def test_soft_cap(kernels: NativeKernels, dtype: torch.dtype, cap: float) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_long_rows_are_computed_in_pieces(
+    kernels: NativeKernels, dtype: torch.dtype, num_rows: int
+) -> None:
+    size = 5 * 8192 + 37
+    x = random(num_rows, size + 3, dtype=dtype)[:, :size] * 4
+    residual = random(num_rows, size, dtype=dtype, seed=1)
+    assert torch.equal(elementwise.scale(kernels, x, 0.3, residual.clone()), residual + x * 0.3)
+    assert_near(elementwise.soft_cap(kernels, x, 3.0), activations.soft_cap(x, 3.0))
+    function = ActivationFunction.SILU
+    assert_near(elementwise.activate(kernels, x, function), activations.activate(x, function))
+    short = elementwise.soft_cap(kernels, x[:, :8000], 3.0)
+    assert torch.equal(elementwise.soft_cap(kernels, x, 3.0)[:, :8000], short)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_no_number_of_threads_changes_a_bit(
     library: NativeLibrary, kernels: NativeKernels, dtype: torch.dtype
 ) -> None:

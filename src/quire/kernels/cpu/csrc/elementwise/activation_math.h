@@ -19,8 +19,8 @@ inline vf gelu_tanh(vf x) {
 // The lanes of a where all bits of chosen are set, of b elsewhere.
 inline vf choose(vi chosen, vf a, vf b) { return (vf)((chosen & (vi)a) | (~chosen & (vi)b)); }
 
-// The error function within 1 ulp (N. Juffa's minimax polynomials): x + x p(x^2) up to 475/512, then
-// 1 - e^q(|x|).
+// The error function within 1 ulp (N. Juffa's minimax polynomials): x + x p(x^2) up to 475/512,
+// then 1 - e^q(|x|).
 inline vf erf(vf x) {
   const vi kSign = vi{} + INT32_MIN;  // the sign's bit of each lane
   const vf size = (vf)((vi)x & ~kSign), square = x * x;
@@ -56,6 +56,10 @@ struct Gating {
   float alpha;
   float up_offset;
 };
+
+inline bool is_plain(const Gating& gating) {
+  return gating.limit == 0.0f && gating.alpha == 1.0f && gating.up_offset == 0.0f;
+}
 
 // act(gate) * up, not yet rounded; every intermediate is, as T.
 template <typename T, typename F>

@@ -40,22 +40,31 @@ inline void for_lanes(int64_t size, F&& f) {
   for (int64_t i = 0; i < size; i += kLanes) f(i, size - i);
 }
 
+// out = join(gate, up)
+template <typename T, typename F>
+inline void join_gates(Pool& pool, const Op& op, int64_t M, F&& join) {
+  const auto rows = rows_of_in<T>(op);
+  const auto outs = rows_of_out<T>(op);
+  for_rows(pool, op, M, [=, size = op.size](int64_t t, int64_t h) {
+    const T* x = rows.at(t, h);
+    T* out = outs.at(t, h);
+    for_lanes(size, [=](int64_t i, int64_t n) {
+      store_up_to(out + i, join(load_up_to(x + i, n), load_up_to(x + size + i, n)), n);
+    });
+  });
+}
+
 }  // namespace
 
 void gated(Pool& pool, const Op& op, int64_t M) {
   const Gating gating{op.limit, op.factor, op.up_offset};
   with_function(op, [&](auto zero, auto act) {
     using T = decltype(zero);
-    const auto rows = rows_of_in<T>(op);
-    const auto outs = rows_of_out<T>(op);
-    for_rows(pool, op, M, [=, size = op.size](int64_t t, int64_t h) {
-      const T* x = rows.at(t, h);
-      T* out = outs.at(t, h);
-      for_lanes(size, [=](int64_t i, int64_t n) {
-        const vf gate = load_up_to(x + i, n), up = load_up_to(x + size + i, n);
-        store_up_to(out + i, gated_product<T>(gate, up, gating, act), n);
-      });
-    });
+    if (is_plain(gating))
+      join_gates<T>(pool, op, M, [=](vf gate, vf up) { return rounded<T>(act(gate)) * up; });
+    else
+      join_gates<T>(pool, op, M,
+                    [=](vf gate, vf up) { return gated_product<T>(gate, up, gating, act); });
   });
 }
 
@@ -64,10 +73,10 @@ void activate(Pool& pool, const Op& op, int64_t M) {
     using T = decltype(zero);
     const auto rows = rows_of_in<T>(op);
     const auto outs = rows_of_out<T>(op);
-    for_rows(pool, op, M, [=, size = op.size](int64_t t, int64_t h) {
-      const T* x = rows.at(t, h);
-      T* out = outs.at(t, h);
-      for_lanes(size, [=](int64_t i, int64_t n) {
+    for_pieces(pool, op, M, [=](int64_t t, int64_t h, int64_t first, int64_t count) {
+      const T* x = rows.at(t, h) + first;
+      T* out = outs.at(t, h) + first;
+      for_lanes(count, [=](int64_t i, int64_t n) {
         store_up_to(out + i, act(load_up_to(x + i, n)), n);
       });
     });
@@ -99,10 +108,11 @@ void soft_cap(Pool& pool, const Op& op, int64_t M) {
     using T = decltype(zero);
     const auto rows = rows_of_in<T>(op);
     const auto outs = rows_of_out<T>(op);
-    for_rows(pool, op, M, [=, cap = op.factor, size = op.size](int64_t t, int64_t h) {
-      const T* x = rows.at(t, h);
-      T* out = outs.at(t, h);
-      for_lanes(size, [=](int64_t i, int64_t n) {
+    const float cap = op.factor;
+    for_pieces(pool, op, M, [=](int64_t t, int64_t h, int64_t first, int64_t count) {
+      const T* x = rows.at(t, h) + first;
+      T* out = outs.at(t, h) + first;
+      for_lanes(count, [=](int64_t i, int64_t n) {
         const vf share = rounded<T>(tanh(rounded<T>(load_up_to(x + i, n) / splat(cap))));
         store_up_to(out + i, share * splat(cap), n);
       });

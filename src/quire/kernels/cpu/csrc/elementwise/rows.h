@@ -75,6 +75,21 @@ inline void for_rows(Pool& pool, const Op& op, int64_t M, F&& f) {
   });
 }
 
+// f(t, h, first, count): elements [first, first + count) of each row of M tokens, in parallel, for
+// operations whose elements don't depend on each other: a row of logits is divided.
+template <typename F>
+inline void for_pieces(Pool& pool, const Op& op, int64_t M, F&& f) {
+  if (op.size <= 2 * kSerialElements || op.num_heads > 1) {
+    for_rows(pool, op, M, [&](int64_t t, int64_t h) { f(t, h, 0, op.size); });
+    return;
+  }
+  const int64_t num_pieces = (op.size + kSerialElements - 1) / kSerialElements;
+  pool.parallel(M * num_pieces, [&](int64_t task, int) {
+    const int64_t first = task % num_pieces * kSerialElements;
+    f(task / num_pieces, 0, first, min_of(kSerialElements, op.size - first));
+  });
+}
+
 // f(T{}), T what numbers of the dtype are stored as.
 template <typename F>
 inline void with_dtype(int32_t dtype, F&& f) {

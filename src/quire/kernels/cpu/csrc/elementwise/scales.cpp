@@ -25,10 +25,11 @@ void scale(Pool& pool, const Op& op, int64_t M) {
     using T = decltype(zero);
     const auto x = rows_of_in<T>(op), addend = rows_of_second<T>(op);
     const auto out = rows_of_out<T>(op);
-    for_rows(pool, op, M, [=, factor = op.factor, size = op.size](int64_t t, int64_t h) {
-      const T* added_to = addend.first == nullptr ? nullptr : addend.at(t, h);
-      scale_row(x.at(t, h), factor, added_to, out.at(t, h), size);
-    });
+    for_pieces(pool, op, M,
+               [=, factor = op.factor](int64_t t, int64_t h, int64_t first, int64_t count) {
+                 const T* added_to = addend.first == nullptr ? nullptr : addend.at(t, h) + first;
+                 scale_row(x.at(t, h) + first, factor, added_to, out.at(t, h) + first, count);
+               });
   });
 }
 
