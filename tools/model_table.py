@@ -2,7 +2,8 @@
 
     .venv/bin/python tools/model_table.py
 
-A family has a line by being in the registry and in `tests/models/family_shapes.py`, whose config
+A family has a line by being in the registry and in `tests/models/family_shapes.py` (one that is in
+the registry alone is named below the table), whose config
 says what its layers remember and whether ranks can share it; whether it is computed as one native
 program is seen by building it. tests/tools/test_model_table.py fails while the page says something
 else. Needs transformers and the native kernels.
@@ -57,6 +58,8 @@ EXAMPLES = {
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5 (dense)",
     "Qwen3ForCausalLM": "Qwen3 (dense), Qwen3-Embedding, Qwen3-Reranker",
     "Qwen3MoeForCausalLM": "Qwen3 (mixtures)",
+    "Qwen3NextForCausalLM": "Qwen3-Next",
+    "Qwen3_5ForCausalLM": "Qwen3.5 (text)",
     "SmolLM3ForCausalLM": "SmolLM3",
 }
 """What people call them; a family that is not here has an empty cell."""
@@ -82,16 +85,10 @@ class Family:
 
 
 def families() -> list[Family]:
-    """One for each architecture that predicts tokens. Raises ValueError for one without a config
-    among the tests', and NativeUnavailableError."""
+    """One for each architecture that has a config among the tests'. Raises
+    NativeUnavailableError."""
     load_library()  # or nothing would be native
     found = [_family(name) for name in FAMILIES]
-    known = {family.architecture for family in found}
-    unknown = {name for name, entry in MODELS.items() if entry.generates} - known
-    if unknown:
-        raise ValueError(
-            f"put a config of {', '.join(sorted(unknown))} into tests/models/family_shapes.py"
-        )
     return sorted({family.architecture: family for family in found}.values(), key=_name)
 
 
@@ -139,6 +136,13 @@ def _lines(found: list[Family]) -> Iterator[str]:
     yield "| `architectures` in config.json | models | KV memory of layers | on the CPU | ranks |"
     yield "|---|---|---|---|---|"
     yield from (family.line for family in found)
+    known = {family.architecture for family in found}
+    unknown = [
+        f"`{name}`" for name, entry in MODELS.items() if entry.generates and name not in known
+    ]
+    if unknown:
+        yield ""
+        yield f"Served, but not among the tests' tiny configs yet: {', '.join(unknown)}."
     others = [f"`{name}`" for name, entry in MODELS.items() if not entry.generates]
     yield ""
     yield f"They embed or score, and predict no tokens: {', '.join(others)}."
