@@ -18,7 +18,7 @@ import torch
 
 from quire.formats.dense import DenseMethod
 from quire.layers.sharded import LinearMethods
-from quire.models.checkpoints.loader import tensor_shapes
+from quire.models.checkpoints.loader import blueprint, tensor_shapes
 from quire.models.registry import MODELS, load_config
 
 NUM_DIFFERENT = 1 << 25
@@ -34,9 +34,12 @@ Shapes = dict[str, tuple[int, ...]]
 def write_weights(folder: Path, shard_bytes: int, seed: int = 0) -> int:
     """Write them beside config.json. Returns their bytes."""
     config = load_config(folder)
-    shapes = tensor_shapes(config, MODELS[config.architecture], LinearMethods(DenseMethod()))
+    entry = MODELS[config.architecture]
+    if entry.rename is not None or entry.arrangement is not None:
+        raise SystemExit(f"the files of {config.architecture} have other names, or another order")
+    shapes = tensor_shapes(blueprint(config, entry, LinearMethods(DenseMethod())), entry)
     if config.tie_word_embeddings:
-        del shapes[MODELS[config.architecture].head]
+        del shapes[entry.head]
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.empty(NUM_DIFFERENT, dtype=torch.bfloat16)
     numbers.normal_(0, DEVIATION, generator=generator)

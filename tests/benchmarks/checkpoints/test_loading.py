@@ -30,14 +30,19 @@ def test_measures_a_process_by_phase(loading: ModuleType, capsys: pytest.Capture
     assert found["weight_bytes"] == pytest.approx(layers + head + 2 * head, rel=0.02)
     assert found["kv_bytes"] == 8 << 20
     assert 100 << 20 < found["peak_bytes"] < 600 << 20
+    found["reading_s"] = found["seconds"]["weights"]
     loading.show([found, found])
     shown = capsys.readouterr().out
-    assert all(phase in shown for phase in loading.PHASES) and ": kept" in shown
+    assert all(phase in shown for phase in loading.PHASES)
+    assert shown.count(": kept") == 2
 
 
 def test_tells_when_the_bound_is_exceeded(
     loading: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {"seconds": {}, "total_s": 1.0, "weight_bytes": 1 << 20, "kv_bytes": 0}
+    found = {"seconds": {"weights": 1.3}, "reading_s": 1.0, "total_s": 1.0}
+    found |= {"weight_bytes": 1 << 20, "kv_bytes": 0}
     loading.show([{**found, "peak_bytes": (602 << 20) + 1}, {**found, "peak_bytes": 1}])
-    assert "bound 601 MiB: EXCEEDED" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "1.30 times as long, at most 1.2: EXCEEDED" in shown
+    assert "bound 601 MiB: EXCEEDED" in shown

@@ -79,7 +79,8 @@ def load_model(
     entry = MODELS[config.architecture]
     checkpoint = entry.open(folder, config)
     stored = LinearMethods(DenseMethod()) if methods is None else methods
-    _check_match(folder, checkpoint, config, stored)
+    shapes = tensor_shapes(blueprint(config, entry, stored), entry)
+    _check_match(folder, checkpoint, config, shapes)
     if config.tie_word_embeddings and _ends_differ(checkpoint, entry):
         _log.warning(
             "%s: its config ties the two ends of the model, but its weights hold two that differ; "
@@ -87,7 +88,7 @@ def load_model(
             folder,
         )
         config = dataclasses.replace(config, tie_word_embeddings=False)
-        _check_match(folder, checkpoint, config, stored)
+        _check_match(folder, checkpoint, config, shapes)
     sharding = stored.sharding
     share = config
     if sharding is not None:
@@ -102,7 +103,7 @@ def load_model(
     if sharding is not None:
         sharding.join(model)
         model.vocab_size = config.vocab_size
-        slots = _cut_slots(slots, sharding, tensor_shapes(config, entry, stored))
+        slots = _cut_slots(slots, sharding, shapes)
     if config.tie_word_embeddings:
         _merge_ends(slots, checkpoint, entry)
     _fill(slots, checkpoint, reading)
@@ -119,8 +120,9 @@ def weight_bytes(
     Raises CheckpointError where its weights are not those that `config` describes.
     """
     entry = MODELS[config.architecture]
-    _check_match(folder, entry.open(folder, config), config, methods)
-    return stored_bytes(blueprint(config, entry, methods), config, dtype, methods)
+    whole = blueprint(config, entry, methods)
+    _check_match(folder, entry.open(folder, config), config, tensor_shapes(whole, entry))
+    return stored_bytes(whole, config, dtype, methods)
 
 
 def stored_bytes(
@@ -243,11 +245,10 @@ def _ends_differ(checkpoint: CheckpointSource, entry: ModelEntry) -> bool:
     return both and not checkpoint.equal(entry.embedding, entry.head)
 
 
-def tensor_shapes(
-    config: ModelConfig, entry: ModelEntry, methods: LinearMethods
-) -> dict[str, tuple[int, ...]]:
-    """The checkpoint's names of all tensors of a model with two ends -> their shapes."""
-    slots = checkpoint_slots(blueprint(config, entry, methods), entry.checkpoint_parts)
+def tensor_shapes(whole: TextModel, entry: ModelEntry) -> dict[str, tuple[int, ...]]:
+    """The checkpoint's names of all tensors of a model with two ends -> their shapes. whole: its
+    blueprint."""
+    slots = checkpoint_slots(whole, entry.checkpoint_parts)
     return {name: slot.shape for name, (slot,) in slots.items()}
 
 
@@ -262,15 +263,18 @@ def blueprint(config: ModelConfig, entry: ModelEntry, methods: LinearMethods) ->
 
 
 def _check_match(
-    folder: Path, checkpoint: CheckpointSource, config: ModelConfig, methods: LinearMethods
+    folder: Path,
+    checkpoint: CheckpointSource,
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Raises CheckpointError where the weights are not those of the model that `config` describes.
+    shapes: of all its tensors with two ends.
 
     Before anything of that model's size is allocated: a config may say whatever it likes.
     """
     entry = MODELS[config.architecture]
-    shapes = tensor_shapes(config, entry, methods)
-    spare_names = set()
+    shapes, spare_names = dict(shapes), set()
     if config.tie_word_embeddings:
         _, spare = _kept_and_spare_end(checkpoint, entry)
         spare_names.add(spare)
