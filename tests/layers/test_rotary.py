@@ -13,6 +13,7 @@ from quire.layers.rotary import (
     LinearRope,
     Llama3Rope,
     LongRope,
+    ProportionalRope,
     RopeLimits,
     RotaryEmbedding,
     YarnRope,
@@ -45,6 +46,9 @@ ROPES = [
     ("longrope", LongRope(10000.0, 1024, _SHORT, _LONG, factor=32.0), 4096),
     ("longrope", LongRope(10000.0, 1024, _SHORT, _LONG, attention_factor=1.1), 4096),
     ("longrope", LongRope(10000.0, 4096, _SHORT, _LONG), 4096),
+    ("proportional", ProportionalRope(1e6, 0.25), 4096),
+    ("proportional", ProportionalRope(1e6, 0.3, 8.0), 4096),
+    ("proportional", ProportionalRope(1e6), 4096),
 ]
 
 
@@ -77,7 +81,8 @@ def test_frequencies_equal_transformers_to_the_bit(rope_type, rope, max_model_le
 
 
 @pytest.mark.parametrize(
-    ("rope_type", "rope", "max_model_len"), [row for row in ROPES if row[0] != "default"]
+    ("rope_type", "rope", "max_model_len"),
+    [row for row in ROPES if row[0] not in ("default", "proportional")],
 )
 def test_frequencies_of_a_part_of_each_head_equal_transformers(rope_type, rope, max_model_len):
     """Their dimension is how many elements rotate: here 128 of 256, or 0.5."""

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.attention.interface import AttentionSpec
 from quire.kernels.cpu.library import NativeKernels, NativeUnavailableError, load_library
-from quire.kernels.rotary import rotate
+from quire.kernels.rotary import rotate, rotate_queries
 from quire.models.checkpoints.loader import load_model
 from quire.models.interface import CausalLM
 from quire.models.registry import load_config
@@ -33,13 +33,17 @@ class DenseAttention:
         spec = self.specs[layer]
         assert (sinks is not None) == spec.has_sinks
         if rotation is not None:
-            q, k = rotate(q, k, rotation)
+            q, k = (rotate_queries(q, rotation), None) if k is None else rotate(q, k, rotation)
         assert q.shape[1:] == (spec.num_heads, spec.head_dim)
-        if spec.value_dim is not None:
-            v = k
-        assert k.shape[1:] == v.shape[1:] == (spec.num_kv_heads, spec.head_dim)
-        keys = self.keys[layer] = torch.cat((self.keys.get(layer, k[:0]), k))
-        values = self.values[layer] = torch.cat((self.values.get(layer, v[:0]), v))
+        if k is not None:  # else an earlier call has stored them
+            assert k.shape[1:] == (spec.num_kv_heads, spec.head_dim)
+            if spec.value_dim is not None:
+                v = k
+            else:
+                assert v.shape[1:] == (spec.num_kv_heads, spec.output_dim)
+            self.keys[layer] = torch.cat((self.keys.get(layer, k[:0]), k))
+            self.values[layer] = torch.cat((self.values.get(layer, v[:0]), v))
+        keys, values = self.keys[layer], self.values[layer]
         repeats = spec.num_heads // spec.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(repeats, 1)) * spec.scale
         if spec.soft_cap is not None:
@@ -83,6 +87,9 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, PreTrainedModel
                 parameter.normal_(0, 0.15)
                 if ("norm" in name or "ln_" in name) and name.endswith("weight"):
                     parameter += 1
+            for name, buffer in model.named_buffers():
+                if name.endswith("layer_scalar"):
+                    buffer.uniform_(0.5, 1.5)
         folder = tmp_path / "model"
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         return folder, model

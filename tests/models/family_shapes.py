@@ -67,6 +67,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         | {"rope_parameters": LOCAL_AND_GLOBAL},
     ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        SMALL
+        | {"vocab_size_per_layer_input": 1013, "num_hidden_layers": 6, "num_kv_shared_layers": 2}
+        | {"head_dim": 24, "global_head_dim": 40, "num_global_key_value_heads": 1}
+        | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 8, "use_double_wide_mlp": True}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+        | {"sliding_window": 5, "final_logit_softcapping": 5.0},
+    ),
     "glm": ("GlmConfig", SMALL | {"head_dim": 24, **SMALL_IDS}),
     "glm4": ("Glm4Config", SMALL | {"head_dim": 24, **SMALL_IDS}),
     "gpt2": ("GPT2Config", LEARNED | {"n_embd": 48, "n_head": 3, "n_layer": 3, "n_inner": 100}),

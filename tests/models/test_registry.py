@@ -46,6 +46,12 @@ def test_a_missing_config_is_named(tmp_path):
 
 # Of families that call fields otherwise, or know none of that name.
 _OTHER_FIELDS = {
+    "Gemma4ForCausalLM": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "vocab_size_per_layer_input": 8,
+    },
     "GPT2LMHeadModel": {"intermediate_size": None, "num_key_value_heads": None},
     "OPTForCausalLM": {"intermediate_size": None, "num_key_value_heads": None, "ffn_dim": 8},
     # With a layer of each kind.

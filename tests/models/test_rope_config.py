@@ -75,12 +75,12 @@ def test_reads_both_forms(raw, rope):
     assert _read(**raw) == rope
 
 
-@pytest.mark.parametrize("rope_type", ["mrope", "proportional", "su", 3])
+@pytest.mark.parametrize("rope_type", ["mrope", "axial", "su", 3])
 def test_an_unknown_type_is_refused_with_the_list(rope_type):
     with pytest.raises(UnsupportedModelError) as caught:
         _read(rope_scaling={"type": rope_type, "factor": 2.0})
     assert f"the rope type is {rope_type!r}" in str(caught.value)
-    assert "default, linear, dynamic, llama3, yarn, longrope" in str(caught.value)
+    assert "default, linear, dynamic, llama3, yarn, longrope, proportional" in str(caught.value)
 
 
 def test_an_unknown_parameter_is_refused_with_the_list():

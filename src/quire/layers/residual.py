@@ -24,6 +24,11 @@ class ResidualStream:
             self.read()
         self._added = (x, scale)
 
+    def scale(self, factor: float) -> None:
+        """Multiply the sum."""
+        if factor != 1.0:
+            self._total = self._operators.scale(self.read(), factor)
+
     def read(self) -> torch.Tensor:
         """The sum [T, H], valid until the next is computed."""
         if self._added is not None:

@@ -209,6 +209,22 @@ class LongRope(Rope):
         return scaled, math.sqrt(1 + math.log(factor) / math.log(original))
 
 
+@dataclass(frozen=True, slots=True)
+class ProportionalRope(Rope):
+    """Heads rotate as a whole, but only the first angles, a part of them all, are not zero
+    (Gemma 4)."""
+
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+
+    def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
+        num_turned = int(self.partial_rotary_factor * limits.rotary_dim // 2)
+        turned = 1.0 / _wavelengths(self.rope_theta, limits.rotary_dim)[:num_turned]
+        found = torch.zeros(limits.rotary_dim // 2)
+        found[:num_turned] = turned / self.factor
+        return found, 1.0
+
+
 ROPE_TYPES: dict[str, type[Rope]] = {
     "default": DefaultRope,
     "linear": LinearRope,
@@ -216,6 +232,7 @@ ROPE_TYPES: dict[str, type[Rope]] = {
     "llama3": Llama3Rope,
     "yarn": YarnRope,
     "longrope": LongRope,
+    "proportional": ProportionalRope,
 }
 
 

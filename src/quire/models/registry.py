@@ -31,6 +31,8 @@ from quire.models.families.bert import (
 )
 from quire.models.families.gemma.gemma2 import Gemma2Config, GemmaForCausalLM
 from quire.models.families.gemma.gemma3 import Gemma3Config
+from quire.models.families.gemma.gemma4 import Gemma4Config, rename_gemma4, unused_keys
+from quire.models.families.gemma.gemma4_layers import Gemma4ForCausalLM
 from quire.models.families.glm import (
     Glm4ForCausalLM,
     GlmConfig,
@@ -156,6 +158,13 @@ MODELS: dict[str, ModelEntry] = {
     ),
     "Gemma2ForCausalLM": ModelEntry(Gemma2Config, GemmaForCausalLM),
     "Gemma3ForCausalLM": ModelEntry(Gemma3Config, GemmaForCausalLM),
+    "Gemma4ForCausalLM": ModelEntry(
+        Gemma4Config,
+        Gemma4ForCausalLM,
+        {**CHECKPOINT_PARTS, "qk_proj": ("q_proj", "k_proj")},
+        rename=rename_gemma4,
+        arrangement=unused_keys,
+    ),
     "Glm4ForCausalLM": ModelEntry(
         GlmConfig, Glm4ForCausalLM, rename=rename_glm4, arrangement=neighbouring_pairs
     ),

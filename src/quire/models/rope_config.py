@@ -61,13 +61,14 @@ def read_rope(
             f"config.json: the rope type is {shown(rope_type)}, but only {', '.join(ROPE_TYPES)} "
             "are understood"
         )
-    if raw.pop(_PARTIAL, 1.0) != 1.0 and rotary_dim is None:
+    known = {field.name: field for field in fields(ROPE_TYPES[rope_type])}
+    has_no_part = _PARTIAL not in known and raw.pop(_PARTIAL, 1.0) != 1.0
+    if has_no_part and rotary_dim is None:
         raise UnsupportedModelError(
             "config.json: partial_rotary_factor is below 1, but only heads that rotate as a whole "
             "are understood"
         )
     raw.setdefault("rope_theta", theta)
-    known = {field.name: field for field in fields(ROPE_TYPES[rope_type])}
     if _ORIGINAL_LENGTH in known:
         # As in transformers: a field of the config itself goes first (Phi-3 has it there).
         inner = raw.get(_ORIGINAL_LENGTH, max_position_embeddings)

@@ -27,12 +27,14 @@ class Arrangement:
     transposed: linears whose weights are stored as [inputs, outputs].
     order: a linear, or a part of one -> which of the stored outputs is each of ours.
     taken: a linear in the files -> its parts' names, and what of it each of them takes.
+    unused: how the names of tensors begin that are left out.
     """
 
     fused: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
     order: Mapping[str, torch.Tensor] = field(default_factory=dict)
     taken: Mapping[str, Mapping[str, Taken]] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
 
 
 def from_pairs(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
@@ -66,6 +68,8 @@ class ArrangedCheckpoint(CheckpointSource):
         self._source = source
         self._stored: dict[str, _StoredTensor] = {}
         for name in source.names:
+            if name.startswith(arrangement.unused):
+                continue
             self._stored |= _arranged(name, source.shape(name), arrangement)
 
     @classmethod

@@ -12,9 +12,10 @@ Source: arXiv:2408.00118. Its differences from Llama:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
+from torch import nn
 
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
@@ -80,7 +81,7 @@ class Gemma2Config(DecoderConfig):
 class GemmaForCausalLM(DecoderForCausalLM):
     """Of layers with norms on both sides."""
 
-    layer_type = SandwichLayer
+    layer_type: ClassVar[type[nn.Module]] = SandwichLayer
 
     def __init__(
         self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int

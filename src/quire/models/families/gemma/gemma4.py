@@ -1,0 +1,231 @@
+"""Gemma 4, its text: Gemma 3 with two kinds of heads and shared keys.
+
+Source: the model cards of Gemma 4. Its differences from Gemma 3:
+
+- layers without a window have heads of a size of their own, 512 where the config is silent, of
+  which a quarter rotates, and may have other KV heads; there, values may be the keys before their
+  norm and rotation (`attention_k_eq_v`); the modules are in `gemma4_layers.py`;
+- v is normalised by head, without weights; scores are not scaled; norms multiply by their weight;
+- the last layers may read keys and values that the last layer of their kind before them stored,
+  and may have an MLP of twice the size;
+- each layer may have an embedding of the token of its own, by which its output is gated;
+- each layer's sum is multiplied by a number of its own.
+
+Mixtures of experts (`enable_moe_block`) are refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from quire.attention.interface import AttentionSpec
+from quire.errors import CheckpointError, UnsupportedModelError, shown
+from quire.models.checkpoints.arranged import Arrangement
+from quire.models.config import DecoderConfig
+from quire.models.config_bounds import checked_integer
+from quire.models.config_fields import ConfigFields
+from quire.models.families.gemma.gemma2 import gemma_fields, gemma_parts
+from quire.models.layer_kinds import (
+    FULL,
+    SLIDING,
+    chosen_ropes,
+    read_layer_ropes,
+    read_layer_types,
+    read_windows,
+)
+
+# transformers' values for fields that a config leaves out.
+_PATTERN = 6
+_DEFAULTS = {
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "query_pre_attn_scalar": None,
+}
+_GLOBAL_HEAD_DIM = 512
+_ROPES: Mapping[str, Any] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+# Sizes of mixtures of experts, of which there are none.
+_OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Config(DecoderConfig):
+    """head_dim and num_kv_heads are of layers with a window.
+
+    layer_types: of each layer. global_head_dim, num_global_kv_heads: of layers without a window.
+    keys_are_values: of those layers. num_shared_layers: how many, the last ones, store no keys and
+    values. per_layer_size: of the embedding that each layer has of a token; 0: it has none.
+    is_double_wide: the MLPs of layers that store nothing have twice the intermediate size.
+    """
+
+    layer_types: tuple[str, ...]
+    global_head_dim: int
+    num_global_kv_heads: int
+    keys_are_values: bool
+    num_shared_layers: int
+    per_layer_size: int
+    is_double_wide: bool
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        fields = gemma_fields(_of_text(raw), _DEFAULTS)
+        fields.plain("enable_moe_block", False)
+        fields.plain("query_pre_attn_scalar", None)
+        for name in _OF_EXPERTS:
+            fields.value(name)
+        kinds = read_layer_types(fields, lambda layer: SLIDING if (layer + 1) % _PATTERN else FULL)
+        kinds = (*kinds[:-1], FULL)  # as transformers has it
+        keys_are_values = fields.flag("attention_k_eq_v", False)
+        head_dim, num_kv_heads = _read_global_heads(fields, kinds, keys_are_values)
+        ropes = read_layer_ropes(
+            fields,
+            head_dims={FULL: head_dim, SLIDING: fields.head_dim()},
+            thetas={kind: _ROPES[kind]["rope_theta"] for kind in _ROPES},
+        )
+        config = cls.read(
+            fields,
+            **gemma_parts(fields) | {"norm_offset": 0.0, "attention_scale": 1.0},
+            windows=read_windows(fields, kinds),
+            layer_types=kinds,
+            global_head_dim=head_dim,
+            num_global_kv_heads=num_kv_heads,
+            keys_are_values=keys_are_values,
+            num_shared_layers=_read_shared_layers(fields, kinds),
+            per_layer_size=_read_per_layer_size(fields),
+            is_double_wide=fields.flag("use_double_wide_mlp", False),
+            **chosen_ropes(ropes, kinds),
+        )
+        if config.num_heads % num_kv_heads:
+            raise CheckpointError(
+                f"config.json: num_attention_heads is {config.num_heads}, but must be a multiple"
+                f" of num_global_key_value_heads, {num_kv_heads}"
+            )
+        return config
+
+    @property
+    def num_storing_layers(self) -> int:
+        """The first ones, which store keys and values."""
+        return self.num_layers - self.num_shared_layers
+
+    def stored_by(self, layer: int) -> int:
+        """Which layer stores the keys and values that a layer reads."""
+        kinds = self.layer_types[: self.num_storing_layers]
+        if layer < len(kinds):
+            return layer
+        return len(kinds) - 1 - kinds[::-1].index(self.layer_types[layer])
+
+    def mlp_size(self, layer: int) -> int:
+        """The intermediate size of a layer."""
+        is_wide = self.is_double_wide and layer >= self.num_storing_layers
+        return self.intermediate_size * (2 if is_wide else 1)
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        spec = DecoderConfig.attention_spec(self, layer)
+        if self.layer_types[layer] == SLIDING:
+            return spec
+        return replace(spec, head_dim=self.global_head_dim, num_kv_heads=self.num_global_kv_heads)
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        return tuple(map(self.attention_spec, range(self.num_storing_layers)))
+
+    def why_not_split(self, num_ranks: int) -> str | None:
+        if self.num_global_kv_heads % num_ranks and num_ranks % self.num_global_kv_heads:
+            return (
+                f"neither it nor the {self.num_global_kv_heads} KV heads of the model's layers with"
+                " full attention divide the other"
+            )
+        return DecoderConfig.why_not_split(self, num_ranks)
+
+    def share_of(self, rank: int, num_ranks: int) -> Self:
+        share = DecoderConfig.share_of(self, rank, num_ranks)
+        return replace(share, num_global_kv_heads=max(1, self.num_global_kv_heads // num_ranks))
+
+
+def _of_text(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """With transformers' rotations where there are none; without what concerns images alone."""
+    found = dict(raw)
+    if not raw.get("rope_parameters"):
+        found["rope_parameters"] = _ROPES
+    if raw.get("use_bidirectional_attention") == "vision":
+        del found["use_bidirectional_attention"]
+    return found
+
+
+def _read_global_heads(
+    fields: ConfigFields, kinds: tuple[str, ...], keys_are_values: bool
+) -> tuple[int, int]:
+    """Size and number of KV heads of layers with full attention, which transformers 5 writes as
+    `per_layer_config`."""
+    size = fields.value("global_head_dim")
+    named = fields.value("num_global_key_value_heads")
+    count = named if keys_are_values else None
+    by_layer = fields.value("per_layer_config")
+    if by_layer is not None:
+        differing = {str(layer) for layer, kind in enumerate(kinds) if kind == FULL}
+        changes = list(by_layer.values()) if isinstance(by_layer, dict) else []
+        known = {"head_dim", "num_key_value_heads"}
+        is_known = all(isinstance(each, dict) and each.keys() <= known for each in changes)
+        if not is_known or by_layer.keys() != differing or any(c != changes[0] for c in changes):
+            raise UnsupportedModelError(
+                f"config.json: per_layer_config is {shown(by_layer)}, but only a head_dim and "
+                "num_key_value_heads that all layers of full attention have is understood"
+            )
+        size, count = (changes[0].get(name) for name in ("head_dim", "num_key_value_heads"))
+    num_kv_heads = fields.integer("num_key_value_heads")
+    return (
+        _GLOBAL_HEAD_DIM
+        if size is None
+        else checked_integer("config.json: global_head_dim", "head_dim", size),
+        num_kv_heads
+        if count is None
+        else checked_integer(
+            "config.json: num_global_key_value_heads", "num_key_value_heads", count
+        ),
+    )
+
+
+def _read_shared_layers(fields: ConfigFields, kinds: tuple[str, ...]) -> int:
+    count = fields.integer("num_kv_shared_layers", 0)
+    if count and not set(kinds[-count:]) <= set(kinds[:-count]):
+        raise CheckpointError(
+            f"config.json: num_kv_shared_layers is {count}, but among the layers before those"
+            f" there must be one of each of their kinds, {', '.join(sorted(set(kinds[-count:])))}"
+        )
+    return count
+
+
+def _read_per_layer_size(fields: ConfigFields) -> int:
+    size = fields.integer("hidden_size_per_layer_input")
+    num_tokens, known = fields.integer("vocab_size"), fields.integer("vocab_size_per_layer_input")
+    if size and num_tokens != known:
+        raise UnsupportedModelError(
+            f"config.json: vocab_size_per_layer_input is {known}, but only vocab_size, "
+            f"{num_tokens}, is understood: all tokens have an embedding of each layer"
+        )
+    return size
+
+
+def unused_keys(config: Gemma4Config) -> Arrangement:
+    """Files may hold keys and values of layers that store none."""
+    layers = range(config.num_storing_layers, config.num_layers)
+    names = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    return Arrangement(
+        unused=tuple(f"model.layers.{layer}.self_attn.{name}" for layer in layers for name in names)
+    )
+
+
+_PER_LAYER = (
+    "embed_tokens_per_layer.",
+    "per_layer_model_projection.",
+    "per_layer_projection_norm.",
+)
+
+
+def rename_gemma4(name: str) -> str:
+    """What makes the inputs of layers is a module of its own here."""
+    inner = name.removeprefix("model.")
+    return f"per_layer_inputs.{inner}" if inner.startswith(_PER_LAYER) else name

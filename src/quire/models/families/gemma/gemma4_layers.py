@@ -1,0 +1,228 @@
+"""The modules of Gemma 4; `gemma4.py` says how they differ from those of Gemma 3.
+
+Shapes: T tokens, H hidden size, L layers, P size of a layer's own input.
+"""
+
+import torch
+from torch import nn
+
+from quire.attention.interface import AttentionCall
+from quire.kernels.rotary import Angles, Rotation
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.linear import Linear, LinearKind
+from quire.layers.mlp import MLP
+from quire.layers.norm import RMSNorm
+from quire.layers.operator_module import OperatorModule
+from quire.layers.residual import ResidualStream
+from quire.models.config import DecoderConfig
+from quire.models.decoder import make_norm
+from quire.models.families.gemma.gemma2 import GemmaForCausalLM
+from quire.models.families.gemma.gemma4 import Gemma4Config
+from quire.models.interface import ModelOutput
+from quire.models.layer_kinds import FULL
+
+
+class Gemma4Attention(OperatorModule):
+    """With keys and values of its own, or with those that an earlier layer has stored."""
+
+    def __init__(
+        self, config: Gemma4Config, layer: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        spec = config.attention_spec(layer)
+        self.head_dim, self.eps = spec.head_dim, config.rms_norm_eps
+        self.stored_by = config.stored_by(layer)
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        inputs = config.hidden_size
+        # The linear is named by its parts, as `checkpoint_parts` knows them.
+        self.part_sizes: tuple[int, ...] = (q_size, kv_size, kv_size)
+        self.projection = "qkv_proj"
+        if self.stored_by != layer:
+            self.part_sizes, self.projection = (q_size,), "q_proj"
+        elif config.keys_are_values and config.layer_types[layer] == FULL:
+            self.part_sizes, self.projection = (q_size, kv_size), "qk_proj"
+        linear = Linear(
+            inputs,
+            self.part_sizes,
+            LinearKind.COLUMN,
+            bias=config.qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.add_module(self.projection, linear)
+        self.o_proj = Linear(
+            q_size, (inputs,), LinearKind.ROW, bias=config.output_bias, dtype=dtype, device=device
+        )
+        norms = [
+            RMSNorm(spec.head_dim, self.eps, dtype=dtype, device=device, offset=config.norm_offset)
+            for _ in self.part_sizes[:2]
+        ]
+        self.q_norm = norms[0]
+        self.k_norm = norms[1] if len(norms) == 2 else None
+
+    def forward(
+        self, hidden: torch.Tensor, angles: Angles, attention: AttentionCall
+    ) -> torch.Tensor:
+        """hidden [T, H] -> [T, H]."""
+        projected = self.get_submodule(self.projection)(hidden)
+        parts = [
+            part.unflatten(-1, (-1, self.head_dim))
+            for part in projected.split(self.part_sizes, dim=-1)
+        ]
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        rotation = Rotation(angles, self.q_norm.weight, k_norm, self.eps, self.q_norm.offset)
+        k = v = None
+        if len(parts) > 1:
+            k = parts[1]  # which its norm overwrites, so that v, where it is k, comes first
+            v = self.operators.rms_norm(parts[-1], None, self.eps)
+        attended = attention(self.stored_by, parts[0], k, v, rotation=rotation)
+        output: torch.Tensor = self.o_proj(attended.flatten(-2))
+        return output
+
+
+class Gemma4Layer(OperatorModule):
+    """Attention, MLP and, where there is one, the layer's own input; each reads the norm of the
+    residual stream, or the stream itself, and the norm of its result is added."""
+
+    def __init__(
+        self, config: Gemma4Config, layer: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = _norms(config, dtype, device)
+        self.self_attn = Gemma4Attention(config, layer, dtype=dtype, device=device)
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = _norms(
+            config, dtype, device
+        )
+        self.activation = config.activation
+        self.mlp = MLP(
+            config.hidden_size,
+            config.mlp_size(layer),
+            bias=False,
+            dtype=dtype,
+            device=device,
+            activation=config.activation,
+        )
+        self.layer_scalar = nn.Parameter(
+            torch.empty(1, dtype=dtype, device=device), requires_grad=False
+        )
+        self._factor: float | None = None
+        self.per_layer_input_gate: Linear | None = None
+        size = config.per_layer_size
+        if size:
+            self.per_layer_input_gate, self.per_layer_projection = (
+                Linear(
+                    inputs,
+                    (outputs,),
+                    LinearKind.REPLICATED,
+                    bias=False,
+                    dtype=dtype,
+                    device=device,
+                )
+                for inputs, outputs in ((config.hidden_size, size), (size, config.hidden_size))
+            )
+            self.post_per_layer_input_norm = make_norm(config, dtype=dtype, device=device)
+
+    def forward(
+        self,
+        stream: ResidualStream,
+        angles: Angles,
+        attention: AttentionCall,
+        own_input: torch.Tensor | None,
+    ) -> None:
+        """Adds to the stream. own_input: [T, P], which may be overwritten."""
+        attended = self.self_attn(stream.normed(self.input_layernorm), angles, attention)
+        stream.add(self.post_attention_layernorm(attended, overwrites=True))
+        output = self.mlp(stream.normed(self.pre_feedforward_layernorm))
+        stream.add(self.post_feedforward_layernorm(output, overwrites=True))
+        if self.per_layer_input_gate is not None:
+            assert own_input is not None
+            gate = self.per_layer_input_gate(stream.read())
+            gated = self.operators.gate(own_input, gate, self.activation)
+            output = self.per_layer_projection(gated)
+            stream.add(self.post_per_layer_input_norm(output, overwrites=True))
+        stream.scale(self._own_factor())
+
+    def _own_factor(self) -> float:
+        if self._factor is None:  # once: it waits for the device
+            self._factor = self.layer_scalar.item()
+        return self._factor
+
+
+def _norms(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[RMSNorm, RMSNorm]:
+    first, second = (make_norm(config, dtype=dtype, device=device) for _ in range(2))
+    return first, second
+
+
+class PerLayerInputs(OperatorModule):
+    """What each layer gets of a token: an embedding of its own, and a projection of the model's."""
+
+    def __init__(self, config: Gemma4Config, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.size = config.per_layer_size
+        total = config.num_layers * self.size
+        self.embed_tokens_per_layer = VocabEmbedding(
+            config.vocab_size, total, dtype=dtype, device=device
+        )
+        self.per_layer_model_projection = Linear(
+            config.hidden_size,
+            (total,),
+            LinearKind.REPLICATED,
+            bias=False,
+            dtype=dtype,
+            device=device,
+        )
+        self.per_layer_projection_norm = RMSNorm(
+            self.size, config.rms_norm_eps, dtype=dtype, device=device, offset=config.norm_offset
+        )
+        self.embedding_scale = torch.tensor(self.size**0.5, dtype=dtype).item()
+        self.projection_scale = config.hidden_size**-0.5
+
+    def forward(self, token_ids: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """token_ids [T], embeds [T, H] -> L of [T, P]."""
+        own = self.operators.scale(self.embed_tokens_per_layer(token_ids), self.embedding_scale)
+        projected = self.per_layer_model_projection(embeds)
+        projected = self.operators.scale(projected, self.projection_scale)
+        heads = torch.unflatten(projected, -1, (-1, self.size))
+        normed = self.per_layer_projection_norm(heads, overwrites=True)
+        total = self.operators.add(own, normed.flatten(-2))
+        return torch.split(self.operators.scale(total, 2**-0.5), self.size, dim=-1)
+
+
+class Gemma4ForCausalLM(GemmaForCausalLM):
+    """Of these layers."""
+
+    layer_type = Gemma4Layer
+
+    def __init__(
+        self, config: Gemma4Config, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        self.per_layer_inputs: PerLayerInputs | None = None
+        if config.per_layer_size:
+            self.per_layer_inputs = PerLayerInputs(config, dtype=dtype, device=device)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: AttentionCall,
+        *,
+        input_embeds: torch.Tensor | None = None,
+        capture_layers: tuple[int, ...] = (),
+    ) -> ModelOutput:
+        if token_ids is None or input_embeds is not None:
+            raise ValueError("Gemma 4 is given token_ids: each layer embeds them as well")
+        embeds = self.embed(token_ids)
+        own_inputs: tuple[torch.Tensor | None, ...] = (None,) * len(self.model.layers)
+        if self.per_layer_inputs is not None:
+            own_inputs = self.per_layer_inputs(token_ids, embeds)
+        angles = self.model.angles(positions)
+        stream = ResidualStream(embeds, self.operators)
+        captured: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.model.layers):
+            layer(stream, angles[index], attention, own_inputs[index])
+            if index in capture_layers:
+                captured[index] = stream.read().clone()
+        return ModelOutput(stream.normed(self.model.norm), captured)
