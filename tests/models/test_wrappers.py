@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.models.family_shapes import (
+    FAMILIES,
     GROWING_YARN,
     LOCAL_AND_GLOBAL,
     SMALL,
@@ -41,6 +42,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         TEXT
         | {"model_type": "gemma3_text", "head_dim": 24, "sliding_window": 5}
         | {"rope_parameters": LOCAL_AND_GLOBAL},
+    ),
+    "Gemma4ForConditionalGeneration": (
+        "Gemma4Config",
+        TINY | {"model_type": "gemma4_vision", "head_dim": 16, "num_key_value_heads": 2},
+        FAMILIES["gemma4"][1] | {"model_type": "gemma4_text"},
     ),
     "LlavaForConditionalGeneration": ("LlavaConfig", CLIP, TEXT | {"model_type": "llama"}),
     "LlavaNextForConditionalGeneration": (

@@ -46,10 +46,12 @@ _TEXT_PREFIXES = {
 """In files of transformers 4, and from 4.52 on; very old ones have none."""
 
 _PROJECTED = ("vision_tower.", "multi_modal_projector.")
+_EMBEDDED = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
 _QWEN = ("visual.", "mtp.")
 
 WRAPPERS: dict[str, Wrapper] = {
     "Gemma3ForConditionalGeneration": Wrapper(_PROJECTED, is_tied=True),
+    "Gemma4ForConditionalGeneration": Wrapper(_EMBEDDED, is_tied=True),
     "LlavaForConditionalGeneration": Wrapper(_PROJECTED),
     "LlavaNextForConditionalGeneration": Wrapper((*_PROJECTED, "image_newline")),
     "LlavaOnevisionForConditionalGeneration": Wrapper((*_PROJECTED, "image_newline")),
@@ -80,6 +82,7 @@ def _sizes(*sizes: int) -> dict[str, int]:
 
 TEXT_MODELS: dict[str, TextModelType] = {
     "gemma3_text": TextModelType("Gemma3ForCausalLM", _sizes(262208, 2304, 9216, 26, 8, 131072)),
+    "gemma4_text": TextModelType("Gemma4ForCausalLM", _sizes(262144, 2304, 9216, 30, 8, 131072)),
     "llama": TextModelType("LlamaForCausalLM", _sizes(32000, 4096, 11008, 32, 32, 2048)),
     "ministral3": TextModelType(
         "Ministral3ForCausalLM", _sizes(131072, 4096, 14336, 34, 32, 262144)
