@@ -76,6 +76,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
         | {"sliding_window": 5, "final_logit_softcapping": 5.0},
     ),
+    "gemma4-moe": (
+        "Gemma4TextConfig",
+        SMALL
+        | {"vocab_size_per_layer_input": 1013, "hidden_size_per_layer_input": 0}
+        | {"head_dim": 24, "global_head_dim": 40, "sliding_window": 5}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
+        | {"moe_intermediate_size": 40},
+    ),
     "glm": ("GlmConfig", SMALL | {"head_dim": 24, **SMALL_IDS}),
     "glm4": ("Glm4Config", SMALL | {"head_dim": 24, **SMALL_IDS}),
     "gpt2": ("GPT2Config", LEARNED | {"n_embd": 48, "n_head": 3, "n_layer": 3, "n_inner": 100}),

@@ -42,6 +42,7 @@ class RouterSpec:
         chosen from; 1 and 1: all may.
     sums_best: a group is as good as its two best experts' sum; else as its best one.
     has_bias: a bias is added to the scores for the choice.
+    has_scales: what else would be the bias multiplies the chosen experts' weights, at last.
     scale: multiplies the weights.
     """
 
@@ -54,6 +55,7 @@ class RouterSpec:
     top_groups: int = 1
     sums_best: bool = False
     has_bias: bool = False
+    has_scales: bool = False
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -67,6 +69,7 @@ class RouterSpec:
             )
         if self.top_k > self.top_groups * (self.num_experts // self.num_groups):
             raise ValueError(f"top_k is {self.top_k}, more than {self.top_groups} groups have")
+        assert not (self.has_bias and self.has_scales)
         assert not (self.sums_best and self.num_experts // self.num_groups < 2)
 
 
@@ -89,7 +92,8 @@ def route(
         scores = scores.softmax(-1)
     elif spec.scoring is Scoring.SIGMOID:
         scores = scores.sigmoid()
-    ids = largest(_eligible(scores if bias is None else scores + bias, spec), spec.top_k)
+    choice = scores if bias is None or spec.has_scales else scores + bias
+    ids = largest(_eligible(choice, spec), spec.top_k)
     weights = scores.gather(1, ids)
     if spec.scoring is Scoring.SOFTMAX_OF_CHOSEN:
         weights = weights.softmax(-1)
@@ -100,6 +104,9 @@ def route(
         )
     if spec.scale != 1.0:
         weights = weights * spec.scale
+    if spec.has_scales:
+        assert bias is not None
+        weights = weights * bias[ids]
     return Routing(ids, weights.to(dtype).float() if spec.rounds else weights)
 
 

@@ -73,7 +73,8 @@ class MoESpec:
 
 class Router(Linear):
     """Logits of all experts. correction: [E] fp32, is added to the scores for the choice alone; the
-    checkpoint has it as e_score_correction_bias; None where the spec has no bias."""
+    checkpoint has it as e_score_correction_bias; with `RouterSpec.has_scales` it multiplies their
+    weights. None where the spec has neither."""
 
     stays_dense = True
     correction: torch.Tensor | None
@@ -91,7 +92,7 @@ class Router(Linear):
         )
         self._logits_dtype = torch.float32 if spec.fp32_logits else None
         correction = None
-        if spec.router.has_bias:
+        if spec.router.has_bias or spec.router.has_scales:
             correction = torch.empty(spec.router.num_experts, device=device)
         self.register_buffer("correction", correction)
 

@@ -40,6 +40,7 @@ INTEGERS: Mapping[str, Bounds] = {
     "sliding_window": Bounds(1, (1 << 31) - 1),
     "sliding_window_pattern": Bounds(1, 1 << 16),
     "max_window_layers": Bounds(0, 1 << 16),
+    "top_k_experts": Bounds(1, 1 << 16),
     "num_kv_shared_layers": Bounds(0, 4095),
     "hidden_size_per_layer_input": Bounds(0, 1 << 16),
     "vocab_size_per_layer_input": Bounds(1, 1 << 24),

@@ -164,6 +164,7 @@ MODELS: dict[str, ModelEntry] = {
         {**CHECKPOINT_PARTS, "qk_proj": ("q_proj", "k_proj")},
         rename=rename_gemma4,
         arrangement=unused_keys,
+        unstack=UnstackedCheckpoint,
     ),
     "Glm4ForCausalLM": ModelEntry(
         GlmConfig, Glm4ForCausalLM, rename=rename_glm4, arrangement=neighbouring_pairs

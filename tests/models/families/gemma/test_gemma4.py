@@ -7,6 +7,7 @@ from tests.models.family_shapes import FAMILIES
 from transformers import Gemma4TextConfig as HFGemma4Config
 
 from quire.errors import CheckpointError, UnsupportedModelError
+from quire.kernels.routing import RouterSpec, route
 from quire.models.families.gemma.gemma4 import Gemma4Config
 from quire.models.registry import load_config
 
@@ -20,6 +21,7 @@ RAW = {
     "num_attention_heads": 8,
     "max_position_embeddings": 64,
 }
+F32 = torch.float32
 ALL = FAMILIES["gemma4"][1]
 # transformers can't share keys where layers have no inputs of their own.
 WITHOUT_INPUTS = ALL | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
@@ -32,6 +34,10 @@ SHAPES = {
     "values of their own": ALL | {"attention_k_eq_v": False, "num_kv_shared_layers": 1},
     "single width, biases, untied": ALL
     | {"use_double_wide_mlp": False, "attention_bias": True, "tie_word_embeddings": False},
+    "experts": FAMILIES["gemma4-moe"][1],
+    "experts and inputs of layers": ALL
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 3}
+    | {"moe_intermediate_size": 24},
     "half turns, no cap": ALL
     | {"final_logit_softcapping": None, "num_kv_shared_layers": 3}
     | {
@@ -52,7 +58,7 @@ def test_logits_equal_transformers(shape, save_checkpoint, assert_same_logits):
     folder, reference = save_checkpoint(HFGemma4Config, **shape)
     model = assert_same_logits(folder, reference)
     num_storing = shape.get("num_hidden_layers", 3)
-    assert len(model.attention_specs) == num_storing - shape["num_kv_shared_layers"]
+    assert len(model.attention_specs) == num_storing - shape.get("num_kv_shared_layers", 0)
     sizes = {spec.window: spec.head_dim for spec in model.attention_specs}
     assert sizes == {5: 24, None: 40}
 
@@ -129,7 +135,13 @@ def test_layers_read_what_the_last_of_their_kind_stored():
     [
         ({"num_kv_shared_layers": 6}, CheckpointError, "num_kv_shared_layers is 6"),
         ({"vocab_size_per_layer_input": 99}, UnsupportedModelError, "per_layer_input is 99"),
-        ({"enable_moe_block": True}, UnsupportedModelError, "enable_moe_block is True"),
+        ({"enable_moe_block": True}, CheckpointError, "has no num_experts"),
+        (
+            {"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3}
+            | {"moe_intermediate_size": 8},
+            CheckpointError,
+            "top_k is 3, but must be 1 to 2",
+        ),
         ({"use_bidirectional_attention": "all"}, UnsupportedModelError, "is 'all'"),
         ({"query_pre_attn_scalar": 256}, UnsupportedModelError, "attn_scalar is 256"),
         ({"attn_logit_softcapping": 50.0}, UnsupportedModelError, "logit_softcapping is 50"),
@@ -164,3 +176,12 @@ def test_ranks_share_the_heads_of_both_kinds():
         RAW | {"num_attention_heads": 12, "num_key_value_heads": 12} | fields
     )
     assert "2 KV heads of the model's layers with full attention" in three.why_not_split(3)
+
+
+def test_factors_of_experts_multiply_weights_and_change_no_choice():
+    spec = RouterSpec(num_experts=4, top_k=2, renormalizes=True, has_scales=True)
+    plain = RouterSpec(num_experts=4, top_k=2, renormalizes=True)
+    logits, scales = torch.randn(5, 4), torch.tensor([-3.0, 0.5, 2.0, 100.0])
+    scaled, expected = route(logits, scales, spec, F32), route(logits, None, plain, F32)
+    assert torch.equal(scaled.ids, expected.ids)
+    assert torch.equal(scaled.weights, expected.weights * scales[expected.ids])

@@ -9,9 +9,9 @@ Source: the model cards of Gemma 4. Its differences from Gemma 3:
 - the last layers may read keys and values that the last layer of their kind before them stored,
   and may have an MLP of twice the size;
 - each layer may have an embedding of the token of its own, by which its output is gated;
-- each layer's sum is multiplied by a number of its own.
-
-Mixtures of experts (`enable_moe_block`) are refused.
+- each layer's sum is multiplied by a number of its own;
+- each layer may have a mixture of experts beside its MLP, whose router has a norm of its own, and
+  a factor for each expert.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,9 @@ from typing import Any, Self
 
 from quire.attention.interface import AttentionSpec
 from quire.errors import CheckpointError, UnsupportedModelError, shown
+from quire.kernels.activations import HF_ACTIVATIONS, Gating
+from quire.kernels.routing import RouterSpec
+from quire.layers.experts import MoESpec
 from quire.models.checkpoints.arranged import Arrangement
 from quire.models.config import DecoderConfig
 from quire.models.config_bounds import checked_integer
@@ -33,6 +36,7 @@ from quire.models.layer_kinds import (
     read_layer_types,
     read_windows,
 )
+from quire.models.mixture_config import replaced
 
 # transformers' values for fields that a config leaves out.
 _PATTERN = 6
@@ -47,7 +51,6 @@ _ROPES: Mapping[str, Any] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-# Sizes of mixtures of experts, of which there are none.
 _OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
 
@@ -59,6 +62,7 @@ class Gemma4Config(DecoderConfig):
     keys_are_values: of those layers. num_shared_layers: how many, the last ones, store no keys and
     values. per_layer_size: of the embedding that each layer has of a token; 0: it has none.
     is_double_wide: the MLPs of layers that store nothing have twice the intermediate size.
+    mixtures: are beside the MLPs, of all layers or of none.
     """
 
     layer_types: tuple[str, ...]
@@ -72,10 +76,7 @@ class Gemma4Config(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = gemma_fields(_of_text(raw), _DEFAULTS)
-        fields.plain("enable_moe_block", False)
         fields.plain("query_pre_attn_scalar", None)
-        for name in _OF_EXPERTS:
-            fields.value(name)
         kinds = read_layer_types(fields, lambda layer: SLIDING if (layer + 1) % _PATTERN else FULL)
         kinds = (*kinds[:-1], FULL)  # as transformers has it
         keys_are_values = fields.flag("attention_k_eq_v", False)
@@ -96,6 +97,7 @@ class Gemma4Config(DecoderConfig):
             num_shared_layers=_read_shared_layers(fields, kinds),
             per_layer_size=_read_per_layer_size(fields),
             is_double_wide=fields.flag("use_double_wide_mlp", False),
+            mixtures=_read_mixtures(fields),
             **chosen_ropes(ropes, kinds),
         )
         if config.num_heads % num_kv_heads:
@@ -132,7 +134,15 @@ class Gemma4Config(DecoderConfig):
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         return tuple(map(self.attention_spec, range(self.num_storing_layers)))
 
+    def num_mlp_weights(self, layer: int, *, active: bool = False) -> int:
+        mixed = 0
+        if self.mixtures is not None:
+            mixed = DecoderConfig.num_mlp_weights(self, layer, active=active)
+        return mixed + 3 * self.hidden_size * self.mlp_size(layer)
+
     def why_not_split(self, num_ranks: int) -> str | None:
+        if self.intermediate_size % num_ranks:
+            return f"the model's intermediate_size, {self.intermediate_size}, is no multiple of it"
         if self.num_global_kv_heads % num_ranks and num_ranks % self.num_global_kv_heads:
             return (
                 f"neither it nor the {self.num_global_kv_heads} KV heads of the model's layers with"
@@ -198,6 +208,23 @@ def _read_shared_layers(fields: ConfigFields, kinds: tuple[str, ...]) -> int:
     return count
 
 
+def _read_mixtures(fields: ConfigFields) -> tuple[MoESpec, ...] | None:
+    if not fields.flag("enable_moe_block", False):
+        for name in _OF_EXPERTS:
+            fields.value(name)
+        return None
+    num_experts, top_k, size = (fields.integer(name) for name in _OF_EXPERTS)
+    try:
+        router = RouterSpec(
+            num_experts=num_experts, top_k=top_k, renormalizes=True, has_scales=True
+        )
+    except ValueError as error:
+        raise CheckpointError(f"config.json: of the experts' router, {error}") from None
+    activation = HF_ACTIVATIONS[str(fields.value("hidden_act"))]
+    mixture = MoESpec(router=router, intermediate_size=size, gating=Gating(activation))
+    return (mixture,) * fields.integer("num_hidden_layers")
+
+
 def _read_per_layer_size(fields: ConfigFields) -> int:
     size = fields.integer("hidden_size_per_layer_input")
     num_tokens, known = fields.integer("vocab_size"), fields.integer("vocab_size_per_layer_input")
@@ -225,7 +252,17 @@ _PER_LAYER = (
 )
 
 
+_OF_MIXTURE = {
+    ".router.per_expert_scale": ".mixture.gate.e_score_correction_bias",
+    ".router.proj.": ".mixture.gate.",
+    ".router.scale": ".mixture.scale",
+    ".experts.": ".mixture.experts.",
+}
+
+
 def rename_gemma4(name: str) -> str:
-    """What makes the inputs of layers is a module of its own here."""
+    """What makes the inputs of layers, and a layer's experts and their router, are modules here."""
     inner = name.removeprefix("model.")
-    return f"per_layer_inputs.{inner}" if inner.startswith(_PER_LAYER) else name
+    if inner.startswith(_PER_LAYER):
+        return f"per_layer_inputs.{inner}"
+    return replaced(name, _OF_MIXTURE)

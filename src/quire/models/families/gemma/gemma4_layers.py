@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from quire.attention.interface import AttentionCall
+from quire.formats.weight_format import empty_parameter
 from quire.kernels.rotary import Angles, Rotation
 from quire.layers.embedding import VocabEmbedding
+from quire.layers.experts import MoESpec, SparseMLP
 from quire.layers.linear import Linear, LinearKind
 from quire.layers.mlp import MLP
 from quire.layers.norm import RMSNorm
@@ -80,9 +82,30 @@ class Gemma4Attention(OperatorModule):
         return output
 
 
+class Gemma4Mixture(SparseMLP):
+    """Experts whose router reads another norm of the stream. scale: [H], of that norm."""
+
+    def __init__(
+        self, config: Gemma4Config, spec: MoESpec, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config.hidden_size, spec, dtype=dtype, device=device)
+        self.scale = empty_parameter((config.hidden_size,), dtype, device)
+        self.eps = config.rms_norm_eps
+        self.root = config.hidden_size**-0.5
+
+    def mix(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        """x, stream [T, H]: what the experts and what the router read -> [T, H]."""
+        normed = self.operators.rms_norm(stream, self.scale, self.eps)
+        logits = self.gate(self.operators.scale(normed, self.root))
+        routing = self.operators.route(logits, self.gate.correction, self.spec.router, x.dtype)
+        output: torch.Tensor = self.experts(x, routing)
+        return output if self.join is None else self.join(output)
+
+
 class Gemma4Layer(OperatorModule):
-    """Attention, MLP and, where there is one, the layer's own input; each reads the norm of the
-    residual stream, or the stream itself, and the norm of its result is added."""
+    """Attention, MLP, with experts beside it or without, and the layer's own input, where there is
+    one; each reads the norm of the residual stream, the last the stream itself, and the norm of
+    its result is added."""
 
     def __init__(
         self, config: Gemma4Config, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -102,6 +125,14 @@ class Gemma4Layer(OperatorModule):
             device=device,
             activation=config.activation,
         )
+        self.mixture: Gemma4Mixture | None = None
+        spec = config.mixture_of(layer)
+        if spec is not None:
+            self.mixture = Gemma4Mixture(config, spec, dtype=dtype, device=device)
+            self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = _norms(
+                config, dtype, device
+            )
+            self.pre_feedforward_layernorm_2 = make_norm(config, dtype=dtype, device=device)
         self.layer_scalar = nn.Parameter(
             torch.empty(1, dtype=dtype, device=device), requires_grad=False
         )
@@ -133,6 +164,12 @@ class Gemma4Layer(OperatorModule):
         attended = self.self_attn(stream.normed(self.input_layernorm), angles, attention)
         stream.add(self.post_attention_layernorm(attended, overwrites=True))
         output = self.mlp(stream.normed(self.pre_feedforward_layernorm))
+        if self.mixture is not None:
+            output = self.post_feedforward_layernorm_1(output, overwrites=True)
+            normed = self.pre_feedforward_layernorm_2(stream.read())
+            mixed = self.mixture.mix(normed, stream.read())
+            mixed = self.post_feedforward_layernorm_2(mixed, overwrites=True)
+            output = self.operators.add(mixed, output)
         stream.add(self.post_feedforward_layernorm(output, overwrites=True))
         if self.per_layer_input_gate is not None:
             assert own_input is not None
