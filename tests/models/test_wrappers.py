@@ -34,6 +34,8 @@ QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_head
 TEXT = SMALL | SMALL_IDS
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
+KEPT = FAMILIES["qwen3_5"][1].keys() - {"intermediate_size"}
+
 # The wrapper's class -> its class of configs, its vision's config, its text's.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": (
@@ -78,6 +80,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3VLConfig",
         QWEN_VISION | {"deepstack_visual_indexes": [0]},
         TEXT | {"head_dim": 16, "rope_parameters": MROPE},
+    ),
+    "Qwen3_5ForConditionalGeneration": (
+        "Qwen3_5Config",
+        QWEN_VISION,
+        FAMILIES["qwen3_5"][1] | SMALL_IDS,
+    ),
+    "Qwen3_5MoeForConditionalGeneration": (
+        "Qwen3_5MoeConfig",
+        QWEN_VISION,
+        {name: value for name, value in FAMILIES["qwen3_5"][1].items() if name in KEPT}
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 40}
+        | SMALL_IDS,
     ),
 }
 

@@ -59,6 +59,8 @@ WRAPPERS: dict[str, Wrapper] = {
     "Qwen2VLForConditionalGeneration": Wrapper(_QWEN, flat_text="qwen2_vl_text"),
     "Qwen2_5_VLForConditionalGeneration": Wrapper(_QWEN, flat_text="qwen2_5_vl_text"),
     "Qwen3VLForConditionalGeneration": Wrapper(_QWEN),
+    "Qwen3_5ForConditionalGeneration": Wrapper(_QWEN),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper(_QWEN),
 }
 """By the name in config.json."""
 
@@ -92,6 +94,8 @@ TEXT_MODELS: dict[str, TextModelType] = {
     "qwen2_5_vl_text": TextModelType("Qwen2ForCausalLM"),
     "qwen2_vl_text": TextModelType("Qwen2ForCausalLM"),
     "qwen3": TextModelType("Qwen3ForCausalLM"),
+    "qwen3_5_moe_text": TextModelType("Qwen3_5MoeForCausalLM"),
+    "qwen3_5_text": TextModelType("Qwen3_5ForCausalLM"),
     "qwen3_vl_text": TextModelType("Qwen3ForCausalLM"),
 }
 """By `model_type` of the text_config."""
