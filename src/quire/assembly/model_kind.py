@@ -15,19 +15,23 @@ from quire.hub.model_folder import resolve_model_folder, resolve_text_folder
 from quire.models.checkpoints.readers import find_reader
 from quire.models.config import ModelConfig
 from quire.models.config_fields import overridden
+from quire.models.fallback.fallback_config import FallbackConfig
 from quire.models.pooling_config import (
     PoolingFolder,
     has_modules,
     model_pooling,
     read_pooling_folder,
 )
-from quire.models.registry import MODELS, load_config
+from quire.models.registry import find_entry, load_config
 from quire.observability.log import get_logger
 from quire.options.engine_options import EngineOptions
 from quire.options.pooling_options import AUTO, GENERATE, POOLING
 from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
+
+_FROM_TRANSFORMERS = {"auto": None, "native": False, "transformers": True}
+"""The option model_impl, as `load_config` takes it."""
 
 _INSTRUCTED = "Qwen3"
 """How the architectures begin whose rerankers expect a pair in the words of `PairForm.QWEN3`."""
@@ -57,7 +61,16 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
         on_progress=on_progress,
     )
     said = read_pooling_folder(folder) if has_modules(folder) else None
-    config = load_config(folder, overrides=overrides)
+    from_transformers = _FROM_TRANSFORMERS[options.model_impl]
+    config = load_config(folder, overrides=overrides, from_transformers=from_transformers)
+    if isinstance(config, FallbackConfig):
+        logger.info(
+            "%s is computed by transformers %s (model_impl is %r) on quire's memory, attention and"
+            " linears; docs/models.md says what that means",
+            config.architecture,
+            config.transformers_version,
+            options.model_impl,
+        )
     if config.wrapper is not None:
         logger.info(
             "%s is served for text, by its language model (%s); what its files hold for images and"
@@ -65,7 +78,7 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
             config.wrapper,
             config.architecture,
         )
-    could_generate = MODELS[config.architecture].generates
+    could_generate = find_entry(config).generates
     if options.runner == GENERATE and not could_generate:
         raise ConfigurationError(
             f"runner is 'generate', but {config.architecture} predicts no tokens; leave it out to"
@@ -76,7 +89,9 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
     generates = not (is_asked_to or (is_made_to and options.runner == AUTO))
     pooling = _pooling(options, folder, config, said)
     if not generates and not pooling.score_token_ids:
-        config = load_config(folder, pools_hidden=True, overrides=overrides)
+        config = load_config(
+            folder, pools_hidden=True, overrides=overrides, from_transformers=from_transformers
+        )
     if not generates:
         options = _with_fitting_length(options, config, said)
     return ModelKind(options, folder, config, pooling, generates)
@@ -88,7 +103,7 @@ def _pooling(
     raw = overridden(find_reader(folder).read_config(folder), options.hf_overrides or {})
     pooling = model_pooling(config, said, raw, options.pooling_type)
     if options.score_tokens is not None:
-        if not MODELS[config.architecture].generates:
+        if not find_entry(config).generates:
             raise ConfigurationError(
                 f"score_tokens is {options.score_tokens!r}, but {config.architecture} predicts no"
                 " tokens; leave it out"

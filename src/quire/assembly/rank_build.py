@@ -213,6 +213,7 @@ class _Builder:
             ),
         )
         use_operators(model, setup.operators)
+        model.check_loaded()
         if model.recurrent_specs:
             states = select_recurrence(setup.device.type, setup.kernels, is_triton=setup.is_triton)
             model.use_states(states)

@@ -8,6 +8,7 @@ there.
 Shapes: ... any leading dimensions, I input size, O output size (the sum of the parts).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from quire.formats.dense import DenseMethod
 from quire.formats.weight_format import LinearMethod, LinearModule
@@ -53,6 +55,14 @@ class WeightSlot:
 
     shape: tuple[int, ...]
     load: Callable[[int, torch.Tensor], None]
+
+
+class SlottedModule(nn.Module, ABC):
+    """A module of several linears that says itself which of the checkpoint's tensors fill them."""
+
+    @abstractmethod
+    def checkpoint_slots(self) -> dict[str, WeightSlot]:
+        """Names below the module that this one is in -> places."""
 
 
 _is_deferred: ContextVar[bool] = ContextVar("_is_deferred", default=False)

@@ -18,7 +18,7 @@ from quire.formats.dense import DenseMethod
 from quire.layers.sharded import LinearMethods
 from quire.models.checkpoints.loader import blueprint, module_bytes, stored_bytes
 from quire.models.config import ModelConfig
-from quire.models.registry import MODELS
+from quire.models.registry import find_entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Footprint:
 
 def footprint(config: ModelConfig, dtype: torch.dtype, methods: LinearMethods) -> Footprint:
     """Of the model that `config` describes, in a model of this dtype, whose linears have `methods`.
-    Its architecture must be in the registry."""
-    whole = blueprint(config, MODELS[config.architecture], methods)
+    Its architecture is one that the registry finds."""
+    whole = blueprint(config, find_entry(config), methods)
     stored = stored_bytes(whole, config, dtype, methods)
     return Footprint(stored, round(_read_bytes(whole, dtype, 1.0)))
 

@@ -69,6 +69,10 @@ class TextModel(OperatorModule, ABC):
         (arXiv:2503.01840).
         """
 
+    def check_loaded(self) -> None:
+        """Called once, with weights and operators, before the first step. Raises
+        UnsupportedModelError for a model that would compute something else than it should."""
+
     def use_states(self, recurrence: StateBackend) -> None:
         """Let `recurrence` move the states of all recurrent layers, before the first step."""
         self.recurrence = recurrence

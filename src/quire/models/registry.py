@@ -20,6 +20,9 @@ from quire.models.checkpoints.unstacked import UnstackedCheckpoint
 from quire.models.config import ModelConfig
 from quire.models.config_fields import overridden
 from quire.models.decoder import DecoderForCausalLM, DecoderForScores, HeadlessDecoder
+from quire.models.fallback.conversion import ConvertedCheckpoint, shape_model
+from quire.models.fallback.fallback_config import FallbackConfig
+from quire.models.fallback.model import FallbackForCausalLM
 from quire.models.families.bert import (
     BertConfig,
     BertForScores,
@@ -208,12 +211,41 @@ MODELS: dict[str, ModelEntry] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _FallbackEntry(ModelEntry):
+    """Of one model that a class of transformers computes."""
+
+    def open(self, folder: Path, config: ModelConfig) -> CheckpointSource:
+        assert isinstance(config, FallbackConfig)
+        # Without the zero-argument form, which classes with slots don't have.
+        return ConvertedCheckpoint(ModelEntry.open(self, folder, config), shape_model(config.raw))
+
+
+def find_entry(config: ModelConfig) -> ModelEntry:
+    """The classes of a model with this config."""
+    if not isinstance(config, FallbackConfig):
+        return MODELS[config.architecture]
+    return _FallbackEntry(
+        FallbackConfig,
+        FallbackForCausalLM,
+        CHECKPOINT_PARTS,
+        embedding=config.embedding,
+        head=config.head,
+    )
+
+
 def load_config(
-    folder: Path, *, pools_hidden: bool = False, overrides: Mapping[str, Any] | None = None
+    folder: Path,
+    *,
+    pools_hidden: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    from_transformers: bool | None = None,
 ) -> ModelConfig:
     """The config of a model folder in Hugging Face's format. pools_hidden: nothing but hidden
     states is wanted, so that the model is built without a head that predicts tokens. overrides:
     fields in place of the folder's; of a multimodal model, of those of its language model.
+    from_transformers: whether a class of transformers computes the model; None: where quire has
+    none of its own.
 
     Raises CheckpointError where config.json can't be read or lacks something, and
     UnsupportedModelError for an architecture, or a field, that is not understood.
@@ -226,11 +258,15 @@ def load_config(
         refuse_quantized_config(str(folder), each)
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if not isinstance(name, str) or name not in MODELS:
+    is_native = isinstance(name, str) and name in MODELS
+    if from_transformers or (from_transformers is None and not is_native):
+        return _fallback_config(path, raw, wrapper)
+    if not is_native:
         raise UnsupportedModelError(
-            f"{path}: architectures is {shown(names)}, which quire does not serve; it must be one "
-            f"of {', '.join((*MODELS, *WRAPPERS))}"
+            f"{path}: architectures is {shown(names)}, of which quire has no model of its own"
+            f" (model_impl is 'native'); it must be one of {', '.join((*MODELS, *WRAPPERS))}"
         )
+    assert name is not None
     base = name.removesuffix("ForCausalLM") + "Model"
     if pools_hidden and MODELS[name].generates and base in MODELS:
         name = base
@@ -238,3 +274,11 @@ def load_config(
     if config.tie_word_embeddings and not MODELS[name].generates:
         config = replace(config, tie_word_embeddings=False)  # there is one end only
     return replace(config, architecture=name, wrapper=wrapper)
+
+
+def _fallback_config(path: Path, raw: Mapping[str, Any], wrapper: str | None) -> FallbackConfig:
+    try:
+        return replace(FallbackConfig.from_hf(raw), wrapper=wrapper)
+    except UnsupportedModelError as error:
+        own = ", ".join((*MODELS, *WRAPPERS))
+        raise UnsupportedModelError(f"{path.parent}: {error}. quire's own are {own}") from error

@@ -37,6 +37,8 @@ from quire.tiers.tier_options import TierOptions
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OTHER_DTYPES = (("half", "float16"), ("float", "float32"))
 
+MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
+
 _PLACE = "a folder or a hub id"
 
 
@@ -98,6 +100,15 @@ class ModelOptions(Options):
         help="highest logprobs that a request may ask for; -1: no bound",
         doc="the highest logprobs or prompt_logprobs that a request may ask for; -1: the whole"
         " vocabulary's.",
+    )
+    model_impl: str = option(
+        "auto",
+        OneOf(MODEL_IMPLEMENTATIONS, others=(("vllm", "native"),)),
+        group="model",
+        help="whose code computes the model: {names}",
+        doc='whose code computes the model. "native": quire\'s own. "transformers": the class of'
+        " the package transformers that config.json names, with quire's memory, attention and"
+        ' linears. "auto": quire\'s own where there is one, else that class.',
     )
     hf_overrides: Mapping[str, Any] | None = option(
         None,

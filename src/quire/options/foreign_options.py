@@ -96,7 +96,6 @@ FOREIGN_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "max_seq_len_to_capture": ((), _GRAPHS),
     "mm_processor_cache_gb": ((0,), TEXT_ONLY),
     "mm_processor_kwargs": (({},), TEXT_ONLY),
-    "model_impl": (("auto", "vllm"), "docs/models.md has the models that are understood"),
     "model_loader_extra_config": (({},), _SAFETENSORS),
     "moe_backend": (("auto",), EXPERTS),
     "nnodes": ((1,), "one machine computes in this version"),

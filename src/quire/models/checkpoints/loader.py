@@ -7,7 +7,7 @@ Knows no device or format of its own: both are given.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from quire.errors import CheckpointError
 from quire.formats.dense import DenseMethod
 from quire.hub.model_files import shown_name
 from quire.layers.fused_parameter import FusedParameter
-from quire.layers.linear import Linear, WeightSlot, without_weights
+from quire.layers.linear import Linear, SlottedModule, WeightSlot, without_weights
 from quire.layers.sharded import LinearMethods, Sharding
 from quire.models.checkpoints.quantized import refuse_quantized_weights
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.checkpoints.weights_digest import WeightsDigest
 from quire.models.config import ModelConfig
 from quire.models.interface import TextModel
-from quire.models.registry import MODELS, ModelEntry
+from quire.models.registry import ModelEntry, find_entry
 from quire.models.sharding import split_config
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def load_model(
     model's memory once, plus a few MiB for each thread that reads.
     Raises CheckpointError that names the file or the tensors at fault.
     """
-    entry = MODELS[config.architecture]
+    entry = find_entry(config)
     checkpoint = entry.open(folder, config)
     stored = LinearMethods(DenseMethod()) if methods is None else methods
     shapes = tensor_shapes(blueprint(config, entry, stored), entry)
@@ -119,7 +119,7 @@ def weight_bytes(
 
     Raises CheckpointError where its weights are not those that `config` describes.
     """
-    entry = MODELS[config.architecture]
+    entry = find_entry(config)
     whole = blueprint(config, entry, methods)
     _check_match(folder, entry.open(folder, config), config, tensor_shapes(whole, entry))
     return stored_bytes(whole, config, dtype, methods)
@@ -150,19 +150,37 @@ def checkpoint_slots(
 ) -> dict[str, tuple[WeightSlot, ...]]:
     """Checkpoint names -> the places in the model that they fill."""
     slots: dict[str, tuple[WeightSlot, ...]] = {}
+    slotted = ""
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
+        if slotted and path.startswith(f"{slotted}."):
+            continue
+        if isinstance(module, SlottedModule):
+            slotted = path
+            slots |= {
+                f"{parent}.{name}": (slot,) for name, slot in module.checkpoint_slots().items()
+            }
+            continue
         if isinstance(module, Linear | FusedParameter):
-            parts = checkpoint_parts.get(leaf, (leaf,))
+            is_fused = len(module.part_sizes) > 1
+            parts = checkpoint_parts.get(leaf, (leaf,)) if is_fused else (leaf,)
             assert len(parts) == len(module.part_sizes), path
             for (parameter, index), slot in module.slots().items():
                 name = f"{parts[index]}.{parameter}"
                 slots[f"{parent}.{name}" if parent else name] = (slot,)
             continue
-        for name, parameter in module.named_parameters(recurse=False):
-            load = partial(_copy_rows, parameter)
-            slots[f"{path}.{name}"] = (WeightSlot(tuple(parameter.shape), load),)
+        for name, tensor in _stored(module):
+            load = partial(_copy_rows, tensor)
+            slots[f"{path}.{name}"] = (WeightSlot(tuple(tensor.shape), load),)
     return slots
+
+
+def _stored(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The module's own parameters, and the buffers that a checkpoint holds."""
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def _cut_slots(
@@ -178,7 +196,8 @@ def _cut_slots(
 
 
 def _copy_rows(parameter: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
-    parameter[first_row : first_row + len(rows)].copy_(rows)
+    whole = parameter if parameter.dim() else parameter[None]  # a single number is one row
+    whole[first_row : first_row + len(rows)].copy_(rows)
 
 
 def _merge_ends(
@@ -273,7 +292,7 @@ def _check_match(
 
     Before anything of that model's size is allocated: a config may say whatever it likes.
     """
-    entry = MODELS[config.architecture]
+    entry = find_entry(config)
     shapes, spare_names = dict(shapes), set()
     if config.tie_word_embeddings:
         _, spare = _kept_and_spare_end(checkpoint, entry)

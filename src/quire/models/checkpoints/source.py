@@ -70,9 +70,8 @@ class CheckpointSource(ABC):
         row_bytes = self.dtype(name).itemsize * prod(shape[1:])
         num_rows = _CHUNK_BYTES // max(1, row_bytes)
         num_rows = max(1, num_rows // _CHUNK_ROWS * _CHUNK_ROWS or num_rows)
-        return [
-            range(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows)
-        ]
+        end = shape[0] if shape else 1  # a single number is one row
+        return [range(start, min(start + num_rows, end)) for start in range(0, end, num_rows)]
 
     def equal(self, first: str, second: str) -> bool:
         """Whether two tensors hold the same numbers."""

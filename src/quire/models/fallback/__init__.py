@@ -1,0 +1,1 @@
+"""Models that classes of transformers compute, on quire's memory."""

@@ -1,0 +1,182 @@
+"""A checkpoint under the names, and in the shapes, of a class of transformers.
+
+Published checkpoints keep the names of the code that they come from; transformers renames tensors,
+stacks those of experts and cuts fused ones by tables of its own, which are read here. Tensors are
+converted when they are asked for, stacked ones an expert at a time. Called by `models.registry`.
+"""
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.errors import CheckpointError
+from quire.models.checkpoints.source import CheckpointSource
+from quire.models.fallback.hf_classes import build, find_class
+
+
+@dataclass(slots=True)
+class _Group:
+    """Tensors that are converted together.
+
+    sources: pattern of the converter -> names in the file, in order. targets: shapes by name.
+    is_stacked: rows of a target are made of as many tensors of each pattern.
+    """
+
+    converter: Any
+    first_target: str
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    targets: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    is_stacked: bool = False
+
+
+class ConvertedCheckpoint(CheckpointSource):
+    """`source` as `model` has it, a model of transformers on the meta device."""
+
+    def __init__(self, source: CheckpointSource, model: Any) -> None:
+        self._source = source
+        self._model = model
+        self._names: dict[str, str] = {}
+        self._groups: dict[str, _Group] = {}
+        self._lock = threading.Lock()
+        self._last: tuple[_Group, dict[str, torch.Tensor]] | None = None
+        self._sort_in()
+        for target, tied_to in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+            if target not in self._names and tied_to in self._names:
+                self._names[target] = self._names[tied_to]
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        return False  # it is made around another
+
+    @property
+    def names(self) -> Set[str]:
+        return self._names.keys() | self._groups.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._groups:
+            return self._groups[name].targets[name]
+        return self._source.shape(self._names[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name in self._groups:
+            first = next(iter(self._groups[name].sources.values()))[0]
+            return self._source.dtype(first)
+        return self._source.dtype(self._names[name])
+
+    def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
+        if name not in self._groups:
+            return self._source.rows(self._names[name], span)
+        group = self._groups[name]
+        return (
+            self._stacked(group, name, span) if group.is_stacked else self._cut(group, name, span)
+        )
+
+    @contextmanager
+    def _stacked(self, group: _Group, name: str, span: range) -> Iterator[torch.Tensor]:
+        with ExitStack() as stack:
+            lent = {
+                pattern: [self._whole(stack, names[index]) for index in span]
+                for pattern, names in group.sources.items()
+            }
+            yield self._convert(group, lent)[name]
+
+    @contextmanager
+    def _cut(self, group: _Group, name: str, span: range) -> Iterator[torch.Tensor]:
+        """The targets of a group are asked for one after the other: the last group is kept."""
+        with self._lock:
+            if self._last is None or self._last[0] is not group:
+                with ExitStack() as stack:
+                    lent = {
+                        pattern: [self._whole(stack, each).clone() for each in names]
+                        for pattern, names in group.sources.items()
+                    }
+                self._last = group, self._convert(group, lent)
+            whole = self._last[1][name]
+        yield whole[span.start : span.stop]
+
+    def _whole(self, stack: ExitStack, name: str) -> torch.Tensor:
+        whole = range(self._source.shape(name)[0])
+        return stack.enter_context(self._source.rows(name, whole))
+
+    def _convert(
+        self, group: _Group, tensors: dict[str, list[torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        converter = deepcopy(group.converter)
+        for pattern, lent in tensors.items():
+            converter.collected_tensors[pattern] = [partial(_itself, each) for each in lent]
+        converted: dict[str, Any] = converter.convert(
+            group.first_target, model=self._model, config=self._model.config
+        )
+        return {
+            name: each[0] if isinstance(each, list) else each for name, each in converted.items()
+        }
+
+    def _sort_in(self) -> None:
+        """Sort all tensors of the source into names and groups."""
+        from transformers import core_model_loading as loading  # is not always installed
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
+        by_pattern = {each: found for found in converters for each in found.source_patterns}
+        wanted = self._model.state_dict()
+        prefix = self._model.base_model_prefix
+        ignored = [re.compile(each) for each in self._model._keys_to_ignore_on_load_unexpected]
+        groups: dict[str, _Group] = {}
+        for name in sorted(self._source.names, key=loading.dot_natural_key):
+            target, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
+            if target not in wanted and name in wanted:
+                target, pattern = name, None
+            if target not in wanted:
+                if not any(each.search(name) or each.search(target) for each in ignored):
+                    self._names[target] = name  # the loader says that it has no place
+            elif pattern is None:
+                self._names[target] = name
+            else:
+                group = groups.setdefault(target, _Group(by_pattern[pattern], target))
+                group.sources.setdefault(pattern, []).append(name)
+        for group in groups.values():
+            self._settle(group)
+
+    def _settle(self, group: _Group) -> None:
+        """Find out what a group becomes, without numbers."""
+        shapes = {
+            pattern: [torch.empty(self._source.shape(name), device="meta") for name in names]
+            for pattern, names in group.sources.items()
+        }
+        first, *others = group.converter.operations
+        counts = {len(names) for names in group.sources.values()}
+        group.is_stacked = (
+            type(first).__name__ == "MergeModulelist"
+            and first.dim == 0
+            and len(counts) == 1
+            and all(type(each).__name__ == "Concatenate" and each.dim > 0 for each in others)
+        )
+        try:
+            converted = self._convert(group, shapes)
+        except Exception as error:  # whatever an operation of transformers raises
+            names = ", ".join(f"{len(each)} like {each[0]}" for each in group.sources.values())
+            raise CheckpointError(
+                f"{group.first_target} can't be made of the tensors that the weights have, {names}"
+                f" ({error}); the download is not whole, or config.json describes another model"
+            ) from error
+        group.targets = {name: tuple(each.shape) for name, each in converted.items()}
+        self._groups |= dict.fromkeys(group.targets, group)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def shape_model(raw: Mapping[str, Any]) -> Any:
+    """The class of transformers that config.json names, without numbers."""
+    return build(*find_class(raw), dtype=torch.float32, only_meta=True)

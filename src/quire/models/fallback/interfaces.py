@@ -1,0 +1,140 @@
+"""The functions that transformers' models call: attention over pages, experts in ascending order.
+
+transformers looks both up by a name that its config holds. The attention call of the running step
+is found in `ATTENDING`, which `model.py` sets around a forward pass: many classes drop the extra
+arguments that could carry it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.models.fallback.hf_classes import ATTENTION
+
+
+@dataclass(slots=True)
+class StepAttention:
+    """One forward pass. num_called: attention layers, which are called in order, so far.
+    token_ids: [T], or None where embeddings are given. positions: [T]."""
+
+    call: AttentionCall
+    specs: tuple[AttentionSpec, ...]
+    token_ids: torch.Tensor | None
+    positions: torch.Tensor
+    num_called: int = 0
+
+
+class _Attending:
+    """What the functions need to know of the step that is being computed, in this context."""
+
+    def __init__(self) -> None:
+        self._step: ContextVar[StepAttention] = ContextVar("_step")
+        self._has_numbers: ContextVar[bool] = ContextVar("_has_numbers", default=True)
+
+    @property
+    def step(self) -> StepAttention:
+        return self._step.get()
+
+    @property
+    def has_numbers(self) -> bool:
+        """False while a model is run on the meta device."""
+        return self._has_numbers.get()
+
+    def given(self, batch: torch.Tensor) -> torch.Tensor:
+        """The step's own token ids or positions [T], where `batch` [1, T] is a view of them, so
+        that a recorder knows them; else the same numbers."""
+        step = self._step.get(None)
+        for own in () if step is None else (step.token_ids, step.positions):
+            if own is not None and own.data_ptr() == batch.data_ptr() and len(own) == batch.numel():
+                return own
+        return batch.flatten()
+
+    @contextmanager
+    def to(self, step: StepAttention) -> Iterator[None]:
+        token = self._step.set(step)
+        try:
+            yield
+        finally:
+            self._step.reset(token)
+
+    @contextmanager
+    def without_numbers(self) -> Iterator[None]:
+        token = self._has_numbers.set(False)
+        try:
+            yield
+        finally:
+            self._has_numbers.reset(token)
+
+
+ATTENDING = _Attending()
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: query [1, Hq, T, D], key [1, Hkv, T, D] and value
+    [1, Hkv, T, Dv] -> [1, T, Hq, Dv].
+
+    Heads narrower than the pages' are filled up with zeros, which add nothing to q·k.
+    """
+    step = ATTENDING.step
+    layer = step.num_called
+    step.num_called = layer + 1
+    head_dim, value_dim = step.specs[layer].head_dim, value.shape[3]
+    q, k, v = (_rows(part, head_dim) for part in (query, key, value))
+    out = step.call(layer, q, k, v, kwargs.get("s_aux"))
+    return out[None] if value_dim == head_dim else out[None, ..., :value_dim], None
+
+
+def _rows(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """x [1, heads, T, at most head_dim] -> [T, heads, head_dim]."""
+    rows = x[0].transpose(0, 1)
+    missing = head_dim - rows.shape[2]
+    return functional.pad(rows, (0, missing)) if missing else rows
+
+
+def run_experts(
+    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """An experts function of transformers: its own eager loop, over the experts in ascending order.
+
+    hidden [T, H], top_k_index and top_k_weights [T, K] -> [T, H].
+    """
+    if not ATTENDING.has_numbers:
+        return torch.empty_like(hidden)
+    total = torch.zeros_like(hidden)
+    experts = module.expert_linears
+    for expert in torch.unique(top_k_index).tolist():
+        if expert >= len(experts):  # the routers' word for none
+            continue
+        rows, places = torch.where(top_k_index == expert)
+        out = experts(module, expert, hidden[rows]) * top_k_weights[rows, places, None]
+        total.index_add_(0, rows, out.to(total.dtype))
+    return total
+
+
+def register_functions(
+    name: str = ATTENTION,
+    attention: Callable[..., Any] = attend,
+    mask: Callable[..., Any] | None = None,
+) -> None:
+    """Let transformers find our functions. mask: None: no masks are made."""
+    # Is not always installed.
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
+
+    AttentionInterface.register(name, attention)
+    ExpertsInterface.register(ATTENTION, run_experts)
+    if mask is not None:
+        AttentionMaskInterface.register(name, mask)

@@ -1,0 +1,119 @@
+"""A class of transformers, run on quire's memory, attention and linears.
+
+transformers' own `forward` of the class computes everything between them, in torch. The tokens of
+a step, of however many sequences, go through it as one batch of one row, each with its position;
+what separates the sequences is attention alone, which is ours. Built by `models.checkpoints`.
+
+Shapes: T tokens of the step, R rows that need logits, H hidden size, V vocabulary size.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.attention.interface import AttentionCall
+from quire.errors import UnsupportedModelError
+from quire.formats.weight_format import empty_parameter
+from quire.layers.linear import Linear
+from quire.models.config import ModelConfig
+from quire.models.fallback.fallback_config import FallbackConfig
+from quire.models.fallback.hf_classes import GivenHidden, base_of, build, find_class
+from quire.models.fallback.interfaces import ATTENDING, StepAttention, register_functions
+from quire.models.fallback.parts import Making, Parts, wide_parameters
+from quire.models.fallback.row_check import check_rows
+from quire.models.interface import CausalLM, ModelOutput
+
+
+class FallbackForCausalLM(CausalLM):
+    """Its modules have the names that they have in transformers, as the checkpoint's tensors do."""
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        assert isinstance(config, FallbackConfig)
+        super().__init__(config, dtype=dtype, device=device, max_model_len=max_model_len)
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.attention_specs = config.attention_specs
+        self._max_model_len = max_model_len
+        register_functions()
+        whole = build(*find_class(config.raw), dtype=dtype)
+        wide = wide_parameters(whole, dtype)
+        make = Making(dtype, device, max_model_len, config.tie_word_embeddings, wide)
+        Parts(whole, make).replace()
+        for name, child in whole.named_children():
+            self.add_module(name, child)
+        base = base_of(whole)
+        self._given = GivenHidden()
+        setattr(whole, whole.base_model_prefix, self._given)
+        # In a tuple, or they would be found among the modules under a second name.
+        self._parts: tuple[Any, Any] = whole, base
+        self._arguments = _extra_arguments(base)
+        _materialize(self, wide, dtype, device)
+
+    def check_loaded(self) -> None:
+        check_rows(self, self._max_model_len)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self._parts[1].get_input_embeddings()(token_ids[None])
+        return embedded[0]
+
+    def forward(
+        self,
+        token_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: AttentionCall,
+        *,
+        input_embeds: torch.Tensor | None = None,
+        capture_layers: tuple[int, ...] = (),
+    ) -> ModelOutput:
+        if (token_ids is None) == (input_embeds is None):
+            raise ValueError("give exactly one of token_ids and input_embeds")
+        if capture_layers:
+            raise UnsupportedModelError("layers of a model of transformers can't be captured")
+        given = {"input_ids": token_ids[None]} if token_ids is not None else {}
+        if input_embeds is not None:
+            given["inputs_embeds"] = input_embeds[None]
+        extra = {name: torch.zeros_like(positions)[None] for name in self._arguments}
+        step = StepAttention(attention, self.attention_specs, token_ids, positions)
+        with ATTENDING.to(step):
+            output = self._parts[1](
+                **given, **extra, position_ids=positions[None], use_cache=False, return_dict=True
+            )
+        assert step.num_called == len(self.attention_specs)
+        return ModelOutput(output.last_hidden_state.flatten(0, -2))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._given.hidden = hidden[None]
+        logits: torch.Tensor = self._parts[0](
+            input_ids=None, inputs_embeds=self._given.hidden, use_cache=False, return_dict=True
+        ).logits
+        self._given.hidden = None
+        return logits.flatten(0, -2).float()
+
+
+def _extra_arguments(base: nn.Module) -> tuple[str, ...]:
+    """Arguments of `forward` that are 0 for each token, and which BERT's relatives would otherwise
+    take from a buffer as long as their longest sequence."""
+    name = "token_type_ids"
+    is_taken = name in inspect.signature(base.forward).parameters
+    has_buffer = any(name in module._buffers for module in base.modules())
+    return (name,) if is_taken and has_buffer else ()
+
+
+def _materialize(
+    model: nn.Module, wide: set[str], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Room for the parameters that are still on the meta device, and the buffers moved. wide: the
+    names of those in fp32."""
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            continue  # has its memory from `use`
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and parameter.device != device:
+                own = torch.float32 if f"{path}.{name}" in wide else dtype
+                module._parameters[name] = empty_parameter(tuple(parameter.shape), own, device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

@@ -1,0 +1,66 @@
+"""Checks that a loaded model computes each token by itself, but for attention.
+
+That is what lets tokens of several sequences, and parts of prompts, go through a class of
+transformers side by side. Flags and names say it of most classes; here it is tried: a few tokens
+in one order and in another must give the same queries, keys, values and hidden states, each token
+its own. A convolution over tokens, a state, or positions that are counted instead of taken from
+`positions` give others. Called by `model.py` once the weights are there.
+"""
+
+import torch
+
+from quire.attention.interface import AttentionSpec
+from quire.errors import UnsupportedModelError
+from quire.kernels.rotary import Rotation
+from quire.models.interface import TextModel
+
+NUM_TOKENS = 7
+MOST_DIFFERENCE = 0.05
+"""Of the norm of what is compared: far above rounding in any dtype, far below another token's."""
+
+
+class _Recorder:
+    """An attention call that notes what it is given; each query sees its own value alone."""
+
+    def __init__(self, specs: tuple[AttentionSpec, ...]) -> None:
+        self._specs = specs
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        assert v is not None
+        self.seen += [each.flatten(1).float() for each in (q, k, v)]
+        spec = self._specs[layer]
+        return v.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)
+
+
+@torch.inference_mode()
+def check_rows(model: TextModel, max_model_len: int) -> None:
+    """Raises UnsupportedModelError for a model whose tokens depend on each other."""
+    device = next(model.parameters()).device
+    count = min(NUM_TOKENS, max_model_len)
+    positions = torch.arange(count, device=device)
+    token_ids = (positions * 7919 + 11) % model.vocab_size
+    order = torch.arange(count - 1, -1, -1, device=device)
+    first, second = (_seen(model, token_ids[each], positions[each]) for each in (positions, order))
+    for one, other in zip(first, second, strict=True):
+        difference = (one - other[order]).norm() / one.norm().clamp(min=1e-6)
+        if not difference <= MOST_DIFFERENCE:
+            raise UnsupportedModelError(
+                "the class of transformers computes tokens that depend on each other beside"
+                f" attention (by {float(difference):.2g} of what is compared), so that it can't run"
+                " on quire's memory; transformers itself runs the model"
+            )
+
+
+def _seen(model: TextModel, token_ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+    recorder = _Recorder(model.attention_specs)
+    hidden = model(token_ids, positions, recorder).hidden
+    return [*recorder.seen, hidden.float()]
