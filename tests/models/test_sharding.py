@@ -9,13 +9,23 @@ import pytest
 import torch
 from tests.distributed.ranks import run_ranks
 from tests.models.conftest import DenseAttention
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Glm4MoeConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from quire.distributed.group import RankGroup
 from quire.errors import ConfigurationError
 from quire.formats.dense import DenseMethod
 from quire.formats.registry import load_weight_format
 from quire.kernels.cpu.library import NativeKernels, load_library
+from quire.layers.linear import Linear
 from quire.layers.sharded import LinearMethods, Sharding
 from quire.models.checkpoints.loader import load_model
 from quire.models.registry import load_config
@@ -25,6 +35,7 @@ CPU = torch.device("cpu")
 TOKENS = torch.arange(3, 1013, 37)
 BIASES = {"attention_bias": True, "mlp_bias": True}
 ONE_KV_HEAD = {"num_key_value_heads": 1}
+EXPERTS = {"num_experts_per_tok": 3, "head_dim": 16, "num_local_experts": 7}
 
 
 @torch.inference_mode()
@@ -68,6 +79,14 @@ def is_native(request: pytest.FixtureRequest) -> bool:
         (Qwen2Config, {"tie_word_embeddings": True}, (2,)),
         (Qwen3Config, {"tie_word_embeddings": True, "num_key_value_heads": 4}, (2, 4)),
         (Qwen3Config, {}, (4,)),
+        (Qwen3MoeConfig, EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [1]}, (2, 4)),
+        (GptOssConfig, EXPERTS | {"sliding_window": 8}, (2, 4)),
+        (
+            Glm4MoeConfig,
+            {"num_experts_per_tok": 3, "head_dim": 16, "n_routed_experts": 8}
+            | {"moe_intermediate_size": 24, "n_group": 2},
+            (2,),
+        ),
     ],
 )
 def test_equal_to_the_whole(
@@ -132,6 +151,31 @@ def test_ranks_hold_each_weight_once_but_for_the_norms(
     num_whole = sum(parameter.numel() for parameter in whole.parameters())
     num_norms = (2 * config.num_layers + 1) * config.hidden_size
     assert sum(run_ranks(2, count)) == num_whole + num_norms
+
+
+def test_an_experts_size_must_be_shared_out(save_checkpoint: Callable[..., Any]) -> None:
+    fields = EXPERTS | {"moe_intermediate_size": 25}
+    folder, _ = save_checkpoint(Qwen3MoeConfig, **fields)
+    with pytest.raises(ConfigurationError, match="the intermediate size of an expert, 25, is no"):
+        check_split(load_config(folder), 2)
+
+
+def test_routers_stay_dense_in_every_format(
+    is_native: bool, save_checkpoint: Callable[..., Any]
+) -> None:
+    folder, _ = save_checkpoint(Qwen3MoeConfig, **EXPERTS, moe_intermediate_size=24)
+    config = load_config(folder)
+    kernels = NativeKernels(load_library(), num_threads=1) if is_native else None
+    rounded, exact = (load_weight_format(name).method(kernels) for name in ("int8", None))
+
+    def split(group: RankGroup) -> set[str]:
+        methods = LinearMethods(rounded, Sharding(group, config.vocab_size), exact)
+        options = {"dtype": torch.float32, "device": CPU, "max_model_len": 8}
+        model = load_model(folder, config, methods=methods, **options)
+        linears = [each for each in model.named_modules() if isinstance(each[1], Linear)]
+        return {name.rpartition(".")[2] for name, each in linears if each.method is exact}
+
+    assert run_ranks(2, split) == [{"gate"}] * 2
 
 
 @pytest.mark.parametrize(

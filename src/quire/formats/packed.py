@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quire.formats.weight_format import LinearMethod, LinearModule, RowSource
+from quire.formats.weight_format import ExpertLinears, LinearMethod, LinearModule, RowSource
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear, apply
+from quire.kernels.cpu.mixture import PackedExperts, mix_experts
 from quire.kernels.cpu.recorder import Recorder
+from quire.kernels.routing import Routing
 
 DENSE_LAYOUTS = {
     torch.float32: WeightLayout.DENSE_F32,
@@ -123,6 +125,12 @@ class PackedMethod(LinearMethod):
         )
         return output.view(*x.shape[:-1], output.shape[-1])
 
+    def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self._mix(_packed_experts(layer, routing.ids.shape[1]), x, routing)
+
+    def _mix(self, layer: PackedExperts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return mix_experts(self._kernels, layer, x, routing)
+
     def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
         return _state(linear).weights if self.is_exact else None
 
@@ -142,6 +150,9 @@ class RecordedMethod(PackedMethod):
     ) -> torch.Tensor:
         return self._recorder.linear(x, packed(linear), epilogue, out_dtype)
 
+    def _mix(self, layer: PackedExperts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self._recorder.experts(x, layer, routing)
+
 
 def packed(linear: LinearModule) -> PackedLinear:
     """What the kernels multiply, of a linear whose method is `PackedMethod`."""
@@ -151,6 +162,19 @@ def packed(linear: LinearModule) -> PackedLinear:
 def is_packed(linear: LinearModule) -> bool:
     """Whether the linear's method is `PackedMethod`."""
     return isinstance(linear.state, _Packed)
+
+
+def _packed_experts(layer: ExpertLinears, top_k: int) -> PackedExperts:
+    """Made at the first use, when all linears are filled."""
+    if layer.state is None:
+        layer.state = PackedExperts(
+            [packed(linear) for linear in layer.gate_up],
+            [packed(linear) for linear in layer.down],
+            layer.gating,
+            top_k,
+        )
+    assert isinstance(layer.state, PackedExperts) and layer.state.top_k == top_k
+    return layer.state
 
 
 def _state(linear: LinearModule) -> _Packed:

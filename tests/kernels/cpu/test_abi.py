@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 
-from quire.kernels.cpu import abi, build, library, state_abi
+from quire.kernels.cpu import abi, build, experts_abi, library, state_abi
 
 STRUCTURES = [
     value
-    for value in (*vars(abi).values(), *vars(state_abi).values())
+    for value in (
+        *vars(abi).values(),
+        *vars(state_abi).values(),
+        *vars(experts_abi).values(),
+    )
     if isinstance(value, type) and issubclass(value, ctypes.Structure)
 ]
 ENUMERATIONS = {
@@ -41,13 +45,14 @@ KINDS = {
     c_void_p: "p8",
 }
 
-HEADERS = ("abi", "program", "state_abi")
+HEADERS = ("abi", "program", "state_abi", "experts_abi")
 
 PROGRAM = """
 #include <cstddef>
 #include <cstdio>
 #include <type_traits>
 #include "library/abi.h"
+#include "library/experts_abi.h"
 #include "library/program.h"
 #include "library/state_abi.h"
 using namespace quire;

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 
 class DType(IntEnum):
@@ -63,6 +63,9 @@ class OpKind(IntEnum):
     GATE = 9
     SOFT_CAP = 10
     LAYER_NORM = 11
+    ROUTE = 40
+    EXPERTS = 41
+    LINEARS_BY_HEAD = 42
 
 
 class ActivationKind(IntEnum):
@@ -208,6 +211,7 @@ class Op(ctypes.Structure):
         ("linear", c_void_p),
         ("layer", c_void_p),
         ("rotary", c_void_p),
+        ("experts", c_void_p),
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigurationError
-from quire.kernels.cpu import abi, build, state_abi
+from quire.kernels.cpu import abi, build, experts_abi, state_abi
 
 _LINEAR = POINTER(abi.Weights)
 _LAYER, _STEP = POINTER(abi.AttentionLayer), POINTER(abi.Step)
@@ -80,6 +80,27 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "quire_gated_delta": (None, [*_STATES, POINTER(state_abi.GatedDelta)]),
     "quire_mamba2": (None, [*_STATES, POINTER(state_abi.Mamba2)]),
     "quire_short_conv": (None, [*_STATES, POINTER(state_abi.ShortConv)]),
+    "quire_route": (
+        None,
+        [
+            *(c_void_p, POINTER(experts_abi.RouterLayer), c_int32, c_void_p, c_int64),
+            *(c_int64, c_void_p, c_int64),
+        ],
+    ),
+    "quire_experts": (
+        None,
+        [
+            *(c_void_p, POINTER(experts_abi.ExpertsLayer), c_int32, c_void_p, c_int64),
+            *(c_void_p, c_int64, c_int64, c_void_p, c_int64),
+        ],
+    ),
+    "quire_linears_by_head": (
+        None,
+        [
+            *(c_void_p, POINTER(experts_abi.LinearsByHead), c_int32, c_void_p, c_int64),
+            *(c_int64, c_int64, c_void_p, c_int64, c_int64),
+        ],
+    ),
     "quire_xxh3_128": (None, [c_int32, c_void_p, c_int64, c_void_p]),
     "quire_read_records": (
         c_int32,

@@ -10,6 +10,7 @@ import torch
 from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.cpu.abi import ActivationKind, Epilogue, OpKind
 from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.mixture import router_struct
 from quire.kernels.cpu.program import Memory, Operand, Operation
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recording import Recording, address_of
@@ -154,7 +155,12 @@ class OperatorRecorder(Recording):
         spec: RouterSpec,
         dtype: torch.dtype,
     ) -> Routing:
-        raise UnrecordableError("the choice of experts is no operation")
+        struct = router_struct(spec, bias, self._dtype)
+        out = self._values.new(Memory("routing", 2 * spec.top_k, torch.float32))
+        fields = {"experts": address_of(struct)}
+        self._add(OpKind.ROUTE, self._values.operand(logits), out, fields, (struct, bias))
+        # Ids are stored as the bits of as many floats.
+        return Routing(out.rows[:, : spec.top_k], out.rows[:, spec.top_k :])
 
     def gated_rms_norm(
         self,

@@ -21,6 +21,7 @@ from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, OpKind
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.mixture import PackedExperts
 from quire.kernels.cpu.operator_recorder import OperatorRecorder
 from quire.kernels.cpu.program import (
     Memory,
@@ -32,6 +33,7 @@ from quire.kernels.cpu.program import (
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recording import address_of
 from quire.kernels.rotary import Rotation
+from quire.kernels.routing import Routing
 
 
 class Recorder(OperatorRecorder):
@@ -99,6 +101,23 @@ class Recorder(OperatorRecorder):
         out = self._new("gated" if is_gated else "product", width, out_dtype)
         fields = {"epilogue": epilogue, "linear": address_of(linear.struct)}
         self._add(OpKind.LINEAR, operand, out, fields, linear)
+        return out.rows
+
+    def experts(self, x: torch.Tensor, layer: PackedExperts, routing: Routing) -> torch.Tensor:
+        """x [T, H] -> the weighted sum of each token's experts [T, H]."""
+        choice = self._values.operand(routing.ids)
+        assert choice.offset == 0 and choice.width == layer.top_k
+        out = self._new("product", layer.num_outputs)
+        self._ops.append(
+            Operation(
+                OpKind.EXPERTS,
+                self._values.operand(x),
+                self._values.operand(out.rows),
+                {"experts": address_of(layer.struct)},
+                layer,
+                choice,
+            )
+        )
         return out.rows
 
     def attend(

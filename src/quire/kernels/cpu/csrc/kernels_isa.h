@@ -3,6 +3,7 @@
 // Signatures are those of kernels.h.
 #pragma once
 #include "library/abi.h"
+#include "library/experts_abi.h"
 #include "library/state_abi.h"
 #include "threads/pool.h"
 
@@ -42,5 +43,11 @@ void gated_delta(Pool&, const StateLayer&, const StateStep&, const GatedDelta&);
 void mamba2(Pool&, const StateLayer&, const StateStep&, const Mamba2&);
 void short_conv(Pool&, const StateLayer&, const StateStep&, const ShortConv&);
 void xxh3_128(const uint8_t* input, int64_t num_bytes, uint8_t* digest);
+void route(Pool&, const RouterLayer&, DType, const void* logits, int64_t ldx, int64_t M,
+           RoutingWord* out, int64_t ldo);
+void experts(Pool&, const ExpertsLayer&, DType, const void* x, int64_t ldx,
+             const RoutingWord* routing, int64_t ldr, int64_t M, void* out, int64_t ldo);
+void linears_by_head(Pool&, const LinearsByHead&, DType, const void* x, int64_t ldx,
+                     int64_t head_ldx, int64_t M, void* out, int64_t ldo, int64_t head_ldo);
 
 }  // namespace quire::QUIRE_ISA

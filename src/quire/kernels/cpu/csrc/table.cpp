@@ -33,6 +33,9 @@ const Kernels QUIRE_JOIN(kernels_, QUIRE_ISA) = {
     QUIRE_ISA::mamba2,
     QUIRE_ISA::short_conv,
     QUIRE_ISA::xxh3_128,
+    QUIRE_ISA::route,
+    QUIRE_ISA::experts,
+    QUIRE_ISA::linears_by_head,
 };
 
 }  // namespace quire

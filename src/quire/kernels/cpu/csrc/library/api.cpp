@@ -5,6 +5,7 @@
 
 #include <new>
 
+#include "library/context.h"
 #include "library/kernels.h"
 #include "library/read_records.h"
 #include "packing/pack.h"
@@ -18,11 +19,6 @@ extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
 #endif
 
 namespace {
-
-struct Context {
-  const Kernels* kernels;
-  Pool pool;
-};
 
 // Best first.
 const Kernels* const kTables[] = {

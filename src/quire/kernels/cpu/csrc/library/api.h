@@ -2,11 +2,13 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 9
+#define QUIRE_ABI_VERSION 10
 
 namespace quire {
 struct AttentionLayer;
+struct ExpertsLayer;
 struct GatedDelta;
+struct LinearsByHead;
 struct Mamba2;
 struct ShortConv;
 struct StateLayer;
@@ -14,6 +16,8 @@ struct StateStep;
 struct Weights;
 struct LogprobRow;
 struct Op;
+struct RouterLayer;
+union RoutingWord;
 struct SampleRow;
 struct Step;
 }  // namespace quire
@@ -38,6 +42,14 @@ void quire_unpack_rows(const quire::Weights* linear, const int64_t* outputs, int
 void quire_linear(void* context, const quire::Weights* linear, int32_t dtype, const void* x,
                   int64_t ldx, int64_t M, void* out, int32_t out_dtype, int64_t ldo,
                   int32_t epilogue);
+void quire_route(void* context, const quire::RouterLayer* router, int32_t dtype, const void* logits,
+                 int64_t ldx, int64_t M, quire::RoutingWord* out, int64_t ldo);
+void quire_experts(void* context, const quire::ExpertsLayer* layer, int32_t dtype, const void* x,
+                   int64_t ldx, const quire::RoutingWord* routing, int64_t ldr, int64_t M,
+                   void* out, int64_t ldo);
+void quire_linears_by_head(void* context, const quire::LinearsByHead* heads, int32_t dtype,
+                           const void* x, int64_t ldx, int64_t head_ldx, int64_t M, void* out,
+                           int64_t ldo, int64_t head_ldo);
 void quire_attention(void* context, const quire::AttentionLayer* layer, const quire::Step* step,
                      const void* q, int64_t ldq, void* out, int64_t ldo, float* lse);
 void quire_write_kv(void* context, const quire::AttentionLayer* layer, const quire::Step* step,

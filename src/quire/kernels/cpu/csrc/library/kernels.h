@@ -7,6 +7,7 @@
 // "T" below is the model's dtype, fp32 or bf16 (DType). Strides ("ld") count elements.
 #pragma once
 #include "library/abi.h"
+#include "library/experts_abi.h"
 #include "library/state_abi.h"
 #include "threads/pool.h"
 
@@ -80,6 +81,19 @@ struct Kernels {
 
   // xxh3.cpp: the 16 bytes of XXH3_128bits of more than 240 bytes, by one thread.
   void (*xxh3_128)(const uint8_t* input, int64_t num_bytes, uint8_t* digest);
+
+  // experts/route.cpp: logits [M, ldx] in dtype (T, or fp32) -> a token's K experts, from the one of
+  // the largest score on, then their weights, out [M, ldo].
+  void (*route)(Pool&, const RouterLayer&, DType, const void* logits, int64_t ldx, int64_t M,
+                RoutingWord* out, int64_t ldo);
+  // experts/experts.cpp: x [M, ldx] in T -> the weighted sum of each token's experts, out [M, ldo];
+  // routing [M, ldr] as `route` leaves it.
+  void (*experts)(Pool&, const ExpertsLayer&, DType, const void* x, int64_t ldx,
+                  const RoutingWord* routing, int64_t ldr, int64_t M, void* out, int64_t ldo);
+  // out [M, ldo] in T: head h's columns, from h * head_ldo on, are its linear's product of those of
+  // x [M, ldx] from h * head_ldx on.
+  void (*linears_by_head)(Pool&, const LinearsByHead&, DType, const void* x, int64_t ldx,
+                          int64_t head_ldx, int64_t M, void* out, int64_t ldo, int64_t head_ldo);
 };
 
 }  // namespace quire

@@ -58,6 +58,20 @@ void run_op(const Kernels& kernels, Pool& pool, const Op& op, const Step& step) 
       kernels.linear(pool, *op.linear, DType(op.dtype), op.in, op.in_stride, T, op.out,
                      DType(op.out_dtype), op.out_stride, Epilogue(op.epilogue));
       break;
+    case kOpRoute:
+      kernels.route(pool, *static_cast<const RouterLayer*>(op.experts), DType(op.dtype), op.in,
+                    op.in_stride, T, static_cast<RoutingWord*>(op.out), op.out_stride);
+      break;
+    case kOpExperts:
+      kernels.experts(pool, *static_cast<const ExpertsLayer*>(op.experts), DType(op.dtype), op.in,
+                      op.in_stride, static_cast<const RoutingWord*>(op.second), op.second_stride, T,
+                      op.out, op.out_stride);
+      break;
+    case kOpLinearsByHead:
+      kernels.linears_by_head(pool, *static_cast<const LinearsByHead*>(op.experts),
+                              DType(op.dtype), op.in, op.in_stride, op.in_head_stride, T, op.out,
+                              op.out_stride, op.out_head_stride);
+      break;
     case kOpRotateAndWriteKV:
       kernels.rotate_and_write_kv(pool, op, step);
       break;

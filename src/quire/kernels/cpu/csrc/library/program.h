@@ -20,6 +20,9 @@ enum OpKind : int32_t {
   kOpGate = 9,           // out = in * act(second)
   kOpSoftCap = 10,       // out = factor * tanh(in / factor)
   kOpLayerNorm = 11,
+  kOpRoute = 40,          // in: logits; out: rows of RoutingWord
+  kOpExperts = 41,        // second: rows of RoutingWord
+  kOpLinearsByHead = 42,  // a linear for each head
 };
 
 // What is computed of each element by itself.
@@ -66,6 +69,7 @@ struct Op {
   const Weights* linear;  // also of an embedding that shares a packed head
   const AttentionLayer* layer;
   const Rotary* rotary;  // null: nothing is normed or turned
+  const void* experts;   // RouterLayer, ExpertsLayer or LinearsByHead, as the kind says
 };
 
 void run_program(const Kernels&, Pool&, const Op* ops, int64_t num_ops, const Step&);

@@ -41,9 +41,10 @@ struct Output {
   Epilogue epilogue;
 };
 
-inline Output make_output(const LinearCall& call) {
-  return {call.out, call.ldo, num_columns(call.linear, call.epilogue),
-          call.linear.interleave, call.linear.bias, call.out_dtype, call.epilogue};
+inline Output make_output(const LinearCall& call, const LinearGroup& group) {
+  const Weights& linear = *group.linear;
+  return {group.out, call.ldo, num_columns(linear, call.epilogue),
+          linear.interleave, linear.bias, call.out_dtype, call.epilogue};
 }
 
 template <typename T>

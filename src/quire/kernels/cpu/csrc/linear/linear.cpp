@@ -7,11 +7,8 @@
 
 namespace quire::QUIRE_ISA {
 
-void linear(Pool& pool, const Weights& linear, DType dtype, const void* x, int64_t ldx, int64_t M,
-            void* out, DType out_dtype, int64_t ldo, Epilogue epilogue) {
-  if (M == 0) return;
-  const LinearCall call{linear, dtype, x, ldx, M, out, out_dtype, ldo, epilogue};
-  switch (linear.format) {
+void multiply_groups(Pool& pool, const LinearCall& call) {
+  switch (call.any().format) {
     case kDenseF32:
       return linear_f32(pool, call);
     case kDenseBF16:
@@ -21,6 +18,13 @@ void linear(Pool& pool, const Weights& linear, DType dtype, const void* x, int64
     case kInt4:
       return linear_int4(pool, call);
   }
+}
+
+void linear(Pool& pool, const Weights& linear, DType dtype, const void* x, int64_t ldx, int64_t M,
+            void* out, DType out_dtype, int64_t ldo, Epilogue epilogue) {
+  if (M == 0) return;
+  const LinearGroup all{&linear, 0, M, out};
+  multiply_groups(pool, {&all, 1, dtype, x, ldx, nullptr, M, out_dtype, ldo, epilogue});
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -60,18 +60,36 @@ static inline int64_t num_columns(const Weights& linear, Epilogue epilogue) {
 #if defined(QUIRE_ISA)
 namespace quire::QUIRE_ISA {
 
-// What `linear` was called with, handed on to the format's function.
+// One linear of a call: rows [first, first + count) of those that the call gives go through it.
+struct LinearGroup {
+  const Weights* linear;
+  int64_t first;
+  int64_t count;
+  void* out;  // [count, ldo]
+};
+
+// Products of one kind: an ordinary linear is one group. All groups' linears have one format and one
+// size. What an output element is summed from, and in which order, is the same in every call.
 struct LinearCall {
-  const Weights& linear;
+  const LinearGroup* groups;
+  int64_t num_groups;
   DType dtype;  // of x
   const void* x;
   int64_t ldx;
+  const int64_t* offsets;  // [M] where each row begins, in elements; null: at m * ldx
   int64_t M;
-  void* out;
   DType out_dtype;
   int64_t ldo;
   Epilogue epilogue;
+
+  const Weights& any() const { return *groups->linear; }
+  template <typename T>
+  const T* row(int64_t m) const {
+    return static_cast<const T*>(x) + (offsets != nullptr ? offsets[m] : m * ldx);
+  }
 };
+
+void multiply_groups(Pool&, const LinearCall&);  // linear.cpp
 
 void linear_f32(Pool&, const LinearCall&);   // linear_dense.cpp
 void linear_bf16(Pool&, const LinearCall&);  // linear_dense.cpp

@@ -43,6 +43,8 @@ template <typename X>
 struct Rows {
   const X* data;
   int64_t ld;
+
+  Rows from(int64_t m) const { return {data + m * ld, ld}; }
 };
 
 // Rows apart by a multiple of this many bytes meet in one set of the L1 cache, which has 8 ways: a
@@ -73,18 +75,18 @@ void copy_row(const T* from, X* to, int64_t K, int64_t padded) {
 template <typename Step, typename T>
 Rows<typename Step::X> prepare(Pool& pool, const LinearCall& call) {
   using X = typename Step::X;
-  const auto* x = static_cast<const T*>(call.x);
-  const int64_t K = call.linear.num_inputs, padded = divide_up(K, Step::kInputs) * Step::kInputs;
+  const int64_t K = call.any().num_inputs, padded = divide_up(K, Step::kInputs) * Step::kInputs;
   const bool conflicts = call.M > kCacheWays && call.ldx * int64_t(sizeof(X)) % kConflictBytes == 0;
   if constexpr (sizeof(X) == sizeof(T))
-    if (K == padded && !conflicts) return {x, call.ldx};
+    if (K == padded && !conflicts && call.offsets == nullptr)
+      return {static_cast<const T*>(call.x), call.ldx};
   Rows<X> rows = copy_layout<X>(K);
   auto* copy = static_cast<X*>(pool.shared(0, call.M * rows.ld * sizeof(X)));
   constexpr int64_t kRows = 16;
   pool.parallel(divide_up(call.M, kRows), [&](int64_t task, int) {
     const int64_t end = call.M < (task + 1) * kRows ? call.M : (task + 1) * kRows;
     for (int64_t m = task * kRows; m < end; ++m)
-      copy_row<X, T>(x + m * call.ldx, copy + m * rows.ld, K, padded);
+      copy_row<X, T>(call.row<T>(m), copy + m * rows.ld, K, padded);
   });
   rows.data = copy;
   return rows;
@@ -93,11 +95,12 @@ Rows<typename Step::X> prepare(Pool& pool, const LinearCall& call) {
 template <typename Step>
 class DenseTask {
  public:
-  DenseTask(const LinearCall& call, Rows<typename Step::X> x)
+  // x: the group's rows.
+  DenseTask(const LinearCall& call, const LinearGroup& group, Rows<typename Step::X> x)
       : x_(x),
-        output_(make_output(call)),
-        weights_(static_cast<const uint8_t*>(call.linear.weights)),
-        steps_{0, divide_up(call.linear.num_inputs, Step::kInputs)} {}
+        output_(make_output(call, group)),
+        weights_(static_cast<const uint8_t*>(group.linear->weights)),
+        steps_{0, divide_up(group.linear->num_inputs, Step::kInputs)} {}
 
   // sums: [rows, 32]
   void run(Range rows, int64_t panel, float* sums) const {
@@ -137,13 +140,12 @@ class DenseTask {
 template <typename Step, typename T>
 void linear_dense(Pool& pool, const LinearCall& call) {
   const Rows<typename Step::X> x = prepare<Step, T>(pool, call);
-  const DenseTask<Step> task(call, x);
-  const int64_t panels = num_panels(call.linear);
-  const int64_t num_groups = num_row_groups(call.M, x.ld * int64_t(sizeof *x.data));
-  share(pool, 1, panels * num_groups, [&](int64_t item, int thread) {
-    const Range rows = Range{0, call.M}.part(item / panels, num_groups);
+  const int64_t row_bytes = x.ld * int64_t(sizeof *x.data);
+  share_panels(pool, call, row_bytes, [&](const LinearGroup& group, Range rows, int64_t panel,
+                                          int thread) {
     const int64_t num_bytes = rows.size() * kPanelOutputs * int64_t(sizeof(float));
-    task.run(rows, item % panels, static_cast<float*>(pool.scratch(thread, num_bytes)));
+    const DenseTask<Step> task(call, group, x.from(group.first));
+    task.run(rows, panel, static_cast<float*>(pool.scratch(thread, num_bytes)));
   });
 }
 

@@ -187,20 +187,21 @@ struct Int4Task {
 
 template <int kGroup>
 void run(Pool& pool, const LinearCall& call) {
-  const int64_t padded = int4_group_pairs(call.linear) * 2 * kGroup;
-  const Int4Task<kGroup> task{call.linear, make_output(call),
-                              quantize_rows(pool, call, padded, kGroup)};
-  const int64_t panels = num_panels(call.linear);
-  const int64_t num_groups = num_row_groups(call.M, task.x.ld * int64_t(sizeof(DotElement)));
-  share(pool, 2, panels * num_groups, [&](int64_t item, int) {
-    task.run(Range{0, call.M}.part(item / panels, num_groups), item % panels);
-  });
+  const int64_t padded = int4_group_pairs(call.any()) * 2 * kGroup;
+  const QuantizedRows x = quantize_rows(pool, call, padded, kGroup);
+  const int64_t row_bytes = x.ld * int64_t(sizeof(DotElement));
+  share_panels(pool, call, row_bytes,
+               [&](const LinearGroup& group, Range rows, int64_t panel, int) {
+                 const Int4Task<kGroup> task{*group.linear, make_output(call, group),
+                                             x.from(group.first)};
+                 task.run(rows, panel);
+               });
 }
 
 }  // namespace
 
 void linear_int4(Pool& pool, const LinearCall& call) {
-  if (call.linear.group_size == 32)
+  if (call.any().group_size == 32)
     run<32>(pool, call);
   else
     run<64>(pool, call);

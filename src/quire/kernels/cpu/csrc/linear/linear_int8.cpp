@@ -102,13 +102,14 @@ struct Int8Task {
 }  // namespace
 
 void linear_int8(Pool& pool, const LinearCall& call) {
-  const int64_t padded = divide_up(call.linear.num_inputs, kLanes) * kLanes;
-  const Int8Task task{call.linear, make_output(call), quantize_rows(pool, call, padded, 0)};
-  const int64_t panels = num_panels(call.linear);
-  const int64_t num_groups = num_row_groups(call.M, task.x.ld * int64_t(sizeof(DotElement)));
-  share(pool, 2, panels * num_groups, [&](int64_t item, int) {
-    task.run(Range{0, call.M}.part(item / panels, num_groups), item % panels);
-  });
+  const int64_t padded = divide_up(call.any().num_inputs, kLanes) * kLanes;
+  const QuantizedRows x = quantize_rows(pool, call, padded, 0);
+  const int64_t row_bytes = x.ld * int64_t(sizeof(DotElement));
+  share_panels(pool, call, row_bytes,
+               [&](const LinearGroup& group, Range rows, int64_t panel, int) {
+                 const Int8Task task{*group.linear, make_output(call, group), x.from(group.first)};
+                 task.run(rows, panel);
+               });
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "linear/linear.h"
+#include "threads/work_stealing.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -47,6 +48,35 @@ constexpr int64_t kMaxGroupBytes = 384 * 1024;
 
 inline int64_t num_row_groups(int64_t M, int64_t row_bytes) {
   return divide_up(M * row_bytes, kMaxGroupBytes);
+}
+
+// Rows of a group, counted from its first, that are multiplied with one panel after another.
+struct GroupRows {
+  const LinearGroup* group;
+  Range rows;
+};
+
+// f(group, rows, panel, thread) for all rows and panels of a call. Groups follow each other without
+// a barrier; a thread takes panel after panel of one's rows. Uses the pool's shared memory, slots 2
+// and 3.
+template <typename F>
+void share_panels(Pool& pool, const LinearCall& call, int64_t row_bytes, F&& f) {
+  int64_t num_parts = 0;
+  for (int64_t g = 0; g < call.num_groups; ++g)
+    num_parts += num_row_groups(call.groups[g].count, row_bytes);
+  auto* parts =
+      static_cast<GroupRows*>(pool.shared(3, num_parts * int64_t(sizeof(GroupRows))));
+  GroupRows* next = parts;
+  for (int64_t g = 0; g < call.num_groups; ++g) {
+    const Range all{0, call.groups[g].count};
+    const int64_t count = num_row_groups(all.size(), row_bytes);
+    for (int64_t i = 0; i < count; ++i) *next++ = {&call.groups[g], all.part(i, count)};
+  }
+  const int64_t panels = num_panels(call.any());
+  share(pool, 2, panels * num_parts, [&](int64_t item, int thread) {
+    const GroupRows& part = parts[item / panels];
+    f(*part.group, part.rows, item % panels, thread);
+  });
 }
 
 }  // namespace quire::QUIRE_ISA

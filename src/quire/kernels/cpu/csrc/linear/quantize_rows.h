@@ -20,6 +20,12 @@ struct QuantizedRows {
   const int32_t* totals;      // [M] sum of a row's q
   const int16_t* group_sums;  // [M, num_groups], where groups were asked for
   int64_t num_groups;
+
+  // Those from row m on.
+  QuantizedRows from(int64_t m) const {
+    const int16_t* sums = group_sums == nullptr ? nullptr : group_sums + m * num_groups;
+    return {data + m * ld, ld, scales + m, totals + m, sums, num_groups};
+  }
 };
 
 inline int32_t sum_of(vi x) {
@@ -132,7 +138,7 @@ struct RowQuantizer {
 template <typename T>
 inline QuantizedRows quantize_rows(Pool& pool, const LinearCall& call, int64_t padded,
                                    int64_t group_size) {
-  const int64_t M = call.M, K = call.linear.num_inputs;
+  const int64_t M = call.M, K = call.any().num_inputs;
   // Rows a multiple of 2 KiB apart would meet in few sets of the L1 cache.
   const int64_t kLine = 64 / int64_t(sizeof(DotElement));
   const int64_t lines = divide_up(padded, kLine);
@@ -144,13 +150,12 @@ inline QuantizedRows quantize_rows(Pool& pool, const LinearCall& call, int64_t p
   auto* group_sums = group_size > 0 ? reinterpret_cast<int16_t*>(totals + M) : nullptr;
   const RowQuantizer quantizer{data,   ld,         padded, scales,
                                totals, group_sums, group_size > 0 ? group_size : padded};
-  const auto* x = static_cast<const T*>(call.x);
   // A region costs about as much as 8 Ki elements.
   const int64_t kTaskElements = 16384;
   const int64_t rows_per_task = divide_up(kTaskElements, padded);
   pool.parallel(divide_up(M, rows_per_task), [&](int64_t task, int) {
     const int64_t end = (task + 1) * rows_per_task < M ? (task + 1) * rows_per_task : M;
-    for (int64_t m = task * rows_per_task; m < end; ++m) quantizer.quantize(x + m * call.ldx, K, m);
+    for (int64_t m = task * rows_per_task; m < end; ++m) quantizer.quantize(call.row<T>(m), K, m);
   });
   return {data, ld, scales, totals, group_sums, num_groups};
 }

@@ -43,7 +43,7 @@ class Pool {
   void* scratch(int thread, int64_t num_bytes);
   // Of the caller, for what all tasks of a region read; a few slots, so that regions can nest data:
   void* shared(int slot, int64_t num_bytes);
-  static constexpr int kNumShared = 4;
+  static constexpr int kNumShared = 8;
 
  private:
   struct alignas(64) Buffer {

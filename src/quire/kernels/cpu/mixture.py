@@ -1,0 +1,192 @@
+"""The choice of experts, and products of many linears at once, by the native library.
+
+Programs (`program.py`) run the same kernels without Python between them; this door is for what runs
+layer by layer, and for tests. See `csrc/experts` for the order of the work; roundings are those of
+`kernels.routing` and `kernels.experts`.
+
+Legend: T tokens, E experts, K experts of a token, H hidden size, F an expert's intermediate size.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref
+
+import torch
+
+from quire.kernels.activations import Gating
+from quire.kernels.cpu import experts_abi
+from quire.kernels.cpu.abi import DTYPES, ActivationKind
+from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.routing import RouterSpec, Routing, Scoring
+
+_SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.SOFTMAX_OF_CHOSEN: 2}
+
+
+class PackedExperts:
+    """A layer's packed experts, as the library reads them.
+
+    gate_up: [2 F, H] each, gate and up interleaved. down: [H, F] each. top_k: K.
+    """
+
+    def __init__(
+        self,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        gating: Gating,
+        top_k: int,
+    ) -> None:
+        """Raises ValueError for linears that don't fit each other."""
+        first_up, first_down = gate_up[0], down[0]
+        if len(gate_up) != len(down) or not first_up.interleave:
+            raise ValueError(
+                f"there are {len(gate_up)} gate_up and {len(down)} down, but must be as many, and "
+                "gate_up must interleave gate and up"
+            )
+        if first_down.num_inputs != first_up.interleave:
+            raise ValueError(
+                f"down has {first_down.num_inputs} inputs, but gate {first_up.interleave} outputs"
+            )
+        self.num_inputs, self.num_outputs = first_up.num_inputs, first_down.num_outputs
+        self.dtype, self.top_k, self.num_experts = first_up.dtype, top_k, len(gate_up)
+        up, downs = linear_array(gate_up), linear_array(down)
+        self._kept = (gate_up, down, up, downs)
+        self.struct = experts_abi.ExpertsLayer(
+            num_experts=len(gate_up),
+            top_k=top_k,
+            is_plain=gating == Gating(),
+            activation=ActivationKind[gating.activation.name],
+            limit=gating.limit or 0.0,
+            factor=gating.alpha,
+            up_offset=gating.up_offset,
+            gate_up=ctypes.addressof(up),
+            down=ctypes.addressof(downs),
+        )
+
+
+def linear_array(linears: Sequence[PackedLinear]) -> "ctypes.Array[ctypes.c_void_p]":
+    """Addresses of their structures, which the caller keeps alive. Raises ValueError for linears of
+    different formats or sizes."""
+    first = linears[0]
+    for linear in linears:
+        if _kind(linear) != _kind(first):
+            raise ValueError(
+                f"linears are {_kind(first)} and {_kind(linear)}, but must be of one format and"
+                " size"
+            )
+    return (ctypes.c_void_p * len(linears))(*(ctypes.addressof(each.struct) for each in linears))
+
+
+def _kind(linear: PackedLinear) -> tuple[object, ...]:
+    struct = linear.struct
+    sizes = (linear.num_outputs, linear.num_inputs, struct.group_size, linear.interleave)
+    return (linear.format.name, *sizes, struct.bias is not None)
+
+
+def router_struct(
+    spec: RouterSpec, bias: torch.Tensor | None, dtype: torch.dtype
+) -> experts_abi.RouterLayer:
+    """bias [E] fp32, which the caller keeps alive. dtype: the model's."""
+    return experts_abi.RouterLayer(
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        scoring=_SCORINGS[spec.scoring],
+        renormalizes=spec.renormalizes,
+        num_groups=spec.num_groups,
+        top_groups=spec.top_groups,
+        sums_best=spec.sums_best,
+        rounds=spec.rounds and dtype is torch.bfloat16,
+        scale=spec.scale,
+        bias=None if bias is None else bias.data_ptr(),
+    )
+
+
+def route(
+    kernels: NativeKernels,
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    spec: RouterSpec,
+    dtype: torch.dtype,
+) -> Routing:
+    """As `kernels.routing.route`. Raises ValueError."""
+    if logits.dtype not in DTYPES or logits.ndim != 2 or logits.shape[1] != spec.num_experts:
+        raise ValueError(
+            f"logits are {tuple(logits.shape)} {logits.dtype}, but must be [any, "
+            f"{spec.num_experts}] float32 or bfloat16"
+        )
+    if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
+        raise ValueError(f"bias is {bias.dtype}, but must be float32, and contiguous")
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    words = torch.empty((len(logits), 2 * spec.top_k))
+    kernels.library.route(
+        kernels.context,
+        byref(router_struct(spec, bias, dtype)),
+        DTYPES[logits.dtype],
+        logits.data_ptr(),
+        logits.stride(0),
+        len(logits),
+        words.data_ptr(),
+        words.stride(0),
+    )
+    ids = words[:, : spec.top_k].view(torch.int32).long()
+    return Routing(ids, words[:, spec.top_k :])
+
+
+def mix_experts(
+    kernels: NativeKernels, layer: PackedExperts, x: torch.Tensor, routing: Routing
+) -> torch.Tensor:
+    """x [T, H] -> [T, H], as `kernels.experts.mix_experts`. Raises ValueError."""
+    if x.dtype is not layer.dtype or x.ndim != 2 or x.shape[1] != layer.num_inputs:
+        raise ValueError(
+            f"x is {tuple(x.shape)} {x.dtype}, but must be [any, {layer.num_inputs}] {layer.dtype}"
+        )
+    shape = (len(x), layer.top_k)
+    if routing.ids.shape != shape or routing.weights.shape != shape:
+        raise ValueError(f"routing is {tuple(routing.ids.shape)}, but must be {shape}")
+    if len(x) and not 0 <= int(routing.ids.min()) <= int(routing.ids.max()) < layer.num_experts:
+        raise ValueError(f"routing has an id that is not within [0, {layer.num_experts})")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    words = torch.cat((routing.ids.int().view(torch.float32), routing.weights.float()), dim=1)
+    out = torch.empty((len(x), layer.num_outputs), dtype=x.dtype)
+    kernels.library.experts(
+        kernels.context,
+        byref(layer.struct),
+        DTYPES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        words.data_ptr(),
+        words.stride(0),
+        len(x),
+        out.data_ptr(),
+        out.stride(0),
+    )
+    return out
+
+
+def linears_by_head(
+    kernels: NativeKernels, linears: Sequence[PackedLinear], x: torch.Tensor
+) -> torch.Tensor:
+    """x [T, heads, K] -> [T, heads, N]: each head's rows through its own linear, which have one
+    format and size. Raises ValueError."""
+    first = linears[0]
+    if x.ndim != 3 or x.shape[1:] != (len(linears), first.num_inputs) or x.stride(2) != 1:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, but must be [any, {len(linears)}, {first.num_inputs}] with"
+            " adjacent columns"
+        )
+    array = linear_array(linears)
+    struct = experts_abi.LinearsByHead(num_heads=len(linears), linears=ctypes.addressof(array))
+    out = torch.empty((len(x), len(linears), first.num_outputs), dtype=x.dtype)
+    kernels.library.linears_by_head(
+        kernels.context,
+        byref(struct),
+        DTYPES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        len(x),
+        out.data_ptr(),
+        out.stride(0),
+        out.stride(1),
+    )
+    return out

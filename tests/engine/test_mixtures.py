@@ -1,0 +1,63 @@
+"""Mixtures of experts in an engine: they run natively as a whole, and ranks share them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.models.family_shapes import FAMILIES, make_config
+from transformers import AutoModelForCausalLM
+
+from quire.core.sampling_params import SamplingParams
+from quire.models.config import DecoderConfig
+from quire.models.registry import MODELS, load_config
+from quire.offline.llm import LLM
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": list(range(3 + length, 3 + 2 * length))} for length in (1, 9, 30)]
+
+
+def mixtures() -> list[str]:
+    """The families of the table that have experts."""
+    return [
+        name
+        for name in FAMILIES
+        if "Moe" in FAMILIES[name][0] or name in ("mixtral", "olmoe", "gpt-oss")
+    ]
+
+
+def save(name: str, folder: Path) -> Path:
+    torch.manual_seed(1)
+    config = make_config(name, eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_llm(folder: Path, **options: object) -> LLM:
+    return LLM(str(folder), skip_tokenizer_init=True, max_model_len=64, **options)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", mixtures())
+def test_a_step_is_one_native_program(name: str, quantization: str | None, tmp_path: Path) -> None:
+    folder = save(name, tmp_path)
+    config = load_config(folder)
+    assert isinstance(config, DecoderConfig) and config.mixtures is not None
+    assert config.architecture in MODELS
+    llm = make_llm(folder, dtype="bfloat16", quantization=quantization)
+    assert type(llm.engine._runner._forward).__name__ == "NativeForward"
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_two_ranks_have_the_tokens_of_one(kernels: str, tmp_path: Path) -> None:
+    folder = save("gpt-oss", tmp_path)
+    options = {"dtype": "float32", "kernels": kernels}
+    alone, shared = (
+        make_llm(folder, tensor_parallel_size=num_ranks, **options) for num_ranks in (1, 2)
+    )
+    expected, found = (llm.generate(PROMPTS, GREEDY, use_tqdm=False) for llm in (alone, shared))
+    assert [each.outputs[0].token_ids for each in found] == [
+        each.outputs[0].token_ids for each in expected
+    ]
