@@ -8,6 +8,7 @@ from tests.models.family_shapes import FAMILIES, make_config
 from transformers import AutoModelForCausalLM
 
 from quire.core.sampling_params import SamplingParams
+from quire.errors import ConfigurationError
 from quire.models.config import DecoderConfig
 from quire.models.registry import MODELS, load_config
 from quire.offline.llm import LLM
@@ -61,3 +62,26 @@ def test_two_ranks_have_the_tokens_of_one(kernels: str, tmp_path: Path) -> None:
     assert [each.outputs[0].token_ids for each in found] == [
         each.outputs[0].token_ids for each in expected
     ]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe"])
+def test_triton_kernels_give_the_tokens_of_torch(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    torch.set_num_threads(1)
+    folder = save(name, tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    found, expected = (
+        make_llm(folder, dtype="float32", kernels=kernels, num_blocks=20, max_num_seqs=4).generate(
+            PROMPTS, params, use_tqdm=False
+        )
+        for kernels in ("triton", "torch")
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+
+
+def test_a_gpu_has_no_experts_in_other_formats(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    folder = save("qwen3-moe", tmp_path)
+    with pytest.raises(ConfigurationError, match="quantization is 'int8', but on a GPU the exp"):
+        make_llm(folder, kernels="triton", quantization="int8")

@@ -121,6 +121,12 @@ def choose_setup(
     reason = weight_format.why_not(dtype, device)
     if reason is not None:
         raise ConfigurationError(f"quantization is {options.quantization!r}, but {reason}")
+    method = weight_format.method(kernels, linears)
+    if is_triton and config.num_experts_per_token and not method.groups_experts:
+        raise ConfigurationError(
+            f"quantization is {options.quantization!r}, but on a GPU the experts of a model are"
+            " multiplied in its own dtype only; leave quantization out"
+        )
     return DeviceSetup(
         device=device,
         dtype=dtype,
@@ -129,7 +135,7 @@ def choose_setup(
         is_triton=is_triton,
         operators=TORCH_OPERATORS if linears is None else linears.operators,
         methods=LinearMethods(
-            weight_format.method(kernels, linears),
+            method,
             dense=load_weight_format(None).method(kernels, linears),
         ),
         attention_backend=options.attention_backend,

@@ -5,6 +5,7 @@
     Triton       up to 16 rows `skinny_matmul`, which streams the weight at the memory's rate;
                  above, torch's product (cuBLAS). The threshold is a constant, never measured
     invariant    `matmul` for any number of rows: a row has the same bits in any batch
+    experts      all of a layer's at once, by the native kernels or `grouped_matmul`
 
 Shapes: ... any leading dimensions, I input size, O output size.
 """
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from quire.formats.packed import PackedMethod
 from quire.formats.weight_format import (
+    ExpertLinears,
     LinearMethod,
     LinearModule,
     RowSource,
@@ -22,8 +24,10 @@ from quire.formats.weight_format import (
     WeightFormat,
     empty_parameter,
 )
+from quire.kernels.activations import Gating
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import TORCH_OPERATORS, Operators
+from quire.kernels.routing import Routing
 
 
 class Dense(WeightFormat):
@@ -83,7 +87,44 @@ class DenseMethod(LinearMethod):
         return None
 
 
-class TritonDenseMethod(DenseMethod):
+class GroupedDenseMethod(DenseMethod):
+    """Experts by `grouped_matmul`, whose results are the same in any batch."""
+
+    def __init__(self, operators: Operators) -> None:
+        super().__init__(operators)
+        # Triton may be missing, and takes a while to load.
+        from quire.kernels.triton.linear import grouped_matmul
+
+        self._grouped = grouped_matmul
+
+    @property
+    def groups_experts(self) -> bool:
+        return True
+
+    def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        grouped, (num_experts, top_k) = self._grouped, (len(layer.down), routing.ids.shape[1])
+        if layer.state is None:
+            layer.state = [self._weights(linears) for linears in (layer.gate_up, layer.down)]
+        assert isinstance(layer.state, list)
+        gate_up, down = layer.state
+        plan = grouped.plan_groups(routing.ids, num_experts)
+        both = grouped.grouped_matmul(x, gate_up, plan, pairs_per_row=top_k)
+        is_plain = layer.gating == Gating()
+        inner = (
+            self._operators.silu_mul(both)
+            if is_plain
+            else self._operators.gated(both, layer.gating)
+        )
+        outputs = grouped.grouped_matmul(inner, down, plan, pairs_per_row=0)
+        output: torch.Tensor = grouped.add_experts(outputs, routing.weights, plan)
+        return output
+
+    def _weights(self, linears: tuple[LinearModule, ...]) -> object:
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        return self._grouped.group_weights([each.weight for each in linears], biases or None)
+
+
+class TritonDenseMethod(GroupedDenseMethod):
     """Few rows by `skinny_matmul`, more by torch."""
 
     def __init__(self, operators: Operators) -> None:
@@ -118,7 +159,7 @@ class TritonDenseMethod(DenseMethod):
         return x.dtype in self._skinny.DTYPES and num_rows <= self._skinny.MAX_ROWS
 
 
-class InvariantDenseMethod(DenseMethod):
+class InvariantDenseMethod(GroupedDenseMethod):
     """Any number of rows by `matmul`."""
 
     def __init__(self, operators: Operators) -> None:

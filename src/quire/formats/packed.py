@@ -125,6 +125,10 @@ class PackedMethod(LinearMethod):
         )
         return output.view(*x.shape[:-1], output.shape[-1])
 
+    @property
+    def groups_experts(self) -> bool:
+        return True
+
     def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self._mix(_packed_experts(layer, routing.ids.shape[1]), x, routing)
 

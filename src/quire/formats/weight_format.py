@@ -86,6 +86,12 @@ class LinearMethod(ABC):
         """Whether weights keep all of the model's bits; a tied one is then stored once."""
         return True
 
+    @property
+    def groups_experts(self) -> bool:
+        """Whether `experts` multiplies all of them at once; else it waits for the device, which a
+        step on a GPU must not."""
+        return False
+
     @abstractmethod
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         """What a weight of this size takes in a model of this dtype, its scales included."""

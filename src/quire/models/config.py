@@ -82,6 +82,11 @@ class ModelConfig(ABC):
         return 1
 
     @property
+    def num_experts_per_token(self) -> int:
+        """Of a layer that is a mixture of experts; 0: no layer is one."""
+        return 0
+
+    @property
     def max_supported_positions(self) -> int:
         """The longest max_model_len."""
         return self.max_position_embeddings
@@ -248,6 +253,10 @@ class DecoderConfig(ModelConfig):
     def mixture_of(self, layer: int) -> MoESpec | None:
         """The mixture of experts that is a layer's MLP; None: a dense one."""
         return None if self.mixtures is None else self.mixtures[layer]
+
+    @property
+    def num_experts_per_token(self) -> int:
+        return max((each.router.top_k for each in filter(None, self.mixtures or ())), default=0)
 
     def num_mlp_weights(self, layer: int, *, active: bool = False) -> int:
         """Of a layer, without biases. active: only those that one token reads."""

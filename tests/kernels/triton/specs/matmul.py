@@ -2,6 +2,7 @@
 
 from tests.kernels.triton.compiling import KernelSpec
 
+from quire.kernels.triton.linear.grouped_matmul import add_experts_kernel, grouped_matmul_kernel
 from quire.kernels.triton.linear.matmul import matmul_kernel, merge_slices_kernel
 from quire.kernels.triton.linear.skinny_matmul import skinny_matmul_kernel
 
@@ -64,7 +65,52 @@ def _skinny(
     )
 
 
+def _grouped(
+    label: str,
+    dtype: str,
+    block_inputs: int,
+    *,
+    even: bool = True,
+    top_k: int = 8,
+    bias: bool = False,
+    targets: tuple[int, ...] = (90,),
+) -> KernelSpec:
+    pointers = ["experts_ptr", "firsts_ptr", "ends_ptr"] + ["order_ptr"] * (top_k > 1)
+    constants = {"PAIRS_PER_ROW": top_k, "IS_EVEN": even, "BLOCK_M": 16, "BLOCK_N": 64}
+    return KernelSpec(
+        grouped_matmul_kernel,
+        f"{dtype} {label}",
+        {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "addresses_ptr": "*i64"}
+        | dict.fromkeys(pointers, "*i32")
+        | ({"biases_ptr": f"*{dtype}"} if bias else {})
+        | {"num_outputs": "i32:16", "num_inputs": "i32:16", "x_stride": "i32:16"},
+        constants
+        | {"BLOCK_K": block_inputs}
+        | ({} if bias else {"biases_ptr": None})
+        | ({} if top_k > 1 else {"order_ptr": None}),
+        num_warps=4,
+        num_stages=3,
+        targets=targets,
+    )
+
+
 SPECS = [
+    _grouped("of tokens", "bf16", 128, targets=(80, 90)),
+    _grouped("of pairs", "bf16", 128, top_k=1),
+    KernelSpec(
+        add_experts_kernel,
+        "bf16",
+        {
+            "outputs_ptr": "*bf16",
+            "weights_ptr": "*fp32",
+            "order_ptr": "*i32",
+            "places_ptr": "*i32",
+            "out_ptr": "*bf16",
+            "num_outputs": "i32:16",
+        },
+        {"TOP_K": 8, "BLOCK": 1024},
+        num_warps=4,
+    ),
     _matmul("64 rows", "bf16", (64, 64), 4, 4, targets=(80, 90)),
     _matmul("128 rows", "bf16", (128, 64), 8, 3, targets=(80, 90)),
     _matmul("128 rows, slices", "bf16", (128, 64), 8, 3, slices=4),
@@ -85,6 +131,8 @@ SPECS = [
     _skinny("8 rows, gated", 8, 32, gated=True, targets=(80, 90)),
 ]
 MORE = [
+    _grouped("odd I, bias", "bf16", 128, even=False, bias=True),
+    _grouped("of pairs", "fp32", 32, top_k=1, even=False),
     _matmul("64 rows, odd K", "bf16", (64, 64), 4, 4, even=False),
     _matmul("128 rows, odd K", "fp16", (128, 64), 8, 3, even=False),
     _matmul("64 rows", "fp32", (64, 16), 8, 2, slices=4),

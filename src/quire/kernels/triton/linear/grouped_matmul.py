@@ -1,0 +1,247 @@
+"""Triton products of many experts at once: y[p] = x[row(p)] W[e(p)]^T + b[e(p)].
+
+Pairs p of a token and one of its experts e are sorted by expert and cut into tiles of one expert
+each; a program multiplies a tile by some of that expert's outputs. Which tile is whose is computed
+on the device (`plan_groups`), for as many tiles as there could be, so the host waits for nothing
+and a step can be a CUDA graph; programs of tiles that aren't there end at once. Weights lie
+anywhere: the kernel is given their addresses.
+
+An output element sums K in one order and by one instruction, whatever else is in the batch: the
+tile has one size for all batches. It is small, as a decode step gives most experts a token or two;
+a prompt of thousands of tokens reads each weight once for `_TILE.rows` of them from L2.
+
+`add_experts` is the weighted sum of each token's results, in ascending order of experts, with the
+roundings of `kernels.experts`, which is the reference of all together.
+
+Shapes: T tokens, K experts of a token, P = T K pairs, E experts, I inputs, N outputs. dtypes: bf16,
+fp16, fp32. Called by `formats.dense`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.linear.matmul import load_rows, load_weight
+from quire.kernels.triton.support import as_rows, next_power_of_two
+
+_BLOCK_ROWS = 16
+_BLOCK_OUTPUTS = 64
+_ADDED_OUTPUTS = 1024
+"""Of a token, that a program adds."""
+_ADDRESS_MULTIPLE = 16
+"""Addresses of weights are multiples of it, so that the kernel loads whole vectors."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeights:
+    """Weights [N, I] of E linears, contiguous, and their biases [N]. addresses: [E] int64, of each
+    on the device. kept: what lies there."""
+
+    addresses: torch.Tensor
+    biases: torch.Tensor | None
+    num_outputs: int
+    num_inputs: int
+    dtype: torch.dtype
+    kept: object
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """Who computes which pairs. All tensors are int32 on the device.
+
+    order: [P] which pair is at each place, counted as t K + k. places: [T, K] of a token's pairs,
+    ascending, and so in ascending order of experts. experts, firsts, ends: [tiles] of each tile,
+    its expert and its places; no places: there is no such tile.
+    """
+
+    order: torch.Tensor
+    places: torch.Tensor
+    experts: torch.Tensor
+    firsts: torch.Tensor
+    ends: torch.Tensor
+
+
+def group_weights(
+    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None
+) -> GroupedWeights:
+    """Raises ValueError for weights that are not alike, or lie where vectors can't be loaded."""
+    first = weights[0]
+    for weight in weights:
+        if (weight.shape, weight.dtype) != (first.shape, first.dtype) or not weight.is_contiguous():
+            raise ValueError(
+                f"a weight is {tuple(weight.shape)} {weight.dtype}, but all must be "
+                f"{tuple(first.shape)} {first.dtype} and contiguous"
+            )
+    addresses = [weight.data_ptr() for weight in weights]
+    if any(address % _ADDRESS_MULTIPLE for address in addresses):
+        raise ValueError(f"a weight's address is no multiple of {_ADDRESS_MULTIPLE} bytes")
+    return GroupedWeights(
+        torch.tensor(addresses, dtype=torch.int64, device=first.device),
+        None if biases is None else torch.stack(tuple(biases)),
+        first.shape[0],
+        first.shape[1],
+        first.dtype,
+        tuple(weights),
+    )
+
+
+def plan_groups(ids: torch.Tensor, num_experts: int) -> GroupPlan:
+    """ids: [T, K], each below num_experts. Waits for nothing."""
+    num_tokens, top_k = ids.shape
+    sorted_ids, order = ids.reshape(-1).sort(stable=True)
+    experts = torch.arange(num_experts + 1, device=ids.device)
+    starts = torch.searchsorted(sorted_ids, experts)
+    num_tiles = -((starts[:-1] - starts[1:]) // _BLOCK_ROWS)
+    last_tiles = num_tiles.cumsum(0)
+    # No more than a tile for each pair, and than one begun for each expert beside whole ones.
+    num_pairs = num_tokens * top_k
+    most = min(num_pairs, num_experts + num_pairs // _BLOCK_ROWS)
+    tiles = torch.arange(most, device=ids.device)
+    expert = torch.searchsorted(last_tiles, tiles, right=True)
+    near = expert.clamp(max=num_experts - 1)
+    firsts = starts[near] + (tiles - last_tiles[near] + num_tiles[near]) * _BLOCK_ROWS
+    ends = torch.where(expert < num_experts, starts[near + 1], firsts)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(num_pairs, device=ids.device))
+    ordered = places.view(num_tokens, top_k).sort(dim=1).values
+    return GroupPlan(*(each.int() for each in (order, ordered, near, firsts, ends)))
+
+
+def grouped_matmul(
+    x: torch.Tensor, weights: GroupedWeights, plan: GroupPlan, *, pairs_per_row: int
+) -> torch.Tensor:
+    """x [T, I] with pairs_per_row = K, or [P, I] in the plan's order with pairs_per_row = 0 ->
+    [P, N] in the plan's order. Raises ValueError."""
+    rows = as_rows(x)
+    if rows.dtype != weights.dtype or rows.shape[1] != weights.num_inputs:
+        raise ValueError(
+            f"x is {tuple(x.shape)} {x.dtype}, but must be [any, {weights.num_inputs}] "
+            f"{weights.dtype}"
+        )
+    out = torch.empty(len(plan.order), weights.num_outputs, dtype=x.dtype, device=x.device)
+    num_tiles = len(plan.experts)
+    if not out.numel():
+        return out
+    block_inputs = 32 if x.dtype == torch.float32 else 128
+    grouped_matmul_kernel[(triton.cdiv(weights.num_outputs, _BLOCK_OUTPUTS), num_tiles)](
+        rows,
+        plan.order if pairs_per_row else None,
+        weights.addresses,
+        weights.biases,
+        plan.experts,
+        plan.firsts,
+        plan.ends,
+        out,
+        weights.num_outputs,
+        weights.num_inputs,
+        rows.stride(0),
+        PAIRS_PER_ROW=max(1, pairs_per_row),
+        IS_EVEN=weights.num_inputs % block_inputs == 0,
+        BLOCK_M=_BLOCK_ROWS,
+        BLOCK_N=_BLOCK_OUTPUTS,
+        BLOCK_K=block_inputs,
+        num_warps=4,
+        num_stages=3,
+    )
+    return out
+
+
+def add_experts(outputs: torch.Tensor, weights: torch.Tensor, plan: GroupPlan) -> torch.Tensor:
+    """outputs [P, N] in the plan's order, weights [T, K] fp32 -> [T, N]."""
+    num_tokens, top_k = plan.places.shape
+    num_outputs = outputs.shape[1]
+    out = torch.empty(num_tokens, num_outputs, dtype=outputs.dtype, device=outputs.device)
+    if not out.numel():
+        return out
+    block = min(_ADDED_OUTPUTS, next_power_of_two(num_outputs))
+    add_experts_kernel[(num_tokens, triton.cdiv(num_outputs, block))](
+        outputs,
+        weights.contiguous(),
+        plan.order,
+        plan.places,
+        out,
+        num_outputs,
+        TOP_K=top_k,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # rows of I elements, x_stride apart
+    order_ptr,  # [P] of which pair's row a place reads, PAIRS_PER_ROW to a row; None: its own
+    addresses_ptr,  # [E] int64, of weights [N, I]
+    biases_ptr,  # [E, N], or None
+    experts_ptr,  # [tiles]
+    firsts_ptr,  # [tiles]
+    ends_ptr,  # [tiles]
+    out_ptr,  # [P, N]
+    num_outputs,
+    num_inputs,
+    x_stride,
+    PAIRS_PER_ROW: tl.constexpr,
+    IS_EVEN: tl.constexpr,  # I is a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    first = tl.load(firsts_ptr + tile)
+    end = tl.load(ends_ptr + tile)
+    if first >= end:
+        return
+    expert = tl.load(experts_ptr + tile)
+    places = first + tl.arange(0, BLOCK_M)
+    is_there = places < end
+    rows = places
+    if order_ptr is not None:
+        rows = tl.load(order_ptr + places, is_there, other=0) // PAIRS_PER_ROW
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inputs = tl.arange(0, BLOCK_K)
+    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    address = tl.multiple_of(tl.load(addresses_ptr + expert), 16)
+    weight_ptr = address.to(tl.pointer_type(x_ptr.dtype.element_ty))
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
+    weight_ptrs = weight_ptr + near[:, None] * num_inputs + inputs[None, :]
+
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(0, num_inputs, BLOCK_K):
+        x = load_rows(x_ptrs + k, is_there[:, None], inputs, num_inputs - k, IS_EVEN)
+        weight = load_weight(weight_ptrs + k, inputs, num_inputs - k, IS_EVEN)
+        sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+
+    if biases_ptr is not None:
+        bias = tl.load(biases_ptr + expert.to(tl.int64) * num_outputs + near)
+        sums += bias[:, None].to(tl.float32)
+    out_ptrs = out_ptr + places.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+    out_mask = is_there[None, :] & (outputs[:, None] < num_outputs)
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), out_mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_experts_kernel(  # type: ignore[no-untyped-def]
+    outputs_ptr,  # [P, N]
+    weights_ptr,  # [P] fp32, of pairs
+    order_ptr,  # [P]
+    places_ptr,  # [T, TOP_K]
+    out_ptr,  # [T, N]
+    num_outputs,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < num_outputs
+    dtype = out_ptr.dtype.element_ty
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in range(TOP_K):
+        place = tl.load(places_ptr + token * TOP_K + k)
+        weight = tl.load(weights_ptr + tl.load(order_ptr + place))
+        y = tl.load(outputs_ptr + place.to(tl.int64) * num_outputs + columns, mask, other=0.0)
+        weighted = (y.to(tl.float32) * weight).to(dtype).to(tl.float32)
+        total = (total + weighted).to(dtype).to(tl.float32)
+    tl.store(out_ptr + token * num_outputs + columns, total.to(dtype), mask)

@@ -1,0 +1,120 @@
+"""Products of many experts in the interpreter: their numbers, and that a token has the same bits
+whatever the batch."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels.triton.products import DTYPES, assert_close, numbers
+
+from quire.kernels.experts import mix_experts
+from quire.kernels.routing import Routing
+from quire.kernels.triton.linear.grouped_matmul import (
+    add_experts,
+    group_weights,
+    grouped_matmul,
+    plan_groups,
+)
+
+
+def _routing(num_tokens, num_experts, top_k, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    ids = (
+        torch.rand(num_tokens, num_experts, generator=generator).argsort(-1)[:, :top_k].contiguous()
+    )
+    return Routing(ids, torch.rand(num_tokens, top_k, generator=generator))
+
+
+def _weights(num_experts, num_outputs, num_inputs, dtype):
+    scale = num_inputs**-0.5
+    return [
+        (numbers(num_outputs, num_inputs, seed=10 + expert) * scale).to(dtype)
+        for expert in range(num_experts)
+    ]
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("num_tokens", [1, 2, 50])
+def test_every_pair_is_in_one_tile_of_its_expert(num_tokens, top_k):
+    ids = _routing(num_tokens, 7, top_k).ids
+    if num_tokens == 50:
+        ids[:, 0] = torch.where((ids[:, 1:] == 4).any(1), ids[:, 0], 4)  # more than a tile
+    plan = plan_groups(ids, 7)
+    pairs = []
+    for expert, first, end in zip(plan.experts, plan.firsts, plan.ends, strict=True):
+        for place in range(first, min(end, first + 16)):
+            pair = int(plan.order[place])
+            assert ids.view(-1)[pair] == expert
+            pairs.append(pair)
+    assert sorted(pairs) == list(range(num_tokens * top_k))
+    by_place = ids.view(-1)[plan.order.long()][plan.places.long()]
+    assert torch.equal(by_place, ids.sort(dim=1).values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5, 3), (20, 70, 130), (37, 64, 128)])
+def test_products_equal_torchs(shape, dtype):
+    num_tokens, num_outputs, num_inputs = shape
+    x = numbers(num_tokens, num_inputs).to(dtype)
+    weights = _weights(5, num_outputs, num_inputs, dtype)
+    biases = [numbers(num_outputs, seed=30 + expert).to(dtype) for expert in range(5)]
+    ids = _routing(num_tokens, 5, 2).ids
+    plan = plan_groups(ids, 5)
+    found = grouped_matmul(x, group_weights(weights, biases), plan, pairs_per_row=2)
+    rows = x[plan.order.long() // 2]
+    for place, pair in enumerate(plan.order.tolist()):
+        expert = int(ids.view(-1)[pair])
+        exact = rows[place].double() @ weights[expert].double().T + biases[expert].double()
+        assert_close(found[place], exact)
+    again = grouped_matmul(rows, group_weights(weights, biases), plan, pairs_per_row=0)
+    assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_weighted_sum_has_the_definitions_roundings(dtype):
+    num_tokens, top_k = 9, 4
+    routing = _routing(num_tokens, 6, top_k)
+    plan = plan_groups(routing.ids, 6)
+    outputs = numbers(num_tokens * top_k, 1100).to(dtype)
+    found = add_experts(outputs, routing.weights, plan)
+    of_pair = torch.empty_like(outputs)
+    of_pair[plan.order.long()] = outputs
+    by_expert = of_pair.view(num_tokens, top_k, -1)
+
+    def compute(expert, rows):
+        tokens, places = (routing.ids == expert).nonzero(as_tuple=True)
+        return by_expert[tokens, places]
+
+    expected = mix_experts(torch.zeros(num_tokens, 1100, dtype=dtype), routing, compute)
+    assert torch.equal(found, expected)
+
+
+def test_a_token_has_the_same_bits_in_any_batch():
+    x, weights = (
+        numbers(40, 70).bfloat16(),
+        group_weights(_weights(5, 30, 70, torch.bfloat16), None),
+    )
+    routing = _routing(40, 5, 2)
+
+    def run(rows):
+        plan = plan_groups(routing.ids[rows], 5)
+        found = grouped_matmul(x[rows], weights, plan, pairs_per_row=2)
+        return add_experts(found, routing.weights[rows], plan)
+
+    whole = run(slice(0, 40))
+    for rows in (slice(0, 1), slice(3, 20), slice(39, 40)):
+        assert torch.equal(run(rows), whole[rows])
+    assert run(slice(0, 0)).shape == (0, 30)
+
+
+def test_weights_that_are_not_alike_are_refused():
+    weights = _weights(2, 8, 16, torch.bfloat16)
+    with pytest.raises(ValueError, match="all must be"):
+        group_weights([weights[0], weights[1].float()], None)
+    with pytest.raises(ValueError, match="no multiple of 16"):
+        whole = torch.zeros(17 * 16, dtype=torch.bfloat16)
+        group_weights([whole[1:].view(-1)[:256].view(16, 16)], None)
+    with pytest.raises(ValueError, match=r"x is \(3, 9\)"):
+        plan = plan_groups(torch.zeros(3, 1, dtype=torch.int64), 2)
+        grouped_matmul(numbers(3, 9), group_weights(weights, None), plan, pairs_per_row=1)
