@@ -135,6 +135,15 @@ def test_numbers_that_do_not_fit_are_refused(save_checkpoint, edit_config):
         (folder / "config.json").write_text(json.dumps(original))
 
 
+def test_windows_are_of_all_layers_whatever_max_window_layers_says(
+    save_checkpoint, edit_config, assert_same_logits
+):
+    fields = SIZES | {"use_sliding_window": True, "sliding_window": 10}
+    folder, reference = save_checkpoint(transformers.Qwen3MoeConfig, **fields)
+    edit_config(folder, max_window_layers=2)
+    assert_same_logits(folder, reference)
+
+
 def test_what_a_token_reads_is_a_part_of_the_weights(save_checkpoint):
     folder, _ = save_checkpoint(transformers.Glm4MoeConfig, **GROUPS)
     config = load_config(folder)

@@ -35,6 +35,7 @@ class Qwen3MoeConfig(DecoderConfig):
         fields = ConfigFields({**_DEFAULTS, **raw})
         attention_bias = fields.flag("attention_bias", False)
         window = fields.optional_integer("sliding_window")
+        fields.value("max_window_layers")  # published configs have it, and transformers ignores it
         if not fields.flag("use_sliding_window", False):
             window = None
         router = read_router(
