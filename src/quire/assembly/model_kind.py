@@ -78,6 +78,8 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
             config.wrapper,
             config.architecture,
         )
+    if config.num_predicting_layers:
+        logger.info("layers that predict tokens further on (MTP) are left out, if there are any")
     could_generate = find_entry(config).generates
     if options.runner == GENERATE and not could_generate:
         raise ConfigurationError(

@@ -39,6 +39,8 @@ class ModelConfig(ABC):
     dtype: the checkpoint's own, as its config says; None: it doesn't say.
     num_labels: what the model's head scores; 0: it has no such head.
     wrapper: the multimodal architecture of which this is the language model; None: it is whole.
+    num_predicting_layers: that follow the model's own in its files and predict tokens further on
+        (DeepSeek-V3's MTP); they are left out.
     """
 
     architecture: str
@@ -54,6 +56,7 @@ class ModelConfig(ABC):
     tie_word_embeddings: bool = False
     num_labels: int = 0
     wrapper: str | None = None
+    num_predicting_layers: int = 0
 
     @classmethod
     @abstractmethod

@@ -14,7 +14,12 @@ from quire.errors import UnsupportedModelError, shown
 from quire.models.checkpoints.arranged import ArrangedCheckpoint, Arrangement
 from quire.models.checkpoints.quantized import refuse_quantized_config
 from quire.models.checkpoints.readers import find_reader, open_checkpoint
-from quire.models.checkpoints.renamed import Rename, RenamedCheckpoint, with_prefix
+from quire.models.checkpoints.renamed import (
+    Rename,
+    RenamedCheckpoint,
+    with_prefix,
+    without_layers,
+)
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.checkpoints.unstacked import UnstackedCheckpoint
 from quire.models.config import ModelConfig
@@ -107,6 +112,8 @@ class ModelEntry:
             checkpoint = RenamedCheckpoint(checkpoint, WRAPPERS[config.wrapper].rename)
         if self.rename is not None:
             checkpoint = RenamedCheckpoint(checkpoint, self.rename)
+        if config.num_predicting_layers:
+            checkpoint = RenamedCheckpoint(checkpoint, without_layers(config.num_layers))
         if self.arrangement is not None:
             checkpoint = ArrangedCheckpoint(checkpoint, self.arrangement(config))
         return checkpoint if self.unstack is None else self.unstack(checkpoint)

@@ -4,6 +4,7 @@ The same weights are saved under several names: with or without the prefix of th
 model with a head, by old and by new versions of transformers. Called by `models.registry`.
 """
 
+import re
 from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +15,8 @@ from quire.models.checkpoints.source import CheckpointSource
 
 Rename = Callable[[str], str | None]
 """A tensor's name in the file -> the name by which our model asks for it; None: it is not used."""
+
+_LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.")
 
 
 class RenamedCheckpoint(CheckpointSource):
@@ -58,5 +61,15 @@ def with_words(words: Mapping[str, str]) -> Rename:
 
     def rename(name: str) -> str | None:
         return ".".join(words.get(word, word) for word in name.split("."))
+
+    return rename
+
+
+def without_layers(first: int) -> Rename:
+    """Names of layers from `first` on are left out."""
+
+    def rename(name: str) -> str | None:
+        found = _LAYER.match(name)
+        return None if found is not None and int(found[1]) >= first else name
 
     return rename

@@ -10,6 +10,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from quire.errors import CheckpointError
+from quire.models.checkpoints.loader import load_model
 from quire.models.config import DecoderConfig
 from quire.models.registry import MODELS, load_config
 
@@ -142,6 +143,25 @@ def test_windows_are_of_all_layers_whatever_max_window_layers_says(
     folder, reference = save_checkpoint(transformers.Qwen3MoeConfig, **fields)
     edit_config(folder, max_window_layers=2)
     assert_same_logits(folder, reference)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(
+    save_checkpoint, assert_same_logits, edit_config
+):
+    fields = GROUPS | {"num_hidden_layers": 4, "num_mtp_layers": 0}
+    folder, reference = save_checkpoint(transformers.Glm4MoeConfig, **fields)
+    reference.model.layers = reference.model.layers[:3]
+    edit_config(folder, num_hidden_layers=3, num_nextn_predict_layers=1)
+    assert_same_logits(folder, reference)
+    edit_config(folder, num_nextn_predict_layers=0)
+    with pytest.raises(CheckpointError, match=r"the weights have model.layers.3"):
+        load_config_and_weights(folder)
+
+
+def load_config_and_weights(folder):
+    config = load_config(folder)
+    cpu = torch.device("cpu")
+    return load_model(folder, config, dtype=torch.float32, device=cpu, max_model_len=8)
 
 
 def test_what_a_token_reads_is_a_part_of_the_weights(save_checkpoint):

@@ -35,7 +35,6 @@ class Glm4MoeConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields({**_DEFAULTS, **raw})
-        fields.integer("num_nextn_predict_layers", 0)
         size = fields.integer("moe_intermediate_size")
         mixture = MoESpec(
             router=read_sigmoid_router(fields),
@@ -47,6 +46,7 @@ class Glm4MoeConfig(DecoderConfig):
         return cls.read(
             fields,
             partial_rotary=0.5,
+            num_predicting_layers=fields.integer("num_nextn_predict_layers", 1),
             qkv_bias=fields.flag("attention_bias", False),
             qk_norm="head" if fields.flag("use_qk_norm", False) else None,
             mixtures=by_layer(fields, mixture, lambda layer: layer >= num_dense),
