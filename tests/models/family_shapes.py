@@ -53,6 +53,20 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 3,
 }
 
+LATENT: dict[str, Any] = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 28,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+"""Families with latent attention."""
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2Config",
@@ -131,6 +145,42 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", SMALL | {"head_dim": 24}),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        LATENT
+        | {
+            "first_k_dense_replace": 1,
+            "n_group": 3,
+            "topk_group": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 0.8,
+                "mscale_all_dim": 0.6,
+                "beta_fast": 32,
+                "beta_slow": 1,
+            },
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        LATENT | {"mlp_layer_types": ["dense", "sparse", "dense"], "attention_bias": True},
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         SMALL

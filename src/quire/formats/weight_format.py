@@ -11,6 +11,7 @@ Shapes: ... any leading dimensions, I input size, O output size (the sum of the 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -138,6 +139,10 @@ class LinearMethod(ABC):
     def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
         """x [..., I] -> silu(gate) * up [..., O/2], for a gated linear."""
         return silu_mul(self.apply(linear, x))
+
+    def heads(self, linears: Sequence[LinearModule], x: torch.Tensor) -> torch.Tensor:
+        """x [T, H, I] -> [T, H, O], each head's part by its own linear."""
+        return torch.stack([self.apply(each, x[:, at]) for at, each in enumerate(linears)], dim=1)
 
     def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [T, H] -> [T, H], the weighted sum of each token's experts, as `kernels.experts`."""

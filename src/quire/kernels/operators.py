@@ -17,8 +17,10 @@ from quire.kernels import activations
 from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.delta_gates import delta_gates
 from quire.kernels.gated_rms_norm import gated_rms_norm
+from quire.kernels.join_turned import join_turned
 from quire.kernels.layer_norm import layer_norm
 from quire.kernels.rms_norm import add_rms_norm, rms_norm
+from quire.kernels.rotary import Angles
 from quire.kernels.routing import RouterSpec, Routing, route
 from quire.kernels.silu_mul import silu_mul
 
@@ -130,6 +132,10 @@ class Operators(Protocol):
         says."""
         ...
 
+    def join_turned(self, x: torch.Tensor, tail: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """x [T, H, L], tail [T, H, R] -> [x, tail turned by its R angles] [T, H, L + R]."""
+        ...
+
 
 class TorchOperators:
     """On any device, and the definition of the others."""
@@ -216,6 +222,9 @@ class TorchOperators:
         self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return delta_gates(a, b, a_log, dt_bias)
+
+    def join_turned(self, x: torch.Tensor, tail: torch.Tensor, angles: Angles) -> torch.Tensor:
+        return join_turned(x, tail, angles)
 
 
 TORCH_OPERATORS = TorchOperators()

@@ -170,6 +170,13 @@ class YarnRope(Rope):
         stretched = _stretched(self.original_max_position_embeddings, self.factor or 1.0)
         return max(max_position_embeddings, stretched)
 
+    @property
+    def score_scale(self) -> float:
+        """Beside the factor on cosines and sines, by which DeepSeek multiplies q·k."""
+        if not self.mscale_all_dim:
+            return 1.0
+        return _yarn_mscale(self.factor or 1.0, self.mscale_all_dim) ** 2
+
     def _correction_dim(self, num_rotations: float, dim: int) -> float:
         """The dimension that turns so many times over the original context."""
         turns = self.original_max_position_embeddings / (num_rotations * _LENGTHS_PER_TURN)

@@ -59,6 +59,13 @@ INTEGERS: Mapping[str, Bounds] = {
     "num_labels": Bounds(1, 1 << 20),
     "type_vocab_size": Bounds(1, 16),
     "max_seq_length": Bounds(1, MAX_POSITIONS),
+    "kv_lora_rank": Bounds(1, 1 << 16),
+    "q_lora_rank": Bounds(1, 1 << 16),
+    "qk_nope_head_dim": Bounds(1, 1 << 14),
+    "qk_rope_head_dim": Bounds(2, 1 << 14, multiple_of=2),
+    "v_head_dim": Bounds(1, 1 << 14),
+    "moe_layer_freq": Bounds(1, 4096),
+    "num_mtp_layers": Bounds(0, 4096),
     "shared_expert_intermediate_size": Bounds(1, 1 << 22),
     "full_attention_interval": Bounds(1, 4096),
     "linear_conv_kernel_dim": Bounds(2, 4),  # as `recurrence.state_specs` has it

@@ -49,6 +49,7 @@ from quire.models.families.glm import (
 )
 from quire.models.families.granite import GraniteConfig
 from quire.models.families.hybrids import delta_hybrid, qwen3_5, qwen3_next
+from quire.models.families.latent import deepseek, glm4_moe_lite, latent_decoder
 from quire.models.families.learned_positions.gpt2 import (
     GPT2Config,
     rename_gpt2,
@@ -154,6 +155,16 @@ def _bert(model: type[TextModel], rename: Rename) -> ModelEntry:
     return ModelEntry(BertConfig, model, _QKV_PARTS, rename=rename)
 
 
+def _latent(config: type[ModelConfig]) -> ModelEntry:
+    return ModelEntry(
+        config,
+        latent_decoder.LatentForCausalLM,
+        CHECKPOINT_PARTS | latent_decoder.LATENT_PARTS,
+        arrangement=latent_decoder.arrangement,
+        unstack=UnstackedCheckpoint,
+    )
+
+
 MODELS: dict[str, ModelEntry] = {
     "BertForMaskedLM": _bert(BertModel, rename_without_head),
     "BertForSequenceClassification": _bert(BertForScores, rename_with_head),
@@ -176,6 +187,8 @@ MODELS: dict[str, ModelEntry] = {
         arrangement=unused_keys,
         unstack=UnstackedCheckpoint,
     ),
+    "DeepseekV2ForCausalLM": _latent(deepseek.DeepseekV2Config),
+    "DeepseekV3ForCausalLM": _latent(deepseek.DeepseekV3Config),
     "Glm4ForCausalLM": ModelEntry(
         GlmConfig, Glm4ForCausalLM, rename=rename_glm4, arrangement=neighbouring_pairs
     ),
@@ -184,6 +197,7 @@ MODELS: dict[str, ModelEntry] = {
     "GptOssForCausalLM": _mixture(
         gpt_oss.GptOssConfig, gpt_oss.rename, partial(UnstackedCheckpoint, is_transposed=True)
     ),
+    "Glm4MoeLiteForCausalLM": _latent(glm4_moe_lite.Glm4MoeLiteConfig),
     "GraniteForCausalLM": ModelEntry(GraniteConfig, DecoderForCausalLM),
     "GraniteModel": _headless(GraniteConfig),
     "GraniteMoeForCausalLM": _mixture(granite_moe.GraniteMoeConfig, granite_moe.rename),

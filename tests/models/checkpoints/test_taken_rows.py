@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from quire.errors import CheckpointError
 from quire.models.checkpoints.arranged import ArrangedCheckpoint, Arrangement
 from quire.models.checkpoints.readers import open_checkpoint
-from quire.models.checkpoints.taken_rows import RowsOf, TransposedHeads
+from quire.models.checkpoints.taken_rows import RowsOf, TransposedRows
 
 NUM_HEADS, STRIDE, WIDTH = 3, 7, 5
 ORDER = torch.randperm(15, generator=torch.Generator().manual_seed(1))
@@ -17,7 +17,7 @@ ORDER = torch.randperm(15, generator=torch.Generator().manual_seed(1))
 
 PARTS = {
     "some": RowsOf(ORDER, NUM_HEADS * STRIDE),
-    "keys": TransposedHeads(NUM_HEADS, STRIDE, start=2, num_rows=4, num_inputs=WIDTH),
+    "keys": TransposedRows(start=9, num_rows=4, num_source_rows=NUM_HEADS * STRIDE),
 }
 ARRANGEMENT = Arrangement(taken={"fused": PARTS})
 
@@ -35,8 +35,7 @@ def checkpoint(tmp_path: Path, whole: torch.Tensor) -> ArrangedCheckpoint:
 
 
 def test_any_piece_of_every_tensor(checkpoint, whole):
-    keys = whole.view(NUM_HEADS, STRIDE, WIDTH)[:, 2:6].transpose(1, 2).reshape(-1, 4)
-    expected = {"some": whole[ORDER], "keys": keys, "other": torch.arange(4.0)}
+    expected = {"some": whole[ORDER], "keys": whole[9:13].T, "other": torch.arange(4.0)}
     assert checkpoint.names == {f"a.{name}.weight" for name in expected}
     for part, tensor in expected.items():
         name = f"a.{part}.weight"

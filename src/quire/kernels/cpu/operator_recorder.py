@@ -162,22 +162,6 @@ class OperatorRecorder(Recording):
         # Ids are stored as the bits of as many floats.
         return Routing(out.rows[:, : spec.top_k], out.rows[:, spec.top_k :])
 
-    def gated_rms_norm(
-        self,
-        x: torch.Tensor,
-        gate: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        *,
-        gates_first: bool = False,
-    ) -> torch.Tensor:
-        raise UnrecordableError("a norm with a gate is no operation")
-
-    def delta_gates(
-        self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise UnrecordableError("the gates of Gated DeltaNet are no operation")
-
 
 def _stores(op: Operation | None, x: Operand, addend: Operand) -> bool:
     """Whether it is a linear that stored x as it is, and may add it to what it doesn't read."""

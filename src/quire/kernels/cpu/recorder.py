@@ -22,7 +22,6 @@ from quire.kernels.cpu.abi import Epilogue, OpKind
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.mixture import PackedExperts
-from quire.kernels.cpu.operator_recorder import OperatorRecorder
 from quire.kernels.cpu.program import (
     Memory,
     Operand,
@@ -32,11 +31,12 @@ from quire.kernels.cpu.program import (
 )
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recording import address_of
+from quire.kernels.cpu.state_recorder import StateRecorder
 from quire.kernels.rotary import Rotation
 from quire.kernels.routing import Routing
 
 
-class Recorder(OperatorRecorder):
+class Recorder(StateRecorder):
     """`kernels.operators.Operators`, an `AttentionCall`, and what computes packed linears."""
 
     def __init__(

@@ -62,28 +62,16 @@ def _read(rows: ReadRows, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class TransposedHeads(Taken):
-    """Of each head some rows, transposed: [heads * I, K] of [heads * stride, I], rows [start,
-    start + K) of each head's stride. I: num_inputs."""
+class TransposedRows(Taken):
+    """Rows [start, start + num_rows) of [num_source_rows, I], transposed: [I, num_rows]."""
 
-    num_heads: int
-    stride: int
     start: int
     num_rows: int
-    num_inputs: int
-
-    @property
-    def num_source_rows(self) -> int:
-        return self.num_heads * self.stride
+    num_source_rows: int
 
     def shape(self, source: tuple[int, ...]) -> tuple[int, ...]:
-        return (self.num_heads * prod(source[1:]), self.num_rows)
+        return (prod(source[1:]), self.num_rows)
 
     def read(self, rows: ReadRows, span: range) -> torch.Tensor:
-        parts, size = [], self.num_inputs
-        for head in range(span.start // size, -(-span.stop // size)):
-            first = head * self.stride + self.start
-            with rows(range(first, first + self.num_rows)) as lent:
-                begin, end = (min(max(at - head * size, 0), size) for at in (span.start, span.stop))
-                parts.append(lent[:, begin:end].t().contiguous())
-        return torch.cat(parts)
+        with rows(range(self.start, self.start + self.num_rows)) as lent:
+            return lent[:, span.start : span.stop].T.contiguous()

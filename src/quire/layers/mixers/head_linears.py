@@ -1,0 +1,45 @@
+"""A linear for each head, which multiplies that head's part of a token alone.
+
+Of latent attention: what its model absorbs into queries and results differs from head to head.
+Called by `latent_attention.py`. Shapes: T tokens, H heads, I inputs and O outputs of a head.
+"""
+
+import torch
+from torch import nn
+
+from quire.layers.linear import Linear, LinearKind
+
+
+class HeadLinears(nn.ModuleDict):
+    """Named by the heads' numbers in the whole model, of which a rank has some."""
+
+    def __init__(
+        self,
+        heads: range,
+        num_inputs: int,
+        num_outputs: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(
+            {
+                str(head): Linear(
+                    num_inputs,
+                    (num_outputs,),
+                    LinearKind.REPLICATED,
+                    bias=False,
+                    dtype=dtype,
+                    device=device,
+                )
+                for head in heads
+            }
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H, I] -> [T, H, O]."""
+        linears = [each for each in self.values() if isinstance(each, Linear)]
+        if any(each.adapter is not None for each in linears):
+            parts = [each(x[:, head]) for head, each in enumerate(linears)]
+            return torch.stack(parts, dim=1)
+        return linears[0].method.heads(linears, x)

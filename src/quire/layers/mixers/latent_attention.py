@@ -1,0 +1,100 @@
+"""Multi-head latent attention: all heads read one small vector of each token.
+
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1. The projections from the latent to each head's
+keys and values are absorbed into its query and its result, in prefill as in decode, as
+`attention.interface` says. Called by the models.
+
+Shapes: T tokens, H heads, L size of the latent, N elements of a head that are not turned, R that
+are, V size of a head's value, Q size of the compressed query.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.attention.interface import AttentionCall
+from quire.kernels.rotary import Angles
+from quire.layers.linear import Linear, LinearKind
+from quire.layers.mixers.head_linears import HeadLinears
+from quire.layers.norm import RMSNorm
+from quire.layers.operator_module import OperatorModule
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of both latents, whatever that of the model's other norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """Of one layer: L, N, R, V, Q (None: queries are projected at once). first_head: of those that
+    a rank has."""
+
+    latent: int
+    nope: int
+    rope: int
+    value: int
+    query: int | None
+    first_head: int = 0
+
+
+class LatentAttention(OperatorModule):
+    """One layer's block. layer: its index in the attention call. has_bias: of the projections from
+    and to the hidden size."""
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        num_heads: int,
+        sizes: LatentSizes,
+        *,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.layer, self.num_heads, self.sizes = layer, num_heads, sizes
+
+        def linear(inputs: int, outputs: tuple[int, ...], kind: LinearKind, bias: bool) -> Linear:
+            return Linear(inputs, outputs, kind, bias=bias, dtype=dtype, device=device)
+
+        kv = (sizes.latent, sizes.rope)
+        self.q_a_layernorm: RMSNorm | None = None
+        # Two names, as the parts of a fused linear go by its name.
+        if sizes.query is None:
+            self.kv_a_proj = linear(hidden_size, kv, LinearKind.REPLICATED, has_bias)
+        else:
+            parts = (sizes.query, *kv)
+            self.qkv_a_proj = linear(hidden_size, parts, LinearKind.REPLICATED, has_bias)
+            self.q_a_layernorm = RMSNorm(sizes.query, LATENT_NORM_EPS, dtype=dtype, device=device)
+        queries = (num_heads * sizes.nope, num_heads * sizes.rope)
+        self.q_b_proj = linear(sizes.query or hidden_size, queries, LinearKind.COLUMN, False)
+        self.kv_a_layernorm = RMSNorm(sizes.latent, LATENT_NORM_EPS, dtype=dtype, device=device)
+        heads = range(sizes.first_head, sizes.first_head + num_heads)
+        self.k_up = HeadLinears(heads, sizes.nope, sizes.latent, dtype=dtype, device=device)
+        self.v_up = HeadLinears(heads, sizes.latent, sizes.value, dtype=dtype, device=device)
+        values = num_heads * sizes.value
+        self.o_proj = linear(values, (hidden_size,), LinearKind.ROW, has_bias)
+
+    def forward(
+        self, hidden: torch.Tensor, angles: Angles | None, attention: AttentionCall
+    ) -> torch.Tensor:
+        """hidden [T, hidden size] -> [T, hidden size]."""
+        assert angles is not None
+        sizes, heads = self.sizes, (self.num_heads, -1)
+        if self.q_a_layernorm is None:
+            query = hidden
+            latent, k = self.kv_a_proj(hidden).split((sizes.latent, sizes.rope), dim=-1)
+        else:
+            assert sizes.query is not None
+            parts = (sizes.query, sizes.latent, sizes.rope)
+            query, latent, k = self.qkv_a_proj(hidden).split(parts, dim=-1)
+            query = self.q_a_layernorm(query)
+        widths = (self.num_heads * sizes.nope, self.num_heads * sizes.rope)
+        nope, rope = self.q_b_proj(query).split(widths, dim=-1)
+        absorbed = self.k_up(nope.unflatten(-1, heads))
+        q = self.operators.join_turned(absorbed, rope.unflatten(-1, heads), angles)
+        latent = self.kv_a_layernorm(latent)
+        k = self.operators.join_turned(latent.unsqueeze(1), k.unsqueeze(1), angles)
+        attended = attention(self.layer, q, k, None)
+        output: torch.Tensor = self.o_proj(self.v_up(attended).flatten(-2))
+        return output

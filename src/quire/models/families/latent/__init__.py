@@ -1,0 +1,1 @@
+"""Families with multi-head latent attention."""

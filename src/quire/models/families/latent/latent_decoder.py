@@ -1,0 +1,177 @@
+"""What DeepSeek-V2, V3 and GLM-4.7-Flash share: latent attention, and experts behind dense layers.
+
+Source: arXiv:2405.04434, section 2.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.errors import CheckpointError, shown
+from quire.kernels.rotary import Angles
+from quire.layers.mixers.latent_attention import LatentAttention, LatentSizes
+from quire.layers.residual import ResidualStream
+from quire.layers.rotary import YarnRope
+from quire.models.checkpoints.arranged import Arrangement, from_pairs
+from quire.models.checkpoints.taken_rows import RowsOf, Taken, TransposedRows
+from quire.models.config import DecoderConfig
+from quire.models.config_fields import ConfigFields
+from quire.models.decoder import DecoderForCausalLM, make_mlp, make_norm
+
+LATENT_PARTS = {
+    "qkv_a_proj": ("q_a_proj", "kv_latent", "k_rope"),
+    "kv_a_proj": ("kv_latent", "k_rope"),
+    "q_b_proj": ("q_nope", "q_rope"),
+}
+"""Our fused linears -> their parts, as `arrangement` names them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig(DecoderConfig):
+    """latent: sizes of attention. head_dim is that of the part which is turned. has_pairs: in the
+    files elements 2i and 2i + 1 are turned together."""
+
+    latent: LatentSizes
+    has_pairs: bool = True
+
+    @classmethod
+    def read_latent(cls, fields: ConfigFields, **difference: Any) -> Self:
+        """As `read`, with the fields of latent attention."""
+        sizes = LatentSizes(
+            latent=fields.integer("kv_lora_rank", 512),
+            nope=fields.integer("qk_nope_head_dim"),
+            rope=fields.integer("qk_rope_head_dim"),
+            value=fields.integer("v_head_dim"),
+            query=fields.optional_integer("q_lora_rank"),
+        )
+        whole = sizes.nope + sizes.rope
+        if fields.value("qk_head_dim") not in (None, whole):
+            raise CheckpointError(
+                f"config.json: qk_head_dim is {shown(fields.value('qk_head_dim'))}, but "
+                f"qk_nope_head_dim and qk_rope_head_dim are {whole} together"
+            )
+        bias = fields.flag("attention_bias", False)
+        config = cls.read(
+            fields,
+            latent=sizes,
+            num_kv_heads=fields.integer("num_attention_heads"),  # whose keys are never made
+            qkv_bias=bias,
+            output_bias=bias,
+            **difference,
+        )
+        per_head = sizes.nope + sizes.rope + sizes.value
+        inner = sizes.latent + (sizes.query or config.hidden_size)
+        config.check_size(config.num_heads * per_head * inner)
+        return config
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        sizes, scale = self.latent, (self.latent.nope + self.latent.rope) ** -0.5
+        if isinstance(self.rope, YarnRope):
+            scale *= self.rope.score_scale
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=1,
+            head_dim=sizes.latent + sizes.rope,
+            scale=scale,
+            value_dim=sizes.latent,
+        )
+
+    def share_of(self, rank: int, num_ranks: int) -> Self:
+        share = DecoderConfig.share_of(self, rank, num_ranks)
+        return replace(share, latent=replace(self.latent, first_head=rank * share.num_heads))
+
+
+def latent_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigFields:
+    """A config, of whose heads only the part that is turned has a size that others read.
+
+    defaults: transformers' values for fields that the config leaves out. Raises CheckpointError for
+    a head_dim that is another.
+    """
+    given = {"qk_rope_head_dim": 64, **defaults, **raw}
+    size = given["qk_rope_head_dim"]
+    if raw.get("head_dim") not in (None, size):
+        raise CheckpointError(
+            f"config.json: head_dim is {shown(raw['head_dim'])}, but of latent attention it can "
+            f"only repeat qk_rope_head_dim, {shown(size)}"
+        )
+    return ConfigFields({**given, "head_dim": size})
+
+
+class LatentLayer(nn.Module):
+    """Latent attention and an MLP; each reads the norm of the residual stream, and is added."""
+
+    def __init__(
+        self, config: LatentConfig, layer: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.self_attn = LatentAttention(
+            layer,
+            config.hidden_size,
+            config.num_heads,
+            config.latent,
+            has_bias=config.qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.post_attention_layernorm = make_norm(config, dtype=dtype, device=device)
+        self.mlp = make_mlp(config, layer, dtype=dtype, device=device)
+
+    def forward(
+        self, stream: ResidualStream, angles: Angles | None, attention: AttentionCall
+    ) -> None:
+        """Adds to the stream."""
+        stream.add(self.self_attn(stream.normed(self.input_layernorm), angles, attention))
+        stream.add(self.mlp(stream.normed(self.post_attention_layernorm)))
+
+
+class LatentForCausalLM(DecoderForCausalLM):
+    """Of layers with latent attention."""
+
+    layer_type = LatentLayer
+
+
+def arrangement(config: LatentConfig) -> Arrangement:
+    """Takes queries, latents and heads apart, and orders what is turned as `kernels.rotary` has
+    it."""
+    sizes, num_heads = config.latent, config.num_heads
+    turned = from_pairs(1, sizes.rope, sizes.rope) if config.has_pairs else None
+    queries = _queries(num_heads, sizes, turned)
+    return Arrangement(
+        fused={"kv_a_proj_with_mqa": {"kv_latent": sizes.latent, "k_rope": sizes.rope}},
+        order={} if turned is None else {"k_rope": turned},
+        taken={
+            "q_proj" if sizes.query is None else "q_b_proj": queries,
+            "kv_b_proj": _heads(num_heads, sizes),
+        },
+    )
+
+
+def _queries(
+    num_heads: int, sizes: LatentSizes, turned: torch.Tensor | None
+) -> Mapping[str, Taken]:
+    """Each head has what is not turned, then what is."""
+    rows = torch.arange(num_heads * (sizes.nope + sizes.rope)).view(num_heads, -1)
+    nope, rope = rows[:, : sizes.nope], rows[:, sizes.nope :]
+    if turned is not None:
+        rope = rope[:, turned]
+    return {
+        "q_nope": RowsOf(nope.flatten(), rows.numel()),
+        "q_rope": RowsOf(rope.flatten(), rows.numel()),
+    }
+
+
+def _heads(num_heads: int, sizes: LatentSizes) -> Mapping[str, Taken]:
+    """Each head's projections from the latent to its keys, transposed, and to its values."""
+    found: dict[str, Taken] = {}
+    total = num_heads * (sizes.nope + sizes.value)
+    for head in range(num_heads):
+        first = head * (sizes.nope + sizes.value)
+        values = torch.arange(first + sizes.nope, first + sizes.nope + sizes.value)
+        found[f"k_up.{head}"] = TransposedRows(first, sizes.nope, total)
+        found[f"v_up.{head}"] = RowsOf(values, total)
+    return found
