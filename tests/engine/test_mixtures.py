@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.models.family_shapes import FAMILIES, make_config
+from tests.models.family_shapes import make_config
 from transformers import AutoModelForCausalLM
 
 from quire.core.sampling_params import SamplingParams
@@ -13,17 +13,11 @@ from quire.models.config import DecoderConfig
 from quire.models.registry import MODELS, load_config
 from quire.offline.llm import LLM
 
+NATIVE = ["gemma4-moe", "glm4-moe", "gpt-oss", "granite-moe", "mixtral", "olmoe", "qwen3-moe"]
+"""Families with experts, as `tests.models.family_shapes` names them."""
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": list(range(3 + length, 3 + 2 * length))} for length in (1, 9, 30)]
-
-
-def mixtures() -> list[str]:
-    """The families of the table that have experts."""
-    return [
-        name
-        for name in FAMILIES
-        if "Moe" in FAMILIES[name][0] or name in ("mixtral", "olmoe", "gpt-oss")
-    ]
 
 
 def save(name: str, folder: Path) -> Path:
@@ -41,7 +35,7 @@ def make_llm(folder: Path, **options: object) -> LLM:
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("name", mixtures())
+@pytest.mark.parametrize("name", NATIVE)
 def test_a_step_is_one_native_program(name: str, quantization: str | None, tmp_path: Path) -> None:
     folder = save(name, tmp_path)
     config = load_config(folder)
@@ -64,16 +58,25 @@ def test_two_ranks_have_the_tokens_of_one(kernels: str, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe"])
-def test_triton_kernels_give_the_tokens_of_torch(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("gpt-oss", None), ("qwen3-moe", None), ("gpt-oss", "int8")]
+)
+def test_triton_kernels_give_the_tokens_of_torch(
+    name: str, quantization: str | None, tmp_path: Path
+) -> None:
     pytest.importorskip("triton")
     torch.set_num_threads(1)
     folder = save(name, tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     found, expected = (
-        make_llm(folder, dtype="float32", kernels=kernels, num_blocks=20, max_num_seqs=4).generate(
-            PROMPTS, params, use_tqdm=False
-        )
+        make_llm(
+            folder,
+            dtype="float32",
+            quantization=quantization,
+            kernels=kernels,
+            num_blocks=20,
+            max_num_seqs=4,
+        ).generate(PROMPTS, params, use_tqdm=False)
         for kernels in ("triton", "torch")
     )
     for ours, theirs in zip(found, expected, strict=True):
@@ -83,5 +86,5 @@ def test_triton_kernels_give_the_tokens_of_torch(name: str, tmp_path: Path) -> N
 def test_a_gpu_has_no_experts_in_other_formats(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     folder = save("qwen3-moe", tmp_path)
-    with pytest.raises(ConfigurationError, match="quantization is 'int8', but on a GPU the exp"):
-        make_llm(folder, kernels="triton", quantization="int8")
+    with pytest.raises(ConfigurationError, match="quantization is 'int4', but on a GPU the exp"):
+        make_llm(folder, kernels="triton", quantization="int4")

@@ -200,7 +200,12 @@ SPECS: dict[str, RouterSpec] = {
         *(24, 5, Scoring.SIGMOID, True), num_groups=4, top_groups=2, sums_best=True, has_bias=True
     ),
     "groups' best": RouterSpec(24, 3, num_groups=8, top_groups=3, scale=16.0),
+    "scales": RouterSpec(24, 3, renormalizes=True, has_scales=True, rounds=True),
 }
+
+
+def bias_of(spec: RouterSpec) -> torch.Tensor | None:
+    return torch.randn(spec.num_experts) * 0.2 if spec.has_bias or spec.has_scales else None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -208,7 +213,7 @@ SPECS: dict[str, RouterSpec] = {
 def test_the_choice_is_torchs(kernels: NativeKernels, name: str, dtype: torch.dtype) -> None:
     spec = SPECS[name]
     logits = torch.randn(100, spec.num_experts).to(dtype)
-    bias = torch.randn(spec.num_experts) * 0.2 if spec.has_bias else None
+    bias = bias_of(spec)
     found = route(kernels, logits, bias, spec, torch.bfloat16)
     expected = torch_route(logits, bias, spec, torch.bfloat16)
     assert torch.equal(found.ids, expected.ids)
@@ -232,7 +237,7 @@ def test_logits_that_are_no_numbers_choose_some_experts(kernels: NativeKernels, 
     spec = SPECS[name]
     logits = torch.full((3, spec.num_experts), torch.nan)
     logits[1], logits[2] = torch.inf, -torch.inf
-    bias = torch.zeros(spec.num_experts) if spec.has_bias else None
+    bias = bias_of(spec)
     ids = route(kernels, logits, bias, spec, torch.float32).ids
     assert ((ids >= 0) & (ids < spec.num_experts)).all()
     assert all(row.unique().numel() == spec.top_k for row in ids)

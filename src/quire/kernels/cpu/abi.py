@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 
 class DType(IntEnum):

@@ -23,6 +23,7 @@ class RouterLayer(ctypes.Structure):
         ("scale", c_float),
         ("reserved", c_int32),
         ("bias", c_void_p),
+        ("scales", c_void_p),
     )
 
 

@@ -87,6 +87,7 @@ def router_struct(
     spec: RouterSpec, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> experts_abi.RouterLayer:
     """bias [E] fp32, which the caller keeps alive. dtype: the model's."""
+    address = None if bias is None else bias.data_ptr()
     return experts_abi.RouterLayer(
         num_experts=spec.num_experts,
         top_k=spec.top_k,
@@ -97,7 +98,8 @@ def router_struct(
         sums_best=spec.sums_best,
         rounds=spec.rounds and dtype is torch.bfloat16,
         scale=spec.scale,
-        bias=None if bias is None else bias.data_ptr(),
+        bias=None if spec.has_scales else address,
+        scales=address if spec.has_scales else None,
     )
 
 

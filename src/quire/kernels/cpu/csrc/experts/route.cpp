@@ -89,6 +89,8 @@ struct TokenChoice {
       weights[k] = scores[to[k].expert];
     }
     weigh();
+    if (router.scales != nullptr)
+      for (int64_t k = 0; k < K; ++k) weights[k] *= router.scales[to[k].expert];
     for (int64_t k = 0; k < K; ++k)
       to[K + k].weight = router.rounds ? to_float(to_bf16(weights[k])) : weights[k];
   }

@@ -20,7 +20,8 @@ struct RouterLayer {
   int32_t rounds;  // weights are rounded to bf16
   float scale;
   int32_t reserved;
-  const float* bias;  // [E], added to the scores for the choice; or null
+  const float* bias;    // [E], added to the scores for the choice; or null
+  const float* scales;  // [E], multiply the weights at last; or null
 };
 
 // The choice for a token: its K experts, then as many weights.
