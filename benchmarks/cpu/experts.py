@@ -20,6 +20,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from ctypes import byref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +32,13 @@ from benchmarks.cpu.one_stream import READ_BYTES, read_bytes_s
 from quire import LLM, SamplingParams
 from quire.bench.machine import NoiseMeter, processor
 from quire.kernels.activations import Gating
-from quire.kernels.cpu.abi import WeightLayout
+from quire.kernels.cpu.abi import DType, WeightLayout
 from quire.kernels.cpu.library import NativeKernels, load_library
 from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.mixture import PackedExperts, mix_experts
-from quire.kernels.routing import Routing
+from quire.kernels.cpu.mixture import PackedExperts
 from quire.models.config import DecoderConfig
 from quire.models.registry import load_config
+from quire.offline.branch_handle import BranchHandle
 
 HIDDEN, NUM_EXPERTS, INNER, TOP_K = 2048, 128, 768, 8
 LAYOUTS = {
@@ -113,14 +115,41 @@ def measure_layer(kernels: NativeKernels, layout: str, rows: Sequence[int], num_
     layer, expert_bytes = make_layer(layout)
     for num_rows in rows:
         x = torch.randn(num_rows, HIDDEN).bfloat16()
+        out = torch.empty_like(x)
+        num_choices = max(4, 64 // num_rows)
+        ids = torch.rand(num_choices, num_rows, NUM_EXPERTS).topk(TOP_K).indices
+        num_distinct = sum(len(each.unique()) for each in ids)
+        weights = torch.rand(num_choices, num_rows, TOP_K)
+        choices = torch.cat((ids.int().view(torch.float32), weights), dim=2)
 
-        def step(x: torch.Tensor = x, num_rows: int = num_rows) -> float:
-            ids = torch.rand(num_rows, NUM_EXPERTS).topk(TOP_K).indices
-            mix_experts(kernels, layer, x, Routing(ids, torch.rand(num_rows, TOP_K)))
-            return len(ids.unique()) * expert_bytes
+        def step(
+            x: torch.Tensor = x,
+            out: torch.Tensor = out,
+            choices: torch.Tensor = choices,
+            num_distinct: int = num_distinct,
+        ) -> float:
+            """All choices one after the other, without Python's checks between them."""
+            for words in choices:
+                kernels.library.experts(
+                    kernels.context,
+                    byref(layer.struct),
+                    DType.BF16,
+                    x.data_ptr(),
+                    HIDDEN,
+                    words.data_ptr(),
+                    2 * TOP_K,
+                    len(x),
+                    out.data_ptr(),
+                    HIDDEN,
+                )
+            return num_distinct * expert_bytes
 
         meter = NoiseMeter()
-        turns = in_turns(step, num_turns, 40 if num_rows == 1 else 4)
+        turns = in_turns(step, num_turns, 1)
+        turns = [
+            Turn(turn.took_s / num_choices, turn.num_bytes / num_choices, turn.read_bytes_s)
+            for turn in turns
+        ]
         print(line(f"a layer's experts, {layout}", turns, num_rows, meter.stop().other_cores or 0))
 
 
@@ -158,25 +187,30 @@ def measure_engine(folder: Path, precision: str, rows: Sequence[int], num_turns:
     for num_rows in rows:
         tokens = 4
         params = SamplingParams(
-            max_tokens=tokens * (num_turns + 2) + num_rows, temperature=0, ignore_eos=True
+            temperature=0, max_tokens=tokens * (num_turns + 2) + num_rows + 8, ignore_eos=True
         )
-        prompts = [
-            {"prompt_token_ids": [3 + (31 * row + 7 * i) % 1000 for i in range(PROMPT_TOKENS)]}
-            for row in range(num_rows)
-        ]
         num_bytes = step_bytes(config, precision, num_rows)
-        with llm.start(prompts, params) as generation:
-            for _ in range(3):
-                generation.step()
+        with ExitStack() as stack:
+            rows_under_way = [
+                stack.enter_context(llm.start(make_prompt(row), params)) for row in range(num_rows)
+            ]
 
-            def step(generation: object = generation, num_bytes: float = num_bytes) -> float:
-                generation.step()  # type: ignore[attr-defined]
+            def step(
+                first: BranchHandle = rows_under_way[0], num_bytes: float = num_bytes
+            ) -> float:
+                first.step()  # of all rows
                 return num_bytes
 
+            for _ in range(4):
+                step()
             meter = NoiseMeter()
             turns = in_turns(step, num_turns, tokens)
             others = meter.stop().other_cores or 0
             print(line(f"{folder.name}, {precision}", turns, num_rows, others), flush=True)
+
+
+def make_prompt(row: int) -> dict[str, list[int]]:
+    return {"prompt_token_ids": [3 + (31 * row + 7 * i) % 1000 for i in range(PROMPT_TOKENS)]}
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from quire.formats.grouped import GroupedExperts, biases_of
 from quire.formats.packed import PackedMethod
 from quire.formats.weight_format import (
     ExpertLinears,
@@ -24,7 +25,6 @@ from quire.formats.weight_format import (
     WeightFormat,
     empty_parameter,
 )
-from quire.kernels.activations import Gating
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.kernels.routing import Routing
@@ -95,33 +95,18 @@ class GroupedDenseMethod(DenseMethod):
         # Triton may be missing, and takes a while to load.
         from quire.kernels.triton.linear import grouped_matmul
 
-        self._grouped = grouped_matmul
+        def group(linears: tuple[LinearModule, ...]) -> object:
+            weights = [linear.weight for linear in linears]
+            return grouped_matmul.group_weights(weights, biases_of(linears))
+
+        self._experts = GroupedExperts(group, grouped_matmul.grouped_matmul, operators)
 
     @property
     def groups_experts(self) -> bool:
         return True
 
     def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        grouped, (num_experts, top_k) = self._grouped, (len(layer.down), routing.ids.shape[1])
-        if layer.state is None:
-            layer.state = [self._weights(linears) for linears in (layer.gate_up, layer.down)]
-        assert isinstance(layer.state, list)
-        gate_up, down = layer.state
-        plan = grouped.plan_groups(routing.ids, num_experts)
-        both = grouped.grouped_matmul(x, gate_up, plan, pairs_per_row=top_k)
-        is_plain = layer.gating == Gating()
-        inner = (
-            self._operators.silu_mul(both)
-            if is_plain
-            else self._operators.gated(both, layer.gating)
-        )
-        outputs = grouped.grouped_matmul(inner, down, plan, pairs_per_row=0)
-        output: torch.Tensor = grouped.add_experts(outputs, routing.weights, plan)
-        return output
-
-    def _weights(self, linears: tuple[LinearModule, ...]) -> object:
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        return self._grouped.group_weights([each.weight for each in linears], biases or None)
+        return self._experts.mix(layer, x, routing)
 
 
 class TritonDenseMethod(GroupedDenseMethod):

@@ -10,9 +10,11 @@ from functools import cache
 
 import torch
 
+from quire.formats.grouped import GroupedExperts, biases_of
 from quire.formats.packed import PackedMethod
 from quire.formats.rounded import RoundedTorchMethod
 from quire.formats.weight_format import (
+    ExpertLinears,
     LinearMethod,
     LinearModule,
     TritonLinears,
@@ -23,6 +25,7 @@ from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import Operators
 from quire.kernels.quantize import quantize_int8
+from quire.kernels.routing import Routing
 
 
 class Int8(WeightFormat):
@@ -65,11 +68,27 @@ class TritonInt8Method(Int8TorchMethod):
 
     def __init__(self, operators: Operators, *, fuses_gates: bool) -> None:
         # Triton may be missing, and takes a while to load.
+        from quire.kernels.triton.linear import grouped_int8_matmul as grouped
         from quire.kernels.triton.linear import int8_matmul
 
         self._kernel = int8_matmul
         self._operators = operators
         self._fuses_gates = fuses_gates
+
+        def group(linears: tuple[LinearModule, ...]) -> object:
+            levels, scales = (
+                [linear.get_parameter(name) for linear in linears] for name in ("levels", "scales")
+            )
+            return grouped.group_int8_weights(levels, scales, biases_of(linears))
+
+        self._experts = GroupedExperts(group, grouped.grouped_int8_matmul, operators)
+
+    @property
+    def groups_experts(self) -> bool:
+        return True
+
+    def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self._experts.mix(layer, x, routing)
 
     def apply(
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None

@@ -9,13 +9,19 @@ pytest.importorskip("triton")
 from tests.kernels.triton.products import DTYPES, assert_close, numbers
 
 from quire.kernels.experts import mix_experts
+from quire.kernels.quantize import quantize_int8
 from quire.kernels.routing import Routing
+from quire.kernels.triton.linear.grouped_int8_matmul import (
+    group_int8_weights,
+    grouped_int8_matmul,
+)
 from quire.kernels.triton.linear.grouped_matmul import (
     add_experts,
     group_weights,
     grouped_matmul,
     plan_groups,
 )
+from quire.kernels.triton.linear.int8_matmul import Int8Weight, int8_matmul
 
 
 def _routing(num_tokens, num_experts, top_k, seed=5):
@@ -118,3 +124,21 @@ def test_weights_that_are_not_alike_are_refused():
     with pytest.raises(ValueError, match=r"x is \(3, 9\)"):
         plan = plan_groups(torch.zeros(3, 1, dtype=torch.int64), 2)
         grouped_matmul(numbers(3, 9), group_weights(weights, None), plan, pairs_per_row=1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 37])
+def test_int8_has_the_bits_of_one_expert_after_another(num_tokens):
+    x = numbers(num_tokens, 200).bfloat16()
+    rounded = [quantize_int8(each) for each in _weights(5, 70, 200, torch.float32)]
+    biases = [numbers(70, seed=30 + expert).bfloat16() for expert in range(5)]
+    ids = _routing(num_tokens, 5, 2).ids
+    plan = plan_groups(ids, 5)
+    levels, scales = zip(*rounded, strict=True)
+    weights = group_int8_weights(levels, scales, biases)
+    found = grouped_int8_matmul(x, weights, plan, pairs_per_row=2)
+    rows = x[plan.order.long() // 2]
+    for place, pair in enumerate(plan.order.tolist()):
+        expert = int(ids.view(-1)[pair])
+        weight = Int8Weight(levels[expert], scales[expert], biases[expert])
+        assert torch.equal(found[place], int8_matmul(rows[place], weight))
+    assert torch.equal(grouped_int8_matmul(rows, weights, plan, pairs_per_row=0), found)

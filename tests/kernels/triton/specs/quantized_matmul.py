@@ -2,6 +2,7 @@
 
 from tests.kernels.triton.compiling import KernelSpec
 
+from quire.kernels.triton.linear.grouped_int8_matmul import grouped_int8_matmul_kernel
 from quire.kernels.triton.linear.int4_matmul import int4_matmul_kernel
 from quire.kernels.triton.linear.int8_matmul import int8_matmul_kernel
 from quire.kernels.triton.linear.quantize_rows import quantize_rows_kernel
@@ -99,13 +100,32 @@ def _int4(
     )
 
 
+def _grouped(label: str, *, even: bool, targets: tuple[int, ...]) -> KernelSpec:
+    pointers = ("order_ptr", "experts_ptr", "firsts_ptr", "ends_ptr")
+    return KernelSpec(
+        grouped_int8_matmul_kernel,
+        label,
+        {"x_ptr": "*i8", "x_scales_ptr": "*fp32", "addresses_ptr": "*i64", "scales_ptr": "*fp32"}
+        | dict.fromkeys(pointers, "*i32")
+        | {"biases_ptr": "*bf16", "out_ptr": "*bf16"}
+        | {name: kind for name, kind in SIZES.items() if name != "num_rows"},
+        {"PAIRS_PER_ROW": 8, "IS_EVEN": even, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128},
+        num_warps=4,
+        num_stages=4,
+        targets=targets,
+        options=UNFUSED,
+    )
+
+
 SPECS = [
+    _grouped("experts", even=True, targets=(80, 90)),
     _quantize("bf16", with_sums=False),
     _int8("8 rows", (8, 32, 256), 2, 5, mode="paired"),
     _int8("128 rows", (128, 128, 128), 8, 3, targets=(80, 90)),
     _int4("8 rows", 8, 32, 6),
 ]
 MORE = [
+    _grouped("experts, odd I", even=False, targets=(90,)),
     _quantize("bf16", with_sums=True),
     _quantize("fp32", with_sums=True),
     _int8("16 rows, gated", (16, 32, 256), 2, 5, mode="gated"),

@@ -1,0 +1,59 @@
+"""Experts by Triton's grouped products, for the formats that have one.
+
+Called by the Triton methods of `dense.py` and `int8.py`. Shapes: T tokens, H hidden size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.formats.weight_format import ExpertLinears, LinearModule
+from quire.kernels.activations import Gating
+from quire.kernels.operators import Operators
+from quire.kernels.routing import Routing
+
+Group = Callable[[tuple[LinearModule, ...]], Any]
+"""All experts' weights as the format's product takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeightsOfLayer:
+    """What is kept of a layer's experts."""
+
+    gate_up: object
+    down: object
+
+
+class GroupedExperts:
+    """One format's. group: gives what `multiply`, such as `grouped_matmul`, takes. operators:
+    compute what follows a gated linear."""
+
+    def __init__(self, group: Group, multiply: Callable[..., torch.Tensor], operators: Operators):
+        # Triton may be missing, and takes a while to load.
+        from quire.kernels.triton.linear import grouped_matmul
+
+        self._plans, self._group, self._multiply = grouped_matmul, group, multiply
+        self._operators = operators
+
+    def mix(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """x [T, H] -> [T, H]: see `LinearMethod.experts`. Waits for nothing."""
+        if layer.state is None:
+            layer.state = GroupedWeightsOfLayer(self._group(layer.gate_up), self._group(layer.down))
+        weights = layer.state
+        assert isinstance(weights, GroupedWeightsOfLayer)
+        plan = self._plans.plan_groups(routing.ids, len(layer.down))
+        both = self._multiply(x, weights.gate_up, plan, pairs_per_row=routing.ids.shape[1])
+        if layer.gating == Gating():
+            inner = self._operators.silu_mul(both)
+        else:
+            inner = self._operators.gated(both, layer.gating)
+        outputs = self._multiply(inner, weights.down, plan, pairs_per_row=0)
+        output: torch.Tensor = self._plans.add_experts(outputs, routing.weights, plan)
+        return output
+
+
+def biases_of(linears: tuple[LinearModule, ...]) -> list[torch.Tensor] | None:
+    """Of all of them; None: they have none."""
+    return [each.bias for each in linears if each.bias is not None] or None
