@@ -81,6 +81,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         QWEN_VISION | {"deepstack_visual_indexes": [0]},
         TEXT | {"head_dim": 16, "rope_parameters": MROPE},
     ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "Qwen3VLMoeConfig",
+        QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        TEXT
+        | {"head_dim": 16, "rope_parameters": MROPE}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    ),
     "Qwen3_5ForConditionalGeneration": (
         "Qwen3_5Config",
         QWEN_VISION,
@@ -167,6 +174,19 @@ def test_a_config_without_text_config(tmp_path, assert_same_logits):
     raw = {**text, **raw, "rope_theta": theta, "vision_start_token_id": 3}
     raw["rope_scaling"] = {"type": "mrope", "mrope_section": sections}
     path.write_text(json.dumps(raw))
+    assert_same_logits(tmp_path, reference)
+
+
+def test_experts_may_be_stored_transposed(tmp_path, assert_same_logits):
+    """As Qwen3-VL's mixtures were published."""
+    reference = _save("Qwen3VLMoeForConditionalGeneration", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    stacked = [name for name in tensors if ".experts." in name]
+    assert {tuple(tensors[name].shape) for name in stacked} == {(5, 80, 64), (5, 64, 40)}
+    for name in stacked:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, path)
     assert_same_logits(tmp_path, reference)
 
 

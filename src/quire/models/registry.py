@@ -110,7 +110,7 @@ class ModelEntry:
         them. config: of this entry's type. Raises CheckpointError."""
         checkpoint = open_checkpoint(folder)
         if config.wrapper is not None:
-            checkpoint = RenamedCheckpoint(checkpoint, WRAPPERS[config.wrapper].rename)
+            checkpoint = WRAPPERS[config.wrapper].open(checkpoint, config.hidden_size)
         if self.rename is not None:
             checkpoint = RenamedCheckpoint(checkpoint, self.rename)
         if config.num_predicting_layers:

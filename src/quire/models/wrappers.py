@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import CheckpointError, UnsupportedModelError, shown
+from quire.models.checkpoints.renamed import RenamedCheckpoint
+from quire.models.checkpoints.source import CheckpointSource
+from quire.models.checkpoints.transposed_experts import TransposedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +25,18 @@ class Wrapper:
     unused: how the names of tensors begin that the language model doesn't have, with or without
         "model." before. is_tied: whether the two ends are, where the config is silent.
     flat_text: the type of the language model in configs without text_config; None: there are none.
+    has_stacked_experts: of either form, see `checkpoints.transposed_experts`.
     """
 
     unused: tuple[str, ...]
     is_tied: bool = False
     flat_text: str | None = None
+    has_stacked_experts: bool = False
+
+    def open(self, checkpoint: CheckpointSource, hidden_size: int) -> CheckpointSource:
+        """The language model's tensors, under its own names. hidden_size: the model's."""
+        renamed = RenamedCheckpoint(checkpoint, self.rename)
+        return TransposedExperts(renamed, hidden_size) if self.has_stacked_experts else renamed
 
     def rename(self, name: str) -> str | None:
         """The language model's own name for a tensor; None: it has no such."""
@@ -59,6 +69,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "Qwen2VLForConditionalGeneration": Wrapper(_QWEN, flat_text="qwen2_vl_text"),
     "Qwen2_5_VLForConditionalGeneration": Wrapper(_QWEN, flat_text="qwen2_5_vl_text"),
     "Qwen3VLForConditionalGeneration": Wrapper(_QWEN),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper(_QWEN, has_stacked_experts=True),
     "Qwen3_5ForConditionalGeneration": Wrapper(_QWEN),
     "Qwen3_5MoeForConditionalGeneration": Wrapper(_QWEN),
 }
@@ -68,10 +79,12 @@ WRAPPERS: dict[str, Wrapper] = {
 @dataclass(frozen=True, slots=True)
 class TextModelType:
     """architecture: as `registry.MODELS` names it. sizes: transformers' for fields that every
-    config must have, which a text_config leaves out where they are these."""
+    config must have, which a text_config leaves out where they are these. fields: of its class
+    alone, which therefore count in place of what the text_config says."""
 
     architecture: str
     sizes: Mapping[str, int] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _sizes(*sizes: int) -> dict[str, int]:
@@ -96,6 +109,7 @@ TEXT_MODELS: dict[str, TextModelType] = {
     "qwen3": TextModelType("Qwen3ForCausalLM"),
     "qwen3_5_moe_text": TextModelType("Qwen3_5MoeForCausalLM"),
     "qwen3_5_text": TextModelType("Qwen3_5ForCausalLM"),
+    "qwen3_vl_moe_text": TextModelType("Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}),
     "qwen3_vl_text": TextModelType("Qwen3ForCausalLM"),
 }
 """By `model_type` of the text_config."""
@@ -133,7 +147,12 @@ def unwrapped(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
 def _text_fields(
     raw: Mapping[str, Any], text: Mapping[str, Any], wrapper: Wrapper, kind: TextModelType
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {**kind.sizes, **text, "architectures": [kind.architecture]}
+    found: dict[str, Any] = {
+        **kind.sizes,
+        **text,
+        **kind.fields,
+        "architectures": [kind.architecture],
+    }
     if not any(text.get(name) for name in _DTYPES):
         found |= {name: raw[name] for name in _DTYPES if raw.get(name)}
     for place in _ROPE_PLACES:

@@ -48,6 +48,9 @@ def from_pairs(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
     return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
 
 
+_OF_LINEARS = ("weight", "bias")
+
+
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
     """Where a tensor lies: outputs [start, start + size) of `name`; or what is `taken` of it."""
@@ -135,7 +138,9 @@ def _arranged(
     if linear in arrangement.taken:
         yield from _taken(name, num_outputs, arrangement.taken[linear])
         return
-    parts = arrangement.fused.get(linear, {linear: num_outputs})
+    parts = {linear: num_outputs}
+    if parameter in _OF_LINEARS:  # else it is of a quantized one, and refused as such
+        parts = dict(arrangement.fused.get(linear, parts))
     if sum(parts.values()) != num_outputs:
         raise CheckpointError(
             f"the weights' tensor {shown(name)} has {num_outputs} outputs, but config.json says "

@@ -1,0 +1,53 @@
+"""A checkpoint whose stacked experts are stored as [experts, inputs, outputs].
+
+Those of Qwen3-VL's mixtures are as they were published, and aren't as transformers 5 saves them;
+`unstacked.py` expects [experts, outputs, inputs], with gate before up. Nothing is copied. Called by
+`models.wrappers`.
+"""
+
+import re
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from quire.models.checkpoints.source import CheckpointSource
+
+_STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+
+
+class TransposedExperts(CheckpointSource):
+    """`source` with the last two dimensions of stacked tensors exchanged, where it needs that."""
+
+    def __init__(self, source: CheckpointSource, hidden_size: int) -> None:
+        self._source = source
+        self._hidden_size = hidden_size
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        return False  # it is made around another
+
+    @property
+    def names(self) -> Set[str]:
+        return self._source.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = self._source.shape(name)
+        return (shape[0], shape[2], shape[1]) if self._is_transposed(name) else shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(name)
+
+    @contextmanager
+    def rows(self, name: str, span: range) -> Iterator[torch.Tensor]:
+        with self._source.rows(name, span) as rows:
+            yield rows.transpose(1, 2) if self._is_transposed(name) else rows
+
+    def _is_transposed(self, name: str) -> bool:
+        found, shape = _STACKED.search(name), self._source.shape(name)
+        if found is None or len(shape) != 3:
+            return False
+        inputs, outputs = shape[1:]
+        mine, other = (inputs, outputs) if found[1] == "gate_up_proj" else (outputs, inputs)
+        return mine == self._hidden_size != other
