@@ -1,0 +1,113 @@
+"""The block of experts: shared ones, their gate, adapters, the sum over ranks."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from quire.kernels.routing import RouterSpec, Scoring, route
+from quire.layers.experts import MoESpec, SparseMLP
+
+CPU = torch.device("cpu")
+H, F = 12, 10
+
+
+def make_block(**spec: object) -> SparseMLP:
+    torch.manual_seed(2)
+    router = RouterSpec(5, 2, Scoring.SIGMOID, renormalizes=True, has_bias=True)
+    whole = MoESpec(router=router, intermediate_size=F, **spec)  # type: ignore[arg-type]
+    block = SparseMLP(H, whole, dtype=torch.float32, device=CPU)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    for buffer in block.buffers():
+        torch.nn.init.normal_(buffer, std=0.4)
+    return block
+
+
+def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = functional.linear(x, gate_up).chunk(2, -1)
+    return functional.linear(functional.silu(gate) * up, down)
+
+
+def routed(block: SparseMLP, x: torch.Tensor) -> torch.Tensor:
+    logits = functional.linear(x, block.gate.weight)
+    chosen = route(logits, block.gate.correction, block.spec.router, x.dtype)
+    total = torch.zeros_like(x)
+    for token in range(len(x)):
+        for expert, weight in zip(chosen.ids[token], chosen.weights[token], strict=True):
+            module = block.experts[int(expert)]
+            y = gated_mlp(x[token], module.gate_up_proj.weight, module.down_proj.weight)
+            total[token] += weight * y
+    return total
+
+
+@torch.no_grad()
+def test_experts_and_shared_ones_with_and_without_a_gate() -> None:
+    x = torch.randn(7, H)
+    for spec in ({}, {"shared_size": 6}, {"shared_size": 6, "shared_gate": True}):
+        block = make_block(**spec)
+        expected = routed(block, x)
+        if block.shared_experts is not None:
+            shared = gated_mlp(
+                x,
+                block.shared_experts.gate_up_proj.weight,
+                block.shared_experts.down_proj.weight,
+            )
+            if block.shared_expert_gate is not None:
+                shared = shared * torch.sigmoid(
+                    functional.linear(x, block.shared_expert_gate.weight)
+                )
+            expected = expected + shared
+        torch.testing.assert_close(block(x), expected)
+
+
+@torch.no_grad()
+def test_the_sum_over_ranks_is_taken_once_of_all() -> None:
+    block, x = make_block(shared_size=6), torch.randn(3, H)
+    calls = []
+
+    def join(part: torch.Tensor) -> torch.Tensor:
+        calls.append(part.clone())
+        return part * 2
+
+    expected = block(x)
+    block.join = join
+    assert torch.equal(block(x), expected * 2)
+    assert len(calls) == 1 and torch.equal(calls[0], expected)
+
+
+@torch.no_grad()
+def test_adapters_of_experts_are_obeyed() -> None:
+    block, x = make_block(), torch.randn(20, H)
+    plain = block(x)
+    delta = torch.randn(H, F)
+    block.experts[1].down_proj.adapter = lambda inner, output: output + inner @ delta.T
+    adapted = block(x)
+    logits = functional.linear(x, block.gate.weight)
+    ids = route(logits, block.gate.correction, block.spec.router, x.dtype).ids
+    changed = (adapted != plain).any(-1)
+    assert torch.equal(changed, (ids == 1).any(-1))
+    assert changed.any() and not changed.all()
+    block.experts[1].down_proj.adapter = lambda inner, output: output
+    torch.testing.assert_close(block(x), plain)
+
+
+def test_a_share_has_all_experts_with_a_part_of_their_size() -> None:
+    spec = make_block(shared_size=6).spec
+    share = spec.share(2)
+    assert (share.intermediate_size, share.shared_size) == (5, 3)
+    assert share.router == spec.router
+    assert spec.why_not_split(2) is None
+    reason = spec.why_not_split(3)
+    assert reason is not None and reason.startswith("the intermediate size of an expert, 10")
+    assert spec.num_weights(H) == H * (3 * (5 * F + 6) + 5)
+    assert spec.num_weights(H, active=True) == H * (3 * (2 * F + 6) + 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_of_a_router_may_be_fp32(dtype: torch.dtype) -> None:
+    for fp32_logits in (True, False):
+        router = RouterSpec(5, 2)
+        spec = MoESpec(router=router, intermediate_size=F, fp32_logits=fp32_logits)
+        block = SparseMLP(H, spec, dtype=dtype, device=CPU)
+        logits = block.gate(torch.zeros(2, H, dtype=dtype))
+        assert logits.dtype == (torch.float32 if fp32_logits else dtype)
