@@ -6,6 +6,7 @@ method of every format that the kernels have a layout for; the arithmetic is `ke
 Shapes: ... any leading dimensions, I input size, O output size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -144,6 +145,9 @@ class RecordedMethod(PackedMethod):
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+
+    def heads(self, linears: Sequence[LinearModule], x: torch.Tensor) -> torch.Tensor:
+        return self._recorder.head_linears(x, [packed(each) for each in linears])
 
     def _apply(
         self,

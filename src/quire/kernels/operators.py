@@ -112,6 +112,10 @@ class Operators(Protocol):
         """logits [T, E], in `dtype`, the model's, or fp32; bias [E] fp32, see `kernels.routing`."""
         ...
 
+    def scale_columns(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """x [T, D], factors [D] -> x * factors [T, D]. x may be overwritten."""
+        ...
+
     def gated_rms_norm(
         self,
         x: torch.Tensor,
@@ -206,6 +210,9 @@ class TorchOperators:
         dtype: torch.dtype,
     ) -> Routing:
         return route(logits, bias, spec, dtype)
+
+    def scale_columns(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return x * factors
 
     def gated_rms_norm(
         self,

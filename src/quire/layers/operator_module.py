@@ -9,6 +9,7 @@ from quire.formats.packed import RecordedMethod, is_packed
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.layers.linear import Linear
+from quire.layers.recurrent import RecurrentModule
 
 
 class OperatorModule(nn.Module):
@@ -31,10 +32,14 @@ def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """Let the recorder note what the model computes, until the end of the `with`."""
     modules = [module for module in model.modules() if isinstance(module, OperatorModule)]
     linears = [each for each in model.modules() if isinstance(each, Linear) and is_packed(each)]
+    recurrent = [module for module in model.modules() if isinstance(module, RecurrentModule)]
+    states = [module.states for module in recurrent]
     operators = [module.operators for module in modules]
     methods = [linear.method for linear in linears]
     try:
         use_operators(model, recorder)
+        for layer in recurrent:
+            layer.states = recorder
         for linear in linears:
             linear.method = RecordedMethod(recorder)
         with recorder.recording():
@@ -42,5 +47,7 @@ def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     finally:
         for module, before in zip(modules, operators, strict=True):
             module.operators = before
+        for layer, moved in zip(recurrent, states, strict=True):
+            layer.states = moved
         for linear, method in zip(linears, methods, strict=True):
             linear.method = method

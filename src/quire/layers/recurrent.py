@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from quire.recurrence.state_backend import StateBackend
+from quire.recurrence.state_backend import StateCalls
 
 
 class RecurrentModule(nn.Module):
@@ -11,7 +11,7 @@ class RecurrentModule(nn.Module):
     states: moves them, through the step that was planned; `TextModel.use_states` sets it.
     """
 
-    states: StateBackend
+    states: StateCalls
 
     def __init__(self, layer: int) -> None:
         super().__init__()

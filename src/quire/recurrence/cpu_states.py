@@ -11,8 +11,10 @@ from dataclasses import asdict
 
 import torch
 
-from quire.kernels.cpu import abi, state_abi
+from quire.kernels.cpu import abi
 from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.states import state_abi
+from quire.kernels.cpu.states.state_recorder import NativeStates
 from quire.recurrence.state_backend import LayerStates, RecurrentSpec, StateBackend, StateBatch
 from quire.recurrence.state_specs import GatedDeltaSpec, Mamba2Spec, Mamba2Weights, ShortConvSpec
 
@@ -35,6 +37,10 @@ class CpuStates(StateBackend):
     def create(cls, kernels: NativeKernels | None) -> StateBackend:
         assert kernels is not None, "the registry offers it where there are kernels"
         return cls(kernels)
+
+    @property
+    def native(self) -> NativeStates | None:
+        return NativeStates(self._step, self._native, self._calls)
 
     def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
         super().bind(specs, layers)

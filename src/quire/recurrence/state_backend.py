@@ -27,6 +27,7 @@ import torch
 
 from quire.errors import ConfigurationError
 from quire.kernels.cpu.library import NativeKernels
+from quire.kernels.cpu.states.state_recorder import NativeStates
 from quire.recurrence.state_specs import KINDS, Mamba2Weights
 
 
@@ -79,6 +80,34 @@ class StateBatch:
     tables: tuple[torch.Tensor, ...]
 
 
+class StateCalls(Protocol):
+    """What a recurrent layer calls: `StateBackend`'s methods of the planned step."""
+
+    def gated_delta(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+    def mamba2(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        weights: Mamba2Weights,
+    ) -> torch.Tensor: ...
+
+    def short_conv(
+        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
+
 class StateBackend(ABC):
     """Moves the states of all recurrent layers of a model, which call its methods, in their pages.
 
@@ -103,6 +132,11 @@ class StateBackend(ABC):
         Raises ConfigurationError where it can't run.
         """
         return cls()
+
+    @property
+    def native(self) -> NativeStates | None:
+        """For a native program of all layers; None: this backend is called by its methods alone."""
+        return None
 
     def bind(self, specs: tuple[RecurrentSpec, ...], layers: tuple[LayerStates, ...]) -> None:
         """Attach the memory, once, after it was allocated. `layers[i]` belongs to `specs[i]`.

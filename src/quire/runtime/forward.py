@@ -22,6 +22,7 @@ from quire.kernels.cpu.recorder import Recorder
 from quire.layers.operator_module import recorded_by
 from quire.models.interface import CausalLM, TextModel
 from quire.observability.log import get_logger
+from quire.recurrence.state_backend import StateBackend
 from quire.runtime.batch import StepBatch
 
 logger = get_logger(__name__)
@@ -67,16 +68,24 @@ class NativeForward:
     """Runs the program that was recorded of the model: one call for all layers."""
 
     def __init__(
-        self, program: Program, logits: Logits, backend: AttentionBackend, native: abi.Step
+        self,
+        program: Program,
+        logits: Logits,
+        backend: AttentionBackend,
+        native: abi.Step,
+        recurrence: StateBackend | None,
     ) -> None:
-        """native: the step that `backend` plans."""
+        """native: the step that `backend` plans. recurrence: None: no layer has states."""
         self.logits = logits
+        self._recurrence = recurrence
         self._program = program
         self._backend = backend
         self._native = native
 
     def plan(self, step: StepBatch) -> None:
         self._backend.plan(step.attention)
+        if self._recurrence is not None:
+            self._recurrence.plan(step.states)
 
     def __call__(self, step: StepBatch) -> torch.Tensor:
         native = self._native
@@ -92,17 +101,18 @@ def make_forward(
     max_num_tokens: int,
 ) -> Forward:
     """A native program where there are operations for all of it, else module by module: a model
-    with recurrent layers always.
+    without attention always.
 
-    backend: bound. max_num_tokens: the most that a step computes.
+    backend: bound, as the model's `recurrence`. max_num_tokens: the most that a step computes.
     """
-    attention = backend.native
-    if kernels is None or attention is None or model.recurrent_specs:
+    attention = backend.native if model.attention_specs else None
+    states = None if model.recurrence is None else model.recurrence.native
+    if kernels is None or attention is None or (model.recurrent_specs and states is None):
         return ModuleForward(model, backend)
     dtype = next(model.parameters()).dtype
 
     def new_recorder() -> Recorder:
-        return Recorder(kernels, dtype, max_num_tokens, attention.layers)
+        return Recorder(kernels, dtype, max_num_tokens, attention.layers, states)
 
     try:
         program = _record_hidden(model, new_recorder())
@@ -114,7 +124,7 @@ def make_forward(
         # Else module by module.
         with suppress(UnrecordableError):
             logits = _record_logits(model, new_recorder())
-    return NativeForward(program, logits, backend, attention.step)
+    return NativeForward(program, logits, backend, attention.step, model.recurrence)
 
 
 def _logits_of(model: TextModel) -> Logits:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from quire.kernels.cpu import abi, build, experts_abi, library, state_abi
+from quire.kernels.cpu import abi, build, experts_abi, library
+from quire.kernels.cpu.states import state_abi
 
 STRUCTURES = [
     value

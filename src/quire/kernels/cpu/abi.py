@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 
 class DType(IntEnum):
@@ -66,6 +66,16 @@ class OpKind(IntEnum):
     ROUTE = 40
     EXPERTS = 41
     LINEARS_BY_HEAD = 42
+    JOIN_TURNED = 50
+    WRITE_LATENT = 51
+    GATED_DELTA = 52
+    MAMBA2 = 53
+    SHORT_CONV = 54
+    DELTA_DECAY = 55
+    DELTA_STEP = 56
+    WIDEN = 57
+    GATED_RMS_NORM = 58
+    SCALE_COLUMNS = 59
 
 
 class ActivationKind(IntEnum):
@@ -191,7 +201,7 @@ class Op(ctypes.Structure):
         ("factor", c_float),
         ("limit", c_float),
         ("up_offset", c_float),
-        ("reserved", c_int32),
+        ("gates_first", c_int32),
         ("size", c_int64),
         ("second_size", c_int64),
         ("in_stride", c_int64),
@@ -212,6 +222,19 @@ class Op(ctypes.Structure):
         ("layer", c_void_p),
         ("rotary", c_void_p),
         ("experts", c_void_p),
+        ("states", c_void_p),
+    )
+
+
+class StateCall(ctypes.Structure):
+    """See program.h."""
+
+    _fields_ = (
+        ("layer", c_void_p),
+        ("step", c_void_p),
+        ("call", c_void_p),
+        ("second_offset", c_int64),
+        ("third_offset", c_int64),
     )
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigurationError
-from quire.kernels.cpu import abi, build, experts_abi, state_abi
+from quire.kernels.cpu import abi, build, experts_abi
+from quire.kernels.cpu.states import state_abi
 
 _LINEAR = POINTER(abi.Weights)
 _LAYER, _STEP = POINTER(abi.AttentionLayer), POINTER(abi.Step)

@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, OpKind
+from quire.kernels.cpu.experts_abi import LinearsByHead
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.mixture import PackedExperts
+from quire.kernels.cpu.mixture import PackedExperts, linear_array
 from quire.kernels.cpu.program import (
     Memory,
     Operand,
@@ -31,7 +32,7 @@ from quire.kernels.cpu.program import (
 )
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recording import address_of
-from quire.kernels.cpu.state_recorder import StateRecorder
+from quire.kernels.cpu.states.state_recorder import NativeStates, StateRecorder
 from quire.kernels.rotary import Rotation
 from quire.kernels.routing import Routing
 
@@ -45,10 +46,11 @@ class Recorder(StateRecorder):
         dtype: torch.dtype,
         max_num_tokens: int,
         attention_layers: ctypes.Array[abi.AttentionLayer],
+        states: NativeStates | None = None,
     ) -> None:
         """max_num_tokens: the most of a step. attention_layers: bound, in the order of the model's
-        attention layers."""
-        super().__init__(dtype)
+        attention layers. states: of its recurrent layers; None: there are none."""
+        super().__init__(dtype, states)
         self._kernels = kernels
         self._max_num_tokens = max_num_tokens
         self._attention_layers = attention_layers
@@ -120,6 +122,20 @@ class Recorder(StateRecorder):
         )
         return out.rows
 
+    def head_linears(self, x: torch.Tensor, linears: Sequence[PackedLinear]) -> torch.Tensor:
+        """x [T, H, K] -> [T, H, N], each head's part by its own linear."""
+        operand = self._values.operand(x)
+        if operand.memory.dtype != self._dtype or operand.num_heads != len(linears):
+            raise UnrecordableError("linears by head are given other heads, or another dtype")
+        array = linear_array(linears)
+        struct = LinearsByHead(num_heads=len(linears), linears=ctypes.addressof(array))
+        out = self._values.like(x, "heads", linears[0].num_outputs)
+        fields = {"experts": address_of(struct)}
+        self._compute(
+            OpKind.LINEARS_BY_HEAD, operand, out, fields, kept=(struct, array, list(linears))
+        )
+        return out
+
     def attend(
         self,
         layer: int,
@@ -132,7 +148,9 @@ class Recorder(StateRecorder):
         """See `attention.interface.AttentionCall`."""
         spec = self._attention_layers[layer]
         if spec.value_dim:
-            raise UnrecordableError("attention is latent")
+            if rotation is not None or sinks is not None or k is None:
+                raise UnrecordableError("latent attention has sinks, or turns its heads itself")
+            return self._attend_latents(self._attention_layers, layer, q, k)
         spec.dtype = abi.DTYPES[self._dtype]
         if sinks is not None:
             sinks = sinks.float().contiguous()

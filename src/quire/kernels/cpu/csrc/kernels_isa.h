@@ -28,6 +28,12 @@ void gated(Pool&, const Op&, int64_t M);
 void activate(Pool&, const Op&, int64_t M);
 void gate(Pool&, const Op&, int64_t M);
 void soft_cap(Pool&, const Op&, int64_t M);
+void join_turned(Pool&, const Op&, const Step&);
+void gated_rms_norm(Pool&, const Op&, int64_t M);
+void delta_decay(Pool&, const Op&, int64_t M);
+void delta_step(Pool&, const Op&, int64_t M);
+void widen(Pool&, const Op&, int64_t M);
+void scale_columns(Pool&, const Op&, int64_t M);
 void argmax(Pool&, const float* logits, int64_t ld, int64_t R, int64_t V, int64_t* index,
             float* largest);
 void sample(Pool&, const float* logits, int64_t ld, int64_t V, const SampleRow*, int64_t R,

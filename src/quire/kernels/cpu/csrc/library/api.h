@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 11
+#define QUIRE_ABI_VERSION 12
 
 namespace quire {
 struct AttentionLayer;

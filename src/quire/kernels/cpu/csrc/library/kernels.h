@@ -47,6 +47,13 @@ struct Kernels {
   void (*activate)(Pool&, const Op&, int64_t M);
   void (*gate)(Pool&, const Op&, int64_t M);
   void (*soft_cap)(Pool&, const Op&, int64_t M);
+  // elementwise/state_rows.cpp: likewise; out may be in but in join_turned, or where it is fp32.
+  void (*join_turned)(Pool&, const Op&, const Step&);
+  void (*gated_rms_norm)(Pool&, const Op&, int64_t M);
+  void (*delta_decay)(Pool&, const Op&, int64_t M);
+  void (*delta_step)(Pool&, const Op&, int64_t M);
+  void (*widen)(Pool&, const Op&, int64_t M);
+  void (*scale_columns)(Pool&, const Op&, int64_t M);
 
   // sample.cpp
   // The lowest index of the largest of each line [R, ld] (a NaN counts as the largest), and it.

@@ -78,6 +78,8 @@ void run_op(const Kernels& kernels, Pool& pool, const Op& op, const Step& step) 
     case kOpAttention:
       kernels.attention(pool, *op.layer, step, op.in, op.in_stride, op.out, op.out_stride, nullptr);
       break;
+    default:
+      run_state_op(kernels, pool, op, step);
   }
 }
 

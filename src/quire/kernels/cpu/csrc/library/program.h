@@ -4,6 +4,7 @@
 // layers.
 #pragma once
 #include "library/kernels.h"
+#include "library/state_abi.h"
 
 namespace quire {
 
@@ -23,6 +24,16 @@ enum OpKind : int32_t {
   kOpRoute = 40,          // in: logits; out: rows of RoutingWord
   kOpExperts = 41,        // second: rows of RoutingWord
   kOpLinearsByHead = 42,  // a linear for each head
+  kOpJoinTurned = 50,  // out = [in, second turned by the token's position]
+  kOpWriteLatent = 51,  // in: the vectors of a latent layer
+  kOpGatedDelta = 52,  // in: q; second, third: g and beta, fp32 dense
+  kOpMamba2 = 53,      // in: x; second: dt, fp32 dense
+  kOpShortConv = 54,
+  kOpDeltaDecay = 55,  // out, fp32 = weight * softplus(in + bias)
+  kOpDeltaStep = 56,   // out, fp32 = sigmoid(in), rounded to in's dtype
+  kOpWiden = 57,       // out, fp32 = in
+  kOpScaleColumns = 59,  // out = in * weight
+  kOpGatedRmsNorm = 58,  // out = norm(in) * silu(second), or with gates_first norm(in * silu(second))
 };
 
 // What is computed of each element by itself.
@@ -33,6 +44,15 @@ enum ActivationKind : int32_t {
   kActRelu = 3,
   kActReluSquared = 4,
   kActSigmoid = 5,
+};
+
+// How an operation moves the states of a recurrent layer.
+struct StateCall {
+  const StateLayer* layer;
+  const StateStep* step;
+  const void* call;       // GatedDelta, Mamba2 or ShortConv, without what the operation's operands say
+  int64_t second_offset;  // elements from in to k, or to b
+  int64_t third_offset;   // elements from in to v, or to c
 };
 
 // Fields that an operation does not use are 0. Strides count elements. A token has num_heads rows
@@ -49,9 +69,10 @@ struct Op {
   float factor;       // kOpOffsetRmsNorm, kOpScale, kOpSoftCap; kOpGated: multiplies in the sigmoid
   float limit;        // kOpGated: bounds gate above, and up on both sides; 0: nothing does
   float up_offset;    // kOpGated: added to up
-  int32_t reserved;
+  int32_t gates_first;  // kOpGatedRmsNorm
   int64_t size;  // elements of a row of out, but for kOpLinear and attention
-  int64_t second_size;  // kOpGate: elements of a row of second, size or 1
+  int64_t second_size;  // kOpGate: elements of a row of second, size or 1; kOpJoinTurned: those of
+                        // second; kOpGatedRmsNorm: from a head's weight to the next, size or 0
   int64_t in_stride;
   int64_t in_head_stride;
   int64_t second_stride;
@@ -70,7 +91,11 @@ struct Op {
   const AttentionLayer* layer;
   const Rotary* rotary;  // null: nothing is normed or turned
   const void* experts;   // RouterLayer, ExpertsLayer or LinearsByHead, as the kind says
+  const StateCall* states;
 };
+
+// Runs one of the operations of layers with states or latents.
+void run_state_op(const Kernels&, Pool&, const Op&, const Step&);
 
 void run_program(const Kernels&, Pool&, const Op* ops, int64_t num_ops, const Step&);
 
