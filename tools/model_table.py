@@ -35,11 +35,15 @@ LOCK = ROOT / "requirements.lock"
 BEGIN, END = "<!-- tools/model_table.py writes from here -->", "<!-- to here -->"
 
 EXAMPLES = {
+    "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1",
+    "FalconH1ForCausalLM": "Falcon-H1",
     "GPT2LMHeadModel": "GPT-2",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
     "Glm4ForCausalLM": "GLM-4-0414",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7",
+    "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
     "GlmForCausalLM": "GLM-4-9B",
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "Granite 3 (dense)",
@@ -49,6 +53,7 @@ EXAMPLES = {
     "MinistralForCausalLM": "Ministral",
     "MistralForCausalLM": "Mistral 7B and its relatives with that architecture",
     "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
+    "NemotronHForCausalLM": "Nemotron-H, Nemotron Nano 2 (dense)",
     "OPTForCausalLM": "OPT",
     "Olmo2ForCausalLM": "OLMo 2",
     "Olmo3ForCausalLM": "OLMo 3",
@@ -59,7 +64,8 @@ EXAMPLES = {
     "Qwen3ForCausalLM": "Qwen3 (dense), Qwen3-Embedding, Qwen3-Reranker",
     "Qwen3MoeForCausalLM": "Qwen3 (mixtures)",
     "Qwen3NextForCausalLM": "Qwen3-Next",
-    "Qwen3_5ForCausalLM": "Qwen3.5 (text)",
+    "Qwen3_5ForCausalLM": "Qwen3.5 (dense)",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 (mixtures)",
     "SmolLM3ForCausalLM": "SmolLM3",
 }
 """What people call them; a family that is not here has an empty cell."""

@@ -158,6 +158,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "deepseek_v3, dense": (
+        "DeepseekV3Config",
+        LATENT
+        | {
+            "first_k_dense_replace": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3Config",
         LATENT
@@ -181,6 +192,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLiteConfig",
         LATENT | {"mlp_layer_types": ["dense", "sparse", "dense"], "attention_bias": True},
     ),
+    "falcon_h1": (
+        "FalconH1Config",
+        SMALL
+        | {
+            "mamba_d_ssm": 96,
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 20,
+            "embedding_multiplier": 2.5,
+            "lm_head_multiplier": 0.6,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6,
+            "mlp_multipliers": [0.9, 0.7],
+            "ssm_multipliers": [0.8, 1.1, 0.6, 0.9, 0.5],
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        SMALL
+        | {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "head_dim": 24,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 20,
+        },
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         SMALL
@@ -196,6 +239,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 40,
             "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        SMALL
+        | {
+            "head_dim": 24,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
         },
     ),
     "qwen3_5": (

@@ -52,6 +52,9 @@ _OTHER_FIELDS = {
         "attention_k_eq_v": True,
         "vocab_size_per_layer_input": 8,
     },
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "full_attention"]},
+    "FalconH1ForCausalLM": {"mamba_n_heads": 2, "mamba_d_ssm": 32},
     "GPT2LMHeadModel": {"intermediate_size": None, "num_key_value_heads": None},
     "OPTForCausalLM": {"intermediate_size": None, "num_key_value_heads": None, "ffn_dim": 8},
     # With a layer of each kind.

@@ -45,7 +45,7 @@ class MLP(OperatorModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
-        if self.gating.activation is ActivationFunction.SILU:
+        if self.gating == Gating():
             gated = self.gate_up_proj.silu_mul(x)
         else:
             gated = self.operators.gated(self.gate_up_proj(x), self.gating)

@@ -66,6 +66,18 @@ INTEGERS: Mapping[str, Bounds] = {
     "v_head_dim": Bounds(1, 1 << 14),
     "moe_layer_freq": Bounds(1, 4096),
     "num_mtp_layers": Bounds(0, 4096),
+    "conv_kernel": Bounds(2, 4),
+    "mamba_head_dim": Bounds(16, 1 << 14, multiple_of=16),
+    "mamba_num_heads": Bounds(1, 1 << 14),
+    "n_groups": Bounds(1, 1 << 14),
+    "ssm_state_size": Bounds(1, 1 << 12),
+    "mamba_d_conv": Bounds(2, 4),  # as `recurrence.state_specs` has it
+    "mamba_d_head": Bounds(16, 1 << 14, multiple_of=16),
+    "mamba_d_ssm": Bounds(16, 1 << 20, multiple_of=16),
+    "mamba_d_state": Bounds(1, 1 << 12),
+    "mamba_expand": Bounds(1, 64),
+    "mamba_n_groups": Bounds(1, 1 << 14),
+    "mamba_n_heads": Bounds(1, 1 << 14),
     "shared_expert_intermediate_size": Bounds(1, 1 << 22),
     "full_attention_interval": Bounds(1, 4096),
     "linear_conv_kernel_dim": Bounds(2, 4),  # as `recurrence.state_specs` has it

@@ -48,7 +48,14 @@ from quire.models.families.glm import (
     rename_glm4,
 )
 from quire.models.families.granite import GraniteConfig
-from quire.models.families.hybrids import delta_hybrid, qwen3_5, qwen3_next
+from quire.models.families.hybrids import (
+    delta_hybrid,
+    falcon_h1,
+    mamba_parts,
+    nemotron_h,
+    qwen3_5,
+    qwen3_next,
+)
 from quire.models.families.latent import deepseek, glm4_moe_lite, latent_decoder
 from quire.models.families.learned_positions.gpt2 import (
     GPT2Config,
@@ -159,7 +166,7 @@ def _latent(config: type[ModelConfig]) -> ModelEntry:
     return ModelEntry(
         config,
         latent_decoder.LatentForCausalLM,
-        CHECKPOINT_PARTS | latent_decoder.LATENT_PARTS,
+        {"gate_up_proj": CHECKPOINT_PARTS["gate_up_proj"], **latent_decoder.LATENT_PARTS},
         arrangement=latent_decoder.arrangement,
         unstack=UnstackedCheckpoint,
     )
@@ -189,6 +196,13 @@ MODELS: dict[str, ModelEntry] = {
     ),
     "DeepseekV2ForCausalLM": _latent(deepseek.DeepseekV2Config),
     "DeepseekV3ForCausalLM": _latent(deepseek.DeepseekV3Config),
+    "FalconH1ForCausalLM": ModelEntry(
+        falcon_h1.FalconH1Config,
+        falcon_h1.FalconH1ForCausalLM,
+        CHECKPOINT_PARTS | mamba_parts.MAMBA_PARTS,
+        rename=falcon_h1.rename,
+        arrangement=falcon_h1.arrangement,
+    ),
     "Glm4ForCausalLM": ModelEntry(
         GlmConfig, Glm4ForCausalLM, rename=rename_glm4, arrangement=neighbouring_pairs
     ),
@@ -210,6 +224,13 @@ MODELS: dict[str, ModelEntry] = {
     "MistralForSequenceClassification": ModelEntry(MistralConfig, DecoderForScores),
     "MistralModel": _headless(MistralConfig),
     "MixtralForCausalLM": _mixture(mixtral.MixtralConfig, mixtral.rename),
+    "NemotronHForCausalLM": ModelEntry(
+        nemotron_h.NemotronHConfig,
+        nemotron_h.NemotronHForCausalLM,
+        {"qkv_proj": CHECKPOINT_PARTS["qkv_proj"], **mamba_parts.MAMBA_PARTS},
+        rename=nemotron_h.rename,
+        arrangement=nemotron_h.arrangement,
+    ),
     "OPTForCausalLM": ModelEntry(
         OPTConfig, DecoderForCausalLM, _QKV_PARTS, rename=rename_opt, arrangement=spare_positions
     ),

@@ -1,8 +1,8 @@
 """Gated DeltaNet: linear attention whose state forgets and corrects itself.
 
-Source: Yang et al., "Gated Delta Networks", 2024; the block of Qwen3-Next and Qwen3.5. One
-projection gives q, k, v, the output's gate z, and per value head b and a. A short convolution goes
-over q, k and v, the gated delta rule over its result, and a norm of each head, gated by z, over the
+Source: Yang et al., "Gated Delta Networks", 2024; the block of Qwen3-Next and Qwen3.5. Projections
+give q, k, v, the output's gate z, and per value head b and a. A short convolution goes over q, k
+and v, the gated delta rule over its result, and a norm of each head, gated by z, over the
 rule's.
 
 Shapes: T tokens, H hidden size, Hk key heads, Hv value heads, dk and dv their sizes, C = 2 Hk dk +
@@ -58,15 +58,14 @@ class GatedDeltaNet(RecurrentModule, OperatorModule):
         super().__init__(layer + 1)
         self.spec, parts = sizes.delta, sizes.part_sizes
         heads = self.spec.num_v_heads
-        self.part_sizes = (sum(parts), parts[2], heads, heads)
-        self.in_proj = Linear(
-            sizes.hidden_size,
-            (*parts, *self.part_sizes[1:]),
-            LinearKind.COLUMN,
-            bias=False,
-            dtype=dtype,
-            device=device,
+        self.in_proj, self.in_proj_ba = (
+            Linear(
+                sizes.hidden_size, each, LinearKind.COLUMN, bias=False, dtype=dtype, device=device
+            )
+            for each in ((*parts, parts[2]), (heads, heads))
         )
+        # Gates decide over all later tokens, and have few weights.
+        self.in_proj_ba.stays_dense = True
         self.conv = CausalConv(layer, sizes.conv, parts, has_bias=False, dtype=dtype, device=device)
         self.A_log = empty_parameter((heads,), dtype, device)
         self.dt_bias = empty_parameter((heads,), dtype, device)
@@ -82,8 +81,10 @@ class GatedDeltaNet(RecurrentModule, OperatorModule):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H] -> [T, H]."""
-        spec = self.spec
-        qkv, z, b, a = self.in_proj(hidden).split(self.part_sizes, dim=-1)
+        spec, inner = self.spec, self.spec.num_v_heads * self.spec.value_dim
+        projected = self.in_proj(hidden)
+        qkv, z = projected.split((projected.shape[-1] - inner, inner), dim=-1)
+        b, a = self.in_proj_ba(hidden).chunk(2, dim=-1)
         keys = spec.num_k_heads * spec.key_dim
         q, k, v = self.conv(qkv).split((keys, keys, qkv.shape[-1] - 2 * keys), dim=-1)
         q, k = (part.unflatten(-1, (-1, spec.key_dim)) for part in (q, k))

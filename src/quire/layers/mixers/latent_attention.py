@@ -58,13 +58,10 @@ class LatentAttention(OperatorModule):
             return Linear(inputs, outputs, kind, bias=bias, dtype=dtype, device=device)
 
         kv = (sizes.latent, sizes.rope)
+        self.kv_a_proj = linear(hidden_size, kv, LinearKind.REPLICATED, has_bias)
         self.q_a_layernorm: RMSNorm | None = None
-        # Two names, as the parts of a fused linear go by its name.
-        if sizes.query is None:
-            self.kv_a_proj = linear(hidden_size, kv, LinearKind.REPLICATED, has_bias)
-        else:
-            parts = (sizes.query, *kv)
-            self.qkv_a_proj = linear(hidden_size, parts, LinearKind.REPLICATED, has_bias)
+        if sizes.query is not None:
+            self.q_a_proj = linear(hidden_size, (sizes.query,), LinearKind.REPLICATED, has_bias)
             self.q_a_layernorm = RMSNorm(sizes.query, LATENT_NORM_EPS, dtype=dtype, device=device)
         queries = (num_heads * sizes.nope, num_heads * sizes.rope)
         self.q_b_proj = linear(sizes.query or hidden_size, queries, LinearKind.COLUMN, False)
@@ -81,14 +78,10 @@ class LatentAttention(OperatorModule):
         """hidden [T, hidden size] -> [T, hidden size]."""
         assert angles is not None
         sizes, heads = self.sizes, (self.num_heads, -1)
-        if self.q_a_layernorm is None:
-            query = hidden
-            latent, k = self.kv_a_proj(hidden).split((sizes.latent, sizes.rope), dim=-1)
-        else:
-            assert sizes.query is not None
-            parts = (sizes.query, sizes.latent, sizes.rope)
-            query, latent, k = self.qkv_a_proj(hidden).split(parts, dim=-1)
-            query = self.q_a_layernorm(query)
+        latent, k = self.kv_a_proj(hidden).split((sizes.latent, sizes.rope), dim=-1)
+        query = hidden
+        if self.q_a_layernorm is not None:
+            query = self.q_a_layernorm(self.q_a_proj(hidden))
         widths = (self.num_heads * sizes.nope, self.num_heads * sizes.rope)
         nope, rope = self.q_b_proj(query).split(widths, dim=-1)
         absorbed = self.k_up(nope.unflatten(-1, heads))

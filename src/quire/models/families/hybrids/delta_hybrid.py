@@ -31,7 +31,8 @@ from quire.recurrence.state_specs import GatedDeltaSpec
 
 LINEAR = "linear_attention"
 DELTA_NET_PARTS = {
-    "in_proj": ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "in_proj": ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
     "conv_taps": ("q_taps", "k_taps", "v_taps"),
 }
 """Our fused tensors -> their parts, as the families' arrangements name them."""

@@ -23,7 +23,6 @@ from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderForCausalLM, make_mlp, make_norm
 
 LATENT_PARTS = {
-    "qkv_a_proj": ("q_a_proj", "kv_latent", "k_rope"),
     "kv_a_proj": ("kv_latent", "k_rope"),
     "q_b_proj": ("q_nope", "q_rope"),
 }
