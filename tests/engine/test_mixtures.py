@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigurationError
+from quire.formats.int4 import TritonInt4Method
 from quire.models.config import DecoderConfig
 from quire.models.registry import MODELS, load_config
 from quire.offline.llm import LLM
@@ -59,7 +60,8 @@ def test_two_ranks_have_the_tokens_of_one(kernels: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "quantization"), [("gpt-oss", None), ("qwen3-moe", None), ("gpt-oss", "int8")]
+    ("name", "quantization"),
+    [("gpt-oss", None), ("qwen3-moe", None), ("gpt-oss", "int8"), ("gpt-oss", "int4")],
 )
 def test_triton_kernels_give_the_tokens_of_torch(
     name: str, quantization: str | None, tmp_path: Path
@@ -83,8 +85,11 @@ def test_triton_kernels_give_the_tokens_of_torch(
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
 
 
-def test_a_gpu_has_no_experts_in_other_formats(tmp_path: Path) -> None:
+def test_a_format_without_grouped_products_is_refused_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     folder = save("qwen3-moe", tmp_path)
-    with pytest.raises(ConfigurationError, match="quantization is 'int4', but on a GPU the exp"):
+    monkeypatch.setattr(TritonInt4Method, "groups_experts", False)
+    with pytest.raises(ConfigurationError, match="quantization is 'int4', but on a GPU this"):
         make_llm(folder, kernels="triton", quantization="int4")

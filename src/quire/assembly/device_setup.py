@@ -124,8 +124,8 @@ def choose_setup(
     method = weight_format.method(kernels, linears)
     if is_triton and config.num_experts_per_token and not method.groups_experts:
         raise ConfigurationError(
-            f"quantization is {options.quantization!r}, but on a GPU the experts of a model are"
-            " multiplied in its own dtype only; leave quantization out"
+            f"quantization is {options.quantization!r}, but on a GPU this format has no product of"
+            " many experts at once; leave quantization out"
         )
     return DeviceSetup(
         device=device,

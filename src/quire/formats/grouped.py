@@ -1,6 +1,8 @@
 """Experts by Triton's grouped products, for the formats that have one.
 
-Called by the Triton methods of `dense.py` and `int8.py`. Shapes: T tokens, H hidden size.
+Called by the Triton methods of `dense.py`, `int8.py` and `int4.py`.
+
+Shapes: T tokens, H hidden size.
 """
 
 from collections.abc import Callable

@@ -11,12 +11,16 @@ with one rounding for product and sum together.
 Shapes: M rows of x, I input size, O output size, g groups of G inputs.
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
+from quire.formats.grouped import GroupedExperts
 from quire.formats.packed import PackedMethod
 from quire.formats.rounded import RoundedMethod, RoundedTorchMethod
 from quire.formats.weight_format import (
+    ExpertLinears,
     LinearMethod,
     LinearModule,
     TritonLinears,
@@ -27,6 +31,7 @@ from quire.kernels.cpu.abi import WeightLayout
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.operators import Operators
 from quire.kernels.quantize import Int4Rows, quantize_int4
+from quire.kernels.routing import Routing
 
 GROUP_SIZE = 32
 
@@ -102,11 +107,17 @@ class TritonInt4Method(RoundedMethod):
 
     def __init__(self, operators: Operators) -> None:
         # Triton may be missing, and takes a while to load.
+        from quire.kernels.triton.linear import grouped_int4_matmul as grouped
         from quire.kernels.triton.linear import int4_matmul
 
         assert int4_matmul.GROUP_SIZE == GROUP_SIZE
         self._kernel = int4_matmul
         self._operators = operators
+
+        def group(linears: tuple[LinearModule, ...]) -> object:
+            return grouped.group_int4_weights([self._weight(linear) for linear in linears])
+
+        self._experts = GroupedExperts(group, grouped.grouped_int4_matmul, operators)
 
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         stretch_bytes = self._kernel.STRETCH // 2 + 2 * self._kernel.STRETCH // GROUP_SIZE
@@ -116,7 +127,18 @@ class TritonInt4Method(RoundedMethod):
     def apply(
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        weight = self._kernel.Int4Weight(
+        output: torch.Tensor = self._kernel.int4_matmul(x, self._weight(linear), out_dtype)
+        return output
+
+    @property
+    def groups_experts(self) -> bool:
+        return True
+
+    def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self._experts.mix(layer, x, routing)
+
+    def _weight(self, linear: LinearModule) -> Any:
+        return self._kernel.Int4Weight(
             linear.get_parameter("levels"),
             linear.get_parameter("scales"),
             linear.get_parameter("offsets"),
@@ -124,8 +146,6 @@ class TritonInt4Method(RoundedMethod):
             linear.get_parameter("offset_factors"),
             linear.bias,
         )
-        output: torch.Tensor = self._kernel.int4_matmul(x, weight, out_dtype)
-        return output
 
     def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
         return self._operators.silu_mul(self.apply(linear, x))

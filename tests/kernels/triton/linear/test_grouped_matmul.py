@@ -9,8 +9,12 @@ pytest.importorskip("triton")
 from tests.kernels.triton.products import DTYPES, assert_close, numbers
 
 from quire.kernels.experts import mix_experts
-from quire.kernels.quantize import quantize_int8
+from quire.kernels.quantize import quantize_int4, quantize_int8
 from quire.kernels.routing import Routing
+from quire.kernels.triton.linear.grouped_int4_matmul import (
+    group_int4_weights,
+    grouped_int4_matmul,
+)
 from quire.kernels.triton.linear.grouped_int8_matmul import (
     group_int8_weights,
     grouped_int8_matmul,
@@ -20,6 +24,13 @@ from quire.kernels.triton.linear.grouped_matmul import (
     group_weights,
     grouped_matmul,
     plan_groups,
+)
+from quire.kernels.triton.linear.int4_matmul import (
+    Int4Weight,
+    int4_matmul,
+    pack_levels,
+    pack_offsets,
+    pack_scales,
 )
 from quire.kernels.triton.linear.int8_matmul import Int8Weight, int8_matmul
 
@@ -142,3 +153,32 @@ def test_int8_has_the_bits_of_one_expert_after_another(num_tokens):
         weight = Int8Weight(levels[expert], scales[expert], biases[expert])
         assert torch.equal(found[place], int8_matmul(rows[place], weight))
     assert torch.equal(grouped_int8_matmul(rows, weights, plan, pairs_per_row=0), found)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 37])
+def test_int4_has_the_bits_of_one_expert_after_another(num_tokens):
+    x = numbers(num_tokens, 300).bfloat16()
+    weights = []
+    for expert, each in enumerate(_weights(5, 70, 300, torch.float32)):
+        rounded = quantize_int4(each, 32)
+        weights.append(
+            Int4Weight(
+                pack_levels(rounded).contiguous(),
+                pack_scales(rounded).contiguous(),
+                pack_offsets(rounded).contiguous(),
+                rounded.scale_factors,
+                rounded.offset_factors,
+                numbers(70, seed=30 + expert).bfloat16(),
+            )
+        )
+    ids = _routing(num_tokens, 5, 2).ids
+    plan = plan_groups(ids, 5)
+    found = grouped_int4_matmul(x, group_int4_weights(weights), plan, pairs_per_row=2)
+    rows = x[plan.order.long() // 2]
+    for place, pair in enumerate(plan.order.tolist()):
+        expert = int(ids.view(-1)[pair])
+        assert torch.equal(found[place], int4_matmul(rows[place], weights[expert]))
+    again = grouped_int4_matmul(rows, group_int4_weights(weights), plan, pairs_per_row=0)
+    assert torch.equal(again, found)
+    with pytest.raises(ValueError, match="2 stretches of 256"):
+        grouped_int4_matmul(x[:, :200], group_int4_weights(weights), plan, pairs_per_row=2)

@@ -2,6 +2,7 @@
 
 from tests.kernels.triton.compiling import KernelSpec
 
+from quire.kernels.triton.linear.grouped_int4_matmul import grouped_int4_matmul_kernel
 from quire.kernels.triton.linear.grouped_int8_matmul import grouped_int8_matmul_kernel
 from quire.kernels.triton.linear.int4_matmul import int4_matmul_kernel
 from quire.kernels.triton.linear.int8_matmul import int8_matmul_kernel
@@ -117,7 +118,26 @@ def _grouped(label: str, *, even: bool, targets: tuple[int, ...]) -> KernelSpec:
     )
 
 
+def _grouped_int4(label: str, top_k: int, targets: tuple[int, ...]) -> KernelSpec:
+    return KernelSpec(
+        grouped_int4_matmul_kernel,
+        label,
+        {"x_ptr": "*i8", "x_scales_ptr": "*fp32", "x_sums_ptr": "*i32", "addresses_ptr": "*i64"}
+        | {"scale_factors_ptr": "*fp32", "offset_factors_ptr": "*fp32", "out_ptr": "*bf16"}
+        | dict.fromkeys(("experts_ptr", "firsts_ptr", "ends_ptr"), "*i32")
+        | ({"order_ptr": "*i32"} if top_k > 1 else {})
+        | {"num_experts": "i32:16", "num_outputs": "i32:16", "num_stretches": "i32"},
+        {"biases_ptr": None, "PAIRS_PER_ROW": top_k, "BLOCK_M": 16, "BLOCK_N": 32}
+        | ({} if top_k > 1 else {"order_ptr": None}),
+        num_warps=2,
+        num_stages=4,
+        targets=targets,
+        options=UNFUSED,
+    )
+
+
 SPECS = [
+    _grouped_int4("experts", 8, (80, 90)),
     _grouped("experts", even=True, targets=(80, 90)),
     _quantize("bf16", with_sums=False),
     _int8("8 rows", (8, 32, 256), 2, 5, mode="paired"),
@@ -125,6 +145,7 @@ SPECS = [
     _int4("8 rows", 8, 32, 6),
 ]
 MORE = [
+    _grouped_int4("experts, of pairs", 1, (90,)),
     _grouped("experts, odd I", even=False, targets=(90,)),
     _quantize("bf16", with_sums=True),
     _quantize("fp32", with_sums=True),

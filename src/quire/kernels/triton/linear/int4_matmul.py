@@ -174,6 +174,41 @@ def int4_matmul_kernel(  # type: ignore[no-untyped-def]
     scales_ptrs = scales_ptr + near
     offsets_ptrs = offsets_ptr + near
 
+    sums, below = multiply_stretches(
+        x_ptrs,
+        row_mask,
+        levels_ptrs,
+        scales_ptrs,
+        offsets_ptrs,
+        num_outputs,
+        num_stretches,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    below += 128 * tl.load(x_sums_ptr + rows, row_mask, other=0)[None, :]
+    above = sums * tl.load(scale_factors_ptr + near)[:, None]
+    result = above - below.to(tl.float32) * tl.load(offset_factors_ptr + near)[:, None]
+    result *= tl.load(x_scales_ptr + rows, row_mask, other=0.0)[None, :]
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + near)[:, None].to(tl.float32)
+    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+    out_mask = row_mask[None, :] & (outputs[:, None] < num_outputs)
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), out_mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def multiply_stretches(  # type: ignore[no-untyped-def]
+    x_ptrs,  # of the first 32 inputs of each row
+    row_mask,
+    levels_ptrs,  # of each output, likewise
+    scales_ptrs,
+    offsets_ptrs,
+    num_outputs,
+    num_stretches,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The module's two sums, over groups, of scales and of offsets less 128: [outputs, rows]."""
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     below = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
     least = tl.full((BLOCK_N, 32), -128, tl.int8)
@@ -203,16 +238,7 @@ def int4_matmul_kernel(  # type: ignore[no-untyped-def]
         levels_ptrs += num_outputs * 128
         scales_ptrs += num_outputs * 2
         offsets_ptrs += num_outputs * 2
-
-    below += 128 * tl.load(x_sums_ptr + rows, row_mask, other=0)[None, :]
-    above = sums * tl.load(scale_factors_ptr + near)[:, None]
-    result = above - below.to(tl.float32) * tl.load(offset_factors_ptr + near)[:, None]
-    result *= tl.load(x_scales_ptr + rows, row_mask, other=0.0)[None, :]
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + near)[:, None].to(tl.float32)
-    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-    out_mask = row_mask[None, :] & (outputs[:, None] < num_outputs)
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), out_mask)
+    return sums, below
 
 
 @triton.jit

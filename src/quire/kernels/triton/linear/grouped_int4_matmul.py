@@ -1,0 +1,168 @@
+"""Triton products of many experts at once with int4 weights and int8 activations.
+
+As `grouped_matmul.py`, whose plan says who computes what; weights are packed, and their products
+summed, as in `int4_matmul.py`: a row has the bits of that product in any batch, and those of
+`formats.int4`, the reference.
+
+Shapes: P pairs of a token and an expert, E experts, I inputs, N outputs. Called by `formats.int4`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.linear.grouped_matmul import GroupPlan
+from quire.kernels.triton.linear.int4_matmul import (
+    MAX_INPUTS,
+    STRETCH,
+    Int4Weight,
+    multiply_stretches,
+    num_stretches,
+)
+from quire.kernels.triton.linear.quantize_rows import quantize_rows
+
+_BLOCK_ROWS = 16
+_BLOCK_OUTPUTS = 32
+_ADDRESS_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedInt4Weights:
+    """addresses: [3, E] int64, of each expert's levels, scales and offsets. scale_factors,
+    offset_factors: [E, N]. biases: [E, N], or None. kept: what lies at the addresses."""
+
+    addresses: torch.Tensor
+    scale_factors: torch.Tensor
+    offset_factors: torch.Tensor
+    biases: torch.Tensor | None
+    num_stretches: int
+    kept: object
+
+
+def group_int4_weights(weights: Sequence[Int4Weight]) -> GroupedInt4Weights:
+    """Raises ValueError for weights that are not alike, or lie where vectors can't be loaded."""
+    shape = weights[0].levels.shape
+    if any(weight.levels.shape != shape for weight in weights):
+        raise ValueError(f"a weight's levels are not {tuple(shape)}, as the first one's")
+    parts = [
+        [part.data_ptr() for part in parts]
+        for parts in zip(
+            *((each.levels, each.scales, each.offsets) for each in weights), strict=True
+        )
+    ]
+    if any(address % _ADDRESS_MULTIPLE for addresses in parts for address in addresses):
+        raise ValueError(f"a weight's address is no multiple of {_ADDRESS_MULTIPLE} bytes")
+    biases = [each.bias for each in weights if each.bias is not None]
+    return GroupedInt4Weights(
+        torch.tensor(parts, dtype=torch.int64, device=weights[0].levels.device),
+        torch.stack([each.scale_factors for each in weights]),
+        torch.stack([each.offset_factors for each in weights]),
+        torch.stack(biases) if biases else None,
+        shape[0],
+        tuple(weights),
+    )
+
+
+def grouped_int4_matmul(
+    x: torch.Tensor, weights: GroupedInt4Weights, plan: GroupPlan, *, pairs_per_row: int
+) -> torch.Tensor:
+    """As `grouped_matmul`; x of any floating dtype, in which the result is. Raises ValueError."""
+    if num_stretches(x.shape[-1]) != weights.num_stretches or x.shape[-1] > MAX_INPUTS:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, but the weights have {weights.num_stretches} stretches of "
+            f"{STRETCH} inputs, and at most {MAX_INPUTS} inputs are served"
+        )
+    num_experts, num_outputs = weights.scale_factors.shape
+    out = torch.empty(len(plan.order), num_outputs, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    rows = quantize_rows(x, multiple=STRETCH, with_sums=True)
+    grouped_int4_matmul_kernel[(triton.cdiv(num_outputs, _BLOCK_OUTPUTS), len(plan.experts))](
+        rows.q,
+        rows.scales,
+        rows.sums,
+        plan.order if pairs_per_row else None,
+        weights.addresses,
+        weights.scale_factors,
+        weights.offset_factors,
+        weights.biases,
+        plan.experts,
+        plan.firsts,
+        plan.ends,
+        out,
+        num_experts,
+        num_outputs,
+        weights.num_stretches,
+        PAIRS_PER_ROW=max(1, pairs_per_row),
+        BLOCK_M=_BLOCK_ROWS,
+        BLOCK_N=_BLOCK_OUTPUTS,
+        num_warps=_BLOCK_OUTPUTS // 16,
+        num_stages=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # rows of 256 stretches int8
+    x_scales_ptr,  # of each row
+    x_sums_ptr,  # of each row, int32
+    order_ptr,  # [P] of which pair's row a place reads, PAIRS_PER_ROW to a row; None: its own
+    addresses_ptr,  # [3, E] int64
+    scale_factors_ptr,  # [E, N]
+    offset_factors_ptr,  # [E, N]
+    biases_ptr,  # [E, N], or None
+    experts_ptr,  # [tiles]
+    firsts_ptr,  # [tiles]
+    ends_ptr,  # [tiles]
+    out_ptr,  # [P, N]
+    num_experts,
+    num_outputs,
+    num_stretches,
+    PAIRS_PER_ROW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    first = tl.load(firsts_ptr + tile)
+    end = tl.load(ends_ptr + tile)
+    if first >= end:
+        return
+    expert = tl.load(experts_ptr + tile)
+    places = first + tl.arange(0, BLOCK_M)
+    is_there = places < end
+    rows = places
+    if order_ptr is not None:
+        rows = tl.load(order_ptr + places, is_there, other=0) // PAIRS_PER_ROW
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inputs = tl.arange(0, 32)
+    near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    levels = tl.multiple_of(tl.load(addresses_ptr + expert), 16)
+    scales = tl.multiple_of(tl.load(addresses_ptr + num_experts + expert), 16)
+    offsets = tl.multiple_of(tl.load(addresses_ptr + 2 * num_experts + expert), 16)
+    sums, below = multiply_stretches(
+        x_ptr + rows.to(tl.int64)[:, None] * (num_stretches * 256) + inputs[None, :],
+        is_there,
+        levels.to(tl.pointer_type(tl.uint8)) + near[:, None] * 128 + inputs[None, :],
+        scales.to(tl.pointer_type(tl.int32)) + near,
+        offsets.to(tl.pointer_type(tl.int32)) + near,
+        num_outputs,
+        num_stretches,
+        BLOCK_M,
+        BLOCK_N,
+    )
+
+    below += 128 * tl.load(x_sums_ptr + rows, is_there, other=0)[None, :]
+    own = expert.to(tl.int64) * num_outputs + near
+    above = sums * tl.load(scale_factors_ptr + own)[:, None]
+    result = above - below.to(tl.float32) * tl.load(offset_factors_ptr + own)[:, None]
+    result *= tl.load(x_scales_ptr + rows, is_there, other=0.0)[None, :]
+    if biases_ptr is not None:
+        result += tl.load(biases_ptr + own)[:, None].to(tl.float32)
+    out_ptrs = out_ptr + places.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+    out_mask = is_there[None, :] & (outputs[:, None] < num_outputs)
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), out_mask)
