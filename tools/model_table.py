@@ -41,6 +41,7 @@ EXAMPLES = {
     "GPT2LMHeadModel": "GPT-2",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "Gemma4ForCausalLM": "Gemma 4 (text)",
     "Glm4ForCausalLM": "GLM-4-0414",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7",
     "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",

@@ -101,7 +101,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("GlmConfig", SMALL | {"head_dim": 24, **SMALL_IDS}),
     "glm4": ("Glm4Config", SMALL | {"head_dim": 24, **SMALL_IDS}),
-    "gpt2": ("GPT2Config", LEARNED | {"n_embd": 48, "n_head": 3, "n_layer": 3, "n_inner": 100}),
+    "gpt2": ("GPT2Config", LEARNED | {"n_embd": 48, "n_head": 4, "n_layer": 3, "n_inner": 100}),
     "granite": (
         "GraniteConfig",
         SMALL
@@ -130,7 +130,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": (
         "OPTConfig",
         {"vocab_size": 1013, "max_position_embeddings": 64, "hidden_size": 48, "ffn_dim": 100}
-        | {"num_attention_heads": 3, "num_hidden_layers": 3}
+        | {"num_attention_heads": 4, "num_hidden_layers": 3}
         | SMALL_IDS,
     ),
     "phi3": (
