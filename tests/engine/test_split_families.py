@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 72, "block_size": 8}
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "falcon_h1", "nemotron_h", "qwen3_next", "qwen3_5"]
+)
 def test_two_ranks_find_the_tokens_of_one(family: str, tmp_path: Path) -> None:
     torch.manual_seed(len(family))
     lengths = {"max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1}

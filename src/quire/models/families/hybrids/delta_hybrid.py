@@ -59,6 +59,12 @@ class DeltaHybridConfig(DecoderConfig):
             fields, lambda layer: LINEAR if (layer + 1) % interval else FULL, (LINEAR, FULL)
         )
         fields.choice("mamba_ssm_dtype", "float32", ("float32",))
+        for name in ("max_window_layers", "sliding_window"):
+            fields.value(name)  # of windows, which none of these models has
+        if fields.flag("use_sliding_window", False):
+            raise UnsupportedModelError(
+                "config.json: use_sliding_window is true, which transformers ignores"
+            )
         if not fields.flag("attn_output_gate", True):
             raise UnsupportedModelError(
                 "config.json: attn_output_gate is false, but transformers has no such model"

@@ -59,6 +59,10 @@ class FalconH1Config(DecoderConfig):
         fields = ConfigFields({**_DEFAULTS, **raw})
         for name in (*_IGNORED, *_TRAINING):
             fields.value(name)
+        if not fields.flag("mamba_use_mlp", True):
+            raise UnsupportedModelError(
+                "config.json: mamba_use_mlp is false, but transformers has no such model"
+            )
         bias, mlp_bias = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
         attention_in = fields.number("attention_in_multiplier", 1.0)
         gate_scale, down_scale = _numbers(fields, "mlp_multipliers", 2)

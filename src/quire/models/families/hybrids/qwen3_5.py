@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from quire.errors import UnsupportedModelError
 from quire.models.checkpoints.arranged import Arrangement
 from quire.models.config_fields import ConfigFields
 from quire.models.families.hybrids.delta_hybrid import (
@@ -57,6 +58,10 @@ def read_fields(raw: Mapping[str, Any]) -> ConfigFields:
     fields = ConfigFields(changed)
     for name in _MTP_FIELDS:
         fields.value(name)
+    if fields.value("mlp_only_layers"):
+        raise UnsupportedModelError(
+            "config.json: mlp_only_layers names layers, which transformers ignores"
+        )
     return fields
 
 
