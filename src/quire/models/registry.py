@@ -6,6 +6,7 @@ Called by `models.checkpoints.loader` and `assembly`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -306,7 +307,7 @@ def load_config(
     if not is_native:
         raise UnsupportedModelError(
             f"{path}: architectures is {shown(names)}, of which quire has no model of its own"
-            f" (model_impl is 'native'); it must be one of {', '.join((*MODELS, *WRAPPERS))}"
+            f" (model_impl is 'native'){_nearest(names)}"
         )
     assert name is not None
     base = name.removesuffix("ForCausalLM") + "Model"
@@ -322,5 +323,13 @@ def _fallback_config(path: Path, raw: Mapping[str, Any], wrapper: str | None) ->
     try:
         return replace(FallbackConfig.from_hf(raw), wrapper=wrapper)
     except UnsupportedModelError as error:
-        own = ", ".join((*MODELS, *WRAPPERS))
-        raise UnsupportedModelError(f"{path.parent}: {error}. quire's own are {own}") from error
+        nearest = _nearest(raw.get("architectures"))
+        raise UnsupportedModelError(f"{path.parent}: {error}{nearest}") from error
+
+
+def _nearest(names: object) -> str:
+    """How a refusal ends: what of quire's own has such a name, and where all are listed."""
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    found = get_close_matches(name, (*MODELS, *WRAPPERS), n=3, cutoff=0.75)
+    known = f"; those of like names are {', '.join(found)}" if found else ""
+    return f"{known}; docs/models.md lists all that quire has"
