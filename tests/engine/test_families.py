@@ -189,7 +189,6 @@ def test_equal_to_the_bit(
     alone = []
     for prompt, wish in zip(make_prompts(), wishes, strict=True):
         alone += found(llm, [prompt], [wish])
-    for num_threads in (2, 3):
-        llm = make_cramped_llm(family, monkeypatch, num_threads=num_threads, **options)
-        assert found(llm, make_prompts(), wishes) == alone, f"{num_threads} threads"
-        assert found(llm, make_prompts(), wishes) == alone, f"{num_threads} threads, again"
+    llm = make_cramped_llm(family, monkeypatch, num_threads=3, **options)
+    assert found(llm, make_prompts(), wishes) == alone
+    assert found(llm, make_prompts(), wishes) == alone, "again, from the prefix cache"
