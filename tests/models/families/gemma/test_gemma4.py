@@ -96,6 +96,24 @@ def test_the_form_of_published_configs_is_read(save_checkpoint, edit_config):
     assert written.attention_spec(2).num_kv_heads == 1
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # Numbers of layers are written with two digits each.
+        {"num_hidden_layers": 12, "layer_types": ALL["layer_types"] * 2},
+        {"global_head_dim": 24},
+        {"global_head_dim": 24, "num_global_key_value_heads": None},
+    ],
+    ids=["twelve layers", "heads of one size", "nothing differs"],
+)
+def test_what_differs_by_layer_is_read_as_transformers_writes_it(
+    changes, save_checkpoint, assert_same_logits
+):
+    folder, reference = save_checkpoint(HFGemma4Config, **(ALL | changes))
+    assert "per_layer_config" in (folder / "config.json").read_text()
+    assert_same_logits(folder, reference)
+
+
 def test_token_ids_are_needed(save_checkpoint, load, dense_attention):
     model = load(save_checkpoint(HFGemma4Config, **ALL)[0])
     embeds = model.embed(torch.arange(3))
@@ -146,6 +164,9 @@ def test_layers_read_what_the_last_of_their_kind_stored():
         ({"query_pre_attn_scalar": 256}, UnsupportedModelError, "attn_scalar is 256"),
         ({"attn_logit_softcapping": 50.0}, UnsupportedModelError, "logit_softcapping is 50"),
         ({"per_layer_config": {"1": {}}}, UnsupportedModelError, "per_layer_config is"),
+        ({"per_layer_config": []}, UnsupportedModelError, "per_layer_config is"),
+        ({"per_layer_config": {"9" * 5000: {}}}, UnsupportedModelError, "per_layer_config is"),
+        ({"per_layer_config": {"x": {}}}, UnsupportedModelError, "per_layer_config is"),
         (
             {"per_layer_config": {"5": {"sliding_window": 3}, "7": {"sliding_window": 3}}},
             UnsupportedModelError,

@@ -25,7 +25,7 @@ from quire.kernels.routing import RouterSpec
 from quire.layers.experts import MoESpec
 from quire.models.checkpoints.arranged import Arrangement
 from quire.models.config import DecoderConfig
-from quire.models.config_bounds import checked_integer
+from quire.models.config_bounds import INTEGERS, checked_integer
 from quire.models.config_fields import ConfigFields
 from quire.models.families.gemma.gemma2 import gemma_fields, gemma_parts
 from quire.models.layer_kinds import (
@@ -168,34 +168,42 @@ def _of_text(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _read_global_heads(
     fields: ConfigFields, kinds: tuple[str, ...], keys_are_values: bool
 ) -> tuple[int, int]:
-    """Size and number of KV heads of layers with full attention, which transformers 5 writes as
-    `per_layer_config`."""
-    size = fields.value("global_head_dim")
-    named = fields.value("num_global_key_value_heads")
-    count = named if keys_are_values else None
+    """Size and number of KV heads of layers with full attention."""
+    size, count = _GLOBAL_HEAD_DIM, fields.integer("num_key_value_heads")
+    given = {"head_dim": fields.value("global_head_dim")}
+    num_kv_heads = fields.value("num_global_key_value_heads")
+    if keys_are_values:
+        given["num_key_value_heads"] = num_kv_heads
     by_layer = fields.value("per_layer_config")
     if by_layer is not None:
-        differing = {str(layer) for layer, kind in enumerate(kinds) if kind == FULL}
-        changes = list(by_layer.values()) if isinstance(by_layer, dict) else []
-        known = {"head_dim", "num_key_value_heads"}
-        is_known = all(isinstance(each, dict) and each.keys() <= known for each in changes)
-        if not is_known or by_layer.keys() != differing or any(c != changes[0] for c in changes):
-            raise UnsupportedModelError(
-                f"config.json: per_layer_config is {shown(by_layer)}, but only a head_dim and "
-                "num_key_value_heads that all layers of full attention have is understood"
-            )
-        size, count = (changes[0].get(name) for name in ("head_dim", "num_key_value_heads"))
-    num_kv_heads = fields.integer("num_key_value_heads")
-    return (
-        _GLOBAL_HEAD_DIM
-        if size is None
-        else checked_integer("config.json: global_head_dim", "head_dim", size),
-        num_kv_heads
-        if count is None
-        else checked_integer(
-            "config.json: num_global_key_value_heads", "num_key_value_heads", count
-        ),
-    )
+        size, given = fields.head_dim(), _differences(by_layer, kinds)
+    if given.get("head_dim") is not None:
+        size = checked_integer("config.json: global_head_dim", "head_dim", given["head_dim"])
+    if given.get("num_key_value_heads") is not None:
+        what = "config.json: num_global_key_value_heads"
+        count = checked_integer(what, "num_key_value_heads", given["num_key_value_heads"])
+    return size, count
+
+
+def _differences(by_layer: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """In what the layers with full attention differ from the others, as transformers 5 writes it:
+    fields by the number of a layer, with zeros before it, so that all are equally long."""
+    changes: dict[Any, Any] = by_layer if isinstance(by_layer, dict) else {"": None}
+    layers = {int(name) if _is_layer(str(name)) else -1 for name in changes}
+    first: Any = next(iter(changes.values()), {})
+    is_known = isinstance(first, dict) and first.keys() <= {"head_dim", "num_key_value_heads"}
+    is_alike = all(each == first for each in changes.values())
+    full = {layer for layer, kind in enumerate(kinds) if kind == FULL}
+    if not is_known or not is_alike or layers not in (set(), full):
+        raise UnsupportedModelError(
+            f"config.json: per_layer_config is {shown(by_layer)}, but only a head_dim and "
+            "num_key_value_heads that all layers of full attention have is understood"
+        )
+    return dict(first)
+
+
+def _is_layer(name: str) -> bool:
+    return name.isdecimal() and len(name) <= len(str(INTEGERS["num_hidden_layers"].highest))
 
 
 def _read_shared_layers(fields: ConfigFields, kinds: tuple[str, ...]) -> int:
