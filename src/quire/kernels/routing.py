@@ -69,8 +69,12 @@ class RouterSpec:
             )
         if self.top_k > self.top_groups * (self.num_experts // self.num_groups):
             raise ValueError(f"top_k is {self.top_k}, more than {self.top_groups} groups have")
+        if self.sums_best and self.num_experts // self.num_groups < 2:
+            raise ValueError(
+                f"num_groups is {self.num_groups}, but each group must have 2 of the "
+                f"{self.num_experts} experts, the sum of which says how good it is"
+            )
         assert not (self.has_bias and self.has_scales)
-        assert not (self.sums_best and self.num_experts // self.num_groups < 2)
 
 
 @dataclass(frozen=True, slots=True)
