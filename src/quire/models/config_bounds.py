@@ -96,6 +96,8 @@ NUMBERS: Mapping[str, Bounds] = {
     "low_freq_factor": Bounds(1e-3, 1e6),
     "high_freq_factor": Bounds(1e-3, 1e6),
     "attention_factor": Bounds(1e-3, 1e3),
+    "time_step_min": Bounds(0.0, 1e3),
+    "mamba_dt_min": Bounds(0.0, 1e3),
     "beta_fast": Bounds(1e-3, 1e6),
     "beta_slow": Bounds(1e-3, 1e6),
     "mscale": Bounds(0.0, 1e3),  # 0: as if it were not there; so transformers reads it

@@ -42,14 +42,15 @@ _DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 215
 _IGNORED = (
     *("num_logits_to_keep", "use_mamba_kernels", "chunk_size", "mamba_chunk_size", "expand"),
     *("mamba_expand", "rescale_prenorm_residual", "time_step_floor", "time_step_max"),
-    *("time_step_min", "time_step_rank", "hidden_dropout", "sliding_window"),
+    *("time_step_rank", "hidden_dropout", "sliding_window"),
     *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "n_group", "topk_group"),
     *("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_shared_expert_overlap"),
     *("num_experts_per_tok", "routed_scaling_factor", "norm_topk_prob", "output_router_logits"),
     *("mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_nextn_predict_layers"),
-    *("num_query_groups", "attention_head_dim", "mlp_layer_types", "mamba_dt_min", "mamba_dt_max"),
+    *("num_query_groups", "attention_head_dim", "mlp_layer_types", "mamba_dt_max"),
 )
 """Which transformers ignores, or which are of training, of experts, or of further tokens."""
+_LEAST_STEP = 1e-3
 _NAMES = {
     "backbone.": "model.",
     "model.embeddings.": "model.embed_tokens.",
@@ -143,16 +144,12 @@ def _read_mamba(fields: ConfigFields) -> MambaSizes:
             f"config.json: mamba_num_heads is {num_heads}, but must be a multiple of n_groups, "
             f"{num_groups}"
         )
-    limits = read_step_limits(fields, "time_step_limit")
-    if limits == (0.0, math.inf):
-        limits = read_step_limits(fields, "mamba_dt_limit")
+    _check_steps(fields)
     bias = fields.flag("use_bias", False)
     conv_bias = fields.flag("mamba_conv_bias", fields.flag("use_conv_bias", True))
     return MambaSizes(
         hidden_size=fields.integer("hidden_size"),
-        scan=Mamba2Spec(
-            num_heads, head_dim, fields.integer("ssm_state_size", 128), num_groups, *limits
-        ),
+        scan=Mamba2Spec(num_heads, head_dim, fields.integer("ssm_state_size", 128), num_groups),
         conv_width=fields.integer("mamba_d_conv", fields.integer("conv_kernel", 4)),
         conv_bias=conv_bias,
         input_bias=bias,
@@ -160,6 +157,24 @@ def _read_mamba(fields: ConfigFields) -> MambaSizes:
         norm_eps=fields.number("rms_norm_eps", 1e-5),
         gates_first=True,
     )
+
+
+def _check_steps(fields: ConfigFields) -> None:
+    """Refuses what bounds the steps of states in some of transformers' and NVIDIA's classes and not
+    in others: a limit, and a least step, at which transformers' prompts stop and decoding doesn't.
+    That of published models is too small to matter, and is not obeyed."""
+    for name in ("time_step_limit", "mamba_dt_limit"):
+        if read_step_limits(fields, name) != (0.0, math.inf):
+            raise UnsupportedModelError(
+                f"config.json: {name} is {shown(fields.value(name))}, which transformers ignores"
+            )
+    for name in ("time_step_min", "mamba_dt_min"):
+        least = fields.number(name, _LEAST_STEP)
+        if least > _LEAST_STEP:
+            raise UnsupportedModelError(
+                f"config.json: {name} is {least:g}, which bounds the steps of prompts alone in "
+                f"transformers; understood are numbers up to {_LEAST_STEP:g}"
+            )
 
 
 class NemotronHLayer(nn.Module):
