@@ -137,6 +137,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         partial_rotary_factor=0.75, resid_pdrop=0.0, rms_norm_eps=1e-05, rope_scaling=PHI_LONG,
         rope_theta=10000.0, sliding_window=262144, tie_word_embeddings=True,
     ),
+    "Qwen3-Coder 30B-A3B": _of(
+        "Qwen3MoeForCausalLM", "qwen3_moe", **_sizes(151936, 2048, 5472, 48, 32, 4, 262144),
+        attention_bias=False, decoder_sparse_step=1, eos_token_id=151645, head_dim=128,
+        hidden_act="silu", max_window_layers=28, mlp_only_layers=[], moe_intermediate_size=768,
+        norm_topk_prob=True, num_experts=128, num_experts_per_tok=8, output_router_logits=False,
+        qkv_bias=False, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=10000000,
+        router_aux_loss_coef=0.0, shared_expert_intermediate_size=0, sliding_window=None,
+        tie_word_embeddings=False, use_qk_norm=True, use_sliding_window=False,
+    ),
     "Qwen3-VL 4B": _of(
         "Qwen3VLForConditionalGeneration", "qwen3_vl", image_token_id=151655,
         tie_word_embeddings=True, video_token_id=151656, vision_end_token_id=151653,

@@ -54,9 +54,10 @@ def test_logits_of_experts_equal_transformers(save_checkpoint, assert_same_logit
 
 def test_silent_fields_of_experts_have_transformers_values():
     config = Qwen35MoeConfig.from_hf(
-        {name: RAW[name] for name in RAW if name != "intermediate_size"}
+        {name: RAW[name] for name in RAW.keys() - {"intermediate_size", "num_key_value_heads"}}
     )
     silent = Qwen3_5MoeTextConfig()
+    assert config.num_kv_heads == silent.num_key_value_heads
     assert config.mixtures is not None
     (mixture,) = set(config.mixtures)
     assert mixture.router.num_experts == silent.num_experts
@@ -78,8 +79,10 @@ RAW = {
 
 
 def test_silent_fields_have_transformers_values():
-    config = Qwen35Config.from_hf(RAW)
-    silent = Qwen3_5TextConfig(**{name: RAW[name] for name in RAW if name != "architectures"})
+    raw = {name: RAW[name] for name in RAW if name != "num_key_value_heads"}
+    config = Qwen35Config.from_hf(raw)
+    silent = Qwen3_5TextConfig(**{name: raw[name] for name in raw if name != "architectures"})
+    assert config.num_kv_heads == silent.num_key_value_heads
     assert list(config.layer_types) == silent.layer_types
     assert config.head_dim == silent.head_dim
     assert config.rotary_dim == silent.head_dim * silent.rope_parameters["partial_rotary_factor"]

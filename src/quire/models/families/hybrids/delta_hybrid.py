@@ -38,8 +38,12 @@ DELTA_NET_PARTS = {
 """Our fused tensors -> their parts, as the families' arrangements name them."""
 PARTIAL_ROTARY = 0.25
 _NAMES = {".mlp.shared_expert.": ".mlp.shared_experts."}
-DEFAULTS = {"head_dim": 256}
-MOE_DEFAULTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 512}
+DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4}
+MOE_DEFAULTS = {
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,9 @@ _DEFAULTS = {
     "sliding_window": 4096,
 }
 
+_OF_OTHERS = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+"""Which Qwen3-Coder's configs have, and transformers ignores."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig(DecoderConfig):
@@ -36,6 +39,8 @@ class Qwen3MoeConfig(DecoderConfig):
         attention_bias = fields.flag("attention_bias", False)
         window = fields.optional_integer("sliding_window")
         fields.value("max_window_layers")  # published configs have it, and transformers ignores it
+        for name, value in _OF_OTHERS.items():
+            fields.plain(name, value)
         if not fields.flag("use_sliding_window", False):
             window = None
         router = read_router(
