@@ -18,7 +18,7 @@ from quire.layers.experts import MoESpec
 from quire.layers.position_scale import QueryGrowth
 from quire.layers.rotary import LayerRope, Rope, RopeLimits
 from quire.layers.sharded import vocab_share
-from quire.models.config_bounds import MAX_WEIGHTS, checked_integer
+from quire.models.config_bounds import MAX_EXPERTS, MAX_WEIGHTS, checked_integer
 from quire.models.config_fields import ConfigFields
 from quire.models.layer_kinds import FULL, SLIDING, read_layer_types
 from quire.models.rope_config import read_rope, read_rotary_dim
@@ -248,6 +248,12 @@ class DecoderConfig(ModelConfig):
             raise CheckpointError(
                 f"config.json: num_attention_heads is {self.num_heads}, but must be a multiple of "
                 f"num_key_value_heads, {self.num_kv_heads}"
+            )
+        num_experts = sum(each.router.num_experts for each in filter(None, self.mixtures or ()))
+        if num_experts > MAX_EXPERTS:
+            raise CheckpointError(
+                f"config.json describes a model of {num_experts} experts in all its layers, but at "
+                f"most {MAX_EXPERTS} can be; fetch it again"
             )
         num_projected = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         num_mlp_weights = max(map(self.num_mlp_weights, range(self.num_layers)), default=0)

@@ -15,6 +15,9 @@ from quire.errors import CheckpointError, shown
 MAX_WEIGHTS = 1 << 44
 """Of a whole model: 17.6 trillion."""
 
+MAX_EXPERTS = 1 << 16
+"""Of all layers together: each is a module, which is made before the weights are looked at."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:

@@ -128,6 +128,10 @@ def test_numbers_that_do_not_fit_are_refused(save_checkpoint, edit_config):
         ({"num_experts": 6}, "num_experts and num_local_experts are"),
         ({"mlp_only_layers": ["1"]}, "mlp_only_layers is"),
         ({"n_group": 2}, "num_groups is 2, but must divide num_experts, 7"),
+        (
+            {"num_experts": 65536, "num_local_experts": 65536},
+            "a model of 196608 experts in all its layers, but at most 65536 can be",
+        ),
     ):
         original = json.loads((folder / "config.json").read_text())
         edit_config(folder, **fields)
