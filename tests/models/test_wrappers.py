@@ -198,6 +198,20 @@ def test_what_the_files_hold_beyond_is_refused(tmp_path, load):
         load(tmp_path)
 
 
+def test_a_tensor_under_two_prefixes_counts_where_both_are_equal(tmp_path, load):
+    _save("LlavaForConditionalGeneration", tmp_path)
+    path, ours = tmp_path / "model.safetensors", "model.norm.weight"
+    rename = WRAPPERS["LlavaForConditionalGeneration"].rename
+    tensors = load_file(path)
+    (norm,) = (tensor for name, tensor in tensors.items() if rename(name) == ours)
+    assert ours not in tensors
+    save_file(tensors | {ours: norm.clone()}, path)
+    load(tmp_path)
+    save_file(tensors | {ours: norm + 1}, path)
+    with pytest.raises(CheckpointError, match=r"either of which would be the model's 'model\.norm"):
+        load(tmp_path)
+
+
 RAW = {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}
 
 

@@ -113,3 +113,10 @@ def test_neighbours_are_put_where_the_rotation_expects_them(rotary_dim):
     )
     expected = _rotate_pairs(x, cos, sin).flatten(1)[:, order].view(3, 4, 8)
     torch.testing.assert_close(ours, expected)
+
+
+def test_a_part_that_is_there_twice_is_refused():
+    arrangement = Arrangement(fused={"qkv_proj": {"q_proj": 2, "k_proj": 1}})
+    tensors = {"a.qkv_proj.weight": torch.ones(3, 4), "a.k_proj.weight": torch.ones(1, 4)}
+    with pytest.raises(CheckpointError, match=r"a\.qkv_proj\.weight.* and .*a\.k_proj\.weight"):
+        ArrangedCheckpoint(Tensors(tensors), arrangement)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quire.errors import CheckpointError
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 from quire.models.checkpoints.unstacked import UnstackedCheckpoint
 
@@ -86,3 +87,21 @@ def test_a_tensor_of_another_rank_has_a_shape_that_no_linear_has(tmp_path: Path)
     source = saved(tmp_path, {"l.experts.down_proj": torch.zeros(E, 2, 3, 4)})
     checkpoint = UnstackedCheckpoint(source)
     assert checkpoint.shape("l.experts.0.down_proj.weight") == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "shape", [(E, 2 * F + 1, H), ()], ids=["an odd number of rows", "a number"]
+)
+def test_what_can_not_be_cut_has_no_shape_of_a_linear(tmp_path: Path, shape) -> None:
+    checkpoint = UnstackedCheckpoint(saved(tmp_path, {"l.experts.gate_up_proj": torch.ones(shape)}))
+    for name in checkpoint.names:
+        assert checkpoint.shape(name) == shape[1:]
+
+
+def test_experts_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+    tensors = {
+        "l.experts.down_proj": torch.zeros(E, H, F),
+        "l.experts.1.down_proj.weight": torch.zeros(H, F),
+    }
+    with pytest.raises(CheckpointError, match=r"either of which would be.*experts\.1\.down_proj"):
+        UnstackedCheckpoint(saved(tmp_path, tensors))

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from quire.errors import CheckpointError, shown
-from quire.models.checkpoints.source import CheckpointSource
+from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 from quire.models.checkpoints.taken_rows import Taken
 
 
@@ -67,13 +67,17 @@ class ArrangedCheckpoint(CheckpointSource):
     """`source` in the usual arrangement."""
 
     def __init__(self, source: CheckpointSource, arrangement: Arrangement) -> None:
-        """Raises CheckpointError for a tensor that has other sizes than `arrangement` says."""
+        """Raises CheckpointError for a tensor that has other sizes than `arrangement` says, and for
+        two that hold the same of the model."""
         self._source = source
         self._stored: dict[str, _StoredTensor] = {}
         for name in source.names:
             if name.startswith(arrangement.unused):
                 continue
-            self._stored |= _arranged(name, source.shape(name), arrangement)
+            for ours, stored in _arranged(name, source.shape(name), arrangement):
+                if ours in self._stored:
+                    raise refusal_of_two(self._stored[ours].name, name, ours)
+                self._stored[ours] = stored
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:

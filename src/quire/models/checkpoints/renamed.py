@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from quire.models.checkpoints.source import CheckpointSource
+from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 
 Rename = Callable[[str], str | None]
 """A tensor's name in the file -> the name by which our model asks for it; None: it is not used."""
@@ -20,12 +20,19 @@ _LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.")
 
 
 class RenamedCheckpoint(CheckpointSource):
-    """`source` under other names. Of two tensors that get the same name, the last counts."""
+    """`source` under other names."""
 
     def __init__(self, source: CheckpointSource, rename: Rename) -> None:
+        """Raises CheckpointError for two tensors that get the same name and hold other numbers."""
         self._source = source
-        renamed = ((rename(name), name) for name in source.names)
-        self._names = {ours: theirs for ours, theirs in renamed if ours is not None}
+        self._names: dict[str, str] = {}
+        for theirs in source.names:
+            ours = rename(theirs)
+            if ours is None:
+                continue
+            first = self._names.setdefault(ours, theirs)
+            if first != theirs and not source.equal(first, theirs):
+                raise refusal_of_two(first, theirs, ours)
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from quire.errors import CheckpointError, shown
 from quire.hub.model_files import read_json_object
 
 # Large enough to make the work between pieces vanish, small enough to be nothing beside a model.
@@ -82,3 +83,11 @@ class CheckpointSource(ABC):
     def _equal_rows(self, first: str, second: str, span: range) -> bool:
         with self.rows(first, span) as mine, self.rows(second, span) as other:
             return torch.equal(mine.float(), other.float())
+
+
+def refusal_of_two(first: str, second: str, name: str) -> CheckpointError:
+    """first, second: tensors of the files, both of which would be the model's `name`."""
+    return CheckpointError(
+        f"the weights have {shown(first)} and {shown(second)}, either of which would be the "
+        f"model's {shown(name)}; leave one of them out"
+    )

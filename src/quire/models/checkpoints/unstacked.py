@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from quire.models.checkpoints.source import CheckpointSource
+from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 
 _STACKED = re.compile(r"^(.*experts)\.(gate_up_proj|down_proj)(_bias)?$")
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -44,7 +44,8 @@ class _ExpertTensor:
 class UnstackedCheckpoint(CheckpointSource):
     """`source` with the experts' tensors apart.
 
-    is_transposed: the stacked ones are as gpt-oss has them.
+    is_transposed: the stacked ones are as gpt-oss has them. Raises CheckpointError where an expert
+    has a tensor of its own, too.
     """
 
     def __init__(self, source: CheckpointSource, *, is_transposed: bool = False) -> None:
@@ -53,13 +54,21 @@ class UnstackedCheckpoint(CheckpointSource):
         self._names: dict[str, _ExpertTensor | str] = {}
         for name in source.names:
             found = _STACKED.match(name)
-            if found is None:
-                self._names[name] = name
+            if found is None or not source.shape(name):
+                self._add(name, name)
                 continue
             for place in self._tensors_of(name, found):
                 part = _PARTS[found[2]][place.index]
                 parameter = "bias" if place.is_bias else "weight"
-                self._names[f"{found[1]}.{place.expert}.{part}.{parameter}"] = place
+                self._add(f"{found[1]}.{place.expert}.{part}.{parameter}", place)
+
+    def _add(self, name: str, place: "_ExpertTensor | str") -> None:
+        other = self._names.setdefault(name, place)
+        if other is not place:
+            first, second = (
+                each if isinstance(each, str) else each.name for each in (other, place)
+            )
+            raise refusal_of_two(first, second, name)
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
@@ -78,6 +87,8 @@ class UnstackedCheckpoint(CheckpointSource):
             return tuple(rest)  # which no linear has: the loader refuses it by name
         if self._is_transposed:
             rest.reverse()
+        if rest[0] % place.count:
+            return tuple(rest)
         return (rest[0] // place.count, *rest[1:])
 
     def dtype(self, name: str) -> torch.dtype:
