@@ -5,6 +5,7 @@ Called by `kernels.operators`; the native and the Triton forms have these as the
     silu(x) = x / (1 + exp(-x))
     gelu(x) = x / 2 (1 + erf(x / sqrt(2))), or its approximation by tanh (arXiv:1606.08415)
     relu(x) = max(x, 0), or its square (arXiv:2109.08668)
+    identity(x) = x, by which a gate is a plain product
 
 A gate is the product of an activation and something linear (arXiv:2002.05202). Each function is
 rounded to its input's dtype before it multiplies, as in transformers.
@@ -30,6 +31,7 @@ class ActivationFunction(Enum):
     RELU = "relu"
     RELU_SQUARED = "relu_squared"
     SIGMOID = "sigmoid"
+    IDENTITY = "identity"
 
 
 HF_ACTIVATIONS = {
@@ -77,6 +79,8 @@ def activate(x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
             return functional.relu(x).square_()
         case ActivationFunction.SIGMOID:
             return torch.sigmoid(x)
+        case ActivationFunction.IDENTITY:
+            return x.clone()
 
 
 def gated(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:

@@ -110,8 +110,7 @@ class Attention(OperatorModule):
             q, k = self.q_norm(q, overwrites=True), self.k_norm(k, overwrites=True)
         if angles is not None and angles.growth is not None:
             assert self.qk_norm is None
-            # No factor is below 1, so RELU leaves it as it is.
-            q = self.operators.gate(q, angles.growth, ActivationFunction.RELU)
+            q = self.operators.gate(q, angles.growth, ActivationFunction.IDENTITY)
         q, k = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in (q, k))
         v = v.unflatten(-1, (-1, self.spec.output_dim))
         attended = attention(self.layer, q, k, v, self.sinks, self._rotation(angles)).flatten(-2)

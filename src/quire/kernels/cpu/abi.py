@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 
 
 class DType(IntEnum):
@@ -87,6 +87,7 @@ class ActivationKind(IntEnum):
     RELU = 3
     RELU_SQUARED = 4
     SIGMOID = 5
+    IDENTITY = 6
 
 
 class Weights(ctypes.Structure):

@@ -204,6 +204,8 @@ def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
         y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "sigmoid":
         y = 1.0 / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "identity":
+        y = x
     elif ACTIVATION == "gelu":
         y = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":

@@ -30,6 +30,9 @@ inline void with_function(const Op& op, F&& f) {
       case kActSigmoid:
         f(zero, [](vf x) { return sigmoid(x); });
         break;
+      case kActIdentity:
+        f(zero, [](vf x) { return x; });
+        break;
     }
   });
 }

@@ -44,6 +44,7 @@ enum ActivationKind : int32_t {
   kActRelu = 3,
   kActReluSquared = 4,
   kActSigmoid = 5,
+  kActIdentity = 6,
 };
 
 // How an operation moves the states of a recurrent layer.
