@@ -274,6 +274,19 @@ def test_embed(kernels: NativeKernels, dtype: torch.dtype, size: int) -> None:
         assert torch.equal(elementwise.embed(kernels, table, token_ids), table[token_ids])
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (0, 3, 8)])
+def test_no_tokens(kernels: NativeKernels, shape: tuple[int, ...]) -> None:
+    x, weight = torch.empty(shape), torch.ones(8)
+    half = (*shape[:-1], 4)
+    assert elementwise.rms_norm(kernels, x, weight, 1e-5).shape == shape
+    assert elementwise.layer_norm(kernels, x, weight, None, 1e-5).shape == shape
+    assert elementwise.scale(kernels, x, 2.0, x).shape == shape
+    assert elementwise.gated(kernels, x, Gating()).shape == half
+    assert elementwise.gate(kernels, x, x, ActivationFunction.SILU).shape == shape
+    assert elementwise.activate(kernels, x, ActivationFunction.SILU).shape == shape
+    assert elementwise.soft_cap(kernels, x, 2.0).shape == shape
+
+
 def test_wrong_arguments_are_named(kernels: NativeKernels) -> None:
     x = random(4, 8, dtype=torch.float32)
     with pytest.raises(ValueError, match="weight"):

@@ -15,9 +15,10 @@ constexpr int64_t kSerialElements = 8192;
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// f(first, end, thread) over all of [0, count) in chunks, in parallel.
+// f(first, end, thread) over all of [0, count) in chunks, in parallel. chunk: 0 where count is.
 template <typename F>
 inline void for_chunks(Pool& pool, int64_t count, int64_t chunk, F&& f) {
+  if (count == 0) return;
   pool.parallel((count + chunk - 1) / chunk, [&](int64_t task, int thread) {
     f(task * chunk, min_of(count, (task + 1) * chunk), thread);
   });
