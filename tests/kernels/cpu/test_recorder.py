@@ -10,11 +10,13 @@ from quire.kernels.cpu import abi
 from quire.kernels.cpu.abi import Epilogue, OpKind
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.mixture import PackedExperts
 from quire.kernels.cpu.program import Program
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.operators import TORCH_OPERATORS
 from quire.kernels.rotary import Angles, Rotation
+from quire.kernels.routing import RouterSpec, Routing
 
 GELU = Gating(ActivationFunction.GELU_TANH)
 WIDTH, VOCAB, MOST_TOKENS = 48, 90, 7
@@ -276,6 +278,9 @@ OPERATORS = {
     "gate within a product": lambda ops, x, y: ops.gate(
         x.unflatten(-1, (4, 12))[..., :6], x.unflatten(-1, (4, 12))[..., 6:], SIGMOID
     ),
+    "gate heads by columns of theirs": lambda ops, x, y: ops.gate(
+        x.unflatten(-1, (4, 12)), x[:, :4].unsqueeze(-1), SIGMOID
+    ),
     "soft cap": lambda ops, x, y: ops.soft_cap(x, 0.5),
     "layer norm": lambda ops, x, y: ops.layer_norm(x, WEIGHT, WEIGHT, 1e-5),
     "layer norm without bias": lambda ops, x, y: ops.layer_norm(x, WEIGHT, None, 1e-5),
@@ -302,6 +307,47 @@ def test_each_operator_is_as_torch_defines_it(recorder: Recorder, name: str) -> 
     program = recorder.finish(output)
     for _ in range(2):
         torch.testing.assert_close(run(program, token_ids), expected, rtol=1e-5, atol=1e-6)
+
+
+def gated_linear(num_outputs: int, num_inputs: int) -> PackedLinear:
+    linear = PackedLinear(
+        abi.WeightLayout.DENSE_F32,
+        2 * num_outputs,
+        num_inputs,
+        interleave=num_outputs,
+        dtype=torch.float32,
+    )
+    linear.pack(random(2 * num_outputs, num_inputs), 0)
+    return linear
+
+
+def test_experts_follow_a_routers_own_choice(recorder: Recorder) -> None:
+    spec = RouterSpec(3, 2)
+    up = [gated_linear(8, WIDTH) for _ in range(3)]
+    down = [packed(WIDTH, 8, seed=seed)[0] for seed in range(3)]
+    layer, router = PackedExperts(up, down, Gating(), 2), packed(3, WIDTH, seed=9)[0]
+    with recorder.recording():
+        x = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
+        logits = recorder.linear(x, router)
+        routing = recorder.route(logits, None, spec, torch.float32)
+        output = recorder.experts(x, layer, routing)
+        with pytest.raises(UnrecordableError, match="another choice than a router's own"):
+            scaled = recorder.scale(routing.weights, 2.0)
+            recorder.experts(x, layer, Routing(routing.ids, scaled))
+        with pytest.raises(UnrecordableError, match="given heads"):
+            recorder.experts(x.unflatten(-1, (2, -1)), layer, routing)
+        with pytest.raises(UnrecordableError, match="not a logit for each"):
+            recorder.route(logits[:, :2], None, spec, torch.float32)
+        with pytest.raises(UnrecordableError, match=r"bias is torch\.bfloat16"):
+            recorder.route(logits, torch.zeros(3).bfloat16(), spec, torch.float32)
+    assert OpKind.EXPERTS in kinds(recorder.finish(output))
+
+
+def test_a_part_of_a_value_is_no_result(recorder: Recorder) -> None:
+    with recorder.recording():
+        total = recorder.embed(random(VOCAB, WIDTH), recorder.inputs[0])
+    with pytest.raises(UnrecordableError, match="a part of a value"):
+        recorder.finish(total[:, 3:])
 
 
 def test_a_linear_does_not_add_to_what_it_reads(recorder: Recorder) -> None:

@@ -118,7 +118,10 @@ class OperatorRecorder(Recording):
         operand, gates = self._pair(x, by)
         if by.shape[:-1] != x.shape[:-1] or gates.width not in (1, operand.width):
             raise UnrecordableError("a gate is of another shape than what it multiplies")
-        out = self._values.over_or_like(x, "gated")
+        if operand.memory is gates.memory:  # a head's gate may be a column of another head
+            out = self._values.like(x, "gated")
+        else:
+            out = self._values.over_or_like(x, "gated")
         fields = {"activation": ActivationKind[activation.name], "size": operand.width}
         self._compute(OpKind.GATE, operand, out, fields | {"second_size": gates.width}, gates)
         return out
@@ -155,10 +158,15 @@ class OperatorRecorder(Recording):
         spec: RouterSpec,
         dtype: torch.dtype,
     ) -> Routing:
+        operand = self._values.operand(logits)
+        if operand.num_heads > 1 or operand.width != spec.num_experts:
+            raise UnrecordableError("experts are chosen by what is not a logit for each")
+        if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
+            raise UnrecordableError(f"a router's bias is {bias.dtype}, or not contiguous")
         struct = router_struct(spec, bias, self._dtype)
         out = self._values.new(Memory("routing", 2 * spec.top_k, torch.float32))
         fields = {"experts": address_of(struct)}
-        self._add(OpKind.ROUTE, self._values.operand(logits), out, fields, (struct, bias))
+        self._add(OpKind.ROUTE, operand, out, fields, (struct, bias))
         # Ids are stored as the bits of as many floats.
         return Routing(out.rows[:, : spec.top_k], out.rows[:, spec.top_k :])
 

@@ -73,7 +73,8 @@ class Recorder(StateRecorder):
     def finish(self, output: torch.Tensor) -> Program:
         """The program. output: the placeholder that `forward` returned."""
         result = self._values.operand(output)
-        assert result.is_whole
+        if not result.is_whole:
+            raise UnrecordableError("the result is a part of a value")
         return self._ops.finish(self._kernels, result.memory, self._max_num_tokens)
 
     def finish_rows(self, rows: torch.Tensor, output: torch.Tensor) -> RowsProgram:
@@ -107,19 +108,17 @@ class Recorder(StateRecorder):
 
     def experts(self, x: torch.Tensor, layer: PackedExperts, routing: Routing) -> torch.Tensor:
         """x [T, H] -> the weighted sum of each token's experts [T, H]."""
-        choice = self._values.operand(routing.ids)
-        assert choice.offset == 0 and choice.width == layer.top_k
+        operand, choice = self._values.operand(x), self._values.operand(routing.ids)
+        weights = self._values.operand(routing.weights)
+        are_beside = weights.memory is choice.memory and weights.offset == choice.width
+        if choice.offset != 0 or choice.width != layer.top_k or not are_beside:
+            raise UnrecordableError("experts are given another choice than a router's own")
+        if operand.num_heads > 1 or operand.memory.dtype != self._dtype:
+            raise UnrecordableError("experts are given heads, or another dtype than the model's")
+        assert operand.width == layer.num_inputs
         out = self._new("product", layer.num_outputs)
-        self._ops.append(
-            Operation(
-                OpKind.EXPERTS,
-                self._values.operand(x),
-                self._values.operand(out.rows),
-                {"experts": address_of(layer.struct)},
-                layer,
-                choice,
-            )
-        )
+        fields = {"experts": address_of(layer.struct)}
+        self._compute(OpKind.EXPERTS, operand, out.rows, fields, choice, layer)
         return out.rows
 
     def head_linears(self, x: torch.Tensor, linears: Sequence[PackedLinear]) -> torch.Tensor:
