@@ -24,12 +24,29 @@ def random(*shape, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", sorted(HF_ACTIVATIONS.keys() - {"gelu_new"}))
 def test_equals_transformers_to_the_bit(name, dtype):
-    gate_up = random(7, 160, dtype=dtype)
+    gate_up = random(7, 128, dtype=dtype)  # rows of whole vectors
     before = gate_up.clone()
-    first, up = gate_up.chunk(2, dim=-1)
+    # In transformers each is a product of its own.
+    first, up = (part.contiguous() for part in gate_up.chunk(2, dim=-1))
     assert torch.equal(activate(first, HF_ACTIVATIONS[name]), ACT2FN[name](first))
     assert torch.equal(gated(gate_up, Gating(HF_ACTIVATIONS[name])), ACT2FN[name](first) * up)
     assert torch.equal(gate_up, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("size", [3, 17, 70])
+@pytest.mark.parametrize("function", ActivationFunction, ids=lambda function: function.value)
+def test_company_changes_no_bit(function, size, dtype):
+    computed = [
+        lambda rows: activate(rows[:, :size].contiguous(), function),
+        lambda rows: gated(rows, Gating(function)),
+        lambda rows: gated(rows, Gating(limit=3.0, alpha=1.7, up_offset=1.0)),
+    ]
+    rows = random(9, 2 * size, dtype=dtype)
+    for compute in computed:
+        whole = compute(rows)
+        for first, last in ((0, 1), (3, 5), (8, 9), (2, 9)):
+            assert torch.equal(compute(rows[first:last]), whole[first:last])
 
 
 def test_the_old_name_of_gelu_by_tanh():

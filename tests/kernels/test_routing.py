@@ -100,6 +100,17 @@ def test_equal_to_transformers(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(chosen[1][same], expected[1][same], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("scoring", Scoring, ids=lambda scoring: scoring.value)
+def test_company_changes_no_bit(scoring: Scoring) -> None:
+    logits = torch.randn(9, 17, generator=torch.Generator().manual_seed(3)) * 3
+    spec = RouterSpec(17, 4, scoring, renormalizes=True)
+    crowd = route(logits, None, spec, torch.float32)
+    for token in range(9):
+        alone = route(logits[token : token + 1], None, spec, torch.float32)
+        assert torch.equal(alone.ids[0], crowd.ids[token])
+        assert torch.equal(alone.weights[0], crowd.weights[token])
+
+
 def test_of_equal_scores_the_lower_id_is_chosen() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5])
     for scoring in Scoring:

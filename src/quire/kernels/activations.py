@@ -68,17 +68,17 @@ def activate(x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
     """x [..., D] -> act(x), [..., D]."""
     match activation:
         case ActivationFunction.SILU:
-            return functional.silu(x)
+            return in_whole_vectors(functional.silu, x)
         case ActivationFunction.GELU:
-            return functional.gelu(x)
+            return in_whole_vectors(functional.gelu, x)
         case ActivationFunction.GELU_TANH:
-            return functional.gelu(x, approximate="tanh")
+            return in_whole_vectors(lambda part: functional.gelu(part, approximate="tanh"), x)
         case ActivationFunction.RELU:
             return functional.relu(x)
         case ActivationFunction.RELU_SQUARED:
             return functional.relu(x).square_()
         case ActivationFunction.SIGMOID:
-            return torch.sigmoid(x)
+            return in_whole_vectors(torch.sigmoid, x)
         case ActivationFunction.IDENTITY:
             return x.clone()
 
@@ -94,7 +94,7 @@ def gated(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
     if gating.up_offset:
         up = up + gating.up_offset
     if gating.alpha != 1.0:
-        return gate * torch.sigmoid(gate * gating.alpha) * up
+        return gate * activate(gate * gating.alpha, ActivationFunction.SIGMOID) * up
     return activate(gate, gating.activation).mul_(up)
 
 
@@ -105,7 +105,7 @@ def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> t
             f"by is {tuple(by.shape)}, but x, {tuple(x.shape)}, needs the same, or a last dimension"
             " of 1"
         )
-    return x * in_whole_vectors(lambda part: activate(part, activation), by)
+    return x * activate(by, activation)
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:

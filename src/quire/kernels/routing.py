@@ -19,6 +19,8 @@ from enum import Enum
 
 import torch
 
+from quire.kernels.whole_vectors import in_whole_vectors
+
 RENORMALIZATION_EPS = 1e-20
 """Is added to the sum by which a sigmoid's weights are divided, as DeepSeek-V3 does."""
 
@@ -95,7 +97,7 @@ def route(
     if spec.scoring is Scoring.SOFTMAX:
         scores = scores.softmax(-1)
     elif spec.scoring is Scoring.SIGMOID:
-        scores = scores.sigmoid()
+        scores = in_whole_vectors(torch.sigmoid, scores)
     choice = scores if bias is None or spec.has_scales else scores + bias
     ids = largest(_eligible(choice, spec), spec.top_k)
     weights = scores.gather(1, ids)

@@ -18,7 +18,9 @@ def in_whole_vectors(
     function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 ) -> torch.Tensor:
     """function(x), of x as a dense tensor that ends with a whole vector."""
+    if x.device.type != "cpu":
+        return function(x)
     rest = -x.numel() % _ELEMENTS
-    if rest == 0 or x.device.type != "cpu":
+    if rest == 0:
         return function(x.contiguous())
     return function(functional.pad(x.flatten(), (0, rest)))[: x.numel()].view(x.shape)
