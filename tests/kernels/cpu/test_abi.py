@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from quire.kernels.cpu import abi, build, experts_abi, library
+from quire.kernels.cpu import abi, build, experts_abi, library, mixture
 from quire.kernels.cpu.states import state_abi
+from quire.kernels.routing import Scoring
 
 STRUCTURES = [
     value
@@ -151,6 +152,23 @@ def test_enumerations_have_the_same_values(name: str) -> None:
     assert body is not None
     values = {key.lower(): int(value) for key, value in re.findall(r"(\w+) = (\d+)", body[1])}
     assert members(getattr(abi, name), ENUMERATIONS[name]) == values
+
+
+def test_scorings_have_the_same_values() -> None:
+    body = re.search(r"enum Scoring : int32_t \{(.*?)\}", header("library/experts_abi.h"), re.S)
+    assert body is not None
+    values = {key.lower(): int(value) for key, value in re.findall(r"(\w+) = (\d+)", body[1])}
+    assert values == {
+        f"k{scoring.name.replace('_', '')}".lower(): value
+        for scoring, value in mixture._SCORINGS.items()
+    }
+    assert mixture._SCORINGS.keys() == set(Scoring)
+
+
+def test_formats_of_kv_have_the_same_values() -> None:
+    assert re.findall(r"k(\w+)KV = (\d+)", header("library/abi.h")) == [
+        (form.name.capitalize(), str(form.value)) for form in abi.KVFormat
+    ]
 
 
 def c_kind(declaration: str) -> str:
