@@ -11,6 +11,8 @@ from quire.kernels.cpu.abi import OpKind
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.cpu.recorded_values import UnrecordableError
 from quire.kernels.cpu.recorder import Recorder
+from quire.kernels.cpu.states import state_abi
+from quire.kernels.cpu.states.state_recorder import NativeStates
 from quire.kernels.operators import TORCH_OPERATORS
 from quire.kernels.rotary import Angles
 from quire.recurrence.state_specs import Mamba2Weights
@@ -113,3 +115,21 @@ def test_refuses_what_has_no_operation(kernels: NativeKernels) -> None:
             recorder.short_conv(0, rows, random(48, 4), None)
         with pytest.raises(UnrecordableError, match="not a row for each token"):
             recorder.mamba2(0, x, x, x, x, Mamba2Weights(random(2)))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_what_an_earlier_call_was_given_is_not_recorded(
+    kernels: NativeKernels, has_bias: bool
+) -> None:
+    calls = [state_abi.ShortConv(num_channels=48, width=4, bias=1)]
+    states = NativeStates(state_abi.StateStep(), [state_abi.StateLayer()], calls)
+    recorder = Recorder(kernels, torch.float32, 4, NO_LAYERS, states)
+    weight, bias = random(48, 4), random(48) if has_bias else None
+    with recorder.recording():
+        rows = recorder.embed(random(VOCAB, 48), recorder.inputs[0])
+        output = recorder.short_conv(0, rows, weight, bias)
+    program = recorder.finish(output)
+    recorded = abi.StateCall.from_address(program.ops[1].states).call
+    found = state_abi.ShortConv.from_address(recorded)
+    assert found.weight == weight.data_ptr()
+    assert found.bias == (None if bias is None else bias.data_ptr())

@@ -132,7 +132,8 @@ class StateRecorder(OperatorRecorder):
         step = self._wide_operand(self._wide(OpKind.WIDEN, dt, {}, None))
         learned = {"a": weights.a, "d": weights.d, "dt_bias": weights.dt_bias}
         wide = {
-            name: part.float().contiguous() for name, part in learned.items() if part is not None
+            name: None if part is None else part.float().contiguous()
+            for name, part in learned.items()
         }
         return self._move(OpKind.MAMBA2, layer, (x, b, c), x.shape, (step,), wide)
 
@@ -140,10 +141,8 @@ class StateRecorder(OperatorRecorder):
         self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """See `recurrence.state_backend.StateBackend`."""
-        dense = {"weight": weight.contiguous()}
-        if bias is not None:
-            dense["bias"] = bias.contiguous()
-        if any(part.dtype != self._dtype for part in dense.values()):
+        dense = {"weight": weight.contiguous(), "bias": None if bias is None else bias.contiguous()}
+        if any(part is not None and part.dtype != self._dtype for part in dense.values()):
             raise UnrecordableError("a convolution has weights of another dtype than the model")
         return self._move(OpKind.SHORT_CONV, layer, (x,), x.shape, (), dense)
 
@@ -154,11 +153,12 @@ class StateRecorder(OperatorRecorder):
         parts: tuple[torch.Tensor, ...],
         shape: torch.Size,
         wide: tuple[Operand, ...],
-        learned: Mapping[str, torch.Tensor] | None = None,
+        learned: Mapping[str, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
         """Tokens through a layer's states. parts: columns of one value, each token's side by side.
         shape: of the result. wide: further operands, fp32. learned: by the names of the
-        structure's fields."""
+        structure's fields, which may point to what an earlier call was given; None: a null
+        pointer."""
         if self._states is None:
             raise UnrecordableError("states are moved by another backend than the native one")
         operands = [self._values.operand(part) for part in parts]
@@ -168,7 +168,7 @@ class StateRecorder(OperatorRecorder):
             raise UnrecordableError("what moves a state is not all of one product")
         call = _copied(self._states.calls[layer])
         for name, part in (learned or {}).items():
-            setattr(call, name, part.data_ptr())
+            setattr(call, name, None if part is None else part.data_ptr())
         if kind is OpKind.SHORT_CONV:
             call.weight_dtype = abi.DTYPES[self._dtype]
         offsets = [each.offset - first.offset for each in operands[1:]] + [0, 0]
