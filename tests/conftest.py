@@ -5,6 +5,7 @@
 """
 
 import gc
+import logging
 import os
 from collections.abc import Generator
 from dataclasses import fields
@@ -58,6 +59,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def log_settings() -> Generator[None]:
+    """What a command sets of the logger `quire` ends with its test."""
+    logger = logging.getLogger("quire")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 # ---- several processes (pytest-xdist) ------------------------------------------------------------

@@ -20,11 +20,14 @@ from quire.core.sampling_params import DecodingParams
 from quire.core.step import BlockCopy
 from quire.formats.registry import load_weight_format, weight_format_names
 from quire.formats.weight_format import TritonLinears
-from quire.kernels.operators import TORCH_OPERATORS
+from quire.kernels.activations import ActivationFunction, Gating
+from quire.kernels.operators import TORCH_OPERATORS, Operators
 from quire.kernels.rotary import Angles, Rotation, rotate
+from quire.kernels.routing import RouterSpec, Routing, route
 from quire.kernels.transfers import DeviceLink
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 from quire.kernels.triton.operators import TritonOperators
+from quire.layers.experts import Experts, MoESpec
 from quire.layers.linear import Linear, LinearKind
 from quire.runtime.kv_cache import KVCache
 from quire.runtime.page_layout import plan_layout
@@ -42,10 +45,11 @@ SAMPLING_GOAL_S = 1e-3
 
 # Which kernel files of `quire/kernels/triton` each check launches.
 COVERS = {
-    "operators": ("rms_norm", "silu_mul"),
+    "operators": ("rms_norm", "silu_mul", "activations", "layer_norm"),
     "rotary and the write of K and V": ("rotary_kv_write",),
     "copies": ("copy_blocks",),
     "linears": ("matmul", "skinny_matmul", "quantize_rows", "int8_matmul", "int4_matmul"),
+    "experts": ("grouped_matmul", "grouped_int8_matmul", "grouped_int4_matmul"),
     "sampling": (*("scan_logits", "gumbel_sample", "edit_logits", "penalties", "token_logprobs"),),
     "attention": (
         *("paged_attention", "decode_work", "merge_parts", "latent_write", "latent_attention"),
@@ -62,6 +66,7 @@ def check_kernels(bench: Bench) -> None:
         "rotary and the write of K and V": check_rotary,
         "copies": check_copies,
         "linears": check_linears,
+        "experts": check_experts,
         "sampling": check_sampling,
     }
     for name, check in checks.items():
@@ -104,6 +109,27 @@ def check_operators(bench: Bench) -> None:
                 worst = max(worst, relative_error(found, one))
         name = f"rms_norm, add_rms_norm, silu_mul, {str(dtype)[6:]}"
         bench.at_most(name, worst, BOUNDS[dtype], is_time=False)
+        name = f"gates, activations, soft cap, LayerNorm, {str(dtype)[6:]}"
+        bench.at_most(name, _activations_error(bench, dtype), BOUNDS[dtype], is_time=False)
+
+
+def _activations_error(bench: Bench, dtype: torch.dtype) -> float:
+    """The largest of all functions and gates."""
+    triton, size = TritonOperators(), 48 if bench.small else 2880
+    x, by = (_random(bench, 5, size, dtype=dtype) for _ in range(2))
+    weight, bias = (_random(bench, size, dtype=dtype) for _ in range(2))
+    calls: list[Callable[[Operators], torch.Tensor]] = [
+        lambda each: each.layer_norm(x, weight, bias, 1e-5),
+        lambda each: each.soft_cap(x.clone(), 3.0),
+        lambda each: each.gated(x, Gating(limit=1.5, alpha=1.7, up_offset=1.0)),
+    ]
+    for function in ActivationFunction:
+        calls += [
+            lambda each, function=function: each.activate(x.clone(), function),
+            lambda each, function=function: each.gate(x.clone(), by, function),
+            lambda each, function=function: each.gated(x, Gating(function)),
+        ]
+    return max(relative_error(call(triton), call(TORCH_OPERATORS)) for call in calls)
 
 
 def check_rotary(bench: Bench) -> None:
@@ -187,6 +213,33 @@ def check_linears(bench: Bench) -> None:
             x = _random(bench, num_rows, sizes[0], dtype=dtype)
             worst = max(worst, relative_error(found(x).cpu(), reference(x.cpu())))
         bench.at_most(f"{quantization} products", worst, QUANTIZED_BOUND, is_time=False)
+
+
+def check_experts(bench: Bench) -> None:
+    """All of a layer's experts at once, beside one after the other; some get no row."""
+    hidden, inner, num_experts = (64, 32, 5) if bench.small else (2048, 768, 64)
+    router = RouterSpec(num_experts=num_experts, top_k=2 if bench.small else 8)
+    spec = MoESpec(router=router, intermediate_size=inner)
+    for quantization in (None, *weight_format_names()):
+        weight_format = load_weight_format(quantization)
+        layers = []
+        for linears in (TritonLinears(TritonOperators(), batch_invariant=False), None):
+            device = bench.device if linears else torch.device("cpu")
+            layer = Experts(hidden, spec, dtype=bench.dtype, device=device)
+            random_state = torch.Generator().manual_seed(3)
+            for linear in (each for each in layer.modules() if isinstance(each, Linear)):
+                linear.use(weight_format.method(triton=linears), bench.dtype, device)
+                for slot in linear.slots().values():
+                    slot.load(0, torch.randn(slot.shape, generator=random_state) * 0.05)
+                linear.finish()
+            layers.append(layer)
+        x = _random(bench, 3 if bench.small else 65, hidden, dtype=bench.dtype)
+        logits = torch.randn(len(x), num_experts)
+        routing = route(logits, None, spec.router, bench.dtype)
+        moved = Routing(*(each.to(bench.device) for each in (routing.ids, routing.weights)))
+        error = relative_error(layers[0](x, moved).cpu(), layers[1](x.cpu(), routing))
+        name = f"experts, {quantization or str(bench.dtype)[6:]}"
+        bench.at_most(name, error, max(QUANTIZED_BOUND, BOUNDS[bench.dtype]), is_time=False)
 
 
 def _linear(

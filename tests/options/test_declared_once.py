@@ -204,7 +204,7 @@ def test_every_engine_option_is_an_argument_and_has_a_row(reference: ModuleType)
 OTHER_USES = {
     *("model", "--model"),  # comes by its place, too
     *("seed", "--seed"),  # of the sampling
-    *("--port", "api_keys", "log_level"),  # of `quire doctor`; from the environment
+    *("--port", "--revision", "api_keys", "log_level"),  # of `quire doctor`; from the environment
     "enable_prefix_caching",  # settled by the allocator that an LLM is compared with
 }
 """Names of options in the files below."""
