@@ -174,6 +174,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         summary_type="cls_index", summary_use_proj=True,
         task_specific_params={"text-generation": {"do_sample": True}}, vocab_size=50257,
     ),
+    "GPT-2 large": _of(
+        "GPT2LMHeadModel", "gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-05,
+        n_ctx=1024, n_embd=1280, n_head=20, n_layer=36, n_positions=1024, n_special=0,
+        predict_special_tokens=True, summary_type="cls_index", vocab_size=50257, _num_labels=1,
+    ),
+    "Galactica 1.3B": _of(
+        "OPTForCausalLM", "opt", _remove_final_layer_norm=False, activation_dropout=0.0,
+        activation_function="gelu", do_layer_norm_before=True, dropout=0.1, enable_bias=True,
+        ffn_dim=8192, hidden_size=2048, init_std=0.02, layer_norm_elementwise_affine=True,
+        layerdrop=0.0, learned_embeddings=True, max_position_embeddings=2048,
+        num_attention_heads=32, num_hidden_layers=24, output_projection=True, pad_token_id=1,
+        scale_embeddings=False, vocab_size=50000, word_embed_proj_dim=2048,
+    ),
     "OPT 125M": _of(
         "OPTForCausalLM", "opt", _remove_final_layer_norm=False, activation_dropout=0.0,
         activation_function="relu", bos_token_id=2, do_layer_norm_before=True, dropout=0.1,

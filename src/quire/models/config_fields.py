@@ -17,6 +17,7 @@ _BOOKKEEPING = {
     "_attn_implementation_autoset",
     "_commit_hash",
     "_name_or_path",
+    "_num_labels",
     "architectures",
     "attention_dropout",  # applied in training only, as is everything named dropout
     "attn_implementation",

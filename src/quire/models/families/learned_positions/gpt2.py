@@ -31,7 +31,7 @@ _DEFAULTS = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
 _UNUSED = (
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "n_ctx", "reorder_and_upcast_attn"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
-    *("summary_type", "summary_use_proj", "gradient_checkpointing"),
+    *("summary_type", "summary_use_proj", "gradient_checkpointing", "predict_special_tokens"),
 )
 
 
@@ -47,6 +47,7 @@ class GPT2Config(DecoderConfig):
             named["intermediate_size"] = 4 * fields.integer("hidden_size")
         for name in _UNUSED:
             fields.value(name)
+        fields.plain("n_special", 0)
         fields.plain("scale_attn_by_inverse_layer_idx", False)
         return cls.read(
             fields,

@@ -21,6 +21,12 @@ _OUR_NAMES = {"activation_function": "hidden_act", "ffn_dim": "intermediate_size
 _DEFAULTS = {"tie_word_embeddings": True}
 _EPS = 1e-5  # torch's, which transformers' model has
 _UNUSED = ("activation_dropout", "dropout", "init_std", "layerdrop")  # of training
+# Which published configs have, and transformers ignores.
+_OF_TRAINING_CODE = {
+    "learned_embeddings": True,
+    "output_projection": True,
+    "scale_embeddings": False,
+}
 _NUM_SPARE_POSITIONS = 2
 
 
@@ -36,6 +42,8 @@ class OPTConfig(DecoderConfig):
             fields.value(name)
         fields.plain("do_layer_norm_before", True)
         fields.plain("_remove_final_layer_norm", False)
+        for name, value in _OF_TRAINING_CODE.items():
+            fields.plain(name, value)
         fields.plain("word_embed_proj_dim", fields.integer("hidden_size"))
         has_bias = fields.flag("enable_bias", True)
         has_weights = fields.flag("layer_norm_elementwise_affine", True)
