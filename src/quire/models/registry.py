@@ -122,7 +122,9 @@ class ModelEntry:
         if self.rename is not None:
             checkpoint = RenamedCheckpoint(checkpoint, self.rename)
         if config.num_predicting_layers:
-            checkpoint = RenamedCheckpoint(checkpoint, without_layers(config.num_layers))
+            end = config.num_layers + config.num_predicting_layers
+            predicting = without_layers(range(config.num_layers, end))
+            checkpoint = RenamedCheckpoint(checkpoint, predicting)
         if self.arrangement is not None:
             checkpoint = ArrangedCheckpoint(checkpoint, self.arrangement(config))
         return checkpoint if self.unstack is None else self.unstack(checkpoint)

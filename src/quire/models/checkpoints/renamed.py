@@ -72,11 +72,11 @@ def with_words(words: Mapping[str, str]) -> Rename:
     return rename
 
 
-def without_layers(first: int) -> Rename:
-    """Names of layers from `first` on are left out."""
+def without_layers(layers: range) -> Rename:
+    """Names of these layers are left out."""
 
     def rename(name: str) -> str | None:
         found = _LAYER.match(name)
-        return None if found is not None and int(found[1]) >= first else name
+        return None if found is not None and int(found[1]) in layers else name
 
     return rename

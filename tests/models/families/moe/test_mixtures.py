@@ -157,9 +157,10 @@ def test_layers_that_predict_further_tokens_are_left_out(
     reference.model.layers = reference.model.layers[:3]
     edit_config(folder, num_hidden_layers=3, num_nextn_predict_layers=1)
     assert_same_logits(folder, reference)
-    edit_config(folder, num_nextn_predict_layers=0)
-    with pytest.raises(CheckpointError, match=r"the weights have model.layers.3"):
-        load_config_and_weights(folder)
+    for num_layers, num_predicting in ((3, 0), (2, 1)):
+        edit_config(folder, num_hidden_layers=num_layers, num_nextn_predict_layers=num_predicting)
+        with pytest.raises(CheckpointError, match=r"the weights have model.layers.3"):
+            load_config_and_weights(folder)
 
 
 def load_config_and_weights(folder):
