@@ -193,7 +193,7 @@ def test_gated(kernels: NativeKernels, dtype: torch.dtype, gating: Gating) -> No
         gate_up = random(num_rows, 2 * size + 3, dtype=dtype)[:, : 2 * size] * 4
         ours = elementwise.gated(kernels, gate_up, gating)
         expected = activations.gated(gate_up, gating)
-        assert_near(ours, expected, 8.0)
+        assert_near(ours, expected, 16.0)  # torch's GELU of fp32 is 1e-6 from the exact one
         for row in range(0, num_rows, 13):
             alone = elementwise.gated(kernels, gate_up[row : row + 1], gating)
             assert torch.equal(alone[0], ours[row])
