@@ -305,7 +305,7 @@ def load_config(
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     is_native = isinstance(name, str) and name in MODELS
     if from_transformers or (from_transformers is None and not is_native):
-        return _fallback_config(path, raw, wrapper)
+        return _fallback_config(path, raw, wrapper, is_native=is_native)
     if not is_native:
         raise UnsupportedModelError(
             f"{path}: architectures is {shown(names)}, of which quire has no model of its own"
@@ -321,12 +321,16 @@ def load_config(
     return replace(config, architecture=name, wrapper=wrapper)
 
 
-def _fallback_config(path: Path, raw: Mapping[str, Any], wrapper: str | None) -> FallbackConfig:
+def _fallback_config(
+    path: Path, raw: Mapping[str, Any], wrapper: str | None, *, is_native: bool
+) -> FallbackConfig:
     try:
         return replace(FallbackConfig.from_hf(raw), wrapper=wrapper)
     except UnsupportedModelError as error:
-        nearest = _nearest(raw.get("architectures"))
-        raise UnsupportedModelError(f"{path.parent}: {error}{nearest}") from error
+        own = f"; quire has no model of its own for it{_nearest(raw.get('architectures'))}"
+        if is_native:
+            own = "; quire has a model of its own for it, which model_impl 'auto' takes"
+        raise UnsupportedModelError(f"{path.parent}: {error}{own}") from error
 
 
 def _nearest(names: object) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, UnsupportedModelError
 from quire.models.checkpoints.loader import load_model
 from quire.models.registry import find_entry, load_config
 
@@ -66,3 +66,17 @@ def test_the_choice_of_the_model_is_the_callers(tiny_folder):
     assert find_entry(own).model is not find_entry(other).model
     assert own.attention_specs == other.attention_specs
     assert json.loads((folder / "config.json").read_text())["architectures"] == [own.architecture]
+
+
+def test_a_refusal_says_whether_quire_has_a_model_of_its_own(tmp_path):
+    path = tmp_path / "config.json"
+    for name, kind, message in (
+        ("Qwen3NextForCausalLM", "qwen3_next", "quire has a model of its own for it, which"),
+        ("MambaForCausalLM", "mamba", "quire has no model of its own for it"),
+    ):
+        path.write_text(json.dumps({"architectures": [name], "model_type": kind}))
+        with pytest.raises(UnsupportedModelError, match=f"a state beside keys.*; {message}"):
+            load_config(tmp_path, from_transformers=True)
+    path.write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"architectures is None.*of its own for it"):
+        load_config(tmp_path, from_transformers=True)

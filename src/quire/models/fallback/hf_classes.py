@@ -111,8 +111,8 @@ def _without_code(raw: Mapping[str, Any]) -> dict[str, Any]:
 def refusal(name: str, reason: str) -> str:
     """reason: why no class of transformers can compute it, as a sentence goes on."""
     return (
-        f"config.json: architectures is {shown([name])}, of which quire has no model of its own,"
-        f" and transformers' can't run on quire's memory: {reason}"
+        f"config.json: architectures is {shown([name])}, of which transformers' class can't run on"
+        f" quire's memory: {reason}"
     )
 
 
