@@ -13,6 +13,7 @@ from quire.kernels.activations import (
     gated,
     soft_cap,
 )
+from quire.kernels.silu_mul import silu_mul
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -47,6 +48,12 @@ def test_company_changes_no_bit(function, size, dtype):
         whole = compute(rows)
         for first, last in ((0, 1), (3, 5), (8, 9), (2, 9)):
             assert torch.equal(compute(rows[first:last]), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_plain_gate_is_that_of_silu_to_the_bit(dtype):
+    gate_up = random(9, 34, dtype=dtype)
+    assert torch.equal(gated(gate_up, Gating()), silu_mul(gate_up))
 
 
 def test_the_old_name_of_gelu_by_tanh():

@@ -66,21 +66,7 @@ class Gating:
 
 def activate(x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
     """x [..., D] -> act(x), [..., D]."""
-    match activation:
-        case ActivationFunction.SILU:
-            return in_whole_vectors(functional.silu, x)
-        case ActivationFunction.GELU:
-            return in_whole_vectors(functional.gelu, x)
-        case ActivationFunction.GELU_TANH:
-            return in_whole_vectors(lambda part: functional.gelu(part, approximate="tanh"), x)
-        case ActivationFunction.RELU:
-            return functional.relu(x)
-        case ActivationFunction.RELU_SQUARED:
-            return functional.relu(x).square_()
-        case ActivationFunction.SIGMOID:
-            return in_whole_vectors(torch.sigmoid, x)
-        case ActivationFunction.IDENTITY:
-            return x.clone()
+    return in_whole_vectors(lambda part: _activated(part, activation), x)
 
 
 def gated(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
@@ -95,7 +81,11 @@ def gated(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
         up = up + gating.up_offset
     if gating.alpha != 1.0:
         return gate * activate(gate * gating.alpha, ActivationFunction.SIGMOID) * up
-    return activate(gate, gating.activation).mul_(up)
+    # Halves of rows lie apart, so that torch goes through them row by row, and a row's result
+    # depends on no other. Not so for GELU, nor for what a limit has made dense.
+    by_rows = gating.limit is None and gating.activation is not ActivationFunction.GELU
+    function = _activated if by_rows else activate
+    return function(gate, gating.activation).mul_(up)
 
 
 def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
@@ -111,3 +101,21 @@ def gate(x: torch.Tensor, by: torch.Tensor, activation: ActivationFunction) -> t
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
     """x [..., D] -> cap * tanh(x / cap), so that none is above cap in size."""
     return torch.tanh(x / cap).mul_(cap)
+
+
+def _activated(x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
+    match activation:
+        case ActivationFunction.SILU:
+            return functional.silu(x)
+        case ActivationFunction.GELU:
+            return functional.gelu(x)
+        case ActivationFunction.GELU_TANH:
+            return functional.gelu(x, approximate="tanh")
+        case ActivationFunction.RELU:
+            return functional.relu(x)
+        case ActivationFunction.RELU_SQUARED:
+            return functional.relu(x).square_()
+        case ActivationFunction.SIGMOID:
+            return torch.sigmoid(x)
+        case ActivationFunction.IDENTITY:
+            return x.clone()
