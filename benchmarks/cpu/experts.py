@@ -177,7 +177,7 @@ def measure_engine(folder: Path, precision: str, rows: Sequence[int], num_turns:
     config = load_config(folder)
     assert isinstance(config, DecoderConfig)
     llm = LLM(
-        model=folder,
+        model=str(folder),
         quantization=None if precision == "bf16" else precision,
         dtype="bfloat16",
         skip_tokenizer_init=True,
