@@ -74,6 +74,15 @@ def test_what_is_not_served_is_refused_before_its_weights_are_fetched(
     assert "config.json" in hub.fetched() and not {*hub.fetched()} & {*SHARDS}
 
 
+def test_what_may_not_run_by_transformers_is_refused_before_its_weights_are_fetched(
+    start_hub: Callable[[FakeHub], FakeHub],
+) -> None:
+    hub = _hub(start_hub, architectures=["HeliumForCausalLM"], model_type="helium")
+    with pytest.raises(UnsupportedModelError, match="model_impl is 'native'"):
+        choose_kind(EngineOptions(model="org/model", model_impl="native"))
+    assert not {*hub.fetched()} & {*SHARDS}
+
+
 @pytest.mark.parametrize("elsewhere", [{"tokenizer": "a/folder"}, {"skip_tokenizer_init": True}])
 def test_a_missing_tokenizer_matters_where_it_is_read(
     elsewhere: dict[str, Any], start_hub: Callable[[FakeHub], FakeHub]

@@ -53,16 +53,17 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
     bar on stderr. Raises ConfigurationError and its kinds, before weights are fetched."""
     options = settle_overrides(options)
     overrides = options.hf_overrides
+    from_transformers = _FROM_TRANSFORMERS[options.model_impl]
+    read = partial(load_config, overrides=overrides, from_transformers=from_transformers)
     folder = resolve_model_folder(
         options.model,
         options.revision,
-        check=partial(load_config, overrides=overrides),
+        check=read,
         needs_tokenizer=options.tokenizer is None and not options.skip_tokenizer_init,
         on_progress=on_progress,
     )
     said = read_pooling_folder(folder) if has_modules(folder) else None
-    from_transformers = _FROM_TRANSFORMERS[options.model_impl]
-    config = load_config(folder, overrides=overrides, from_transformers=from_transformers)
+    config = read(folder)
     if isinstance(config, FallbackConfig):
         logger.info(
             "%s is computed by transformers %s (model_impl is %r) on quire's memory, attention and"
@@ -91,9 +92,7 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
     generates = not (is_asked_to or (is_made_to and options.runner == AUTO))
     pooling = _pooling(options, folder, config, said)
     if not generates and not pooling.score_token_ids:
-        config = load_config(
-            folder, pools_hidden=True, overrides=overrides, from_transformers=from_transformers
-        )
+        config = read(folder, pools_hidden=True)
     if not generates:
         options = _with_fitting_length(options, config, said)
     return ModelKind(options, folder, config, pooling, generates)
