@@ -44,6 +44,12 @@ def test_a_refusal_names_what_is_called_alike(tmp_path):
         load_config(_folder(tmp_path, architectures=["Qwen3ForCausalML"]), from_transformers=False)
 
 
+def test_a_refusal_names_nothing_that_is_called_otherwise(tmp_path):
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_config(_folder(tmp_path, architectures=["BloomForCausalLM"]), from_transformers=False)
+    assert "of like names" not in str(caught.value)
+
+
 def test_a_missing_config_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         load_config(tmp_path)

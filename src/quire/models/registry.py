@@ -336,6 +336,8 @@ def _fallback_config(
 def _nearest(names: object) -> str:
     """How a refusal ends: what of quire's own has such a name, and where all are listed."""
     name = str(names[0]) if isinstance(names, list) and names else ""
-    found = get_close_matches(name, (*MODELS, *WRAPPERS), n=3, cutoff=0.75)
+    stems = {each: each.partition("For")[0] for each in (*MODELS, *WRAPPERS)}
+    alike = get_close_matches(name.partition("For")[0], set(stems.values()), n=3, cutoff=0.75)
+    found = [each for each, stem in stems.items() if stem in alike]
     known = f"; those of like names are {', '.join(found)}" if found else ""
     return f"{known}; docs/models.md lists all that quire has"
