@@ -63,6 +63,15 @@ def test_a_mixture_tells_what_a_token_is_computed_from() -> None:
     assert "parameters  1,000,000,000, of which a token is computed from 100,000,000" in printed
 
 
+def test_what_computes_and_what_is_left_out_is_told() -> None:
+    assert "computed" not in lines(REPORT)
+    other = replace(REPORT, transformers_version="5.23.0", wrapper="SeeingForConditionalGeneration")
+    assert (
+        "computed    by the class of transformers 5.23.0, on quire's memory, attention and linears;"
+        " for text alone, of SeeingForConditionalGeneration\n"
+    ) in lines(other)
+
+
 def test_what_is_not_measured_is_not_promised() -> None:
     assert "speed       not measured" in lines(REPORT, None)
     on_gpu = replace(REPORT, device_type="cuda", kernels="triton", has_weights=False)

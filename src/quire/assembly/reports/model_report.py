@@ -19,6 +19,7 @@ from quire.formats.registry import weight_format_names
 from quire.hub.model_folder import find_model
 from quire.models.checkpoints.loader import weight_bytes
 from quire.models.config import ModelConfig
+from quire.models.fallback.fallback_config import FallbackConfig
 from quire.models.footprint import footprint, num_weights
 from quire.options.engine_options import EngineOptions
 from quire.runtime.page_layout import KVCacheLayout, plan_layout
@@ -52,6 +53,8 @@ class ModelReport:
     in. kernels: what computes; device_type: where. num_tokens: of the sequence that
     `Precision.kv_bytes` is of. problem: why it can't be served as it is, though its config is
     understood. tokenizer_problem: why it can't be served text; None, as before: it can.
+    transformers_version: of the class that computes the model; None: quire's own does. wrapper: the
+    multimodal architecture of which this is the language model; None: it is whole.
     """
 
     folder: Path
@@ -70,6 +73,8 @@ class ModelReport:
     precisions: tuple[Precision, ...]
     problem: str | None
     tokenizer_problem: str | None
+    transformers_version: str | None = None
+    wrapper: str | None = None
 
 
 def report_on(model: str, revision: str | None, num_tokens: int) -> ModelReport:
@@ -102,6 +107,10 @@ def report_on(model: str, revision: str | None, num_tokens: int) -> ModelReport:
         precisions=tuple(_precisions(kind, num_tokens)),
         problem=_problem(kind, setup) if found.has_weights else None,
         tokenizer_problem=_tokenizer_problem(found.folder),
+        transformers_version=(
+            config.transformers_version if isinstance(config, FallbackConfig) else None
+        ),
+        wrapper=config.wrapper,
     )
 
 

@@ -69,13 +69,15 @@ def describe_model(
     rows = {
         "folder": f"{found.folder}{'' if found.has_weights else ', without its weights'}",
         "served": f"by {_kernels(found)}, in {found.dtype} where nothing else is asked for",
+        "computed": _computed(found),
         "parameters": _parameters(found),
         "layers": f"{found.num_layers}; KV: {_kinds(found)}",
         "positions": f"{found.max_positions:,}",
         "speed": _speed(found, available, speed),
     }
     for name, value in rows.items():
-        yield f"  {name:<12}{value}"
+        if value:
+            yield f"  {name:<12}{value}"
     yield ""
     length = f"KV {found.num_tokens:,}"
     yield _row(("precision", "weights", "read a token", length, "tokens/s", "fits here"))
@@ -91,6 +93,19 @@ def _kernels(found: "ModelReport") -> str:
         return "torch, since native kernels can't be had (`quire doctor` says why)"
     kinds = {"cuda": "Triton kernels", "cpu": f"native kernels ({found.kernels})"}
     return kinds.get(found.device_type, found.kernels)
+
+
+def _computed(found: "ModelReport") -> str:
+    """What is unlike a model of quire's own, served whole."""
+    parts = []
+    if found.transformers_version is not None:
+        parts.append(
+            f"by the class of transformers {found.transformers_version}, on quire's memory,"
+            " attention and linears"
+        )
+    if found.wrapper is not None:
+        parts.append(f"for text alone, of {found.wrapper}")
+    return "; ".join(parts)
 
 
 def _parameters(found: "ModelReport") -> str:
