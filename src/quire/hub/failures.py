@@ -17,15 +17,17 @@ CLIENT_ERRORS: tuple[type[Exception], ...] = tuple(kind for kind in _KINDS if ki
 """The client's own, those of the HTTP library that this version of it happens to use, and what
 Python raises below them."""
 
+_NAMED: tuple[type[Exception], ...] = (*CLIENT_ERRORS, ValueError)
+
 
 @contextmanager
 def named_failures(name: str, revision: str | None) -> Iterator[None]:
     """What the hub's client raises becomes a sentence."""
     try:
         yield
-    except Exception as error:
-        if isinstance(error, QuireError) or not isinstance(error, (*CLIENT_ERRORS, ValueError)):
-            raise
+    except QuireError:
+        raise  # a sentence already
+    except _NAMED as error:
         wanted = f"{name!r}" if revision is None else f"{name!r}, revision {revision!r},"
         raise CheckpointError(
             f"{wanted} is not a folder here, and {_why_not(name, error)}"

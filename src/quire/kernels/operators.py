@@ -191,7 +191,8 @@ class TorchOperators:
     def activate(self, x: torch.Tensor, activation: ActivationFunction) -> torch.Tensor:
         if activation is ActivationFunction.GELU:
             # In place: memory for a new tensor may cost more than the function (2026-11-23).
-            return torch.ops.aten.gelu_(x)  # type: ignore[no-any-return]
+            found: torch.Tensor = torch.ops.aten.gelu_(x)
+            return found
         return activations.activate(x, activation)
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -134,11 +134,7 @@ class Expert(nn.Module):
             size, (hidden_size,), LinearKind.ROW, bias=spec.bias, dtype=dtype, device=device
         )
         self.down_proj.is_summed_later = True
-
-    @property
-    def has_adapter(self) -> bool:
-        """Whether one of the linears is more than its method computes."""
-        return self.gate_up_proj.adapter is not None or self.down_proj.adapter is not None
+        self.linears = (self.gate_up_proj, self.down_proj)
 
 
 class Experts(nn.ModuleList):
@@ -147,27 +143,25 @@ class Experts(nn.ModuleList):
     def __init__(
         self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(
+        experts = [
             Expert(hidden_size, spec, dtype=dtype, device=device)
             for _ in range(spec.router.num_experts)
-        )
+        ]
+        super().__init__(experts)
         self.active_share = spec.router.top_k / spec.router.num_experts  # see `models.footprint`
         # Held apart from the modules, as these are.
         self.linears = ExpertLinears(
-            tuple(each.gate_up_proj for each in self._each()),
-            tuple(each.down_proj for each in self._each()),
+            tuple(each.gate_up_proj for each in experts),
+            tuple(each.down_proj for each in experts),
             spec.gating,
         )
-
-    def _each(self) -> list[Expert]:
-        return [each for each in self.children() if isinstance(each, Expert)]
+        self._linears = [linear for each in experts for linear in each.linears]
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [T, H] -> the weighted sum of each token's experts [T, H]."""
-        experts = self._each()
-        if any(each.has_adapter for each in experts):
+        if any(linear.adapter is not None for linear in self._linears):
             return mix_experts(x, routing, self._compute)
-        return experts[0].down_proj.method.experts(self.linears, x, routing)
+        return self._linears[0].method.experts(self.linears, x, routing)
 
     def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         module = self[expert]
