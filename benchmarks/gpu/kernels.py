@@ -45,7 +45,7 @@ SAMPLING_GOAL_S = 1e-3
 
 # Which kernel files of `quire/kernels/triton` each check launches.
 COVERS = {
-    "operators": ("rms_norm", "silu_mul", "activations", "layer_norm"),
+    "operators": ("rms_norm", "activations", "layer_norm"),
     "rotary and the write of K and V": ("rotary_kv_write",),
     "copies": ("copy_blocks",),
     "linears": ("matmul", "skinny_matmul", "quantize_rows", "int8_matmul", "int4_matmul"),

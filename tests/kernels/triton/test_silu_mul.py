@@ -6,8 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 from quire.kernels import silu_mul as reference
-from quire.kernels.triton.silu_mul import silu_mul
+from quire.kernels.triton.operators import TritonOperators
 
+silu_mul = TritonOperators().silu_mul
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 2), (3, 34), (2, 2, 2026), (0, 16), (1, 2050)]
 

@@ -11,7 +11,6 @@ from quire.kernels.operators import TorchOperators
 from quire.kernels.triton import activations
 from quire.kernels.triton.layer_norm import layer_norm
 from quire.kernels.triton.rms_norm import add_rms_norm, rms_norm
-from quire.kernels.triton.silu_mul import silu_mul
 
 
 class TritonOperators(TorchOperators):
@@ -40,7 +39,7 @@ class TritonOperators(TorchOperators):
         return add_rms_norm(x, residual, weight, eps, offset, scale)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_mul(gate_up)
+        return activations.gated(gate_up, Gating())
 
     def gated(self, gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
         return activations.gated(gate_up, gating)

@@ -7,7 +7,6 @@ from quire.kernels.triton.attention.copy_blocks import copy_blocks_kernel
 from quire.kernels.triton.attention.rotary_kv_write import MOST_REGISTERS, rotary_kv_write_kernel
 from quire.kernels.triton.layer_norm import layer_norm_kernel
 from quire.kernels.triton.rms_norm import rms_norm_kernel
-from quire.kernels.triton.silu_mul import silu_mul_kernel
 from quire.kernels.triton.support import next_power_of_two
 
 
@@ -27,15 +26,6 @@ def _rms_norm(
         {**pointers, "num_rows": "i32", "x_stride": "i32:16", "eps": "fp32"},
         constants,
         num_warps=num_warps,
-    )
-
-
-def _silu_mul(dtype: str, size: int) -> KernelSpec:
-    return KernelSpec(
-        silu_mul_kernel,
-        f"{dtype} F{size}",
-        {"gate_up_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "gate_up_stride": "i32:16"},
-        {"F": size, "BLOCK_F": 1024},
     )
 
 
@@ -123,7 +113,7 @@ def _rotary(
 SPECS = [
     _rms_norm("bf16", 4096, 4096, 16, with_residual=True),
     _rms_norm("fp32", 80, 128, 4, with_residual=False),
-    _silu_mul("bf16", 14336),
+    _gated("bf16", 14336, "silu"),
     _layer_norm("bf16", 768, 4, has_bias=True),
     _gated("bf16", 9216, "gelu_tanh"),
     _gated("bf16", 2880, "silu", 7.0),
@@ -156,8 +146,8 @@ MORE = [
     _layer_norm("fp32", 4096, 16, has_bias=False),
     _gated("fp32", 1013, "gelu"),
     _gated("fp16", 4096, "relu_squared"),
-    _silu_mul("fp32", 3072),
-    _silu_mul("fp16", 1013),
+    _gated("fp32", 3072, "silu"),
+    _gated("fp16", 1013, "silu"),
     _rotary("bf16", (16, 8), 128, normed=True),
     _rotary("fp16", (32, 32), 80),
     _rotary("fp32", (32, 8), 256),
