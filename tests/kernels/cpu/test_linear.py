@@ -231,7 +231,8 @@ def test_padding_is_cleared_whatever_was_there(
     struct.weights = memory.data_ptr()
     kernels.library.clear_padding(struct)
     number = abi.DTYPES[dtype]
-    kernels.library.pack_rows(struct, weight.data_ptr(), number, k, 0, n)
+    isa = kernels.library.isas()[kernels.isa]
+    kernels.library.pack_rows(isa, struct, weight.data_ptr(), number, k, 0, n)
     out = torch.empty(3, n, dtype=dtype)
 
     kernels.library.linear(

@@ -11,7 +11,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_void_p
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "quire_run": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "quire_packed_bytes": (c_int64, [_LINEAR]),
     "quire_num_scales": (c_int64, [_LINEAR]),
-    "quire_pack_rows": (None, [_LINEAR, c_void_p, c_int32, c_int64, c_int64, c_int64]),
+    "quire_pack_rows": (
+        None,
+        [c_int32, _LINEAR, c_void_p, c_int32, c_int64, c_int64, c_int64],
+    ),
     "quire_clear_padding": (None, [_LINEAR]),
     "quire_unpack_rows": (None, [_LINEAR, c_void_p, c_int64, c_void_p, c_int64]),
     "quire_linear": (
@@ -147,6 +150,11 @@ class NativeLibrary:
         """The instruction sets that this processor has, best first -> their index."""
         names = {self.isa_name(i).decode(): i for i in range(self.num_isas())}
         return {name: i for name, i in names.items() if self.isa_supported(i)}
+
+    @cached_property
+    def best_isa(self) -> int:
+        """The index of the first of `isas`: for what all of them compute alike."""
+        return next(iter(self.isas().values()))
 
 
 class NativeKernels:

@@ -100,7 +100,10 @@ class PackedLinear:
             )
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         dtype, stride = DTYPES[rows.dtype], rows.stride(0)
-        self._library.pack_rows(self.struct, rows.data_ptr(), dtype, stride, first, len(rows))
+        self._library.pack_rows(
+            self._library.best_isa,
+            *(self.struct, rows.data_ptr(), dtype, stride, first, len(rows)),
+        )
 
     def set_bias(self, bias: torch.Tensor) -> None:
         """bias: [N] in the checkpoint's order."""

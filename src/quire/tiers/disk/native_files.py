@@ -16,7 +16,7 @@ class NativeFiles(Files):
     """As `Files`, but records are read and checked by one call, without the GIL."""
 
     def __init__(self, library: NativeLibrary) -> None:
-        self._read, self._isa = library.read_records, next(iter(library.isas().values()))
+        self._read, self._isa = library.read_records, library.best_isa
 
     def read_records(
         self, descriptor: int, records: RecordRun, targets: Targets

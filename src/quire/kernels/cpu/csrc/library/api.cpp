@@ -80,9 +80,12 @@ int64_t quire_packed_bytes(const Weights* linear) { return packed_bytes(*linear)
 
 int64_t quire_num_scales(const Weights* linear) { return num_scales(*linear); }
 
-void quire_pack_rows(const Weights* linear, const void* rows, int32_t rows_dtype, int64_t ld,
-                     int64_t first, int64_t num_rows) {
-  pack_rows(*linear, rows, DType(rows_dtype), ld, first, num_rows);
+void quire_pack_rows(int32_t isa, const Weights* linear, const void* rows, int32_t rows_dtype,
+                     int64_t ld, int64_t first, int64_t num_rows) {
+  if (linear->format == kInt4)
+    kTables[isa]->round_int4(*linear, rows, DType(rows_dtype), ld, first, num_rows);
+  else
+    pack_rows(*linear, rows, DType(rows_dtype), ld, first, num_rows);
 }
 
 void quire_clear_padding(const Weights* linear) { clear_padding(*linear); }

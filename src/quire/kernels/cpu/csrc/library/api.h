@@ -34,8 +34,8 @@ void quire_destroy(void* context);
 void quire_run(void* context, const quire::Op* ops, int64_t num_ops, const quire::Step* step);
 int64_t quire_packed_bytes(const quire::Weights* linear);
 int64_t quire_num_scales(const quire::Weights* linear);
-void quire_pack_rows(const quire::Weights* linear, const void* rows, int32_t rows_dtype, int64_t ld,
-                     int64_t first, int64_t num_rows);
+void quire_pack_rows(int32_t isa, const quire::Weights* linear, const void* rows,
+                     int32_t rows_dtype, int64_t ld, int64_t first, int64_t num_rows);
 void quire_clear_padding(const quire::Weights* linear);
 void quire_unpack_rows(const quire::Weights* linear, const int64_t* outputs, int64_t num_rows,
                        void* rows, int64_t ld);

@@ -23,6 +23,11 @@ struct Kernels {
   void (*linear)(Pool&, const Weights&, DType, const void* x, int64_t ldx, int64_t M, void* out,
                  DType out_dtype, int64_t ldo, Epilogue);
 
+  // rounding/round_int4.cpp: pack_rows of packing/pack.h for kInt4, by the calling thread. All
+  // instruction sets store the same bytes.
+  void (*round_int4)(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
+                     int64_t num_rows);
+
   // attention.cpp: q [T, ldq] with Hq * D elements a token (rotated) -> out [T, ldo] with Hq *
   // output_dim(layer), in latent layers with Hq * value_dim. K and V of the step's tokens are in the
   // pages already. lse: [T, Hq] natural log-sum-exp, or null.

@@ -1,10 +1,11 @@
-// Packs and unpacks weights by format; dense formats are done here.
+// Packs and unpacks weights by format; dense formats are done here, rounding/ packs int4.
 
 #include "packing/pack.h"
 
 #include <cstring>
 
 #include "linear/linear.h"
+#include "linear/linear_int4.h"
 
 namespace quire {
 namespace {
@@ -89,6 +90,16 @@ void unpack_dense(const Weights& linear, const int64_t* outputs, int64_t num_row
   }
 }
 
+void clear_padding_int4(const Weights& linear) {
+  const int64_t last = num_panels(linear) - 1, panel_bytes = 2 * int4_unit_bytes(linear);
+  std::memset(static_cast<uint8_t*>(const_cast<void*>(linear.weights)) + last * panel_bytes, 0,
+              panel_bytes);
+  auto* factors = const_cast<float*>(linear.scales);
+  for (int64_t n = 0; n < kPanelOutputs; ++n)
+    for (int half = 0; half < 2; ++half)
+      factors[half * padded_outputs(linear) + last * kPanelOutputs + n] = 0.0f;
+}
+
 int64_t dense_bytes(const Weights& linear) {
   return padded_outputs(linear) * units_per_panel(linear) * 4;
 }
@@ -110,20 +121,19 @@ void clear_dense(const Weights& linear) {
 
 int64_t packed_bytes(const Weights& linear) {
   if (linear.format == kInt8) return packed_bytes_int8(linear);
-  if (linear.format == kInt4) return packed_bytes_int4(linear);
+  if (linear.format == kInt4) return num_panels(linear) * 2 * int4_unit_bytes(linear);
   return dense_bytes(linear);
 }
 
 int64_t num_scales(const Weights& linear) {
   if (linear.format == kInt8) return num_scales_int8(linear);
-  if (linear.format == kInt4) return num_scales_int4(linear);
+  if (linear.format == kInt4) return 2 * padded_outputs(linear);
   return 0;
 }
 
 void pack_rows(const Weights& linear, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                int64_t num_rows) {
   if (linear.format == kInt8) return pack_rows_int8(linear, rows, rows_dtype, ld, first, num_rows);
-  if (linear.format == kInt4) return pack_rows_int4(linear, rows, rows_dtype, ld, first, num_rows);
   if (linear.format == kDenseBF16)
     pack_dense_from<uint16_t>(linear, rows, rows_dtype, ld, first, num_rows);
   else

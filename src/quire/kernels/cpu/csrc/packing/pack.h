@@ -16,7 +16,8 @@ int64_t num_scales(const Weights&);
 // given as rows of K elements (fp32 or bf16), `ld` elements apart. Outputs count as in the
 // checkpoint: all of gate, then all of up, where the linear interleaves. Weights of padding are
 // zeroed by `clear_padding`, once. scales and sums are filled through pointers const to kernels.
-// Calls for different rows may run at once.
+// Calls for different rows may run at once. Of all formats but kInt4, which is
+// `Kernels::round_int4`'s.
 void pack_rows(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                int64_t num_rows);
 void clear_padding(const Weights&);
@@ -31,11 +32,5 @@ int64_t num_scales_int8(const Weights&);
 void pack_rows_int8(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                     int64_t num_rows);
 void clear_padding_int8(const Weights&);
-
-int64_t packed_bytes_int4(const Weights&);  // pack_int4.cpp
-int64_t num_scales_int4(const Weights&);
-void pack_rows_int4(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
-                    int64_t num_rows);
-void clear_padding_int4(const Weights&);
 
 }  // namespace quire

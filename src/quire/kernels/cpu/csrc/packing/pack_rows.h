@@ -1,4 +1,4 @@
-// Shared by the packers of int4 and int8 weights.
+// What packers of rounded weights share.
 #pragma once
 #include <cstdint>
 #include <cstring>
