@@ -92,6 +92,19 @@ def test_frequencies_of_a_part_of_each_head_equal_transformers(rope_type, rope, 
     assert torch.equal(ours, expected) and our_factor == factor
 
 
+def test_attn_factor_multiplies_the_factor_of_yarn():
+    """As DeepSeek-R1-0528-Qwen3-8B has it, which so leaves cosines and sines as they are."""
+    limits = RopeLimits(128, 131072, 131072)
+    ours, factor = YarnRope(1e6, 32768, 4.0, attn_factor=0.8782488562869419).frequencies(limits)
+    plain, plain_factor = YarnRope(1e6, 32768, 4.0).frequencies(limits)
+    assert torch.equal(ours, plain)
+    assert plain_factor == pytest.approx(1.1386, abs=1e-4) and factor == pytest.approx(
+        1.0, abs=1e-9
+    )
+    fixed = YarnRope(1e6, 32768, 4.0, attention_factor=1.5, attn_factor=0.5)
+    assert fixed.frequencies(limits)[1] == 1.5
+
+
 def test_every_type_is_compared():
     assert {rope_type for rope_type, _, _ in ROPES} == ROPE_TYPES.keys()
     assert all(ROPE_TYPES[rope_type] is type(rope) for rope_type, rope, _ in ROPES)

@@ -64,23 +64,7 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
     )
     said = read_pooling_folder(folder) if has_modules(folder) else None
     config = read(folder)
-    if isinstance(config, FallbackConfig):
-        logger.info(
-            "%s is computed by transformers %s (model_impl is %r) on quire's memory, attention and"
-            " linears; docs/models.md says what that means",
-            config.architecture,
-            config.transformers_version,
-            options.model_impl,
-        )
-    if config.wrapper is not None:
-        logger.info(
-            "%s is served for text, by its language model (%s); what its files hold for images and"
-            " sound is left out",
-            config.wrapper,
-            config.architecture,
-        )
-    if config.num_predicting_layers:
-        logger.info("layers that predict tokens further on (MTP) are left out, if there are any")
+    _tell_unexpected(options, config)
     could_generate = find_entry(config).generates
     if options.runner == GENERATE and not could_generate:
         raise ConfigurationError(
@@ -96,6 +80,28 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
     if not generates:
         options = _with_fitting_length(options, config, said)
     return ModelKind(options, folder, config, pooling, generates)
+
+
+def _tell_unexpected(options: EngineOptions, config: ModelConfig) -> None:
+    """Warn of what a user of the model might not expect: that a class of transformers computes it,
+    which is slower in some cases, and that it is served for text alone."""
+    if isinstance(config, FallbackConfig):
+        logger.warning(
+            "%s is computed by transformers %s (model_impl is %r) on quire's memory, attention and"
+            " linears; docs/models.md says what that means",
+            config.architecture,
+            config.transformers_version,
+            options.model_impl,
+        )
+    if config.wrapper is not None:
+        logger.warning(
+            "%s is served for text, by its language model (%s); what its files hold for images and"
+            " sound is left out",
+            config.wrapper,
+            config.architecture,
+        )
+    if config.num_predicting_layers:
+        logger.info("layers that predict tokens further on (MTP) are left out, if there are any")
 
 
 def _pooling(

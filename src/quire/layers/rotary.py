@@ -134,7 +134,9 @@ class YarnRope(Rope):
     """YaRN, arXiv:2309.00071.
 
     factor: None: max_position_embeddings over the original one. attention_factor: None: from the
-    factor, and from mscale and mscale_all_dim where both are given (DeepSeek).
+    factor, and from mscale and mscale_all_dim where both are given (DeepSeek). attn_factor:
+    multiplies the one from the factor, as in YaRN's own code and in vLLM; transformers 5.23 passes
+    over it (DeepSeek-R1-0528-Qwen3-8B, where both together are 1).
     """
 
     original_max_position_embeddings: int
@@ -145,6 +147,7 @@ class YarnRope(Rope):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    attn_factor: float = 1.0
 
     def frequencies(self, limits: RopeLimits) -> tuple[torch.Tensor, float]:
         dim = limits.rotary_dim
@@ -186,8 +189,9 @@ class YarnRope(Rope):
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return _yarn_mscale(factor, self.mscale) / _yarn_mscale(factor, self.mscale_all_dim)
-        return _yarn_mscale(factor, 1)
+            all_dims = _yarn_mscale(factor, self.mscale_all_dim)
+            return self.attn_factor * _yarn_mscale(factor, self.mscale) / all_dims
+        return self.attn_factor * _yarn_mscale(factor, 1)
 
 
 @dataclass(frozen=True, slots=True)

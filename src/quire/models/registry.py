@@ -279,6 +279,12 @@ def find_entry(config: ModelConfig) -> ModelEntry:
     )
 
 
+_TAKE_TRANSFORMERS = (
+    "its class of transformers may compute it in place of quire's own: --model-impl transformers,"
+    " or model_impl='transformers' in Python"
+)
+
+
 def load_config(
     folder: Path,
     *,
@@ -315,7 +321,12 @@ def load_config(
     base = name.removesuffix("ForCausalLM") + "Model"
     if pools_hidden and MODELS[name].generates and base in MODELS:
         name = base
-    config = MODELS[name].config.from_hf(raw)
+    try:
+        config = MODELS[name].config.from_hf(raw)
+    except UnsupportedModelError as error:
+        if from_transformers is None and MODELS[name].generates:
+            raise UnsupportedModelError(f"{error}; {_TAKE_TRANSFORMERS}") from error
+        raise
     if config.tie_word_embeddings and not MODELS[name].generates:
         config = replace(config, tie_word_embeddings=False)  # there is one end only
     return replace(config, architecture=name, wrapper=wrapper)
