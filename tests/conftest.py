@@ -17,6 +17,7 @@ from tests.forking import Forks
 from tests.turns import Turns
 
 from quire.kernels.options import KERNELS
+from quire.observability.log import LIBRARIES
 from quire.options.engine_options import EngineOptions
 
 # Both are read when the libraries are first imported, and inherited by processes that tests start.
@@ -63,12 +64,17 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(autouse=True)
 def log_settings() -> Generator[None]:
-    """What a command sets of the logger `quire` ends with its test."""
-    logger = logging.getLogger("quire")
-    level, handlers = logger.level, list(logger.handlers)
+    """What a command sets of loggers ends with its test.
+
+    `propagate` above all: pytest (from 9.1 on) adds its own handlers to each logger that does not
+    propagate, and those of one test's setup would be put back here for good.
+    """
+    loggers = [logging.getLogger(name) for name in ("quire", *LIBRARIES)]
+    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
     yield
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate, logger.handlers[:] = propagate, handlers
 
 
 # ---- several processes (pytest-xdist) ------------------------------------------------------------

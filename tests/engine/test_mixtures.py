@@ -69,7 +69,9 @@ def test_triton_kernels_give_the_tokens_of_torch(
     pytest.importorskip("triton")
     torch.set_num_threads(1)
     folder = save(name, tmp_path)
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    # Rounded products take the interpreter five times as long.
+    prompts, num_tokens = (PROMPTS, 4) if quantization is None else (PROMPTS[:2], 3)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     found, expected = (
         make_llm(
             folder,
@@ -78,7 +80,7 @@ def test_triton_kernels_give_the_tokens_of_torch(
             kernels=kernels,
             num_blocks=20,
             max_num_seqs=4,
-        ).generate(PROMPTS, params, use_tqdm=False)
+        ).generate(prompts, params, use_tqdm=False)
         for kernels in ("triton", "torch")
     )
     for ours, theirs in zip(found, expected, strict=True):
