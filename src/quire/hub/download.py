@@ -4,7 +4,7 @@
     blobs/ETAG               a whole file; the client links it into the snapshot's folder
 
 The hub's client resumes a file by itself while its process lives, and (since version 1.0) throws
-away what had come once the process ends; here it is kept. Called by `model_folder`.
+away what had come once the process ends; here it is kept. Called by `fetching`.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Lists a hub's model, and chooses the files that are needed.
 
-What the list shows to be missing is said before anything is fetched. Called by `model_folder`.
+What the list shows to be missing is said before anything is fetched. Called by `fetching`.
 Brings the hub's client, a quarter of a second of imports that a local folder doesn't need.
 """
 

@@ -1,7 +1,7 @@
 """Finds which files hold a model's weights: one, or several that an index names.
 
 Works on names alone, so that a listing of the hub's is judged as a folder is, before anything is
-fetched. Called by `model_folder` and by the reader of checkpoints. Imports no torch.
+fetched. Called by `repository`, `fetching` and the reader of checkpoints. Imports no torch.
 """
 
 from collections.abc import Collection

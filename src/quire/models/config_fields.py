@@ -99,7 +99,7 @@ _PLAIN_VALUES: dict[str, Any] = {
 
 # Of the harmless ones those that say something to someone.
 _SPEAKING = {"architectures", "dtype", "id2label", "num_labels", "torch_dtype"}
-_ROPE_FORMS = ("rope_scaling", "rope_parameters")
+ROPE_FORMS = ("rope_scaling", "rope_parameters")
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,8 +113,8 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
                 " out"
             )
     names = set(overrides)
-    if names & set(_ROPE_FORMS):
-        names |= set(_ROPE_FORMS)  # of transformers 4 and 5: one of them is read
+    if names & set(ROPE_FORMS):
+        names |= set(ROPE_FORMS)  # of transformers 4 and 5: one of them is read
     return {**{name: raw[name] for name in raw if name not in names}, **overrides}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.errors import CheckpointError, shown
-from quire.kernels.routing import RouterSpec
+from quire.kernels.routing import RouterSpec, Scoring
 from quire.layers.experts import MoESpec
 from quire.models.config_fields import ConfigFields
 
@@ -34,18 +34,49 @@ def read_router(fields: ConfigFields, num_experts: int, **spec: Any) -> RouterSp
     spec: the other fields of `RouterSpec`. Raises CheckpointError for numbers that don't fit each
     other.
     """
-    top_k = fields.integer("num_experts_per_tok")
-    num_groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    return checked_router(
+        num_experts=num_experts,
+        top_k=fields.integer("num_experts_per_tok"),
+        num_groups=fields.integer("n_group", 1),
+        top_groups=fields.integer("topk_group", 1),
+        **spec,
+    )
+
+
+def read_sigmoid_router(fields: ConfigFields) -> RouterSpec:
+    """DeepSeek-V3's, whose bias is added for the choice alone."""
+    return read_router(
+        fields,
+        read_num_experts(fields, 128),
+        scoring=Scoring.SIGMOID,
+        renormalizes=fields.flag("norm_topk_prob", True),
+        sums_best=fields.integer("n_group", 1) > 1,
+        has_bias=True,
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
+def checked_router(**spec: Any) -> RouterSpec:
+    """spec: the fields of `RouterSpec`. Raises CheckpointError for numbers that don't fit each
+    other."""
     try:
-        return RouterSpec(
-            num_experts=num_experts,
-            top_k=top_k,
-            num_groups=num_groups,
-            top_groups=top_groups,
-            **spec,
-        )
+        return RouterSpec(**spec)
     except ValueError as error:
         raise CheckpointError(f"config.json: of the experts' router, {error}") from None
+
+
+def read_shared_mixture(fields: ConfigFields, router: RouterSpec, num_shared: int) -> MoESpec:
+    """Experts of `moe_intermediate_size` beside `n_shared_experts` that all tokens have.
+
+    num_shared: where the config is silent.
+    """
+    size = fields.integer("moe_intermediate_size")
+    return MoESpec(
+        router=router,
+        intermediate_size=size,
+        fp32_logits=True,
+        shared_size=size * fields.integer("n_shared_experts", num_shared),
+    )
 
 
 def by_layer(
@@ -54,6 +85,15 @@ def by_layer(
     """`DecoderConfig.mixtures`: which layers have it."""
     num_layers = fields.integer("num_hidden_layers")
     return tuple(mixture if is_sparse(layer) else None for layer in range(num_layers))
+
+
+def by_sparse_step(fields: ConfigFields, mixture: MoESpec) -> tuple[MoESpec | None, ...]:
+    """The same, of Qwen's: every `decoder_sparse_step`-th layer but for `mlp_only_layers`."""
+    step, dense = (
+        fields.integer("decoder_sparse_step", 1),
+        read_layer_list(fields, "mlp_only_layers"),
+    )
+    return by_layer(fields, mixture, lambda layer: layer not in dense and (layer + 1) % step == 0)
 
 
 def read_layer_list(fields: ConfigFields, name: str) -> list[int]:

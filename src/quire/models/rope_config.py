@@ -4,6 +4,7 @@ In the form of transformers 4 (`rope_scaling` beside `rope_theta`) or 5 (`rope_p
 type needs is read off its dataclass in `layers.rotary`, so a new type needs nothing here.
 """
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -11,7 +12,7 @@ from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.hub.model_files import shown_name
 from quire.layers.rotary import ROPE_TYPES, Rope
 from quire.models.config_bounds import checked_integer, checked_number
-from quire.models.config_fields import ConfigFields
+from quire.models.config_fields import ROPE_FORMS, ConfigFields
 
 _DEFAULT_THETA = 10000.0
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -92,13 +93,23 @@ def read_rope(
 
 def read_rope_parameters(config: ConfigFields) -> dict[str, Any]:
     """In either of their two places, without nulls; changes to them change nothing else."""
-    scaling, parameters = config.value("rope_scaling"), config.value("rope_parameters")
+    scaling, parameters = map(config.value, ROPE_FORMS)
     raw = scaling or parameters or {}
     if not isinstance(raw, dict):
         raise CheckpointError(
             f"config.json: the rope parameters are {shown(raw)}, but must be an object"
         )
     return {name: value for name, value in raw.items() if value is not None}
+
+
+def of_one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rope parameters without the sections that rotate by time, height and width: a token of text
+    has the same position on all three, so that it rotates as without them."""
+    plain = {name: rope[name] for name in rope if not name.startswith("mrope_")}
+    for name in ("type", "rope_type"):
+        if plain.get(name) == "mrope":
+            plain[name] = "default"
+    return plain
 
 
 def _check_names(rope_type: str, given: set[str], known: dict[str, Any]) -> None:

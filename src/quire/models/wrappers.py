@@ -16,6 +16,8 @@ from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.models.checkpoints.renamed import RenamedCheckpoint
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.checkpoints.transposed_experts import TransposedExperts
+from quire.models.config_fields import ROPE_FORMS
+from quire.models.rope_config import of_one_axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,6 @@ TEXT_MODELS: dict[str, TextModelType] = {
 }
 """By `model_type` of the text_config."""
 
-_ROPE_PLACES = ("rope_scaling", "rope_parameters")
 _DTYPES = ("dtype", "torch_dtype")
 
 
@@ -155,23 +156,13 @@ def _text_fields(
     }
     if not any(text.get(name) for name in _DTYPES):
         found |= {name: raw[name] for name in _DTYPES if raw.get(name)}
-    for place in _ROPE_PLACES:
-        if isinstance(text.get(place), dict):
-            found[place] = _of_one_axis(text[place])
+    for form in ROPE_FORMS:
+        if isinstance(text.get(form), dict):
+            found[form] = of_one_axis(text[form])
     # transformers reads the outer one alone; what only the inner one says was meant as well.
     ties = [each.get("tie_word_embeddings") for each in (raw, text)]
     found["tie_word_embeddings"] = next((tie for tie in ties if tie is not None), wrapper.is_tied)
     return found
-
-
-def _of_one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rope parameters without the sections that rotate by time, height and width: a token of text
-    has the same position on all three, so that it rotates as without them."""
-    plain = {name: rope[name] for name in rope if not name.startswith("mrope_")}
-    for name in ("type", "rope_type"):
-        if plain.get(name) == "mrope":
-            plain[name] = "default"
-    return plain
 
 
 def _without_images(raw: Mapping[str, Any]) -> dict[str, Any]:

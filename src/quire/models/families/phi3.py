@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from quire.models.checkpoints.arranged import Arrangement
 from quire.models.config import DecoderConfig
-from quire.models.config_fields import ConfigFields
+from quire.models.config_fields import ROPE_FORMS, ConfigFields
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
@@ -41,10 +41,10 @@ class Phi3Config(DecoderConfig):
 
 def _renamed_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The rope parameters under the type's present name."""
-    for place in ("rope_scaling", "rope_parameters"):
-        rope = raw.get(place)
+    for form in ROPE_FORMS:
+        rope = raw.get(form)
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in _OLD_NAMES:
-            return {place: {**rope, "rope_type": "longrope"}}
+            return {form: {**rope, "rope_type": "longrope"}}
     return {}
 
 

@@ -97,6 +97,13 @@ def test_refuses_sizes_that_can_not_be(fields, message):
         Glm4MoeLiteConfig.from_hf(RAW | fields)
 
 
+@pytest.mark.parametrize("config", [DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig])
+@pytest.mark.parametrize("fields", [{"num_experts_per_tok": 300}, {"num_experts_per_tok": 0}])
+def test_refuses_more_experts_a_token_than_there_are(config, fields):
+    with pytest.raises(CheckpointError, match=r"top_k is 300, |num_experts_per_tok is 0"):
+        config.from_hf(RAW | fields)
+
+
 def test_ranks_share_heads_and_have_the_whole_latent():
     config = DeepseekV3Config.from_hf(RAW)
     share = config.share_of(1, 2)

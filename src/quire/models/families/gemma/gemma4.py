@@ -21,7 +21,6 @@ from typing import Any, Self
 from quire.attention.interface import AttentionSpec
 from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.kernels.activations import HF_ACTIVATIONS, Gating
-from quire.kernels.routing import RouterSpec
 from quire.layers.experts import MoESpec
 from quire.models.checkpoints.arranged import Arrangement
 from quire.models.config import DecoderConfig
@@ -36,7 +35,7 @@ from quire.models.layer_kinds import (
     read_layer_types,
     read_windows,
 )
-from quire.models.mixture_config import replaced
+from quire.models.mixture_config import checked_router, replaced
 
 # transformers' values for fields that a config leaves out.
 _PATTERN = 6
@@ -222,12 +221,9 @@ def _read_mixtures(fields: ConfigFields) -> tuple[MoESpec, ...] | None:
             fields.value(name)
         return None
     num_experts, top_k, size = (fields.integer(name) for name in _OF_EXPERTS)
-    try:
-        router = RouterSpec(
-            num_experts=num_experts, top_k=top_k, renormalizes=True, has_scales=True
-        )
-    except ValueError as error:
-        raise CheckpointError(f"config.json: of the experts' router, {error}") from None
+    router = checked_router(
+        num_experts=num_experts, top_k=top_k, renormalizes=True, has_scales=True
+    )
     activation = HF_ACTIVATIONS[str(fields.value("hidden_act"))]
     mixture = MoESpec(router=router, intermediate_size=size, gating=Gating(activation))
     return (mixture,) * fields.integer("num_hidden_layers")

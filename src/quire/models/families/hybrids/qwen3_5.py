@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from quire.errors import UnsupportedModelError
 from quire.models.checkpoints.arranged import Arrangement
-from quire.models.config_fields import ConfigFields
+from quire.models.config_fields import ROPE_FORMS, ConfigFields
 from quire.models.families.hybrids.delta_hybrid import (
     DEFAULTS,
     MOE_DEFAULTS,
@@ -20,6 +20,7 @@ from quire.models.families.hybrids.delta_hybrid import (
     read_mixture,
 )
 from quire.models.mixture_config import by_layer
+from quire.models.rope_config import of_one_axis
 
 _MTP_FIELDS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 """Of layers that predict further tokens, which are left out."""
@@ -48,13 +49,12 @@ class Qwen35MoeConfig(DeltaHybridConfig):
 
 
 def read_fields(raw: Mapping[str, Any]) -> ConfigFields:
-    """Without what says how positions of images rotate: those of text are a number each, for which
-    all sections rotate alike."""
+    """Without what says how positions of images rotate."""
     changed = {**DEFAULTS, **raw}
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(name)
+    for form in ROPE_FORMS:
+        rope = raw.get(form)
         if isinstance(rope, dict):
-            changed[name] = {key: rope[key] for key in rope if not key.startswith("mrope_")}
+            changed[form] = of_one_axis(rope)
     fields = ConfigFields(changed)
     for name in _MTP_FIELDS:
         fields.value(name)

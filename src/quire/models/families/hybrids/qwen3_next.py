@@ -21,9 +21,9 @@ from quire.models.families.hybrids.delta_hybrid import (
     gated_query,
     read_mixture,
 )
-from quire.models.mixture_config import by_layer, read_layer_list
+from quire.models.mixture_config import by_sparse_step
 
-_DEFAULTS = {**DEFAULTS, **MOE_DEFAULTS, "num_experts_per_tok": 10, "decoder_sparse_step": 1}
+_DEFAULTS = {**DEFAULTS, **MOE_DEFAULTS, "num_experts_per_tok": 10}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +33,10 @@ class Qwen3NextConfig(DeltaHybridConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields({**_DEFAULTS, **raw})
-        step = fields.integer("decoder_sparse_step")
-        dense = read_layer_list(fields, "mlp_only_layers")
         mixture = read_mixture(
             fields, num_experts=512, renormalizes=fields.flag("norm_topk_prob", True)
         )
-        return cls.read_hybrid(
-            fields,
-            mixtures=by_layer(
-                fields, mixture, lambda layer: layer not in dense and (layer + 1) % step == 0
-            ),
-        )
+        return cls.read_hybrid(fields, mixtures=by_sparse_step(fields, mixture))
 
 
 def arrangement(config: Qwen3NextConfig) -> Arrangement:

@@ -14,8 +14,14 @@ from quire.kernels.routing import RouterSpec
 from quire.layers.experts import MoESpec
 from quire.models.config_fields import ConfigFields
 from quire.models.families.latent.latent_decoder import LatentConfig, latent_fields
-from quire.models.families.moe.glm4_moe import read_sigmoid_router
-from quire.models.mixture_config import by_layer, read_num_experts, read_router
+from quire.models.mixture_config import (
+    by_layer,
+    checked_router,
+    read_num_experts,
+    read_router,
+    read_shared_mixture,
+    read_sigmoid_router,
+)
 
 # transformers' values for fields that a config leaves out.
 _V2_DEFAULTS = {
@@ -93,17 +99,6 @@ def read_mixtures(
     return by_layer(fields, mixture, lambda layer: layer >= first)
 
 
-def read_shared_mixture(fields: ConfigFields, router: RouterSpec, num_shared: int) -> MoESpec:
-    """Experts beside `n_shared_experts` that all tokens have."""
-    size = fields.integer("moe_intermediate_size")
-    return MoESpec(
-        router=router,
-        intermediate_size=size,
-        fp32_logits=True,
-        shared_size=size * fields.integer("n_shared_experts", num_shared),
-    )
-
-
 def read_num_predicting_layers(fields: ConfigFields, default: int) -> int:
     """By either of its names."""
     count = fields.integer("num_nextn_predict_layers", default)
@@ -115,7 +110,8 @@ def _read_v2_router(fields: ConfigFields) -> RouterSpec:
     num_experts = read_num_experts(fields)
     if fields.choice("topk_method", _GREEDY, (_GREEDY, _BY_GROUP)) == _BY_GROUP:
         return read_router(fields, num_experts, scale=scale)
-    fields.value("n_group"), fields.value("topk_group")
-    return RouterSpec(
+    for name in ("n_group", "topk_group"):
+        fields.value(name)
+    return checked_router(
         num_experts=num_experts, top_k=fields.integer("num_experts_per_tok"), scale=scale
     )

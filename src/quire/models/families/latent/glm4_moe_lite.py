@@ -10,10 +10,9 @@ from typing import Any, Self
 
 from quire.errors import CheckpointError, UnsupportedModelError, shown
 from quire.models.config_fields import ConfigFields
-from quire.models.families.latent.deepseek import read_num_predicting_layers, read_shared_mixture
+from quire.models.families.latent.deepseek import read_num_predicting_layers
 from quire.models.families.latent.latent_decoder import LatentConfig, latent_fields
-from quire.models.families.moe.glm4_moe import read_sigmoid_router
-from quire.models.mixture_config import by_layer
+from quire.models.mixture_config import by_layer, read_shared_mixture, read_sigmoid_router
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {

@@ -13,11 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from quire.kernels.routing import RouterSpec, Scoring
-from quire.layers.experts import MoESpec
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
-from quire.models.mixture_config import by_layer, read_num_experts, read_router
+from quire.models.mixture_config import by_layer, read_shared_mixture, read_sigmoid_router
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {
@@ -35,13 +33,7 @@ class Glm4MoeConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         fields = ConfigFields({**_DEFAULTS, **raw})
-        size = fields.integer("moe_intermediate_size")
-        mixture = MoESpec(
-            router=read_sigmoid_router(fields),
-            intermediate_size=size,
-            fp32_logits=True,
-            shared_size=size * fields.integer("n_shared_experts", 1),
-        )
+        mixture = read_shared_mixture(fields, read_sigmoid_router(fields), 1)
         num_dense = fields.integer("first_k_dense_replace", 1)
         return cls.read(
             fields,
@@ -51,16 +43,3 @@ class Glm4MoeConfig(DecoderConfig):
             qk_norm="head" if fields.flag("use_qk_norm", False) else None,
             mixtures=by_layer(fields, mixture, lambda layer: layer >= num_dense),
         )
-
-
-def read_sigmoid_router(fields: ConfigFields) -> RouterSpec:
-    """DeepSeek-V3's router."""
-    return read_router(
-        fields,
-        read_num_experts(fields, 128),
-        scoring=Scoring.SIGMOID,
-        renormalizes=fields.flag("norm_topk_prob", True),
-        sums_best=fields.integer("n_group", 1) > 1,
-        has_bias=True,
-        scale=fields.number("routed_scaling_factor", 1.0),
-    )

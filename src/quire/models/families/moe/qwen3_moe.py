@@ -14,11 +14,10 @@ from typing import Any, Self
 from quire.layers.experts import MoESpec
 from quire.models.config import DecoderConfig
 from quire.models.config_fields import ConfigFields
-from quire.models.mixture_config import by_layer, read_layer_list, read_num_experts, read_router
+from quire.models.mixture_config import by_sparse_step, read_num_experts, read_router
 
 # transformers' values for fields that a config leaves out.
 _DEFAULTS = {
-    "decoder_sparse_step": 1,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "num_key_value_heads": 4,
@@ -50,17 +49,11 @@ class Qwen3MoeConfig(DecoderConfig):
             rounds=True,
         )
         mixture = MoESpec(router=router, intermediate_size=fields.integer("moe_intermediate_size"))
-        step, dense = (
-            fields.integer("decoder_sparse_step"),
-            read_layer_list(fields, "mlp_only_layers"),
-        )
         return cls.read(
             fields,
             qkv_bias=attention_bias,
             output_bias=attention_bias,
             qk_norm="head",
             windows=(window,) * fields.integer("num_hidden_layers"),
-            mixtures=by_layer(
-                fields, mixture, lambda layer: layer not in dense and (layer + 1) % step == 0
-            ),
+            mixtures=by_sparse_step(fields, mixture),
         )
