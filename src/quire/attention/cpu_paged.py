@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from quire.attention.compact_kv import with_scales
 from quire.attention.interface import (
@@ -25,6 +24,7 @@ from quire.attention.interface import (
     KVPageFormat,
     LayerKV,
     NativeAttention,
+    filled_up,
     plain_page_format,
     rotated,
 )
@@ -176,8 +176,7 @@ class CpuPagedAttention(AttentionBackend):
         k = _with_adjacent_heads(k)
         if not bound.value_dim:
             assert v is not None, "a layer that is not latent is called with values"
-            missing = bound.head_dim - v.shape[2]
-            v = _with_adjacent_heads(v if missing == 0 else functional.pad(v, (0, missing)))
+            v = _with_adjacent_heads(filled_up(v, bound.head_dim))
             if k.stride(0) != v.stride(0):
                 k, v = k.contiguous(), v.contiguous()
             address = v.data_ptr()

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
 from quire.errors import ConfigurationError
 from quire.kernels.cpu import abi
@@ -63,8 +64,7 @@ class AttentionSpec:
 
     def with_zeros(self, v: torch.Tensor) -> torch.Tensor:
         """v [T, Hkv, Dv] as it is stored, [T, Hkv, D]."""
-        missing = self.head_dim - v.shape[-1]
-        return v if missing == 0 else torch.nn.functional.pad(v, (0, missing))
+        return filled_up(v, self.head_dim)
 
 
 @dataclass(slots=True)
@@ -285,6 +285,12 @@ class AttentionCall(Protocol):
         sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor: ...
+
+
+def filled_up(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """heads [..., at most D], with zeros behind them where they are smaller -> [..., D]."""
+    missing = head_dim - heads.shape[-1]
+    return heads if missing == 0 else functional.pad(heads, (0, missing))
 
 
 def rotated(

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from quire.formats.weight_format import ExpertLinears, LinearModule
-from quire.kernels.activations import Gating
 from quire.kernels.operators import Operators
 from quire.kernels.routing import Routing
 
@@ -47,10 +46,7 @@ class GroupedExperts:
         assert isinstance(weights, GroupedWeightsOfLayer)
         plan = self._plans.plan_groups(routing.ids, len(layer.down))
         both = self._multiply(x, weights.gate_up, plan, pairs_per_row=routing.ids.shape[1])
-        if layer.gating == Gating():
-            inner = self._operators.silu_mul(both)
-        else:
-            inner = self._operators.gated(both, layer.gating)
+        inner = self._operators.gated(both, layer.gating)
         outputs = self._multiply(inner, weights.down, plan, pairs_per_row=0)
         output: torch.Tensor = self._plans.add_experts(outputs, routing.weights, plan)
         return output

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 
 
 class DType(IntEnum):
@@ -63,19 +63,19 @@ class OpKind(IntEnum):
     GATE = 9
     SOFT_CAP = 10
     LAYER_NORM = 11
-    ROUTE = 40
-    EXPERTS = 41
-    LINEARS_BY_HEAD = 42
-    JOIN_TURNED = 50
-    WRITE_LATENT = 51
-    GATED_DELTA = 52
-    MAMBA2 = 53
-    SHORT_CONV = 54
-    DELTA_DECAY = 55
-    DELTA_STEP = 56
-    WIDEN = 57
-    GATED_RMS_NORM = 58
-    SCALE_COLUMNS = 59
+    ROUTE = 12
+    EXPERTS = 13
+    LINEARS_BY_HEAD = 14
+    JOIN_TURNED = 15
+    WRITE_LATENT = 16
+    GATED_DELTA = 17
+    MAMBA2 = 18
+    SHORT_CONV = 19
+    DELTA_DECAY = 20
+    DELTA_STEP = 21
+    WIDEN = 22
+    GATED_RMS_NORM = 23
+    SCALE_COLUMNS = 24
 
 
 class ActivationKind(IntEnum):

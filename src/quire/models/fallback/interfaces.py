@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from quire.attention.interface import AttentionCall, AttentionSpec
+from quire.attention.interface import AttentionCall, AttentionSpec, filled_up
 from quire.models.fallback.hf_classes import ATTENTION
 
 
@@ -99,9 +98,7 @@ def attend(
 
 def _rows(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     """x [1, heads, T, at most head_dim] -> [T, heads, head_dim]."""
-    rows = x[0].transpose(0, 1)
-    missing = head_dim - rows.shape[2]
-    return functional.pad(rows, (0, missing)) if missing else rows
+    return filled_up(x[0].transpose(0, 1), head_dim)
 
 
 def run_experts(

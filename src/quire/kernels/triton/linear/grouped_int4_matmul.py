@@ -14,7 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.linear.grouped_matmul import GroupPlan
+from quire.kernels.triton.linear.grouped_matmul import (
+    GroupPlan,
+    addresses_of,
+    places_of_tile,
+    store_places,
+)
 from quire.kernels.triton.linear.int4_matmul import (
     MAX_INPUTS,
     STRETCH,
@@ -26,7 +31,6 @@ from quire.kernels.triton.linear.quantize_rows import quantize_rows
 
 _BLOCK_ROWS = 16
 _BLOCK_OUTPUTS = 32
-_ADDRESS_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +51,10 @@ def group_int4_weights(weights: Sequence[Int4Weight]) -> GroupedInt4Weights:
     shape = weights[0].levels.shape
     if any(weight.levels.shape != shape for weight in weights):
         raise ValueError(f"a weight's levels are not {tuple(shape)}, as the first one's")
-    parts = [
-        [part.data_ptr() for part in parts]
-        for parts in zip(
-            *((each.levels, each.scales, each.offsets) for each in weights), strict=True
-        )
-    ]
-    if any(address % _ADDRESS_MULTIPLE for addresses in parts for address in addresses):
-        raise ValueError(f"a weight's address is no multiple of {_ADDRESS_MULTIPLE} bytes")
+    parts = zip(*((each.levels, each.scales, each.offsets) for each in weights), strict=True)
     biases = [each.bias for each in weights if each.bias is not None]
     return GroupedInt4Weights(
-        torch.tensor(parts, dtype=torch.int64, device=weights[0].levels.device),
+        torch.stack([addresses_of(each) for each in parts]),
         torch.stack([each.scale_factors for each in weights]),
         torch.stack([each.offset_factors for each in weights]),
         torch.stack(biases) if biases else None,
@@ -133,11 +130,7 @@ def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
     if first >= end:
         return
     expert = tl.load(experts_ptr + tile)
-    places = first + tl.arange(0, BLOCK_M)
-    is_there = places < end
-    rows = places
-    if order_ptr is not None:
-        rows = tl.load(order_ptr + places, is_there, other=0) // PAIRS_PER_ROW
+    places, is_there, rows = places_of_tile(first, end, order_ptr, PAIRS_PER_ROW, BLOCK_M)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inputs = tl.arange(0, 32)
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
@@ -163,6 +156,4 @@ def grouped_int4_matmul_kernel(  # type: ignore[no-untyped-def]
     result *= tl.load(x_scales_ptr + rows, is_there, other=0.0)[None, :]
     if biases_ptr is not None:
         result += tl.load(biases_ptr + own)[:, None].to(tl.float32)
-    out_ptrs = out_ptr + places.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-    out_mask = is_there[None, :] & (outputs[:, None] < num_outputs)
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), out_mask)
+    store_places(out_ptr, result, places, is_there, outputs, num_outputs)

@@ -15,7 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.linear.grouped_matmul import GroupedWeights, GroupPlan, group_weights
+from quire.kernels.triton.linear.grouped_matmul import (
+    GroupedWeights,
+    GroupPlan,
+    group_weights,
+    places_of_tile,
+    store_places,
+)
 from quire.kernels.triton.linear.int8_matmul import MAX_INPUTS
 from quire.kernels.triton.linear.matmul import load_rows, load_weight
 from quire.kernels.triton.linear.quantize_rows import quantize_rows
@@ -109,11 +115,7 @@ def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
     if first >= end:
         return
     expert = tl.load(experts_ptr + tile)
-    places = first + tl.arange(0, BLOCK_M)
-    is_there = places < end
-    rows = places
-    if order_ptr is not None:
-        rows = tl.load(order_ptr + places, is_there, other=0) // PAIRS_PER_ROW
+    places, is_there, rows = places_of_tile(first, end, order_ptr, PAIRS_PER_ROW, BLOCK_M)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inputs = tl.arange(0, BLOCK_K)
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
@@ -133,6 +135,4 @@ def grouped_int8_matmul_kernel(  # type: ignore[no-untyped-def]
     result = dots.to(tl.float32) * x_scales[None, :] * tl.load(scales_ptr + own)[:, None]
     if biases_ptr is not None:
         result += tl.load(biases_ptr + own)[:, None].to(tl.float32)
-    out_ptrs = out_ptr + places.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-    out_mask = is_there[None, :] & (outputs[:, None] < num_outputs)
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), out_mask)
+    store_places(out_ptr, result, places, is_there, outputs, num_outputs)

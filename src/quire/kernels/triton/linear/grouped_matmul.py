@@ -75,17 +75,22 @@ def group_weights(
                 f"a weight is {tuple(weight.shape)} {weight.dtype}, but all must be "
                 f"{tuple(first.shape)} {first.dtype} and contiguous"
             )
-    addresses = [weight.data_ptr() for weight in weights]
-    if any(address % _ADDRESS_MULTIPLE for address in addresses):
-        raise ValueError(f"a weight's address is no multiple of {_ADDRESS_MULTIPLE} bytes")
     return GroupedWeights(
-        torch.tensor(addresses, dtype=torch.int64, device=first.device),
+        addresses_of(weights),
         None if biases is None else torch.stack(tuple(biases)),
         first.shape[0],
         first.shape[1],
         first.dtype,
         tuple(weights),
     )
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[len(tensors)] int64, on their device. Raises ValueError where vectors can't be loaded."""
+    addresses = [each.data_ptr() for each in tensors]
+    if any(address % _ADDRESS_MULTIPLE for address in addresses):
+        raise ValueError(f"a weight's address is no multiple of {_ADDRESS_MULTIPLE} bytes")
+    return torch.tensor(addresses, dtype=torch.int64, device=tensors[0].device)
 
 
 def plan_groups(ids: torch.Tensor, num_experts: int) -> GroupPlan:
@@ -195,11 +200,7 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     if first >= end:
         return
     expert = tl.load(experts_ptr + tile)
-    places = first + tl.arange(0, BLOCK_M)
-    is_there = places < end
-    rows = places
-    if order_ptr is not None:
-        rows = tl.load(order_ptr + places, is_there, other=0) // PAIRS_PER_ROW
+    places, is_there, rows = places_of_tile(first, end, order_ptr, PAIRS_PER_ROW, BLOCK_M)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inputs = tl.arange(0, BLOCK_K)
     near = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
@@ -217,9 +218,30 @@ def grouped_matmul_kernel(  # type: ignore[no-untyped-def]
     if biases_ptr is not None:
         bias = tl.load(biases_ptr + expert.to(tl.int64) * num_outputs + near)
         sums += bias[:, None].to(tl.float32)
+    store_places(out_ptr, sums, places, is_there, outputs, num_outputs)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def places_of_tile(  # type: ignore[no-untyped-def]
+    first, end, order_ptr, PAIRS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """(places, which of them are there, the row of x that each reads), [BLOCK_M]."""
+    places = first + tl.arange(0, BLOCK_M)
+    is_there = places < end
+    rows = places
+    if order_ptr is not None:
+        rows = tl.load(order_ptr + places, is_there, other=0) // PAIRS_PER_ROW
+    return places, is_there, rows
+
+
+@triton.jit
+def store_places(  # type: ignore[no-untyped-def]
+    out_ptr, result, places, is_there, outputs, num_outputs
+):
+    """result [BLOCK_N, BLOCK_M] -> rows of out [P, N]."""
     out_ptrs = out_ptr + places.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
     out_mask = is_there[None, :] & (outputs[:, None] < num_outputs)
-    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), out_mask)
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), out_mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

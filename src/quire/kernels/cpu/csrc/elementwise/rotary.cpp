@@ -32,13 +32,8 @@ class Rotation {
   // scratch: of so many bytes.
   void token(int64_t t, void* scratch) const {
     const int D = layer_.head_dim, R = rotary_.rotary_dim;
-    // The position's cosines and sines, rounded as the model's dtype stores them.
     auto* turns = static_cast<float*>(scratch);
-    if (R > 0) {
-      const float* row = rotary_.table + step_.positions[t] * R;
-      for (int d = 0; d < R; d += kLanes)
-        store_up_to(turns + d, rounded<T>(load_up_to(row + d, R - d)), R - d);
-    }
+    if (R > 0) round_turns<T>(rotary_.table + step_.positions[t] * R, R, turns);
     const float *cos = turns, *sin = turns + R / 2;
     for (int h = 0; h < layer_.num_heads; ++h)
       rotate_head(q_.at(t, h), q_norm_, cos, sin, R, D, out_.at(t, h));

@@ -21,6 +21,15 @@ struct HeadNorm {
   }
 };
 
+// A position's cosines and sines, row [R], rounded as the model's dtype stores them -> turns [R].
+template <typename T>
+inline void round_turns(const float* row, int rotary_dim, float* turns) {
+  for (int d = 0; d < rotary_dim; d += kLanes) {
+    const int n = rotary_dim - d;
+    store_up_to(turns + d, rounded<T>(load_up_to(row + d, n)), n);
+  }
+}
+
 // One head, x -> out, which may be x: normalised, then its first R elements rotated.
 //   out[:R/2] = x[:R/2] * cos - x[R/2:R] * sin,  out[R/2:R] = x[R/2:R] * cos + x[:R/2] * sin
 template <typename T>

@@ -65,12 +65,15 @@ inline Rows<T> rows_of_out(const Op& op) {
   return {static_cast<T*>(op.out), op.out_stride, op.out_head_stride};
 }
 
+// How many of M tokens with `width` elements each are a thread's chunk.
+inline int64_t chunk_of(int64_t M, int64_t width) {
+  return M * width <= kSerialElements ? M : kSerialElements / (2 * width) + 1;
+}
+
 // f(t, h) for each row of M tokens, in parallel.
 template <typename F>
 inline void for_rows(Pool& pool, const Op& op, int64_t M, F&& f) {
-  const int64_t width = op.num_heads * op.size;
-  const int64_t chunk = M * width <= kSerialElements ? M : kSerialElements / (2 * width) + 1;
-  for_chunks(pool, M, chunk, [&](int64_t first, int64_t end, int) {
+  for_chunks(pool, M, chunk_of(M, op.num_heads * op.size), [&](int64_t first, int64_t end, int) {
     for (int64_t t = first; t < end; ++t)
       for (int64_t h = 0; h < op.num_heads; ++h) f(t, h);
   });

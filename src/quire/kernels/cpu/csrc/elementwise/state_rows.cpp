@@ -47,9 +47,7 @@ inline float softplus(float x) {
 }
 
 inline float as_float(float x) { return x; }
-inline float as_float(uint16_t x) {
-  return __builtin_bit_cast(float, uint32_t(x) << 16);
-}
+inline float as_float(uint16_t x) { return to_float(x); }
 
 template <typename T>
 class TurnedTail {
@@ -63,10 +61,7 @@ class TurnedTail {
   // turns: scratch of so many bytes.
   void token(int64_t t, float* turns) const {
     const int R = int(op_.second_size);
-    // The position's cosines and sines, rounded as the model's dtype stores them.
-    const float* row = op_.rotary->table + step_.positions[t] * R;
-    for (int d = 0; d < R; d += kLanes)
-      store_up_to(turns + d, rounded<T>(load_up_to(row + d, R - d)), R - d);
+    round_turns<T>(op_.rotary->table + step_.positions[t] * R, R, turns);
     const HeadNorm<T> none{};
     for (int64_t h = 0; h < op_.num_heads; ++h) {
       T* out = out_.at(t, h);
@@ -98,8 +93,7 @@ void join_turned(Pool& pool, const Op& op, const Step& step) {
   with_dtype(op.dtype, [&](auto zero) {
     const TurnedTail<decltype(zero)> joined(op, step);
     const int64_t M = step.num_tokens, width = op.num_heads * (op.size + op.second_size);
-    const int64_t chunk = M * width <= kSerialElements ? M : kSerialElements / (2 * width) + 1;
-    for_chunks(pool, M, chunk, [&](int64_t first, int64_t end, int thread) {
+    for_chunks(pool, M, chunk_of(M, width), [&](int64_t first, int64_t end, int thread) {
       auto* scratch = static_cast<float*>(pool.scratch(thread, joined.scratch_bytes()));
       for (int64_t t = first; t < end; ++t) joined.token(t, scratch);
     });

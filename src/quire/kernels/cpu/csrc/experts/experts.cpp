@@ -103,9 +103,7 @@ class LayerRun {
                           row(outputs, pairs_.firsts[g])};
     multiply_groups(pool_, {pairs_.groups, pairs_.num_groups, dtype_, inner.data, inner.ld, nullptr,
                             pairs_.count, dtype_, outputs.ld, kStore});
-    const int64_t width = H_ * layer_.top_k;
-    const int64_t chunk =
-        num_tokens_ * width <= kSerialElements ? num_tokens_ : kSerialElements / (2 * width) + 1;
+    const int64_t chunk = chunk_of(num_tokens_, H_ * layer_.top_k);
     for_chunks(pool_, num_tokens_, chunk, [&](int64_t first, int64_t end, int) {
       for (int64_t t = first; t < end; ++t) add_experts(outputs, t, out + t * ldo);
     });

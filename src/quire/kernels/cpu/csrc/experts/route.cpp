@@ -4,6 +4,7 @@
 // lower id is chosen.
 #include <cmath>
 
+#include "elementwise/activation_math.h"
 #include "kernels_isa.h"
 #include "simd.h"
 
@@ -28,9 +29,8 @@ void softmax(float* x, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) store(x + i, load(x + i) / total);
 }
 
-void sigmoid(float* x, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLanes)
-    store(x + i, splat(1.0f) / (splat(1.0f) + exp(-load(x + i))));
+void sigmoids(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) store(x + i, sigmoid(load(x + i)));
 }
 
 // The first index of the largest of x[0, n) that is not taken; NaN is never larger than another.
@@ -76,7 +76,7 @@ struct TokenChoice {
     }
     for (int64_t e = E; e < size; ++e) scores[e] = -INFINITY;
     if (router.scoring == kSoftmax) softmax(scores, size);
-    if (router.scoring == kSigmoid) sigmoid(scores, size);
+    if (router.scoring == kSigmoid) sigmoids(scores, size);
     const float* by = scores;
     if (router.bias != nullptr) {
       for (int64_t e = 0; e < E; ++e) choice[e] = scores[e] + router.bias[e];

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 13
+#define QUIRE_ABI_VERSION 14
 
 namespace quire {
 struct AttentionLayer;

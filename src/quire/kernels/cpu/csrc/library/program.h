@@ -21,19 +21,19 @@ enum OpKind : int32_t {
   kOpGate = 9,           // out = in * act(second)
   kOpSoftCap = 10,       // out = factor * tanh(in / factor)
   kOpLayerNorm = 11,
-  kOpRoute = 40,          // in: logits; out: rows of RoutingWord
-  kOpExperts = 41,        // second: rows of RoutingWord
-  kOpLinearsByHead = 42,  // a linear for each head
-  kOpJoinTurned = 50,  // out = [in, second turned by the token's position]
-  kOpWriteLatent = 51,  // in: the vectors of a latent layer
-  kOpGatedDelta = 52,  // in: q; second, third: g and beta, fp32 dense
-  kOpMamba2 = 53,      // in: x; second: dt, fp32 dense
-  kOpShortConv = 54,
-  kOpDeltaDecay = 55,  // out, fp32 = weight * softplus(in + bias)
-  kOpDeltaStep = 56,   // out, fp32 = sigmoid(in), rounded to in's dtype
-  kOpWiden = 57,       // out, fp32 = in
-  kOpScaleColumns = 59,  // out = in * weight
-  kOpGatedRmsNorm = 58,  // out = norm(in) * silu(second), or with gates_first norm(in * silu(second))
+  kOpRoute = 12,          // in: logits; out: rows of RoutingWord
+  kOpExperts = 13,        // second: rows of RoutingWord
+  kOpLinearsByHead = 14,  // a linear for each head
+  kOpJoinTurned = 15,     // out = [in, second turned by the token's position]
+  kOpWriteLatent = 16,    // in: the vectors of a latent layer
+  kOpGatedDelta = 17,     // in: q; second, third: g and beta, fp32 dense
+  kOpMamba2 = 18,         // in: x; second: dt, fp32 dense
+  kOpShortConv = 19,
+  kOpDeltaDecay = 20,    // out, fp32 = weight * softplus(in + bias)
+  kOpDeltaStep = 21,     // out, fp32 = sigmoid(in), rounded to in's dtype
+  kOpWiden = 22,         // out, fp32 = in
+  kOpGatedRmsNorm = 23,  // out = norm(in) * silu(second), or with gates_first norm(in * silu(second))
+  kOpScaleColumns = 24,  // out = in * weight
 };
 
 // What is computed of each element by itself.
