@@ -11,7 +11,7 @@ from tests.hub.conftest import SHARDS, model_files
 from tests.hub.conftest import start_hub as start_hub
 from tests.hub.hub_server import FakeHub
 
-from quire.assembly.model_kind import choose_kind
+from quire.assembly.model_kind import choose_kind, tell_unexpected
 from quire.errors import CheckpointError, QuireError, UnsupportedModelError
 from quire.options.engine_options import EngineOptions
 
@@ -43,8 +43,9 @@ def test_a_multimodal_model_is_served_for_text_and_that_is_said(
     names = ["LlavaForConditionalGeneration"]
     config = {"architectures": names, "text_config": TEXT, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with caplog.at_level(logging.INFO, logger="quire.assembly.model_kind"):
-        kind = choose_kind(EngineOptions(model=str(tmp_path)))
+    kind = choose_kind(EngineOptions(model=str(tmp_path)))
+    with caplog.at_level(logging.WARNING, logger="quire.assembly.model_kind"):
+        tell_unexpected(kind)
     assert kind.generates
     assert kind.config.architecture == "LlamaForCausalLM"
     (record,) = caplog.records

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.assembly.device_setup import choose_device
 from quire.assembly.host_memory_plan import MemoryPlan
-from quire.assembly.model_kind import ModelKind, choose_kind
+from quire.assembly.model_kind import ModelKind, choose_kind, tell_unexpected
 from quire.assembly.rank_build import RankBuild, build_rank
 from quire.assembly.tier_build import (
     build_ranked_tiers,
@@ -94,6 +94,7 @@ def build_engine(
     check_host_tier(checked)
     with _named_out_of_memory(checked):
         kind = choose_kind(checked, on_progress)
+        tell_unexpected(kind)
         generation = load_generation_config(kind.folder)
         compiler = None
         if not checked.skip_tokenizer_init:

@@ -64,7 +64,6 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
     )
     said = read_pooling_folder(folder) if has_modules(folder) else None
     config = read(folder)
-    _tell_unexpected(options, config)
     could_generate = find_entry(config).generates
     if options.runner == GENERATE and not could_generate:
         raise ConfigurationError(
@@ -82,16 +81,17 @@ def choose_kind(options: EngineOptions, on_progress: OnProgress | None = None) -
     return ModelKind(options, folder, config, pooling, generates)
 
 
-def _tell_unexpected(options: EngineOptions, config: ModelConfig) -> None:
+def tell_unexpected(kind: ModelKind) -> None:
     """Warn of what a user of the model might not expect: that a class of transformers computes it,
     which is slower in some cases, and that it is served for text alone."""
+    config = kind.config
     if isinstance(config, FallbackConfig):
         logger.warning(
             "%s is computed by transformers %s (model_impl is %r) on quire's memory, attention and"
             " linears; docs/models.md says what that means",
             config.architecture,
             config.transformers_version,
-            options.model_impl,
+            kind.options.model_impl,
         )
     if config.wrapper is not None:
         logger.warning(

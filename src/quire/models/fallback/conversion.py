@@ -149,6 +149,8 @@ class ConvertedCheckpoint(CheckpointSource):
 
     def _settle(self, group: _Group) -> None:
         """Find out what a group becomes, without numbers."""
+        from transformers import core_model_loading as loading  # is not always installed
+
         shapes = {
             pattern: [torch.empty(self._source.shape(name), device="meta") for name in names]
             for pattern, names in group.sources.items()
@@ -156,10 +158,10 @@ class ConvertedCheckpoint(CheckpointSource):
         first, *others = group.converter.operations
         counts = {len(names) for names in group.sources.values()}
         group.is_stacked = (
-            type(first).__name__ == "MergeModulelist"
+            isinstance(first, loading.MergeModulelist)
             and first.dim == 0
             and len(counts) == 1
-            and all(type(each).__name__ == "Concatenate" and each.dim > 0 for each in others)
+            and all(isinstance(each, loading.Concatenate) and each.dim > 0 for each in others)
         )
         try:
             converted = self._convert(group, shapes)

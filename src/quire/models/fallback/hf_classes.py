@@ -11,7 +11,6 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -188,8 +187,19 @@ def _parameters_on_meta() -> Iterator[None]:
         if parameter is not None and parameter.device.type != "meta":
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
 
-    with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
+    with replaced(nn.Module, "register_parameter", register_on_meta):
         yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of a class or a module is another inside of the `with`."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def base_of(model: Any) -> Any:

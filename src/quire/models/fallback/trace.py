@@ -9,13 +9,12 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 
 from quire.attention.interface import AttentionSpec
 from quire.errors import UnsupportedModelError, shown
-from quire.models.fallback.hf_classes import GivenHidden, base_of, build, refusal
+from quire.models.fallback.hf_classes import GivenHidden, base_of, build, refusal, replaced
 from quire.models.fallback.interfaces import ATTENDING, register_functions
 from quire.models.fallback.parts import fits_head
 
@@ -163,7 +162,7 @@ def trace(config: Any, kind: type[Any]) -> TracedModel:
             torch.no_grad(),
             ATTENDING.without_numbers(),
             # It would look at the numbers of the positions.
-            mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None),
+            replaced(masking_utils, "find_packed_sequence_indices", lambda _: None),
         ):
             hidden, logits = _run(model, notes)
     except UnsupportedModelError:
