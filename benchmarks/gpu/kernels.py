@@ -6,6 +6,7 @@ are in `states.py`.
 """
 
 import random
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,7 @@ def check_kernels(bench: Bench) -> None:
         try:
             check(bench)
         except Exception as error:  # the next kernel has nothing to do with this one
+            traceback.print_exc()
             bench.check(name, False, f"{type(error).__name__}: {error}")
 
 
