@@ -14,6 +14,7 @@ import torch
 from quire.attention.backends import AUTO, FP8, INT8, select
 from quire.attention.interface import AttentionBackend
 from quire.errors import ConfigurationError
+from quire.formats.coded import CodedMethods
 from quire.formats.registry import load_weight_format
 from quire.formats.weight_format import TritonLinears
 from quire.kernels.cpu.library import NativeKernels
@@ -137,6 +138,7 @@ def choose_setup(
         methods=LinearMethods(
             method,
             dense=load_weight_format(None).method(kernels, linears),
+            coded=CodedMethods(kernels, linears),
         ),
         attention_backend=options.attention_backend,
         batch_invariant=options.batch_invariant,

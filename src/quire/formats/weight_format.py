@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from quire.formats.codes import CodedRows
 from quire.kernels.activations import Gating, gated
 from quire.kernels.cpu.library import NativeKernels
 from quire.kernels.experts import mix_experts
@@ -87,6 +88,10 @@ class LinearMethod(ABC):
         """Whether weights keep all of the model's bits; a tied one is then stored once."""
         return True
 
+    def takes_codes_of(self, index: int) -> bool:
+        """Whether the weight of part `index` is loaded by `load_codes`, not by `load_part`."""
+        return False
+
     @property
     def groups_experts(self) -> bool:
         """Whether `experts` multiplies all of them at once; else it waits for the device, which a
@@ -125,6 +130,10 @@ class LinearMethod(ABC):
         They are valid during the call only and of any floating dtype. Rows come in any order, each
         once, and different ones from several threads at a time.
         """
+
+    def load_codes(self, linear: LinearModule, index: int, first_row: int, rows: CodedRows) -> None:
+        """As `load_part`, of the weight, where `takes_codes_of` says so."""
+        raise NotImplementedError
 
     def finish(self, linear: LinearModule) -> None:  # noqa: B027  # most have nothing to do
         """Do what remains once all parts are loaded."""

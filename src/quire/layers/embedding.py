@@ -6,11 +6,12 @@ Shapes: T tokens, R rows that need logits, H hidden size, V vocabulary size.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
-from quire.formats.weight_format import LinearMethod, RowSource, empty_parameter
+from quire.formats.weight_format import LinearMethod, LinearModule, RowSource, empty_parameter
 from quire.layers.linear import Linear, LinearKind, WeightSlot
 from quire.layers.operator_module import OperatorModule
 
@@ -21,8 +22,9 @@ LookUp = Callable[[torch.Tensor], torch.Tensor]
 class VocabEmbedding(OperatorModule):
     """One vector of the model's width for each token id.
 
-    weight: the vectors [V, H]; None where a tied head's storage of them serves both ends.
-    source: that storage, or None. Exactly one of the two is there.
+    weight: the vectors [V, H]; None where they are stored otherwise.
+    source: that storage, a tied head's or what `keep_codes` made. Exactly one of the two is there.
+    method: stores the vectors as the checkpoint's codes; None: they are not.
     shard: where the vectors are only a share of the vocabulary's, called with token ids of the
         whole and with how to look up those of the share.
     """
@@ -37,6 +39,8 @@ class VocabEmbedding(OperatorModule):
         self.hidden_size = hidden_size
         self.weight = empty_parameter((vocab_size, hidden_size), dtype, device)
         self.source: RowSource | None = None
+        self.method: LinearMethod | None = None
+        self._coded: tuple[LinearModule, ...] = ()  # a tuple, or it would be one of our modules
         self.shard: Callable[[torch.Tensor, LookUp], torch.Tensor] | None = None
 
     @property
@@ -47,6 +51,32 @@ class VocabEmbedding(OperatorModule):
     def take_rows_from(self, source: RowSource) -> None:
         """Give up the table of our own."""
         self.weight, self.source = None, source
+
+    def keep_codes(self, method: LinearMethod, dtype: torch.dtype, device: torch.device) -> None:
+        """Have the table stored by `method`, as a linear's weight that is never multiplied."""
+        assert isinstance(self.weight, nn.Parameter)
+        table = LinearModule(self.hidden_size, (self.vocab_size,), has_bias=False)
+        method.create(table, False, dtype, device)
+        source = method.tie(table, self.weight)
+        assert source is not None, "a method that keeps codes gives rows back"
+        self.method, self._coded = method, (table,)
+        self.take_rows_from(source)
+
+    def coded_slot(self) -> WeightSlot | None:
+        """The place of the table that `keep_codes` made."""
+        if not self._coded:
+            return None
+        assert self.method is not None
+        (table,) = self._coded
+        load = partial(self.method.load_part, table, "weight", 0)
+        load_codes = partial(self.method.load_codes, table, 0)
+        return WeightSlot((self.vocab_size, self.hidden_size), load, load_codes)
+
+    def finish(self) -> None:
+        """To be called once the table is filled."""
+        for table in self._coded:
+            assert self.method is not None
+            self.method.finish(table)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [T] int64, each below V -> [T, H]."""

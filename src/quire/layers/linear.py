@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from quire.formats.codes import CodedRows
 from quire.formats.dense import DenseMethod
 from quire.formats.weight_format import LinearMethod, LinearModule
 from quire.kernels.silu_mul import silu_mul
@@ -50,11 +51,15 @@ class WeightSlot:
 
     shape: of the whole tensor. load(first_row, rows): takes its rows [first_row, first_row + R),
     of any floating dtype and valid during the call only. Rows come in any order, each once, and
-    different ones from several threads at a time.
+    different ones from several threads at a time. load_codes: the same of a weight that is kept as
+    the checkpoint's codes; None: numbers are wanted. part: of a linear's weight, which linear's and
+    which part's; None: of something else.
     """
 
     shape: tuple[int, ...]
     load: Callable[[int, torch.Tensor], None]
+    load_codes: Callable[[int, CodedRows], None] | None = None
+    part: "tuple[Linear, int] | None" = None
 
 
 class SlottedModule(nn.Module, ABC):
@@ -120,10 +125,16 @@ class Linear(LinearModule):
 
     def slots(self) -> dict[tuple[str, int], WeightSlot]:
         """(name, part) -> the place of that tensor of the checkpoint."""
-        return {
-            key: WeightSlot(shape, partial(self.method.load_part, self, *key))
-            for key, shape in self.method.tensors(self).items()
-        }
+        return {key: self._slot(*key, shape) for key, shape in self.method.tensors(self).items()}
+
+    def _slot(self, parameter: str, index: int, shape: tuple[int, ...]) -> WeightSlot:
+        method = self.method
+        load = partial(method.load_part, self, parameter, index)
+        if parameter != "weight":
+            return WeightSlot(shape, load)
+        load_codes = partial(method.load_codes, self, index)
+        takes_codes = method.takes_codes_of(index)
+        return WeightSlot(shape, load, load_codes if takes_codes else None, (self, index))
 
     def finish(self) -> None:
         """To be called once all slots are filled, before the first use."""

@@ -16,7 +16,7 @@ O output size, of the share where nothing else is said.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,8 @@ from torch import nn
 from torch.nn import functional
 
 from quire.distributed.group import RankGroup
+from quire.formats.coded import CodedMethods, PartsMethod
+from quire.formats.codes import CodedRows, Coding
 from quire.formats.weight_format import LinearMethod, LinearModule, RowSource, Shape
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.experts import SparseMLP
@@ -68,8 +70,8 @@ class Sharding:
             return slot
         (axis,) = axes
         start = self._share_start(slot.shape[axis], whole[axis])
-        cut = _RowCut if axis == 0 else _ColumnCut
-        return WeightSlot(whole, cut(slot, start, start + slot.shape[axis]))
+        cut = (_RowCut if axis == 0 else _ColumnCut)(slot, start, start + slot.shape[axis])
+        return WeightSlot(whole, cut, cut.load_codes if slot.load_codes else None, slot.part)
 
     def _share_start(self, share: int, whole: int) -> int:
         rank, size = self.group.rank, self.group.size
@@ -80,30 +82,57 @@ class Sharding:
         return rank * (whole // share) // size * share
 
 
+PartCodings = Sequence[Coding | None]
+"""Of a linear's parts."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinearMethods:
     """What stores and multiplies the weights of a model's linears.
 
     method: of the model's weight format. sharding: where each of several ranks has a share of the
     model; None: there is one. dense: of linears that stay dense; None: `method`, which is exact.
+    coded: of weights that the checkpoint has as codes; None: they become numbers of `method`.
     """
 
     method: LinearMethod
     sharding: Sharding | None = None
     dense: LinearMethod | None = None
+    coded: CodedMethods | None = None
 
-    def of(self, linear: Linear) -> LinearMethod:
-        """The method for this linear."""
-        method = self.stored_by(linear)
+    def of(self, linear: Linear, codings: PartCodings = ()) -> LinearMethod:
+        """The method for this linear. codings: of its parts in the checkpoint; empty: none is
+        coded."""
+        method = self.stored_by(linear, codings)
         return method if self.sharding is None else self.sharding.wrap(linear, method)
 
-    def stored_by(self, linear: Linear) -> LinearMethod:
+    def stored_by(self, linear: Linear, codings: PartCodings = ()) -> LinearMethod:
         """The method that stores and multiplies this linear's weights, of a share's size or not."""
-        if not linear.stays_dense:
+        if linear.stays_dense:
+            dense = self.method if self.dense is None else self.dense
+            assert dense.is_exact, "a format that rounds needs a dense method beside it"
+            return dense
+        methods = [self.of_coding(coding) or self.method for coding in codings]
+        if not methods:
             return self.method
-        dense = self.method if self.dense is None else self.dense
-        assert dense.is_exact, "a format that rounds needs a dense method beside it"
-        return dense
+        first, *others = methods
+        if all(each is first for each in others):
+            return first
+        return PartsMethod(methods, linear.part_sizes)
+
+    def of_coding(self, coding: Coding | None) -> LinearMethod | None:
+        """What keeps weights of this coding as they are; None: nothing does."""
+        return None if coding is None or self.coded is None else self.coded.of(coding)
+
+    def keeps(self, coding: Coding, linear: Linear) -> bool:
+        """Whether weights of this coding stay codes in `linear`, of the whole model."""
+        if linear.stays_dense or self.of_coding(coding) is None:
+            return False
+        if self.sharding is None or linear.shard_axis != 1:
+            return True
+        # A share of the inputs may end within a group: then numbers of the model's dtype are cut.
+        share = linear.input_size // self.sharding.group.size
+        return bool(coding.alignment) and share % coding.alignment == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +148,13 @@ class _RowCut:
         if first < last:
             self.slot.load(first - self.start, rows[first - first_row : last - first_row])
 
+    def load_codes(self, first_row: int, rows: CodedRows) -> None:
+        """The same of codes."""
+        first, last = max(first_row, self.start), min(first_row + len(rows), self.stop)
+        if first < last:
+            assert self.slot.load_codes is not None
+            self.slot.load_codes(first - self.start, rows.rows(first - first_row, last - first_row))
+
 
 @dataclass(frozen=True, slots=True)
 class _ColumnCut:
@@ -130,6 +166,11 @@ class _ColumnCut:
 
     def __call__(self, first_row: int, rows: torch.Tensor) -> None:
         self.slot.load(first_row, rows[:, self.start : self.stop])
+
+    def load_codes(self, first_row: int, rows: CodedRows) -> None:
+        """The same of codes, whose coding allows it."""
+        assert self.slot.load_codes is not None
+        self.slot.load_codes(first_row, rows.columns(self.start, self.stop))
 
 
 class _WrappedMethod(LinearMethod):
@@ -155,6 +196,12 @@ class _WrappedMethod(LinearMethod):
         self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor
     ) -> None:
         self._inner.load_part(linear, parameter, index, first_row, rows)
+
+    def takes_codes_of(self, index: int) -> bool:
+        return self._inner.takes_codes_of(index)
+
+    def load_codes(self, linear: LinearModule, index: int, first_row: int, rows: CodedRows) -> None:
+        self._inner.load_codes(linear, index, first_row, rows)
 
     def finish(self, linear: LinearModule) -> None:
         self._inner.finish(linear)

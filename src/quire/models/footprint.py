@@ -34,7 +34,7 @@ def footprint(config: ModelConfig, dtype: torch.dtype, methods: LinearMethods) -
     """Of the model that `config` describes, in a model of this dtype, whose linears have `methods`.
     Its architecture is one that the registry finds."""
     whole = blueprint(config, find_entry(config), methods)
-    stored = stored_bytes(whole, config, dtype, methods)
+    stored = stored_bytes(whole, config, dtype)
     return Footprint(stored, round(_read_bytes(whole, dtype, 1.0)))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from quire.errors import CheckpointError, shown
+from quire.formats.codes import CodedRows, Coding
 from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 from quire.models.checkpoints.taken_rows import Taken
 
@@ -110,6 +111,24 @@ class ArrangedCheckpoint(CheckpointSource):
             return self._other_rows(stored, span)
         shifted = range(stored.start + span.start, stored.start + span.stop)
         return self._source.rows(stored.name, shifted)
+
+    def coding(self, name: str) -> Coding | None:
+        stored = self._stored[name]
+        keeps_rows = stored.taken is None and not stored.transposed
+        return self._source.coding(stored.name) if keeps_rows else None
+
+    @contextmanager
+    def coded_rows(self, name: str, span: range) -> Iterator[CodedRows]:
+        stored = self._stored[name]
+        if stored.order is None:
+            shifted = range(stored.start + span.start, stored.start + span.stop)
+            with self._source.coded_rows(stored.name, shifted) as rows:
+                yield rows
+            return
+        wanted = stored.order[span.start : span.stop] + stored.start
+        first, last = int(wanted.min()), int(wanted.max())
+        with self._source.coded_rows(stored.name, range(first, last + 1)) as rows:
+            yield rows.picked(wanted - first)
 
     @contextmanager
     def _taken_rows(self, name: str, taken: Taken, span: range) -> Iterator[torch.Tensor]:

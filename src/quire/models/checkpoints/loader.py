@@ -21,9 +21,11 @@ from torch import nn
 from quire.errors import CheckpointError
 from quire.formats.dense import DenseMethod
 from quire.hub.model_files import shown_name
+from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.fused_parameter import FusedParameter
 from quire.layers.linear import Linear, SlottedModule, WeightSlot, without_weights
 from quire.layers.sharded import LinearMethods, Sharding
+from quire.models.checkpoints.codings import Codings
 from quire.models.checkpoints.quantized import refuse_quantized_weights
 from quire.models.checkpoints.source import CheckpointSource
 from quire.models.checkpoints.weights_digest import WeightsDigest
@@ -79,7 +81,8 @@ def load_model(
     entry = find_entry(config)
     checkpoint = entry.open(folder, config)
     stored = LinearMethods(DenseMethod()) if methods is None else methods
-    shapes = tensor_shapes(blueprint(config, entry, stored), entry)
+    whole = blueprint(config, entry, stored)
+    shapes = tensor_shapes(whole, entry)
     _check_match(folder, checkpoint, config, shapes)
     if config.tie_word_embeddings and _ends_differ(checkpoint, entry):
         _log.warning(
@@ -95,10 +98,10 @@ def load_model(
         share = split_config(config, sharding.group.rank, sharding.group.size)
     with nullcontext() if methods is None else without_weights():
         model = entry.model(share, dtype=dtype, device=device, max_model_len=max_model_len)
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    for linear in linears:
-        if methods is not None:
-            linear.use(methods.of(linear), dtype, device)
+    codings = _codings(whole, config, entry, checkpoint, stored)
+    codings.tell(folder, dtype)
+    if methods is not None:
+        _use_methods(model, codings, methods, dtype, device)
     slots = checkpoint_slots(model, entry.checkpoint_parts)
     if sharding is not None:
         sharding.join(model)
@@ -107,9 +110,42 @@ def load_model(
     if config.tie_word_embeddings:
         _merge_ends(slots, checkpoint, entry)
     _fill(slots, checkpoint, reading)
-    for linear in linears:
-        linear.finish()
+    for module in model.modules():
+        if isinstance(module, Linear | VocabEmbedding):
+            module.finish()
     return model.eval()
+
+
+def _codings(
+    whole: TextModel,
+    config: ModelConfig,
+    entry: ModelEntry,
+    checkpoint: CheckpointSource,
+    methods: LinearMethods,
+) -> Codings:
+    """whole: the model's blueprint."""
+    renamed = {}
+    if config.tie_word_embeddings:
+        kept, spare = _kept_and_spare_end(checkpoint, entry)
+        renamed = {kept: kept, spare: kept}
+    slots = checkpoint_slots(whole, entry.checkpoint_parts)
+    return Codings(whole, slots, checkpoint, methods, renamed=renamed)
+
+
+def _use_methods(
+    model: TextModel,
+    codings: Codings,
+    methods: LinearMethods,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            module.use(methods.of(module, codings.of_linear(path)), dtype, device)
+        elif isinstance(module, VocabEmbedding):
+            coded = methods.of_coding(codings.of_table(path))
+            if coded is not None:
+                module.keep_codes(coded, dtype, device)
 
 
 def weight_bytes(
@@ -121,22 +157,26 @@ def weight_bytes(
     """
     entry = find_entry(config)
     whole = blueprint(config, entry, methods)
-    _check_match(folder, entry.open(folder, config), config, tensor_shapes(whole, entry))
-    return stored_bytes(whole, config, dtype, methods)
+    checkpoint = entry.open(folder, config)
+    _check_match(folder, checkpoint, config, tensor_shapes(whole, entry))
+    _codings(whole, config, entry, checkpoint, methods).choose_methods()
+    return stored_bytes(whole, config, dtype)
 
 
-def stored_bytes(
-    whole: TextModel, config: ModelConfig, dtype: torch.dtype, methods: LinearMethods
-) -> int:
+def stored_bytes(whole: TextModel, config: ModelConfig, dtype: torch.dtype) -> int:
     """What the model that `config` describes takes once it is loaded. whole: its blueprint."""
     num_bytes = sum(module_bytes(module, dtype) for module in whole.modules())
-    if config.tie_word_embeddings and methods.method.is_exact:  # then both ends are there once
+    heads = [module for module in whole.modules() if isinstance(module, LMHead)]
+    if config.tie_word_embeddings and all(each.method.is_exact for each in heads):
+        # Both ends are there once.
         num_bytes -= config.vocab_size * config.hidden_size * dtype.itemsize
     return num_bytes
 
 
 def module_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     """Of the module's own parameters in a model of this dtype, as a linear's method stores them."""
+    if isinstance(module, VocabEmbedding) and module.method is not None:
+        return module.method.num_bytes(module.vocab_size, module.hidden_size, dtype)
     if not isinstance(module, Linear):
         return dtype.itemsize * sum(each.numel() for each in module.parameters(recurse=False))
     biases = module.output_size if module.has_bias else 0
@@ -169,6 +209,8 @@ def checkpoint_slots(
                 name = f"{parts[index]}.{parameter}"
                 slots[f"{parent}.{name}" if parent else name] = (slot,)
             continue
+        if isinstance(module, VocabEmbedding) and (table := module.coded_slot()) is not None:
+            slots[f"{path}.weight"] = (table,)
         for name, tensor in _stored(module):
             load = partial(_copy_rows, tensor)
             slots[f"{path}.{name}"] = (WeightSlot(tuple(tensor.shape), load),)
@@ -230,11 +272,24 @@ def _fill(
 
     def load(piece: tuple[str, range]) -> None:
         name, span = piece
+        if any(slot.load_codes is not None for slot in slots[name]):
+            load_codes(name, span)
+            return
         with checkpoint.rows(name, span) as rows:
             if reading.digest is not None:
                 reading.digest.add(name, span.start, rows)
             for slot in slots[name]:
                 slot.load(span.start, rows)
+
+    def load_codes(name: str, span: range) -> None:
+        with checkpoint.coded_rows(name, span) as rows:
+            if reading.digest is not None:
+                reading.digest.add_codes(name, span.start, rows)
+            for slot in slots[name]:
+                if slot.load_codes is not None:
+                    slot.load_codes(span.start, rows)
+                else:
+                    slot.load(span.start, rows.numbers())
 
     def load_all(results: Iterable[None]) -> None:
         """Draw the results, which are of interest for what raised, and for how many there are."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from quire.formats.codes import CodedRows, Coding
 from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 
 Rename = Callable[[str], str | None]
@@ -50,6 +51,15 @@ class RenamedCheckpoint(CheckpointSource):
 
     def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
         return self._source.rows(self._names[name], span)
+
+    def coding(self, name: str) -> Coding | None:
+        return self._source.coding(self._names[name])
+
+    def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
+        return self._source.coded_rows(self._names[name], span)
+
+    def pieces(self, name: str) -> list[range]:
+        return self._source.pieces(self._names[name])
 
 
 def with_prefix(prefix: str, *unused: str) -> Rename:

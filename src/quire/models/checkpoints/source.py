@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from quire.errors import CheckpointError, shown
+from quire.formats.codes import CodedRows, Coding
 from quire.hub.model_files import read_json_object
 
 # Large enough to make the work between pieces vanish, small enough to be nothing beside a model.
@@ -63,6 +64,15 @@ class CheckpointSource(ABC):
         Should leave no more memory behind than it found: a model is read in as many calls as it
         has pieces. Raises CheckpointError.
         """
+
+    def coding(self, name: str) -> Coding | None:
+        """How the tensor [outputs, inputs] is coded; None: it is not, or nothing but its numbers
+        can be had. `rows` lends the numbers of a coded one, too."""
+        return None
+
+    def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
+        """Lends rows of a tensor that has a `coding`, as `rows` does. Raises CheckpointError."""
+        raise NotImplementedError
 
     def pieces(self, name: str) -> list[range]:
         """The tensor's rows in pieces of a few MiB. Raises CheckpointError for a dtype that can't

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from quire.formats.codes import CodedRows, Coding
 from quire.models.checkpoints.source import CheckpointSource, refusal_of_two
 
 _STACKED = re.compile(r"^(.*experts)\.(gate_up_proj|down_proj)(_bias)?$")
@@ -100,6 +101,15 @@ class UnstackedCheckpoint(CheckpointSource):
         if isinstance(place, str):
             return self._source.rows(place, span)
         return self._rows_of_expert(place, span)
+
+    def coding(self, name: str) -> Coding | None:
+        place = self._names[name]
+        return self._source.coding(place) if isinstance(place, str) else None
+
+    def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
+        place = self._names[name]
+        assert isinstance(place, str), place
+        return self._source.coded_rows(place, span)
 
     @contextmanager
     def _rows_of_expert(self, place: _ExpertTensor, span: range) -> Iterator[torch.Tensor]:

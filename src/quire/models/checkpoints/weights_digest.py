@@ -13,6 +13,8 @@ import json
 import torch
 import xxhash
 
+from quire.formats.codes import CodedRows
+
 DIGEST_BYTES = 16
 
 
@@ -31,6 +33,14 @@ class WeightsDigest:
         content = rows.contiguous().view(torch.uint8).numpy().data
         found = [str(rows.dtype), *rows.shape, xxhash.xxh3_128_hexdigest(content)]
         self._pieces[name, first_row] = found  # one operation: threads need no lock
+
+    def add_codes(self, name: str, first_row: int, rows: CodedRows) -> None:
+        """The same of rows that are lent as codes."""
+        hashes = [
+            xxhash.xxh3_128_hexdigest(part.contiguous().view(torch.uint8).numpy().data)
+            for part in rows.stored
+        ]
+        self._pieces[name, first_row] = [str(rows.coding), *rows.shape, *hashes]
 
     def digest(self) -> bytes:
         """Of all that was added: DIGEST_BYTES."""

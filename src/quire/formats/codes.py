@@ -1,0 +1,197 @@
+"""Weights that a checkpoint holds as codes: what their numbers are, and rows of them.
+
+A weight w of output n and input k, in the group g of inputs that k is in, is one of
+
+    scale[n, g] * (value(c[n, k]) - zero)             zero: one number, or zeros[n, g]
+    scale[n, g] * value(c[n, k]) - offset[n, g]
+
+where c is a code, not below 0, and value(c) is c itself or an entry of a table of sixteen. Scales
+and offsets are 16-bit floats of their own, or integers that are multiplied by factors which a block
+of several groups shares (llama.cpp's k-quants: "super-blocks"). `formats.coded` multiplies what is
+kept so; readers in `models.checkpoints` bring it. Knows no files and no linears.
+
+Shapes: R rows (outputs), I inputs, G groups, B blocks.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How a tensor's numbers are held.
+
+    name: what messages call it, such as Q4_K. width: bits that hold a code: 4 or 8. group_size:
+    inputs that share a scale; 0: all of a row. zero: is subtracted from all codes' values. table:
+    the values of the codes; None: they are the codes. has_zeros: each group has its own `zero`.
+    has_offsets: groups have offsets. block_size: inputs that share factors; 0: scales and offsets
+    are floats of `scale_dtype`.
+    """
+
+    name: str
+    width: int
+    group_size: int
+    zero: int = 0
+    table: tuple[int, ...] | None = None
+    has_zeros: bool = False
+    has_offsets: bool = False
+    block_size: int = 0
+    scale_dtype: torch.dtype = torch.float16
+
+    @property
+    def alignment(self) -> int:
+        """Inputs that are kept or left together where columns are cut; 0: any may be cut."""
+        return self.block_size or self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Rows of codes, one in a byte.
+
+    codes: [R, I] uint8. scales: [R, G], floats, or int8 where there are factors. zeros: [R, G]
+    uint8, or None. offsets: [R, G], floats, or uint8 where there are factors, or None. factors: of
+    blocks, [R, B, 2] fp16: that of scales, then that of offsets (zero where there are none); None
+    where the coding has no blocks.
+    """
+
+    coding: Coding
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+
+    def numbers(self) -> torch.Tensor:
+        """[R, I] fp32, each operation rounded once."""
+        coding, rows = self.coding, len(self.codes)
+        values = self.values().float()
+        groups = self.scales.shape[1]
+        values = values.view(rows, groups, -1)
+        if self.zeros is not None:
+            values = values - self.zeros.float()[..., None]
+        scales, offsets = self.float_scales(), self.float_offsets()
+        numbers = scales[..., None] * (values - coding.zero if coding.zero else values)
+        if offsets is not None:
+            numbers = numbers - offsets[..., None]
+        return numbers.view(rows, -1)
+
+    def values(self) -> torch.Tensor:
+        """[R, I] int16, before anything is subtracted."""
+        if self.coding.table is None:
+            return self.codes.short()
+        table = torch.tensor(self.coding.table, dtype=torch.int16, device=self.codes.device)
+        return table[self.codes.int()]
+
+    def float_scales(self) -> torch.Tensor:
+        """[R, G] fp32."""
+        return self._scaled(self.scales, 0)
+
+    def float_offsets(self) -> torch.Tensor | None:
+        """[R, G] fp32, or None."""
+        return None if self.offsets is None else self._scaled(self.offsets, 1)
+
+    def _scaled(self, of_groups: torch.Tensor, which: int) -> torch.Tensor:
+        numbers = of_groups.float()
+        if self.factors is None:
+            return numbers
+        rows, blocks, _ = self.factors.shape
+        factors = self.factors[:, :, which, None].float()
+        return (factors * numbers.view(rows, blocks, -1)).view(rows, -1)
+
+    def rows(self, start: int, stop: int) -> "Codes":
+        """Rows [start, stop) of these."""
+        return self.mapped(lambda tensor: tensor[start:stop])
+
+    def columns(self, start: int, stop: int) -> "Codes":
+        """Inputs [start, stop), both multiples of the coding's alignment."""
+        width = self.codes.shape[1]
+        assert not self.coding.alignment or not (start % self.coding.alignment)
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            count = tensor.shape[1]
+            return tensor[:, start * count // width : -(-stop * count // width)]
+
+        return self.mapped(cut)
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Codes":
+        """With each of the tensors changed."""
+        changed = {
+            each.name: change(value)
+            for each in fields(self)
+            if isinstance(value := getattr(self, each.name), torch.Tensor)
+        }
+        return Codes(self.coding, **changed)
+
+
+class CodedRows(ABC):
+    """Some rows of a coded tensor, as they are lent: valid as long as what they were read from."""
+
+    @property
+    @abstractmethod
+    def coding(self) -> Coding: ...
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(R, I)."""
+
+    @property
+    @abstractmethod
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """All that determines the numbers, as it is stored, for a digest."""
+
+    @abstractmethod
+    def codes(self) -> Codes: ...
+
+    def numbers(self) -> torch.Tensor:
+        """[R, I] fp32: what the format says that they are."""
+        return self.codes().numbers()
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> "CodedRows":
+        """Rows [start, stop) of these."""
+
+    @abstractmethod
+    def picked(self, rows: torch.Tensor) -> "CodedRows":
+        """rows [any] int64 -> those of these rows."""
+
+    def columns(self, start: int, stop: int) -> "CodedRows":
+        """Inputs [start, stop) of all rows, both multiples of the coding's alignment."""
+        return PlainCodedRows(self.codes().columns(start, stop))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+class PlainCodedRows(CodedRows):
+    """Made of tensors that are there already."""
+
+    def __init__(self, codes: Codes) -> None:
+        self._codes = codes
+
+    @property
+    def coding(self) -> Coding:
+        return self._codes.coding
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, inputs = self._codes.codes.shape
+        return rows, inputs
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        codes = self._codes
+        found = (codes.codes, codes.scales, codes.zeros, codes.offsets, codes.factors)
+        return tuple(tensor for tensor in found if tensor is not None)
+
+    def codes(self) -> Codes:
+        return self._codes
+
+    def rows(self, start: int, stop: int) -> "PlainCodedRows":
+        return PlainCodedRows(self._codes.rows(start, stop))
+
+    def picked(self, rows: torch.Tensor) -> "PlainCodedRows":
+        return PlainCodedRows(self._codes.mapped(lambda tensor: tensor[rows]))

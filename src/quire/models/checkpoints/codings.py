@@ -1,0 +1,107 @@
+"""Which of a model's weights stay the codes that its checkpoint has.
+
+Called by `loader`, before the model is filled: what keeps a linear's weights is chosen by how each
+of its parts is coded.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import nn
+
+from quire.formats.codes import Coding
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.linear import Linear, WeightSlot
+from quire.layers.sharded import LinearMethods, PartCodings
+from quire.models.checkpoints.source import CheckpointSource
+
+_log = logging.getLogger(__name__)
+
+
+class Codings:
+    """Of the linears of a model, and of its embedding's table.
+
+    whole: the model's blueprint. slots: the checkpoint's names -> the places in it. renamed: of a
+    tied model: the end that is not in the checkpoint -> the one that fills both.
+    """
+
+    def __init__(
+        self,
+        whole: nn.Module,
+        slots: Mapping[str, tuple[WeightSlot, ...]],
+        checkpoint: CheckpointSource,
+        methods: LinearMethods,
+        *,
+        renamed: Mapping[str, str],
+    ) -> None:
+        paths = {id(module): path for path, module in whole.named_modules()}
+        self._whole, self._methods = whole, methods
+        self._linears: dict[str, list[Coding | None]] = {}
+        self._tables: dict[str, Coding] = {}
+        self._numbers: Counter[str] = Counter()
+        for name, places in slots.items():
+            source = renamed.get(name, name)
+            coding = checkpoint.coding(source) if source in checkpoint.names else None
+            if coding is None:
+                continue
+            for part in (slot.part for slot in places):
+                if part is not None:
+                    self._add_part(paths[id(part[0])], *part, coding)
+                elif self._is_table(name):
+                    self._add_table(name.removesuffix(".weight"), coding, is_tied=bool(renamed))
+                else:
+                    self._numbers[coding.name] += prod(checkpoint.shape(source))
+
+    def _is_table(self, name: str) -> bool:
+        path, _, parameter = name.rpartition(".")
+        if parameter != "weight":
+            return False
+        found = dict(self._whole.named_modules()).get(path)
+        return isinstance(found, VocabEmbedding)
+
+    def _add_part(self, path: str, linear: Linear, index: int, coding: Coding) -> None:
+        if not self._methods.keeps(coding, linear):
+            if not linear.stays_dense:
+                self._numbers[coding.name] += linear.part_sizes[index] * linear.input_size
+            return
+        none: list[Coding | None] = [None] * len(linear.part_sizes)
+        self._linears.setdefault(path, none)[index] = coding
+
+    def _add_table(self, path: str, coding: Coding, *, is_tied: bool) -> None:
+        if self._methods.of_coding(coding) is None:
+            table = self._whole.get_submodule(path)
+            assert isinstance(table, VocabEmbedding)
+            self._numbers[coding.name] += table.vocab_size * table.hidden_size
+        elif not is_tied:  # else the head keeps it for both ends
+            self._tables[path] = coding
+
+    def of_linear(self, path: str) -> PartCodings:
+        """Of the linear at this path of the model: of each part; empty: none is kept."""
+        return self._linears.get(path, ())
+
+    def of_table(self, path: str) -> Coding | None:
+        """Of the embedding at this path."""
+        return self._tables.get(path)
+
+    def choose_methods(self) -> None:
+        """Give the blueprint the methods that the model gets, to read sizes from."""
+        for path, module in self._whole.named_modules():
+            if isinstance(module, Linear):
+                module.method = self._methods.stored_by(module, self.of_linear(path))
+            elif isinstance(module, VocabEmbedding):
+                module.method = self._methods.of_coding(self.of_table(path))
+
+    def tell(self, folder: object, dtype: torch.dtype) -> None:
+        """Say which codes become numbers, and what that costs."""
+        for name, count in self._numbers.items():
+            _log.warning(
+                "%s: its %s weights become %s, as no layout of quire's holds them as they are:"
+                " %.0f MiB in memory",
+                folder,
+                name,
+                str(dtype).removeprefix("torch."),
+                count * dtype.itemsize / 2**20,
+            )

@@ -1,0 +1,46 @@
+"""Codings of every kind, and random rows in them."""
+
+import torch
+
+from quire.formats.codes import Codes, Coding
+
+E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+CODINGS = {
+    "flat, a zero": Coding("Q4_0", 4, 32, zero=8),
+    "flat, offsets": Coding("Q4_1", 4, 32, has_offsets=True),
+    "flat, zeros, 128": Coding("AWQ", 4, 128, has_zeros=True),
+    "flat, zeros, bf16": Coding("W4A16", 4, 64, has_zeros=True, scale_dtype=torch.bfloat16),
+    "a table": Coding("MXFP4", 4, 32, table=E2M1_TWICE, scale_dtype=torch.bfloat16),
+    "blocks, offsets": Coding("Q4_K", 4, 32, has_offsets=True, block_size=256),
+    "blocks, a table": Coding("IQ4_XS", 4, 32, table=E2M1_TWICE, block_size=256),
+    "bytes": Coding("Q8_0", 8, 32, zero=128),
+    "bytes, blocks": Coding("Q6_K", 8, 16, zero=32, block_size=256),
+    "bytes, blocks, offsets": Coding("Q5_K", 8, 32, has_offsets=True, block_size=256),
+}
+
+_MOST = {"Q5_K": 32, "Q6_K": 64}
+
+
+def random_codes(coding: Coding, rows: int, inputs: int, seed: int = 0) -> Codes:
+    """Rows whose numbers are about as large as a model's."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) * 0.01 + 0.001
+
+    groups = inputs // coding.group_size
+    codes = integers(0, _MOST.get(coding.name, 2**coding.width), rows, inputs).byte()
+    zeros = integers(0, 16, rows, groups).byte() if coding.has_zeros else None
+    if not coding.block_size:
+        scales = floats(rows, groups).to(coding.scale_dtype)
+        offsets = (floats(rows, groups) * 8).to(coding.scale_dtype) if coding.has_offsets else None
+        return Codes(coding, codes, scales, zeros, offsets)
+    low = 0 if coding.has_offsets else -32
+    scales = integers(low, 64 if coding.has_offsets else 32, rows, groups).to(torch.int8)
+    offsets = integers(0, 64, rows, groups).byte() if coding.has_offsets else None
+    factors = (floats(rows, inputs // coding.block_size, 2) * 0.05).half()
+    return Codes(coding, codes, scales, zeros, offsets, factors)

@@ -1,0 +1,128 @@
+"""Coded checkpoints: linears and embeddings keep the codes, and a model computes with them."""
+
+import logging
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from tests.formats.coded_samples import CODINGS, random_codes
+from transformers import LlamaConfig as HFLlamaConfig
+
+from quire.formats.coded import CodedMethods, PartsMethod
+from quire.formats.codes import CodedRows, Codes, Coding, PlainCodedRows
+from quire.formats.dense import DenseMethod
+from quire.layers.linear import Linear
+from quire.layers.sharded import LinearMethods
+from quire.models.checkpoints import readers
+from quire.models.checkpoints.loader import Reading, load_model, weight_bytes
+from quire.models.checkpoints.safetensors_files import SafetensorsFiles
+from quire.models.checkpoints.weights_digest import WeightsDigest
+from quire.models.registry import load_config
+
+CPU = torch.device("cpu")
+Q4, Q6, Q8 = (CODINGS[name] for name in ("blocks, offsets", "bytes, blocks", "bytes"))
+_KINDS = {"q_proj": Q4, "k_proj": Q4, "v_proj": Q6, "o_proj": Q8, "gate_proj": Q4, "up_proj": Q4}
+_KINDS |= {"embed_tokens": Q8, "lm_head": Q6}
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128, "num_hidden_layers": 2}
+
+
+class CodedFiles(SafetensorsFiles):
+    """The folder's tensors, of which some are random codes of the same shape."""
+
+    def _codes(self, name: str) -> Codes:
+        coding = self.coding(name)
+        assert coding is not None
+        return random_codes(coding, *self.shape(name), seed=sum(name.encode()))
+
+    def coding(self, name: str) -> Coding | None:
+        return _KINDS.get(name.split(".")[-2])
+
+    @contextmanager
+    def coded_rows(self, name: str, span: range) -> Iterator[CodedRows]:
+        yield PlainCodedRows(self._codes(name).rows(span.start, span.stop))
+
+    @contextmanager
+    def rows(self, name: str, span: range) -> Iterator[torch.Tensor]:
+        if self.coding(name) is not None:
+            yield self._codes(name).numbers()[span.start : span.stop]
+            return
+        with super().rows(name, span) as rows:
+            yield rows
+
+    @property
+    def names(self) -> Set[str]:
+        return super().names
+
+
+@pytest.fixture(params=[False, True], ids=["two ends", "tied"])
+def folder(request: pytest.FixtureRequest, save_checkpoint, monkeypatch) -> Path:
+    monkeypatch.setattr(readers, "_READERS", [CodedFiles])
+    return save_checkpoint(HFLlamaConfig, tie_word_embeddings=request.param, **SHAPE)[0]
+
+
+def load(folder: Path, methods: LinearMethods | None, **options):
+    config = load_config(folder)
+    return load_model(
+        folder,
+        config,
+        dtype=torch.float32,
+        device=CPU,
+        max_model_len=64,
+        methods=methods,
+        **options,
+    )
+
+
+def logits(model, run) -> torch.Tensor:
+    return run(model, torch.arange(3, 20), [10, 7])
+
+
+def test_a_model_of_codes_computes_as_one_of_their_numbers(folder: Path, run) -> None:
+    methods = LinearMethods(DenseMethod(), coded=CodedMethods())
+    digest = WeightsDigest()
+    coded = load(folder, methods, reading=Reading(num_threads=2, digest=digest))
+    expected = logits(load(folder, None), run)
+    found = logits(coded, run)
+    assert (found - expected).norm() / expected.norm() < 6e-2
+    kinds = {
+        path.split(".")[-1]: type(module.method).__name__
+        for path, module in coded.named_modules()
+        if isinstance(module, Linear)
+    }
+    assert kinds["qkv_proj"] == "PartsMethod" and kinds["down_proj"] == "DenseMethod"
+    assert {kinds[name] for name in ("gate_up_proj", "o_proj", "lm_head")} == {"CodedTorchMethod"}
+    assert coded.model.embed_tokens.weight is None
+    again = WeightsDigest()
+    load(folder, methods, reading=Reading(digest=again))
+    assert again.digest() == digest.digest()
+
+
+def test_the_memory_plan_counts_codes(folder: Path) -> None:
+    config = load_config(folder)
+    methods = LinearMethods(DenseMethod(), coded=CodedMethods())
+    planned = weight_bytes(folder, config, torch.float32, methods)
+    model = load(folder, methods)
+    dense = sum(parameter.nbytes for parameter in model.parameters())
+    kept = [module for module in model.modules() if isinstance(module, Linear)]
+    coded = sum(
+        module.method.num_bytes(module.output_size, module.input_size, torch.float32)
+        for module in kept
+        if not isinstance(module.method, DenseMethod)
+    )
+    table = model.model.embed_tokens
+    if table.method is not None:
+        coded += table.method.num_bytes(128, 256, torch.float32)
+    assert planned == dense + coded
+    assert any(isinstance(module.method, PartsMethod) for module in kept)
+
+
+def test_codes_that_nothing_keeps_become_numbers_and_a_line(
+    folder: Path, run, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        model = load(folder, LinearMethods(DenseMethod()))
+    assert torch.equal(logits(model, run), logits(load(folder, None), run))
+    assert "its Q4_K weights become float32, as no layout of quire's holds them" in caplog.text
