@@ -199,7 +199,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--parts", type=_words, default=list(PARTS), help=f"of {','.join(PARTS)}")
     add("--models", type=_words, default=[], help="only these")
     add("--engines", type=_words, default=[], help='only these, such as "quire,vLLM"')
-    add("--precisions", type=_words, default=["bf16", "int8", "int4"])
+    add("--precisions", type=_words, default=["bf16", "int8", "int4", "Q8_0", "Q4_K_M"])
     add("--quire-arguments", type=shlex.split, default=[], help="for quire's driver")
     add("--threads", type=int, default=2)
     add("--quiet-wait", type=float, default=8.0)

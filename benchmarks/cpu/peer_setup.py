@@ -5,6 +5,7 @@
     folder = "MODELS/llama-160m"      # Hugging Face form: quire's, and the shape for the floors
     num_requests = 48                 # of the workload
     max_num_seqs = 48
+    files = { Q4_K_M = "GGUF/llama-160m-q4_k_m.gguf" }     # quire's, at this precision
 
     [[engine]]
     name = "vLLM"
@@ -39,7 +40,11 @@ QUIRE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "bf16": (),
     "int8": ("--quantization", "int8"),
     "int4": ("--quantization", "int4"),
+    "Q8_0": (),
+    "Q4_K_M": (),
 }
+"""Of the last two the model names the file, which is the same for all engines."""
+FILES = ("Q8_0", "Q4_K_M")
 
 # The prompts are random, so that a prefix cache has nothing to give: off on both sides.
 QUIRE_SERVER = (
@@ -55,12 +60,14 @@ class SetupError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model in Hugging Face form and the load that it carries."""
+    """A model in Hugging Face form and the load that it carries. files: by precision, where it is
+    one of FILES."""
 
     name: str
     folder: Path
     num_requests: int = 48
     max_num_seqs: int = 48
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +132,22 @@ def quire_engines(
         (sys.executable, str(HERE.parent / "peers" / f"quire_{name}.py"))
         for name in ("offline", "long_context")
     )
-    placed = {model.name: Placed(str(model.folder)) for model in models}
+
+    def placed(precision: str) -> dict[str, Placed]:
+        if precision not in FILES:
+            return {model.name: Placed(str(model.folder)) for model in models}
+        return {
+            model.name: Placed(model.files[precision])
+            for model in models
+            if precision in model.files
+        }
+
     return tuple(
         EngineSetup(
             name=OURS,
             precision=precision,
             command=(*offline, *extra),
-            models=placed,
+            models=placed(precision),
             arguments=arguments,
             long_context=(*long_context, *extra, *arguments),
             server=(*QUIRE_SERVER, *extra, *arguments),
