@@ -1,0 +1,117 @@
+"""Which GGUF files are one model, by their names, and which of them a path means.
+
+    tiny-Q4_K_M.gguf                     one file
+    big-Q8_0-00001-of-00003.gguf, ...    one in three files; the first one has the metadata
+    mmproj-F16.gguf, imatrix.gguf        beside a model: its image encoder, its quantizer's notes
+
+Works on names, so that a listing of the hub's is judged as a folder is. Imports no torch. Called by
+the fetching of models and by the readers of weights, configs and tokenizers.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from quire.errors import CheckpointError
+from quire.hub.model_files import is_gguf, shown_name
+
+SUFFIX = ".gguf"
+_MAX_FILES = 9999
+_MAX_NAMES_SHOWN = 12
+_SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_NO_MODEL = ("mmproj", "imatrix")
+"""How the names begin, or what they have between dashes and dots, of files that hold no model."""
+_LABEL = re.compile(
+    r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*?)"
+    r"(?:-\d{5}-of-\d{5})?\.gguf$",
+    re.IGNORECASE,
+)
+
+
+def models_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The first file of each model -> its files' names, sorted; a missing first file makes no
+    model. names: of files, with or without the folders they lie in."""
+    parts: defaultdict[str, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        if name.lower().endswith(SUFFIX) and not _is_no_model(name):
+            parts[first_name(name)].append(name)
+    return {first: tuple(files) for first, files in parts.items() if first in files}
+
+
+def first_name(name: str) -> str:
+    """Of the file with the metadata of the model that a file belongs to."""
+    found = _SPLIT.fullmatch(name)
+    if found is None:
+        return name
+    return f"{found['stem']}-00001-of-{found['count']}{name[-len(SUFFIX) :]}"
+
+
+def all_names(first: str) -> tuple[str, ...]:
+    """The names that all files of a model have, by the first one's."""
+    found = _SPLIT.fullmatch(first)
+    if found is None or first_name(first) != first:
+        return (first,)
+    count = min(int(found["count"]), _MAX_FILES)
+    suffix = f"-of-{found['count']}{first[-len(SUFFIX) :]}"
+    return tuple(f"{found['stem']}-{number:05}{suffix}" for number in range(1, count + 1))
+
+
+def quant_label(name: str) -> str | None:
+    """What the file's name says of its quantization, such as Q4_K_M, in capitals; None: nothing."""
+    found = _LABEL.search(name)
+    return found[1].upper() if found else None
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The first file of the model that `path` is, or of those in the folder `path`; None: there is
+    none. Raises CheckpointError where there are several, or where `path` is another than the
+    first."""
+    if path.is_file():
+        if not is_gguf(path):
+            return None
+        if first_name(path.name) != path.name:
+            raise CheckpointError(
+                f"{path} is a later part of a model in several files; name the first one, "
+                f"{first_name(path.name)}"
+            )
+        return path
+    if not path.is_dir():
+        return None
+    found = models_of(each.name for each in path.iterdir())
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{path} has several models in GGUF format, {_listed(found)}; name the file that is to "
+            "be served"
+        )
+    return path / next(iter(found)) if found else None
+
+
+def gguf_paths(path: Path) -> list[Path]:
+    """All files of the model that `find_gguf` finds. Raises CheckpointError where one is missing,
+    and where there is no model."""
+    first = find_gguf(path)
+    if first is None:
+        raise CheckpointError(
+            f"{path} neither is nor has a model in GGUF format; name a .gguf file"
+        )
+    paths = [first.with_name(name) for name in all_names(first.name)]
+    missing = [each.name for each in paths if not each.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{first} is the first of {len(paths)} files, of which {_listed(missing)} "
+            f"{'do' if len(missing) > 1 else 'does'} not exist; the download is not whole: fetch "
+            "it again"
+        )
+    return paths
+
+
+def _is_no_model(name: str) -> bool:
+    words = re.split(r"[-._/]", name.lower())
+    return any(word in words for word in _NO_MODEL)
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = [shown_name(name) for name in sorted(names)[:_MAX_NAMES_SHOWN]]
+    rest = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
