@@ -1,0 +1,113 @@
+"""From a GGUF tensor's bytes to its numbers or its codes.
+
+The numbers are equal to the bit to those that llama.cpp's package gguf makes of the same bytes, but
+for the sign and payload of NaNs. Called by `gguf_files`.
+
+Shapes: R rows, I inputs, B blocks in a row.
+"""
+
+import numpy as np
+import torch
+
+from quire.errors import CheckpointError
+from quire.formats.codes import CodedRows, Codes, Coding
+from quire.hub.gguf.storage_types import StorageType
+from quire.models.checkpoints.gguf.blocks import Array, CodedType
+from quire.models.checkpoints.gguf.k_types import K_TYPES
+from quire.models.checkpoints.gguf.lattice_types import LATTICE_TYPES
+from quire.models.checkpoints.gguf.legacy_types import LEGACY_TYPES
+from quire.models.checkpoints.gguf.other_types import OTHER_TYPES
+
+CODED_TYPES: dict[str, CodedType] = LEGACY_TYPES | K_TYPES
+DECODERS = LATTICE_TYPES | OTHER_TYPES
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_DECODED_NUMBERS = 1 << 17
+"""At a time, so that what is made on the way fits a processor's cache."""
+
+
+def plain_dtype(storage: StorageType) -> torch.dtype | None:
+    """What rows of the type are when their bytes are taken as they are; None: they are decoded."""
+    return _DTYPES.get(storage.name)
+
+
+def coding_of(storage: StorageType) -> Coding | None:
+    """How rows of the type are coded; None: `BlockRows` can't be made of them."""
+    coded = CODED_TYPES.get(storage.name)
+    return None if coded is None else coded.coding
+
+
+def numbers(storage: StorageType, raw: torch.Tensor) -> torch.Tensor:
+    """raw [R, bytes] uint8 -> [R, I] fp32. Raises CheckpointError for a type that no model's file
+    has, but which llama.cpp has for results on the way."""
+    if storage.name in CODED_TYPES:
+        return BlockRows(storage, raw).numbers()
+    if storage.name not in DECODERS:
+        raise CheckpointError(
+            f"numbers of type {storage.name} can't be read; take the model in another quantization"
+        )
+    decode = DECODERS[storage.name]
+    blocks = raw.numpy().reshape(-1, storage.block_bytes)
+    found = np.empty((len(blocks), storage.block_size), np.float32)
+    step = _DECODED_NUMBERS // storage.block_size
+    with np.errstate(all="ignore"):  # the file may hold infinities
+        for start in range(0, len(blocks), step):
+            found[start : start + step] = decode(blocks[start : start + step])
+    return torch.from_numpy(found).view(len(raw), -1)
+
+
+class BlockRows(CodedRows):
+    """Rows as the file has them. raw: [R, bytes] uint8, one row's blocks side by side."""
+
+    def __init__(self, storage: StorageType, raw: torch.Tensor) -> None:
+        """storage: a type of which `coding_of` knows the coding."""
+        self.storage = storage
+        self.raw = raw
+
+    @property
+    def coding(self) -> Coding:
+        return CODED_TYPES[self.storage.name].coding
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        num_rows, num_bytes = self.raw.shape
+        return num_rows, num_bytes // self.storage.block_bytes * self.storage.block_size
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return (self.raw,)
+
+    def codes(self) -> Codes:
+        blocks = self.raw.numpy().reshape(-1, self.storage.block_bytes)
+        with np.errstate(all="ignore"):  # the file may hold infinities
+            parts = CODED_TYPES[self.storage.name].unpack(blocks)
+        factors = None
+        if parts.factors is not None:
+            factors = torch.from_numpy(parts.factors).view(len(self.raw), -1, 2)
+        scales = self._rows_of(parts.scales)
+        return Codes(
+            self.coding,
+            self._rows_of(parts.codes),
+            scales.view(torch.bfloat16) if scales.dtype == torch.int16 else scales,
+            None,
+            None if parts.offsets is None else self._rows_of(parts.offsets),
+            factors,
+        )
+
+    def numbers(self) -> torch.Tensor:
+        num_rows, num_inputs = self.shape
+        found = torch.empty(num_rows, num_inputs)
+        step = max(1, _DECODED_NUMBERS // num_inputs)
+        for start in range(0, num_rows, step):
+            some = self.rows(start, start + step)
+            found[start : start + step] = some.codes().numbers()
+        return found
+
+    def _rows_of(self, values: Array) -> torch.Tensor:
+        """Of blocks [R * B, C] -> [R, B * C]."""
+        return torch.from_numpy(np.ascontiguousarray(values)).view(len(self.raw), -1)
+
+    def rows(self, start: int, stop: int) -> "BlockRows":
+        return BlockRows(self.storage, self.raw[start:stop])
+
+    def picked(self, rows: torch.Tensor) -> "BlockRows":
+        return BlockRows(self.storage, self.raw[rows])
