@@ -79,8 +79,8 @@ class DenseMethod(LinearMethod):
         output = functional.linear(x, linear.weight, linear.bias)
         return output if out_dtype is None else output.to(out_dtype)
 
-    def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
-        return self._operators.silu_mul(self.apply(linear, x))
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._operators.silu_mul(gate_up)
 
     def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
         linear.weight = table

@@ -147,8 +147,8 @@ class TritonInt4Method(RoundedMethod):
             linear.bias,
         )
 
-    def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
-        return self._operators.silu_mul(self.apply(linear, x))
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._operators.silu_mul(gate_up)
 
     def create_weights(self, linear: LinearModule, device: torch.device) -> None:
         stretch = self._kernel.STRETCH

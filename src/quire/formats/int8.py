@@ -99,7 +99,10 @@ class TritonInt8Method(Int8TorchMethod):
         num_rows = x.numel() // linear.input_size
         if self._fuses_gates and num_rows <= self._kernel.MAX_SKINNY_ROWS:
             return self._multiply_all(linear, x, gated=True)
-        return self._operators.silu_mul(self.apply(linear, x))
+        return super().silu_mul(linear, x)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._operators.silu_mul(gate_up)
 
     def load_rows(self, linear: LinearModule, span: slice, rows: torch.Tensor) -> None:
         super().load_rows(linear, span, rows.to(linear.get_parameter("levels").device))

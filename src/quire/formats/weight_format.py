@@ -147,7 +147,12 @@ class LinearMethod(ABC):
 
     def silu_mul(self, linear: LinearModule, x: torch.Tensor) -> torch.Tensor:
         """x [..., I] -> silu(gate) * up [..., O/2], for a gated linear."""
-        return silu_mul(self.apply(linear, x))
+        return self.gate(self.apply(linear, x))
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [..., O], as `apply` gives them and adapters leave them -> silu(gate) * up
+        [..., O/2], with the roundings of `silu_mul`."""
+        return silu_mul(gate_up)
 
     def heads(self, linears: Sequence[LinearModule], x: torch.Tensor) -> torch.Tensor:
         """x [T, H, I] -> [T, H, O], each head's part by its own linear."""

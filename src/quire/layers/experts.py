@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from quire.formats.weight_format import ExpertLinears
-from quire.kernels.activations import ActivationFunction, Gating, gated
-from quire.kernels.experts import mix_experts
+from quire.kernels.activations import ActivationFunction, Gating
 from quire.kernels.routing import RouterSpec, Routing
 from quire.layers.linear import Linear, LinearKind, WeightSlot
 from quire.layers.mlp import MLP
@@ -114,7 +113,7 @@ class Router(Linear):
 
 
 class Expert(nn.Module):
-    """The linears of one gated MLP; `Experts` computes with them."""
+    """The linears of one gated MLP; `Experts` computes with them. They have no adapters."""
 
     def __init__(
         self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device
@@ -134,7 +133,6 @@ class Expert(nn.Module):
             size, (hidden_size,), LinearKind.ROW, bias=spec.bias, dtype=dtype, device=device
         )
         self.down_proj.is_summed_later = True
-        self.linears = (self.gate_up_proj, self.down_proj)
 
 
 class Experts(nn.ModuleList):
@@ -155,20 +153,12 @@ class Experts(nn.ModuleList):
             tuple(each.down_proj for each in experts),
             spec.gating,
         )
-        self._linears = [linear for each in experts for linear in each.linears]
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [T, H] -> the weighted sum of each token's experts [T, H]."""
-        if any(linear.adapter is not None for linear in self._linears):
-            return mix_experts(x, routing, self._compute)
-        return self._linears[0].method.experts(self.linears, x, routing)
-
-    def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        module = self[expert]
-        assert isinstance(module, Expert)
-        inner = gated(module.gate_up_proj(x), self.linears.gating)
-        output: torch.Tensor = module.down_proj(inner)
-        return output
+        first = self.linears.gate_up[0]
+        assert isinstance(first, Linear)
+        return first.method.experts(self.linears, x, routing)
 
 
 class SparseMLP(OperatorModule):

@@ -11,7 +11,8 @@ from quire.layers.linear import Linear, LinearKind
 
 
 class HeadLinears(nn.ModuleDict):
-    """Named by the heads' numbers in the whole model, of which a rank has some."""
+    """Named by the heads' numbers in the whole model, of which a rank has some. They have no
+    adapters."""
 
     def __init__(
         self,
@@ -22,24 +23,20 @@ class HeadLinears(nn.ModuleDict):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(
-            {
-                str(head): Linear(
-                    num_inputs,
-                    (num_outputs,),
-                    LinearKind.REPLICATED,
-                    bias=False,
-                    dtype=dtype,
-                    device=device,
-                )
-                for head in heads
-            }
-        )
+        linears = {
+            str(head): Linear(
+                num_inputs,
+                (num_outputs,),
+                LinearKind.REPLICATED,
+                bias=False,
+                dtype=dtype,
+                device=device,
+            )
+            for head in heads
+        }
+        super().__init__(linears)
+        self._linears = tuple(linears.values())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H, I] -> [T, H, O]."""
-        linears = [each for each in self.values() if isinstance(each, Linear)]
-        if any(each.adapter is not None for each in linears):
-            parts = [each(x[:, head]) for head, each in enumerate(linears)]
-            return torch.stack(parts, dim=1)
-        return linears[0].method.heads(linears, x)
+        return self._linears[0].method.heads(self._linears, x)
