@@ -32,7 +32,7 @@ FLOORS = (
         "distributed",
         "layers",
     ),
-    *("models", "sampling", "runtime", "text", "engine", "engine_client"),
+    *("models", "adapters", "sampling", "runtime", "text", "engine", "engine_client"),
     *("assembly", "offline", "server", "simulation", "bench", "cli"),
 )
 """The top folders, from the ground up."""

@@ -15,6 +15,7 @@ QuireError                      500
 │   ├── UnsupportedModelError   500  an architecture or config field that is not understood
 │   ├── CheckpointError         500  a model folder that can't be read: missing, corrupt, pickled
 │   └── InsufficientMemoryError 500  not enough memory for what the options ask
+├── AdapterError                400  an adapter that can't be read, or that the model can't have
 ├── OverloadedError             429  a bounded queue is full; `retry_after_s` says when to retry
 │   ├── TenantBusyError         429  the tenant has as many generations open as it may
 │   └── TokenRateError          429  the tenant has used up its tokens per minute
@@ -208,6 +209,14 @@ class InsufficientMemoryError(ConfigurationError):
     """The machine, or the given limit, has less memory than the options need."""
 
     code = "insufficient_memory"
+
+
+class AdapterError(QuireError):
+    """An adapter that can't be read, or that does not fit the model."""
+
+    http_status = 400
+    code = "adapter_error"
+    may_be_retried = False
 
 
 class OverloadedError(QuireError):

@@ -116,7 +116,10 @@ class ModelEntry:
     def open(self, folder: Path, config: ModelConfig) -> CheckpointSource:
         """The weights of a model folder, with the names and the arrangement that the model has for
         them. config: of this entry's type. Raises CheckpointError."""
-        checkpoint = open_checkpoint(folder)
+        return self.arranged(open_checkpoint(folder), config)
+
+    def arranged(self, checkpoint: CheckpointSource, config: ModelConfig) -> CheckpointSource:
+        """The same, of what a folder's files hold."""
         if config.wrapper is not None:
             checkpoint = WRAPPERS[config.wrapper].open(checkpoint, config.hidden_size)
         if self.rename is not None:

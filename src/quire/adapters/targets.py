@@ -1,0 +1,205 @@
+"""Which of a model's linears an adapter's tensors belong to.
+
+An adapter names linears as transformers' model does. A model here has some of them fused, under
+other names, or with outputs in another order, as `models.registry` knows of its checkpoints. So
+the numbers of the outputs go through the same renaming and arrangement as a checkpoint's weights,
+and what comes out says which rows of B each part of a linear takes.
+
+Shapes: r rank, I inputs and O outputs of a part of a linear.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire.adapters.adapter import LoRAAdapter, LoRAWeights
+from quire.errors import AdapterError, CheckpointError, ConfigurationError
+from quire.hub.model_files import shown_name
+from quire.layers.experts import Experts
+from quire.layers.linear import Linear, SlottedModule
+from quire.layers.mixers.head_linears import HeadLinears
+from quire.models.checkpoints.source import CheckpointSource
+from quire.models.config import ModelConfig
+from quire.models.fallback.fallback_config import FallbackConfig
+from quire.models.interface import TextModel
+from quire.models.registry import find_entry
+
+_NUMBER_BITS = 32
+"""Of an output within its linear; the linear's own number stands above."""
+_PARAMETER = ".bias"
+"""One number for each output has a bias's shape."""
+_IN_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
+
+PartWeights = tuple[LoRAWeights | None, ...]
+"""What an adapter adds to each part of a linear; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Part `part` of `linear`; or why adapters of it are refused."""
+
+    linear: Linear
+    part: int
+    refusal: str | None
+
+
+class AdapterTargets:
+    """The linears of one model that may have adapters: all that its layers compute each token
+    with, but for experts, and for what latent attention absorbs.
+
+    linears: by their paths in the model.
+    """
+
+    def __init__(self, model: TextModel, config: ModelConfig) -> None:
+        """config: of the model. Raises ConfigurationError for a class of transformers."""
+        if isinstance(config, FallbackConfig):
+            raise ConfigurationError(
+                "enable_lora is set, but a class of transformers computes the model, which serves "
+                "no adapters; leave it out, or choose a model that quire has itself"
+            )
+        self._config = config
+        self._entry = find_entry(config)
+        self._parts = dict(_targets_of(model, self._entry.checkpoint_parts))
+        adapted = {target.linear for target in self._parts.values() if not target.refusal}
+        self.linears = {
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module, Linear) and module in adapted
+        }
+
+    def resolve(self, adapter: LoRAAdapter) -> dict[str, PartWeights]:
+        """Paths in `linears` -> what the adapter adds to their parts, of the shapes that they have.
+
+        Raises AdapterError for a linear that the model doesn't have, or whose shape is another.
+        """
+        self._check_layers(adapter)
+        paths = list(adapter.weights)
+        found: dict[Linear, list[LoRAWeights | None]] = {}
+        unknown = set(paths)
+        for name, numbers in self._outputs(adapter, paths):
+            path = paths[int(numbers[0]) >> _NUMBER_BITS]
+            weights, target = adapter.weights[path], self._target(adapter, name, path)
+            rows = numbers & ((1 << _NUMBER_BITS) - 1)
+            part = LoRAWeights(weights.a, weights.b.index_select(0, rows), weights.scaling)
+            _check_shape(adapter, path, part, target)
+            parts = found.setdefault(target.linear, [None] * len(target.linear.part_sizes))
+            parts[target.part] = part
+            unknown.discard(path)
+        for path in paths:
+            if path in unknown:
+                raise _no_such(adapter, path)
+        return {
+            path: tuple(found[linear]) for path, linear in self.linears.items() if linear in found
+        }
+
+    def _check_layers(self, adapter: LoRAAdapter) -> None:
+        num_layers = self._config.num_layers
+        for layer in adapter.layers:
+            if layer >= num_layers:
+                raise AdapterError(
+                    f"adapter {adapter.name}: layers_to_transform names layer {layer}, but the "
+                    f"model has layers 0 to {num_layers - 1}; it was trained on another model"
+                )
+
+    def _outputs(
+        self, adapter: LoRAAdapter, paths: list[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Our name of each part -> the numbers [O] of the adapter's outputs that it has."""
+        sizes = {path: len(adapter.weights[path].b) for path in paths}
+        try:
+            arranged = self._entry.arranged(_OutputNumbers(sizes), self._config)
+            for name in arranged.names:
+                shape = arranged.shape(name)
+                if len(shape) > 1:  # of latent attention: what is transposed is refused below
+                    yield name.removesuffix(_PARAMETER), torch.zeros(1, dtype=torch.int64)
+                    continue
+                with arranged.rows(name, range(shape[0])) as rows:
+                    yield name.removesuffix(_PARAMETER), rows.clone()
+        except CheckpointError as error:
+            why = str(error).partition(";")[0].replace(_PARAMETER, "")
+            raise AdapterError(
+                f"adapter {adapter.name}: it does not fit the model: {why}"
+            ) from error
+
+    def _target(self, adapter: LoRAAdapter, name: str, path: str) -> _Target:
+        target = self._parts.get(name)
+        if target is None:
+            raise _no_such(adapter, path)
+        if target.refusal is not None:
+            raise AdapterError(f"adapter {adapter.name}: {shown_name(path)}: {target.refusal}")
+        return target
+
+
+def _targets_of(
+    model: TextModel, checkpoint_parts: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, _Target]]:
+    """Names of all parts of linears, as `models.checkpoints.loader` has them."""
+    inside = ("", "")
+    for path, module in model.named_modules():
+        refusal = inside[1] if inside[0] and path.startswith(f"{inside[0]}.") else None
+        if isinstance(module, Experts | SlottedModule):
+            inside = path, "adapters of experts are not served"
+        elif isinstance(module, HeadLinears):
+            inside = path, "adapters of what latent attention absorbs are not served"
+        if not isinstance(module, Linear):
+            continue
+        if refusal is None and not _IN_LAYER.search(path):
+            refusal = "adapters of heads, and of what no layer computes, are not served"
+        parent, _, leaf = path.rpartition(".")
+        is_fused = len(module.part_sizes) > 1
+        parts = checkpoint_parts.get(leaf, (leaf,)) if is_fused else (leaf,)
+        for index, part in enumerate(parts):
+            yield f"{parent}.{part}" if parent else part, _Target(module, index, refusal)
+
+
+def _check_shape(adapter: LoRAAdapter, path: str, part: LoRAWeights, target: _Target) -> None:
+    outputs, inputs = target.linear.part_sizes[target.part], target.linear.input_size
+    if part.a.shape[1] != inputs or len(part.b) != outputs:
+        raise AdapterError(
+            f"adapter {adapter.name}: {shown_name(path)}: A is {list(part.a.shape)} and B has "
+            f"{len(part.b)} outputs, but the model's linear has {inputs} inputs and {outputs} "
+            "outputs; it was trained on another model"
+        )
+
+
+def _no_such(adapter: LoRAAdapter, path: str) -> AdapterError:
+    return AdapterError(
+        f"adapter {adapter.name}: the model has no linear {shown_name(path)} that an adapter could "
+        "be added to; embeddings, heads and what is no linear are not served"
+    )
+
+
+class _OutputNumbers(CheckpointSource):
+    """For each linear, in place of its tensors, the numbers of its outputs, [O] int64. sizes: paths
+    of linears -> O."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._numbers = {
+            f"{path}{_PARAMETER}": torch.arange(size) + (index << _NUMBER_BITS)
+            for index, (path, size) in enumerate(sizes.items())
+        }
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        return False  # it is in no folder
+
+    @property
+    def names(self) -> Set[str]:
+        return self._numbers.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._numbers[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.int64
+
+    @contextmanager
+    def rows(self, name: str, span: range) -> Iterator[torch.Tensor]:
+        yield self._numbers[name][span.start : span.stop]
+
+    def equal(self, first: str, second: str) -> bool:
+        return False  # two adapters of one linear are refused, whatever they are
