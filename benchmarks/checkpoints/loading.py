@@ -1,6 +1,6 @@
 """How long a model takes from the start of the process to its first token, and its peak memory.
 
-    python -m benchmarks.checkpoints.loading --model FOLDER --dtype bfloat16 \\
+    python -m benchmarks.checkpoints.loading --model FOLDER_OR_GGUF --dtype bfloat16 \\
         [--quantization int8] [--rounds 3]
 
 Each round is a new process that loads the model and continues a short prompt by one token. Before
@@ -79,18 +79,11 @@ def child(options: dict[str, Any], started_s: float) -> dict[str, Any]:
 
 
 def weight_bytes(model: Any) -> int:
-    """Of the parameters, and of what linears keep packed."""
-    from quire.formats.packed import is_packed
-    from quire.layers.linear import Linear  # not before the imports are timed
+    """Of all parameters, as they are stored."""
+    from quire.models.checkpoints.loader import module_bytes  # not before the imports are timed
 
     dtype = next(model.parameters()).dtype
-    parameters = sum(each.numel() * each.element_size() for each in model.parameters())
-    packed = sum(
-        linear.method.num_bytes(linear.output_size, linear.input_size, dtype)
-        for linear in model.modules()
-        if isinstance(linear, Linear) and is_packed(linear)
-    )
-    return int(parameters + packed)
+    return sum(module_bytes(module, dtype) for module in model.modules())
 
 
 def peak_bytes() -> int:
@@ -117,18 +110,23 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def read(folder: Path) -> float:
+def weight_files(model: Path) -> list[Path]:
+    """Of a folder; a GGUF file is one."""
+    return [model] if model.is_file() else sorted(model.glob("*.safetensors"))
+
+
+def read(model: Path) -> float:
     """Read the weights into new memory, a file at a time: what every loader has to do at least.
     Returns the seconds."""
     begun_s = time.monotonic()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(model):
         path.read_bytes()
     return time.monotonic() - begun_s
 
 
-def forget(folder: Path) -> None:
+def forget(model: Path) -> None:
     """Drop the weights from the page cache."""
-    for path in folder.glob("*.safetensors"):
+    for path in weight_files(model):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
