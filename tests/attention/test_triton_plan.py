@@ -68,6 +68,13 @@ def test_an_h200_decodes_with_three_programs_a_processor():
     assert num_resident(shape, torch.bfloat16, H200) == 3 * 132
 
 
+def test_an_h200_decodes_codes_with_two_programs_a_processor():
+    """Each with a tile under way and a widened one: 96 KiB."""
+    shape = decode_shape(make_spec(32, 8, 128), 16, torch.int8, H200)
+    assert (shape.rows, shape.tile, shape.num_warps, shape.num_stages) == (16, 128, 4, 2)
+    assert num_resident(shape, torch.int8, H200) == 2 * 132
+
+
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("max_context", [200, 5000, 131_072])

@@ -82,11 +82,20 @@ def decode_shape(
     row_bytes = max(16, next_power_of_two(spec.head_dim)) * max(2, dtype.itemsize)
     tile = max(16, min(128, 16_384 // row_bytes))
     if dtype.itemsize == 1 and limits.is_wide:
-        tile = max(32, tile // 2)
+        return _shape(spec, block_size, dtype, limits, _compact_decode_tiles(spec))
     if dtype == torch.float32 or not limits.is_wide:
         tile = max(16, tile // 2)
-    num_warps = 8 if dtype.itemsize == 1 and limits.is_wide and spec.head_dim > 64 else 4
-    return _shape(spec, block_size, dtype, limits, _TileSizes(16, tile, num_warps))
+    return _shape(spec, block_size, dtype, limits, _TileSizes(16, tile, 4))
+
+
+def _compact_decode_tiles(spec: AttentionSpec) -> "_TileSizes":
+    """On wide devices. A tile of codes costs little but a dozen barriers at which a program waits
+    for itself, so tiles have as many keys as the registers of two programs a processor allow. One
+    of 128 keys of 128 codes is 32 KiB, and 64 KiB more when it is widened.
+    """
+    if spec.head_dim <= 128 and spec.num_heads // spec.num_kv_heads <= 16:
+        return _TileSizes(16, 128, 4, most_stages=2 if spec.head_dim > 64 else 3)
+    return _TileSizes(16, 32, 8) if spec.head_dim > 64 else _TileSizes(16, 64, 4)
 
 
 def mixed_shapes(
@@ -163,6 +172,7 @@ class _TileSizes:
     rows: int
     keys: int
     num_warps: int
+    most_stages: int = 3
 
 
 def _shape(
@@ -188,7 +198,7 @@ def _shape(
         rows=rows,
         tile=tiles.keys,
         num_warps=8 if dtype == torch.float32 and rows >= 64 else tiles.num_warps,
-        num_stages=max(1, min(3, room // (2 * tiles.keys * row_bytes))),
+        num_stages=max(1, min(tiles.most_stages, room // (2 * tiles.keys * row_bytes))),
     )
 
 
@@ -240,9 +250,12 @@ def num_resident(shape: AttendShape, dtype: torch.dtype, limits: DeviceLimits) -
         return limits.num_processors
     stage_bytes = 2 * shape.tile * shape.padded_dim * dtype.itemsize
     used = max(1, shape.num_stages - 1) * stage_bytes + OTHER_SHARED_BYTES // 2
+    if dtype.itemsize == 1:
+        used += 2 * stage_bytes  # the tile that is multiplied, widened
     if shape.rows >= 64:
         used += stage_bytes + shape.rows * shape.padded_dim * dtype.itemsize
     is_small = shape.rows == 16 and shape.padded_dim <= 128
+    is_small &= dtype.itemsize > 1 or shape.tile < 128
     by_registers = (3 if is_small else 2) * 4 // shape.num_warps
     return limits.num_processors * max(1, min(by_registers, limits.shared_bytes // used))
 

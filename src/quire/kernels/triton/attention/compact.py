@@ -22,8 +22,65 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.support import is_interpreting
+
 CODE_DTYPES = {torch.int8: torch.int8, torch.float8_e4m3fn: torch.uint8}
 """The dtype of the kernels' pages by that of the KV format."""
+
+IS_INTERPRETED = tl.constexpr(is_interpreting())
+
+# PTX that widens four codes, in one register, to two registers of two numbers each. A compiler
+# takes the bytes apart one by one: twice to three times as many instructions.
+INT8_TO_BF16 = tl.constexpr("""{
+    .reg .b32 low, sign, a, b, c, d, one;
+    and.b32 low, $2, 0x7F7F7F7F;
+    and.b32 sign, $2, 0x80808080;
+    prmt.b32 a, low, 0x43434343, 0x4140;
+    prmt.b32 b, low, 0x43434343, 0x4342;
+    prmt.b32 c, sign, 0xC3C3C3C3, 0x4140;
+    prmt.b32 d, sign, 0xC3C3C3C3, 0x4342;
+    mov.b32 one, 0x3F803F80;
+    fma.rn.bf16x2 $0, a, one, c;
+    fma.rn.bf16x2 $1, b, one, d;
+}""")
+INT8_TO_FP16 = tl.constexpr("""{
+    .reg .b32 raised, a, b, bias;
+    xor.b32 raised, $2, 0x80808080;
+    prmt.b32 a, raised, 0x64646464, 0x4140;
+    prmt.b32 b, raised, 0x64646464, 0x4342;
+    mov.b32 bias, 0xE480E480;
+    add.rn.f16x2 $0, a, bias;
+    add.rn.f16x2 $1, b, bias;
+}""")
+E4M3_TO_BF16 = tl.constexpr("""{
+    .reg .b32 a, b, c, d, power, zero;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    and.b32 c, a, 0x80008000;
+    and.b32 d, b, 0x80008000;
+    shr.b32 a, a, 4;
+    shr.b32 b, b, 4;
+    lop3.b32 a, a, 0x07F007F0, c, 0xEA;
+    lop3.b32 b, b, 0x07F007F0, d, 0xEA;
+    mov.b32 power, 0x7B807B80;
+    mov.b32 zero, 0x80008000;
+    fma.rn.bf16x2 $0, a, power, zero;
+    fma.rn.bf16x2 $1, b, power, zero;
+}""")
+E4M3_TO_FP16 = tl.constexpr("""{
+    .reg .b32 a, b, c, d, power;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    and.b32 c, a, 0x80008000;
+    and.b32 d, b, 0x80008000;
+    shr.b32 a, a, 1;
+    shr.b32 b, b, 1;
+    lop3.b32 a, a, 0x3F803F80, c, 0xEA;
+    lop3.b32 b, b, 0x3F803F80, d, 0xEA;
+    mov.b32 power, 0x5C005C00;
+    mul.rn.f16x2 $0, a, power;
+    mul.rn.f16x2 $1, b, power;
+}""")
 
 
 def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +117,29 @@ def check_scales(pages: torch.Tensor, scales: torch.Tensor | None) -> None:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes as numbers of dtype, exact; what has no codes as it is."""
+    """Codes as numbers of dtype, exact; what has no codes as it is.
+
+    The instructions are said to have effects (`False`): Triton would else move them behind the
+    change of layout for the tensor core, and read V, which is transposed there, byte by byte.
+    """
+    if codes.dtype != tl.uint8 and codes.dtype != tl.int8:
+        wide = codes
+    elif dtype == tl.float32:
+        wide = widen(codes, tl.bfloat16).to(tl.float32)
+    elif IS_INTERPRETED:
+        wide = _widen_each(codes, dtype)
+    elif dtype == tl.float16:
+        asm: tl.constexpr = E4M3_TO_FP16 if codes.dtype == tl.uint8 else INT8_TO_FP16
+        wide = tl.inline_asm_elementwise(asm, "=r,=r,r", [codes], tl.float16, False, 4)
+    else:
+        asm: tl.constexpr = E4M3_TO_BF16 if codes.dtype == tl.uint8 else INT8_TO_BF16
+        wide = tl.inline_asm_elementwise(asm, "=r,=r,r", [codes], tl.bfloat16, False, 4)
+    return wide
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _widen_each(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What those instructions compute, a code at a time."""
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.uint16)
         sign = (bits & 0x80) << 8
@@ -70,20 +149,15 @@ def widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
         else:
             narrow = (sign | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
             power = tl.full(codes.shape, 0x7B80, tl.uint16).to(tl.bfloat16, bitcast=True)  # 2^120
-            wide = (narrow * power).to(dtype)
-    elif codes.dtype == tl.int8:
-        # Triton's own conversion, and this without a product, would be moved behind the change of
-        # layout: loads of V are narrow then, and registers spill (as compiled for sm_90).
+            wide = narrow * power
+    else:
         bits = codes.to(tl.uint8, bitcast=True).to(tl.uint16)
         if dtype == tl.float16:
             wide = (0x6400 | (bits ^ 0x80)).to(tl.float16, bitcast=True) - 1152.0  # 1024 + 128
         else:
             low = (0x4300 | (bits & 0x7F)).to(tl.bfloat16, bitcast=True)  # 128 and seven bits
             bias = (0x4300 | (bits & 0x80)).to(tl.bfloat16, bitcast=True)  # 128, or 256 below 0
-            one = tl.full(codes.shape, 0x3F80, tl.uint16).to(tl.bfloat16, bitcast=True)
-            wide = ((low - bias) * one).to(dtype)
-    else:
-        wide = codes
+            wide = low - bias
     return wide
 
 

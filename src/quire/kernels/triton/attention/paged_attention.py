@@ -39,7 +39,9 @@ three programs share a processor and 192 KiB are under way on it; reading them a
 processors takes 1750 clocks, so memory bounds it. 128 rows, for prompts, are 392 instructions a
 warp of eight, 12 of them HGMMA, which take 1024 clocks, and the softmax about as many again: Triton
 starts Q K^T while P V of the tile before is under way, and waits for both before the softmax. The
-entries of the table are read a tile ahead; a tile inside one block needs one.
+entries of the table are read a tile ahead; a tile inside one block needs one. Of codes, a tile of
+128 keys is as many bytes for 16 rows and 986 instructions, a third of them to widen it, with two
+programs on a processor: a third of the issue slots of the time that memory needs.
 
 Shapes: T tokens, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head size, N blocks, B block size,
 R rows of the block tables, P parts a token at most. A page is [2, Hkv, B, D], K then V.
