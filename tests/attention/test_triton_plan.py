@@ -91,16 +91,22 @@ def test_no_token_needs_more_parts_than_there_is_room_for(name, uniform, max_con
             assert len(host.items) <= rule.parts_per_token
 
 
-def test_one_long_sequence_makes_work_for_a_whole_gpu_and_a_short_one_is_not_cut():
+def test_one_long_sequence_makes_work_for_a_whole_gpu_and_a_short_one_for_some_programs():
     spec = make_spec(32, 8, 128)
     shape = decode_shape(spec, 16, torch.bfloat16, H200)
     rule = chunk_rule(shape, 131_072)
     num_items = [
         len(host_work(make_batch([1], [context]), shape, rule).items)
-        for context in (MIN_CHUNK_TOKENS, 2048, 8192, 131_072)
+        for context in (MIN_CHUNK_TOKENS, 200, 256, 257, 1024, 1025, 2048, 8192, 131_072)
     ]
-    assert num_items == [1, 8, 16, 16]
+    assert num_items == [1, 4, 4, 3, 8, 5, 8, 16, 16]
     assert num_items[-1] * spec.num_kv_heads >= 128
+
+
+@pytest.mark.parametrize(("group", "least"), [(1, 64), (4, 64), (8, 128), (16, 256), (64, 256)])
+def test_a_part_is_a_small_share_of_what_it_stands_for(group, least):
+    shape = decode_shape(make_spec(2 * group, 2, 128), 16, torch.bfloat16, H200)
+    assert chunk_rule(shape, 4096).least_tokens == least
 
 
 def make_batch(query_lens, contexts):

@@ -16,7 +16,11 @@ import numpy.typing as npt
 import torch
 
 from quire.attention.interface import AttentionBatch, AttentionSpec
-from quire.kernels.triton.attention.decode_work import MIN_CHUNK_TOKENS, ChunkRule
+from quire.kernels.triton.attention.decode_work import (
+    MIN_CHUNK_TOKENS,
+    TOKENS_PER_PART,
+    ChunkRule,
+)
 from quire.kernels.triton.attention.paged_attention import AttendShape
 from quire.kernels.triton.support import next_power_of_two
 
@@ -272,8 +276,9 @@ def chunk_rule(shape: AttendShape, max_context: int) -> ChunkRule:
     if shape.window is not None:
         most = min(most, shape.window + shape.queries)
     if not shape.uniform:
-        parts = min(max_parts, -(-most // MIN_CHUNK_TOKENS)) + 1
-        return ChunkRule(parts, 0, shape.tile, shape.window)
+        least = max(MIN_CHUNK_TOKENS, shape.tile, min(256, 16 * next_power_of_two(shape.group)))
+        parts = min(max_parts, -(-most // least)) + 1
+        return ChunkRule(parts, 0, shape.tile, shape.window, least)
     chunk = max(least, next_power_of_two(-(-most // max_parts)))
     return ChunkRule(-(-most // chunk) + 1, chunk, shape.tile, shape.window)
 
@@ -349,8 +354,9 @@ def _chunk_tokens(rule: ChunkRule, num_seen: Ints) -> Ints:
     """Of each tile, by the keys that it sees."""
     if rule.chunk_tokens:
         return np.full_like(num_seen, rule.chunk_tokens)
-    chunk = np.full_like(num_seen, MIN_CHUNK_TOKENS)
-    while (is_small := chunk * (rule.parts_per_token - 1) < num_seen).any():
+    chunk = np.full_like(num_seen, rule.least_tokens)
+    most_parts = rule.parts_per_token - 1
+    while (is_small := chunk * np.minimum(chunk // TOKENS_PER_PART, most_parts) < num_seen).any():
         chunk[is_small] *= 2
     return chunk
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from quire.attention.triton_plan import chunk_rule, decode_shape, host_work, uniform_shape
 from quire.kernels.triton.attention.decode_work import decode_work
 
-CONTEXTS = [1, 256, 257, 5000, 40, 8192, 300]
+CONTEXTS = [1, 256, 257, 5000, 40, 8192, 300, 1024, 65]
 
 
 def rows_of(items):
@@ -44,4 +44,4 @@ def test_padding_has_no_items_and_an_output_of_no_parts():
         torch.arange(6, dtype=torch.int32), context, torch.zeros(5, dtype=torch.int64), rule
     )
     assert set(items[: int(count), 1].tolist()) == {1, 3}
-    assert merges[:, 2].tolist() == [0, -1, 0, 3, 0]
+    assert merges[:, 2].tolist() == [0, -1, 0, 5, 0]

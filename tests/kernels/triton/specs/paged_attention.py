@@ -163,7 +163,7 @@ SPECS = [
     latent(128, _BF16, 80),
     write_latents(_BF16, 90),
     merge(_BF16, 128),
-    work(256, ChunkRule(17, 0, 64, 4096)),
+    work(256, ChunkRule(17, 0, 64, 4096, 64)),
 ]
 
 _MODELS = [

@@ -23,8 +23,15 @@ from quire.kernels.triton.attention.merge_parts import MERGE_FIELDS
 from quire.kernels.triton.attention.paged_attention import ITEM_FIELDS
 from quire.kernels.triton.support import next_power_of_two
 
-MIN_CHUNK_TOKENS = 256
-"""The smallest chunk. Its part is 3 % of the bytes of its K and V, for 4 query heads a KV head."""
+MIN_CHUNK_TOKENS = 64
+"""The smallest chunk for up to 4 query heads a KV head: its part is 6 % of the bytes of its K and V.
+A program takes about a microsecond for it, after several for what it reads first."""
+
+TOKENS_PER_PART = 16
+"""A context is cut into no more parts than this many are in a chunk: a part is read by one program
+as well, so parts are to be few where a chunk is read soon."""
+
+_PER_PART = tl.constexpr(TOKENS_PER_PART)
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,14 @@ class ChunkRule:
     """How contexts are cut.
 
     parts_per_token: P. chunk_tokens: the size of all chunks, a power of two; 0: chosen for each
-    token by what it sees. tile: of keys. window: None: none.
+    token by what it sees, from least_tokens on. tile: of keys. window: None: none.
     """
 
     parts_per_token: int
     chunk_tokens: int
     tile: int
     window: int | None
+    least_tokens: int = 0
 
 
 def decode_work(
@@ -89,12 +97,13 @@ def decode_work_kernel(  # type: ignore[no-untyped-def]
     low = tl.zeros_like(context)
     if rule.window is not None:
         low = tl.maximum(context - rule.window, 0)
-    chunk = tl.full([BLOCK_S], 256, tl.int32)
     if rule.chunk_tokens:
         chunk = tl.full([BLOCK_S], rule.chunk_tokens, tl.int32)
     else:
-        for _ in tl.static_range(12):
-            is_small = chunk * (rule.parts_per_token - 1) < context - low
+        chunk = tl.full([BLOCK_S], rule.least_tokens, tl.int32)
+        for _ in tl.static_range(14):
+            most_parts = tl.minimum(chunk // _PER_PART, rule.parts_per_token - 1)
+            is_small = chunk * most_parts < context - low
             chunk = tl.where(is_small, 2 * chunk, chunk)
     first_chunk = low // chunk
     count = (context + chunk - 1) // chunk - first_chunk

@@ -5,7 +5,7 @@
 Partials of attention merged by their log-sum-exp (arXiv:2311.01282); the functions are those of
 `online_softmax.py`, which is also the reference. A token's result depends on its own parts alone.
 
-Moves, a token and query head, (D + 2) fp32 for each part: 1 % to 3 % of what the parts read of K
+Moves, a token and query head, (D + 2) fp32 for each part: 1 % to 6 % of what the parts read of K
 and V. One warp a token and query head; the loads of UNROLL parts are under way together.
 
 Shapes: M tokens, Hq query heads, D head size. Called by `attention/triton_paged.py` after
