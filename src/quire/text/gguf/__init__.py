@@ -1,0 +1,1 @@
+"""Tokenizers and chat templates of GGUF files, made of their metadata."""

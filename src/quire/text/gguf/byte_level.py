@@ -1,0 +1,52 @@
+"""Byte-level BPE of a GGUF file: GPT-2's kind, with merges. Called by `text.gguf.backend`."""
+
+import tokenizers
+from tokenizers import decoders, models
+
+from quire.errors import CheckpointError, shown
+from quire.hub.model_files import shown_text
+from quire.text.gguf.pre_tokenizers import find_pre_tokenizer
+from quire.text.gguf.vocabulary import PREFIX, GGUFVocabulary
+
+
+def build_byte_level(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
+    """Without added tokens. Raises CheckpointError and UnsupportedModelError."""
+    rules = find_pre_tokenizer(vocabulary.pre)
+    backend = tokenizers.Tokenizer(
+        merging_model(vocabulary, read_merges(vocabulary), ignore_merges=rules.whole_words)
+    )
+    normalizer = rules.normalizer()
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = rules.build(add_prefix_space=bool(vocabulary.add_space_prefix))
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def read_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
+    """Of "left right"; a left part may begin with a space. Raises CheckpointError."""
+    merges = []
+    for each in vocabulary.merges:
+        middle = each.find(" ", 1)
+        if middle < 0:
+            raise CheckpointError(
+                f"{PREFIX}merges has {shown(each)}, which is not two parts; fetch the file again"
+            )
+        merges.append((each[:middle], each[middle + 1 :]))
+    if not merges:
+        raise CheckpointError(f"it has no {PREFIX}merges; fetch the file again")
+    return merges
+
+
+def merging_model(
+    vocabulary: GGUFVocabulary, merges: list[tuple[str, str]], **options: bool | str | None
+) -> models.BPE:
+    """options: of the model. Raises CheckpointError for merges of what are no tokens."""
+    try:
+        return models.BPE(vocab=vocabulary.ids_by_text(), merges=merges, **options)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises bare Exception for whatever is wrong
+        raise CheckpointError(
+            f"{PREFIX}merges can't be used ({shown_text(error)}); fetch the file again"
+        ) from error

@@ -1,0 +1,105 @@
+"""BPE over characters of a GGUF file, with "▁" for spaces: SentencePiece's kind, and Gemma 4's.
+
+A file of SentencePiece's kind has a score for each token in place of merges: of all neighbours that
+are a token together, those with the highest score are merged first. For the tokenizers library the
+same is said as a list of merges, which are made here. Called by `text.gguf.backend`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
+
+from quire.text.gguf.byte_level import merging_model, read_merges
+from quire.text.gguf.vocabulary import GGUFVocabulary, TokenType
+
+SPACE = "▁"
+_INSTRUCTION = "[INST]"
+"""Mistral's tokenizers from their second version on have it as a special token. In them only the
+beginning of a text gets a space, but in those before, and in Llama's, each text between two special
+tokens."""
+
+
+_IN_ORDER = "gemma"
+"""How the architectures begin whose tokens lie in the order of their merges; scores don't tell it,
+since tokens of several spaces have others."""
+
+
+def build_sentencepiece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
+    """Without added tokens. Raises CheckpointError."""
+    vocabulary = _with_marked_spaces(vocabulary)
+    has_prefix = vocabulary.add_space_prefix is not False
+    backend = _backend(vocabulary, _merges_by_score(vocabulary), strips_space=has_prefix)
+    if not has_prefix:
+        backend.normalizer = normalizers.Replace(" ", SPACE)
+    elif vocabulary.ids_by_text().get(_INSTRUCTION) in vocabulary.control_ids:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
+    else:
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+        )
+    return backend
+
+
+def build_marked_bpe(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
+    """Of a file that has merges. Without added tokens. Raises CheckpointError."""
+    vocabulary = _with_marked_spaces(vocabulary)
+    backend = _backend(vocabulary, read_merges(vocabulary), strips_space=False)
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    return backend
+
+
+def _backend(
+    vocabulary: GGUFVocabulary, merges: list[tuple[str, str]], *, strips_space: bool
+) -> tokenizers.Tokenizer:
+    has_bytes = TokenType.BYTE in vocabulary.types
+    backend = tokenizers.Tokenizer(
+        merging_model(
+            vocabulary,
+            merges,
+            unk_token=vocabulary.text_of("unk_token"),
+            fuse_unk=True,
+            byte_fallback=has_bytes,
+        )
+    )
+    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " ")]
+    steps += [decoders.ByteFallback(), decoders.Fuse()]
+    if strips_space:
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _with_marked_spaces(vocabulary: GGUFVocabulary) -> GGUFVocabulary:
+    """Gemma's tokens of several spaces are user-defined, and written with spaces there: as normal
+    tokens with marks for spaces, they are merged as in the original."""
+    tokens, types = list(vocabulary.tokens), list(vocabulary.types)
+    for token_id in vocabulary.user_defined_ids:
+        text = tokens[token_id]
+        if text and not text.strip(f" {SPACE}"):
+            tokens[token_id] = SPACE * len(text)
+            types[token_id] = TokenType.NORMAL
+    return replace(vocabulary, tokens=tokens, types=types)
+
+
+def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
+    """Of all normal tokens, all pairs that make them, in the order in which they are merged."""
+    normal = {
+        vocabulary.tokens[token_id]: token_id
+        for token_id, each in enumerate(vocabulary.types)
+        if each == TokenType.NORMAL and vocabulary.tokens[token_id]
+    }
+    scores = vocabulary.scores or [0.0] * len(vocabulary.tokens)
+    order = list(normal)
+    if not vocabulary.architecture.startswith(_IN_ORDER):
+        order.sort(key=lambda token: -scores[normal[token]])
+    return [pair for token in order for pair in _pairs(token, normal)]
+
+
+def _pairs(token: str, normal: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """The longest left part first, as transformers orders them."""
+    for middle in range(len(token) - 1, 0, -1):
+        left, right = token[:middle], token[middle:]
+        if left in normal and right in normal:
+            yield left, right

@@ -1,0 +1,233 @@
+"""Reads what a GGUF file's metadata says of a tokenizer, and checks it.
+
+    tokenizer.ggml.model, .pre      the kind of tokenizer, and how it splits texts before merging
+    tokenizer.ggml.tokens           texts by token id
+    tokenizer.ggml.token_type       for each token, one of `TokenType`
+    tokenizer.ggml.scores, .merges  what is merged first
+    tokenizer.ggml.*_token_id       special tokens by name
+    tokenizer.ggml.add_*            what is put around a text
+
+The names are llama.cpp's (gguf-py/gguf/constants.py), and what is missing is taken to be what its
+llama-vocab.cpp takes it to be. Knows no tokenizers. Called by `text.gguf.backend` and
+`text.gguf.settings`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from quire.errors import CheckpointError, shown
+
+PREFIX = "tokenizer.ggml."
+
+_NAMED = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "eot_token": "eot_token_id",
+    "eom_token": "eom_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # so spelled
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
+"""Special tokens by the names of transformers -> the fields with their ids."""
+_USUAL_IDS: dict[str, dict[str, int]] = {
+    "llama": {"bos_token": 1, "eos_token": 2, "unk_token": 0},
+    "bert": {
+        "bos_token": 101,
+        "unk_token": 100,
+        "sep_token": 102,
+        "pad_token": 0,
+        "mask_token": 103,
+    },
+}
+"""By kind: of files that don't name them."""
+
+
+class TokenType(IntEnum):
+    """control: a special token. user_defined: found whole in any text. unused: stands for nothing.
+    byte: `<0x0A>`, for what no other token writes."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFVocabulary:
+    """A tokenizer as a file describes it. Invariant: `types` and `scores` are as long as `tokens`,
+    and all of `named` are ids of tokens.
+
+    kind: tokenizer.ggml.model. pre: tokenizer.ggml.pre; "" where the file doesn't say.
+    architecture: of the model. model_name: as the file calls it, in lower case. types: by token id;
+    all NORMAL where the file has none. scores: higher ones are merged first; empty: none. merges:
+    "left right", the first ones first. named: "bos_token" -> id, and so on. adds: of "bos", "eos"
+    and "sep", whether they are put around a text; what is not there is for the kind to say.
+    """
+
+    kind: str
+    pre: str
+    architecture: str
+    model_name: str
+    tokens: Sequence[str]
+    types: Sequence[int]
+    scores: Sequence[float]
+    merges: Sequence[str]
+    named: Mapping[str, int]
+    adds: Mapping[str, bool] = field(default_factory=dict)
+    add_space_prefix: bool | None = None
+    lowercase: bool | None = None
+    strip_accents: bool | None = None
+
+    @property
+    def control_ids(self) -> list[int]:
+        """Of special tokens."""
+        special = (TokenType.CONTROL, TokenType.UNKNOWN)
+        return [token_id for token_id, each in enumerate(self.types) if each in special]
+
+    @property
+    def user_defined_ids(self) -> list[int]:
+        return [i for i, each in enumerate(self.types) if each == TokenType.USER_DEFINED]
+
+    def ids_by_text(self) -> dict[str, int]:
+        """Of the tokens that stand for something. Placeholders, which fill a vocabulary up to the
+        size of the model's embedding, don't.
+
+        Raises CheckpointError for a text that stands there twice.
+        """
+        found = {text: token_id for token_id, text in enumerate(self.tokens) if text}
+        if len(found) < sum(map(bool, self.tokens)):
+            twice = next(t for i, t in enumerate(self.tokens) if t and found[t] != i)
+            raise CheckpointError(f"{PREFIX}tokens has {shown(twice)} twice; fetch the file again")
+        for token_id, each in enumerate(self.types):
+            if each == TokenType.UNUSED and self.tokens[token_id] == f"[PAD{token_id}]":
+                found.pop(self.tokens[token_id], None)
+        return found
+
+    def text_of(self, name: str) -> str | None:
+        """Of a special token; None: it has none."""
+        token_id = self.named.get(name)
+        return None if token_id is None else self.tokens[token_id]
+
+
+def read_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
+    """metadata: the fields of a file, arrays as sequences. Raises CheckpointError that names the
+    field at fault."""
+    fields = _Fields(metadata)
+    kind = fields.text(PREFIX + "model")
+    if not kind:
+        raise CheckpointError(
+            f"it has no tokenizer ({PREFIX}model); name one by --tokenizer (tokenizer= in Python):"
+            " the original model's folder or hub id"
+        )
+    tokens = fields.texts(PREFIX + "tokens")
+    if kind not in ("none", "no_vocab") and not tokens:
+        raise CheckpointError(f"{PREFIX}tokens is empty; fetch the file again")
+    types = fields.numbers(PREFIX + "token_type", len(tokens)) or [TokenType.NORMAL] * len(tokens)
+    adds = {name: fields.flag(f"{PREFIX}add_{name}_token") for name in ("bos", "eos", "sep")}
+    return GGUFVocabulary(
+        kind=kind,
+        pre=fields.text(PREFIX + "pre"),
+        architecture=fields.text("general.architecture"),
+        model_name=fields.text("general.name").lower(),
+        tokens=tokens,
+        types=[int(each) for each in types],
+        scores=fields.numbers(PREFIX + "scores", len(tokens)),
+        merges=fields.texts(PREFIX + "merges"),
+        named=_named(fields, kind, len(tokens)),
+        adds={name: value for name, value in adds.items() if value is not None},
+        add_space_prefix=fields.flag(PREFIX + "add_space_prefix"),
+        lowercase=fields.flag(PREFIX + "normalizer.lowercase"),
+        strip_accents=fields.flag(PREFIX + "normalizer.strip_accents"),
+    )
+
+
+def named_texts(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens' texts by their names, as in tokenizer_config.json. metadata, and what is
+    raised, are those of `read_vocabulary`, which takes longer."""
+    fields = _Fields(metadata)
+    tokens = metadata.get(PREFIX + "tokens", ())
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        fields.texts(PREFIX + "tokens")  # raises
+    named = _named(fields, fields.text(PREFIX + "model"), len(tokens))
+    return {name: str(tokens[token_id]) for name, token_id in named.items()}
+
+
+def _named(fields: "_Fields", kind: str, num_tokens: int) -> dict[str, int]:
+    found = {}
+    for name, field_name in _NAMED.items():
+        token_id = fields.integer(PREFIX + field_name)
+        if token_id is None:
+            usual = _USUAL_IDS.get(kind, {}).get(name)
+            if usual is not None and usual < num_tokens:
+                found[name] = usual
+        elif 0 <= token_id < num_tokens:
+            found[name] = token_id
+        else:
+            raise CheckpointError(
+                f"{PREFIX}{field_name} is {token_id}, but there are {num_tokens} tokens; fetch the"
+                " file again"
+            )
+    return found
+
+
+class _Fields:
+    """Metadata by name, with the types that are expected. Raises CheckpointError."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+
+    def text(self, name: str) -> str:
+        """ "" where it is not there."""
+        value = self._metadata.get(name, "")
+        return value if isinstance(value, str) else self._refuse(name, "a string")
+
+    def flag(self, name: str) -> bool | None:
+        value = self._metadata.get(name)
+        if value is None or isinstance(value, bool):
+            return value
+        return bool(self._refuse(name, "true or false"))
+
+    def integer(self, name: str) -> int | None:
+        value = self._metadata.get(name)
+        return value if value is None or type(value) is int else self._refuse(name, "an integer")
+
+    def texts(self, name: str) -> list[str]:
+        """An empty list where it is not there."""
+        found = self._list(name)
+        if found and not isinstance(found[0], str):
+            self._refuse(name, "a list of strings")
+        return found
+
+    def numbers(self, name: str, count: int) -> list[Any]:
+        """One for each token, or none at all."""
+        found = self._list(name)
+        if found and isinstance(found[0], (str, list)):
+            self._refuse(name, "a list of numbers")
+        if found and len(found) < count:
+            raise CheckpointError(
+                f"{name} has {len(found)} entries, but there are {count} tokens; fetch the file"
+                " again"
+            )
+        return found[:count]
+
+    def _list(self, name: str) -> list[Any]:
+        value = self._metadata.get(name)
+        if value is None:
+            return []
+        if hasattr(value, "tolist"):  # numpy's
+            value = value.tolist()
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            self._refuse(name, "a list")
+        return list(value)
+
+    def _refuse(self, name: str, wanted: str) -> Any:
+        raise CheckpointError(
+            f"{name} is {shown(self._metadata[name])}, but must be {wanted}; fetch the file again"
+        )

@@ -1,0 +1,46 @@
+"""WordPiece of a GGUF file: BERT's kind, whose tokens are written in another way there.
+
+    original   play    ##ing   [CLS]
+    file       ▁play   ing     [CLS]
+
+Called by `text.gguf.backend`.
+"""
+
+from dataclasses import replace
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from quire.text.gguf.vocabulary import GGUFVocabulary, TokenType
+
+_BEGINNING = "▁"
+_CONTINUATION = "##"
+
+
+def build_word_piece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:
+    """Without added tokens. Raises CheckpointError."""
+    original = replace(vocabulary, tokens=original_tokens(vocabulary))
+    lowercase = vocabulary.lowercase is not False
+    backend = tokenizers.Tokenizer(
+        models.WordPiece(vocab=original.ids_by_text(), unk_token=original.text_of("unk_token"))
+    )
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=vocabulary.strip_accents
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix=_CONTINUATION)
+    return backend
+
+
+def original_tokens(vocabulary: GGUFVocabulary) -> list[str]:
+    """The texts as BERT has them."""
+    return [
+        _original(text) if each == TokenType.NORMAL else text
+        for text, each in zip(vocabulary.tokens, vocabulary.types, strict=True)
+    ]
+
+
+def _original(text: str) -> str:
+    if text.startswith(_BEGINNING):
+        return text[len(_BEGINNING) :]
+    return _CONTINUATION + text
