@@ -18,6 +18,7 @@ CODINGS = {
     "bytes, blocks": Coding("Q6_K", 8, 16, zero=32, block_size=256),
     "bytes, blocks, offsets": Coding("Q5_K", 8, 32, has_offsets=True, block_size=256),
 }
+INT8 = Coding("W8A8", 8, 0, zero=128, scale_dtype=torch.float32)
 
 _MOST = {"Q5_K": 32, "Q6_K": 64}
 
@@ -32,7 +33,7 @@ def random_codes(coding: Coding, rows: int, inputs: int, seed: int = 0) -> Codes
     def floats(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator) * 0.01 + 0.001
 
-    groups = inputs // coding.group_size
+    groups = inputs // (coding.group_size or inputs)
     codes = integers(0, _MOST.get(coding.name, 2**coding.width), rows, inputs).byte()
     zeros = integers(0, 16, rows, groups).byte() if coding.has_zeros else None
     if not coding.block_size:

@@ -1,13 +1,16 @@
 """Coded weights: their numbers by the definition, and torch's products of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tests.formats.coded_samples import CODINGS, random_codes
+from tests.formats.coded_samples import CODINGS, INT8, random_codes
 
 from quire.formats.coded import CodedMethods, PartsMethod, quantize_groups
-from quire.formats.codes import Codes, Coding, PlainCodedRows
+from quire.formats.codes import Codes, Coding, InputOrder, PlainCodedRows
 from quire.formats.dense import DenseMethod
-from quire.formats.weight_format import LinearModule
+from quire.formats.int8 import Int8TorchMethod
+from quire.formats.weight_format import LinearMethod, LinearModule
 
 CPU = torch.device("cpu")
 
@@ -113,3 +116,59 @@ def test_a_group_that_is_not_finite_makes_its_row_nan() -> None:
     q, scales = quantize_groups(x, 32)
     assert scales[0].isfinite().all() and scales[1].isnan().tolist() == [False, True]
     assert q.isfinite().all() and (q[1, 1] == 0).all()
+
+
+def filled(coding: Coding, codes: Codes) -> tuple[LinearMethod, LinearModule]:
+    """A linear that is kept as these codes."""
+    method = CodedMethods().of(coding)
+    assert method is not None
+    linear = LinearModule(codes.codes.shape[1], (len(codes.codes),), has_bias=False)
+    method.create(linear, False, torch.float32, CPU)
+    method.load_codes(linear, 0, 0, PlainCodedRows(codes))
+    method.finish(linear)
+    return method, linear
+
+
+def test_columns_in_another_order_meet_their_inputs() -> None:
+    inputs = torch.randperm(256, generator=torch.Generator().manual_seed(3))
+    plain = Coding("GPTQ", 4, 64, has_zeros=True)
+    coding = replace(plain, input_order=InputOrder.of(inputs))
+    assert coding == replace(plain, input_order=InputOrder.of(inputs.clone()))
+    assert coding != plain and str(coding) != str(plain) and len(str(coding)) < 400
+    assert torch.equal(coding.input_order.inputs().long(), inputs)
+    assert coding.alignment == 0 and plain.alignment == 64
+    stored = random_codes(plain, 24, 256)
+    codes = replace(stored, coding=coding)
+    assert torch.equal(codes.numbers()[:, inputs], stored.numbers())
+    assert torch.equal(PlainCodedRows(codes).rows(3, 9).numbers(), codes.numbers()[3:9])
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    found = apply(filled(coding, codes), x)
+    assert torch.equal(found, apply(filled(plain, stored), x[:, inputs]))
+    exact = x @ codes.numbers().T
+    assert (found - exact).norm() / exact.norm() < 2e-2
+
+
+def apply(filled: tuple[LinearMethod, LinearModule], x: torch.Tensor) -> torch.Tensor:
+    method, linear = filled
+    return method.apply(linear, x)
+
+
+def test_int8_codes_are_multiplied_as_int8() -> None:
+    assert INT8.is_int8 and not any(coding.is_int8 for coding in CODINGS.values())
+    codes = random_codes(INT8, 24, 96)
+    method, linear = filled(INT8, codes)
+    assert method.is_exact and method.takes_codes_of(0)
+    reference = LinearModule(96, (24,), has_bias=False)
+    rounded = Int8TorchMethod()
+    rounded.create(reference, False, torch.float32, CPU)
+    reference.get_parameter("levels").copy_(codes.codes.int() - 128)
+    reference.get_parameter("scales").copy_(codes.scales[:, 0])
+    x = torch.randn(7, 96, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(method.apply(linear, x), rounded.apply(reference, x))
+    exact = x @ codes.numbers().T
+    assert (method.apply(linear, x) - exact).norm() / exact.norm() < 2e-2
+    source = method.tie(linear, torch.nn.Parameter(torch.empty(24, 96)))
+    assert source is not None
+    wanted = torch.tensor([23, 3])
+    assert torch.equal(source.unpack(wanted), codes.numbers()[wanted])
+    assert torch.equal(codes.columns(5, 20).numbers(), codes.numbers()[:, 5:20])

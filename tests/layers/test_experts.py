@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from quire.formats.dense import DenseMethod
 from quire.kernels.routing import RouterSpec, Scoring, route
 from quire.layers.experts import MoESpec, SparseMLP
 
@@ -95,3 +96,24 @@ def test_logits_of_a_router_may_be_fp32(dtype: torch.dtype) -> None:
         block = SparseMLP(H, spec, dtype=dtype, device=CPU)
         logits = block.gate(torch.zeros(2, H, dtype=dtype))
         assert logits.dtype == (torch.float32 if fp32_logits else dtype)
+
+
+@torch.no_grad()
+def test_experts_that_are_stored_unlike_are_multiplied_each_by_its_own_method() -> None:
+    block, x = make_block(), torch.randn(7, H)
+    expected = routed(block, x)
+    linear = block.experts[3].down_proj
+    weight, method = linear.weight, TurnedMethod()
+    linear.use(method, torch.float32, CPU)
+    method.load_part(linear, "weight", 0, 0, weight)
+    torch.testing.assert_close(block(x), expected)
+
+
+class TurnedMethod(DenseMethod):
+    """Stores the weight's negative."""
+
+    def load_part(self, linear, parameter, index, first_row, rows) -> None:
+        super().load_part(linear, parameter, index, first_row, -rows)
+
+    def apply(self, linear, x, out_dtype=None) -> torch.Tensor:
+        return -super().apply(linear, x, out_dtype)

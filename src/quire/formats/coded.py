@@ -13,6 +13,9 @@ output n and the group g:
     blocks:  out += (sum over g of scale[n, g] * dot) * (factor[n, b] * scale[m, b])
              out -= (sum over g of offset[n, g] * sum) * (offset_factor[n, b] * scale[m, b])
 
+Where columns have an order of their own, x is put into it first. Codes that are int8's levels
+are multiplied as `formats.int8` does, with activations rounded per token.
+
 Shapes: ... any leading dimensions, M rows of x, I input size, O output size, G groups, B blocks.
 """
 
@@ -23,6 +26,7 @@ import torch
 from torch import nn
 
 from quire.formats.codes import CodedRows, Codes, Coding
+from quire.formats.int8 import GivenInt8TorchMethod
 from quire.formats.weight_format import (
     LinearMethod,
     LinearModule,
@@ -54,15 +58,19 @@ class CodedMethods:
     def _make(self, coding: Coding) -> LinearMethod | None:
         if self._native is not None or self._triton is not None:
             return None
+        if coding.is_int8:
+            return GivenInt8TorchMethod()
         return CodedTorchMethod(coding) if coding.group_size else None
 
 
 @dataclass(slots=True)
 class _KeptCodes:
-    """What the method keeps of a linear beside its bias. dtype: the model's."""
+    """What the method keeps of a linear beside its bias. dtype: the model's. inputs: the order of
+    the codes' columns, int64 [I], or None."""
 
     codes: Codes
     dtype: torch.dtype
+    inputs: torch.Tensor | None
 
 
 class CodedTorchMethod(LinearMethod):
@@ -83,7 +91,9 @@ class CodedTorchMethod(LinearMethod):
         self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         codes = self._empty(linear.output_size, linear.input_size, device)
-        linear.state = _KeptCodes(codes, dtype)
+        order = self._coding.input_order
+        inputs = None if order is None else order.inputs().to(device, torch.int64)
+        linear.state = _KeptCodes(codes, dtype, inputs)
         linear.register_parameter(
             "bias", empty_parameter((linear.output_size,), dtype, device) if bias else None
         )
@@ -127,8 +137,9 @@ class CodedTorchMethod(LinearMethod):
         self, linear: LinearModule, x: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         dtype = out_dtype or x.dtype
+        codes, inputs = _stored(linear).codes, _stored(linear).inputs
         flat = x.reshape(-1, linear.input_size)
-        codes = _stored(linear).codes
+        flat = flat if inputs is None else flat[:, inputs]
         output = torch.empty(len(flat), linear.output_size, dtype=dtype, device=x.device)
         for start in range(0, len(flat), _MAX_ROWS):
             result = multiply_codes(flat[start : start + _MAX_ROWS], codes)

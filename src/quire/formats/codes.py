@@ -13,11 +13,35 @@ kept so; readers in `models.checkpoints` bring it. Knows no files and no linears
 Shapes: R rows (outputs), I inputs, G groups, B blocks.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class InputOrder:
+    """Columns that are stored in another order than inputs come, as GPTQ's act-order leaves them.
+
+    content: int32, in the machine's byte order: the input that each column meets, each once.
+    """
+
+    content: bytes
+
+    @classmethod
+    def of(cls, inputs: torch.Tensor) -> "InputOrder":
+        """inputs [I], a permutation."""
+        return cls(inputs.int().contiguous().view(torch.uint8).numpy().tobytes())
+
+    def inputs(self) -> torch.Tensor:
+        """[I] int32."""
+        return torch.frombuffer(bytearray(self.content), dtype=torch.int32)
+
+    def __repr__(self) -> str:
+        """Equal for equal ones alone: it becomes a part of the weights' digest."""
+        return f"InputOrder({hashlib.blake2b(self.content, digest_size=16).hexdigest()})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +52,7 @@ class Coding:
     inputs that share a scale; 0: all of a row. zero: is subtracted from all codes' values. table:
     the values of the codes; None: they are the codes. has_zeros: each group has its own `zero`.
     has_offsets: groups have offsets. block_size: inputs that share factors; 0: scales and offsets
-    are floats of `scale_dtype`.
+    are floats of `scale_dtype`. input_order: of the columns; None: they are in that of the inputs.
     """
 
     name: str
@@ -40,11 +64,17 @@ class Coding:
     has_offsets: bool = False
     block_size: int = 0
     scale_dtype: torch.dtype = torch.float16
+    input_order: InputOrder | None = None
 
     @property
     def alignment(self) -> int:
-        """Inputs that are kept or left together where columns are cut; 0: any may be cut."""
-        return self.block_size or self.group_size
+        """Inputs that are kept or left together where columns are cut; 0: all of a row are."""
+        return 0 if self.input_order is not None else self.block_size or self.group_size or 1
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether these are the numbers of `formats.int8`, with code - 128 for a level."""
+        return self == Coding(self.name, 8, 0, zero=128, scale_dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +106,11 @@ class Codes:
         numbers = scales[..., None] * (values - coding.zero if coding.zero else values)
         if offsets is not None:
             numbers = numbers - offsets[..., None]
-        return numbers.view(rows, -1)
+        numbers = numbers.view(rows, -1)
+        if coding.input_order is None:
+            return numbers
+        inputs = coding.input_order.inputs().to(numbers.device, torch.int64)
+        return torch.empty_like(numbers).index_copy_(1, inputs, numbers)
 
     def values(self) -> torch.Tensor:
         """[R, I] int16, before anything is subtracted."""
@@ -107,8 +141,8 @@ class Codes:
 
     def columns(self, start: int, stop: int) -> "Codes":
         """Inputs [start, stop), both multiples of the coding's alignment."""
-        width = self.codes.shape[1]
-        assert not self.coding.alignment or not (start % self.coding.alignment)
+        width, alignment = self.codes.shape[1], self.coding.alignment
+        assert alignment and not start % alignment and not stop % alignment, self.coding
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             count = tensor.shape[1]

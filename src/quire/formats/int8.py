@@ -6,10 +6,13 @@ loaded. All three methods give the same bits: sums are exact integers.
 Shapes: M rows of x, I input size, O output size.
 """
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import nn
 
+from quire.formats.codes import CodedRows
 from quire.formats.grouped import GroupedExperts, biases_of
 from quire.formats.packed import PackedMethod
 from quire.formats.rounded import RoundedTorchMethod
@@ -17,6 +20,7 @@ from quire.formats.weight_format import (
     ExpertLinears,
     LinearMethod,
     LinearModule,
+    RowSource,
     TritonLinears,
     WeightFormat,
     empty_parameter,
@@ -60,6 +64,44 @@ class Int8TorchMethod(RoundedTorchMethod):
     def multiply(self, linear: LinearModule, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         dots = _integer_product(q, linear.get_parameter("levels"))
         return dots.float() * scales[:, None] * linear.get_parameter("scales")
+
+
+class GivenInt8TorchMethod(Int8TorchMethod):
+    """Levels and scales that the checkpoint has: codes of which `Coding.is_int8`."""
+
+    @property
+    def is_exact(self) -> bool:
+        return True
+
+    def takes_codes_of(self, index: int) -> bool:
+        return True
+
+    def load_codes(self, linear: LinearModule, index: int, first_row: int, rows: CodedRows) -> None:
+        codes, start = rows.codes(), linear.part_start(index) + first_row
+        span = slice(start, start + len(rows))
+        linear.get_parameter("levels")[span] = (codes.codes ^ 0x80).view(torch.int8)
+        linear.get_parameter("scales")[span] = codes.scales[:, 0]
+
+    def create(
+        self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().create(linear, bias, dtype, device)
+        linear.state = dtype
+
+    def tie(self, linear: LinearModule, table: nn.Parameter) -> RowSource | None:
+        return _Int8Rows(linear)
+
+
+@dataclass(frozen=True, slots=True)
+class _Int8Rows:
+    """Rows of a linear's weight as numbers of the model's dtype: a `RowSource`."""
+
+    linear: LinearModule
+
+    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
+        levels, scales = (self.linear.get_parameter(name)[outputs] for name in ("levels", "scales"))
+        assert isinstance(self.linear.state, torch.dtype)
+        return (levels.float() * scales[:, None]).to(self.linear.state)
 
 
 class TritonInt8Method(Int8TorchMethod):

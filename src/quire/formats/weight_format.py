@@ -88,6 +88,11 @@ class LinearMethod(ABC):
         """Whether weights keep all of the model's bits; a tied one is then stored once."""
         return True
 
+    @property
+    def storage(self) -> "LinearMethod":
+        """What stores the weights: another, where this one only does something with the product."""
+        return self
+
     def takes_codes_of(self, index: int) -> bool:
         """Whether the weight of part `index` is loaded by `load_codes`, not by `load_part`."""
         return False
@@ -159,7 +164,8 @@ class LinearMethod(ABC):
         return torch.stack([self.apply(each, x[:, at]) for at, each in enumerate(linears)], dim=1)
 
     def experts(self, layer: ExpertLinears, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """x [T, H] -> [T, H], the weighted sum of each token's experts, as `kernels.experts`."""
+        """x [T, H] -> [T, H], the weighted sum of each token's experts, as `kernels.experts`. All
+        their linears have this method's `storage`."""
 
         def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
             gate_up = layer.gate_up[expert]

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from quire.formats.weight_format import ExpertLinears
-from quire.kernels.activations import ActivationFunction, Gating
+from quire.formats.weight_format import ExpertLinears, LinearMethod, LinearModule
+from quire.kernels.activations import ActivationFunction, Gating, gated
+from quire.kernels.experts import mix_experts
 from quire.kernels.routing import RouterSpec, Routing
 from quire.layers.linear import Linear, LinearKind, WeightSlot
 from quire.layers.mlp import MLP
@@ -153,12 +154,35 @@ class Experts(nn.ModuleList):
             tuple(each.down_proj for each in experts),
             spec.gating,
         )
+        self._alike: tuple[LinearMethod | None, bool] = (None, False)
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [T, H] -> the weighted sum of each token's experts [T, H]."""
         first = self.linears.gate_up[0]
         assert isinstance(first, Linear)
+        if not self._are_alike(first.method):
+            return mix_experts(x, routing, self._compute)
         return first.method.experts(self.linears, x, routing)
+
+    def _are_alike(self, method: LinearMethod) -> bool:
+        """Whether all linears have the storage of `method`, the first one's."""
+        if self._alike[0] is not method:
+            storage = method.storage
+            linears = (*self.linears.gate_up, *self.linears.down)
+            self._alike = method, all(_storage(each) is storage for each in linears)
+        return self._alike[1]
+
+    def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        module = self[expert]
+        assert isinstance(module, Expert)
+        inner = gated(module.gate_up_proj(x), self.linears.gating)
+        output: torch.Tensor = module.down_proj(inner)
+        return output
+
+
+def _storage(linear: LinearModule) -> LinearMethod:
+    assert isinstance(linear, Linear)
+    return linear.method.storage
 
 
 class SparseMLP(OperatorModule):

@@ -40,8 +40,9 @@ def recorded_by(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         use_operators(model, recorder)
         for layer in recurrent:
             layer.states = recorder
+        recorded = RecordedMethod(recorder)
         for linear in linears:
-            linear.method = RecordedMethod(recorder)
+            linear.method = recorded
         with recorder.recording():
             yield
     finally:

@@ -184,6 +184,10 @@ class _WrappedMethod(LinearMethod):
     def is_exact(self) -> bool:
         return self._inner.is_exact
 
+    @property
+    def storage(self) -> LinearMethod:
+        return self._inner.storage
+
     def create(
         self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
