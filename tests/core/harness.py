@@ -4,11 +4,13 @@ from collections.abc import Sequence as Ids
 from dataclasses import replace
 from typing import Any
 
+from quire.core.adapters import AdapterRef
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
+from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.policy import Policy
 from quire.core.scheduling.scheduler import Scheduler
@@ -77,12 +79,14 @@ class Harness:
         model: FakeModel = NEVER_ENDS,
         faults: Faults | None = None,
         num_lookahead_blocks: int = 0,
+        adapters: AdapterResidency | None = None,
     ) -> None:
         self.memory = memory or make_memory()
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs, budget, num_lookahead_blocks),
             self.memory,
             policy,
+            adapters=adapters,
         )
         config = self.memory.config
         self.runner = FakeRunner(
@@ -115,13 +119,16 @@ class Harness:
         priority: int = 0,
         domain: str = "",
         params: DecodingParams | None = None,
+        adapter: str = "",
     ) -> list[Sequence]:
         """prompt: token ids, or how many tokens (then different from those of all other names)."""
         if isinstance(prompt, int):
             prompt = [1 + (hash_name(name) + 7 * index) % 997 for index in range(prompt)]
         params = params or DecodingParams(max_tokens, seed=hash_name(name))
         request = Request(name, prompt, params, n=n, priority=priority, cache_domain=domain)
-        root = self.memory.prefixes.start_chain(domain)
+        if adapter:
+            request = replace(request, adapter=AdapterRef(adapter, "", adapter))
+        root = self.memory.prefixes.start_chain(domain, adapter)
         branches = [
             Sequence(
                 name,
@@ -134,6 +141,8 @@ class Harness:
             )
             for index in range(n)
         ]
+        for sequence in branches:
+            sequence.adapter = adapter
         self.scheduler.add(branches, self.now_s)
         if params.beam_width:
             self._expect_beams(request, branches[0])

@@ -6,6 +6,7 @@ from enum import StrEnum
 from operator import countOf
 from typing import NamedTuple
 
+from quire.core.adapters import AdapterRef
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.step import TokenLogprobs
 from quire.errors import InvalidRequestError, PromptTooLongError
@@ -41,6 +42,7 @@ class Request:
     deadline_s: seconds after its arrival by which it should have ended (deadline policy only).
     resumed: where it goes on after a crash: the branches that have not ended, and none else, get
         what would have followed. Empty: it begins, with n branches.
+    adapter: what all of its tokens are computed with; None: the base model.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class Request:
     tenant: str = ""
     deadline_s: float | None = None
     resumed: tuple[ResumedBranch, ...] = ()
+    adapter: AdapterRef | None = None
 
     def resume(
         self, branches: Mapping[int, Sequence[int]], *, has_output: bool, elapsed_s: float

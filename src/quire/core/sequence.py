@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
+from quire.core.adapters import BASE_MODEL, NO_SLOT
 from quire.core.constraint import Constraint
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
@@ -108,6 +109,8 @@ class Sequence:
     is_beam: whether it is part of a beam search, which chooses its tokens.
     constraint: what its tokens must obey; None: nothing. Its next step is then planned only when
         all its tokens are known.
+    adapter: the digest of the one that all of its tokens are computed with, or BASE_MODEL.
+    adapter_slot: where that lies while it runs.
     num_slots: tokens that the tables have room for.
     num_written_tokens: tokens whose K and V are known to be written: of steps that have ended.
     num_cached_tokens: prompt tokens that its first admission found in the cache.
@@ -130,6 +133,8 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
+        "adapter_slot",
         "anchors",
         "arrival_s",
         "block_tables",
@@ -202,6 +207,7 @@ class Sequence:
         self.priority = priority
         self.tenant = ""
         self.deadline_s: float | None = None
+        self.adapter, self.adapter_slot = BASE_MODEL, NO_SLOT
         limit = self.num_prompt_tokens + params.max_tokens
         self.max_model_len = limit if max_num_tokens is None else max_num_tokens
         self.max_num_tokens = min(limit, self.max_model_len)
@@ -247,6 +253,7 @@ class Sequence:
             output_token_ids=self.token_ids[self.num_prompt_tokens :],
         )
         child.tenant, child.deadline_s = self.tenant, self.deadline_s
+        child.adapter = self.adapter
         child.chain = list(self.chain)
         child.chain_tokens = list(self.chain_tokens)
         return child
@@ -373,6 +380,7 @@ def make_sequences(
             output_token_ids=token_ids,
         )
         sequence.tenant = request.tenant
+        sequence.adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
         if request.deadline_s is not None:
             sequence.deadline_s = now_s + request.deadline_s
         groups.setdefault(token_ids, []).append(sequence)

@@ -29,8 +29,9 @@ its blocks hold. A state that others hold too, or that is to be found later, is 
 REPLACE of the table's entries and a copy of each block.
 
 A plan is carried out in this order: release, admit, forks, token_edits, table_edits, moves, copies,
-the forward pass. Moves stand before copies, so that a block can be moved out and be a copy's target
-in one step. A row's tokens and results belong to the sequence in it when the step was planned.
+adapter_loads, the forward pass. Moves stand before copies, so that a block can be moved out and be
+a copy's target in one step. A row's tokens and results belong to the sequence in it when the step
+was planned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
+from quire.core.adapters import NO_SLOT
 from quire.core.sampling_params import DecodingParams
 
 
@@ -50,6 +52,7 @@ class RowAdmission(NamedTuple):
     num_computed_tokens: tokens whose K and V already lie in the block tables (prefix hits).
     block_tables: for each KV group, the physical block ids in logical order.
     branch_index: which of a request's parallel samples this is; enters the random numbers.
+    adapter_slot: where the adapter lies that its tokens are computed with; NO_SLOT: the base model.
     """
 
     row: int
@@ -59,11 +62,12 @@ class RowAdmission(NamedTuple):
     block_tables: tuple[tuple[int, ...], ...]
     params: DecodingParams
     branch_index: int = 0
+    adapter_slot: int = NO_SLOT
 
 
 class RowFork(NamedTuple):
     """`row`, which was free, takes over the state of the live `source_row`: tokens, computed
-    tokens and block tables, as they are after `admit` and before this plan's edits.
+    tokens, block tables and adapter, as they are after `admit` and before this plan's edits.
 
     joins_step: source_row closes its gap in this step. `row` then computes nothing itself (it is
         not named in `chunks`): after the step it has source_row's computed tokens, and it samples
@@ -131,6 +135,14 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+class AdapterLoad(NamedTuple):
+    """The adapter with this digest takes the place of what was in `slot`, which no row uses but
+    those that this plan admits. The runner finds it where `AdapterSource` has it ready."""
+
+    slot: int
+    digest: str
+
+
 class Tier(StrEnum):
     """Where a block's bytes can lie."""
 
@@ -168,6 +180,7 @@ class StepPlan:
     chunks: tuple[Chunk, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     moves: tuple[BlockMove, ...] = ()
+    adapter_loads: tuple[AdapterLoad, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):

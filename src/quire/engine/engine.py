@@ -15,12 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from quire.core.adapters import BASE_MODEL
 from quire.core.memory.memory_report import BlockMap, MemoryReport, block_map, memory_report
 from quire.core.request import Request, SequenceOutput, check_pooling, check_prompt, check_resumed
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.scheduling.scheduler import Scheduler
 from quire.core.sequence import PrefixMiss, Sequence, counted_as, make_sequences
 from quire.core.step import Runner, StepPlan, StepResult
+from quire.engine.adapter_work import AdapterWork
 from quire.engine.grammar_work import GrammarWork
 from quire.engine.kv_memory import KVMemory
 from quire.engine.stats import EngineStats, StatsLog
@@ -81,6 +83,7 @@ class Engine:
         self.stats_log: StatsLog | None = None
         self.on_step: OnStep | None = None
         self.grammars = GrammarWork(None, limits.end_token_ids)
+        self.adapters = AdapterWork(scheduler)
         self.kv_memory: KVMemory | None = None
         self.is_asleep = False
         self.tier_work = TierWork(scheduler.memory, clock)
@@ -104,7 +107,8 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` would do anything, if only fetch a result."""
-        return self.scheduler.has_unfinished or len(self._in_flight) > 0 or self.grammars.has_work
+        has_outputs = self.grammars.has_work or self.adapters.has_ended
+        return self.scheduler.has_unfinished or len(self._in_flight) > 0 or has_outputs
 
     def add(self, request: Request) -> None:
         """Accept a request, all its branches or none; a resumed one brings new tokens only. One
@@ -121,8 +125,10 @@ class Engine:
         check_prompt(request.prompt_token_ids, self.limits, generates=generates)
         check_resumed(request, self.limits)
         self.grammars.check(request.params)
+        self.adapters.check(request)
         now_s = self._clock()
-        root = self.scheduler.memory.prefixes.start_chain(request.cache_domain)
+        adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
+        root = self.scheduler.memory.prefixes.start_chain(request.cache_domain, adapter)
         groups = make_sequences(request, self.limits.max_model_len, root, now_s)
         # All of one size at their end: the first is refused, or none.
         for group in self.grammars.begin(self.scheduler, groups, now_s):
@@ -217,6 +223,7 @@ class Engine:
         began_s = self._clock()
         self._in_flight.enter(began_s)
         self.grammars.let_in(self.scheduler)
+        self.adapters.end_failed()
         plan = self.scheduler.schedule(began_s)
         planned_s = self._clock()
         try:
@@ -235,7 +242,8 @@ class Engine:
         if plan is None and not self._in_flight:
             self.grammars.wait(self.scheduler.running)
             self.tier_work.wait()
-        if refused := self.grammars.take_refused():
+            self.adapters.wait()
+        if refused := [*self.grammars.take_refused(), *self.adapters.take_ended()]:
             self._tell(refused, 0, self._clock())
         self._in_flight.leave(self._clock())
         return [*refused, *outputs]
@@ -271,6 +279,7 @@ class Engine:
             num_generated_tokens=self.times.num_generated_tokens,
             prefix_misses=dict(self.times.prefix_misses),
             tiers={} if memory.moves is None else memory.moves.counts(),
+            adapters=self.adapters.counts(),
             times=self.times.as_dict(),
         )
 

@@ -19,6 +19,7 @@ class EngineStats:
     num_computed_tokens, num_generated_tokens: of steps that succeeded. prefix_misses: requests by
         why the cache had no more of their prompts (`core.sequence.COUNTED_REASONS`).
     tiers: what the moves to and from the tiers count (`BlockMoves.counts`); empty without tiers.
+    adapters: what `AdapterWork.counts` says; empty without adapters.
     times: histograms by name (see `engine.RequestTimes`), each with bounds, counts and sum.
     """
 
@@ -37,6 +38,7 @@ class EngineStats:
     num_generated_tokens: int = 0
     prefix_misses: dict[str, int] = field(default_factory=dict)
     tiers: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[str, Any] = field(default_factory=dict)
     times: dict[str, Any] = field(default_factory=dict)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from quire.core.request import FinishReason, Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence
+from quire.simulation.fakes.fake_adapters import BROKEN
 from quire.simulation.fakes.fake_grammar import constraint_of
 from quire.simulation.fakes.fake_model import ExpectedOutput
 from quire.simulation.report import SimulationReport
@@ -179,15 +180,17 @@ class Clients:
         config, params = self.config, client.request.params
         last_token_id = client.request.prompt_token_ids[-1]
         is_faulty = last_token_id in (config.poison_token_id, config.nan_token_id)
+        adapter = client.request.adapter
+        is_broken = adapter is not None and adapter.digest.startswith(BROKEN)
         expected = client.expected
         if output.finish_reason is FinishReason.ERROR:
-            may_fail = is_faulty or config.step_failure_rate
+            may_fail = is_faulty or is_broken or config.step_failure_rate
             assert output.error, f"{output} failed without a reason"
             assert may_fail or expected.finish_reason is FinishReason.ERROR, (
                 f"{output} failed without a fault"
             )
             return
-        assert not is_faulty, f"{output} should have failed"
+        assert not is_faulty and not is_broken, f"{output} should have failed"
         assert output.finish_reason is expected.finish_reason, output
         assert client.num_received == len(expected.token_ids), output
         assert output.stop_reason == _stop_reason(params, output), output

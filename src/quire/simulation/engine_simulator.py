@@ -17,6 +17,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams, ModelLimits
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan, StepResult, TokenMasks
+from quire.engine.adapter_work import AdapterWork
 from quire.engine.engine import Engine
 from quire.simulation.fakes.fake_runner import FakeRunner, InjectedFailureError
 from quire.simulation.report import SimulationReport
@@ -50,6 +51,7 @@ class EngineSimulator(Simulator):
             overlap=bool(self.config.overlap),
         )
         self.engine.grammars = self.grammars
+        self.engine.adapters = AdapterWork(self.scheduler, self.adapters)
 
     def _step(self) -> bool:
         num_steps, num_failed = self.report.num_steps, self.scheduler.stats.num_failed_steps

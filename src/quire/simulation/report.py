@@ -35,6 +35,7 @@ class SimulationReport:
     num_loads: prefixes that another tier was asked for; num_loaded_tokens: that came so.
         num_late_loads: given up, since they took too long; num_declined_loads: computing was
         predicted to be faster. num_stored_blocks: that tiers took. tier_faults: by name.
+    num_adapter_loads: into slots.
     num_failed_steps, num_interrupts, num_crashes: injected. num_resumed: branches that went on
         after crashes.
     max_num_waiting, max_num_running: the most at once. virtual_s: when the last answer ended.
@@ -75,6 +76,7 @@ class SimulationReport:
     num_declined_loads: int = 0
     num_stored_blocks: int = 0
     tier_faults: dict[str, int] = field(default_factory=dict)
+    num_adapter_loads: int = 0
     num_failed_steps: int = 0
     num_interrupts: int = 0
     num_crashes: int = 0
@@ -114,6 +116,7 @@ class SimulationReport:
             if count:
                 self.misses[reason.value] = self.misses.get(reason.value, 0) + count
         self.num_evicted_blocks += memory.num_evicted_blocks
+        self.num_adapter_loads += scheduler.adapters.num_loads
         if memory.moves is not None:
             loads = memory.moves.loads.stats
             self.num_loads += loads.num_loads

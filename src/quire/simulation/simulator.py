@@ -13,20 +13,23 @@ import random
 import time
 from collections.abc import Callable
 
+from quire.core.adapters import BASE_MODEL
 from quire.core.memory.kv_cache_manager import KVCacheConfig, KVCacheManager
 from quire.core.request import Request, SequenceOutput
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling import invariants
+from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.scheduling.policy import find_policy
-from quire.core.scheduling.scheduler import Scheduler
+from quire.core.scheduling.scheduler import Scheduler, fail_adapter
 from quire.core.sequence import Sequence, make_sequences
 from quire.core.step import StepPlan, StepResult
 from quire.engine.tier_work import TierWork
 from quire.errors import ConfigurationError, QuireError, RequestNeverFitsError
 from quire.simulation.baselines import NoGrowth, WholePreemption
 from quire.simulation.clients import Clients
+from quire.simulation.fakes.fake_adapters import FakeAdapters
 from quire.simulation.fakes.fake_grammar import fake_grammar_work
 from quire.simulation.fakes.fake_runner import FakeRunner, Faults, InjectedFailureError
 from quire.simulation.fakes.fake_tiers import FakeTiers, KeptContents, simulated_tier
@@ -112,6 +115,8 @@ class Simulator:
         self._tier_work = TierWork(self.memory, lambda: self.now_s)
         if config.snapshot_tokens:
             self.memory.snapshots.interval = config.snapshot_tokens
+        self.adapters = _make_adapters(self)
+        self.runner.take_adapter = self.adapters.take
         self.scheduler = Scheduler(
             SchedulerConfig(
                 config.max_num_seqs,
@@ -121,6 +126,7 @@ class Simulator:
             self.memory,
             find_policy(config.policy, dict(config.policy_options)),
             None if config.forecasts else NoGrowth(),
+            AdapterResidency(config.max_loras, self.adapters),
         )
         self.grammars = fake_grammar_work(config.vocab_size)
         if config.max_itl_ratio:
@@ -170,6 +176,8 @@ class Simulator:
 
         Returns whether there was a step to plan, which didn't fail.
         """
+        for digest, message in self.adapters.take_failed().items():
+            self._receive(fail_adapter(self.scheduler, digest, message))
         try:
             plan = self._execute() if self.scheduler.has_unfinished else None
             self._abort_due(is_between=True)
@@ -182,6 +190,7 @@ class Simulator:
                 self._receive(outputs)
             elif plan is None:
                 self._tier_work.wait()
+                self.adapters.wait()
         except InjectedFailureError as failure:
             self.runner.reset()
             self._receive(self.scheduler.recover(str(failure)))
@@ -246,7 +255,8 @@ class Simulator:
             self._plan_abort(arrival, branch_index)
 
     def _make_sequences(self, request: Request) -> list[list[Sequence]]:
-        root = self.memory.prefixes.start_chain(request.cache_domain)
+        adapter = BASE_MODEL if request.adapter is None else request.adapter.digest
+        root = self.memory.prefixes.start_chain(request.cache_domain, adapter)
         return make_sequences(request, self.config.max_model_len, root, self.now_s)
 
     def _crash_now_and_then(self) -> None:
@@ -366,13 +376,25 @@ def _make_tiers(simulator: Simulator, kept: KeptContents) -> FakeTiers | None:
     if not config.tier:
         return None
 
-    def wait_until(at_s: float) -> None:
-        simulator.now_s = max(simulator.now_s, at_s)
-
+    wait_until = _waiting(simulator)
     rng = random.Random(f"tiers of {config.seed}, {simulator.report.num_crashes}")
     store = simulator.runner.store
     tier = simulated_tier(config.tier)
     return FakeTiers(kept, store, tier, rng, lambda: simulator.now_s, wait_until)
+
+
+def _make_adapters(simulator: Simulator) -> FakeAdapters:
+    rng = random.Random(f"adapters of {simulator.config.seed}, {simulator.report.num_crashes}")
+    return FakeAdapters(rng, lambda: simulator.now_s, _waiting(simulator))
+
+
+def _waiting(simulator: Simulator) -> Callable[[float], None]:
+    """What brings a simulator's clock to a moment."""
+
+    def wait_until(at_s: float) -> None:
+        simulator.now_s = max(simulator.now_s, at_s)
+
+    return wait_until
 
 
 def _check_room(config: SimulationConfig, memory: KVCacheManager) -> None:
@@ -401,4 +423,5 @@ def _plan_bytes(plan: StepPlan) -> bytes:
     chunks = [tuple(chunk) for chunk in plan.chunks]
     head = (plan.step_id, plan.num_rows, plan.num_tokens, plan.release)
     rows = (admissions, forks, token_edits, edits, chunks)
-    return repr((head, rows, plan.copies, plan.moves)).encode()
+    loads = (plan.adapter_loads,) if plan.adapter_loads else ()
+    return repr((head, rows, plan.copies, plan.moves, *loads)).encode()

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
+from quire.core.adapters import AdapterRef
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.memory.eviction import DEFAULT_ORDER
 from quire.core.memory.prefix_cache import PUBLIC_DOMAIN
@@ -20,6 +21,7 @@ from quire.core.pooling import PoolingKind, PoolingParams
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
 from quire.errors import ConfigurationError
+from quire.simulation.fakes.fake_adapters import BROKEN
 from quire.simulation.fakes.fake_model import FakeModel
 from quire.simulation.step_time import STEP_BASE_S, STEP_TOKEN_S
 
@@ -72,6 +74,8 @@ class SimulationConfig:
     max_itl_ratio: paced steps take at most so many times what their decodes take; 0: no pace.
         predicted_ratio: the pacer's model begins as if prompt tokens took so many times what they
         take. slow_rate: steps that a neighbour makes five times as long.
+    adapter_rate: requests with an adapter, one of num_adapters, drawn by Zipf's law; the last of
+        them can't be read. max_loras: slots for them.
     tier: fields of the `SimulatedTier` behind the pool; none: there is none.
     overlap: steps planned ahead of the last result, 0 or 1. check_every: steps from one check of
         all accounting laws to the next.
@@ -130,6 +134,9 @@ class SimulationConfig:
     step_base_s: float = STEP_BASE_S
     step_token_s: float = STEP_TOKEN_S
     slow_rate: float = 0.0
+    adapter_rate: float = 0.0
+    num_adapters: int = 6
+    max_loras: int = 2
     tier: tuple[tuple[str, float], ...] = ()
     overlap: int = 0
     through_engine: bool = False
@@ -242,7 +249,7 @@ def draw_arrivals(config: SimulationConfig) -> Iterator[Arrival]:
         if not is_repeated:
             now_s += _pause_s(rng, config, index)
         request = _draw_request(rng, config, index, _draw_prompt(rng, config, prefixes, earlier))
-        request = _as_pooling(config, index, request)
+        request = _with_adapter(config, index, _as_pooling(config, index, request))
         if is_repeated:
             before = earlier[-1]
             request = replace(
@@ -255,6 +262,17 @@ def draw_arrivals(config: SimulationConfig) -> Iterator[Arrival]:
         is_aborted = rng.random() < config.abort_rate
         age = rng.randint(0, config.max_abort_age_steps) if is_aborted else None
         yield Arrival(request, now_s, age, rng.random() < 0.5)
+
+
+def _with_adapter(config: SimulationConfig, index: int, request: Request) -> Request:
+    """The request, or one with an adapter."""
+    rng = random.Random(f"adapter {index} of {config.seed}") if config.adapter_rate else None
+    if rng is None or rng.random() >= config.adapter_rate:
+        return request
+    numbers = range(config.num_adapters)
+    (number,) = rng.choices(numbers, [1 / (1 + each) for each in numbers])
+    kind = BROKEN if number == config.num_adapters - 1 else "adapter"
+    return replace(request, adapter=AdapterRef(f"name-{number}", "", f"{kind}-{number}"))
 
 
 def _as_pooling(config: SimulationConfig, index: int, request: Request) -> Request:

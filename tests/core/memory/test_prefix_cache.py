@@ -154,11 +154,11 @@ def test_entries_are_a_copy() -> None:
 def test_something_is_public_while_a_first_block_of_that_domain_is_there() -> None:
     cache = make()
     fill(cache, [1, 2, 3, 4])
-    assert not cache.has_public
+    assert not cache.has_public(cache.public_root)
     insert(cache, 0, b"public", 7, cache.public_root, [1, 2, 3, 4], True)
-    assert cache.has_public and cache.public_root == cache.root(PUBLIC_DOMAIN)
+    assert cache.has_public(cache.public_root) and cache.public_root == cache.root(PUBLIC_DOMAIN)
     cache.remove_run([(0, b"public")])
-    assert not cache.has_public
+    assert not cache.has_public(cache.public_root)
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def test_what_is_published_ends_with_its_blocks() -> None:
     memory = make_memory(num_blocks=4)
     memory.free(write(memory, list(range(8)), PUBLIC_DOMAIN))
     write(memory, list(range(50, 66)), "a")
-    assert not memory.cache.has_public
+    assert not memory.cache.has_public(memory.cache.public_root)
     assert num_hits(memory, list(range(9)), "b") == 0
 
 

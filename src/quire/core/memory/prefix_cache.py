@@ -153,10 +153,9 @@ class PrefixCache:
             return None
         return node[:2]
 
-    @property
-    def has_public(self) -> bool:
-        """Whether anything is published for all domains."""
-        return self.public_root in self._children
+    def has_public(self, public_root: bytes) -> bool:
+        """Whether anything is published for all domains, under this root."""
+        return public_root in self._children
 
     def insert_run(
         self,

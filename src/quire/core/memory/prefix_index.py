@@ -2,8 +2,8 @@
 
 Reads and writes the prefix cache for `kv_cache_manager`, which alone takes and releases blocks.
 
-    own chain      root(domain) -> block 0 -> block 1 -> ...      full blocks, by hash
-    public chain   root("*")    -> block 0 -> ...                 the same for what all may read
+    own chain      root(domain, adapter) -> block 0 -> ...        full blocks, by hash
+    public chain   root("*", adapter)    -> block 0 -> ...        the same for what all may read
     then           the neighbour in the tree of tokens            part of one more block, copied
 
 Where groups grow by different rules, those that keep all tokens are asked first, then `group_match`
@@ -13,11 +13,12 @@ how much of it the others can serve.
 from collections.abc import Sequence as Ids
 from typing import NamedTuple
 
+from quire.core.adapters import BASE_MODEL
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.branch_ends import BranchEnds
 from quire.core.memory.group_match import GroupMatch, GroupPart, StatePages
 from quire.core.memory.growth import Growth
-from quire.core.memory.prefix_cache import PrefixCache, hash_tail, sortable
+from quire.core.memory.prefix_cache import PUBLIC_DOMAIN, PrefixCache, hash_tail, sortable
 from quire.core.memory.state_snapshots import StateSnapshots, give_way
 from quire.core.sequence import MissReason, PrefixMiss, Sequence
 from quire.core.step import HOLE_BLOCK
@@ -89,9 +90,9 @@ class PrefixIndex:
         self._no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(growth.rules)
         self._computing: dict[bytes, Sequence] = {}
 
-    def start_chain(self, domain: str) -> bytes:
-        """The root of a new sequence's hash chain."""
-        return self.cache.root(domain)
+    def start_chain(self, domain: str, adapter: str = BASE_MODEL) -> bytes:
+        """The root of a new sequence's hash chain. adapter: its digest."""
+        return self.cache.root(domain, adapter.encode())
 
     def hash_prompt(self, branches: list[Sequence]) -> None:
         """Hash the prompt that new branches have in common, once for all of them."""
@@ -213,7 +214,7 @@ class PrefixIndex:
         """The hashes of at least its first num_blocks blocks as if published for all."""
         chain = sequence.public_chain
         if len(chain) < num_blocks:
-            self.cache.extend_chain(chain, self.cache.public_root, sequence.token_ids)
+            self.cache.extend_chain(chain, public_root(self.cache, sequence), sequence.token_ids)
         return chain
 
     def _find_part(self, sequence: Sequence, index: int) -> tuple[int, bytes, tuple[int, ...]]:
@@ -227,7 +228,7 @@ class PrefixIndex:
         parents = [sequence.chain[index - 1] if index else sequence.chain_root]
         if _reads_public(self.cache, sequence):
             public_chain = self._public_chain(sequence, index)
-            parents.append(public_chain[index - 1] if index else cache.public_root)
+            parents.append(public_chain[index - 1] if index else public_root(cache, sequence))
         for parent in parents:
             near = cache.neighbour(parent, tail, is_whole=bool(self._growth.states))
             if near is not None and near.num_common_tokens > best[0]:
@@ -393,7 +394,13 @@ class PrefixIndex:
 def _reads_public(cache: PrefixCache, sequence: Sequence) -> bool:
     """Whether blocks that all may read can be there for it: from the first on, as the cache knows,
     or later ones, which were loaded behind blocks of its own."""
-    return cache.has_public or bool(sequence.public_chain)
+    return cache.has_public(public_root(cache, sequence)) or bool(sequence.public_chain)
+
+
+def public_root(cache: PrefixCache, sequence: Sequence) -> bytes:
+    """Where the chain of what all may read begins, among those with the same adapter."""
+    adapter = sequence.adapter
+    return cache.root(PUBLIC_DOMAIN, adapter.encode()) if adapter else cache.public_root
 
 
 def explain_miss(

@@ -27,8 +27,8 @@ LONGEST_PAUSE_STEPS = 32
 class Verdict(Enum):
     """Why a waiting sequence can't be admitted now."""
 
-    NO_CAPACITY = "no_capacity"  # rows or blocks are missing
-    LOADS = "loads"  # what it needs is being brought from another tier
+    NO_CAPACITY = "no_capacity"  # rows, blocks or a slot for its adapter are missing
+    LOADS = "loads"  # what it needs is being brought from another tier, or its adapter read
     FOLLOWS = "follows"  # another computes what it needs just now; it would only do so twice
 
 
@@ -88,7 +88,7 @@ class CapacityCheck:
         """
         running_set, memory = self._running_set, self._memory
         self._step_id = step_id
-        if not running_set.free_rows:
+        if not running_set.free_rows or not running_set.adapters.has_slot_for(sequence):
             return Verdict.NO_CAPACITY
         moves = memory.moves
         if moves is not None and moves.loads.awaits(sequence):
@@ -119,6 +119,8 @@ class CapacityCheck:
             return Verdict.FOLLOWS
         needed = memory.num_blocks_to_admit(sequence, match)
         if needed <= num_usable and (is_sure or self.fits_later(sequence, needed)):
+            if not running_set.adapters.prepare(sequence):
+                return Verdict.LOADS
             if moves is not None and moves.loads.begin(sequence, match, memory.now_s):
                 self._failed.pop(sequence, None)  # what it lacked it needs no more
                 return Verdict.LOADS
@@ -309,6 +311,7 @@ class Admission:
         outranked = bool(running_set.running) and head.rank < running_set.running[-1].rank
         if not is_idle and not (may_take and outranked):
             return
+        running_set.free_adapter_slot(head, from_all=is_idle)
         match = memory.match(head)
         if self.capacity.follows(head, match):
             return
@@ -442,6 +445,8 @@ class Admission:
     def _is_early(self, sequence: Sequence) -> bool:
         """Whether it can't go on yet, however many blocks are free."""
         moves = self._memory.moves
+        if self._running_set.adapters.awaits(sequence):
+            return True
         if moves is not None and moves.loads.awaits(sequence):
             return True
         return sequence.num_pending_tokens > 0 or self._beams.has_reported(sequence)

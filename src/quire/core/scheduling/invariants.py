@@ -3,7 +3,8 @@
 They hold after any step. A check costs O(all blocks and sequences).
 
 Every block is accounted for exactly once: free, or held with a reference count that equals its
-holders (table entries, steps and moves in flight). Every row is free or owned once.
+holders (table entries, steps and moves in flight). Every row is free or owned once. Every adapter
+in use lies in a slot of its own.
 """
 
 from collections import Counter
@@ -99,6 +100,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert sorted(row for row in rows if row is not None) == list(
         range(scheduler.config.max_num_seqs)
     )
+    scheduler.adapters.check(running_set.running)
     for sequence in live:
         check_sequence(sequence, scheduler.memory.growth)
         assert all(child.parent is sequence for child in sequence.forks), sequence

@@ -6,6 +6,7 @@ carries all of it, so the runner's tables equal the scheduler's.
 
 from quire.core.sequence import Sequence
 from quire.core.step import (
+    AdapterLoad,
     BlockCopy,
     Chunk,
     RowAdmission,
@@ -34,6 +35,7 @@ class PlanBuilder:
         self.token_edits: list[TokenEdit] = []
         self.table_edits: list[TableEdit] = []
         self.copies: list[BlockCopy] = []
+        self.adapter_loads: list[AdapterLoad] = []
 
     def admit(self, sequence: Sequence) -> None:
         """The whole state of a sequence that has just got its row."""
@@ -47,6 +49,7 @@ class PlanBuilder:
                 tuple(tuple(table) for table in sequence.block_tables),
                 sequence.params,
                 sequence.branch_index,
+                sequence.adapter_slot,
             )
         )
 
@@ -111,6 +114,7 @@ class PlanBuilder:
             table_edits=tuple(self.table_edits),
             chunks=chunks,
             copies=tuple(self.copies),
+            adapter_loads=tuple(self.adapter_loads),
         )
         self.clear()
         return plan

@@ -15,6 +15,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
+from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.scheduling.waiting import WaitingQueue
 from quire.core.sequence import Sequence, SequenceState
@@ -46,7 +47,10 @@ class RunningSet:
         memory: KVCacheManager,
         builder: PlanBuilder,
         waiting: WaitingQueue,
+        adapters: AdapterResidency | None = None,
     ) -> None:
+        """adapters: None: there are none."""
+        self.adapters = adapters or AdapterResidency()
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.free_rows = list(range(num_rows))  # a heap
@@ -78,6 +82,9 @@ class RunningSet:
         sequence.row = heapq.heappop(self.free_rows)
         sequence.move_to(SequenceState.RUNNING)
         insort(self.running, sequence, key=rank_of)
+        load = self.adapters.enter(sequence)
+        if load is not None:
+            self._builder.adapter_loads.append(load)
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence ends: whatever it has goes back."""
@@ -142,11 +149,34 @@ class RunningSet:
                 num_kept = min(num_kept, sequence.num_resumable_tokens // self._memory.block_size)
             self._memory.truncate(sequence, num_kept)
             _drop_prompt_logprobs(sequence)
+        self.adapters.clear()
         self._builder.clear()
+
+    def free_adapter_slot(self, needy: Sequence, *, from_all: bool = False) -> None:
+        """Let the adapter of a waiting sequence have a slot: where all are in use, by preempting
+        the sequences of one adapter, that whose first-ranked one is last, if `needy` outranks it.
+
+        from_all: ignore the rank of `needy`.
+        """
+        if self.adapters.has_slot_for(needy):
+            return
+        first_users: dict[str, Sequence] = {}
+        for sequence in self.running:
+            if sequence.adapter:
+                first_users.setdefault(sequence.adapter, sequence)
+        if not first_users:
+            return  # all slots are waited for: those that asked for them have ended since
+        last = max(first_users.values(), key=rank_of)
+        if not from_all and last.rank < needy.rank:
+            return
+        for sequence in [each for each in reversed(self.running) if each.adapter == last.adapter]:
+            if sequence.row is not None:  # a beam goes with another of its search
+                self.preempt(sequence, 0)
 
     def _leave_row(self, sequence: Sequence) -> None:
         assert sequence.row is not None
         remove_ranked(self.running, sequence)
+        self.adapters.leave(sequence)
         self._reserving.discard(sequence)
         self._builder.release(sequence.row)
         heapq.heappush(self.free_rows, sequence.row)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.sampling_params import DecodingParams
+from quire.core.scheduling.adapter_residency import AdapterResidency
 from quire.core.scheduling.admission import Admission
 from quire.core.scheduling.beams.scheduling import BeamScheduling
 from quire.core.scheduling.fault_isolation import FaultIsolation
@@ -66,9 +67,11 @@ class Scheduler:
         memory: KVCacheManager,
         policy: Policy | None = None,
         lengths: OutputLengthPredictor | None = None,
+        adapters: AdapterResidency | None = None,
     ) -> None:
         """policy: serves this scheduler alone; None: first come, first served. lengths: predicts
-        the outputs for which admission leaves blocks; None: from those that have ended."""
+        the outputs for which admission leaves blocks; None: from those that have ended. adapters:
+        None: there are none."""
         self.config = config
         self.memory = memory
         self.pacer: Pacer = ConstantPacer()  # to be replaced while no step is in flight
@@ -76,7 +79,10 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.waiting = WaitingQueue(self.policy, lambda sequence: memory.match(sequence).num_tokens)
         self._builder = PlanBuilder()
-        self.running_set = RunningSet(config.max_num_seqs, memory, self._builder, self.waiting)
+        self.adapters = adapters or AdapterResidency()
+        self.running_set = RunningSet(
+            config.max_num_seqs, memory, self._builder, self.waiting, self.adapters
+        )
         self._slots = AppendSlots(
             memory, self.running_set, self._builder, config.num_lookahead_blocks
         )
@@ -164,6 +170,7 @@ class Scheduler:
         sequence.arrival_s = now_s
         sequence.order = self._num_added
         self._num_added += 1
+        self.adapters.arrive(sequence)
         self.waiting.enter(sequence, now_s)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -181,6 +188,7 @@ class Scheduler:
                 child.parent = heir
                 child.num_common_tokens = min(child.num_common_tokens, heir.num_common_tokens)
                 heir.forks.append(child)
+        self.adapters.end(sequence)
         self.policy.on_leave(sequence)
         self.admission.observe_end(sequence)
 
@@ -193,6 +201,7 @@ class Scheduler:
         Raises SchedulerStalledError if there is work, nothing is in flight and nothing is possible.
         """
         self.memory.set_time(now_s)
+        self.adapters.refresh()
         if self.memory.growth.windows:
             for sequence in self.running:
                 self._builder.edit_tables(self.memory.forget_passed(sequence))
@@ -205,7 +214,7 @@ class Scheduler:
             joins = self._plan_all(chunks, now_s)
         if not chunks:
             awaits = self._in_flight or _await_masks(self.running) or _moves_blocks(self.memory)
-            if self.has_unfinished and not awaits:
+            if self.has_unfinished and not awaits and not self.adapters.num_reading:
                 raise SchedulerStalledError(_describe(self))
             return None
         if self.policy.counts_steps:
@@ -242,6 +251,9 @@ class Scheduler:
         if suspect.state is not SequenceState.RUNNING:
             while not self.running_set.free_rows:
                 self.running_set.preempt(self.running[-1], 0)
+            self.running_set.free_adapter_slot(suspect, from_all=True)
+            if not self.adapters.has_slot_for(suspect) or not self.adapters.prepare(suspect):
+                return  # its adapter is being read, or what has the slots is
             self.admission.clear_way(suspect, from_all=True)
             match = self.memory.match(suspect)
             if self.memory.num_blocks_to_admit(suspect, match) > self.memory.pool.num_free:
@@ -401,7 +413,7 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 self._finish(sequence, sequence.finish_reason)
         for row, message in result.failed.items():
-            outputs += self._fail(step.rows[row][0], message)
+            outputs += self.fail(step.rows[row][0], message)
         if self._fault_isolation.next_suspect() is not None:
             self._fault_isolation.clear(step.rows[row][0] for row in result.rows)
         return outputs
@@ -414,7 +426,7 @@ class Scheduler:
             self.beams.forget(sequence)
         return outcome.outputs
 
-    def _fail(self, sequence: Sequence, message: str) -> list[SequenceOutput]:
+    def fail(self, sequence: Sequence, message: str) -> list[SequenceOutput]:
         """End a sequence, or the beam search that it is part of, with an error."""
         if sequence.is_finished:
             return []
@@ -441,8 +453,17 @@ class Scheduler:
         self.running_set.drop_rows()
         outputs: list[SequenceOutput] = []
         if blamed is not None and message is not None:
-            outputs = self._fail(blamed, message)
+            outputs = self.fail(blamed, message)
         return outputs
+
+
+def fail_adapter(scheduler: Scheduler, digest: str, message: str) -> list[SequenceOutput]:
+    """An adapter can't be read: all that wait for it end with `message`."""
+    scheduler.adapters.drop(digest)
+    outputs: list[SequenceOutput] = []
+    for sequence in [each for each in scheduler.waiting if each.adapter == digest]:
+        outputs += scheduler.fail(sequence, message)
+    return outputs
 
 
 def _await_masks(running: list[Sequence]) -> bool:

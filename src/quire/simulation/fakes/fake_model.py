@@ -8,10 +8,12 @@ a batch or a KV cache. Knows no rows and no steps; used by `fake_runner` and the
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, SupportsInt
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.core.adapters import BASE_MODEL
 from quire.core.request import FinishReason, Request
 from quire.core.scheduling.beams.search import BeamSearch, Candidate, Hypothesis
 from quire.core.step import TokenLogprobs
@@ -60,14 +62,23 @@ def extend_array(fingerprints: Fingerprints, token_ids: npt.NDArray[np.int64]) -
     return fingerprints * np.uint64(BASE) + mix_array(token_ids.astype(np.uint64) + np.uint64(1))
 
 
-def fingerprints_of(token_ids: Sequence[int]) -> Fingerprints:
-    """The fingerprints of all non-empty prefixes of token_ids, shortest first.
+def adapter_start(digest: str) -> int:
+    """The fingerprint of no tokens under an adapter, so that those of all prefixes differ from the
+    base model's."""
+    return mix(crc32(digest.encode()) + 1) if digest else 0
 
-    F[i] = sum over j <= i of mix(t[j] + 1) * BASE**(i - j), modulo 2**64, as one cumulative sum.
+
+def fingerprints_of(token_ids: Sequence[int], start: int = 0) -> Fingerprints:
+    """The fingerprints of all non-empty prefixes of token_ids, shortest first. start: see
+    `adapter_start`.
+
+    F[i] = start * BASE**(i + 1) + sum over j <= i of mix(t[j] + 1) * BASE**(i - j), modulo 2**64,
+    as one cumulative sum.
     """
     count = len(token_ids)
     hashes = mix_array(np.asarray(token_ids, dtype=np.uint64) + np.uint64(1))
-    return np.cumsum(hashes * _powers(BASE_INVERSE, count), dtype=np.uint64) * _powers(BASE, count)
+    sums = np.cumsum(hashes * _powers(BASE_INVERSE, count), dtype=np.uint64)
+    return (sums + np.uint64(start * BASE & MASK)) * _powers(BASE, count)
 
 
 def fake_logprobs(fingerprint: int, token_id: int, num_top: int) -> TokenLogprobs:
@@ -177,7 +188,7 @@ class FakeModel:
             end_token_ids=params.end_token_ids,
             stop_token_ids=params.stop_token_ids,
         )
-        beams = [int(fingerprints_of(prompt)[-1])]
+        beams = [int(fingerprints_of(prompt, _start_of(request))[-1])]
         while beams:
             count = params.num_beam_candidates
             choices = search.advance([self.beam_candidates(beam, count) for beam in beams])
@@ -200,7 +211,8 @@ class FakeModel:
         """
         params = request.params
         if params.pooling is not None:
-            pooled = fake_pooled(fingerprints_of(request.prompt_token_ids)[-1])
+            prefixes = fingerprints_of(request.prompt_token_ids, _start_of(request))
+            pooled = fake_pooled(prefixes[-1])
             return ExpectedOutput((), FinishReason.STOP, None, None, pooled)
         prompt = [*request.prompt_token_ids, *forked_token_ids]
         num_left = params.max_tokens - len(forked_token_ids)
@@ -208,8 +220,8 @@ class FakeModel:
             num_left = min(num_left, max_model_len - len(prompt))
         ends = {*params.end_token_ids, *params.stop_token_ids}
         salt = branch_salt(params.seed, branch_index)
-        prefixes = [int(value) for value in fingerprints_of(prompt)]
-        fingerprint = prefixes[-1]
+        known = [int(value) for value in fingerprints_of(prompt, _start_of(request))]
+        fingerprint = known[-1]
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         reason = FinishReason.LENGTH
@@ -233,9 +245,13 @@ class FakeModel:
             if params.prompt_logprobs is None
             else tuple(
                 fake_logprobs(prefix, token_id, params.prompt_logprobs)
-                for prefix, token_id in zip(prefixes, prompt[1:], strict=False)
+                for prefix, token_id in zip(known, prompt[1:], strict=False)
             ),
         )
 
     def _end_limit(self) -> int:
         return int(self.end_rate * (1 << END_RATE_BITS))
+
+
+def _start_of(request: Request) -> int:
+    return adapter_start(BASE_MODEL if request.adapter is None else request.adapter.digest)

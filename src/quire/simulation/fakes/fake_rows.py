@@ -10,9 +10,11 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from quire.core.adapters import NO_SLOT
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.step import (
     HOLE_BLOCK,
+    AdapterLoad,
     EditKind,
     RowAdmission,
     RowFork,
@@ -20,7 +22,12 @@ from quire.core.step import (
     TableEdit,
     TokenEdit,
 )
-from quire.simulation.fakes.fake_model import branch_salt, extend, fingerprints_of
+from quire.simulation.fakes.fake_model import (
+    adapter_start,
+    branch_salt,
+    extend,
+    fingerprints_of,
+)
 
 NUM_REMEMBERED_PLANS = 32
 
@@ -79,6 +86,7 @@ class FakeRows:
     table_count[block]: entries of live tables that name the block; those of a fork that joins a
         step are counted when the step's accesses are known, since its source writes for it, too.
     joining: row -> source row, of forks whose tables are not counted yet.
+    adapters: what each slot of adapters has; a row is admitted once its adapter is there.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class FakeRows:
         self.slots: Ints = np.full((num_groups, max_num_rows, num_slots), -1, dtype=np.int64)
         self.table_count: Ints = np.zeros(num_blocks, dtype=np.int64)
         self.admission: list[RowAdmission | None] = [None] * max_num_rows
+        self.adapters: dict[int, str] = {}
         self.tables: tuple[list[list[int]], ...] = tuple(
             [[] for _ in range(max_num_rows)] for _ in range(num_groups)
         )
@@ -166,7 +175,8 @@ class FakeRows:
         self.num_tokens[row], self.num_computed[row] = num_tokens, computed
         self.num_ever_computed[row] = computed
         self.salts[row] = branch_salt(admission.params.seed, admission.branch_index)
-        self.fingerprints[row, :num_tokens] = fingerprints_of(admission.token_ids)
+        start = adapter_start(self._adapter_of(admission))
+        self.fingerprints[row, :num_tokens] = fingerprints_of(admission.token_ids, start)
         for group, table in enumerate(admission.block_tables):
             first_new = -(-computed // self.block_size)
             if self.groups[group].kind is KVKind.STATE:
@@ -180,6 +190,21 @@ class FakeRows:
                 )
             self._put(row, group, 0, table[:first_new])
             self._append_new(row, group, table[first_new:])
+
+    def load_adapters(self, loads: tuple[AdapterLoad, ...]) -> None:
+        """Fill slots, which no live row may use."""
+        for slot, digest in loads:
+            for row in np.flatnonzero(self.live).tolist():
+                admission = self.admission[row]
+                if admission is not None and admission.adapter_slot == slot:
+                    self.history.refuse(f"slot {slot}, which row {row} uses, gets {digest!r}", row)
+            self.adapters[slot] = digest
+
+    def _adapter_of(self, admission: RowAdmission) -> str:
+        slot = admission.adapter_slot
+        if slot != NO_SLOT and slot not in self.adapters:
+            self.history.refuse(f"nothing is in slot {slot} of adapters", admission.row)
+        return self.adapters.get(slot, "")
 
     def fork(self, fork: RowFork) -> None:
         """Copy the state of a live row into a free one."""

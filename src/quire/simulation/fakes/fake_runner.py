@@ -11,6 +11,7 @@ blocks that a later plan gives out are scribbled over as soon as that plan is ex
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -94,6 +95,8 @@ class FakeRunner:
         model: FakeModel | None = None,
         faults: Faults | None = None,
     ) -> None:
+        # Is called for each adapter that a plan loads.
+        self.take_adapter: Callable[[str], object] = lambda digest: None
         self.model = model or FakeModel()
         self.faults = faults or Faults()
         self.block_size = block_size
@@ -122,6 +125,10 @@ class FakeRunner:
         rows = self.rows
         for row in plan.release:
             rows.release(row)
+        # Before the admissions, whose prefixes have other fingerprints under an adapter.
+        for load in plan.adapter_loads:
+            self.take_adapter(load.digest)
+        rows.load_adapters(plan.adapter_loads)
         for admission in plan.admit:
             rows.admit(admission)
             self._is_special[admission.row] = self._asks_for_more(admission.row)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from quire.core.memory.block_pool import BlockPool
 from quire.core.memory.growth import Growth
 from quire.core.memory.prefix_cache import PrefixCache
-from quire.core.memory.prefix_index import PrefixMatch
+from quire.core.memory.prefix_index import PrefixMatch, public_root
 from quire.core.memory.tiers.contract import SOON_S, LoadOrder, MoveEnd, Tiers
 from quire.core.memory.tiers.load_rule import ComputeTime
 from quire.core.memory.tiers.tier_match import TierFinder, TierMatch, TierPrefix, WantedContent
@@ -277,12 +277,14 @@ class Loads:
         cache, size = self._cache, self._growth.block_size
         chains, roots = [sequence.chain], [sequence.chain_root]
         first: list[bytes] = []
-        cache.extend_chain(first, cache.public_root, sequence.token_ids[:size])
+        public = public_root(cache, sequence)
+        cache.extend_chain(first, public, sequence.token_ids[:size])
         main = self._growth.main
-        if cache.has_public or (first and main is not None and self._tiers.find(main, first[0])):
-            cache.extend_chain(sequence.public_chain, cache.public_root, sequence.token_ids)
+        is_kept = first and main is not None and self._tiers.find(main, first[0])
+        if is_kept or cache.has_public(public):
+            cache.extend_chain(sequence.public_chain, public, sequence.token_ids)
             chains.append(sequence.public_chain)
-            roots.append(cache.public_root)
+            roots.append(public)
         return self._finder.longest(
             TierPrefix(
                 sequence.token_ids,

@@ -1,0 +1,200 @@
+"""Which adapters lie in the memory that computes, and whose sequences wait for one.
+
+That memory has a fixed number of slots. A sequence is admitted once its adapter has a slot and lies
+in it, or is ready to be loaded into it by the coming plan; what is not ready is read meanwhile, and
+others go on. A slot belongs to its adapter while sequences that use it run; else it goes to another
+when one is needed: first of adapters that no sequence asks for, then of the least recently used.
+
+    on disk or elsewhere ──prepare──> reading ──refresh──> ready ──enter──> loaded by a plan
+                                          └──────drop (it can't be read)
+
+A preempted sequence keeps no slot: it is admitted again like a new one. So no sequence holds one
+slot while it waits for another, and the one that is first in the order of the policy gets its own:
+`running_set` preempts for it where it may, and `admission` admits nobody else where it was
+overtaken too often. Knows no weights and no files; used by `running_set`, which owns it.
+"""
+
+from collections import Counter
+from typing import Protocol
+
+from quire.core.adapters import BASE_MODEL, NO_SLOT
+from quire.core.sequence import Sequence
+from quire.core.step import AdapterLoad
+
+
+class AdapterSource(Protocol):
+    """Where the weights of adapters come from: `adapters.store` has them in memory and on disk."""
+
+    def begin(self, digest: str) -> bool:
+        """Begin to read this adapter, unless it is being read or ready; returns whether it is ready
+        for the runner to load. It stays so until the runner has loaded it, or `release`."""
+        ...
+
+    def release(self, digest: str) -> None:
+        """It is not going to be loaded after all, so it need not be kept ready."""
+        ...
+
+
+class NoAdapters:
+    """The source of engines without adapters."""
+
+    def begin(self, digest: str) -> bool:
+        raise AssertionError("a sequence has an adapter, but this engine has none")
+
+    def release(self, digest: str) -> None:
+        pass
+
+
+class AdapterResidency:
+    """The slots of one engine.
+
+    num_loads: adapters that plans have loaded.
+
+    Invariant: no two adapters have the same slot; an adapter that a running sequence uses has a
+    slot that it was loaded into, by an earlier plan or the coming one; `_reading` and `_ready` are
+    disjoint, have slots, and no users.
+    """
+
+    def __init__(self, num_slots: int = 0, source: AdapterSource | None = None) -> None:
+        self.num_slots = num_slots
+        self.num_loads = 0
+        self._source = source or NoAdapters()
+        self._slots: dict[str, int] = {}  # by digest, the least recently used first
+        self._reading: set[str] = set()
+        self._ready: set[str] = set()
+        self._users: Counter[str] = Counter()  # running sequences by adapter
+        self._demand: Counter[str] = Counter()  # sequences that have not ended
+
+    @property
+    def num_resident(self) -> int:
+        """Adapters that lie in their slots."""
+        return len(self._slots) - len(self._reading) - len(self._ready)
+
+    @property
+    def num_reading(self) -> int:
+        """Adapters that have a slot and are being read."""
+        return len(self._reading)
+
+    def slots(self) -> dict[str, int]:
+        """The slot of each adapter that has one, by digest."""
+        return dict(self._slots)
+
+    # ---- what sequences do ------------------------------------------------------------------
+
+    def arrive(self, sequence: Sequence) -> None:
+        """A sequence was taken in."""
+        if sequence.adapter:
+            self._demand[sequence.adapter] += 1
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence has ended."""
+        if sequence.adapter:
+            _subtract(self._demand, sequence.adapter)
+
+    def enter(self, sequence: Sequence) -> AdapterLoad | None:
+        """A sequence for which `prepare` was true, or whose parent runs, gets a row: its slot, and
+        what the coming plan has to load into it."""
+        digest = sequence.adapter
+        if not digest:
+            return None
+        assert digest in self._slots and digest not in self._reading, f"{sequence} has no slot"
+        self._users[digest] += 1
+        sequence.adapter_slot = slot = self._slots.pop(digest)
+        self._slots[digest] = slot  # now the most recently used
+        if digest not in self._ready:
+            return None
+        self._ready.discard(digest)
+        self.num_loads += 1
+        return AdapterLoad(slot, digest)
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence gives its row back."""
+        if sequence.adapter:
+            _subtract(self._users, sequence.adapter)
+            sequence.adapter_slot = NO_SLOT
+
+    # ---- what they need ---------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Before a step: look which adapters have been read."""
+        for digest in sorted(self._reading):
+            if self._source.begin(digest):
+                self._reading.discard(digest)
+                self._ready.add(digest)
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """Whether its adapter is being read."""
+        return sequence.adapter in self._reading
+
+    def has_slot_for(self, sequence: Sequence) -> bool:
+        """Whether its adapter has a slot, or one can be given to it."""
+        digest = sequence.adapter
+        return not digest or digest in self._slots or self._find_victim() is not None
+
+    def prepare(self, sequence: Sequence) -> bool:
+        """Give its adapter a slot, where `has_slot_for` is true, and begin to read it; returns
+        whether it may enter now."""
+        digest = sequence.adapter
+        if not digest:
+            return True
+        if digest not in self._slots:
+            victim = self._find_victim()
+            assert victim is not None, f"{sequence} can't have a slot"
+            self._slots[digest] = self._take(victim)
+            self._reading.add(digest)
+            self.refresh()
+        return digest not in self._reading
+
+    def drop(self, digest: str) -> None:
+        """This adapter can't be read: its slot is free again."""
+        if digest in self._reading:
+            self._reading.discard(digest)
+            del self._slots[digest]
+
+    def clear(self) -> None:
+        """No sequence runs, and what the slots have is unknown."""
+        assert not self._users, f"sequences run with {dict(self._users)}"
+        for digest in [*self._reading, *self._ready]:
+            self._source.release(digest)
+        self._slots.clear()
+        self._reading.clear()
+        self._ready.clear()
+
+    def check(self, running: list[Sequence]) -> None:
+        """Raise AssertionError unless the invariant holds; running: all sequences with rows."""
+        users = Counter(sequence.adapter for sequence in running if sequence.adapter)
+        assert users == self._users, f"adapters in use are {users}, counted are {self._users}"
+        taken = list(self._slots.values())
+        assert len(set(taken)) == len(taken) and all(0 <= slot < self.num_slots for slot in taken)
+        assert not self._reading & self._ready, "an adapter is being read, and ready"
+        waiting = self._reading | self._ready
+        assert waiting <= self._slots.keys() and not waiting & users.keys(), waiting
+        for sequence in running:
+            expected = self._slots[sequence.adapter] if sequence.adapter else NO_SLOT
+            assert sequence.adapter_slot == expected, f"{sequence} is in a wrong slot"
+
+    def _find_victim(self) -> str | None:
+        """The adapter whose slot is given away; BASE_MODEL: one is free; None: none can be."""
+        if len(self._slots) < self.num_slots:
+            return BASE_MODEL
+        users, reading = self._users, self._reading
+        idle = [digest for digest in self._slots if not users[digest] and digest not in reading]
+        # What was read and not used yet has a sequence that comes next, mostly.
+        order = (digest for digest in idle if not self._demand[digest])
+        return next(order, min(idle, key=self._ready.__contains__, default=None))
+
+    def _take(self, victim: str) -> int:
+        """The slot of `victim`, which is in none any more, or a free one."""
+        if victim == BASE_MODEL:
+            return min(set(range(self.num_slots)) - set(self._slots.values()))
+        if victim in self._ready:
+            self._ready.discard(victim)
+            self._source.release(victim)
+        return self._slots.pop(victim)
+
+
+def _subtract(counts: Counter[str], key: str) -> None:
+    """One less; what is at 0 has no entry."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

@@ -1,0 +1,111 @@
+"""Adapters beside the steps: found before a request enters, read while others go on.
+
+    find ──> a thread reads and checks it ──> AdapterRef, with the digest that requests carry
+    step:    what could not be read ends those that wait for it │ schedule │ runner loads slots
+
+Readers know files and torch, and the engine does not: the composition root gives one. Used by
+`engine`.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from quire.core.adapters import AdapterRef
+from quire.core.request import Request, SequenceOutput
+from quire.core.scheduling.adapter_residency import AdapterSource
+from quire.core.scheduling.scheduler import Scheduler, fail_adapter
+from quire.errors import InvalidRequestError
+
+NOT_ENABLED = (
+    "this engine serves no adapters; make it with enable_lora=True (quire serve --enable-lora)"
+)
+
+
+class AdapterStore(AdapterSource, Protocol):
+    """`adapters.store` has the one there is. Any thread may call `find`, the engine's the rest."""
+
+    def find(self, name: str, path: str, *, anew: bool = False) -> "Future[AdapterRef]":
+        """Read and check an adapter in a thread, unless its files are those that were read last.
+
+        anew: read it in any case. The future raises AdapterError.
+        """
+        ...
+
+    def know(self, ref: AdapterRef) -> None:
+        """Where the content of requests to come is read again. One that has other content by then
+        counts as failed."""
+        ...
+
+    def take_failed(self) -> dict[str, str]:
+        """Digests that could not be made ready since the last call, with a sentence each."""
+        ...
+
+    def wait(self) -> None:
+        """For a moment, until something was read, if anything is being read."""
+        ...
+
+    def counts(self) -> Mapping[str, int]:
+        """How much was read, and lies in the host's memory."""
+        ...
+
+
+class AdapterWork:
+    """The adapters of one engine.
+
+    Invariant: a sequence that ended since its adapter could not be read has its output in `_ended`,
+    until that is taken.
+    """
+
+    def __init__(self, scheduler: Scheduler, store: AdapterStore | None = None) -> None:
+        """store: None refuses adapters."""
+        self._scheduler = scheduler
+        self._store = store
+        self._ended: list[SequenceOutput] = []
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `take_ended` would return anything."""
+        return bool(self._ended)
+
+    def find(self, name: str, path: str, *, anew: bool = False) -> "Future[AdapterRef]":
+        """See `AdapterStore.find`. Raises InvalidRequestError. Any thread may call."""
+        return self._find_store().find(name, path, anew=anew)
+
+    def check(self, request: Request) -> None:
+        """Take in where its adapter is found. Raises InvalidRequestError."""
+        if request.adapter is not None:
+            self._find_store().know(request.adapter)
+
+    def end_failed(self) -> None:
+        """End all that wait for an adapter which could not be read."""
+        if self._store is not None:
+            for digest, message in self._store.take_failed().items():
+                self._ended += fail_adapter(self._scheduler, digest, message)
+
+    def take_ended(self) -> list[SequenceOutput]:
+        """Their outputs since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self) -> None:
+        """Wait a little for what sequences wait for."""
+        if self._store is not None and self._scheduler.adapters.num_reading:
+            self._store.wait()
+
+    def counts(self) -> dict[str, Any]:
+        """For `EngineStats`; empty without adapters."""
+        if self._store is None:
+            return {}
+        adapters = self._scheduler.adapters
+        own = {
+            "num_slots": adapters.num_slots,
+            "num_resident": adapters.num_resident,
+            "num_loads": adapters.num_loads,
+        }
+        return own | dict(self._store.counts())
+
+    def _find_store(self) -> AdapterStore:
+        if self._store is None:
+            raise InvalidRequestError(NOT_ENABLED, "lora_request")
+        return self._store
