@@ -129,11 +129,11 @@ def widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     elif IS_INTERPRETED:
         wide = _widen_each(codes, dtype)
     elif dtype == tl.float16:
-        asm: tl.constexpr = E4M3_TO_FP16 if codes.dtype == tl.uint8 else INT8_TO_FP16
-        wide = tl.inline_asm_elementwise(asm, "=r,=r,r", [codes], tl.float16, False, 4)
+        fp16_asm: tl.constexpr = E4M3_TO_FP16 if codes.dtype == tl.uint8 else INT8_TO_FP16
+        wide = tl.inline_asm_elementwise(fp16_asm, "=r,=r,r", [codes], tl.float16, False, 4)
     else:
-        asm: tl.constexpr = E4M3_TO_BF16 if codes.dtype == tl.uint8 else INT8_TO_BF16
-        wide = tl.inline_asm_elementwise(asm, "=r,=r,r", [codes], tl.bfloat16, False, 4)
+        bf16_asm: tl.constexpr = E4M3_TO_BF16 if codes.dtype == tl.uint8 else INT8_TO_BF16
+        wide = tl.inline_asm_elementwise(bf16_asm, "=r,=r,r", [codes], tl.bfloat16, False, 4)
     return wide
 
 
