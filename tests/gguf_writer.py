@@ -90,7 +90,7 @@ def random_raw(kind: str, shape: tuple[int, ...], seed: int) -> Raw:
 
 
 SCALE_BYTES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (1,)),
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_S"), (1,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (1, 3)),
     "Q2_K": (81, 83),
     "Q3_K": (109,),

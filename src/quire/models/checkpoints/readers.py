@@ -6,11 +6,13 @@ package calls `register_reader`.
 
 from pathlib import Path
 
+from quire.models.checkpoints.gguf.gguf_files import GGUFFiles
 from quire.models.checkpoints.safetensors_files import SafetensorsFiles
 from quire.models.checkpoints.source import CheckpointSource
 
 _READERS: list[type[CheckpointSource]] = [
     SafetensorsFiles,
+    GGUFFiles,
 ]
 """The first that finds its files in a folder reads it."""
 

@@ -1,0 +1,124 @@
+"""What an architecture of llama.cpp's is to a checkpoint of Hugging Face's.
+
+Holds what most decoders have alike; the modules beside it say what of it differs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.models.checkpoints.gguf.decoding import plain_dtype
+from quire.models.checkpoints.gguf.families.ropes import rope_parameters
+from quire.models.checkpoints.gguf.gguf_model import GGUFModel
+from quire.models.checkpoints.gguf.tensor_map import EXPERT, TensorRules, misshapen
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER: dict[str, str | tuple[str, ...]] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+EXPERTS: dict[str, str | tuple[str, ...]] = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": f"mlp.experts.{EXPERT}.gate_proj",
+    "ffn_up_exps": f"mlp.experts.{EXPERT}.up_proj",
+    "ffn_down_exps": f"mlp.experts.{EXPERT}.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+ROPE_TENSORS = frozenset(
+    {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+)
+"""What `ropes` reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """config: makes the fields of config.json. rules: of tensors. Both raise CheckpointError."""
+
+    config: Callable[[GGUFModel], dict[str, Any]]
+    rules: Callable[[GGUFModel], TensorRules]
+
+
+def decoder_config(model: GGUFModel, architecture: str, **difference: Any) -> dict[str, Any]:
+    """The fields that decoders have alike. architecture: of Hugging Face's. difference: other
+    fields, or in place of these; without those that are None."""
+    num_heads = model.integer("attention.head_count")
+    hidden_size = model.integer("embedding_length")
+    head_dim = model.integer("attention.key_length", hidden_size // max(1, num_heads))
+    model.integer("attention.value_length", head_dim)
+    model.skip("vocab_size")  # the embedding's rows say it
+    shared: dict[str, Any] = {
+        "architectures": [architecture],
+        "dtype": weights_dtype(model),
+        "vocab_size": model.shape("token_embd.weight")[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": model.integer("feed_forward_length"),
+        "num_hidden_layers": model.num_layers(),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": model.integer("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": model.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in model.tensors,
+    }
+    if "rms_norm_eps" not in difference:
+        shared["rms_norm_eps"] = model.number("attention.layer_norm_rms_epsilon")
+    if "rope_parameters" not in difference:
+        shared["rope_parameters"] = rope_parameters(model, head_dim)
+    fields = shared | difference
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def has_bias(model: GGUFModel, linear: str) -> bool:
+    """Whether any layer's has one."""
+    return any(name.endswith(f".{linear}.bias") for name in model.tensors)
+
+
+def weights_dtype(model: GGUFModel) -> str:
+    """That of the matrices, if they are plain numbers of one kind; else bfloat16, which a CPU's
+    kernels take best."""
+    plain = {
+        plain_dtype(model.info(name).storage)
+        for name in model.tensors
+        if len(model.shape(name)) > 1 and "ffn_gate_inp" not in name  # which is always fp32
+    }
+    for dtype in (torch.float32, torch.float16):
+        if plain == {dtype}:
+            return str(dtype).removeprefix("torch.")
+    return "bfloat16"
+
+
+def of_pairs(num_heads: int, head_dim: int) -> torch.Tensor:
+    """Where the rows of q or k are that llama.cpp orders for a rotation of neighbours: rows i and
+    i + head_dim / 2 of a head are stored as neighbours."""
+    row, half = torch.arange(head_dim), head_dim // 2
+    head = 2 * (row % half) + row // half
+    return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
+
+
+def permuted(model: GGUFModel) -> dict[str, torch.Tensor]:
+    """The order of q and k where they are stored so."""
+    num_heads = model.integer("attention.head_count")
+    counts = {
+        "attn_q": num_heads,
+        "attn_k": model.integer("attention.head_count_kv", num_heads),
+    }
+    found = {}
+    for linear, count in counts.items():
+        num_rows = model.shape(f"blk.0.{linear}.weight")[0]
+        if not count or num_rows % (2 * count):
+            raise misshapen(model, f"blk.0.{linear}.weight")
+        found[linear] = of_pairs(count, num_rows // count)
+    return found

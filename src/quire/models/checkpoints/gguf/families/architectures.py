@@ -1,0 +1,24 @@
+"""The architectures of llama.cpp's that are read.
+
+To add one: a line in the table of the module beside this one that its config belongs to.
+"""
+
+from quire.errors import UnsupportedModelError
+from quire.hub.model_files import shown_name
+from quire.models.checkpoints.gguf.families.architecture import Architecture
+from quire.models.checkpoints.gguf.families.dense import DENSE
+from quire.models.checkpoints.gguf.gguf_model import GGUFModel
+
+ARCHITECTURES: dict[str, Architecture] = DENSE
+"""By general.architecture."""
+
+
+def find_architecture(model: GGUFModel) -> Architecture:
+    """Raises UnsupportedModelError for one that isn't read."""
+    if model.architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{model.path} is of the architecture {shown_name(model.architecture)}, but quire reads"
+            f" only {', '.join(sorted(ARCHITECTURES))} from GGUF files; name the original model's "
+            "folder or hub id instead"
+        )
+    return ARCHITECTURES[model.architecture]

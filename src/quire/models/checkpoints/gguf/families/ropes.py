@@ -1,0 +1,128 @@
+"""Reads how positions rotate from a GGUF model's metadata and its small tensors.
+
+Llama 3's stretching is not in the metadata: llama.cpp stores what it divides each frequency by, in
+`rope_freqs`. Phi's two lists of such numbers are tensors as well.
+"""
+
+import math
+from typing import Any
+
+from quire.errors import UnsupportedModelError, shown
+from quire.models.checkpoints.gguf.gguf_model import GGUFModel
+
+_LLAMA_3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Of all published models with this rotation."""
+_TOLERANCE = 1e-5  # of numbers that were computed in fp32
+_DEFAULT_BASE = 10000.0
+
+
+def rope_parameters(model: GGUFModel, head_dim: int) -> dict[str, Any]:
+    """In the form of transformers 5. head_dim: of q and k; where fewer numbers of a head rotate,
+    `partial_rotary_factor` says it."""
+    found: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": model.number("rope.freq_base", _DEFAULT_BASE),
+    }
+    rotary_dim = model.integer("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        found["partial_rotary_factor"] = partial_factor(rotary_dim, head_dim)
+    kind = model.text("rope.scaling.type", "none")
+    if kind == "linear" or (kind == "none" and model.has("rope.scale_linear")):
+        factor = model.number("rope.scaling.factor", model.number("rope.scale_linear", 1.0))
+        found |= {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        found |= _yarn(model)
+    elif kind not in ("none", "longrope"):
+        raise UnsupportedModelError(
+            f"{model.path}: the rope's scaling is {shown(kind)}, but only none, linear, yarn and "
+            "longrope are understood"
+        )
+    model.skip("rope.scaling.finetuned")
+    return found | _stretched(model, found["rope_theta"], rotary_dim)
+
+
+def partial_factor(rotary_dim: int, head_dim: int) -> float:
+    """By which a config says that so many numbers of a head rotate: the product is rounded down."""
+    factor = rotary_dim / head_dim
+    return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)
+
+
+def _yarn(model: GGUFModel) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": model.number("rope.scaling.factor"),
+        "original_max_position_embeddings": model.integer("rope.scaling.original_context_length"),
+    }
+    for name, field in (
+        ("beta_fast", "rope.scaling.yarn_beta_fast"),
+        ("beta_slow", "rope.scaling.yarn_beta_slow"),
+        ("attention_factor", "rope.scaling.yarn_attn_factor"),
+        ("attention_factor", "rope.scaling.attn_factor"),
+    ):
+        if model.has(field):
+            found[name] = model.number(field)
+    if model.has("rope.scaling.yarn_log_multiplier"):
+        # A tenth of mscale_all_dim. The other, mscale, isn't stored: published models have both
+        # alike.
+        scale = round(10 * model.number("rope.scaling.yarn_log_multiplier"), 6)
+        found |= {"mscale": scale, "mscale_all_dim": scale}
+    return found
+
+
+def _stretched(model: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any]:
+    """What the model's tensors say of frequencies."""
+    factors = model.small_numbers("rope_freqs.weight")
+    long, short = (
+        model.small_numbers(f"rope_factors_{length}.weight") for length in ("long", "short")
+    )
+    if long or short:
+        return {
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": short,
+            "original_max_position_embeddings": model.integer(
+                "rope.scaling.original_context_length", model.integer("context_length")
+            ),
+            "attention_factor": model.number("rope.scaling.attn_factor", 1.0),
+        }
+    model.skip("rope.scaling.original_context_length", "rope.scaling.attn_factor")
+    if not factors:
+        return {}
+    parameters = {"factor": max(factors), **_LLAMA_3}
+    wanted = llama3_factors(theta, rotary_dim, **parameters)
+    if len(wanted) == len(factors) and all(
+        abs(mine - given) <= _TOLERANCE * given for mine, given in zip(wanted, factors, strict=True)
+    ):
+        return {"rope_type": "llama3", **parameters}
+    # Any other factors: LongRoPE takes them as they are.
+    return {
+        "rope_type": "longrope",
+        "long_factor": factors,
+        "short_factor": factors,
+        "original_max_position_embeddings": model.integer("context_length"),
+        "attention_factor": 1.0,
+    }
+
+
+def llama3_factors(
+    theta: float,
+    rotary_dim: int,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: float,
+) -> list[float]:
+    """What Llama 3 divides each frequency by (transformers' `_compute_llama3_parameters`)."""
+    found = []
+    for index in range(0, rotary_dim, 2):
+        wavelength = 2 * math.pi * theta ** (index / rotary_dim)
+        turns = original_max_position_embeddings / wavelength
+        part = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+        part = min(1.0, max(0.0, part))
+        found.append(1 / ((1 - part) / factor + part))
+    return found

@@ -1,0 +1,68 @@
+"""Reads weights and config from GGUF files, as a checkpoint of Hugging Face's.
+
+llama.cpp's converters rename tensors, order rows otherwise and stack experts; `families` says how
+of each architecture, and here all that is undone while rows are read. Quantized rows are lent as
+they are (`coded_rows`) or as numbers.
+"""
+
+from collections.abc import Set
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.formats.codes import CodedRows, Coding
+from quire.hub.gguf.naming import find_gguf
+from quire.models.checkpoints.gguf.families.architectures import find_architecture
+from quire.models.checkpoints.gguf.gguf_model import GGUFModel
+from quire.models.checkpoints.gguf.places import Computed, StoredRows
+from quire.models.checkpoints.gguf.tensor_map import map_tensors
+from quire.models.checkpoints.source import CheckpointSource
+
+
+class GGUFFiles(CheckpointSource):
+    """One file, or several that are one model."""
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        """folder: or the (first) file itself."""
+        return find_gguf(folder) is not None
+
+    @classmethod
+    def read_config(cls, folder: Path) -> dict[str, Any]:
+        model = GGUFModel(folder)
+        config = find_architecture(model).config(model)
+        model.finish()
+        return config
+
+    def __init__(self, folder: Path) -> None:
+        self._model = GGUFModel(folder)
+        self._places = map_tensors(self._model, find_architecture(self._model).rules(self._model))
+
+    @property
+    def names(self) -> Set[str]:
+        return self._places.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._places[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._places[name].dtype(self._model)
+
+    def rows(self, name: str, span: range) -> AbstractContextManager[torch.Tensor]:
+        """In the dtype of plain numbers, or as fp32."""
+        return contextmanager(self._places[name].lend)(self._model, span)
+
+    def coding(self, name: str) -> Coding | None:
+        return self._places[name].coding(self._model)
+
+    def coded_rows(self, name: str, span: range) -> AbstractContextManager[CodedRows]:
+        place = self._places[name]
+        assert isinstance(place, StoredRows), name
+        return place.lent_codes(self._model, span)
+
+    def pieces(self, name: str) -> list[range]:
+        place = self._places[name]
+        # It is made as a whole for each piece.
+        return [range(place.shape[0])] if isinstance(place, Computed) else super().pieces(name)

@@ -1,0 +1,129 @@
+"""Where a tensor of Hugging Face's lies in GGUF files, and its reading.
+
+Called by `gguf_files`; `tensor_map` makes them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from quire.formats.codes import CodedRows, Coding
+from quire.hub.gguf.header import TensorInfo
+from quire.models.checkpoints.gguf.decoding import (
+    BlockRows,
+    coding_of,
+    numbers,
+    plain_dtype,
+)
+from quire.models.checkpoints.gguf.gguf_model import GGUFModel
+
+
+class TensorPlace(ABC):
+    """Where a tensor is. shape: of the tensor, as Hugging Face's checkpoints have it."""
+
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def dtype(self, model: GGUFModel) -> torch.dtype:
+        """Of rows."""
+
+    @abstractmethod
+    def lend(self, model: GGUFModel, span: range) -> "Iterator[torch.Tensor]":
+        """As `contextmanager` takes it: lends rows."""
+
+    def coding(self, model: GGUFModel) -> Coding | None:
+        """See `CheckpointSource.coding`."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows(TensorPlace):
+    """Rows of one tensor, as they are stored.
+
+    name: of the tensor. start: which of its rows is the first, where all its dimensions but those
+    behind the first of `shape` are one. order: which of the rows from there on each of these is;
+    None: they are in order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int = 0
+    order: torch.Tensor | None = None
+
+    def dtype(self, model: GGUFModel) -> torch.dtype:
+        return plain_dtype(model.info(self.name).storage) or torch.float32
+
+    def coding(self, model: GGUFModel) -> Coding | None:
+        storage = model.info(self.name).storage
+        is_matrix = len(self.shape) == 2 and self.shape[1] % storage.block_size == 0
+        return coding_of(storage) if is_matrix else None
+
+    def lend(self, model: GGUFModel, span: range) -> Iterator[torch.Tensor]:
+        info = model.info(self.name)
+        row_size = prod(self.shape[1:])
+        shape = (len(span), *self.shape[1:])
+        if row_size % info.storage.block_size:  # rows don't begin where blocks do
+            whole = model.numbers(self.name).view(-1, row_size)
+            yield whole[self._wanted(span)].view(shape)
+            return
+        with self.lent_bytes(model, span) as raw:
+            dtype = plain_dtype(info.storage)
+            if dtype is None:
+                yield numbers(info.storage, raw).view(shape)
+            else:
+                yield _viewed(raw, dtype).view(shape)
+
+    @contextmanager
+    def lent_codes(self, model: GGUFModel, span: range) -> Iterator[CodedRows]:
+        """Of a tensor with a coding."""
+        with self.lent_bytes(model, span) as raw:
+            yield BlockRows(model.info(self.name).storage, raw)
+
+    @contextmanager
+    def lent_bytes(self, model: GGUFModel, span: range) -> Iterator[torch.Tensor]:
+        """[len(span), bytes of a row] uint8, of rows that begin where blocks do."""
+        row_bytes = _row_bytes(model.info(self.name), self.shape)
+        if self.order is None:
+            start = (self.start + span.start) * row_bytes
+            with model.raw(self.name, start, len(span) * row_bytes) as raw:
+                yield raw.view(len(span), row_bytes)
+            return
+        wanted = self._wanted(span)
+        first = int(wanted.min())
+        count = int(wanted.max()) + 1 - first
+        with model.raw(self.name, first * row_bytes, count * row_bytes) as raw:
+            yield raw.view(count, row_bytes)[wanted - first]
+
+    def _wanted(self, span: range) -> torch.Tensor:
+        """Numbers of rows in the stored tensor."""
+        if self.order is None:
+            return torch.arange(span.start, span.stop) + self.start
+        return self.order[span.start : span.stop] + self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Computed(TensorPlace):
+    """A tensor that is made of others, whole. compute: reads them, fp32."""
+
+    shape: tuple[int, ...]
+    compute: Callable[[], torch.Tensor]
+
+    def dtype(self, model: GGUFModel) -> torch.dtype:
+        return torch.float32
+
+    def lend(self, model: GGUFModel, span: range) -> Iterator[torch.Tensor]:
+        yield self.compute().view(self.shape)[span.start : span.stop]
+
+
+def _row_bytes(info: TensorInfo, shape: tuple[int, ...]) -> int:
+    return prod(shape[1:]) // info.storage.block_size * info.storage.block_bytes
+
+
+def _viewed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()  # now it begins where a number of this size may
+    return raw.view(dtype)

@@ -1,0 +1,164 @@
+"""Maps the names of GGUF tensors to Hugging Face's, by an architecture's rules.
+
+    blk.3.attn_q.weight            model.layers.3.self_attn.q_proj.weight
+    blk.3.ffn_up_exps.weight       model.layers.3.mlp.experts.0.up_proj.weight, ...
+
+A tensor without a rule keeps its name, by which the loader refuses it. Called by `gguf_files`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from quire.errors import CheckpointError
+from quire.hub.model_files import shown_name
+from quire.models.checkpoints.gguf.gguf_model import GGUFModel
+from quire.models.checkpoints.gguf.places import Computed, StoredRows, TensorPlace
+from quire.models.checkpoints.source import refusal_of_two
+from quire.models.config_bounds import MAX_EXPERTS
+
+EXPERT = "{expert}"
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """A tensor that is made of several of a layer's: `compute` of those, in this order."""
+
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    compute: Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRules:
+    """How an architecture's tensors are a checkpoint's. Names in GGUF are without "blk.N." and,
+    where not said otherwise, without ".weight" or ".bias".
+
+    layer, top: a name -> the checkpoint's, in "model.layers.N." or as it is. In `layer` a name with
+    ".weight" or ".bias" goes first, and its value is whole. A value with EXPERT is of a stacked
+    tensor; of several names the tensor's rows are, in equal parts.
+    order: a name -> which of the stored rows each of the checkpoint's is.
+    changes: a name with its parameter -> what turns the whole tensor into the checkpoint's.
+    combined: in "model.layers.N." -> of what it is made, where that is there.
+    unused: names, with all before and behind them, of tensors that say what the config says too.
+    prefix: of layers.
+    """
+
+    layer: Mapping[str, str | tuple[str, ...]]
+    top: Mapping[str, str]
+    order: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    combined: Mapping[str, Combined] = field(default_factory=dict)
+    unused: frozenset[str] = frozenset()
+    prefix: str = "model.layers."
+
+
+def map_tensors(model: GGUFModel, rules: TensorRules) -> dict[str, TensorPlace]:
+    """The checkpoint's names, in the files' order. Raises CheckpointError."""
+    places: dict[str, TensorPlace] = {}
+    origins: dict[str, str] = {}
+    for name in model.tensors:
+        for ours, place in _places_of(model, rules, name):
+            if ours in places:
+                raise refusal_of_two(origins[ours], name, ours)
+            places[ours], origins[ours] = place, name
+    return places
+
+
+def _places_of(
+    model: GGUFModel, rules: TensorRules, name: str
+) -> Iterator[tuple[str, TensorPlace]]:
+    """What of the checkpoint lies in one tensor of the files."""
+    if name in rules.unused:
+        return
+    found = _IN_LAYER.fullmatch(name)
+    if found is None:
+        stem, _, parameter = name.rpartition(".")
+        in_top = rules.top.get(stem)
+        yield from _parts(model, rules, name, name, (f"{in_top}.{parameter}" if in_top else name,))
+        return
+    layer, inner = found[1], found[2]
+    for whole, combined in rules.combined.items():
+        if inner in combined.sources:
+            if inner == combined.sources[0]:
+                yield f"{rules.prefix}{layer}.{whole}", _combined(model, combined, layer)
+            return
+    targets = _targets(rules, inner)
+    if targets:
+        placed = tuple(f"{rules.prefix}{layer}.{each}" for each in targets)
+        yield from _parts(model, rules, name, inner, placed)
+    else:
+        yield name, StoredRows(name, model.shape(name))
+
+
+def _targets(rules: TensorRules, inner: str) -> tuple[str, ...]:
+    """Of a tensor of a layer, the checkpoint's names in that layer; none: it has no rule."""
+    stem, _, parameter = inner.rpartition(".")
+    whole = rules.layer.get(inner)
+    if whole is not None:
+        return (whole,) if isinstance(whole, str) else whole
+    names = rules.layer.get(stem, ())
+    names = (names,) if isinstance(names, str) else names
+    return tuple(f"{each}.{parameter}" for each in names)
+
+
+def _parts(
+    model: GGUFModel, rules: TensorRules, name: str, inner: str, targets: tuple[str, ...]
+) -> Iterator[tuple[str, TensorPlace]]:
+    """inner: the name within its layer. targets: the checkpoint's names."""
+    shape = model.shape(name)
+    if inner in rules.changes:
+        (target,), change = targets, rules.changes[inner]
+        yield (
+            target,
+            Computed(_changed_shape(shape, change), partial(_changed, model, name, change)),
+        )
+        return
+    order = rules.order.get(inner.rpartition(".")[0])
+    if order is not None and len(order) != shape[0]:
+        raise misshapen(model, name)
+    is_stacked = EXPERT in targets[0]
+    if is_stacked and shape[0] > MAX_EXPERTS:
+        raise misshapen(model, name)
+    num_stacks, of_one = (shape[0], shape[1:]) if is_stacked else (1, shape)
+    if not of_one or of_one[0] % len(targets):
+        raise misshapen(model, name)
+    num_rows = of_one[0] // len(targets)
+    for stack in range(num_stacks):
+        for part, target in enumerate(targets):
+            start = stack * of_one[0] + part * num_rows
+            place = StoredRows(name, (num_rows, *of_one[1:]), start, order)
+            yield target.replace(EXPERT, str(stack)), place
+
+
+def misshapen(model: GGUFModel, name: str) -> CheckpointError:
+    """Of a tensor that is there."""
+    return CheckpointError(
+        f"{model.path}: its tensor {shown_name(name)} has the shape {list(model.shape(name))}, "
+        "which is not what its metadata says; fetch it again"
+    )
+
+
+def _combined(model: GGUFModel, combined: Combined, layer: str) -> Computed:
+    names = [f"blk.{layer}.{source}" for source in combined.sources]
+    for name in names:
+        model.shape(name)  # it must be there
+
+    def compute() -> torch.Tensor:
+        return combined.compute(*map(model.numbers, names))
+
+    return Computed(combined.shape, compute)
+
+
+def _changed(model: GGUFModel, name: str, change: Change) -> torch.Tensor:
+    return change(model.numbers(name))
+
+
+def _changed_shape(shape: tuple[int, ...], change: Change) -> tuple[int, ...]:
+    return tuple(change(torch.empty(shape, device="meta")).shape)
