@@ -49,7 +49,7 @@ def test_what_is_no_file_is_named(tmp_path):
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
         (b"\n <!DOCTYPE HTML><html></html>", "a web page, not the file itself"),
-        (b"GGUF\x03\0\0\0", "in GGUF format; quire reads"),
+        (b"GGUF\x03\0\0\0", "a model in GGUF format, under another"),
         (b'{"a": 1, "b": 2, "a": 1}', "the name a stands in one object twice"),
         (b'{"a": {"b": 1, "b": 1}}', "the name b stands in one object twice"),
         (b"[" * 100_000, "nests too deeply"),

@@ -109,10 +109,9 @@ def _without(*names):
     [
         (_without("tokenizer.json"), r"org/model has no tokenizer\.json"),
         (_without("config.json", "tokenizer.json"), "has neither config.json nor"),
-        (_without("model.safetensors.index.json"), r"only as pickles \(model\.pth, pytorch_mod"),
         (
-            _without("model.safetensors.index.json", "pytorch_model.bin", "model.pth"),
-            "only in GGUF format",
+            _without("model.safetensors.index.json", "model.gguf"),
+            r"only as pickles \(model\.pth, pytorch_mod",
         ),
         (
             _without(
@@ -261,18 +260,6 @@ def test_a_path_that_leads_nowhere_is_no_matter_of_the_hub(name, hub):
         resolve_model_folder(name)
     assert "a hub id such as" in str(caught.value)
     assert ("nor is there a folder /no/such" in str(caught.value)) is (name == "/no/such/folder")
-    assert not hub.requests
-
-
-def test_a_gguf_file_is_called_so(hub, tmp_path):
-    for path in (tmp_path / "tiny.gguf", tmp_path / "renamed.bin"):
-        path.write_bytes(b"GGUF\x03\0\0\0")
-        with pytest.raises(CheckpointError, match="is a file in GGUF format") as caught:
-            resolve_model_folder(str(path))
-        assert "original model's folder or hub id" in str(caught.value)
-        assert "--quantization int4" in str(caught.value)
-    with pytest.raises(CheckpointError, match="in GGUF format"):
-        resolve_model_folder("org/model-q4.gguf")
     assert not hub.requests
 
 

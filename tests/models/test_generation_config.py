@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.gguf_writer import write_gguf
 
 from quire.core.sampling_params import SamplingDefaults
 from quire.errors import CheckpointError
@@ -125,3 +126,19 @@ def test_the_servers_front_can_read_it_without_torch():
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_gguf_file_says_both(tmp_path):
+    metadata = {
+        "tokenizer.ggml.tokens": ["a", "<|im_end|>", "<|endoftext|>"],
+        "tokenizer.ggml.token_type": [1, 3, 3],
+        "tokenizer.ggml.eos_token_id": 1,
+        "general.sampling.temp": 0.7,
+    }
+    path = write_gguf(tmp_path / "m.gguf", metadata, {})
+    found = load_generation_config(path)
+    assert found.end_token_ids == (1, 2)
+    assert found.defaults.temperature == 0.7
+    write_gguf(path, metadata | {"general.sampling.temp": -1.0}, {})
+    with pytest.raises(CheckpointError, match=rf"{path}: temperature is -1"):
+        load_generation_config(path)

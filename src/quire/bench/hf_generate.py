@@ -23,7 +23,13 @@ class HfModel:
     """A model as transformers loads it, with its fused attention (sdpa)."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Raises ConfigurationError where transformers is not installed."""
+        """Raises ConfigurationError where transformers is not installed, and for a GGUF file, which
+        it would dequantise: another model than the one that is measured."""
+        if folder.is_file():
+            raise ConfigurationError(
+                f"the baseline hf reads models in Hugging Face's format, but {folder} is a GGUF"
+                " file; leave the baseline out, or name the original model"
+            )
         try:
             import transformers  # an extra, and it takes seconds to load
         except ImportError as error:

@@ -1,15 +1,17 @@
 """Fetches a model of the hub: a list, small files, then weights.
 
 The small files are config, index of the weights, tokenizer and template. What is missing, or can't
-be served, is said by the list and by them, before gigabytes are fetched. Where the hub gives
-nothing, the cache does. Called by `model_folder`, for hub ids alone: it brings the hub's client.
+be served, is said by the list and by them, before gigabytes are fetched. Of models in GGUF format
+one is chosen by the list, and its files alone are fetched, which have all of it. Where the hub
+gives nothing, the cache does. Called by `model_folder`, for hub ids alone: it brings the hub's
+client.
 """
 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     HfHubHTTPError,
     LocalEntryNotFoundError,
@@ -20,9 +22,11 @@ from huggingface_hub.utils import validate_repo_id
 from quire.hub.download import fetch_files, missing_files
 from quire.hub.failures import CLIENT_ERRORS, named_failures
 from quire.hub.found_model import Check, FoundModel, OnProgress
+from quire.hub.gguf.choice import choose_gguf, label_of, split_choice
+from quire.hub.gguf.naming import gguf_paths, models_of
 from quire.hub.model_files import shown_text
-from quire.hub.repository import Repository, list_repository
-from quire.hub.weight_files import weight_paths
+from quire.hub.repository import TOKENIZER_FILE, Repository, list_repository
+from quire.hub.weight_files import has_weights, weight_paths
 from quire.observability.log import get_logger
 
 _SERVER_FAILURES = 500
@@ -40,10 +44,14 @@ def fetch_model(
     on_progress: OnProgress | None,
 ) -> Path:
     """As `model_folder.resolve_model_folder`, of a hub id."""
+    name, choice = split_choice(name)
     with named_failures(name, revision):
         repository = _list(name, revision)
         if isinstance(repository, Exception):
-            return _cached_folder(name, revision, repository)
+            return _cached_model(name, choice, revision, repository)
+        gguf_files = _chosen(repository, choice)
+        if gguf_files:
+            return _fetch_gguf(repository, gguf_files, on_progress)
         repository.check(needs_tokenizer=needs_tokenizer)
         folder = repository.fetch_text()
         files = repository.weight_files(folder)
@@ -54,23 +62,36 @@ def fetch_model(
 
 
 def find_fetched(name: str, revision: str | None, *, needs_tokenizer: bool) -> FoundModel:
-    """As `model_folder.find_model`, of a hub id."""
+    """As `model_folder.find_model`, of a hub id. A GGUF file is fetched as a whole: its tokenizer
+    is in it."""
+    name, choice = split_choice(name)
     with named_failures(name, revision):
         repository = _list(name, revision)
         if isinstance(repository, Exception):
-            return FoundModel(_cached_folder(name, revision, repository))
+            return FoundModel(_cached_model(name, choice, revision, repository))
+        gguf_files = _chosen(repository, choice)
+        if gguf_files:
+            path = _fetch_gguf(repository, gguf_files, None)
+            return FoundModel(path, revision=repository.commit)
         repository.check(needs_tokenizer=needs_tokenizer)
         folder = repository.fetch_text()
-        has_weights = all((folder / each).exists() for each in repository.weight_files(folder))
-    return FoundModel(folder, has_weights, folder.name)
+        has_all = all((folder / each).exists() for each in repository.weight_files(folder))
+    return FoundModel(folder, has_all, folder.name)
 
 
 def fetch_text(name: str, revision: str | None) -> Path:
-    """As `model_folder.resolve_text_folder`, of a hub id."""
+    """As `model_folder.resolve_text_folder`, of a hub id. Of a model in several GGUF files the
+    first one is fetched."""
+    name, choice = split_choice(name)
     with named_failures(name, revision):
         repository = _list(name, revision)
         if isinstance(repository, Exception):
-            return _cached_text_folder(name, revision, repository)
+            if choice is None and isinstance(_cached(name, TOKENIZER_FILE, revision), Path):
+                return _cached_text_folder(name, revision, repository)
+            return _cached_model(name, choice, revision, repository)
+        files = repository.gguf_files(choice, is_needed=TOKENIZER_FILE not in repository.sizes)
+        if files:
+            return _fetch_gguf(repository, files[:1], None)
         repository.check_text(needs_tokenizer=True)
         return repository.fetch_text()
 
@@ -84,6 +105,26 @@ def _list(name: str, revision: str | None) -> Repository | Exception:
         raise
     except CLIENT_ERRORS as error:
         return error
+
+
+def _chosen(repository: Repository, choice: str | None) -> Sequence[str]:
+    """The files of one model in GGUF format; none: there is one in Hugging Face's format. Says
+    which, where nobody has chosen."""
+    files = repository.gguf_files(choice)
+    if files and choice is None:
+        labels = [label_of(first) for first in models_of(repository.sizes)]
+        others = f"; {repository.name}:{labels[-1]} would name another" if len(labels) > 1 else ""
+        logger.warning("%s is served in GGUF format, from %s%s", repository.name, files[0], others)
+    return files
+
+
+def _fetch_gguf(
+    repository: Repository, files: Sequence[str], on_progress: OnProgress | None
+) -> Path:
+    """The first one's path, once all are there."""
+    folder = repository.snapshot()
+    _fetch_weights(repository, folder, files, on_progress)
+    return folder / files[0]
 
 
 def _fetch_weights(
@@ -103,22 +144,60 @@ def _fetch_weights(
     )
 
 
-def _cached_folder(name: str, revision: str | None, reason: Exception) -> Path:
+def _cached_model(name: str, choice: str | None, revision: str | None, reason: Exception) -> Path:
     """Of a model that was fetched before. reason: why the hub gives nothing now."""
-    folder = _cached_text_folder(name, revision, reason)
-    weight_paths(folder)  # all of them are there
-    return folder
+    snapshot = _cached_snapshot(name, revision)
+    names = [] if snapshot is None else [path.name for path in snapshot.iterdir()]
+    if choice is None and (snapshot is None or has_weights(names) or not _ggufs(snapshot)):
+        folder = _cached_text_folder(name, revision, reason)
+        weight_paths(folder)  # all of them are there
+        return folder
+    if snapshot is None:
+        raise _not_cached(name, reason)
+    files = choose_gguf(f"{name} in the cache", _ggufs(snapshot), choice)
+    path = gguf_paths(snapshot / files[0])[0]  # all of them are there
+    _tell_cached(f"{name}:{label_of(files[0])}", reason)
+    return path
+
+
+def _cached_snapshot(name: str, revision: str | None) -> Path | None:
+    """The folder of a snapshot that was fetched before, whatever is in it."""
+    try:
+        found = snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[])
+    except CLIENT_ERRORS:
+        return None
+    return Path(found)
+
+
+def _ggufs(snapshot: Path) -> list[str]:
+    """The names of its GGUF files, with the folders they lie in."""
+    return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.[gG][gG][uU][fF]")]
 
 
 def _cached_text_folder(name: str, revision: str | None, reason: Exception) -> Path:
-    for file in ("config.json", "tokenizer.json"):
-        path = try_to_load_from_cache(name, file, revision=revision)
-        if isinstance(path, str):
-            logger.warning(
-                "the hub does not give %s (%s), so what was fetched of it before is served",
-                *(name, shown_text(reason)),
-            )
-            return Path(path).parent
+    for file in ("config.json", TOKENIZER_FILE):
+        path = _cached(name, file, revision)
+        if path is not None:
+            _tell_cached(name, reason)
+            return path.parent
+    raise _not_cached(name, reason)
+
+
+def _cached(name: str, file: str, revision: str | None) -> Path | None:
+    path = try_to_load_from_cache(name, file, revision=revision)
+    return Path(path) if isinstance(path, str) else None
+
+
+def _tell_cached(name: str, reason: Exception) -> None:
+    logger.warning(
+        "the hub does not give %s (%s), so what was fetched of it before is served",
+        *(name, shown_text(reason)),
+    )
+
+
+def _not_cached(name: str, reason: Exception) -> Exception:
     if isinstance(reason, HfHubHTTPError) and reason.response.status_code < _SERVER_FAILURES:
-        raise reason  # the hub has answered
-    raise LocalEntryNotFoundError(f"{name} is not in the cache") from reason
+        return reason  # the hub has answered
+    missing = LocalEntryNotFoundError(f"{name} is not in the cache")
+    missing.__cause__ = reason
+    return missing

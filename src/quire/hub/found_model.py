@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.hub.gguf.naming import model_stem
+
 Check = Callable[[Path], object]
 """Raises an error of quire for a folder that can't be served, by all of its files but the weights;
-called before these are fetched."""
+called before these are fetched. A GGUF file, which has all in one, is checked when it is there."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (what is done, bytes that are there, bytes in all)."""
@@ -14,12 +16,20 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """folder: has all of the model but maybe its weights. has_weights: whether these are there.
-    revision: the commit, of a model of the hub."""
+    """folder: has all of the model but maybe its weights; or is a GGUF file, the first one of a
+    model in several, with all of it. has_weights: whether these are there. revision: the commit, of
+    a model of the hub."""
 
     folder: Path
     has_weights: bool = True
     revision: str | None = None
+
+    def name_for_clients(self, name: str) -> str:
+        """What the model is served as: the name as it was given, but of a path to a GGUF file what
+        its name says of the model. name: as it was found here."""
+        if self.folder.is_file() and Path(name).expanduser() == self.folder:
+            return model_stem(self.folder.name)
+        return name
 
     def named_for_others(self, name: str) -> tuple[str, str | None]:
         """(model, revision) by which another process finds the same. name: as it was found here.

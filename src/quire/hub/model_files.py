@@ -18,12 +18,6 @@ MAX_JSON_BYTES = 32 << 20
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """How the text begins that git-LFS leaves where it has not fetched a file."""
 
-GGUF_ADVICE = (
-    "quire reads models in Hugging Face's format (a folder with config.json, tokenizer.json and "
-    "*.safetensors); name the original model's folder or hub id instead, with `--quantization int4`"
-    " or int8 if it is to stay small"
-)
-
 _WEB_PAGE = b"<!doctype html"
 _GGUF_MAGIC = b"GGUF"
 _MAX_NAME_CHARACTERS = 120
@@ -101,7 +95,7 @@ def foreign_content(start: bytes) -> str | None:
     if start.lstrip()[: len(_WEB_PAGE)].lower() == _WEB_PAGE:
         return "a web page, not the file itself; download it anew (`hf download ID`)"
     if start.startswith(_GGUF_MAGIC):
-        return f"in GGUF format; {GGUF_ADVICE}"
+        return "a model in GGUF format, under another file's name; name it itself as the model"
     return None
 
 

@@ -1,16 +1,20 @@
-"""Finds a model's folder: embedded, local, or from the Hugging Face hub.
+"""Finds a model's folder or GGUF file: embedded, local, or from the Hugging Face hub.
 
 Of a hub's model the list of files is asked for first, then come the small ones (config, index,
 tokenizer, template), then the weights: so what is missing or can't be served is said before
-gigabytes are fetched. Called by the engine and by the server's front, so it imports no torch.
-Fetches no pickles.
+gigabytes are fetched. A model in GGUF format is its file, which has all in it; wherever a model's
+folder is spoken of, it may be that. Called by the engine and by the server's front, so it imports
+no torch. Fetches no pickles.
 """
 
 from pathlib import Path
 
 from quire.errors import CheckpointError, ConfigurationError, shown
 from quire.hub.found_model import Check, FoundModel, OnProgress
-from quire.hub.model_files import GGUF_ADVICE, is_gguf
+from quire.hub.gguf.choice import split_choice
+from quire.hub.gguf.naming import SUFFIX, find_gguf, gguf_paths
+from quire.hub.model_files import is_gguf
+from quire.hub.weight_files import has_weights
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "embedded_model"
 
@@ -23,11 +27,14 @@ def resolve_model_folder(
     needs_tokenizer: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Path:
-    """The local folder of model `name`, fetched first if it is a hub id. Waits for the network.
+    """The local folder, or GGUF file, of model `name`, fetched first if it is a hub id. Waits for
+    the network.
 
-    name: a folder, a hub id such as "Qwen/Qwen3-0.6B", or None for the embedded model.
+    name: a folder, a GGUF file, a hub id such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B-GGUF:Q8_0",
+        or None for the embedded model.
     revision: branch, tag or commit of a hub repository; refused for a folder.
-    check, needs_tokenizer: what keeps the weights from being fetched; neither is asked of a folder.
+    check, needs_tokenizer: what keeps the weights from being fetched; neither is asked of a folder,
+        nor of a GGUF file.
     on_progress: None: a bar on stderr.
     Raises CheckpointError where `name` is neither, or can't be fetched.
     """
@@ -58,8 +65,8 @@ def find_model(
 
 
 def resolve_text_folder(name: str | None, revision: str | None = None) -> Path:
-    """The folder of a tokenizer: of a model of the hub all but the weights is fetched. Arguments
-    and errors are those of `resolve_model_folder`."""
+    """The folder of a tokenizer: of a model of the hub all but the weights is fetched, or the GGUF
+    file that has it. Arguments and errors are those of `resolve_model_folder`."""
     folder = _local_folder(name, revision)
     if folder is not None:
         return folder
@@ -70,32 +77,51 @@ def resolve_text_folder(name: str | None, revision: str | None = None) -> Path:
 
 
 def _local_folder(name: str | None, revision: str | None) -> Path | None:
-    """The folder that is named; None: `name` may be a hub id."""
+    """The folder or GGUF file that is named; None: `name` may be a hub id."""
     folder = EMBEDDED_MODEL if name is None else Path(name).expanduser()
-    if name is not None and not (name and folder.is_dir()):
+    is_file = bool(name) and folder.is_file() and (is_gguf(folder) or _is_called_gguf(folder))
+    if name is not None and not is_file and not (name and folder.is_dir()):
         _refuse_what_is_no_id(name, folder)
         return None
     if revision is not None:
         raise ConfigurationError(
-            f"revision is {revision!r}, but {folder} is a local folder, which has no revisions; "
-            "leave it out"
+            f"revision is {revision!r}, but {folder} is a local {'file' if is_file else 'folder'},"
+            " which has no revisions; leave it out"
         )
+    if is_file:
+        return _whole_gguf(folder)
+    if not has_weights([path.name for path in folder.iterdir()]):
+        found = find_gguf(folder)
+        return folder if found is None else _whole_gguf(found)
     return folder
+
+
+def _is_called_gguf(path: Path) -> bool:
+    return path.suffix.lower() == SUFFIX
+
+
+def _whole_gguf(path: Path) -> Path:
+    """The same file. Raises CheckpointError where it is not the first one of its model, or where
+    another one is missing; what is in it is for its reader to judge."""
+    return gguf_paths(path)[0] if is_gguf(path) else path
 
 
 def _refuse_what_is_no_id(name: str, folder: Path) -> None:
     """Raises CheckpointError for a file, and for a path that leads nowhere: neither is looked up at
     the hub."""
     if name and folder.is_file():
-        if is_gguf(folder):
-            raise CheckpointError(f"{name} is a file in GGUF format; {GGUF_ADVICE}")
         raise CheckpointError(
             f"{name} is a file, but a model is a folder (config.json, tokenizer.json, "
-            f"*.safetensors); name the folder: {folder.parent}"
+            f"*.safetensors), or a file in GGUF format; name the folder: {folder.parent}"
         )
-    if name.lower().endswith(".gguf"):
-        raise CheckpointError(f"{name} is not here, and a model in GGUF format; {GGUF_ADVICE}")
-    if name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
+    repository, choice = split_choice(name)
+    if choice is None and _is_called_gguf(folder):
+        owner, _, file = name.rpartition("/")
+        of_hub = (
+            f"; of the hub it would be named as {owner}:{file}" if owner.count("/") == 1 else ""
+        )
+        raise CheckpointError(f"there is no file {shown(name)} here{of_hub}")
+    if name.startswith((".", "~", "/")) or repository.count("/") > 1 or "\\" in name:
         near = folder.parent
         there = "" if near.is_dir() else f" (nor is there a folder {near})"
         raise CheckpointError(

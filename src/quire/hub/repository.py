@@ -16,7 +16,15 @@ from huggingface_hub import HfApi, snapshot_download
 from tqdm.auto import tqdm
 
 from quire.errors import CheckpointError
-from quire.hub.weight_files import INDEX_FILE, SINGLE_FILE, check_shards, shard_names, weights_file
+from quire.hub.gguf.choice import choose_gguf
+from quire.hub.weight_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    check_shards,
+    has_weights,
+    shard_names,
+    weights_file,
+)
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -43,6 +51,13 @@ class Repository:
     def text_files(self) -> list[str]:
         """All but the weights: configs, tokenizer, chat template, and the index of the weights."""
         return [name for name in self.sizes if _is_text_file(name)]
+
+    def gguf_files(self, choice: str | None, *, is_needed: bool = True) -> tuple[str, ...]:
+        """The files of one model in GGUF format, as `choose_gguf` has them; none where nothing is
+        chosen, and there is the same in Hugging Face's format, or where it is not needed."""
+        if choice is None and (has_weights(self.sizes) or not is_needed):
+            return ()
+        return choose_gguf(self.name, self.sizes.keys(), choice)
 
     def check(self, *, needs_tokenizer: bool) -> None:
         """Raises CheckpointError where a file is missing without which nothing can be served."""
@@ -74,6 +89,12 @@ class Repository:
             tqdm_class=_NoBar,
         )
         return Path(folder)
+
+    def snapshot(self) -> Path:
+        """The folder of the snapshot, which may be empty. Raises what the hub's client raises."""
+        folder = self.fetch_text()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def weight_files(self, folder: Path) -> list[str]:
         """The files of the weights. folder: has the text files. Raises CheckpointError where a file

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from quire.errors import CheckpointError, shown
-from quire.hub.model_files import GGUF_ADVICE, read_json_object, shown_name
+from quire.hub.model_files import read_json_object, shown_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -18,6 +18,11 @@ _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _MAX_NAME_BYTES = 255
 """Of a file's name, on the file systems that there are."""
 _MAX_NAMES_SHOWN = 3
+
+
+def has_weights(names: Collection[str]) -> bool:
+    """Whether files of these names are a model's weights in Hugging Face's format."""
+    return SINGLE_FILE in names or INDEX_FILE in names
 
 
 def weights_file(what: str, names: Collection[str]) -> str:
@@ -39,7 +44,10 @@ def weights_file(what: str, names: Collection[str]) -> str:
             "model.save_pretrained(FOLDER, safe_serialization=True)"
         )
     if any(name.endswith(".gguf") for name in names):
-        raise CheckpointError(f"{what} has its weights only in GGUF format; {GGUF_ADVICE}")
+        raise CheckpointError(
+            f"{what} has no weights but in GGUF format, and of those files none is a whole model's"
+            " first one; name another model"
+        )
     raise CheckpointError(
         f"{what} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there; the download is"
         " not whole, or the model was published in another format only"

@@ -1,4 +1,4 @@
-"""Reads a model's end tokens and sampling defaults from `generation_config.json`.
+"""Reads a model's end tokens and sampling defaults: `generation_config.json`, or a GGUF file's.
 
 Read by the engine and by the server's front, so it imports no torch. Of the file's many options
 only those that quire's sampling has are taken; the others (beams, length penalties) concern
@@ -11,6 +11,8 @@ from typing import Any
 
 from quire.core.sampling_params import SamplingDefaults, SamplingParams
 from quire.errors import CheckpointError, InvalidRequestError, shown
+from quire.hub.gguf.generation import read_generation
+from quire.hub.gguf.metadata import gguf_metadata
 from quire.hub.model_files import read_json_object, shown_text
 
 _MAX_TOKEN_ID = (1 << 31) - 1
@@ -27,9 +29,15 @@ class GenerationConfig:
 
 def load_generation_config(folder: Path) -> GenerationConfig:
     """Of a model folder; without a generation_config.json, defaults and config.json's end tokens.
+    folder: or a GGUF file.
 
     Raises CheckpointError for a file that can't be read and for a value out of its bounds.
     """
+    if folder.is_file():
+        raw = read_generation(gguf_metadata(folder))
+        return GenerationConfig(
+            _read_defaults(folder, raw), _token_ids(folder, raw["eos_token_id"])
+        )
     path = folder / "generation_config.json"
     raw = read_json_object(path) if path.exists() else {}
     end_tokens = raw.get("eos_token_id")

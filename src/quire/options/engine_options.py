@@ -39,7 +39,7 @@ OTHER_DTYPES = (("half", "float16"), ("float", "float32"))
 
 MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
 
-_PLACE = "a folder or a hub id"
+_PLACE = "a folder, a GGUF file or a hub id"
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,16 @@ class ModelOptions(Options):
     model: str | None = option(
         None,
         Text(_PLACE, is_path=True),
-        help="folder or hub id of a model in Hugging Face format (the embedded model)",
-        doc="a local folder or a hub id in Hugging Face format; None: the embedded model.",
+        help="folder, GGUF file or hub id of a model (the embedded model)",
+        doc="a local folder or a hub id in Hugging Face format, a GGUF file, or a hub id with one,"
+        " such as org/repo-GGUF:Q4_K_M; None: the embedded model.",
     )
     tokenizer: str | None = option(
         None,
         Text(_PLACE, is_path=True),
         group="model",
-        help="folder or hub id of the tokenizer",
-        doc="another folder or hub id to take the tokenizer from.",
+        help="folder, GGUF file or hub id of the tokenizer",
+        doc="another folder, GGUF file or hub id to take the tokenizer from.",
         flag=Flag(metavar="PATH", shown="the model's"),
     )
     revision: str | None = option(

@@ -136,14 +136,14 @@ def make_plan(engine_options: Mapping[str, object], server: ServerConfig) -> Ser
             "skip_tokenizer_init is set, but the server needs the tokenizer to take and give text"
         )
     files = _load_files(options, server)
-    names = server.served_model_name or (options.model or EMBEDDED_MODEL_NAME,)
+    name = files.model.name_for_clients(options.model or EMBEDDED_MODEL_NAME)
     if options.model is not None:  # the engine need not look it up, or fetch it, once more
         model, revision = files.model.named_for_others(options.model)
         options = replace(options, model=model, revision=revision)
     return ServerPlan(
         options,
         server,
-        names,
+        server.served_model_name or (name,),
         options.seed if "seed" in engine_options else None,
         files,
         AccessConfig(

@@ -91,7 +91,8 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ChatTemplate":
-        """The templates of the model in `folder`; none is fine, until something is rendered.
+        """The templates of the model in `folder`, or of the GGUF file that `folder` names; none is
+        fine, until something is rendered.
 
         `chat_template.jinja` and `additional_chat_templates/*.jinja` take the place of those in
         tokenizer_config.json. Raises CheckpointError for what can't be read or compiled.
@@ -200,7 +201,7 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "the model has no chat template, so it can't take chat messages; send a text "
                 "prompt instead (/v1/completions, LLM.generate), or put a chat_template.jinja into "
-                "its folder",
+                "its folder; of a GGUF file name one by --chat-template",
                 "messages",
             )
         if has_tools and "tool_use" in self._templates:

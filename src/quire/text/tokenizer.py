@@ -1,6 +1,6 @@
-"""Text to token ids and back, by a tokenizer.json file.
+"""Text to token ids and back, by a tokenizer.json file or a GGUF file.
 
-The format is Hugging Face's. Knows nothing of models, requests or chats. Called by the server's
+Knows nothing of models, requests or chats. Called by the server's
 front, the offline API, the command line and `text.detokenizer`.
 
 The tokenizers library can only say what a whole sequence of tokens decodes to. A stream needs the
@@ -19,7 +19,8 @@ import tokenizers
 import tokenizers.models
 
 from quire.errors import CheckpointError, InvalidRequestError, check_characters
-from quire.hub.model_files import GGUF_ADVICE, foreign_content, is_gguf, shown_text
+from quire.hub.model_files import foreign_content, is_gguf, shown_text
+from quire.text.gguf.reading import read_gguf_backend
 from quire.text.special_tokens import SpecialTokens
 from quire.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
@@ -74,10 +75,15 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, *, remembers_words: bool = True) -> "Tokenizer":
-        """Read the tokenizer of the model in `folder`. remembers_words: see the class's own.
+        """Read the tokenizer of the model in `folder`, or of the GGUF file that `folder` names.
+        remembers_words: see the class's own.
 
-        Raises CheckpointError that names the file which is missing or can't be read.
+        Raises CheckpointError that names the file which is missing or can't be read, and
+        UnsupportedModelError for a GGUF file's tokenizer of an unknown kind.
         """
+        if folder.is_file():
+            backend, config = read_gguf_backend(folder), read_tokenizer_config(folder)
+            return cls(backend, config, remembers_words=remembers_words)
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(_missing_file_message(folder))
@@ -299,7 +305,7 @@ def _missing_file_message(folder: Path) -> str:
             "Hugging Face's format"
         )
     if any(map(is_gguf, folder.glob("*.gguf"))) and not (folder / "config.json").exists():
-        return f"{folder} has a model in GGUF format; {GGUF_ADVICE}"
+        return f"{folder} has models in GGUF format only; name the file of one of them"
     found = [name for name in _UNCONVERTED_FILES if (folder / name).exists()]
     if not found:
         return f"{folder} has no tokenizer.json; copy it from where the model came from"

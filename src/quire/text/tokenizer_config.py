@@ -1,8 +1,8 @@
-"""Reads a model folder's tokenizer settings beside tokenizer.json.
+"""Reads a model's tokenizer settings: those beside tokenizer.json, or a GGUF file's.
 
-Reads `tokenizer_config.json` and `special_tokens_map.json` and settles which of them counts, as
-transformers 5 does. Knows neither the vocabulary nor what a chat template means. Called by
-`text.tokenizer` and `text.chat_template`.
+Of a folder it reads `tokenizer_config.json` and `special_tokens_map.json` and settles which of
+them counts, as transformers 5 does. Knows neither the vocabulary nor what a chat template means.
+Called by `text.tokenizer` and `text.chat_template`.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 
 from quire.errors import CheckpointError
 from quire.hub.model_files import read_json_object, shown_text
+from quire.text.gguf.reading import read_gguf_settings
 
 _STANDARD_NAMES = frozenset(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -46,14 +47,17 @@ class TokenizerConfig:
 
 
 def tokenizer_fields(folder: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says, as it stands; empty where there is none. Raises
-    CheckpointError."""
+    """What tokenizer_config.json says, as it stands; empty where there is none. folder: or a GGUF
+    file, which says the same in its own words. Raises CheckpointError."""
+    if folder.is_file():
+        return read_gguf_settings(folder)
     path = folder / "tokenizer_config.json"
     return read_json_object(path) if path.exists() else {}
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
-    """Read the configuration of the tokenizer in `folder`; files that don't exist say nothing.
+    """Read the configuration of the tokenizer in `folder`, or in a GGUF file; files that don't
+    exist say nothing.
 
     `special_tokens_map.json` counts only where `tokenizer_config.json` lists no added tokens: it is
     the older way to say the same. Raises CheckpointError that names the file and the field.

@@ -67,7 +67,9 @@ def describe_model(
     does = "generates text" if found.generates else "embeds or scores"
     yield f"{model}: {found.architecture}, {does}"
     rows = {
-        "folder": f"{found.folder}{'' if found.has_weights else ', without its weights'}",
+        "file"
+        if found.folder.is_file()
+        else "folder": f"{found.folder}{'' if found.has_weights else ', without its weights'}",
         "served": f"by {_kernels(found)}, in {found.dtype} where nothing else is asked for",
         "computed": _computed(found),
         "parameters": _parameters(found),

@@ -34,7 +34,7 @@ def models_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     model. names: of files, with or without the folders they lie in."""
     parts: defaultdict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
-        if name.lower().endswith(SUFFIX) and not _is_no_model(name):
+        if _is_gguf_name(name) and not _is_no_model(name):
             parts[first_name(name)].append(name)
     return {first: tuple(files) for first, files in parts.items() if first in files}
 
@@ -55,6 +55,12 @@ def all_names(first: str) -> tuple[str, ...]:
     count = min(int(found["count"]), _MAX_FILES)
     suffix = f"-of-{found['count']}{first[-len(SUFFIX) :]}"
     return tuple(f"{found['stem']}-{number:05}{suffix}" for number in range(1, count + 1))
+
+
+def model_stem(name: str) -> str:
+    """What the name of a file, or of one of several, says of the model."""
+    found = _SPLIT.fullmatch(name)
+    return found["stem"] if found else name[: -len(SUFFIX)] if _is_gguf_name(name) else name
 
 
 def quant_label(name: str) -> str | None:
@@ -104,6 +110,10 @@ def gguf_paths(path: Path) -> list[Path]:
             "it again"
         )
     return paths
+
+
+def _is_gguf_name(name: str) -> bool:
+    return name.lower().endswith(SUFFIX)
 
 
 def _is_no_model(name: str) -> bool:

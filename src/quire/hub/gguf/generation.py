@@ -1,0 +1,81 @@
+"""What a GGUF file says in place of generation_config.json: end tokens and sampling defaults.
+
+    tokenizer.ggml.eos_token_id, .eot_token_id, .eom_token_id    end a text, a turn, a message
+    general.sampling.*                                            temperature, top_p and so on
+
+Most files name the one end token that the original tokenizer has, while the model ends its answers
+by others as well, which stood in its generation_config.json. As in llama.cpp (llama-vocab.cpp),
+these are found among the special tokens by their texts. Called by `models.generation_config`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+_NAMED = ("eos", "eot", "eom")
+_ENDS = frozenset(
+    {
+        *(
+            "<|eot_id|>",
+            "<|im_end|>",
+            "<|end|>",
+            "<|return|>",
+            "<|call|>",
+            "<|flush|>",
+            "<|calls|>",
+        ),
+        *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]"),
+        *("[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>"),
+        *("<|tool_response>", "<\uff5cend▁of▁sentence\uff5c>", "[e~["),
+    }
+)
+"""Texts of special tokens that end an answer."""
+_CHANNELS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+"""Vocabularies that have these end each part of an answer by "<|end|>"."""
+_CONTROL = 3
+
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""generation_config.json's names -> the file's, behind "general.sampling."."""
+
+
+def read_generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields as generation_config.json has them."""
+    fields: dict[str, Any] = {"eos_token_id": _end_tokens(metadata)}
+    for name, stored in _SAMPLING.items():
+        value = metadata.get(f"general.sampling.{stored}")
+        if value is not None:
+            fields[name] = _decimal(value)
+    return fields
+
+
+def _end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _NAMED)
+    found = [token_id for token_id in named if token_id is not None]
+    ends = {text: token_id for text, token_id in _control_tokens(metadata) if text in _ENDS}
+    if any(each <= ends.keys() for each in _CHANNELS):
+        ends.pop("<|end|>", None)
+    if "<|tool_response>" in ends:  # Gemma 4, where "</s>" is no end
+        ends.pop("</s>", None)
+    return list(dict.fromkeys([*found, *ends.values()]))
+
+
+def _control_tokens(metadata: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Texts and ids of special tokens."""
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    types = metadata.get("tokenizer.ggml.token_type")
+    if types is None or not isinstance(tokens, Sequence):
+        return []
+    control = np.flatnonzero(np.asarray(types) == _CONTROL).tolist()
+    return [(tokens[i], i) for i in control if i < len(tokens)]
+
+
+def _decimal(value: Any) -> Any:
+    """A number as it was before it became one of 32 bits."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -1,0 +1,44 @@
+"""Reads the tokenizer and the templates of a GGUF file; every error names the file.
+
+Called by `text.tokenizer` and `text.tokenizer_config`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from quire.errors import CheckpointError, UnsupportedModelError
+from quire.text.gguf.backend import build_backend
+from quire.text.gguf.settings import read_settings
+
+
+def read_gguf_backend(path: Path) -> tokenizers.Tokenizer:
+    """The file's tokenizer. Raises CheckpointError and UnsupportedModelError."""
+    metadata = _metadata(path)
+    with _named(path):
+        return build_backend(metadata)
+
+
+def read_gguf_settings(path: Path) -> dict[str, Any]:
+    """What the file says in place of tokenizer_config.json. Raises CheckpointError."""
+    metadata = _metadata(path)
+    with _named(path):
+        return read_settings(metadata)
+
+
+def _metadata(path: Path) -> Mapping[str, Any]:
+    # It brings numpy, which a folder's tokenizer does without.
+    from quire.hub.gguf.metadata import gguf_metadata
+
+    return gguf_metadata(path)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, UnsupportedModelError) as error:
+        raise type(error)(f"{path}: {error}") from error

@@ -1,0 +1,158 @@
+"""Models in GGUF format: files and folders here, and which of a hub's repository is fetched."""
+
+import logging
+
+import huggingface_hub.constants
+import pytest
+from tests.hub.conftest import model_files
+from tests.hub.hub_server import COMMIT, FakeHub
+
+from quire.errors import CheckpointError, ConfigurationError
+from quire.hub.found_model import FoundModel
+from quire.hub.gguf.choice import choose_gguf
+from quire.hub.model_folder import find_model, resolve_model_folder, resolve_text_folder
+
+START = b"GGUF\x03\0\0\0"
+PARTS = tuple(f"tiny-BF16-{part:05}-of-00002.gguf" for part in (1, 2))
+
+
+def gguf_files() -> dict[str, bytes]:
+    """As publishers of GGUF have them: quantizations, one of them in two files, and no models."""
+    names = ("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", *(f"BF16/{part}" for part in PARTS))
+    others = ("mmproj-F16.gguf", "imatrix.gguf", "README.md", "config.json")
+    return {name: START + name.encode() + bytes(9_000) for name in (*names, *others)}
+
+
+@pytest.fixture
+def gguf_hub(start_hub) -> FakeHub:
+    return start_hub(FakeHub(gguf_files(), "org/tiny-GGUF"))
+
+
+def ggufs(hub: FakeHub) -> list[str]:
+    return sorted(name for name in hub.fetched() if name.endswith(".gguf"))
+
+
+def test_a_file_and_a_folder_with_one_are_the_file(hub, tmp_path):
+    for name in ("tiny.gguf", "renamed.bin", "TINY.GGUF"):
+        path = tmp_path / name
+        path.write_bytes(START)
+        assert resolve_model_folder(str(path)) == resolve_text_folder(str(path)) == path
+        assert find_model(str(path)) == FoundModel(path)
+        path.unlink()
+    for name in PARTS:
+        (tmp_path / name).write_bytes(START)
+    (tmp_path / "mmproj-F16.gguf").write_bytes(START)
+    first = tmp_path / PARTS[0]
+    assert resolve_model_folder(str(tmp_path)) == resolve_model_folder(str(first)) == first
+    with pytest.raises(ConfigurationError, match=r"revision is 'main', but .* is a local file"):
+        resolve_model_folder(str(first), "main")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert resolve_model_folder(str(tmp_path)) == tmp_path
+    assert not hub.requests
+
+
+def test_what_is_not_one_whole_model_is_said(hub, tmp_path):
+    for name in (PARTS[0], "tiny-Q8_0.gguf"):
+        (tmp_path / name).write_bytes(START)
+    with pytest.raises(CheckpointError, match=r"several models .*BF16-00001.*tiny-Q8_0.gguf; name"):
+        resolve_model_folder(str(tmp_path))
+    with pytest.raises(CheckpointError, match=f"first of 2 files, of which {PARTS[1]} does not"):
+        resolve_model_folder(str(tmp_path / PARTS[0]))
+    (tmp_path / PARTS[1]).write_bytes(START)
+    with pytest.raises(CheckpointError, match=f"a later part .*name the first one, {PARTS[0]}"):
+        resolve_model_folder(str(tmp_path / PARTS[1]))
+    with pytest.raises(CheckpointError, match=r"there is no file 'no\.gguf' here$"):
+        resolve_model_folder("no.gguf")
+    with pytest.raises(CheckpointError, match=r"of the hub it would be named as a/b:c\.gguf"):
+        resolve_model_folder("a/b/c.gguf")
+    with pytest.raises(CheckpointError, match="is not a folder here"):
+        resolve_model_folder("a/b/c:Q8_0")
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("choice", "files"),
+    [
+        (":Q8_0", ["tiny-Q8_0.gguf"]),
+        (":q4_k_m", ["tiny-Q4_K_M.gguf"]),
+        (":tiny-q8_0.GGUF", ["tiny-Q8_0.gguf"]),
+        (":bf16", [f"BF16/{part}" for part in PARTS]),
+        ("", ["tiny-Q4_K_M.gguf"]),
+    ],
+)
+def test_of_a_repository_the_chosen_files_are_fetched(gguf_hub, cache, choice, files, caplog):
+    with caplog.at_level(logging.WARNING):
+        path = resolve_model_folder("org/tiny-GGUF" + choice, needs_tokenizer=True)
+    snapshot = cache / "models--org--tiny-GGUF" / "snapshots" / COMMIT
+    assert path == snapshot / files[0]
+    assert ggufs(gguf_hub) == files
+    assert path.read_bytes() == gguf_hub.files[files[0]]
+    said = [each.getMessage() for each in caplog.records if "is served in" in each.getMessage()]
+    assert said == ([] if choice else [said[0]])
+    assert choice or "from tiny-Q4_K_M.gguf; org/tiny-GGUF:" in said[0]
+    gguf_hub.requests.clear()
+    assert find_model("org/tiny-GGUF" + choice) == FoundModel(path, True, COMMIT)
+    assert resolve_text_folder("org/tiny-GGUF" + choice) == path
+    assert not ggufs(gguf_hub)
+
+
+def test_of_a_tokenizer_the_first_file_is_fetched(gguf_hub):
+    resolve_text_folder("org/tiny-GGUF:BF16")
+    assert ggufs(gguf_hub) == [f"BF16/{PARTS[0]}"]
+
+
+def test_it_is_served_without_the_hub(gguf_hub, monkeypatch):
+    path = resolve_model_folder("org/tiny-GGUF:Q8_0")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    for name in ("org/tiny-GGUF:Q8_0", "org/tiny-GGUF:q8_0", "org/tiny-GGUF"):
+        assert resolve_model_folder(name) == resolve_text_folder(name) == path
+        assert find_model(name).folder == path
+    with pytest.raises(CheckpointError, match=r"in the cache has 1 models.*none is 'BF16'.*:Q8_0"):
+        resolve_model_folder("org/tiny-GGUF:BF16")
+    with pytest.raises(CheckpointError, match=r"the hub can't be reached"):
+        resolve_model_folder("org/other-GGUF:Q8_0")
+
+
+def test_the_format_of_hugging_face_goes_first(start_hub):
+    hub = start_hub(FakeHub(model_files() | gguf_files()))
+    assert resolve_model_folder("org/model").is_dir()
+    assert not ggufs(hub)
+    assert resolve_model_folder("org/model:Q8_0").name == "tiny-Q8_0.gguf"
+    assert resolve_text_folder("org/model").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("names", "choice", "message"),
+    [
+        (
+            ["a-Q8_0.gguf", "a-Q5_K_S.gguf"],
+            None,
+            r"org/m has 2 models.*org/m:Q5_K_S does: Q5_K_S, Q",
+        ),
+        (["a-Q8_0.gguf"], "Q4_0", r"of which none is 'Q4_0'; name one, as org/m:Q8_0 does: Q8_0$"),
+        (["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0", r"2 are 'Q8_0'.*: a-Q8_0\.gguf, b-Q8_0\.gguf$"),
+        (["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"], None, "has 2 models in GGUF format; name one"),
+        (["model.safetensors"], "Q8_0", "has no models in GGUF format, .* leave out ':Q8_0'"),
+        (["a.gguf"], "", "none is ''"),
+    ],
+)
+def test_what_is_not_one_model_is_listed(names, choice, message):
+    with pytest.raises(CheckpointError, match=message):
+        choose_gguf("org/m", names, choice)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("UD-Q4_K_XL", "m-UD-Q4_K_XL.gguf"),
+        ("iq4_xs", "m-IQ4_XS.gguf"),
+        ("custom", "m-custom.gguf"),
+        ("m-custom", "m-custom.gguf"),
+        ("deep", "deep/m-Q2_K.gguf"),
+        ("deep/m-Q2_K", "deep/m-Q2_K.gguf"),
+    ],
+)
+def test_a_choice_may_be_a_label_a_name_or_a_folder(choice, expected):
+    names = ["m-UD-Q4_K_XL.gguf", "m-IQ4_XS.gguf", "m-custom.gguf", "deep/m-Q2_K.gguf"]
+    assert choose_gguf("org/m", names, choice) == (expected,)
+    assert choose_gguf("org/m", [], None) == ()
