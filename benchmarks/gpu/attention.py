@@ -23,7 +23,6 @@ from quire.attention.interface import (
 )
 from quire.attention.reference import attend_sequences
 from quire.attention.triton_paged import kv_pages
-from quire.errors import ConfigurationError
 from quire.kernels.triton.attention.compact import CODE_DTYPES, quantize_tokens
 from quire.kernels.triton.attention.latent_write import latent_write
 from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
@@ -32,9 +31,6 @@ from quire.kernels.triton.attention.rotary_kv_write import rotate_and_write
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 DECODE_GOAL, PREFILL_GOAL, PREFILL_AIM = 0.85, 0.40, 0.55
-
-# Of a section, when no further case is begun, so that those before it are reported.
-LEAST_LEFT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,26 +235,22 @@ def cases(bench: Bench) -> list[Case]:
     return found
 
 
-def check_attention(bench: Bench) -> None:
-    """All cases; a row for each dtype of model and pages says the worst."""
-    worst: dict[tuple[torch.dtype, torch.dtype], tuple[float, str]] = {}
-    torch.manual_seed(torch.seed())
-    for case in cases(bench):
-        if bench.left_s < LEAST_LEFT_S:  # most of the time is compiling, for the first run
-            bench.check("attention: all cases", False, f"no time left from {case.name} on")
-            break
-        try:
-            error = attention_error(bench, case)
-        except ConfigurationError as refused:
-            bench.check(f"attention: {case.name}", False, f"refused: {refused}")
-            continue
+class Worst:
+    """The largest error of the cases of each pair of dtypes, of model and pages."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[torch.dtype, torch.dtype], tuple[float, str]] = {}
+
+    def add(self, case: Case, error: float) -> None:
         kind = (case.dtype, case.kv)
-        if not error <= worst.get(kind, (-1.0, ""))[0]:
-            worst[kind] = (error, case.name)
-    for (dtype, kv), (error, name) in worst.items():
-        pages = "" if kv == dtype else f", {str(kv)[6:]} pages"
-        label = f"attention against float64, {str(dtype)[6:]}{pages}"
-        bench.at_most(label, error, BOUNDS[dtype], note=f"worst: {name}", is_time=False)
+        if not error <= self._found.get(kind, (-1.0, ""))[0]:
+            self._found[kind] = (error, case.name)
+
+    def report(self, bench: Bench) -> None:
+        for (dtype, kv), (error, name) in self._found.items():
+            pages = "" if kv == dtype else f", {str(kv)[6:]} pages"
+            label = f"attention against float64, {str(dtype)[6:]}{pages}"
+            bench.at_most(label, error, BOUNDS[dtype], note=f"worst: {name}", is_time=False)
 
 
 def measure_attention(bench: Bench) -> None:

@@ -75,13 +75,16 @@ class Bench:
 
     def add(self, name: str, value: float | None, unit: str = "", **more: Any) -> None:
         """See `Row`."""
-        row = Row(self.section, name, None if value is None else float(value), unit, **more)
+        self.add_row(Row(self.section, name, None if value is None else float(value), unit, **more))
+
+    def add_row(self, row: Row) -> None:
+        """One that was made elsewhere."""
         self.rows.append(row)
         with open(self.out, "a") as lines:
             lines.write(json.dumps(asdict(row)) + "\n")
-        shown = "" if value is None else f" {value:.4g} {unit}"
+        shown = "" if row.value is None else f" {row.value:.4g} {row.unit}"
         verdict = {True: " ok", False: " NOT OK", None: ""}[row.ok]
-        print(f"{self.section}: {name}:{shown}{verdict} {row.note}".rstrip(), flush=True)
+        print(f"{self.section}: {row.name}:{shown}{verdict} {row.note}".rstrip(), flush=True)
 
     def at_least(
         self, name: str, value: float, goal: float, unit: str = "", note: str = ""

@@ -5,8 +5,6 @@ in order it is the error of rounding the operands. Attention is in `attention.py
 are in `states.py`.
 """
 
-import random
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -59,25 +57,6 @@ COVERS = {
 }
 
 
-def check_kernels(bench: Bench) -> None:
-    """One after the other; one that raises is a failed row, and the next one is tried."""
-    torch.manual_seed(random.SystemRandom().randrange(2**31))
-    checks: dict[str, Callable[[Bench], None]] = {
-        "operators": check_operators,
-        "rotary and the write of K and V": check_rotary,
-        "copies": check_copies,
-        "linears": check_linears,
-        "experts": check_experts,
-        "sampling": check_sampling,
-    }
-    for name, check in checks.items():
-        try:
-            check(bench)
-        except Exception as error:  # the next kernel has nothing to do with this one
-            traceback.print_exc()
-            bench.check(name, False, f"{type(error).__name__}: {error}")
-
-
 def measure_kernels(bench: Bench) -> None:
     """What a step spends time in beside attention."""
     measure_skinny(bench)
@@ -92,27 +71,26 @@ def _random(bench: Bench, *shape: int, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(shape, device=bench.device).to(dtype)
 
 
-def check_operators(bench: Bench) -> None:
+def check_operators(bench: Bench, dtype: torch.dtype) -> None:
     """Odd sizes, strided rows."""
     triton = TritonOperators()
     shapes = [(5, 48)] if bench.small else [(1, 4096), (333, 1024), (7, 16, 128), (2048, 2880)]
-    for dtype in dtypes(bench):
-        worst = 0.0
-        for shape in shapes:
-            x = _random(bench, *shape[:-1], shape[-1] * 2, dtype=dtype)
-            weight = _random(bench, shape[-1], dtype=dtype)
-            part = x[..., : shape[-1]]
-            expected = TORCH_OPERATORS.rms_norm(part, weight, 1e-6)
-            worst = max(worst, relative_error(triton.rms_norm(part, weight, 1e-6), expected))
-            worst = max(worst, relative_error(triton.silu_mul(x), TORCH_OPERATORS.silu_mul(x)))
-            a, b = part.contiguous(), _random(bench, *shape, dtype=dtype)
-            wanted = TORCH_OPERATORS.add_rms_norm(a.clone(), b.clone(), weight, 1e-6)
-            for found, one in zip(triton.add_rms_norm(a, b, weight, 1e-6), wanted, strict=True):
-                worst = max(worst, relative_error(found, one))
-        name = f"rms_norm, add_rms_norm, silu_mul, {str(dtype)[6:]}"
-        bench.at_most(name, worst, BOUNDS[dtype], is_time=False)
-        name = f"gates, activations, soft cap, LayerNorm, {str(dtype)[6:]}"
-        bench.at_most(name, _activations_error(bench, dtype), BOUNDS[dtype], is_time=False)
+    worst = 0.0
+    for shape in shapes:
+        x = _random(bench, *shape[:-1], shape[-1] * 2, dtype=dtype)
+        weight = _random(bench, shape[-1], dtype=dtype)
+        part = x[..., : shape[-1]]
+        expected = TORCH_OPERATORS.rms_norm(part, weight, 1e-6)
+        worst = max(worst, relative_error(triton.rms_norm(part, weight, 1e-6), expected))
+        worst = max(worst, relative_error(triton.silu_mul(x), TORCH_OPERATORS.silu_mul(x)))
+        a, b = part.contiguous(), _random(bench, *shape, dtype=dtype)
+        wanted = TORCH_OPERATORS.add_rms_norm(a.clone(), b.clone(), weight, 1e-6)
+        for found, one in zip(triton.add_rms_norm(a, b, weight, 1e-6), wanted, strict=True):
+            worst = max(worst, relative_error(found, one))
+    name = f"rms_norm, add_rms_norm, silu_mul, {str(dtype)[6:]}"
+    bench.at_most(name, worst, BOUNDS[dtype], is_time=False)
+    name = f"gates, activations, soft cap, LayerNorm, {str(dtype)[6:]}"
+    bench.at_most(name, _activations_error(bench, dtype), BOUNDS[dtype], is_time=False)
 
 
 def _activations_error(bench: Bench, dtype: torch.dtype) -> float:
@@ -134,37 +112,34 @@ def _activations_error(bench: Bench, dtype: torch.dtype) -> float:
     return max(relative_error(call(triton), call(TORCH_OPERATORS)) for call in calls)
 
 
-def check_rotary(bench: Bench) -> None:
+def check_rotary(bench: Bench, dtype: torch.dtype) -> None:
     """With norms of the heads and without; K and V where the slots say, and nowhere else."""
     size, block_size, num_tokens = (16, 8, 4) if bench.small else (128, 16, 321)
     num_heads, num_kv_heads = (4, 2) if bench.small else (16, 8)
     table = _angles(size).to(bench.device)
-    for dtype in dtypes(bench):
-        worst = 0.0
-        for has_norms in (False, True):
-            qkv = _random(bench, num_tokens, num_heads + 2 * num_kv_heads, size, dtype=dtype)
-            q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-            positions = torch.randint(0, len(table), (num_tokens,), device=bench.device)
-            norms = (
-                [_random(bench, size, dtype=dtype) for _ in range(2)] if has_norms else [None] * 2
-            )
-            rotation = Rotation(Angles(table, positions, dtype), *norms, 1e-6)
-            wanted_q, wanted_k = rotate(q.clone(), k.clone(), rotation)
-            num_blocks = -(-num_tokens // block_size) + 1
-            shape = (num_blocks, 2, num_kv_heads, block_size, size)
-            pages = torch.full(shape, torch.nan, device=bench.device, dtype=dtype)
-            slots = torch.randperm(num_blocks * block_size)[:num_tokens].to(bench.device)
-            slots[0] = -1
-            found_q = rotate_and_write(q, k, v, rotation, pages, slots)
-            written = pages.transpose(2, 3).transpose(1, 2).reshape(-1, 2, num_kv_heads, size)
-            worst = max(worst, relative_error(found_q, wanted_q))
-            worst = max(worst, relative_error(written[slots[1:], 0], wanted_k[1:]))
-            exact = torch.equal(written[slots[1:], 1], v[1:])
-            count = int(torch.isfinite(written.float()).all(-1).all(-1).all(-1).sum())
-            label = f"{str(dtype)[6:]}{', normed heads' if has_norms else ''}"
-            bench.check(f"V is copied, padding is not: {label}", exact and count == num_tokens - 1)
-        name = f"rotary and the write of K, {str(dtype)[6:]}"
-        bench.at_most(name, worst, BOUNDS[dtype], is_time=False)
+    worst = 0.0
+    for has_norms in (False, True):
+        qkv = _random(bench, num_tokens, num_heads + 2 * num_kv_heads, size, dtype=dtype)
+        q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        positions = torch.randint(0, len(table), (num_tokens,), device=bench.device)
+        norms = [_random(bench, size, dtype=dtype) for _ in range(2)] if has_norms else [None] * 2
+        rotation = Rotation(Angles(table, positions, dtype), *norms, 1e-6)
+        wanted_q, wanted_k = rotate(q.clone(), k.clone(), rotation)
+        num_blocks = -(-num_tokens // block_size) + 1
+        shape = (num_blocks, 2, num_kv_heads, block_size, size)
+        pages = torch.full(shape, torch.nan, device=bench.device, dtype=dtype)
+        slots = torch.randperm(num_blocks * block_size)[:num_tokens].to(bench.device)
+        slots[0] = -1
+        found_q = rotate_and_write(q, k, v, rotation, pages, slots)
+        written = pages.transpose(2, 3).transpose(1, 2).reshape(-1, 2, num_kv_heads, size)
+        worst = max(worst, relative_error(found_q, wanted_q))
+        worst = max(worst, relative_error(written[slots[1:], 0], wanted_k[1:]))
+        exact = torch.equal(written[slots[1:], 1], v[1:])
+        count = int(torch.isfinite(written.float()).all(-1).all(-1).all(-1).sum())
+        label = f"{str(dtype)[6:]}{', normed heads' if has_norms else ''}"
+        bench.check(f"V is copied, padding is not: {label}", exact and count == num_tokens - 1)
+    name = f"rotary and the write of K, {str(dtype)[6:]}"
+    bench.at_most(name, worst, BOUNDS[dtype], is_time=False)
 
 
 def _angles(size: int) -> torch.Tensor:
@@ -192,20 +167,30 @@ def check_copies(bench: Bench) -> None:
     bench.check(f"{half} block copies", torch.equal(cache.storage[sampled], before[sampled]))
 
 
-def check_linears(bench: Bench) -> None:
+def check_linears(bench: Bench, dtype: torch.dtype) -> None:
     """The methods that an engine takes, over numbers of rows that choose different kernels."""
-    sizes = (32, 48) if bench.small else (1024, 3072)
-    rows = (1, 3) if bench.small else (1, 7, 16, 17, 64, 300)
-    for dtype in dtypes(bench):
-        for is_invariant in (False, True):
-            found = _linear(bench, sizes, dtype, None, is_invariant=is_invariant)
-            worst = 0.0
-            for num_rows in rows:
-                x = _random(bench, num_rows, sizes[0], dtype=dtype)
-                expected = x.double() @ found.weight.double().T
-                worst = max(worst, relative_error(found(x), expected))
-            name = f"matrix products{', invariant' if is_invariant else ''}, {str(dtype)[6:]}"
-            bench.at_most(name, worst, BOUNDS[dtype], is_time=False)
+    sizes, rows = _products(bench)
+    for is_invariant in (False, True):
+        found = _linear(bench, sizes, dtype, None, is_invariant=is_invariant)
+        worst = 0.0
+        for num_rows in rows:
+            x = _random(bench, num_rows, sizes[0], dtype=dtype)
+            expected = x.double() @ found.weight.double().T
+            worst = max(worst, relative_error(found(x), expected))
+        name = f"matrix products{', invariant' if is_invariant else ''}, {str(dtype)[6:]}"
+        bench.at_most(name, worst, BOUNDS[dtype], is_time=False)
+
+
+def _products(bench: Bench) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Inputs and outputs; numbers of rows."""
+    if bench.small:
+        return (32, 48), (1, 3)
+    return (1024, 3072), (1, 7, 16, 17, 64, 300)
+
+
+def check_quantized(bench: Bench) -> None:
+    """The same linears with quantized weights, beside torch."""
+    sizes, rows = _products(bench)
     dtype = bench.dtype
     for quantization in weight_format_names():
         found = _linear(bench, sizes, dtype, quantization, is_invariant=False)
@@ -315,6 +300,21 @@ def _device_sampler(
     link = DeviceLink(bench.device)
     history = DeviceHistory(link.upload(tokens), num_tokens)
     return DeviceSampler(_sampling_rows(len(tokens), vocab_size), history, link)
+
+
+BY_DTYPE: dict[str, Callable[..., None]] = {
+    "linears": check_linears,
+    "operators": check_operators,
+    "rotary and the write of K and V": check_rotary,
+}
+"""Checks of a bench and a dtype."""
+
+ONCE: dict[str, Callable[[Bench], None]] = {
+    "experts": check_experts,
+    "quantized linears": check_quantized,
+    "sampling": check_sampling,
+    "copies": check_copies,
+}
 
 
 def measure_skinny(bench: Bench) -> None:

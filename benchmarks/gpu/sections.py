@@ -47,11 +47,7 @@ class Section:
 
 SECTIONS = {
     "kernels": Section(
-        (
-            "benchmarks.gpu.kernels:check_kernels",
-            "benchmarks.gpu.attention:check_attention",
-            "benchmarks.gpu.states:check_states",
-        ),
+        ("benchmarks.gpu.checks:check_kernels",),
         200,
     ),
     "speeds": Section(

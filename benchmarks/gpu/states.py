@@ -144,28 +144,27 @@ def exact(spec: Spec, given: list[torch.Tensor]) -> torch.Tensor:
     return reference.short_conv(spec, state, given[0], *taps_of(spec, given[0]))[0]
 
 
-def check_states(bench: Bench) -> None:
+def check_states(bench: Bench, dtype: torch.dtype) -> None:
     """Against float64, and to the bit against the same tokens in chunks beside another sequence."""
     specs = list(SMALL.values()) if bench.small else [*SHAPES.values(), *ODD]
     sizes = [3, 1, 2] if bench.small else [37, 1, 1, 90]
-    for dtype in (torch.float32,) if bench.small else tuple(BOUNDS):
-        worst, is_lawful = 0.0, True
-        for spec in specs:
-            given = inputs_of(bench, spec, sum(sizes), dtype)
-            alone = Sequences.of(bench, spec, 2)
-            alone.plan({1: sum(sizes)})
-            whole = alone.run(given)
-            worst = max(worst, relative_error(whole, exact(spec, given)))
-            crowd = Sequences.of(bench, spec, 2)
-            found = []
-            for part in zip(*(x.split(sizes) for x in given), strict=True):
-                count = len(part[0])
-                crowd.plan({0: count, 1: count})
-                both = crowd.run([torch.cat([x, x]) for x in part])
-                found.append(both[count:])
-            is_lawful &= torch.equal(torch.cat(found), whole)
-        bench.at_most(f"states, {str(dtype)[6:]}", worst, BOUNDS[dtype], is_time=False)
-        bench.check(f"states in chunks and in company, the same bits, {str(dtype)[6:]}", is_lawful)
+    worst, is_lawful = 0.0, True
+    for spec in specs:
+        given = inputs_of(bench, spec, sum(sizes), dtype)
+        alone = Sequences.of(bench, spec, 2)
+        alone.plan({1: sum(sizes)})
+        whole = alone.run(given)
+        worst = max(worst, relative_error(whole, exact(spec, given)))
+        crowd = Sequences.of(bench, spec, 2)
+        found = []
+        for part in zip(*(x.split(sizes) for x in given), strict=True):
+            count = len(part[0])
+            crowd.plan({0: count, 1: count})
+            both = crowd.run([torch.cat([x, x]) for x in part])
+            found.append(both[count:])
+        is_lawful &= torch.equal(torch.cat(found), whole)
+    bench.at_most(f"states, {str(dtype)[6:]}", worst, BOUNDS[dtype], is_time=False)
+    bench.check(f"states in chunks and in company, the same bits, {str(dtype)[6:]}", is_lawful)
 
 
 def measure_states(bench: Bench) -> None:

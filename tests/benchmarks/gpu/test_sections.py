@@ -5,7 +5,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from time import monotonic, sleep
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -167,3 +169,24 @@ def test_the_engine_can_do_without_what_only_the_server_needs() -> None:
         "import quire.assembly.build, quire.bench.contenders, quire.bench.memory.load\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_checks_side_by_side_come_back_in_order_and_a_failed_one_leaves_the_rest(
+    load_script: LoadScript, tmp_path: Path
+) -> None:
+    checks = load_script("benchmarks.gpu.checks")
+    bench = checks.Bench("kernels", tmp_path, tmp_path / "rows", deadline_s=monotonic() + 120)
+    fine, bad = partial(checks.Bench.check, name="fine", ok=True), checks.Bench.at_most
+    given = [checks.Check("first", bad), checks.Check("second", fine), checks.Check("third", fine)]
+    first, *rest = checks.spread(bench, given)
+    assert first.check == given[0] and first.error.startswith("TypeError")
+    assert [[row.name for row in one.rows] for one in rest] == [["fine"]] * 2
+    assert not bench.rows and not bench.out.exists()
+
+
+def test_checks_that_have_no_time_left_are_given_up(
+    load_script: LoadScript, tmp_path: Path
+) -> None:
+    checks = load_script("benchmarks.gpu.checks")
+    bench = checks.Bench("kernels", tmp_path, tmp_path / "rows", deadline_s=monotonic())
+    assert list(checks.spread(bench, [checks.Check("slow", partial(sleep, 60))])) == []
