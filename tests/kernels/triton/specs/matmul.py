@@ -4,7 +4,7 @@ from tests.kernels.triton.compiling import KernelSpec
 
 from quire.kernels.triton.linear.grouped_matmul import add_experts_kernel, grouped_matmul_kernel
 from quire.kernels.triton.linear.matmul import matmul_kernel, merge_slices_kernel
-from quire.kernels.triton.linear.skinny_matmul import skinny_matmul_kernel
+from quire.kernels.triton.linear.skinny_matmul import num_stages, skinny_matmul_kernel
 
 
 def _matmul(
@@ -57,10 +57,11 @@ def _skinny(
         {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": f"*{out}", "x_stride": "i32:16"}
         | ({"bias_ptr": "*bf16"} if bias else {})
         | strides,
-        {"IS_GATED": gated, "IS_EVEN": even, "BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 128}
+        {"IS_GATED": gated, "IS_EVEN": even, "BLOCK_M": rows, "BLOCK_N": outputs}
+        | {"BLOCK_K": 128 if outputs == 32 else 256}
         | ({} if bias else {"bias_ptr": None}),
-        num_warps=outputs // 16,
-        num_stages=5,
+        num_warps=2,
+        num_stages=num_stages(rows, 128 if outputs == 32 else 256),
         targets=targets,
     )
 
@@ -140,4 +141,5 @@ MORE = [
     _skinny("16 rows", 16, 32, bias=True),
     _skinny("16 rows, narrow, odd K", 16, 16, even=False, out="fp32"),
     _skinny("16 rows, gated, bias", 16, 16, gated=True, bias=True),
+    _skinny("8 rows, narrow", 8, 16, targets=(80, 90)),
 ]

@@ -24,8 +24,8 @@ from quire.kernels.triton.attention.paged_attention import ITEM_FIELDS
 from quire.kernels.triton.support import next_power_of_two
 
 MIN_CHUNK_TOKENS = 64
-"""The smallest chunk for up to 4 query heads a KV head: its part is 6% of the bytes of its K and V.
-A program takes about a microsecond for it, after several for what it reads first."""
+"""The smallest chunk for up to 4 query heads a KV head: its part is 6% of the bytes of its K and
+V. A program takes about a microsecond for it, after several for what it reads first."""
 
 TOKENS_PER_PART = 16
 """A context is cut into no more parts than this many are in a chunk: a part is read by one program

@@ -11,9 +11,10 @@ what an H200's could do meanwhile). So:
   6 MiB, where an H200's 4.3 TB/s over some 0.8 us of latency need 3.4 MB. Two programs fit on an
   SM.
 - K is never split over programs: there is nothing to merge and no second launch. Where N is so
-  small that 32 rows a program leave SMs idle, a program has 16.
+  small that 32 rows a program leave SMs idle, a program has 16, and tiles of 16 x 256: most of such
+  a matrix, or all of it, is then requested before the first tile is there.
 - The two tiles of a stage have a sum each, or one chain of dependent products would be the limit:
-  of k < 128 and k >= 128 in a stretch of 256, or of gate and up in a gated linear, where the
+  of the first and the second half of a stretch of k, or of gate and up in a gated linear, where the
   program that has both writes silu(gate) * up and saves a launch.
 
 x is read again by each program: M N K / 16 bytes from L2 at 32 rows a program, at M = 16 half as
@@ -37,6 +38,7 @@ MAX_ROWS = 16
 DTYPES = (torch.bfloat16, torch.float16)
 
 _BLOCK_K = 128
+_NARROW_BLOCK_K = 256
 _ROWS_PER_PROGRAM = 32
 _ENOUGH_PROGRAMS = 128
 
@@ -84,7 +86,9 @@ def _launch(
     width = out.shape[1]
     is_narrow = triton.cdiv(width, _ROWS_PER_PROGRAM) < _ENOUGH_PROGRAMS
     rows_per_program = _ROWS_PER_PROGRAM // 2 if is_narrow else _ROWS_PER_PROGRAM
-    stretch = _BLOCK_K if gated else 2 * _BLOCK_K
+    block_k = _NARROW_BLOCK_K if is_narrow else _BLOCK_K
+    stretch = block_k if gated else 2 * block_k
+    block_m = 8 if num_rows <= 8 else 16
     skinny_matmul_kernel[(triton.cdiv(width, rows_per_program),)](
         x,
         weight,
@@ -96,12 +100,17 @@ def _launch(
         x.stride(0),
         IS_GATED=gated,
         IS_EVEN=num_inputs % stretch == 0,
-        BLOCK_M=8 if num_rows <= 8 else 16,
+        BLOCK_M=block_m,
         BLOCK_N=rows_per_program,
-        BLOCK_K=_BLOCK_K,
-        num_warps=rows_per_program // 16,
-        num_stages=5,
+        BLOCK_K=block_k,
+        num_warps=2,
+        num_stages=num_stages(block_m, block_k),
     )
+
+
+def num_stages(block_m: int, block_k: int) -> int:
+    """As many as the shared memory of every GPU since sm_80 has room for, of W and x."""
+    return 4 if block_m == 16 and block_k == _NARROW_BLOCK_K else 5
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
