@@ -15,12 +15,10 @@ CODINGS = {
     "blocks, offsets": Coding("Q4_K", 4, 32, has_offsets=True, block_size=256),
     "blocks, a table": Coding("IQ4_XS", 4, 32, table=E2M1_TWICE, block_size=256),
     "bytes": Coding("Q8_0", 8, 32, zero=128),
-    "bytes, blocks": Coding("Q6_K", 8, 16, zero=32, block_size=256),
-    "bytes, blocks, offsets": Coding("Q5_K", 8, 32, has_offsets=True, block_size=256),
+    "bytes, blocks": Coding("Q6_K", 6, 16, zero=32, block_size=256),
+    "bytes, blocks, offsets": Coding("Q5_K", 5, 32, has_offsets=True, block_size=256),
 }
 INT8 = Coding("W8A8", 8, 0, zero=128, scale_dtype=torch.float32)
-
-_MOST = {"Q5_K": 32, "Q6_K": 64}
 
 
 def random_codes(coding: Coding, rows: int, inputs: int, seed: int = 0) -> Codes:
@@ -33,8 +31,13 @@ def random_codes(coding: Coding, rows: int, inputs: int, seed: int = 0) -> Codes
     def floats(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator) * 0.01 + 0.001
 
+<<<<<<< HEAD
     groups = inputs // (coding.group_size or inputs)
     codes = integers(0, _MOST.get(coding.name, 2**coding.width), rows, inputs).byte()
+=======
+    groups = inputs // coding.group_size
+    codes = integers(0, 2**coding.width, rows, inputs).byte()
+>>>>>>> f5f5ef6 (kernels/cpu, formats: linears of a checkpoint's codes, packed without rounding; ABI version 15)
     zeros = integers(0, 16, rows, groups).byte() if coding.has_zeros else None
     if not coding.block_size:
         scales = floats(rows, groups).to(coding.scale_dtype)

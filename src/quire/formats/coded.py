@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from quire.formats.coded_native import native_coded_method
 from quire.formats.codes import CodedRows, Codes, Coding
 from quire.formats.int8 import GivenInt8TorchMethod
 from quire.formats.weight_format import (
@@ -56,7 +57,9 @@ class CodedMethods:
         return self._methods[coding]
 
     def _make(self, coding: Coding) -> LinearMethod | None:
-        if self._native is not None or self._triton is not None:
+        if self._native is not None:
+            return native_coded_method(self._native, coding)
+        if self._triton is not None:
             return None
         if coding.is_int8:
             return GivenInt8TorchMethod()

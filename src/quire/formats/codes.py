@@ -48,11 +48,12 @@ class InputOrder:
 class Coding:
     """How a tensor's numbers are held.
 
-    name: what messages call it, such as Q4_K. width: bits that hold a code: 4 or 8. group_size:
-    inputs that share a scale; 0: all of a row. zero: is subtracted from all codes' values. table:
-    the values of the codes; None: they are the codes. has_zeros: each group has its own `zero`.
-    has_offsets: groups have offsets. block_size: inputs that share factors; 0: scales and offsets
-    are floats of `scale_dtype`. input_order: of the columns; None: they are in that of the inputs.
+    name: what messages call it, such as Q4_K. width: bits that hold a code: 4, 5, 6 or 8.
+    group_size: inputs that share a scale; 0: all of a row. zero: is subtracted from all codes'
+    values. table: the values of the codes; None: they are the codes. has_zeros: each group has its
+    own `zero`. has_offsets: groups have offsets. block_size: inputs that share factors; 0: scales
+    and offsets are floats of `scale_dtype`. input_order: of the columns; None: they are in that of
+    the inputs.
     """
 
     name: str
@@ -176,6 +177,12 @@ class CodedRows(ABC):
     @abstractmethod
     def stored(self) -> tuple[torch.Tensor, ...]:
         """All that determines the numbers, as it is stored, for a digest."""
+
+    @property
+    def blocks(self) -> tuple[str, torch.Tensor] | None:
+        """Of rows of a GGUF file, the name of their blocks' type and the blocks themselves, [R,
+        bytes] uint8, which kernels may read as they are; None: there is no more than `codes`."""
+        return None
 
     @abstractmethod
     def codes(self) -> Codes: ...

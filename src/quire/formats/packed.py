@@ -60,18 +60,23 @@ class PackedMethod(LinearMethod):
         self, linear: LinearModule, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         assert device.type == "cpu"
-        weights = PackedLinear(
+        weights = self._make_packing(linear, bias, dtype)
+        # Rounded to the model's dtype as a parameter would be.
+        biases = torch.empty(linear.output_size, dtype=dtype) if bias else None
+        linear.state = _Packed(weights, biases)
+
+    def _make_packing(
+        self, linear: LinearModule, has_bias: bool, dtype: torch.dtype
+    ) -> PackedLinear:
+        return PackedLinear(
             self._layout_for(dtype),
             linear.output_size,
             linear.input_size,
             group_size=self._group_size,
             interleave=linear.part_sizes[0] if linear.gated else 0,
-            has_bias=bias,
+            has_bias=has_bias,
             dtype=dtype,
         )
-        # Rounded to the model's dtype as a parameter would be.
-        biases = torch.empty(linear.output_size, dtype=dtype) if bias else None
-        linear.state = _Packed(weights, biases)
 
     def load_part(
         self, linear: LinearModule, parameter: str, index: int, first_row: int, rows: torch.Tensor

@@ -108,6 +108,32 @@ def test_one_hot_rows_read_the_weights_back(kernels: NativeKernels, name):
     torch.testing.assert_close(result.T, stored, rtol=1e-6, atol=1e-7)
 
 
+def test_int8_weights_are_taken_as_they_are(kernels: NativeKernels):
+    weight, x = _random(75, 130, scale=0.05), _random(5, 130, seed=1)
+    q, scales = _quantize(weight)
+    for interleave in (0, 25):
+        outputs = 2 * interleave or 75
+        packed = PackedLinear(WeightLayout.INT8, outputs, 130, interleave=interleave)
+        for first in range(0, outputs, 30):
+            rows = slice(first, min(first + 30, outputs))
+            packed.pack_int8(q[rows].to(torch.int8), scales[rows, 0], first)
+        whole = _pack("int8", weight[:outputs])
+        assert torch.equal(apply(kernels, packed, x), apply(kernels, whole, x))
+
+
+def test_int8_weights_of_another_shape_are_refused(library: NativeLibrary):
+    packed, numbers = _pack("int8", _random(7, 32)), torch.zeros(3, 32, dtype=torch.int8)
+    for rows, scales in ((numbers[:, 1:], torch.ones(3)), (numbers, torch.ones(2))):
+        with pytest.raises(ValueError, match="rows"):
+            packed.pack_int8(rows, scales, 0)
+    with pytest.raises(ValueError, match="int8"):
+        packed.pack_int8(numbers.float(), torch.ones(3), 0)
+    with pytest.raises(ValueError, match="outputs"):
+        packed.pack_int8(numbers, torch.ones(3), 5)
+    with pytest.raises(ValueError, match="INT4"):
+        _pack("int4", _random(7, 32)).pack_int8(numbers, torch.ones(3), 0)
+
+
 # ---- the law -------------------------------------------------------------------------------------
 
 

@@ -87,6 +87,20 @@ def test_a_product_that_is_added_at_once_is_added_by_its_linear(recorder: Record
     assert len({op.out for op in program.ops}) == 2, "the stream and its norm"
 
 
+def test_parts_of_unlike_formats_are_products_side_by_side(recorder: Recorder) -> None:
+    (first, matrix), (last, other) = packed(40, WIDTH, seed=2), packed(8, WIDTH, seed=3)
+    table = random(VOCAB, WIDTH)
+    with recorder.recording():
+        total = recorder.embed(table, recorder.inputs[0])
+        total = recorder.add(recorder.part_linears(total, (first, last)), total)
+    program = recorder.finish(total)
+    assert kinds(program) == [OpKind.EMBED, OpKind.LINEAR, OpKind.LINEAR, OpKind.SCALE]
+    token_ids = torch.tensor([3, 89, 0])
+    rows = table[token_ids]
+    expected = rows + rows @ torch.cat((matrix, other)).T
+    torch.testing.assert_close(run(program, token_ids), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_memory_is_not_used_again_while_it_is_read(recorder: Recorder) -> None:
     weight = random(WIDTH)
     with recorder.recording():

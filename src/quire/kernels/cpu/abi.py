@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import torch
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 
 
 class DType(IntEnum):
@@ -38,6 +38,7 @@ class WeightLayout(IntEnum):
     DENSE_BF16 = 1
     INT8 = 2
     INT4 = 3
+    CODED = 4
 
 
 class Epilogue(IntEnum):
@@ -90,6 +91,34 @@ class ActivationKind(IntEnum):
     IDENTITY = 6
 
 
+class CodeFormat(ctypes.Structure):
+    """See abi.h."""
+
+    _fields_ = (
+        ("width", c_int32),
+        ("zero", c_int32),
+        ("block", c_int32),
+        ("has_bf16", c_int32),
+        ("has_zeros", c_int32),
+        ("has_offsets", c_int32),
+        ("row_dtype", c_int32),
+        ("reserved", c_int32),
+        ("table", c_void_p),
+        ("input_order", c_void_p),
+    )
+
+
+class CodeRows(ctypes.Structure):
+    """See abi.h."""
+
+    _fields_ = (
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("seconds", c_void_p),
+        ("factors", c_void_p),
+    )
+
+
 class Weights(ctypes.Structure):
     """See abi.h."""
 
@@ -104,6 +133,7 @@ class Weights(ctypes.Structure):
         ("scales", c_void_p),
         ("sums", c_void_p),
         ("bias", c_void_p),
+        ("coding", c_void_p),
     )
 
 

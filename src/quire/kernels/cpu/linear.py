@@ -57,26 +57,36 @@ class PackedLinear:
                 f"num_inputs is {num_inputs}, but sums of more than {MAX_QUANTIZED_INPUTS} "
                 f"products may leave 32 bits in {weight_format.name}; keep this linear dense"
             )
-        self.format = weight_format
-        self.num_outputs, self.num_inputs = num_outputs, num_inputs
-        self.interleave, self.dtype = interleave, dtype
-        self._library = load_library()
-        self.struct = abi.Weights(
+        struct = abi.Weights(
             format=weight_format,
             num_outputs=num_outputs,
             num_inputs=num_inputs,
             group_size=group_size,
             interleave=interleave,
         )
+        self._hold(struct, has_bias, dtype)
+
+    def _hold(self, struct: abi.Weights, has_bias: bool, dtype: torch.dtype) -> None:
+        """Allocates what the structure describes, and points it there."""
+        self.struct, self.dtype = struct, dtype
+        self.format, self.interleave = WeightLayout(struct.format), struct.interleave
+        self.num_outputs, self.num_inputs = struct.num_outputs, struct.num_inputs
+        self._library = load_library()
         self._weights = allocate(self._library.packed_bytes(self.struct))
         self.struct.weights = self._weights.data_ptr()
-        num_padded = num_outputs + 2 * _LANES
+        num_padded = self.num_outputs + 2 * _LANES
         self._scales = torch.zeros(self._library.num_scales(self.struct))
-        self._sums = torch.zeros(num_padded if weight_format is WeightLayout.INT8 else 0).int()
+        self._sums = torch.zeros(num_padded if self.format is WeightLayout.INT8 else 0).int()
         self._bias = torch.zeros(num_padded if has_bias else 0)
         for name, values in (("scales", self._scales), ("sums", self._sums), ("bias", self._bias)):
             setattr(self.struct, name, values.data_ptr() if len(values) else None)
         self._library.clear_padding(self.struct)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Linears that are equal in this may be multiplied by one call."""
+        sizes = (self.num_outputs, self.num_inputs, self.struct.group_size, self.interleave)
+        return (self.format.name, *sizes, self.struct.bias is not None)
 
     @property
     def num_bytes(self) -> int:
@@ -94,16 +104,37 @@ class PackedLinear:
                 f"rows are {tuple(rows.shape)} {rows.dtype}, but must be [any, {self.num_inputs}] "
                 "float32 or bfloat16"
             )
-        if not 0 <= first <= first + len(rows) <= self.num_outputs:
-            raise ValueError(
-                f"outputs [{first}, {first + len(rows)}) are not all within [0, {self.num_outputs})"
-            )
+        self._check_span(first, len(rows))
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         dtype, stride = DTYPES[rows.dtype], rows.stride(0)
         self._library.pack_rows(
             self._library.best_isa,
             *(self.struct, rows.data_ptr(), dtype, stride, first, len(rows)),
         )
+
+    def pack_int8(self, rows: torch.Tensor, scales: torch.Tensor, first: int) -> None:
+        """Fill outputs of an INT8 packing, as `pack` does, with weights that are int8 already.
+
+        rows: [R, K] int8. scales: [R] fp32; a weight is its number times its output's.
+        """
+        if self.format is not WeightLayout.INT8 or rows.dtype != torch.int8:
+            raise ValueError(
+                f"rows are {rows.dtype} for {self.format.name}, but must be int8 for INT8"
+            )
+        if rows.shape != (len(scales), self.num_inputs) or scales.shape != (len(rows),):
+            raise ValueError(
+                f"rows are {tuple(rows.shape)} with {tuple(scales.shape)} scales, but must be "
+                f"[any, {self.num_inputs}] with a scale each"
+            )
+        self._check_span(first, len(rows))
+        rows, scales = rows.contiguous(), scales.float().contiguous()
+        self._library.pack_int8(self.struct, rows.data_ptr(), scales.data_ptr(), first, len(rows))
+
+    def _check_span(self, first: int, count: int) -> None:
+        if not 0 <= first <= first + count <= self.num_outputs:
+            raise ValueError(
+                f"outputs [{first}, {first + count}) are not all within [0, {self.num_outputs})"
+            )
 
     def set_bias(self, bias: torch.Tensor) -> None:
         """bias: [N] in the checkpoint's order."""
@@ -127,8 +158,11 @@ class PackedLinear:
             raise ValueError(
                 f"the format is {self.format.name}, but only dense rows can be unpacked"
             )
-        _check_outputs(outputs, self.num_outputs)
         (dtype,) = _DENSE_DTYPES[self.format]
+        return self._unpacked(outputs, dtype)
+
+    def _unpacked(self, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        _check_outputs(outputs, self.num_outputs)
         rows = torch.empty((len(outputs), self.num_inputs), dtype=dtype)
         outputs = outputs.contiguous()
         self._library.unpack_rows(

@@ -69,18 +69,11 @@ def linear_array(linears: Sequence[PackedLinear]) -> "ctypes.Array[ctypes.c_void
     different formats or sizes."""
     first = linears[0]
     for linear in linears:
-        if _kind(linear) != _kind(first):
+        if linear.kind != first.kind:
             raise ValueError(
-                f"linears are {_kind(first)} and {_kind(linear)}, but must be of one format and"
-                " size"
+                f"linears are {first.kind} and {linear.kind}, but must be of one format and size"
             )
     return (ctypes.c_void_p * len(linears))(*(ctypes.addressof(each.struct) for each in linears))
-
-
-def _kind(linear: PackedLinear) -> tuple[object, ...]:
-    struct = linear.struct
-    sizes = (linear.num_outputs, linear.num_inputs, struct.group_size, linear.interleave)
-    return (linear.format.name, *sizes, struct.bias is not None)
 
 
 def router_struct(

@@ -175,7 +175,8 @@ def _stores(op: Operation | None, x: Operand, addend: Operand) -> bool:
     """Whether it is a linear that stored x as it is, and may add it to what it doesn't read."""
     if op is None or op.kind is not OpKind.LINEAR or op.fields["epilogue"] is not Epilogue.STORE:
         return False
-    return op.out.memory is x.memory and not op.reads(addend.memory)
+    is_all = op.out.is_whole and op.out.memory is x.memory
+    return is_all and not op.reads(addend.memory)
 
 
 def _whole(operand: Operand) -> Operand:

@@ -106,6 +106,26 @@ class Recorder(StateRecorder):
         self._add(OpKind.LINEAR, operand, out, fields, linear)
         return out.rows
 
+    def part_linears(
+        self,
+        x: torch.Tensor,
+        linears: Sequence[PackedLinear],
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """x [T, K] -> [T, sum of N], each linear's product in columns of its own, in this order."""
+        operand = self._values.operand(x)
+        if operand.num_heads > 1 or operand.memory.dtype != self._dtype:
+            raise UnrecordableError("linears are given heads, or another dtype than the model's")
+        whole = self._new("product", sum(each.num_outputs for each in linears), out_dtype)
+        first = 0
+        for each in linears:
+            assert operand.width == each.num_inputs
+            out = Operand(whole.memory, first, each.num_outputs)
+            fields = {"epilogue": Epilogue.STORE, "linear": address_of(each.struct)}
+            self._ops.append(Operation(OpKind.LINEAR, operand, out, fields, each))
+            first += each.num_outputs
+        return whole.rows
+
     def experts(self, x: torch.Tensor, layer: PackedExperts, routing: Routing) -> torch.Tensor:
         """x [T, H] -> the weighted sum of each token's experts [T, H]."""
         operand, choice = self._values.operand(x), self._values.operand(routing.ids)

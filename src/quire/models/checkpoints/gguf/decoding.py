@@ -76,6 +76,10 @@ class BlockRows(CodedRows):
     def stored(self) -> tuple[torch.Tensor, ...]:
         return (self.raw,)
 
+    @property
+    def blocks(self) -> tuple[str, torch.Tensor]:
+        return self.storage.name, self.raw
+
     def codes(self) -> Codes:
         blocks = self.raw.numpy().reshape(-1, self.storage.block_bytes)
         with np.errstate(all="ignore"):  # the file may hold infinities

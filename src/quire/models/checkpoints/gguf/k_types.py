@@ -105,8 +105,8 @@ K_TYPES = {
     "Q2_K": CodedType(Coding("Q2_K", 4, 16, has_offsets=True, block_size=_SIZE), _q2_k),
     "Q3_K": CodedType(Coding("Q3_K", 4, 16, zero=4, block_size=_SIZE), _q3_k),
     "Q4_K": CodedType(Coding("Q4_K", 4, 32, has_offsets=True, block_size=_SIZE), _q4_k),
-    "Q5_K": CodedType(Coding("Q5_K", 8, 32, has_offsets=True, block_size=_SIZE), _q5_k),
-    "Q6_K": CodedType(Coding("Q6_K", 8, 16, zero=32, block_size=_SIZE), _q6_k),
+    "Q5_K": CodedType(Coding("Q5_K", 5, 32, has_offsets=True, block_size=_SIZE), _q5_k),
+    "Q6_K": CodedType(Coding("Q6_K", 6, 16, zero=32, block_size=_SIZE), _q6_k),
     "IQ4_XS": CodedType(Coding("IQ4_XS", 4, 32, table=NONLINEAR, block_size=_SIZE), _iq4_xs),
 }
 """By the types' names."""

@@ -73,8 +73,8 @@ def _mxfp4(blocks: Array) -> Unpacked:
 LEGACY_TYPES = {
     "Q4_0": CodedType(Coding("Q4_0", 4, 32, zero=8), _q4_0),
     "Q4_1": CodedType(Coding("Q4_1", 4, 32, has_offsets=True), _q4_1),
-    "Q5_0": CodedType(Coding("Q5_0", 8, 32, zero=16), _q5_0),
-    "Q5_1": CodedType(Coding("Q5_1", 8, 32, has_offsets=True), _q5_1),
+    "Q5_0": CodedType(Coding("Q5_0", 5, 32, zero=16), _q5_0),
+    "Q5_1": CodedType(Coding("Q5_1", 5, 32, has_offsets=True), _q5_1),
     "Q8_0": CodedType(Coding("Q8_0", 8, 32, zero=128), _q8_0),
     "IQ4_NL": CodedType(Coding("IQ4_NL", 4, 32, table=NONLINEAR), _q4_0),
     "MXFP4": CodedType(

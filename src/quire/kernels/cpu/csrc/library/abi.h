@@ -14,7 +14,7 @@ enum DType : int32_t { kF32 = 0, kBF16 = 1 };
 // How K and V are stored: in the model's dtype, or as codes with a scale for each token and head.
 enum KVFormat : int32_t { kPlainKV = 0, kInt8KV = 1 };
 
-enum WeightLayout : int32_t { kDenseF32 = 0, kDenseBF16 = 1, kInt8 = 2, kInt4 = 3 };
+enum WeightLayout : int32_t { kDenseF32 = 0, kDenseBF16 = 1, kInt8 = 2, kInt4 = 3, kCoded = 4 };
 
 // What becomes of a linear's result before it is stored.
 enum Epilogue : int32_t {
@@ -23,18 +23,41 @@ enum Epilogue : int32_t {
   kSiluMul = 2,      // result holds gate and up, interleaved by the packing: out = silu(gate) * up
 };
 
+// What the codes of a checkpoint mean; coded/coded.h has the formula.
+struct CodeFormat {
+  int32_t width;        // bits of a code: 4, 5, 6 or 8
+  int32_t zero;         // what is subtracted from each code's value
+  int32_t block;        // inputs that share factors: 256, or 0 where groups have 16-bit numbers
+  int32_t has_bf16;     // these are bf16, else fp16
+  int32_t has_zeros;    // groups have a zero each, instead of `zero`
+  int32_t has_offsets;  // groups have an offset each
+  int32_t row_dtype;    // DType of rows that are unpacked
+  int32_t reserved;
+  const int8_t* table;         // [16] values of codes of 4 bits, or null
+  const int32_t* input_order;  // [K] the input of x that meets input k of ours; null: as they come
+};
+
+// Rows of a checkpoint's codes, [R, K], to be packed; G groups and B blocks of 256 a row.
+struct CodeRows {
+  const uint8_t* codes;
+  const void* scales;       // [R, G] of 16 bits; int8 where there are factors
+  const void* seconds;      // [R, G] zeros or offsets of 16 bits; uint8 offsets, or null
+  const uint16_t* factors;  // [R, B, 2] fp16, of scales and of offsets, or null
+};
+
 // A linear's weights as the kernels read them; linear.h describes the layout.
 struct Weights {
   int32_t format;       // WeightLayout
   int32_t num_outputs;  // N, as packed: gate and up together for kSiluMul
   int32_t num_inputs;   // K
-  int32_t group_size;   // kInt4: inputs that share a scale; else 0
+  int32_t group_size;   // kInt4, kCoded: inputs that share a scale; else 0
   int32_t interleave;   // outputs of gate, then as many of up, alternate in the packing; 0: no
   int32_t reserved;
   const void* weights;
   const float* scales;   // kInt8: [N]; kInt4: as linear.h says; else null
   const int32_t* sums;   // kInt8: [N], each output's sum of weights; else null
   const float* bias;     // [N] in the packed order, or null
+  const CodeFormat* coding;  // kCoded; kInt8 whose rows are unpacked: its row_dtype alone
 };
 
 // One layer's attention: what it computes, and where its K and V lie.

@@ -2,10 +2,11 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 14
+#define QUIRE_ABI_VERSION 15
 
 namespace quire {
 struct AttentionLayer;
+struct CodeRows;
 struct ExpertsLayer;
 struct GatedDelta;
 struct LinearsByHead;
@@ -36,6 +37,12 @@ int64_t quire_packed_bytes(const quire::Weights* linear);
 int64_t quire_num_scales(const quire::Weights* linear);
 void quire_pack_rows(int32_t isa, const quire::Weights* linear, const void* rows,
                      int32_t rows_dtype, int64_t ld, int64_t first, int64_t num_rows);
+void quire_pack_codes(const quire::Weights* linear, const quire::CodeRows* rows, int64_t first,
+                      int64_t num_rows);
+int32_t quire_pack_blocks(const quire::Weights* linear, int32_t type, const void* rows,
+                          int64_t row_bytes, int64_t first, int64_t num_rows);
+void quire_pack_int8(const quire::Weights* linear, const void* rows, const float* scales,
+                     int64_t first, int64_t num_rows);
 void quire_clear_padding(const quire::Weights* linear);
 void quire_unpack_rows(const quire::Weights* linear, const int64_t* outputs, int64_t num_rows,
                        void* rows, int64_t ld);

@@ -17,6 +17,8 @@ void multiply_groups(Pool& pool, const LinearCall& call) {
       return linear_int8(pool, call);
     case kInt4:
       return linear_int4(pool, call);
+    case kCoded:
+      return linear_coded(pool, call);
   }
 }
 

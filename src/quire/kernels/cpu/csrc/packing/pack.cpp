@@ -6,6 +6,7 @@
 
 #include "linear/linear.h"
 #include "linear/linear_int4.h"
+#include "packing/halves.h"
 
 namespace quire {
 namespace {
@@ -14,23 +15,9 @@ int64_t units_per_panel(const Weights& linear) {
   return linear.format == kDenseBF16 ? divide_up(linear.num_inputs, 2) : linear.num_inputs;
 }
 
-float widened(uint16_t bits) {
-  const uint32_t wide = uint32_t(bits) << 16;
-  float x;
-  std::memcpy(&x, &wide, 4);
-  return x;
-}
-
-uint16_t narrowed(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
-  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 uint16_t as(uint16_t x, uint16_t) { return x; }
-float as(uint16_t x, float) { return widened(x); }
-uint16_t as(float x, uint16_t) { return narrowed(x); }
+float as(uint16_t x, float) { return from_bf16(x); }
+uint16_t as(float x, uint16_t) { return to_bf16(x); }
 float as(float x, float) { return x; }
 uint32_t as(uint32_t x, uint32_t) { return x; }
 
@@ -122,6 +109,7 @@ void clear_dense(const Weights& linear) {
 int64_t packed_bytes(const Weights& linear) {
   if (linear.format == kInt8) return packed_bytes_int8(linear);
   if (linear.format == kInt4) return num_panels(linear) * 2 * int4_unit_bytes(linear);
+  if (linear.format == kCoded) return packed_bytes_coded(linear);
   return dense_bytes(linear);
 }
 
@@ -143,11 +131,14 @@ void pack_rows(const Weights& linear, const void* rows, DType rows_dtype, int64_
 void clear_padding(const Weights& linear) {
   if (linear.format == kInt8) return clear_padding_int8(linear);
   if (linear.format == kInt4) return clear_padding_int4(linear);
+  if (linear.format == kCoded) return clear_padding_coded(linear);
   clear_dense(linear);
 }
 
 void unpack_rows(const Weights& linear, const int64_t* outputs, int64_t num_rows, void* rows,
                  int64_t ld) {
+  if (linear.format == kCoded) return unpack_rows_coded(linear, outputs, num_rows, rows, ld);
+  if (linear.format == kInt8) return unpack_rows_int8(linear, outputs, num_rows, rows, ld);
   if (linear.format == kDenseBF16)
     unpack_dense(linear, outputs, num_rows, static_cast<uint16_t*>(rows), ld);
   else

@@ -17,13 +17,26 @@ int64_t num_scales(const Weights&);
 // checkpoint: all of gate, then all of up, where the linear interleaves. Weights of padding are
 // zeroed by `clear_padding`, once. scales and sums are filled through pointers const to kernels.
 // Calls for different rows may run at once. Of all formats but kInt4, which is
-// `Kernels::round_int4`'s.
+// `Kernels::round_int4`'s, and kCoded, which takes no numbers.
 void pack_rows(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                int64_t num_rows);
 void clear_padding(const Weights&);
 
-// The inverse for dense formats: output `first` ... as rows in the packed dtype (fp32, bf16); for
-// an embedding that shares a tied head's weights, and for tests.
+// Stores codes as they are, for kCoded; else as pack_rows.
+void pack_codes(const Weights&, const CodeRows& rows, int64_t first, int64_t num_rows);
+
+// The same from blocks of a GGUF file, whose numbers become codes without rounding. type: ggml's
+// number of the blocks' format; row_bytes: from a row to the next. False: it has no layout.
+bool pack_blocks(const Weights&, int32_t type, const uint8_t* rows, int64_t row_bytes,
+                 int64_t first, int64_t num_rows);
+
+// Stores weights that are int8 already, [num_rows, K], with a scale each, for kInt8; else as
+// pack_rows.
+void pack_int8(const Weights&, const int8_t* rows, const float* scales, int64_t first,
+               int64_t num_rows);
+
+// The inverse for dense formats, kCoded and kInt8 with a coding: the given outputs as rows in the
+// packed dtype (fp32, bf16), or in CodeFormat::row_dtype; for embeddings, and for tests.
 void unpack_rows(const Weights&, const int64_t* outputs, int64_t num_rows, void* rows, int64_t ld);
 
 // The same by format; pack.cpp dispatches to them.
@@ -32,5 +45,11 @@ int64_t num_scales_int8(const Weights&);
 void pack_rows_int8(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                     int64_t num_rows);
 void clear_padding_int8(const Weights&);
+void unpack_rows_int8(const Weights&, const int64_t* outputs, int64_t num_rows, void* rows,
+                      int64_t ld);
+int64_t packed_bytes_coded(const Weights&);  // pack_coded.cpp
+void clear_padding_coded(const Weights&);
+void unpack_rows_coded(const Weights&, const int64_t* outputs, int64_t num_rows, void* rows,
+                       int64_t ld);
 
 }  // namespace quire

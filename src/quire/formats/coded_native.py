@@ -1,0 +1,130 @@
+"""Keeps a checkpoint's codes as the native CPU kernels multiply them.
+
+`kernels.cpu.coded` has forms and packing; the products are those of `formats.coded`, to the bit
+where the processor has fused multiply-adds. Called by `formats.coded`.
+"""
+
+import ctypes
+
+import torch
+
+from quire.formats.codes import CodedRows, Codes, Coding
+from quire.formats.packed import PackedMethod, packed
+from quire.formats.weight_format import LinearModule
+from quire.kernels.cpu.coded.coded_linear import CodedLinear, GivenInt8Linear
+from quire.kernels.cpu.coded.forms import BLOCK_TYPES, CodedForm, coding_struct, weights_struct
+from quire.kernels.cpu.abi import WeightLayout
+from quire.kernels.cpu.library import NativeKernels
+
+_LARGEST_GROUP = 128
+
+
+def native_coded_method(kernels: NativeKernels, coding: Coding) -> PackedMethod | None:
+    """None: there is no layout for the coding."""
+    if coding.is_int8:
+        return GivenInt8Method(kernels)
+    form = _form_of(coding)
+    return CodedMethod(kernels, coding, form) if form.has_kernels else None
+
+
+class CodedMethod(PackedMethod):
+    """Codes and their groups' numbers in the kernels' layout, bias in fp32."""
+
+    def __init__(self, kernels: NativeKernels, coding: Coding, form: CodedForm) -> None:
+        """form: the coding's."""
+        super().__init__(kernels)
+        self._coding, self._form = coding, form
+        order = coding.input_order
+        self._order = None if order is None else order.inputs()
+
+    def takes_codes_of(self, index: int) -> bool:
+        return True
+
+    def _make_packing(
+        self, linear: LinearModule, has_bias: bool, dtype: torch.dtype
+    ) -> CodedLinear:
+        weights = CodedLinear(
+            self._form,
+            linear.output_size,
+            linear.input_size,
+            interleave=linear.part_sizes[0] if linear.gated else 0,
+            has_bias=has_bias,
+            dtype=dtype,
+        )
+        if self._order is not None:
+            weights.set_input_order(self._order)
+        return weights
+
+    def load_codes(self, linear: LinearModule, index: int, first_row: int, rows: CodedRows) -> None:
+        weights, start = packed(linear), linear.part_start(index) + first_row
+        assert isinstance(weights, CodedLinear)
+        if rows.blocks is not None and rows.blocks[0] in BLOCK_TYPES:
+            weights.pack_blocks(*rows.blocks, start)
+            return
+        codes = rows.codes()
+        weights.pack_codes(codes.codes, *self._numbers(codes), codes.factors, start)
+
+    def _numbers(self, codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scales and, where there are, zeros or offsets, of the form's groups."""
+        scales, seconds = codes.scales, codes.offsets
+        if codes.zeros is not None:
+            seconds = codes.zeros.to(self._form.scale_dtype)
+        if self._coding.group_size == self._form.group_size:
+            return scales, seconds
+        size = self._coding.group_size or codes.codes.shape[1]
+        num_groups = -(-codes.codes.shape[1] // self._form.group_size)
+        group_of = torch.arange(num_groups) * self._form.group_size // size
+        return scales[:, group_of], None if seconds is None else seconds[:, group_of]
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+        coding = coding_struct(self._form, None, dtype)
+        struct = weights_struct(self._form, coding, num_outputs, num_inputs)
+        num_bytes: int = self._kernels.library.packed_bytes(ctypes.byref(struct))
+        return num_bytes
+
+
+class GivenInt8Method(PackedMethod):
+    """Levels and scales that the checkpoint has: codes of which `Coding.is_int8`."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        super().__init__(kernels, WeightLayout.INT8)
+
+    @property
+    def is_exact(self) -> bool:
+        return True
+
+    def takes_codes_of(self, index: int) -> bool:
+        return True
+
+    def _make_packing(
+        self, linear: LinearModule, has_bias: bool, dtype: torch.dtype
+    ) -> GivenInt8Linear:
+        return GivenInt8Linear(
+            linear.output_size,
+            linear.input_size,
+            interleave=linear.part_sizes[0] if linear.gated else 0,
+            has_bias=has_bias,
+            dtype=dtype,
+        )
+
+    def load_codes(self, linear: LinearModule, index: int, first_row: int, rows: CodedRows) -> None:
+        codes = rows.codes()
+        levels = (codes.codes ^ 0x80).view(torch.int8)
+        packed(linear).pack_int8(levels, codes.scales[:, 0], linear.part_start(index) + first_row)
+
+
+def _form_of(coding: Coding) -> CodedForm:
+    """Groups of more inputs than the kernels round x by are several with the same numbers."""
+    size = coding.group_size
+    if size == 0 or (size > _LARGEST_GROUP and size % _LARGEST_GROUP == 0):
+        size = _LARGEST_GROUP
+    return CodedForm(
+        coding.width,
+        size,
+        coding.zero,
+        coding.block_size,
+        coding.scale_dtype,
+        coding.has_zeros,
+        coding.has_offsets,
+        coding.table,
+    )

@@ -1,0 +1,1 @@
+"""Weights as a checkpoint's codes, packed for the native kernels."""

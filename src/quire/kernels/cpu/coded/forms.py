@@ -1,0 +1,110 @@
+"""What codes mean that the native kernels multiply, and blocks of GGUF files that they read.
+
+`csrc/coded/coded.h` has the formula.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from quire.kernels.cpu import abi
+from quire.kernels.cpu.abi import DTYPES, WeightLayout
+
+BLOCK_SIZE = 256
+FLAT_WIDTHS = (4, 5, 8)
+FLAT_GROUPS = (32, 64, 128)
+TWO_LEVEL_FORMS = ((4, 16), (4, 32), (5, 32), (6, 16))
+"""(width, group size)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodedForm:
+    """What the codes of a linear mean. See `abi.h`, struct CodeFormat.
+
+    table: sixteen values of codes of four bits, each from -128 to 127; None: codes are their own.
+    """
+
+    width: int
+    group_size: int
+    zero: int = 0
+    block: int = 0
+    scale_dtype: torch.dtype = torch.float16
+    has_zeros: bool = False
+    has_offsets: bool = False
+    table: tuple[int, ...] | None = None
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the library multiplies this form."""
+        if self.table is not None and (self.width, len(self.table), self.has_zeros) != (
+            *(4, 16),
+            False,
+        ):
+            return False
+        if self.has_zeros and (self.has_offsets or self.zero or self.block):
+            return False
+        if self.block:
+            is_known = (self.width, self.group_size) in TWO_LEVEL_FORMS
+            has_table = self.table is not None
+            return (
+                self.block == BLOCK_SIZE and is_known and (not has_table or self.group_size == 32)
+            )
+        is_half = self.scale_dtype in (torch.float16, torch.bfloat16)
+        return self.width in FLAT_WIDTHS and self.group_size in FLAT_GROUPS and is_half
+
+
+class BlockType(NamedTuple):
+    """A block of a GGUF file. number: ggml's of its format; size: inputs of a block."""
+
+    number: int
+    size: int
+    num_bytes: int
+
+
+BLOCK_TYPES = {
+    "Q4_0": BlockType(2, 32, 18),
+    "Q4_1": BlockType(3, 32, 20),
+    "Q5_0": BlockType(6, 32, 22),
+    "Q5_1": BlockType(7, 32, 24),
+    "Q8_0": BlockType(8, 32, 34),
+    "Q2_K": BlockType(10, 256, 84),
+    "Q3_K": BlockType(11, 256, 110),
+    "Q4_K": BlockType(12, 256, 144),
+    "Q5_K": BlockType(13, 256, 176),
+    "Q6_K": BlockType(14, 256, 210),
+    "IQ4_NL": BlockType(20, 32, 18),
+    "IQ4_XS": BlockType(23, 256, 136),
+    "MXFP4": BlockType(39, 32, 17),
+}
+"""That `CodedLinear.pack_blocks` takes, by their names."""
+
+
+def coding_struct(
+    form: CodedForm, table: torch.Tensor | None, dtype: torch.dtype
+) -> abi.CodeFormat:
+    """table [16] int8, which the caller keeps alive. dtype: of unpacked rows."""
+    return abi.CodeFormat(
+        width=form.width,
+        zero=form.zero,
+        block=form.block,
+        has_bf16=form.scale_dtype is torch.bfloat16,
+        has_zeros=form.has_zeros,
+        has_offsets=form.has_offsets,
+        row_dtype=DTYPES[dtype],
+        table=None if table is None else table.data_ptr(),
+    )
+
+
+def weights_struct(
+    form: CodedForm, coding: abi.CodeFormat, num_outputs: int, num_inputs: int
+) -> abi.Weights:
+    """Of a linear that has no memory yet. coding: which the caller keeps alive."""
+    return abi.Weights(
+        format=WeightLayout.CODED,
+        num_outputs=num_outputs,
+        num_inputs=num_inputs,
+        group_size=form.group_size,
+        coding=ctypes.addressof(coding),
+    )

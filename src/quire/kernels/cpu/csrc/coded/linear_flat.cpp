@@ -1,0 +1,105 @@
+// Linears of coded weights whose groups have 16-bit scales of their own.
+//
+// Layout and formula: coded.h; activations: quantize_groups.h. For a row m and an output n, group
+// after group,
+//
+//   dot     = sum over the group of (value(c[n, k]) - zero) q[m, k]     exact, below 2^24
+//   result += dot * round(scale[n, g] * x_scale[m, g])                  one rounding (fma)
+//   result -= offset[n, g] * round(x_scale[m, g] * (sum of q))          one rounding (fma)
+//
+// all in fp32, but for integers in dot.
+#include "coded/coded_task.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+template <CodeKind kKind>
+struct Flat {
+  // A row takes two registers: the group's sum and the result.
+  static constexpr int kMaxRows = kIntLanes == 16 ? 12 : 4;
+
+  template <int R>
+  static void multiply(const UnitProduct& call, Prefetch prefetch) {
+    prefetch.spread(call.num_stretches * (kUnitOutputs / kIntLanes));
+    for (int lane = 0; lane < kUnitOutputs; lane += kIntLanes) {
+      DotFloats results[R] = {};
+      const uint8_t *stretch = call.unit, *x = call.x;
+      for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
+        prefetch.step();
+        const uint8_t* chunks = stretch + call.layout.codes + lane * 4;
+        for (int g = 0; g < 2; ++g) {
+          const int64_t at = g * kHalvesBytes + lane * 2;
+          add_group<R>(call, stretch + at, chunks, x, results);
+          chunks += call.linear.group_size / kChunkInputs * Chunk<kKind>::kBytes;
+          x += sizeof(FlatHeader) + call.linear.group_size * sizeof(DotElement);
+        }
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+        std::memcpy(call.results + r * kPanelOutputs + lane, &results[r], sizeof results[r]);
+    }
+  }
+
+  // numbers: the group's scales; its seconds are as far on as the stretch's are.
+  template <int R>
+  static void add_group(const UnitProduct& call, const uint8_t* numbers, const uint8_t* chunks,
+                        const uint8_t* x, DotFloats (&results)[R]) {
+    const CodeFormat& coding = *call.linear.coding;
+    DotInts sums[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+      sums[r] = all_lanes(x + r * call.ld + offsetof(FlatHeader, correction));
+    const uint8_t* q = x + sizeof(FlatHeader);
+    for (int64_t k = 0; k < call.linear.group_size; k += kChunkInputs) {
+      add_quads<0, 8, R>(Chunk<kKind>(chunks, call.table), q, call.ld, sums);
+      chunks += Chunk<kKind>::kBytes;
+      q += kChunkInputs * sizeof(DotElement);
+    }
+    const DotFloats scale = widen(numbers, coding);
+    if (coding.has_zeros != 0) {
+      const DotFloats below = -widen(numbers + call.layout.seconds, coding);
+      return add_scaled<R>(sums, below, scale, x, call.ld, results);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+      results[r] = multiply_add(to_floats(sums[r]), scale * x_scale(x + r * call.ld), results[r]);
+    if (coding.has_offsets == 0) return;
+    const DotFloats below = -widen(numbers + call.layout.seconds, coding);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+      results[r] = multiply_add(below, x_sum(x + r * call.ld), results[r]);
+  }
+
+  // Where each group of an output has a zero: dot = sum - zero * (sum of q), which is exact too.
+  template <int R>
+  static void add_scaled(const DotInts (&sums)[R], DotFloats below, DotFloats scale,
+                         const uint8_t* x, int64_t ld, DotFloats (&results)[R]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const DotFloats dot = multiply_add(below, x_sum(x + r * ld), to_floats(sums[r]));
+      results[r] = multiply_add(dot, scale * x_scale(x + r * ld), results[r]);
+    }
+  }
+
+  static DotFloats widen(const uint8_t* numbers, const CodeFormat& coding) {
+    return coding.has_bf16 != 0 ? widen_bf16(numbers) : widen_fp16(numbers);
+  }
+  static DotFloats x_scale(const uint8_t* x) {
+    return all_lanes_float(x + offsetof(FlatHeader, scale));
+  }
+  static DotFloats x_sum(const uint8_t* x) {
+    return all_lanes_float(x + offsetof(FlatHeader, sum));
+  }
+};
+
+}  // namespace
+
+void linear_flat(Pool& pool, const LinearCall& call) {
+  const CodeFormat& coding = *call.any().coding;
+  if (coding.table != nullptr) return multiply_coded<Flat<CodeKind::kTable>>(pool, call);
+  if (coding.width == 4) return multiply_coded<Flat<CodeKind::k4>>(pool, call);
+  if (coding.width == 5) return multiply_coded<Flat<CodeKind::k5>>(pool, call);
+  return multiply_coded<Flat<CodeKind::k8>>(pool, call);
+}
+
+}  // namespace quire::QUIRE_ISA

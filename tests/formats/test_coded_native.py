@@ -1,0 +1,150 @@
+"""Native linears of codes against torch's of the same codes, loaded in odd slices, and blocks of
+GGUF files against their codes."""
+
+import pytest
+import torch
+from tests.formats.coded_samples import CODINGS, random_codes
+
+from quire.formats.coded import CodedMethods, CodedTorchMethod
+from quire.formats.codes import Codes, Coding, PlainCodedRows
+from quire.formats.packed import packed
+from quire.formats.weight_format import LinearMethod, LinearModule
+from quire.hub.gguf.storage_types import STORAGE_TYPES
+from quire.kernels.cpu.coded.forms import BLOCK_TYPES
+from quire.kernels.cpu.library import NativeKernels
+from quire.models.checkpoints.gguf.decoding import CODED_TYPES, BlockRows
+
+CPU = torch.device("cpu")
+STORAGES = {each.name: each for each in STORAGE_TYPES.values() if each.name in BLOCK_TYPES}
+
+
+def _method(kernels: NativeKernels, coding: Coding) -> LinearMethod:
+    method = CodedMethods(kernels).of(coding)
+    assert method is not None and method.takes_codes_of(0)
+    return method
+
+
+def _linear(method: LinearMethod, codes: Codes, sizes: tuple[int, ...], **options) -> LinearModule:
+    linear = LinearModule(codes.codes.shape[1], sizes, has_bias=True, **options)
+    method.create(linear, True, torch.float32, CPU)
+    for index, size in enumerate(sizes):
+        start = linear.part_start(index)
+        for first in reversed(range(0, size, 7)):
+            end = min(first + 7, size)
+            part = PlainCodedRows(codes.rows(start + first, start + end))
+            method.load_codes(linear, index, first, part)
+        method.load_part(linear, "bias", index, 0, torch.arange(start, start + size) * 0.1)
+    method.finish(linear)
+    return linear
+
+
+def _x(rows: int, inputs: int) -> torch.Tensor:
+    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1))
+
+
+def _close(kernels: NativeKernels, result: torch.Tensor, expected: torch.Tensor) -> None:
+    """To the bit, but for one more rounding of each term without fused multiply-adds."""
+    if kernels.isa != "portable":
+        assert torch.equal(result, expected)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5 * expected.abs().max())
+
+
+@pytest.mark.parametrize("coding", CODINGS.values(), ids=CODINGS)
+def test_multiplies_as_torch_does(kernels: NativeKernels, coding: Coding) -> None:
+    codes, x = random_codes(coding, 97, 768), _x(6, 768)
+    native, reference = _method(kernels, coding), CodedTorchMethod(coding)
+    linear, expected = (_linear(each, codes, (64, 33)) for each in (native, reference))
+    _close(kernels, native.apply(linear, x), reference.apply(expected, x))
+    wide = native.apply(linear, x.view(2, 3, 768).bfloat16(), torch.float32)
+    assert wide.shape == (2, 3, 97) and wide.dtype == torch.float32
+    table = native.tie(linear, torch.nn.Parameter(torch.empty(97, 768)))
+    assert table is not None
+    wanted = torch.tensor([96, 0, 40])
+    assert torch.equal(table.unpack(wanted), codes.numbers()[wanted])
+
+
+@pytest.mark.parametrize("coding", CODINGS.values(), ids=CODINGS)
+def test_memory_is_what_the_plan_says(kernels: NativeKernels, coding: Coding) -> None:
+    method = _method(kernels, coding)
+    linear = LinearModule(768, (96,), has_bias=False)
+    method.create(linear, False, torch.bfloat16, CPU)
+    num_bytes = packed(linear).num_bytes
+    assert method.num_bytes(96, 768, torch.bfloat16) == num_bytes
+    per_code = num_bytes * 8 / (96 * 768) - coding.width
+    assert 0 < per_code <= 1.0
+
+
+def test_gate_and_up_are_multiplied(kernels: NativeKernels) -> None:
+    coding = CODINGS["blocks, offsets"]
+    codes, x = random_codes(coding, 46, 512), _x(6, 512)
+    native, reference = _method(kernels, coding), CodedTorchMethod(coding)
+    linear = _linear(native, codes, (23, 23), gated=True)
+    expected = reference.silu_mul(_linear(reference, codes, (23, 23), gated=True), x)
+    torch.testing.assert_close(native.silu_mul(linear, x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [0, 256])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_larger_groups_are_several_of_ours(
+    kernels: NativeKernels, size: int, has_zeros: bool
+) -> None:
+    """x is rounded in groups of 128 inputs, as if each had numbers of its own."""
+    inputs = 512
+    parts = 1 if size == 0 else 2
+    fine = Coding("fine", 4, 128, zero=0 if has_zeros else 8, has_zeros=has_zeros)
+    coarse = Coding("coarse", 4, size, zero=fine.zero, has_zeros=has_zeros)
+    given = random_codes(Coding("drawn", 4, inputs // parts, has_zeros=has_zeros), 40, inputs)
+    repeat = inputs // parts // 128
+    zeros = None if given.zeros is None else given.zeros
+    numbers = (given.scales, zeros)
+    repeated = [None if each is None else each.repeat_interleave(repeat, 1) for each in numbers]
+    x, results = _x(5, inputs), []
+    for coding, scales, of_zeros in ((coarse, *numbers), (fine, *repeated)):
+        assert scales is not None
+        method = _method(kernels, coding)
+        linear = _linear(method, Codes(coding, given.codes, scales, of_zeros), (40,))
+        results.append(method.apply(linear, x))
+    assert torch.equal(*results)
+
+
+def test_codings_without_a_layout_have_no_method(kernels: NativeKernels) -> None:
+    for coding in (Coding("flat", 6, 32), Coding("small", 4, 16), Coding("odd", 4, 48)):
+        assert CodedMethods(kernels).of(coding) is None
+
+
+# ---- blocks of GGUF files ------------------------------------------------------------------------
+
+
+def test_all_coded_types_of_gguf_are_packed_from_their_blocks() -> None:
+    assert BLOCK_TYPES.keys() == CODED_TYPES.keys() == STORAGES.keys()
+    for name, kind in BLOCK_TYPES.items():
+        assert (kind.size, kind.num_bytes) == (
+            STORAGES[name].block_size,
+            STORAGES[name].block_bytes,
+        )
+        assert STORAGE_TYPES[kind.number].name == name
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_blocks_are_packed_as_their_codes_are(
+    kernels: NativeKernels, name: str, blocks: int
+) -> None:
+    storage = STORAGES[name]
+    coding = CODED_TYPES[name].coding
+    inputs = storage.block_size * blocks
+    generator = torch.Generator().manual_seed(blocks)
+    shape = (70, storage.block_bytes * blocks)
+    raw = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    rows = BlockRows(storage, raw)
+    method = _method(kernels, coding)
+    linears = [LinearModule(inputs, (70,), has_bias=False) for _ in range(2)]
+    for linear, given in zip(linears, (rows, PlainCodedRows(rows.codes())), strict=True):
+        method.create(linear, False, torch.float32, CPU)
+        for first in reversed(range(0, 70, 13)):
+            method.load_codes(linear, 0, first, given.rows(first, min(first + 13, 70)))
+        method.finish(linear)
+    ours, of_codes = (packed(linear).unpack(torch.arange(70)) for linear in linears)
+    assert torch.equal(ours.view(torch.int32), of_codes.view(torch.int32))
+    wanted = rows.numbers()
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=0, equal_nan=True)
