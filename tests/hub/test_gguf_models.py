@@ -61,6 +61,12 @@ def test_what_is_not_one_whole_model_is_said(hub, tmp_path):
     (tmp_path / PARTS[1]).write_bytes(START)
     with pytest.raises(CheckpointError, match=f"a later part .*name the first one, {PARTS[0]}"):
         resolve_model_folder(str(tmp_path / PARTS[1]))
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"empty\.gguf is not a whole GGUF file: it is empty"):
+        resolve_model_folder(str(tmp_path / "empty.gguf"))
+    (tmp_path / "page.gguf").write_bytes(b"<!doctype html>")
+    with pytest.raises(CheckpointError, match=r"page\.gguf is a web page, not the file itself"):
+        find_model(str(tmp_path / "page.gguf"))
     with pytest.raises(CheckpointError, match=r"there is no file 'no\.gguf' here$"):
         resolve_model_folder("no.gguf")
     with pytest.raises(CheckpointError, match=r"of the hub it would be named as a/b:c\.gguf"):

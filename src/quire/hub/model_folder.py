@@ -101,9 +101,14 @@ def _is_called_gguf(path: Path) -> bool:
 
 
 def _whole_gguf(path: Path) -> Path:
-    """The same file. Raises CheckpointError where it is not the first one of its model, or where
-    another one is missing; what is in it is for its reader to judge."""
-    return gguf_paths(path)[0] if is_gguf(path) else path
+    """The same file. Raises CheckpointError where it is not the first one of its model, where
+    another one is missing, and for one that is called so without being one."""
+    if is_gguf(path):
+        return gguf_paths(path)[0]
+    # It brings numpy, which nobody needs to find a folder.
+    from quire.hub.gguf.header import read_gguf
+
+    return read_gguf(path).path  # raises, and says what is in it
 
 
 def _refuse_what_is_no_id(name: str, folder: Path) -> None:
