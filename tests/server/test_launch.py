@@ -15,6 +15,7 @@ from dataclasses import replace
 import httpx
 import psutil
 import pytest
+from tests.embedded_gguf import write_embedded_gguf
 from tests.engine_client.fake_engine_process import COMMAND as FAKE
 from tests.server.launching import WAIT_S, launched
 
@@ -329,6 +330,18 @@ def test_a_line_that_cannot_be_written_ends_nothing():
     with open("/dev/full", "w") as full:
         _say("lost", full)
         _say("lost as well", full)  # and closing it, which flushes, raises nothing either
+
+
+def test_a_gguf_file_is_served_by_its_stem_with_its_own_tokenizer_and_template(tmp_path):
+    path = write_embedded_gguf(tmp_path / "tiny-BF16.gguf")
+    plan = make_plan({"model": str(path)}, ServerConfig())
+    assert plan.model_names == ("tiny-BF16",)
+    assert (plan.options.model, plan.options.revision) == (str(path), None)
+    assert plan.files.chat_template.exists
+    folder = make_plan({}, ServerConfig()).files.tokenizer
+    assert plan.files.tokenizer.encode("def f(x):") == folder.encode("def f(x):")
+    named = make_plan({"model": str(path)}, ServerConfig(served_model_name=("mine",)))
+    assert named.model_names == ("mine",)
 
 
 def test_weights_that_are_not_here_are_the_engines_to_fetch(monkeypatch, tmp_path):
