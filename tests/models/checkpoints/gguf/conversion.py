@@ -73,13 +73,14 @@ def convert(conversion: Conversion, config: Any, model: Any, path: Path) -> Path
 def metadata(conversion: Conversion, config: Any) -> dict[str, Any]:
     """With the fields that llama.cpp writes for all."""
     prefix = conversion.architecture
-    rope = config.rope_parameters or {}
+    config.allow_global_per_layer_attribute_access = True
+    rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     fields = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": getattr(config, "num_key_value_heads", None),
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
@@ -123,8 +124,11 @@ def _saved(model: Any) -> Tensors:
 
 
 def _stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    is_plain = tensor.dim() < 2 or "ffn_gate_inp" in name
+    is_plain = tensor.dim() < 2 or any(word in name for word in _PLAIN)
     return tensor.float() if is_plain else tensor.to(torch.bfloat16)
+
+
+_PLAIN = ("ffn_gate_inp", "ssm_a", "ssm_d", "ssm_conv1d", "ssm_norm")
 
 
 def permuted(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

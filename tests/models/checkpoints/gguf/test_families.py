@@ -6,7 +6,8 @@ import pytest
 import torch
 from tests.gguf_writer import write_gguf
 from tests.models.checkpoints.gguf.conversion import Conversion, convert, metadata, random_model
-from tests.models.checkpoints.gguf.conversions import CONVERSIONS, OTHER_LLAMA_3, rope_freqs
+from tests.models.checkpoints.gguf.conversions import CONVERSIONS, OTHER_LLAMA_3
+from tests.models.checkpoints.gguf.converters import rope_freqs
 
 from quire.errors import UnsupportedModelError
 from quire.layers.rotary import LongRope

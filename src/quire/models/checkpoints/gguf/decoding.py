@@ -6,11 +6,13 @@ for the sign and payload of NaNs. Called by `gguf_files`.
 Shapes: R rows, I inputs, B blocks in a row.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from quire.errors import CheckpointError
-from quire.formats.codes import CodedRows, Codes, Coding
+from quire.formats.codes import CodedRows, Codes, Coding, InputOrder
 from quire.hub.gguf.storage_types import StorageType
 from quire.models.checkpoints.gguf.blocks import Array, CodedType
 from quire.models.checkpoints.gguf.k_types import K_TYPES
@@ -30,10 +32,12 @@ def plain_dtype(storage: StorageType) -> torch.dtype | None:
     return _DTYPES.get(storage.name)
 
 
-def coding_of(storage: StorageType) -> Coding | None:
-    """How rows of the type are coded; None: `BlockRows` can't be made of them."""
+def coding_of(storage: StorageType, inputs: torch.Tensor | None = None) -> Coding | None:
+    """How rows of the type are coded; None: no `BlockRows` are made of them. inputs: see there."""
     coded = CODED_TYPES.get(storage.name)
-    return None if coded is None else coded.coding
+    if coded is None or inputs is None:
+        return None if coded is None else coded.coding
+    return replace(coded.coding, input_order=InputOrder.of(inputs))
 
 
 def numbers(storage: StorageType, raw: torch.Tensor) -> torch.Tensor:
@@ -56,16 +60,22 @@ def numbers(storage: StorageType, raw: torch.Tensor) -> torch.Tensor:
 
 
 class BlockRows(CodedRows):
-    """Rows as the file has them. raw: [R, bytes] uint8, one row's blocks side by side."""
+    """Rows as the file has them. raw: [R, bytes] uint8, one row's blocks side by side. inputs: the
+    input that each column meets; None: they are in order."""
 
-    def __init__(self, storage: StorageType, raw: torch.Tensor) -> None:
+    def __init__(
+        self, storage: StorageType, raw: torch.Tensor, inputs: torch.Tensor | None = None
+    ) -> None:
         """storage: a type of which `coding_of` knows the coding."""
         self.storage = storage
         self.raw = raw
+        self.inputs = inputs
 
     @property
     def coding(self) -> Coding:
-        return CODED_TYPES[self.storage.name].coding
+        coding = coding_of(self.storage, self.inputs)
+        assert coding is not None
+        return coding
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -111,7 +121,7 @@ class BlockRows(CodedRows):
         return torch.from_numpy(np.ascontiguousarray(values)).view(len(self.raw), -1)
 
     def rows(self, start: int, stop: int) -> "BlockRows":
-        return BlockRows(self.storage, self.raw[start:stop])
+        return BlockRows(self.storage, self.raw[start:stop], self.inputs)
 
     def picked(self, rows: torch.Tensor) -> "BlockRows":
-        return BlockRows(self.storage, self.raw[rows])
+        return BlockRows(self.storage, self.raw[rows], self.inputs)

@@ -7,6 +7,7 @@ mean is in `families`. Called by `gguf_files`, and by the translations of config
 import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,20 @@ class GGUFModel:
         with self.raw(name, 0, info.num_bytes) as raw:
             return numbers(info.storage, raw.view(-1, info.row_bytes)).view(info.shape)
 
+    def stacks(self, name: str, span: range) -> torch.Tensor:
+        """Entries of a tensor's first dimension, fp32, of a tensor with at least two."""
+        info = self.info(name)
+        rows_of_one = prod(info.shape[1:-1])
+        start, end = (at * rows_of_one * info.row_bytes for at in (span.start, span.stop))
+        with self.raw(name, start, end - start) as raw:
+            found = numbers(info.storage, raw.view(-1, info.row_bytes))
+        return found.view(len(span), *info.shape[1:])
+
     def small_numbers(self, name: str) -> list[float]:
         """Of a tensor that says something of the model; empty where it is not there."""
         if name not in self._files:
             return []
-        count = int(np.prod(self.info(name).shape, dtype=object))
+        count = prod(self.info(name).shape)
         if count > _MAX_SMALL_NUMBERS:
             raise broken(self.path, f"its tensor {shown_name(name)} has {count} numbers")
         return [_shortest(each) for each in self.numbers(name).flatten().tolist()]

@@ -6,7 +6,7 @@ Called by `gguf_files`; `tensor_map` makes them.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -46,13 +46,15 @@ class StoredRows(TensorPlace):
 
     name: of the tensor. start: which of its rows is the first, where all its dimensions but those
     behind the first of `shape` are one. order: which of the rows from there on each of these is;
-    None: they are in order.
+    None: they are in order. inputs: of a matrix, the input that each stored column meets; None:
+    likewise.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int = 0
     order: torch.Tensor | None = None
+    inputs: torch.Tensor | None = None
 
     def dtype(self, model: GGUFModel) -> torch.dtype:
         return plain_dtype(model.info(self.name).storage) or torch.float32
@@ -60,10 +62,14 @@ class StoredRows(TensorPlace):
     def coding(self, model: GGUFModel) -> Coding | None:
         storage = model.info(self.name).storage
         is_matrix = len(self.shape) == 2 and self.shape[1] % storage.block_size == 0
-        return coding_of(storage) if is_matrix else None
+        return coding_of(storage, self.inputs) if is_matrix else None
 
     def lend(self, model: GGUFModel, span: range) -> Iterator[torch.Tensor]:
         info = model.info(self.name)
+        if self.inputs is not None:
+            with contextmanager(replace(self, inputs=None).lend)(model, span) as rows:
+                yield torch.empty_like(rows).index_copy_(1, self.inputs, rows)
+            return
         row_size = prod(self.shape[1:])
         shape = (len(span), *self.shape[1:])
         if row_size % info.storage.block_size:  # rows don't begin where blocks do
@@ -81,7 +87,7 @@ class StoredRows(TensorPlace):
     def lent_codes(self, model: GGUFModel, span: range) -> Iterator[CodedRows]:
         """Of a tensor with a coding."""
         with self.lent_bytes(model, span) as raw:
-            yield BlockRows(model.info(self.name).storage, raw)
+            yield BlockRows(model.info(self.name).storage, raw, self.inputs)
 
     @contextmanager
     def lent_bytes(self, model: GGUFModel, span: range) -> Iterator[torch.Tensor]:
@@ -103,6 +109,40 @@ class StoredRows(TensorPlace):
         if self.order is None:
             return torch.arange(span.start, span.stop) + self.start
         return self.order[span.start : span.stop] + self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """A tensor that is made of several stacked ones.
+
+    sources: of a layer's. num_rows: that each stack becomes. compute: the same stacks of each of
+    the sources [n, ...] -> those rows [n, num_rows, ...].
+    """
+
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    num_rows: int
+    compute: Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CombinedStacks(TensorPlace):
+    """Where it is. names: of the sources."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    num_rows: int
+    compute: Callable[..., torch.Tensor]
+
+    def dtype(self, model: GGUFModel) -> torch.dtype:
+        return torch.float32
+
+    def lend(self, model: GGUFModel, span: range) -> Iterator[torch.Tensor]:
+        first, end = span.start // self.num_rows, -(-span.stop // self.num_rows)
+        stacks = [model.stacks(name, range(first, end)) for name in self.names]
+        rows = self.compute(*stacks).reshape(-1, *self.shape[1:])
+        start = span.start - first * self.num_rows
+        yield rows[start : start + len(span)]
 
 
 @dataclass(frozen=True, slots=True)

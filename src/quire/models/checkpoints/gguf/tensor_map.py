@@ -16,7 +16,13 @@ import torch
 from quire.errors import CheckpointError
 from quire.hub.model_files import shown_name
 from quire.models.checkpoints.gguf.gguf_model import GGUFModel
-from quire.models.checkpoints.gguf.places import Computed, StoredRows, TensorPlace
+from quire.models.checkpoints.gguf.places import (
+    Combined,
+    CombinedStacks,
+    Computed,
+    StoredRows,
+    TensorPlace,
+)
 from quire.models.checkpoints.source import refusal_of_two
 from quire.models.config_bounds import MAX_EXPERTS
 
@@ -27,36 +33,34 @@ _IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Combined:
-    """A tensor that is made of several of a layer's: `compute` of those, in this order."""
-
-    sources: tuple[str, ...]
-    shape: tuple[int, ...]
-    compute: Callable[..., torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
 class TensorRules:
     """How an architecture's tensors are a checkpoint's. Names in GGUF are without "blk.N." and,
     where not said otherwise, without ".weight" or ".bias".
 
-    layer, top: a name -> the checkpoint's, in "model.layers.N." or as it is. In `layer` a name with
+    layer, top: a name -> the checkpoint's, in its layer or as it is. In `layer` a name with
     ".weight" or ".bias" goes first, and its value is whole. A value with EXPERT is of a stacked
     tensor; of several names the tensor's rows are, in equal parts.
-    order: a name -> which of the stored rows each of the checkpoint's is.
+    sizes: a name with several in `layer` whose parts aren't equal -> their numbers of rows.
+    order: a name, with ".weight" or ".bias" or of both -> which of the stored rows each of the
+        checkpoint's is.
+    inputs: likewise -> the input that each of the stored columns meets.
     changes: a name with its parameter -> what turns the whole tensor into the checkpoint's.
-    combined: in "model.layers.N." -> of what it is made, where that is there.
+    combined: a name of the checkpoint's, in its layer -> of what it is made, where that is there.
     unused: names, with all before and behind them, of tensors that say what the config says too.
-    prefix: of layers.
+    prefix: of the checkpoint's layers, before their numbers.
+    num_layers: those behind them are left out, with all that is in them; None: there are none.
     """
 
     layer: Mapping[str, str | tuple[str, ...]]
     top: Mapping[str, str]
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     order: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
     combined: Mapping[str, Combined] = field(default_factory=dict)
     unused: frozenset[str] = frozenset()
     prefix: str = "model.layers."
+    num_layers: int | None = None
 
 
 def map_tensors(model: GGUFModel, rules: TensorRules) -> dict[str, TensorPlace]:
@@ -84,15 +88,17 @@ def _places_of(
         yield from _parts(model, rules, name, name, (f"{in_top}.{parameter}" if in_top else name,))
         return
     layer, inner = found[1], found[2]
+    if rules.num_layers is not None and int(layer) >= rules.num_layers:
+        return
+    prefix = f"{rules.prefix}{layer}."
     for whole, combined in rules.combined.items():
         if inner in combined.sources:
             if inner == combined.sources[0]:
-                yield f"{rules.prefix}{layer}.{whole}", _combined(model, combined, layer)
+                yield f"{prefix}{whole}", _combined(model, combined, layer)
             return
     targets = _targets(rules, inner)
     if targets:
-        placed = tuple(f"{rules.prefix}{layer}.{each}" for each in targets)
-        yield from _parts(model, rules, name, inner, placed)
+        yield from _parts(model, rules, name, inner, tuple(prefix + each for each in targets))
     else:
         yield name, StoredRows(name, model.shape(name))
 
@@ -120,21 +126,28 @@ def _parts(
             Computed(_changed_shape(shape, change), partial(_changed, model, name, change)),
         )
         return
-    order = rules.order.get(inner.rpartition(".")[0])
-    if order is not None and len(order) != shape[0]:
+    stem = inner.rpartition(".")[0]
+    order = rules.order.get(inner, rules.order.get(stem))
+    if order is not None and (len(order) != shape[0] or len(targets) > 1):
+        raise misshapen(model, name)
+    inputs = rules.inputs.get(inner)
+    if inputs is not None and (len(shape) != 2 or len(inputs) != shape[1]):
         raise misshapen(model, name)
     is_stacked = EXPERT in targets[0]
     if is_stacked and shape[0] > MAX_EXPERTS:
         raise misshapen(model, name)
     num_stacks, of_one = (shape[0], shape[1:]) if is_stacked else (1, shape)
-    if not of_one or of_one[0] % len(targets):
+    if not of_one:
         raise misshapen(model, name)
-    num_rows = of_one[0] // len(targets)
+    sizes = rules.sizes.get(stem, (of_one[0] // len(targets),) * len(targets))
+    if sum(sizes) != of_one[0]:
+        raise misshapen(model, name)
     for stack in range(num_stacks):
-        for part, target in enumerate(targets):
-            start = stack * of_one[0] + part * num_rows
-            place = StoredRows(name, (num_rows, *of_one[1:]), start, order)
+        start = stack * of_one[0]
+        for target, num_rows in zip(targets, sizes, strict=True):
+            place = StoredRows(name, (num_rows, *of_one[1:]), start, order, inputs)
             yield target.replace(EXPERT, str(stack)), place
+            start += num_rows
 
 
 def misshapen(model: GGUFModel, name: str) -> CheckpointError:
@@ -145,15 +158,12 @@ def misshapen(model: GGUFModel, name: str) -> CheckpointError:
     )
 
 
-def _combined(model: GGUFModel, combined: Combined, layer: str) -> Computed:
-    names = [f"blk.{layer}.{source}" for source in combined.sources]
+def _combined(model: GGUFModel, combined: Combined, layer: str) -> CombinedStacks:
+    names = tuple(f"blk.{layer}.{source}" for source in combined.sources)
     for name in names:
-        model.shape(name)  # it must be there
-
-    def compute() -> torch.Tensor:
-        return combined.compute(*map(model.numbers, names))
-
-    return Computed(combined.shape, compute)
+        if model.shape(name)[0] * combined.num_rows != combined.shape[0]:
+            raise misshapen(model, name)
+    return CombinedStacks(combined.shape, names, combined.num_rows, combined.compute)
 
 
 def _changed(model: GGUFModel, name: str, change: Change) -> torch.Tensor:

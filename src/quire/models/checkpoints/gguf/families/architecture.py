@@ -57,27 +57,27 @@ def decoder_config(model: GGUFModel, architecture: str, **difference: Any) -> di
     fields, or in place of these; without those that are None."""
     num_heads = model.integer("attention.head_count")
     hidden_size = model.integer("embedding_length")
-    head_dim = model.integer("attention.key_length", hidden_size // max(1, num_heads))
-    model.integer("attention.value_length", head_dim)
-    model.skip("vocab_size")  # the embedding's rows say it
-    shared: dict[str, Any] = {
-        "architectures": [architecture],
-        "dtype": weights_dtype(model),
-        "vocab_size": model.shape("token_embd.weight")[0],
-        "hidden_size": hidden_size,
-        "intermediate_size": model.integer("feed_forward_length"),
-        "num_hidden_layers": model.num_layers(),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": model.integer("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": model.integer("context_length"),
-        "tie_word_embeddings": "output.weight" not in model.tensors,
+    head_dim = hidden_size // max(1, num_heads)
+    head_dim = difference.get("head_dim", model.integer("attention.key_length", head_dim))
+    model.skip("vocab_size", "attention.value_length")  # which the tensors say
+    shared: dict[str, Callable[[], Any]] = {
+        "architectures": lambda: [architecture],
+        "dtype": lambda: weights_dtype(model),
+        "vocab_size": lambda: model.shape("token_embd.weight")[0],
+        "hidden_size": lambda: hidden_size,
+        "intermediate_size": lambda: model.integer("feed_forward_length"),
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": lambda: num_heads,
+        "num_key_value_heads": lambda: model.integer("attention.head_count_kv", num_heads),
+        "head_dim": lambda: head_dim,
+        "max_position_embeddings": lambda: model.integer("context_length"),
+        "tie_word_embeddings": lambda: "output.weight" not in model.tensors,
+        "rms_norm_eps": lambda: model.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": lambda: rope_parameters(model, head_dim),
     }
-    if "rms_norm_eps" not in difference:
-        shared["rms_norm_eps"] = model.number("attention.layer_norm_rms_epsilon")
-    if "rope_parameters" not in difference:
-        shared["rope_parameters"] = rope_parameters(model, head_dim)
-    fields = shared | difference
+    fields = {
+        name: difference[name] if name in difference else read() for name, read in shared.items()
+    } | difference
     return {name: value for name, value in fields.items() if value is not None}
 
 

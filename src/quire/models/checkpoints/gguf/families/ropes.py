@@ -20,9 +20,11 @@ _TOLERANCE = 1e-5  # of numbers that were computed in fp32
 _DEFAULT_BASE = 10000.0
 
 
-def rope_parameters(model: GGUFModel, head_dim: int) -> dict[str, Any]:
+def rope_parameters(
+    model: GGUFModel, head_dim: int, *, log_multiplier: float = 0.1
+) -> dict[str, Any]:
     """In the form of transformers 5. head_dim: of q and k; where fewer numbers of a head rotate,
-    `partial_rotary_factor` says it."""
+    `partial_rotary_factor` says it. log_multiplier: what YaRN's is of mscale_all_dim."""
     found: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": model.number("rope.freq_base", _DEFAULT_BASE),
@@ -35,7 +37,7 @@ def rope_parameters(model: GGUFModel, head_dim: int) -> dict[str, Any]:
         factor = model.number("rope.scaling.factor", model.number("rope.scale_linear", 1.0))
         found |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
-        found |= _yarn(model)
+        found |= _yarn(model, log_multiplier)
     elif kind not in ("none", "longrope"):
         raise UnsupportedModelError(
             f"{model.path}: the rope's scaling is {shown(kind)}, but only none, linear, yarn and "
@@ -51,7 +53,7 @@ def partial_factor(rotary_dim: int, head_dim: int) -> float:
     return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)
 
 
-def _yarn(model: GGUFModel) -> dict[str, Any]:
+def _yarn(model: GGUFModel, log_multiplier: float) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": model.number("rope.scaling.factor"),
@@ -66,9 +68,8 @@ def _yarn(model: GGUFModel) -> dict[str, Any]:
         if model.has(field):
             found[name] = model.number(field)
     if model.has("rope.scaling.yarn_log_multiplier"):
-        # A tenth of mscale_all_dim. The other, mscale, isn't stored: published models have both
-        # alike.
-        scale = round(10 * model.number("rope.scaling.yarn_log_multiplier"), 6)
+        # The other one, mscale, isn't stored: published models have both alike.
+        scale = round(model.number("rope.scaling.yarn_log_multiplier") / log_multiplier, 6)
         found |= {"mscale": scale, "mscale_all_dim": scale}
     return found
 
@@ -80,15 +81,9 @@ def _stretched(model: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any
         model.small_numbers(f"rope_factors_{length}.weight") for length in ("long", "short")
     )
     if long or short:
-        return {
-            "rope_type": "longrope",
-            "long_factor": long,
-            "short_factor": short,
-            "original_max_position_embeddings": model.integer(
-                "rope.scaling.original_context_length", model.integer("context_length")
-            ),
-            "attention_factor": model.number("rope.scaling.attn_factor", 1.0),
-        }
+        return {"rope_type": "longrope", "long_factor": long, "short_factor": short} | (
+            _long_scale(model)
+        )
     model.skip("rope.scaling.original_context_length", "rope.scaling.attn_factor")
     if not factors:
         return {}
@@ -106,6 +101,18 @@ def _stretched(model: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any
         "original_max_position_embeddings": model.integer("context_length"),
         "attention_factor": 1.0,
     }
+
+
+def _long_scale(model: GGUFModel) -> dict[str, Any]:
+    """What LongRoPE multiplies by, where it isn't what follows from the two lengths."""
+    length = model.integer("context_length")
+    original = model.integer("rope.scaling.original_context_length", length)
+    scale = model.number("rope.scaling.attn_factor", 1.0)
+    found: dict[str, Any] = {"original_max_position_embeddings": original}
+    usual = 1.0
+    if length > original > 1:
+        usual = math.sqrt(1 + math.log(length / original) / math.log(original))
+    return found if abs(scale - usual) <= _TOLERANCE else found | {"attention_factor": scale}
 
 
 def llama3_factors(

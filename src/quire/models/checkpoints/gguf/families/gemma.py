@@ -1,0 +1,201 @@
+"""Gemma 2, 3 and 4: config and tensors.
+
+llama.cpp adds the one to Gemma 2's and 3's norms that the model adds, and of the number that scales
+scores files say nothing: it is that of the published models.
+"""
+
+from typing import Any
+
+import torch
+
+from quire.errors import UnsupportedModelError
+from quire.models.checkpoints.gguf.families.architecture import (
+    LAYER,
+    ROPE_TENSORS,
+    TOP,
+    Architecture,
+    decoder_config,
+    has_bias,
+)
+from quire.models.checkpoints.gguf.families.dense import layer_types
+from quire.models.checkpoints.gguf.families.ropes import rope_parameters
+from quire.models.checkpoints.gguf.gguf_model import GGUFModel
+from quire.models.checkpoints.gguf.tensor_map import EXPERT, TensorRules
+
+_NORMS: dict[str, str | tuple[str, ...]] = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_LARGEST = {"gemma2": 46, "gemma3": 62}
+"""The layers of the 27B models, whose scores are scaled by another number than the head's size."""
+_PATTERN = 6
+_LOCAL_THETA = 10000.0
+_NOT_TURNED = 1e29
+"""What a frequency is divided by at least, so that nothing turns."""
+
+
+def _score_size(model: GGUFModel) -> int:
+    """query_pre_attn_scalar."""
+    num_heads, num_layers = model.integer("attention.head_count"), model.num_layers()
+    hidden_size = model.integer("embedding_length")
+    if num_layers == _LARGEST[model.architecture]:
+        return hidden_size // max(1, num_heads)
+    return model.integer("attention.key_length", hidden_size // max(1, num_heads))
+
+
+def _soft_cap(model: GGUFModel, field: str) -> float | None:
+    return model.number(field, 0.0) or None
+
+
+def _gemma2(model: GGUFModel) -> dict[str, Any]:
+    config = decoder_config(
+        model,
+        "Gemma2ForCausalLM",
+        query_pre_attn_scalar=_score_size(model),
+        sliding_window=model.integer("attention.sliding_window", 4096),
+        attention_bias=has_bias(model, "attn_q"),
+    )
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    return config | {name: _soft_cap(model, name) for name in caps}
+
+
+def _gemma3(model: GGUFModel) -> dict[str, Any]:
+    size = _score_size(model)
+    window = model.integer("attention.sliding_window", 0)
+    head_dim = model.integer("attention.key_length", size)
+    config = decoder_config(
+        model,
+        "Gemma3ForCausalLM",
+        query_pre_attn_scalar=size,
+        attention_bias=has_bias(model, "attn_q"),
+        final_logit_softcapping=_soft_cap(model, "final_logit_softcapping"),
+        rope_parameters=_two_ropes(model, rope_parameters(model, head_dim)),
+    )
+    if not window:
+        return config | {"layer_types": layer_types([0] * model.num_layers())}
+    pattern = "attention.sliding_window_pattern"
+    if not model.has(pattern):
+        return config | {"sliding_window": window, "sliding_window_pattern": _PATTERN}
+    slides = model.integers(pattern)
+    return config | {"sliding_window": window, "layer_types": layer_types(slides)}
+
+
+def _two_ropes(model: GGUFModel, of_full: dict[str, Any]) -> dict[str, Any]:
+    """of_full: of layers without a window."""
+    theta = model.number("rope.freq_base_swa", _LOCAL_THETA)
+    return {
+        "full_attention": of_full,
+        "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+    }
+
+
+def _gemma_rules(model: GGUFModel) -> TensorRules:
+    norms = ("attn_norm", "attn_q_norm", "attn_k_norm", "output_norm", *_NORMS)
+    return TensorRules(
+        LAYER | _NORMS,
+        TOP,
+        changes={f"{name}.weight": _without_one for name in norms},
+        unused=ROPE_TENSORS,
+    )
+
+
+def _without_one(weights: torch.Tensor) -> torch.Tensor:
+    return weights - 1
+
+
+_GEMMA4_LAYER: dict[str, str | tuple[str, ...]] = {
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_down_exps": f"experts.{EXPERT}.down_proj",
+    "ffn_gate_exps": f"experts.{EXPERT}.gate_proj",
+    "ffn_up_exps": f"experts.{EXPERT}.up_proj",
+    "ffn_gate_up_exps": tuple(f"experts.{EXPERT}.{part}_proj" for part in ("gate", "up")),
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
+_GEMMA4_TOP = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+
+
+def _gemma4(model: GGUFModel) -> dict[str, Any]:
+    num_layers = model.num_layers()
+    slides = model.integers("attention.sliding_window_pattern")
+    heads = dict(zip(slides, model.integers("attention.head_count_kv"), strict=True))
+    size = model.integer("attention.key_length")
+    num_shared = model.integer("attention.shared_kv_layers", 0)
+    widths = model.integers("feed_forward_length")
+    is_double = len(set(widths)) > 1
+    if is_double and widths != [
+        widths[0] * (1 + (n >= num_layers - num_shared)) for n in range(num_layers)
+    ]:
+        raise UnsupportedModelError(
+            f"{model.path}: gemma4.feed_forward_length differs between layers in another way than "
+            "that the layers which read others' keys have MLPs of twice the size"
+        )
+    full = [layer for layer in range(num_layers - num_shared) if not slides[layer]]
+    num_experts = model.integer("expert_count", 0)
+    config = decoder_config(
+        model,
+        "Gemma4ForCausalLM",
+        intermediate_size=widths[0],
+        use_double_wide_mlp=is_double,
+        head_dim=model.integer("attention.key_length_swa", size),
+        global_head_dim=size,
+        num_key_value_heads=heads.get(1, heads.get(0)),
+        num_global_key_value_heads=heads.get(0, heads.get(1)),
+        attention_k_eq_v=any(f"blk.{layer}.attn_v.weight" not in model.tensors for layer in full),
+        num_kv_shared_layers=num_shared,
+        hidden_size_per_layer_input=model.integer("embedding_length_per_layer_input", 0),
+        vocab_size_per_layer_input=model.shape("token_embd.weight")[0],
+        sliding_window=model.integer("attention.sliding_window"),
+        layer_types=layer_types(slides),
+        final_logit_softcapping=_soft_cap(model, "final_logit_softcapping"),
+        rope_parameters=_gemma4_ropes(model),
+        enable_moe_block=bool(num_experts),
+    )
+    model.skip("attention.value_length_swa", "expert_feed_forward_length", "expert_used_count")
+    model.skip("rope.dimension_count", "rope.dimension_count_swa")
+    if num_experts:
+        config["num_experts"] = num_experts
+        config["top_k_experts"] = model.integer("expert_used_count")
+        config["moe_intermediate_size"] = model.integer("expert_feed_forward_length")
+    return config
+
+
+def _gemma4_ropes(model: GGUFModel) -> dict[str, Any]:
+    """Layers without a window turn the first part of each head, at frequencies of all of it."""
+    factors = model.small_numbers("rope_freqs.weight")
+    turned = sum(factor < _NOT_TURNED for factor in factors)
+    full: dict[str, Any] = {
+        "rope_type": "proportional",
+        "rope_theta": model.number("rope.freq_base"),
+        "partial_rotary_factor": turned / len(factors) if factors else 1.0,
+    }
+    if any(factor not in (1.0, 1e30) for factor in factors):
+        raise UnsupportedModelError(
+            f"{model.path}: rope_freqs.weight has other numbers than 1 and 1e30, which say what of "
+            "a head turns"
+        )
+    return _two_ropes(model, full)
+
+
+def _gemma4_rules(model: GGUFModel) -> TensorRules:
+    return TensorRules(LAYER | _NORMS | _GEMMA4_LAYER, TOP | _GEMMA4_TOP, unused=ROPE_TENSORS)
+
+
+GEMMA = {
+    "gemma2": Architecture(_gemma2, _gemma_rules),
+    "gemma3": Architecture(_gemma3, _gemma_rules),
+    "gemma4": Architecture(_gemma4, _gemma4_rules),
+}
+"""By their names in general.architecture."""
